@@ -1,0 +1,37 @@
+# The only door: every command of this repository is a word here, and CI calls the same words.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+NATIVE := $(wildcard shm_broadcast/csrc/*)
+PIP := $(PY) -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo check test clean
+
+help: ## List the words
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(STAMP) ## Create .venv with everything that the other words need
+
+$(STAMP): pyproject.toml setup.py constraints.txt $(NATIVE)
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV) (the first time takes some minutes: torch is large)"
+	@$(PIP) install -q -c constraints.txt "setuptools>=77" wheel
+	@$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[test,bench,examples]'
+	@touch $@
+
+demo: $(STAMP) ## Run a tensor- and pipeline-parallel LLM over our groups on four processes
+	@$(PY) -m examples.tiny_llm
+
+check: $(STAMP) ## Lint, types and layer contracts
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(VENV)/bin/lint-imports
+
+test: $(STAMP) ## Run the whole test suite (no GPU needed)
+	$(PY) -m pytest
+
+clean: ## Remove what the other words made
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,1 @@
+"""Parallel groups for LLM serving."""

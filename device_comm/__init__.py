@@ -1,0 +1,1 @@
+"""The middle layer: collectives on tensors behind one contract, whatever the device."""

@@ -1,0 +1,45 @@
+"""Builds the native core; everything else stands in pyproject.toml."""
+
+import os
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+HERE = Path(__file__).parent
+# Warnings are errors in CI only: a newer compiler on a user's machine must not break an installation.
+STRICT = ["-Werror"] if os.environ.get("CI") == "true" else []
+
+if not sys.platform.startswith("linux"):
+    raise SystemExit("group-coordinator needs Linux: it uses memfd, futex and pidfd")
+
+
+def native(name: str, folder: str) -> Extension:
+    """Return the abi3 extension `name`, made of every C++ file in `folder`."""
+    sources = sorted(str(path.relative_to(HERE)) for path in (HERE / folder).glob("*.cpp"))
+    headers = sorted(str(path.relative_to(HERE)) for path in (HERE / folder).glob("*.hpp"))
+    return Extension(
+        name,
+        sources=sources,
+        depends=headers,
+        language="c++",
+        py_limited_api=True,
+        define_macros=[("Py_LIMITED_API", "0x030B0000")],
+        extra_compile_args=[
+            "-std=c++20",
+            "-O3",
+            "-Wall",
+            "-Wextra",
+            "-Wpedantic",
+            "-Wno-missing-field-initializers",
+            "-fvisibility=hidden",
+            "-fno-strict-aliasing",
+            *STRICT,
+        ],
+    )
+
+
+setup(
+    ext_modules=[native("shm_broadcast._core", "shm_broadcast/csrc")],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)

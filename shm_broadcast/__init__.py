@@ -1,0 +1,1 @@
+"""The bottom layer: errors, settings, the object codec and liveness. Needs neither torch nor CUDA."""

@@ -39,8 +39,8 @@ class SettingsError(CommError, ValueError):
     """A setting is unknown, malformed, or contradicts another one. The group was not created."""
 
 
-class ClosedError(CommError):
-    """The object was closed or destroyed by this process."""
+class ClosedError(UsageError):
+    """The object was closed or destroyed by this process; also a call on it afterwards."""
 
 
 class CommTimeoutError(CommError, TimeoutError):

@@ -1,0 +1,341 @@
+"""The contract of every device communicator.
+
+Ranks in arguments are ranks *in the group*. The public methods here check their arguments, so that every
+implementation refuses the same mistakes with the same words; implementations fill in the methods that
+start with an underscore and may rely on what was checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Final, Protocol, overload
+
+import torch
+import torch.distributed as dist
+
+from device_comm import checks
+from device_comm.health import GroupHealth
+from device_comm.reduction import ReduceOperation, check_reducible, reduce_operation
+from shm_broadcast.errors import UsageError
+
+SUM: Final = ReduceOperation.SUM
+
+
+class Handle(Protocol):
+    """A transfer in progress."""
+
+    def is_completed(self) -> bool:
+        """Return whether the transfer is complete, without waiting. Raises what went wrong."""
+
+    def wait(self) -> None:
+        """Wait until the transfer is complete; may be called more than once."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommunicatorContext:
+    """What a communicator is built from.
+
+    Attributes:
+        name: The group's unique name.
+        rank_in_group: This process's rank in the group.
+        ranks: Global ranks of the group, in group order.
+        device: Where the tensors live.
+        process_group: A torch process group of the same ranks, or None in a group of one.
+        health: The group's shared state: every blocking wait goes through it.
+        timeout_s: Deadline of a call that states none, in seconds.
+    """
+
+    name: str
+    rank_in_group: int
+    ranks: tuple[int, ...]
+    device: torch.device
+    process_group: dist.ProcessGroup | None
+    health: GroupHealth
+    timeout_s: float
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks in the group."""
+        return len(self.ranks)
+
+
+class DeviceCommunicator(ABC):
+    """Collectives on the tensors of one device type, for one group.
+
+    Contract of every method, unless it says otherwise:
+
+    * Collective: all ranks of the group call it, in the same order, with equal shapes, dtypes and
+      arguments; only the sizes that `sizes` states may differ.
+    * Blocks until this rank's result is there (CPU), or is queued on the current stream (accelerators).
+    * Aliasing: the input is never changed and never kept, the result is a new contiguous tensor.
+      Only in a group of one is the result the input itself, which costs nothing. Methods whose name ends
+      with an underscore work in place.
+    * Inputs may be non-contiguous, empty or 0-dim; a 0-dim tensor counts as one of shape [1] where the
+      ranks' tensors are concatenated.
+    * `timeout_s`: seconds until the deadline; None takes the group's.
+    * Raises: `UsageError` before anything is sent, the group survives. `CommTimeoutError`,
+      `PeerLostError`, `NativeError`: the group is broken afterwards.
+    """
+
+    algorithm: ClassVar[str] = "unnamed"
+
+    def __init__(self, context: CommunicatorContext) -> None:
+        """Bind the communicator to a group. Not collective unless an implementation says so."""
+        self.context = context
+        self.device = context.device
+        self.rank_in_group = context.rank_in_group
+        self.world_size = context.world_size
+
+    # ------------------------------------------------------------------ reductions
+
+    def all_reduce(
+        self, input_: torch.Tensor, op: ReduceOperation = SUM, *, timeout_s: float | None = None
+    ) -> torch.Tensor:
+        """Combine the ranks' tensors; every rank gets the result, of the input's shape and dtype."""
+        op = self._check_reduction(input_, op, timeout_s)
+        return self._all_reduce(input_, op, timeout_s)
+
+    def all_reduce_(
+        self, tensor: torch.Tensor, op: ReduceOperation = SUM, *, timeout_s: float | None = None
+    ) -> torch.Tensor:
+        """Combine the ranks' tensors in place; return `tensor`."""
+        op = self._check_reduction(tensor, op, timeout_s)
+        result = self._all_reduce(tensor, op, timeout_s)
+        return tensor if result is tensor else tensor.copy_(result)
+
+    def reduce_scatter(
+        self,
+        input_: torch.Tensor,
+        dim: int = -1,
+        op: ReduceOperation = SUM,
+        *,
+        timeout_s: float | None = None,
+    ) -> torch.Tensor:
+        """Combine the ranks' tensors; rank i gets the i-th of `world_size` equal parts along `dim`."""
+        op = self._check_reduction(input_, op, timeout_s)
+        dim = checks.check_dim(dim, input_)
+        checks.check_divisible(input_, dim, self.world_size)
+        size = input_.shape[dim] if input_.dim() else 1
+        return self._reduce_scatter(input_, dim, (size // self.world_size,) * self.world_size, op, timeout_s)
+
+    def reduce_scatterv(
+        self,
+        input_: torch.Tensor,
+        dim: int = -1,
+        sizes: Sequence[int] | None = None,
+        op: ReduceOperation = SUM,
+        *,
+        timeout_s: float | None = None,
+    ) -> torch.Tensor:
+        """Combine the ranks' tensors; rank i gets `sizes[i]` of dimension `dim`, in rank order.
+
+        `sizes` holds one count for each rank and is equal on all of them; None splits evenly.
+        """
+        if sizes is None:
+            return self.reduce_scatter(input_, dim, op, timeout_s=timeout_s)
+        op = self._check_reduction(input_, op, timeout_s)
+        dim = checks.check_dim(dim, input_)
+        counts = checks.check_sizes(sizes, self.world_size)
+        checks.check_total_size(input_, dim, counts)
+        return self._reduce_scatter(input_, dim, counts, op, timeout_s)
+
+    def reduce_scatterv_into_output(
+        self,
+        input_: torch.Tensor,
+        output: torch.Tensor,
+        dim: int = -1,
+        sizes: Sequence[int] | None = None,
+        op: ReduceOperation = SUM,
+        *,
+        timeout_s: float | None = None,
+    ) -> torch.Tensor:
+        """As `reduce_scatterv`, into `output`, which is returned. `output` must not overlap the input."""
+        checks.check_tensor(input_, self.device, "reduce_scatterv_into_output")
+        checks.check_tensor(output, self.device, "reduce_scatterv_into_output")
+        shape = list(input_.shape) or [1]
+        at = checks.check_dim(dim, input_)
+        if sizes is None:
+            checks.check_divisible(input_, at, self.world_size)
+            shape[at] //= self.world_size
+        else:
+            shape[at] = checks.check_sizes(sizes, self.world_size)[self.rank_in_group]
+        checks.check_output(output, shape, input_.dtype)
+        return output.copy_(self.reduce_scatterv(input_, dim, sizes, op, timeout_s=timeout_s).view(shape))
+
+    # ------------------------------------------------------------------ moving data
+
+    def all_gather(
+        self, input_: torch.Tensor, dim: int = -1, *, timeout_s: float | None = None
+    ) -> torch.Tensor:
+        """Concatenate the ranks' tensors along `dim`, in rank order; every rank gets the result."""
+        checks.check_tensor(input_, self.device, "all_gather")
+        checks.check_timeout(timeout_s)
+        dim = checks.check_dim(dim, input_)
+        size = input_.shape[dim] if input_.dim() else 1
+        return self._all_gather(input_, dim, (size,) * self.world_size, timeout_s)
+
+    @overload
+    def all_gatherv(
+        self,
+        input_: torch.Tensor,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def all_gatherv(
+        self,
+        input_: Sequence[torch.Tensor],
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[torch.Tensor]: ...
+
+    def all_gatherv(
+        self,
+        input_: torch.Tensor | Sequence[torch.Tensor],
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """Concatenate the ranks' tensors along `dim`, where rank i brings `sizes[i]`.
+
+        Args:
+            input_: A tensor, or a sequence of tensors that share `sizes`; a sequence gives a list.
+            dim: Where to concatenate.
+            sizes: One count for each rank, equal on all of them; None when all bring the same.
+            timeout_s: Deadline of each tensor in seconds.
+        """
+        tensors = [input_] if isinstance(input_, torch.Tensor) else list(input_)
+        checks.check_timeout(timeout_s)
+        counts = None if sizes is None else checks.check_sizes(sizes, self.world_size)
+        for tensor in tensors:
+            checks.check_tensor(tensor, self.device, "all_gatherv")
+            at = checks.check_dim(dim, tensor)
+            if counts is not None:
+                checks.check_own_size(tensor, at, counts, self.rank_in_group)
+        results = []
+        for tensor in tensors:
+            at = checks.check_dim(dim, tensor)
+            own = tensor.shape[at] if tensor.dim() else 1
+            results.append(self._all_gather(tensor, at, counts or (own,) * self.world_size, timeout_s))
+        return results[0] if isinstance(input_, torch.Tensor) else results
+
+    def gather(
+        self, input_: torch.Tensor, dst: int = 0, dim: int = -1, *, timeout_s: float | None = None
+    ) -> torch.Tensor | None:
+        """Concatenate the ranks' tensors along `dim` on rank `dst`; the other ranks get None."""
+        checks.check_tensor(input_, self.device, "gather")
+        checks.check_timeout(timeout_s)
+        checks.check_rank(dst, self.world_size, "dst")
+        return self._gather(input_, dst, checks.check_dim(dim, input_), timeout_s)
+
+    def broadcast(
+        self, tensor: torch.Tensor, src: int = 0, *, timeout_s: float | None = None
+    ) -> torch.Tensor:
+        """Fill `tensor` on every rank with that of rank `src`; return `tensor`. In place."""
+        checks.check_tensor(tensor, self.device, "broadcast")
+        checks.check_timeout(timeout_s)
+        checks.check_rank(src, self.world_size, "src")
+        return self._broadcast(tensor, src, timeout_s)
+
+    def send(self, tensor: torch.Tensor, dst: int | None = None, *, timeout_s: float | None = None) -> None:
+        """Send `tensor` to rank `dst` (the next one by default); return when its memory may be reused."""
+        self.isend(tensor, dst, timeout_s=timeout_s).wait()
+
+    def recv(
+        self,
+        size: Sequence[int],
+        dtype: torch.dtype,
+        src: int | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> torch.Tensor:
+        """Receive a new tensor of shape `size` and `dtype` from rank `src` (the previous one by default).
+
+        Blocks without limit when `timeout_s` is None, but wakes when a peer dies or the group is closed.
+        """
+        tensor = torch.empty(tuple(size), dtype=dtype, device=self.device)
+        self.irecv(tensor, src, timeout_s=timeout_s).wait()
+        return tensor
+
+    def isend(
+        self, tensor: torch.Tensor, dst: int | None = None, *, timeout_s: float | None = None
+    ) -> Handle:
+        """Start to send `tensor`, which must not be changed until the handle has been waited for."""
+        checks.check_tensor(tensor, self.device, "send")
+        checks.check_timeout(timeout_s)
+        peer = self._peer(dst, 1, "dst")
+        return self._isend(tensor, peer, timeout_s)
+
+    def irecv(
+        self, tensor: torch.Tensor, src: int | None = None, *, timeout_s: float | None = None
+    ) -> Handle:
+        """Start to receive into `tensor`, which is filled once the handle has been waited for."""
+        checks.check_tensor(tensor, self.device, "recv")
+        checks.check_timeout(timeout_s)
+        peer = self._peer(src, -1, "src")
+        return self._irecv(tensor, peer, timeout_s)
+
+    # ------------------------------------------------------------------ life
+
+    def prepare_buffers(self, message_bytes: int) -> None:
+        """Reserve what messages of up to `message_bytes` bytes need. Collective; a hint, not a limit."""
+        del message_bytes
+
+    @abstractmethod
+    def destroy(self) -> None:
+        """Release everything. Idempotent, legal in any state, bounded to seconds."""
+
+    # ------------------------------------------------------------------ to be implemented
+
+    @abstractmethod
+    def _all_reduce(
+        self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None
+    ) -> torch.Tensor: ...
+
+    @abstractmethod
+    def _reduce_scatter(
+        self, input_: torch.Tensor, dim: int, sizes: tuple[int, ...], op: ReduceOperation, timeout_s: float | None
+    ) -> torch.Tensor: ...
+
+    @abstractmethod
+    def _all_gather(
+        self, input_: torch.Tensor, dim: int, sizes: tuple[int, ...], timeout_s: float | None
+    ) -> torch.Tensor: ...
+
+    @abstractmethod
+    def _gather(
+        self, input_: torch.Tensor, dst: int, dim: int, timeout_s: float | None
+    ) -> torch.Tensor | None: ...
+
+    @abstractmethod
+    def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor: ...
+
+    @abstractmethod
+    def _isend(self, tensor: torch.Tensor, dst: int, timeout_s: float | None) -> Handle: ...
+
+    @abstractmethod
+    def _irecv(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> Handle: ...
+
+    # ------------------------------------------------------------------ helpers
+
+    def _check_reduction(self, tensor: torch.Tensor, op: object, timeout_s: float | None) -> ReduceOperation:
+        checks.check_tensor(tensor, self.device, "reduction")
+        checks.check_timeout(timeout_s)
+        operation = reduce_operation(op)
+        check_reducible(tensor.dtype, operation)
+        return operation
+
+    def _peer(self, rank: int | None, step: int, name: str) -> int:
+        if rank is None:
+            if self.world_size == 1:
+                raise UsageError(f"{name}: a group of one has no other rank")
+            return (self.rank_in_group + step) % self.world_size
+        return checks.check_peer(rank, self.rank_in_group, self.world_size, name)

@@ -1,0 +1,117 @@
+"""Handles of transfers in progress."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from device_comm.health import GroupHealth, Operation
+from device_comm.works import PointToPointWorks
+
+
+class CompletedHandle:
+    """A transfer that was complete when it was asked for."""
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class PointToPointHandle:
+    """A send or a receive in progress; owns the memory that the transport uses."""
+
+    def __init__(
+        self,
+        health: GroupHealth,
+        operation: Operation,
+        transfer: PointToPointWorks,
+        timeout_s: float | None,
+        landing: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        """Take over a transfer.
+
+        Args:
+            health: The state of the group.
+            operation: The call, for errors.
+            transfer: What is in flight.
+            timeout_s: Seconds that `wait` may take, counted from its call; None for no limit.
+            landing: Pair (destination, contiguous stand-in) when the destination is not contiguous.
+        """
+        self._health = health
+        self._operation = operation
+        self._transfer: PointToPointWorks | None = transfer
+        self._timeout_s = timeout_s
+        self._landing = landing
+
+    @staticmethod
+    def on_stream(
+        health: GroupHealth,
+        operation: Operation,
+        works: Sequence[tuple[int, dist.Work]],
+        keep: object,
+        landing: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> PointToPointHandle:
+        """Return the handle of a transfer on an accelerator: waiting orders the stream behind it."""
+        return _StreamHandle(health, operation, works, keep, landing)
+
+    def is_completed(self) -> bool:
+        """Return whether the transfer is complete, without waiting."""
+        if self._transfer is not None and self._transfer.is_complete():
+            self._finish()
+        return self._transfer is None
+
+    def wait(self) -> None:
+        """Wait until the transfer is complete; later calls return at once.
+
+        Raises:
+            CommTimeoutError: The deadline passed; the group is broken.
+            PeerLostError: A peer is gone; the group is broken.
+        """
+        if self._transfer is None:
+            return
+        self._health.wait(self._operation, self._transfer, self._timeout_s)
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._landing is not None:
+            destination, source = self._landing
+            destination.copy_(source)
+        self._landing = None
+        self._transfer = None
+
+
+class _StreamHandle(PointToPointHandle):
+    """A transfer that an accelerator carries out in stream order."""
+
+    def __init__(
+        self,
+        health: GroupHealth,
+        operation: Operation,
+        works: Sequence[tuple[int, dist.Work]],
+        keep: object,
+        landing: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> None:
+        self._health = health
+        self._operation = operation
+        self._works = list(works)
+        self._keep = keep
+        self._landing = landing
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for _, work in self._works)
+
+    def wait(self) -> None:
+        with self._health.transport(self._operation):
+            for _, work in self._works:
+                work.wait()
+        self._works.clear()
+        if self._landing is not None:
+            destination, source = self._landing
+            destination.copy_(source)
+        self._landing = None
+        self._keep = None

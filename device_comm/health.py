@@ -1,0 +1,413 @@
+"""The state of one group, and the waiting, blaming and breaking that every plane of it shares.
+
+A call that cannot finish must say who is at fault, and all ranks must say the same. The transports
+below cannot: Gloo reports "connection closed by peer" on ranks whose peer merely gave up, and only on
+those that happened to talk to it. So a rank that has waited for `BOARD_AFTER_S` writes where it waits
+on a board that all ranks of the group can read; whoever is the first to find a failure reads the
+board, publishes a verdict, and everybody else adopts it. A call that succeeds never touches the board.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final, Literal, Protocol
+
+import msgspec
+
+from shm_broadcast.errors import (
+    ClosedError,
+    CommError,
+    CommTimeoutError,
+    GroupBrokenError,
+    NativeError,
+    PeerLostError,
+    UsageError,
+)
+from shm_broadcast.liveness import PeerWatch, fork_count
+
+# A waiting call looks around (signals, dead peers, close) this often. Ctrl-C must interrupt within 0.2 s.
+SLICE_S: Final = 0.1
+# How long a rank waits before it says on the board where it waits.
+BOARD_AFTER_S: Final = 0.5
+# After its deadline a rank waits this long for others to appear on the board: twice BOARD_AFTER_S, so
+# that a rank which arrived just before the deadline is seen even on a busy machine.
+GRACE_S: Final = 1.0
+# A waiting call looks for other ranks' verdicts this often, at first and when it has waited for long.
+VERDICT_EVERY_S: Final = 0.25
+VERDICT_IDLE_EVERY_S: Final = 1.0
+# The kernel closes a dying process's sockets some milliseconds before its pidfd fires, and a peer that
+# gives up publishes before it closes: a transport error is explained within this time or not at all.
+EXPLAIN_S: Final = 2.0
+
+# What was awaited may arrive after a deadline of seconds; a day stands for "without limit" below us.
+FOREVER_S: Final = 86400.0 * 365
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What broke a group; the first one published counts for all ranks.
+
+    Attributes:
+        kind: Why the group broke.
+        ranks: Global ranks at fault, ascending.
+        by: Global rank that found out.
+        operation: The call in which it found out.
+        within_s: Deadline of that call in seconds, where the clock is the reason.
+        detail: More for people: pids, states, where the ranks at fault were seen last.
+    """
+
+    kind: Literal["timeout", "lost", "left", "interrupted", "failed"]
+    ranks: tuple[int, ...]
+    by: int
+    operation: str
+    within_s: float = 0.0
+    detail: str = ""
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """Where a rank waits: the operation and its number among the collectives of its plane."""
+
+    operation: str
+    number: int
+
+
+class Board(Protocol):
+    """What the ranks of a group can tell each other when the group's own transport is stuck.
+
+    Every method is bounded to about two seconds. When the board cannot be reached, reads give nothing.
+    """
+
+    def arrive(self, plane: str, arrival: Arrival) -> None:
+        """Say where this rank waits."""
+
+    def arrivals(self, plane: str) -> dict[int, Arrival]:
+        """Return where the ranks said that they wait, by global rank."""
+
+    def verdict(self) -> Verdict | None:
+        """Return the verdict, if there is one."""
+
+    def publish(self, verdict: Verdict) -> Verdict:
+        """Publish a verdict unless there is one; return the one that counts."""
+
+    def leave(self) -> None:
+        """Say that this rank has destroyed the group."""
+
+    def left(self) -> tuple[int, ...]:
+        """Return the global ranks that have destroyed the group."""
+
+
+class Pollable(Protocol):
+    """Something in flight that can be waited for in slices."""
+
+    def poll(self, slice_s: float) -> bool:
+        """Wait for up to `slice_s` seconds; return whether it is complete. Raise what went wrong."""
+
+    def pending(self) -> Sequence[int] | None:
+        """Return the global ranks it still waits for, or None where only the board can tell."""
+
+
+class Operation(msgspec.Struct, frozen=True):
+    """One call in progress: `number` counts the collectives of a plane and is 0 for point to point."""
+
+    plane: str
+    name: str
+    number: int
+
+    def __str__(self) -> str:
+        """Return the name, with the number of a collective."""
+        return f"{self.name} #{self.number}" if self.number else self.name
+
+
+class GroupHealth:
+    """Whether a group can be used, and the only place that decides that it can't.
+
+    One value is shared by all planes of a group in this process. Broken is final: the first failure is
+    kept as the cause, every transport is aborted, and each later call raises `GroupBrokenError`.
+    """
+
+    def __init__(self, name: str, rank: int, ranks: Sequence[int], watch: PeerWatch, board: Board) -> None:
+        """Start healthy.
+
+        Args:
+            name: The group's unique name, for texts.
+            rank: This process's global rank.
+            ranks: Global ranks of the group in group order.
+            watch: The other ranks' processes.
+            board: Where ranks meet when a transport is stuck.
+        """
+        self.name = name
+        self.rank = rank
+        self.ranks = tuple(ranks)
+        self._watch = watch
+        self._board = board
+        self._cause: BaseException | None = None
+        self._closed = False
+        self._fork_count = fork_count()
+        self._numbers: dict[str, int] = {}
+        self._aborts: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+
+    @property
+    def is_broken(self) -> bool:
+        """Return whether a failure made the group unusable."""
+        return self._cause is not None
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether this process destroyed the group."""
+        return self._closed
+
+    @property
+    def is_inherited(self) -> bool:
+        """Return whether this is the copy of a forked child: inert, its owner is another process."""
+        return self._fork_count != fork_count()
+
+    def where(self, operation: object) -> str:
+        """Return `all_reduce #3 on 'tp:0' (rank 5, 1 of 4)`: the start of every error's text."""
+        return f"{operation} on {self.name!r} (rank {self.rank}, {self.ranks.index(self.rank)} of {len(self.ranks)})"
+
+    def check_usable(self, name: str) -> None:
+        """Raise unless the group can be used by this process now.
+
+        Raises:
+            UsageError: This process is a forked child of the group's owner.
+            ClosedError: The group was destroyed by this process (also a `UsageError`).
+            GroupBrokenError: An earlier failure broke the group; `__cause__` is that failure.
+        """
+        if self._fork_count != fork_count():
+            raise UsageError(
+                f"{self.where(name)}: the group belongs to the process that forked this one; "
+                "a forked child must create its own groups, or be started with spawn"
+            )
+        if self._closed:
+            raise ClosedError(f"{self.where(name)}: the group was destroyed")
+        if self._cause is not None:
+            raise GroupBrokenError(
+                f"{self.where(name)}: an earlier failure made the group unusable, destroy it: {self._cause}"
+            ) from self._cause
+
+    def begin(self, plane: str, name: str) -> Operation:
+        """Start a collective: check the state and count it. Raises as `check_usable`."""
+        self.check_usable(name)
+        number = self._numbers.get(plane, 0) + 1
+        self._numbers[plane] = number
+        return Operation(plane, name, number)
+
+    def begin_point_to_point(self, plane: str, name: str) -> Operation:
+        """Start a point-to-point call: check the state. Raises as `check_usable`."""
+        self.check_usable(name)
+        return Operation(plane, name, 0)
+
+    def on_abort(self, abort: Callable[[], None]) -> None:
+        """Call `abort` when the group breaks or is closed; it must not block and not raise."""
+        self._aborts.append(abort)
+
+    def wait(self, operation: Operation, work: Pollable, timeout_s: float | None) -> None:
+        """Wait for `work`; look for signals, dead peers, verdicts and `close` meanwhile.
+
+        Args:
+            operation: The call in progress.
+            work: What it waits for.
+            timeout_s: Seconds from now, or None to wait without limit.
+
+        Raises:
+            CommTimeoutError: The deadline passed, here or on the rank that found out first.
+            PeerLostError: A rank died, was interrupted, or left the group.
+            ClosedError: Another thread destroyed the group.
+            NativeError: The transport failed though every process is alive.
+        """
+        try:
+            self._wait(operation, work, timeout_s)
+        except CommError:
+            raise
+        except RuntimeError as error:
+            raise self.explain(operation, error, work.pending()) from error
+        except BaseException as error:
+            self._interrupted(operation, error)
+            raise
+
+    def _wait(self, operation: Operation, work: Pollable, timeout_s: float | None) -> None:
+        start = time.monotonic()
+        deadline = FOREVER_S if timeout_s is None else timeout_s
+        on_board, next_verdict = False, BOARD_AFTER_S
+        waited = 0.0
+        while not work.poll(min(SLICE_S, max(deadline - waited, 0.0))):
+            waited = time.monotonic() - start
+            if self._closed:
+                raise ClosedError(f"{self.where(operation)}: the group was destroyed while the call waited")
+            self._raise_if_lost(operation)
+            if waited >= deadline:
+                self._expire(operation, work, deadline)
+                return
+            if waited >= BOARD_AFTER_S and not on_board and operation.number:
+                self._board.arrive(operation.plane, Arrival(operation.name, operation.number))
+                on_board = True
+            if waited >= next_verdict:
+                self._raise_if_judged(operation)
+                often = VERDICT_EVERY_S if timeout_s is not None else VERDICT_IDLE_EVERY_S
+                next_verdict = waited + often
+
+    def _raise_if_lost(self, operation: Operation) -> None:
+        lost = self._watch.lost()
+        if lost:
+            detail = ", ".join(f"{rank} ({self._watch.describe(rank)})" for rank in lost)
+            verdict = Verdict("lost", lost, self.rank, str(operation), detail=detail)
+            raise self._judge(operation, verdict)
+
+    def _raise_if_judged(self, operation: Operation) -> None:
+        verdict = self._board.verdict()
+        if verdict is not None:
+            raise self._adopt(operation, verdict)
+
+    def _expire(self, operation: Operation, work: Pollable, within_s: float) -> None:
+        """The deadline passed: give late ranks the grace, then blame. Return if the call finished."""
+        if operation.number:
+            self._board.arrive(operation.plane, Arrival(operation.name, operation.number))
+        grace_end = time.monotonic() + GRACE_S
+        while time.monotonic() < grace_end:
+            if work.poll(SLICE_S / 2):
+                return
+            if self._closed:
+                raise ClosedError(f"{self.where(operation)}: the group was destroyed while the call waited")
+            self._raise_if_lost(operation)
+            self._raise_if_judged(operation)
+        arrivals = self._board.arrivals(operation.plane) if operation.number else {}
+        pending = work.pending()
+        if pending is None:
+            pending = [
+                rank
+                for rank in self.ranks
+                if rank != self.rank and (rank not in arrivals or arrivals[rank].number < operation.number)
+            ]
+        missing = tuple(sorted(pending))
+        detail = ", ".join(f"{rank} ({self._describe(rank, arrivals)})" for rank in missing)
+        verdict = Verdict("timeout", missing, self.rank, str(operation), within_s, detail)
+        raise self._judge(operation, verdict)
+
+    def _describe(self, rank: int, arrivals: dict[int, Arrival]) -> str:
+        text = self._watch.describe(rank)
+        seen = arrivals.get(rank)
+        return text if seen is None else f"{text}, last at {seen.operation} #{seen.number}"
+
+    def explain(self, operation: Operation, error: Exception, pending: Sequence[int] | None) -> CommError:
+        """Find out what a transport's error means, break the group, and return what to raise.
+
+        Args:
+            operation: The call in progress.
+            error: What the transport raised.
+            pending: Global ranks that the call waited for, where the transport knows.
+
+        Returns:
+            The error to raise from `error`.
+        """
+        end = time.monotonic() + EXPLAIN_S
+        while True:
+            if self._closed:
+                return ClosedError(f"{self.where(operation)}: the group was destroyed while the call waited")
+            verdict = self._board.verdict()
+            if verdict is not None:
+                return self._adopt(operation, verdict)
+            verdict = self._find_lost(operation)
+            if verdict is not None:
+                return self._judge(operation, verdict)
+            if time.monotonic() >= end:
+                break
+            time.sleep(0.02)
+        unseen = tuple(r for r in pending or self.ranks if r != self.rank and not self._watch.watches(r))
+        if unseen:
+            detail = ", ".join(f"{rank} ({self._watch.describe(rank)})" for rank in unseen)
+            return self._judge(
+                operation, Verdict("lost", unseen, self.rank, str(operation), detail=f"{detail}: {error}")
+            )
+        self._judge(operation, Verdict("failed", (), self.rank, str(operation), detail=str(error)))
+        failure = NativeError(
+            f"{self.where(operation)}: the transport failed though every process is alive: {error}; "
+            "the group is now unusable, destroy it",
+            library="torch.distributed",
+            function=operation.name,
+        )
+        self._cause = failure
+        return failure
+
+    def _find_lost(self, operation: Operation) -> Verdict | None:
+        lost = self._watch.lost()
+        if lost:
+            detail = ", ".join(f"{rank} ({self._watch.describe(rank)})" for rank in lost)
+            return Verdict("lost", lost, self.rank, str(operation), detail=detail)
+        left = tuple(rank for rank in self._board.left() if rank != self.rank)
+        if left:
+            detail = ", ".join(f"{rank} ({self._watch.describe(rank)})" for rank in left)
+            return Verdict("left", left, self.rank, str(operation), detail=detail)
+        return None
+
+    @contextmanager
+    def transport(self, operation: Operation) -> Iterator[None]:
+        """Turn what a transport raises while a call is being posted into an error of ours."""
+        try:
+            yield
+        except CommError:
+            raise
+        except RuntimeError as error:
+            raise self.explain(operation, error, None) from error
+
+    def _interrupted(self, operation: Operation, error: BaseException) -> None:
+        """Ctrl-C or another exception left a call half done: nobody can know where the group stands."""
+        self._break(error)
+        detail = f"{self.rank} ({type(error).__name__})"
+        self._board.publish(Verdict("interrupted", (self.rank,), self.rank, str(operation), detail=detail))
+
+    def _judge(self, operation: Operation, verdict: Verdict) -> CommError:
+        return self._adopt(operation, self._board.publish(verdict))
+
+    def _adopt(self, operation: Operation, verdict: Verdict) -> CommError:
+        error = self._error(operation, verdict)
+        self._break(error)
+        return error
+
+    def _error(self, operation: Operation, verdict: Verdict) -> CommError:
+        where = self.where(operation)
+        end = "; the group is now unusable, destroy it"
+        if verdict.by != self.rank:
+            end = f" (found by rank {verdict.by} in {verdict.operation}){end}"
+        ranks = "rank" if len(verdict.ranks) == 1 else "ranks"
+        if verdict.kind == "timeout":
+            if self.rank in verdict.ranks:
+                text = f"this rank came after the other ranks had given up; no answer from {ranks} {verdict.detail}"
+            elif verdict.ranks:
+                text = f"no answer from {ranks} {verdict.detail}"
+            else:
+                text = "every rank arrived but the transfer did not finish"
+            return CommTimeoutError(f"{where}: {text} within {verdict.within_s:.1f} s{end}", missing=verdict.ranks)
+        if verdict.kind == "failed":
+            return GroupBrokenError(f"{where}: the transport failed on rank {verdict.by}: {verdict.detail}{end}")
+        what = {"lost": "lost", "left": "the group was destroyed by", "interrupted": "interrupted:"}[verdict.kind]
+        return PeerLostError(f"{where}: {what} {ranks} {verdict.detail}{end}", peers=verdict.ranks)
+
+    def _break(self, cause: BaseException) -> None:
+        with self._lock:
+            if self._cause is not None or self._closed:
+                return
+            self._cause = cause
+        for abort in self._aborts:
+            abort()
+
+    def close(self) -> bool:
+        """Refuse every later call and wake those that wait now.
+
+        Returns:
+            True for the first call in the process that owns the group, False for any other: what
+            belongs to the group is to be released once.
+        """
+        with self._lock:
+            if self._closed or self.is_inherited:
+                return False
+            self._closed = True
+        return True
+
+    def say_goodbye(self) -> None:
+        """Tell the others that this rank left, for their errors' texts; then stop watching them."""
+        if self._cause is None:
+            self._board.leave()
+        self._watch.close()

@@ -1,0 +1,131 @@
+"""Reductions: which there are, what they mean for each dtype, and their result in rank order.
+
+The result of a reduction here depends on the inputs and the rank order alone: elements are combined in
+ascending rank order, floating types of 16 bits or fewer in float32 and rounded once at the end. So every
+rank, every algorithm and every size gives the same bits, and this module is the reference for all.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+
+from shm_broadcast.errors import UsageError
+
+
+class ReduceOperation(enum.Enum):
+    """How elements of several ranks become one.
+
+    On bool tensors SUM and MAX are a logical or, PRODUCT and MIN a logical and. MEAN is the sum divided
+    by the number of ranks, for floating and complex types.
+    """
+
+    SUM = "sum"
+    MEAN = "mean"
+    PRODUCT = "product"
+    MIN = "min"
+    MAX = "max"
+
+
+# torch.distributed's ReduceOp values, by name, so that call sites written for it keep working.
+_TORCH_NAMES: Final = {
+    "SUM": ReduceOperation.SUM,
+    "AVG": ReduceOperation.MEAN,
+    "PRODUCT": ReduceOperation.PRODUCT,
+    "MIN": ReduceOperation.MIN,
+    "MAX": ReduceOperation.MAX,
+}
+
+_FP8: Final = frozenset(
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+    if hasattr(torch, name)
+)
+_NARROW_FLOATS: Final = frozenset({torch.float16, torch.bfloat16}) | _FP8
+# torch has no arithmetic for these; int64 holds every value and wraps to the same low bits.
+_WIDENED_INTEGERS: Final = frozenset({torch.uint16, torch.uint32})
+_PLAIN: Final = frozenset(
+    {torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+)
+
+_COMBINE: Final[dict[ReduceOperation, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+    ReduceOperation.SUM: torch.Tensor.add_,
+    ReduceOperation.MEAN: torch.Tensor.add_,
+    ReduceOperation.PRODUCT: torch.Tensor.mul_,
+    ReduceOperation.MIN: lambda into, other: torch.minimum(into, other, out=into),
+    ReduceOperation.MAX: lambda into, other: torch.maximum(into, other, out=into),
+}
+
+
+def reduce_operation(op: object) -> ReduceOperation:
+    """Return the operation that `op` names: a member, its value, or a `torch.distributed.ReduceOp`.
+
+    Raises:
+        UsageError: There is no such operation here.
+    """
+    if isinstance(op, ReduceOperation):
+        return op
+    if isinstance(op, str):
+        for member in ReduceOperation:
+            if op.lower() in (member.value, member.name.lower()):
+                return member
+    else:
+        name = getattr(op, "name", None) or str(op).rpartition(".")[2]
+        if type(op).__module__.startswith("torch") and name in _TORCH_NAMES:
+            return _TORCH_NAMES[name]
+    names = ", ".join(member.name for member in ReduceOperation)
+    raise UsageError(f"no reduction {op!r}; there are {names}")
+
+
+def check_reducible(dtype: torch.dtype, op: ReduceOperation) -> None:
+    """Raise unless `op` has a meaning for `dtype`.
+
+    Raises:
+        UsageError: It has none, such as MEAN of integers or MIN of complex numbers.
+    """
+    if dtype.is_complex and op in (ReduceOperation.MIN, ReduceOperation.MAX):
+        raise UsageError(f"{op.name} has no meaning for {dtype}: complex numbers have no order")
+    if op is ReduceOperation.MEAN and not (dtype.is_floating_point or dtype.is_complex):
+        raise UsageError(f"MEAN has no exact meaning for {dtype}: reduce with SUM and divide, or convert")
+    known = dtype in _PLAIN or dtype in _NARROW_FLOATS or dtype in _WIDENED_INTEGERS
+    if not known and dtype is not torch.bool and not dtype.is_complex:
+        raise UsageError(f"cannot reduce {dtype}: move it as raw data, or view it as another dtype")
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which elements of `dtype` are combined."""
+    if dtype in _NARROW_FLOATS:
+        return torch.float32
+    if dtype in _WIDENED_INTEGERS:
+        return torch.int64
+    if dtype is torch.bool:
+        return torch.uint8
+    if dtype is getattr(torch, "complex32", None):
+        return torch.complex64
+    return dtype
+
+
+def reduce_in_rank_order(parts: Sequence[torch.Tensor], op: ReduceOperation) -> torch.Tensor:
+    """Combine one tensor of each rank, in the order given.
+
+    Args:
+        parts: Tensors of one shape and dtype, one of each rank, ascending. They are not changed.
+        op: The reduction; `check_reducible` must hold.
+
+    Returns:
+        A new tensor of the parts' shape and dtype.
+    """
+    dtype = parts[0].dtype
+    wide = accumulation_dtype(dtype)
+    total = parts[0].to(wide, copy=True)
+    if dtype is torch.bool:
+        op = ReduceOperation.MAX if op in (ReduceOperation.SUM, ReduceOperation.MAX) else ReduceOperation.MIN
+    combine = _COMBINE[op]
+    for part in parts[1:]:
+        combine(total, part.to(wide))
+    if op is ReduceOperation.MEAN:
+        total.div_(len(parts))
+    return total.to(dtype)

@@ -1,0 +1,48 @@
+"""The communicator of a group of one: every result is the input itself."""
+
+from __future__ import annotations
+
+import torch
+
+from device_comm.base import DeviceCommunicator, Handle
+from device_comm.reduction import ReduceOperation
+from shm_broadcast.errors import UsageError
+
+
+class SoloCommunicator(DeviceCommunicator):
+    """The null object: nothing is sent, copied or waited for. Point to point has no peer."""
+
+    algorithm = "alone"
+
+    def destroy(self) -> None:
+        """Nothing to release."""
+
+    def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None) -> torch.Tensor:
+        del op, timeout_s
+        return input_
+
+    def _reduce_scatter(
+        self, input_: torch.Tensor, dim: int, sizes: tuple[int, ...], op: ReduceOperation, timeout_s: float | None
+    ) -> torch.Tensor:
+        del dim, sizes, op, timeout_s
+        return input_
+
+    def _all_gather(
+        self, input_: torch.Tensor, dim: int, sizes: tuple[int, ...], timeout_s: float | None
+    ) -> torch.Tensor:
+        del dim, sizes, timeout_s
+        return input_
+
+    def _gather(self, input_: torch.Tensor, dst: int, dim: int, timeout_s: float | None) -> torch.Tensor | None:
+        del dst, dim, timeout_s
+        return input_
+
+    def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
+        del src, timeout_s
+        return tensor
+
+    def _isend(self, tensor: torch.Tensor, dst: int, timeout_s: float | None) -> Handle:
+        raise UsageError("send: a group of one has no other rank")
+
+    def _irecv(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> Handle:
+        raise UsageError("recv: a group of one has no other rank")

@@ -34,4 +34,4 @@ test: $(STAMP) ## Run the whole test suite (no GPU needed)
 	$(PY) -m pytest
 
 clean: ## Remove what the other words made
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist *.egg-info */*.so .*_cache .hypothesis

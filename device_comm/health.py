@@ -147,7 +147,13 @@ class GroupHealth:
         self._fork_count = fork_count()
         self._numbers: dict[str, int] = {}
         self._aborts: list[Callable[[], None]] = []
+        self._waiting = 0
         self._lock = threading.Lock()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether a call of this process waits on the group now."""
+        return self._waiting > 0
 
     @property
     def is_broken(self) -> bool:
@@ -218,6 +224,7 @@ class GroupHealth:
             ClosedError: Another thread destroyed the group.
             NativeError: The transport failed though every process is alive.
         """
+        self._waiting += 1
         try:
             self._wait(operation, work, timeout_s)
         except CommError:
@@ -227,6 +234,8 @@ class GroupHealth:
         except BaseException as error:
             self._interrupted(operation, error)
             raise
+        # Not in a `finally`: what failed may still be in flight in the transport.
+        self._waiting -= 1
 
     def _wait(self, operation: Operation, work: Pollable, timeout_s: float | None) -> None:
         start = time.monotonic()
@@ -392,6 +401,11 @@ class GroupHealth:
             self._cause = cause
         for abort in self._aborts:
             abort()
+
+    def fail(self, error: CommError) -> None:
+        """Break the group because of `error`, which the caller raises; the other ranks learn of it."""
+        self._break(error)
+        self._board.publish(Verdict("failed", (), self.rank, "a transfer", detail=str(error)))
 
     def close(self) -> bool:
         """Refuse every later call and wake those that wait now.

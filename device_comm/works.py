@@ -56,6 +56,12 @@ class WaiterThreads:
         self._closed = False
         self._lock = threading.Lock()
 
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a thread is blocked in a transport."""
+        with self._lock:
+            return len(self._idle) < len(self._all)
+
     def submit(self, job: Callable[[], None]) -> None:
         """Run `job` on an idle thread, or on a new one. `job` must not raise."""
         with self._lock:
@@ -63,7 +69,7 @@ class WaiterThreads:
         if inbox is None:
             inbox = SimpleQueue()
             thread = threading.Thread(
-                target=self._run, args=(inbox,), name=f"group-coordinator {self._name}", daemon=True
+                target=self._run, args=(inbox,), name=f"group-coordinator-{self._name}", daemon=True
             )
             with self._lock:
                 self._all.append(thread)

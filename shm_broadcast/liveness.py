@@ -54,6 +54,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
     Attributes:
         boot_id: The kernel's boot id: the same for all containers of one host.
         pid_namespace: Inode of the PID namespace, in which `pid` has its meaning.
+        network_namespace: Inode of the network namespace, within which loopback reaches.
         pid: Process id.
         start_ticks: Start time in clock ticks since boot; differs when a pid is used again.
         hostname: For people.
@@ -61,6 +62,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 
     boot_id: str
     pid_namespace: int
+    network_namespace: int
     pid: int
     start_ticks: int
     hostname: str
@@ -68,6 +70,10 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
     def on_same_host(self, other: ProcessIdentity) -> bool:
         """Return whether both processes run on one kernel."""
         return self.boot_id == other.boot_id
+
+    def shares_loopback(self, other: ProcessIdentity) -> bool:
+        """Return whether 127.0.0.1 means the same for both processes."""
+        return self.boot_id == other.boot_id and self.network_namespace == other.network_namespace
 
     def sees(self, other: ProcessIdentity) -> bool:
         """Return whether this process can watch `other`: same kernel and same PID namespace."""
@@ -79,6 +85,7 @@ def this_process() -> ProcessIdentity:
     return ProcessIdentity(
         boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         pid_namespace=Path("/proc/self/ns/pid").stat().st_ino,
+        network_namespace=Path("/proc/self/ns/net").stat().st_ino,
         pid=os.getpid(),
         start_ticks=_stat_fields("self")[1],
         hostname=socket.gethostname(),

@@ -1,5 +1,19 @@
-#include <Python.h>
+// The module `shm_broadcast._core`: what each part of the native core adds to it.
+#include "codec.hpp"
 
-static PyModuleDef core_module = {PyModuleDef_HEAD_INIT, "_core", "The native core.", -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+namespace {
 
-PyMODINIT_FUNC PyInit__core() { return PyModule_Create(&core_module); }
+PyModuleDef core_module = {
+    PyModuleDef_HEAD_INIT, "_core", "The native core.", -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__core() {
+    PyObject* module = PyModule_Create(&core_module);
+    if (module == nullptr) return nullptr;
+    if (codec::add_codec(module) < 0) {
+        Py_DECREF(module);
+        return nullptr;
+    }
+    return module;
+}

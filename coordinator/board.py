@@ -1,0 +1,110 @@
+"""The board: what ranks tell each other through the store when a group's transport is stuck.
+
+Keys, all under the group's prefix: `arrived/<plane>/<rank>` (where a rank waits), `verdict` (what broke
+the group; the first one counts), `left/<rank>` (a rank destroyed the group).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+from device_comm.health import Arrival, Verdict
+
+# A store may live in a process that is stopped or dead; nothing here may wait longer for it.
+ANSWER_S: Final = 2.0
+
+Result = TypeVar("Result")
+
+_arrival_decoder = msgspec.msgpack.Decoder(Arrival)
+_verdict_decoder = msgspec.json.Decoder(Verdict)
+
+
+class StoreBoard:
+    """A `Board` on a torch store. Once the store has failed to answer it is not asked again."""
+
+    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int]) -> None:
+        """Use `store`, whose keys belong to this group alone."""
+        self._store = store
+        self._rank = rank
+        self._others = [other for other in ranks if other != rank]
+        self._reachable = True
+
+    @property
+    def is_reachable(self) -> bool:
+        """Return whether the store has answered so far."""
+        return self._reachable
+
+    def _ask(self, question: Callable[[], Result], otherwise: Result) -> Result:
+        """Return the store's answer, or `otherwise` if there is none in time."""
+        if not self._reachable:
+            return otherwise
+        answers: list[Result] = []
+
+        def body() -> None:
+            try:
+                answers.append(question())
+            except RuntimeError as error:
+                # The store's host is gone: the caller goes on with what it knows itself.
+                del error
+
+        thread = threading.Thread(target=body, name="group-coordinator-board", daemon=True)
+        thread.start()
+        thread.join(ANSWER_S)
+        if answers:
+            return answers[0]
+        self._reachable = False
+        return otherwise
+
+    def arrive(self, plane: str, arrival: Arrival) -> None:
+        """Say where this rank waits."""
+        value = msgspec.msgpack.encode(arrival)
+        self._ask(lambda: self._store.set(f"arrived/{plane}/{self._rank}", value), None)
+
+    def arrivals(self, plane: str) -> dict[int, Arrival]:
+        """Return where the others said that they wait, by global rank."""
+
+        def question() -> dict[int, Arrival]:
+            found = {}
+            for rank in self._others:
+                key = f"arrived/{plane}/{rank}"
+                if self._store.check([key]):
+                    found[rank] = _arrival_decoder.decode(self._store.get(key))
+            return found
+
+        return self._ask(question, {})
+
+    def verdict(self) -> Verdict | None:
+        """Return the verdict, if there is one."""
+
+        def question() -> Verdict | None:
+            if not self._store.check(["verdict"]):
+                return None
+            return _verdict_decoder.decode(self._store.get("verdict"))
+
+        return self._ask(question, None)
+
+    def publish(self, verdict: Verdict) -> Verdict:
+        """Publish `verdict` unless there is one; return the one that counts."""
+        text = msgspec.json.encode(verdict).decode()
+
+        def question() -> Verdict:
+            return _verdict_decoder.decode(self._store.compare_set("verdict", "", text))
+
+        return self._ask(question, verdict)
+
+    def leave(self) -> None:
+        """Say that this rank has destroyed the group."""
+        self._ask(lambda: self._store.set(f"left/{self._rank}", "1"), None)
+
+    def left(self) -> tuple[int, ...]:
+        """Return the other ranks that have destroyed the group, ascending."""
+
+        def question() -> tuple[int, ...]:
+            return tuple(sorted(rank for rank in self._others if self._store.check([f"left/{rank}"])))
+
+        return self._ask(question, ())

@@ -1,0 +1,217 @@
+"""Building the parts of a group: agree on the facts, then connect, and undo all of it in order."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo
+
+from coordinator import inherited
+from coordinator.agreement import View, agree
+from coordinator.board import StoreBoard
+from coordinator.cpu_group import CpuGroup
+from coordinator.host_plane import HostPlane, SoloHostPlane
+from coordinator.membership import Membership, listening_address, master_endpoint, own_address
+from coordinator.process_groups import abort_gloo, new_gloo_group, new_group, run_interruptibly
+from coordinator.settings import CoordinatorSettings
+from device_comm.base import CommunicatorContext, DeviceCommunicator
+from device_comm.health import GroupHealth
+from device_comm.process_group import ProcessGroupCommunicator
+from device_comm.registry import communicator_factory, communicator_name
+from device_comm.solo import SoloCommunicator
+from shm_broadcast.errors import NativeError, PeerLostError, UsageError
+from shm_broadcast.liveness import PeerWatch, this_process
+
+# Ranks that run different protocols must not try to talk; raised when a message or a key changes.
+PROTOCOL_VERSION = 1
+
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass
+class GroupParts:
+    """Everything that a group holds, and the order in which it is given back.
+
+    Attributes:
+        health: The state that all parts share.
+        host: The host plane.
+        communicator: The device plane.
+        device: Where the group's tensors live.
+        cpu_group: The host plane's process group; None in a group of one until somebody asks.
+        device_group: The device plane's process group, likewise.
+        backend: torch backend of the device group.
+        address: Where this rank listens.
+        create_timeout_s: Deadline for process groups that are created later.
+        adopted: Process groups to destroy with the group.
+    """
+
+    health: GroupHealth
+    host: HostPlane
+    communicator: DeviceCommunicator
+    device: torch.device
+    cpu_group: dist.ProcessGroup | None
+    device_group: dist.ProcessGroup | None
+    backend: str
+    address: str
+    create_timeout_s: float
+    adopted: list[dist.ProcessGroup] = dataclasses.field(default_factory=list)
+
+    def adopt(self, group: dist.ProcessGroup) -> None:
+        """Destroy `group` with this one; a forked child leaves it alone."""
+        self.adopted.append(group)
+        inherited.protect(group)
+
+    def new_device_group(self, description: str) -> dist.ProcessGroup:
+        """Create another process group of the same ranks for device tensors. Collective."""
+        group, _ = _connect_device_group(
+            self.health, self.backend, self.address, description, self.create_timeout_s
+        )
+        return group
+
+    def destroy(self, timeout_s: float) -> None:
+        """Give everything back, within about `timeout_s` seconds."""
+        deadline = time.monotonic() + timeout_s
+        if not self.health.is_broken:
+            self.host.flush(timeout_s / 2)
+        self.health.say_goodbye()
+        self.communicator.destroy()
+        self.host.close(max(deadline - time.monotonic(), 0.5))
+        for group in reversed(self.adopted):
+            # A world that somebody destroyed before took its groups with it.
+            if group in dist.distributed_c10d._world.pg_map:
+                dist.destroy_process_group(group)
+            inherited.release(group)
+        self.adopted.clear()
+
+
+def create_parts(
+    *,
+    name: str,
+    group_ranks: Sequence[Sequence[int]],
+    membership: Membership,
+    local_rank: int,
+    backend: str,
+    use_device_communicator: bool,
+    store: dist.Store,
+    settings: CoordinatorSettings,
+) -> GroupParts:
+    """Build this rank's group. Collective over all ranks of `group_ranks`."""
+    device = device_of(backend, local_rank)
+    world_size = len(membership.ranks)
+    group_store = dist.PrefixStore(f"group_coordinator/{name}", store)
+    own = this_process()
+    facts = {
+        "protocol": str(PROTOCOL_VERSION),
+        "group_ranks": str([list(ranks) for ranks in group_ranks]),
+        "torch_distributed_backend": backend,
+        "device type": device.type,
+        "use_device_communicator": str(use_device_communicator),
+        "communicator": communicator_name(device.type, 2) if use_device_communicator else "process group",
+        **{f"setting {field}": str(value) for field, value in settings.agreed().items()},
+    }
+    view = View(facts, own, own_address(settings.interface, master_endpoint(store)))
+    views = agree(
+        group_store, f"group {name!r}", membership.rank, membership.everyone, view, settings.create_timeout_s
+    )
+    members = {rank: views[rank] for rank in membership.ranks}
+    watch = PeerWatch(own, {rank: seen.process for rank, seen in members.items() if rank != membership.rank})
+    board_store = dist.PrefixStore(f"board/{membership.ranks[0]}", group_store)
+    board = StoreBoard(board_store, membership.rank, membership.ranks)
+    health = GroupHealth(name, membership.rank, membership.ranks, watch, board)
+    if world_size == 1:
+        context = _context(health, membership, device, None, settings)
+        return GroupParts(
+            health, SoloHostPlane(health), SoloCommunicator(context), device, None, None,
+            backend, view.address, settings.create_timeout_s,
+        )
+    address = listening_address(members, membership.rank)
+    cpu_group, gloo = _interruptibly(
+        health, watch, lambda: new_gloo_group(membership.ranks, address, name, settings.create_timeout_s)
+    )
+    device_group, device_gloo = _interruptibly(
+        health, watch,
+        lambda: _connect_device_group(health, backend, address, f"{name} device", settings.create_timeout_s),
+    )
+    if device_gloo is not None:
+        health.on_abort(lambda: abort_gloo(device_gloo))
+    host = CpuGroup(membership.ranks, membership.rank_in_group, gloo, health, settings.timeout_s)
+    factory = communicator_factory(device.type, world_size) if use_device_communicator else ProcessGroupCommunicator
+    communicator = factory(_context(health, membership, device, device_group, settings))
+    parts = GroupParts(
+        health, host, communicator, device, cpu_group, device_group, backend, address, settings.create_timeout_s
+    )
+    parts.adopt(cpu_group)
+    parts.adopt(device_group)
+    return parts
+
+
+def device_of(backend: str, local_rank: int) -> torch.device:
+    """Return the device that a torch backend is for.
+
+    A plain name means the CPU if the backend serves it ("gloo"), else its first device type ("nccl"); the
+    form "cpu:gloo,cuda:nccl" means its accelerator.
+
+    Raises:
+        UsageError: torch knows no such backend.
+    """
+    if not isinstance(backend, str) or not backend:
+        raise UsageError(f"torch_distributed_backend must be text such as 'gloo' or 'nccl', not {backend!r}")
+    if ":" in backend:
+        types = [part.partition(":")[0].strip() for part in backend.lower().split(",")]
+        chosen = next((each for each in types if each != "cpu"), "cpu")
+    else:
+        capability = dist.Backend.backend_capability
+        types = capability.get(backend.lower(), [])
+        if not types:
+            raise UsageError(f"torch_distributed_backend is {backend!r}; this torch knows {', '.join(capability)}")
+        chosen = "cpu" if "cpu" in types else types[0]
+    return torch.device("cpu") if chosen == "cpu" else torch.device(chosen, local_rank)
+
+
+def _interruptibly(health: GroupHealth, watch: PeerWatch, action: Callable[[], Result]) -> Result:
+    """Connect on a thread, and stop waiting for it when a peer dies."""
+
+    def check() -> None:
+        lost = watch.lost()
+        if lost:
+            who = ", ".join(f"{rank} ({watch.describe(rank)})" for rank in lost)
+            raise PeerLostError(f"{health.where('connect')}: lost rank(s) {who}", peers=lost)
+
+    try:
+        return run_interruptibly(action, f"{health.name} connect", check)
+    except RuntimeError as error:
+        # What torch raises when a connection is refused or its own time-out passes.
+        raise NativeError(
+            f"{health.where('connect')}: {error}", library=f"torch {torch.__version__}", function="new_group"
+        ) from error
+
+
+def _connect_device_group(
+    health: GroupHealth, backend: str, address: str, description: str, timeout_s: float
+) -> tuple[dist.ProcessGroup, ProcessGroupGloo | None]:
+    if backend == "gloo":
+        return new_gloo_group(health.ranks, address, description, timeout_s)
+    return new_group(health.ranks, backend, description, timeout_s), None
+
+
+def _context(
+    health: GroupHealth,
+    membership: Membership,
+    device: torch.device,
+    device_group: dist.ProcessGroup | None,
+    settings: CoordinatorSettings,
+) -> CommunicatorContext:
+    return CommunicatorContext(
+        name=health.name,
+        rank_in_group=membership.rank_in_group,
+        ranks=membership.ranks,
+        device=device,
+        process_group=device_group,
+        health=health,
+        timeout_s=settings.timeout_s,
+    )

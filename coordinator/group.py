@@ -1,0 +1,321 @@
+"""`GroupCoordinator`: one parallel group of an LLM serving engine.
+
+It pairs a host plane (barriers, objects) with a device plane (tensors), validates and routes, and
+computes nothing itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from coordinator.creation import GroupParts, create_parts
+from coordinator.expert_parallel import ExpertParallel
+from coordinator.graph_capture import GraphCaptureContext, capture_on
+from coordinator.group_names import unique_name
+from coordinator.host_queue import HostQueueReader, HostQueueWriter, refuse_external_writer
+from coordinator.membership import find_membership, world_store
+from coordinator.object_collectives import ObjectCollectives
+from coordinator.point_to_point import PointToPoint
+from coordinator.process_groups import new_group
+from coordinator.settings import CoordinatorSettings
+from coordinator.tensor_collectives import TensorCollectives
+from device_comm import checks
+from device_comm.base import Handle
+from shm_broadcast.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+
+class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCollectives):
+    """One group of ranks, with everything that moves between them.
+
+    Creating one is collective over all ranks in `group_ranks`, in the same order on each; it blocks until
+    all have come and agree, for at most the settings' `create_timeout_s`.
+
+    Not for use by several threads at once, except that `destroy` may be called from another thread and
+    wakes a call that waits. A forked child's copy is inert: using it is a `UsageError`.
+    """
+
+    def __init__(
+        self,
+        group_ranks: Sequence[Sequence[int]],
+        local_rank: int,
+        torch_distributed_backend: str,
+        use_device_communicator: bool,
+        use_message_queue_broadcaster: bool = False,
+        group_name: str | None = None,
+        *,
+        settings: CoordinatorSettings | None = None,
+    ) -> None:
+        """Create this rank's group, together with the other ranks of `group_ranks`.
+
+        Args:
+            group_ranks: Global ranks of every group of this kind; no rank stands in two of them, and this
+                rank stands in one.
+            local_rank: Index of this process's device on its host.
+            torch_distributed_backend: Of the device group: "gloo", "nccl", …; says which device is meant.
+            use_device_communicator: Whether tensors may take a communicator made for the device;
+                otherwise they go over the process group. Equal on all ranks.
+            use_message_queue_broadcaster: Whether to create `mq_broadcaster` with rank 0 as its writer.
+            group_name: Such as "tp"; a number is appended to tell groups of one name apart.
+            settings: How to behave; by default what the environment says now.
+
+        Raises:
+            UsageError: A rank stands twice or in no group, or torch.distributed is not initialised.
+            SettingsError: The environment holds a setting that is unknown or malformed.
+            DisagreementError: Ranks hold different rank lists, settings or versions.
+            CommTimeoutError: Ranks did not come; `.missing` names them.
+            PeerLostError: A rank died meanwhile.
+        """
+        started = time.perf_counter()
+        settings = settings or CoordinatorSettings.from_env()
+        store = world_store()
+        membership = find_membership(group_ranks, dist.get_rank(), dist.get_world_size())
+        if isinstance(local_rank, bool) or not isinstance(local_rank, int) or local_rank < 0:
+            raise UsageError(f"local_rank must be the index of a device, not {local_rank!r}")
+        name = unique_name(group_name)
+        parts = create_parts(
+            name=name,
+            group_ranks=group_ranks,
+            membership=membership,
+            local_rank=local_rank,
+            backend=torch_distributed_backend,
+            use_device_communicator=use_device_communicator,
+            store=store,
+            settings=settings,
+        )
+        self._bind(parts, group_ranks, local_rank, torch_distributed_backend, settings)
+        self.use_device_communicator = use_device_communicator
+        self.mq_broadcaster: HostQueueWriter | HostQueueReader | None = None
+        if use_message_queue_broadcaster and self.world_size > 1:
+            self.mq_broadcaster = self.create_mq_broadcaster()
+        logger.info(
+            "created group %s: rank %d of %d, device %s, tensors by %s, in %.1f ms",
+            name,
+            self.rank_in_group,
+            self.world_size,
+            self.device,
+            self.device_communicator.algorithm,
+            (time.perf_counter() - started) * 1e3,
+        )
+
+    def _bind(
+        self,
+        parts: GroupParts,
+        group_ranks: Sequence[Sequence[int]],
+        local_rank: int,
+        backend: str,
+        settings: CoordinatorSettings,
+    ) -> None:
+        """Take over the parts of a group."""
+        self.unique_name = parts.health.name
+        self.rank = parts.health.rank
+        self.ranks = list(parts.health.ranks)
+        self.world_size = len(self.ranks)
+        self.rank_in_group = self.ranks.index(self.rank)
+        self.local_rank = local_rank
+        self.group_ranks = [list(ranks) for ranks in group_ranks]
+        self.torch_distributed_backend = backend
+        self.settings = settings
+        self.device = parts.device
+        self.device_communicator = parts.communicator
+        self._parts = parts
+        self._host = parts.host
+        self._health = parts.health
+        self._cpu_group = parts.cpu_group
+        self._device_group = parts.device_group
+        self._open_sends: deque[Handle] = deque()
+        self._stated_counts = None
+        self._dispatched_counts = None
+        self._queues = 0
+
+    # ------------------------------------------------------------------ who and where
+
+    @property
+    def first_rank(self) -> int:
+        """Return the global rank of the first process in the group."""
+        return self.ranks[0]
+
+    @property
+    def last_rank(self) -> int:
+        """Return the global rank of the last process in the group."""
+        return self.ranks[-1]
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Return whether this process is the first in the group."""
+        return self.rank == self.ranks[0]
+
+    @property
+    def is_last_rank(self) -> bool:
+        """Return whether this process is the last in the group."""
+        return self.rank == self.ranks[-1]
+
+    @property
+    def next_rank(self) -> int:
+        """Return the global rank of the process after this one, in a ring."""
+        return self.ranks[(self.rank_in_group + 1) % self.world_size]
+
+    @property
+    def prev_rank(self) -> int:
+        """Return the global rank of the process before this one, in a ring."""
+        return self.ranks[(self.rank_in_group - 1) % self.world_size]
+
+    @property
+    def cpu_group(self) -> dist.ProcessGroup:
+        """Return the group's own Gloo process group, for torch functions that want one."""
+        self._health.check_usable("cpu_group")
+        if self._cpu_group is None:
+            self._cpu_group = new_group(self.ranks, "gloo", self.unique_name, self.settings.create_timeout_s)
+            self._parts.adopt(self._cpu_group)
+        return self._cpu_group
+
+    @property
+    def device_group(self) -> dist.ProcessGroup:
+        """Return the group's process group for device tensors."""
+        self._health.check_usable("device_group")
+        if self._device_group is None:
+            self._device_group = self.cpu_group
+        return self._device_group
+
+    # ------------------------------------------------------------------ queues, buffers, graphs
+
+    def create_mq_broadcaster(
+        self, writer_rank: int = 0, external_writer_handle: object = None, blocking: bool = True
+    ) -> HostQueueWriter | HostQueueReader:
+        """Create a queue from rank `writer_rank` to all others. Collective.
+
+        Args:
+            writer_rank: Rank in the group.
+            external_writer_handle: A writer outside of the group: refused in this version.
+            blocking: Whether to return only when every rank has created its end.
+
+        Returns:
+            The writing end on rank `writer_rank`, the reading end elsewhere.
+        """
+        self._health.check_usable("create_mq_broadcaster")
+        writer = checks.check_rank(writer_rank, self.world_size, "writer_rank")
+        refuse_external_writer(external_writer_handle)
+        number = self._next_queue(blocking)
+        if self.rank_in_group == writer:
+            others = [rank for rank in range(self.world_size) if rank != writer]
+            return HostQueueWriter(self._host, others, number)
+        return HostQueueReader(self._host, writer, number)
+
+    def create_single_reader_mq_broadcasters(
+        self, reader_rank_in_group: int = 0, blocking: bool = False
+    ) -> list[HostQueueWriter | HostQueueReader]:
+        """Create a queue from every other rank to rank `reader_rank_in_group`. Collective.
+
+        Returns:
+            On the reader the reading ends, in rank order, its own left out; elsewhere one writing end.
+        """
+        self._health.check_usable("create_single_reader_mq_broadcasters")
+        reader = checks.check_rank(reader_rank_in_group, self.world_size, "reader_rank_in_group")
+        number = self._next_queue(blocking)
+        if self.rank_in_group == reader:
+            return [HostQueueReader(self._host, rank, number) for rank in range(self.world_size) if rank != reader]
+        return [HostQueueWriter(self._host, [reader], number)]
+
+    def _next_queue(self, blocking: bool) -> int:
+        self._queues += 1
+        if blocking:
+            self._host.barrier()
+        return self._queues
+
+    def make_sibling_device_group(self, group_desc: str | None = None) -> dist.ProcessGroup:
+        """Create another process group of this group's ranks and backend. Collective.
+
+        For operations that shall run beside those on `device_group`. It is destroyed with this group.
+        """
+        self._health.check_usable("make_sibling_device_group")
+        sibling = self._parts.new_device_group(group_desc or f"{self.unique_name} sibling")
+        self._parts.adopt(sibling)
+        return sibling
+
+    def prepare_communication_buffer_for_model(self, model: torch.nn.Module) -> None:
+        """Reserve the communicators' buffers for what `model` will send. Collective.
+
+        The largest message is taken to be `TOKENS_PER_MESSAGE` rows of the model's widest parameter. Every
+        module that has a method `prepare_communication_buffer(group)` gets it called with this group, in
+        the order of `model.modules()`, which must be the same on all ranks.
+        """
+        self._health.check_usable("prepare_communication_buffer_for_model")
+        if not isinstance(model, torch.nn.Module):
+            raise UsageError(f"expected a torch.nn.Module, not {type(model).__name__}")
+        row_bytes = max(
+            (max(parameter.shape, default=1) * parameter.itemsize for parameter in model.parameters()), default=0
+        )
+        self.device_communicator.prepare_buffers(min(row_bytes * TOKENS_PER_MESSAGE, MAX_BUFFER_BYTES))
+        for module in model.modules():
+            hook = getattr(module, "prepare_communication_buffer", None)
+            if callable(hook):
+                hook(self)
+
+    @contextmanager
+    def graph_capture(
+        self, graph_capture_context: GraphCaptureContext | None = None
+    ) -> Iterator[GraphCaptureContext]:
+        """Enter the state in which a CUDA graph of this group's collectives can be captured.
+
+        On the CPU a no-op. Yields `graph_capture_context`, or a new one, whose stream the capture uses.
+        """
+        self._health.check_usable("graph_capture")
+        with capture_on(self.device, graph_capture_context) as context:
+            yield context
+
+    # ------------------------------------------------------------------ life
+
+    def destroy(self) -> None:
+        """Release everything that the group holds. Not collective.
+
+        Idempotent, legal in any state and after any failure, and bounded by the settings'
+        `destroy_timeout_s`. A call that waits in another thread raises `ClosedError`. Ranks that still
+        expect something of this one get a `PeerLostError`. In a forked child it does nothing.
+        """
+        if not self._health.close():
+            return
+        self._parts.destroy(self.settings.destroy_timeout_s)
+        self._open_sends.clear()
+        self._cpu_group = None
+        self._device_group = None
+        self.mq_broadcaster = None
+
+    def __enter__(self) -> Self:
+        """Return the group itself."""
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Destroy the group."""
+        self.destroy()
+
+    def __repr__(self) -> str:
+        """Say which group this is, who is in it, and whether it can be used."""
+        state = "destroyed" if self._health.is_closed else "broken" if self._health.is_broken else "usable"
+        return (
+            f"<GroupCoordinator {self.unique_name!r} rank {self.rank} ({self.rank_in_group} of "
+            f"{self.world_size}) ranks {_abbreviated(self.ranks)} on {self.device}, {state}>"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Refuse: a group is bound to its process."""
+        raise UsageError("a GroupCoordinator cannot be copied or sent: it belongs to its process")
+
+
+# Prefill chunks of current engines hold 2,048 to 8,192 tokens; more than 64 MiB is chunked anyway.
+TOKENS_PER_MESSAGE = 2048
+MAX_BUFFER_BYTES = 64 << 20
+
+
+def _abbreviated(ranks: Sequence[int]) -> str:
+    if len(ranks) <= 8:
+        return str(list(ranks))
+    return f"[{', '.join(map(str, ranks[:4]))}, … {ranks[-1]}]"

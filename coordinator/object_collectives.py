@@ -1,0 +1,136 @@
+"""The object collectives of a group, over its host plane and without pickle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from coordinator.planes import GroupPlanes
+from coordinator.transfer_tags import OBJECT_TAG
+from device_comm import checks
+from device_comm.base import Handle
+from device_comm.handles import CompletedHandle
+from shm_broadcast import codec
+from shm_broadcast.errors import UsageError
+
+
+class ObjectCollectives(GroupPlanes):
+    """Python objects between ranks.
+
+    What arrives equals what was sent, in value and type. What can be sent stands in
+    `shm_broadcast.codec`; classes of the application are registered with `register_type` on every rank.
+    Anything else is a `UsageError` that names the type and its place in the object, and nothing is sent.
+
+    Receivers wait without limit unless given `timeout_s` (an idle engine is not an error), but wake when
+    the sender dies (`PeerLostError`) or the group is destroyed (`ClosedError`). What cannot be decoded is
+    a `DecodeError`, after which the group is intact.
+    """
+
+    def broadcast_object(
+        self, obj: Any | None = None, src: int = 0, *, timeout_s: float | None = None, type: Any = None  # noqa: A002
+    ) -> Any:
+        """Return rank `src`'s object on every rank. Collective.
+
+        Args:
+            obj: The object on rank `src`; ignored elsewhere.
+            src: Rank in the group.
+            timeout_s: Deadline in seconds.
+            type: Decode straight into this type; a message that does not fit is a `DecodeError`.
+
+        Returns:
+            The object: on rank `src` `obj` itself, elsewhere a copy that shares nothing.
+        """
+        self._health.check_usable("broadcast_object")
+        checks.check_timeout(timeout_s)
+        checks.check_rank(src, self.world_size, "src")
+        return self._host.broadcast_object(obj, src, timeout_s, type)
+
+    def broadcast_object_list(
+        self,
+        obj_list: list[Any],
+        src: int = 0,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        """Fill `obj_list` on every rank with rank `src`'s, in place; return it. Collective.
+
+        Args:
+            obj_list: A list, of the same length on every rank.
+            src: Rank in the group.
+            group: None or this group's own `cpu_group` or `device_group`; anything else is refused.
+            timeout_s: Deadline in seconds.
+        """
+        self._health.check_usable("broadcast_object_list")
+        self._check_own_group(group, (self._cpu_group, self._device_group), "group")
+        checks.check_timeout(timeout_s)
+        checks.check_rank(src, self.world_size, "src")
+        if not isinstance(obj_list, list):
+            raise UsageError(f"obj_list must be a list, not {obj_list.__class__.__name__}")
+        received = self._host.broadcast_object(obj_list, src, timeout_s, list)
+        if received is not obj_list:
+            if len(received) != len(obj_list):
+                raise UsageError(
+                    f"broadcast_object_list: rank {src} sent {len(received)} objects, "
+                    f"this rank's list holds {len(obj_list)}"
+                )
+            obj_list[:] = received
+        return obj_list
+
+    def all_gather_object(self, obj: Any, *, timeout_s: float | None = None) -> list[Any]:
+        """Return every rank's object, in rank order, on every rank. Collective."""
+        self._health.check_usable("all_gather_object")
+        checks.check_timeout(timeout_s)
+        return self._host.all_gather_object(obj, timeout_s)
+
+    def gather_object(self, obj: Any, dst: int = 0, *, timeout_s: float | None = None) -> list[Any] | None:
+        """Return every rank's object, in rank order, on rank `dst`; None elsewhere. Collective."""
+        self._health.check_usable("gather_object")
+        checks.check_timeout(timeout_s)
+        checks.check_rank(dst, self.world_size, "dst")
+        return self._host.gather_object(obj, dst, timeout_s)
+
+    def send_object(self, obj: Any, dst: int, *, timeout_s: float | None = None) -> None:
+        """Send an object to rank `dst`, which calls `recv_object`.
+
+        Returns when the object is owned by the transport: small ones at once, whether or not the receiver
+        is there already.
+        """
+        self.isend_object(obj, dst, timeout_s=timeout_s).wait()
+
+    def isend_object(self, obj: Any, dst: int, *, timeout_s: float | None = None) -> Handle:
+        """Start to send an object to rank `dst`; it is encoded before this returns.
+
+        Returns:
+            A handle that owns the encoded object; it may be waited for more than once, or dropped.
+        """
+        self._health.check_usable("send_object")
+        checks.check_timeout(timeout_s)
+        peer = checks.check_peer(dst, self.rank_in_group, self.world_size, "dst")
+        message = codec.encode(obj)
+        handle = self._host.isend_message(message, [peer], "send_object", timeout_s, OBJECT_TAG)
+        if not isinstance(handle, CompletedHandle):
+            self._keep_sending(handle)
+        return handle
+
+    def recv_object(self, src: int, *, timeout_s: float | None = None, type: Any = None) -> Any:  # noqa: A002
+        """Receive the next object that rank `src` sent to this rank.
+
+        Args:
+            src: Rank in the group.
+            timeout_s: Deadline in seconds; when it passes the group is broken.
+            type: Decode straight into this type.
+        """
+        self._health.check_usable("recv_object")
+        checks.check_timeout(timeout_s)
+        peer = checks.check_peer(src, self.rank_in_group, self.world_size, "src")
+        return self._host.recv_object(peer, timeout_s, type, "recv_object", OBJECT_TAG)
+
+    def _check_own_group(self, group: object, own: tuple[object, ...], name: str) -> None:
+        """Refuse a process group that is not this group's own; no such argument is ever ignored."""
+        raise NotImplementedError
+
+    def _keep_sending(self, handle: Handle) -> None:
+        """Keep a handle's memory until it is complete, so that dropping the handle is harmless."""
+        raise NotImplementedError

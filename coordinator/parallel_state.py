@@ -1,0 +1,319 @@
+"""The functions that engines call today, over the current `ParallelGroups`; no state of its own.
+
+The current groups are a process default, which every thread sees and which `initialize_model_parallel`
+sets, overridden inside of `with groups:` or `with groups.as_current():` for the calling context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from coordinator.graph_capture import GraphCaptureContext, capture_on
+from coordinator.group import GroupCoordinator
+from coordinator.groups import (
+    ParallelGroups,
+    current_groups,
+    default_backend,
+    find_current_groups,
+    set_default_groups,
+)
+from coordinator.layout import ParallelLayout
+from coordinator.rendezvous import init_world, leave_world
+from coordinator.settings import CoordinatorSettings, LaunchEnvironment
+from shm_broadcast.errors import UsageError
+
+# Beside the current groups there is the world's group, which engines create first; at most one entry.
+_world_group: Final[list[GroupCoordinator]] = []
+
+
+def init_distributed_environment(
+    world_size: int = -1,
+    rank: int = -1,
+    distributed_init_method: str = "env://",
+    local_rank: int = -1,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+    *,
+    settings: CoordinatorSettings | None = None,
+) -> None:
+    """Join the world: initialise torch.distributed, unless it is already, and create the world's group.
+
+    Collective over the world; blocks until every rank has come, for at most `create_timeout_s`. An already
+    initialised torch.distributed is used as it is and not destroyed by us. A second call does nothing but
+    check that the world size is the same.
+
+    Args:
+        world_size: Number of processes; -1 takes it from the launcher's environment.
+        rank: Global rank; -1 likewise.
+        distributed_init_method: `env://` (torchrun), `tcp://HOST:PORT` with an address of rank 0's host, or
+            on one host `file:///DIRECTORY`.
+        local_rank: Index of this process's device on its host; -1 takes the launcher's, else the rank.
+        backend: torch backend of the world: "gloo", "nccl", …; None takes the accelerator's, else "gloo".
+        timeout: Deadline of collectives; beats that of `settings`.
+        settings: How to behave; by default what the environment says now.
+
+    Raises:
+        UsageError: The arguments contradict each other or an existing world.
+        SettingsError: The environment is incomplete or malformed.
+        DisagreementError: Ranks were started with different settings.
+        CommTimeoutError: Ranks did not come; `.missing` names them.
+    """
+    if timeout is not None:
+        if settings is None:
+            settings = CoordinatorSettings.resolve(timeout_s=timeout.total_seconds())
+        else:
+            raise UsageError("give the deadline as timeout or in settings, not both")
+    settings = settings or CoordinatorSettings.from_env()
+    if _world_group and dist.is_initialized():
+        _check_same("world_size", world_size, _world_group[0].world_size)
+        _check_same("rank", rank, _world_group[0].rank)
+        return
+    _world_group.clear()
+    backend = backend or default_backend()
+    joined = not dist.is_initialized()
+    if joined:
+        init_world(world_size, rank, distributed_init_method, backend, settings)
+    else:
+        _check_same("world_size", world_size, dist.get_world_size())
+        _check_same("rank", rank, dist.get_rank())
+    try:
+        everyone = [list(range(dist.get_world_size()))]
+        group = GroupCoordinator(
+            everyone, _local_rank(local_rank), backend, True, group_name="world", settings=settings
+        )
+    except BaseException:
+        if joined:
+            leave_world()
+        raise
+    _world_group.append(group)
+
+
+def _check_same(name: str, given: int, present: int) -> None:
+    if given not in (-1, present):
+        raise UsageError(f"{name}={given}, but torch.distributed is initialised with {name} {present}")
+
+
+def _local_rank(given: int) -> int:
+    if given >= 0:
+        return given
+    launch = LaunchEnvironment.from_env()
+    if launch is not None and launch.local_rank is not None:
+        return launch.local_rank
+    return dist.get_rank()
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    prefill_context_model_parallel_size: int = 1,
+    decode_context_model_parallel_size: int | None = 1,
+    backend: str | None = None,
+    *,
+    data_parallel_size: int | None = None,
+    expert_parallel_size: int | None = None,
+) -> None:
+    """Create the groups of every dimension and make them the process's default. Collective over the world.
+
+    Args:
+        tensor_model_parallel_size: Ranks that share a layer.
+        pipeline_model_parallel_size: Stages.
+        prefill_context_model_parallel_size: Ranks that share a sequence.
+        decode_context_model_parallel_size: Only 1 or None in this version.
+        backend: torch backend of the device groups; None takes the world's.
+        data_parallel_size: Replicas; None takes what the world size leaves.
+        expert_parallel_size: Ranks that share the experts; None takes all of a stage.
+
+    Raises:
+        UsageError: The sizes do not fit the world, or there are current groups already.
+        DisagreementError: Ranks ask for different sizes.
+    """
+    world = get_world_group()
+    if decode_context_model_parallel_size not in (None, 1):
+        raise UsageError("decode_context_model_parallel_size: only 1 is supported in this version")
+    if find_current_groups() is not None:
+        raise UsageError("model parallel groups exist already; destroy_model_parallel() first, or use "
+                         "ParallelGroups.create(...) and its context manager for a second model")
+    sizes = {
+        "tensor": tensor_model_parallel_size,
+        "pipeline": pipeline_model_parallel_size,
+        "context": prefill_context_model_parallel_size,
+    }
+    if data_parallel_size is None:
+        layout = ParallelLayout.from_world_size(world.world_size, **sizes, expert=expert_parallel_size)
+    else:
+        layout = ParallelLayout(**sizes, data=data_parallel_size, expert=expert_parallel_size)
+    groups = ParallelGroups.create(
+        layout,
+        local_rank=world.local_rank,
+        backend=backend or world.torch_distributed_backend,
+        settings=world.settings,
+        world=world,
+    )
+    set_default_groups(groups)
+
+
+def ensure_model_parallel_initialized(
+    tensor_model_parallel_size: int,
+    pipeline_model_parallel_size: int,
+    prefill_context_model_parallel_size: int = 1,
+    decode_context_model_parallel_size: int | None = 1,
+    backend: str | None = None,
+) -> None:
+    """Create the groups if there are none, else check that they have these sizes.
+
+    Raises:
+        UsageError: The current groups have other sizes.
+    """
+    groups = find_current_groups()
+    if groups is None:
+        initialize_model_parallel(
+            tensor_model_parallel_size,
+            pipeline_model_parallel_size,
+            prefill_context_model_parallel_size,
+            decode_context_model_parallel_size,
+            backend,
+        )
+        return
+    expected = {
+        "tensor": (tensor_model_parallel_size, groups.tp.world_size),
+        "pipeline": (pipeline_model_parallel_size, groups.pp.world_size),
+        "prefill context": (prefill_context_model_parallel_size, groups.cp.world_size),
+    }
+    for name, (wanted, present) in expected.items():
+        if wanted != present:
+            raise UsageError(f"the {name} parallel group has {present} ranks, {wanted} are wanted")
+
+
+def model_parallel_is_initialized() -> bool:
+    """Return whether there are current groups."""
+    return find_current_groups() is not None
+
+
+def get_world_group() -> GroupCoordinator:
+    """Return the group of all ranks."""
+    groups = find_current_groups()
+    if groups is not None:
+        return groups.world
+    if not _world_group:
+        raise UsageError("there is no world group: call init_distributed_environment(...) first")
+    return _world_group[0]
+
+
+def get_tp_group() -> GroupCoordinator:
+    """Return the current tensor-parallel group."""
+    return current_groups().tp
+
+
+def get_pp_group() -> GroupCoordinator:
+    """Return the current pipeline-parallel group."""
+    return current_groups().pp
+
+
+def get_dp_group() -> GroupCoordinator:
+    """Return the current data-parallel group."""
+    return current_groups().dp
+
+
+def get_ep_group() -> GroupCoordinator:
+    """Return the current expert-parallel group."""
+    return current_groups().ep
+
+
+def get_pcp_group() -> GroupCoordinator:
+    """Return the current (prefill) context-parallel group."""
+    return current_groups().cp
+
+
+def get_tensor_model_parallel_group() -> GroupCoordinator:
+    """Return the current tensor-parallel group."""
+    return get_tp_group()
+
+
+def get_pipeline_model_parallel_group() -> GroupCoordinator:
+    """Return the current pipeline-parallel group."""
+    return get_pp_group()
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    """Return the number of ranks in the current tensor-parallel group."""
+    return get_tp_group().world_size
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """Return this process's rank in the current tensor-parallel group."""
+    return get_tp_group().rank_in_group
+
+
+def get_pipeline_model_parallel_world_size() -> int:
+    """Return the number of stages."""
+    return get_pp_group().world_size
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    """Return this process's stage."""
+    return get_pp_group().rank_in_group
+
+
+def get_data_parallel_world_size() -> int:
+    """Return the number of replicas."""
+    return get_dp_group().world_size
+
+
+def get_data_parallel_rank() -> int:
+    """Return this process's replica."""
+    return get_dp_group().rank_in_group
+
+
+def get_expert_parallel_world_size() -> int:
+    """Return the number of ranks that share the experts."""
+    return get_ep_group().world_size
+
+
+def get_expert_parallel_rank() -> int:
+    """Return this process's rank among those that share the experts."""
+    return get_ep_group().rank_in_group
+
+
+def is_global_first_rank() -> bool:
+    """Return whether this process is rank 0 of the world, also when there is no world yet."""
+    return dist.get_rank() == 0 if dist.is_available() and dist.is_initialized() else True
+
+
+@contextmanager
+def graph_capture(device: torch.device) -> Iterator[GraphCaptureContext]:
+    """Capture a graph in which every current group may be used; on the CPU a no-op."""
+    groups = current_groups()
+    with capture_on(device, None) as context, groups.graph_capture(context):
+        yield context
+
+
+def destroy_model_parallel() -> None:
+    """Destroy the process's default groups; the world's group stays. Idempotent."""
+    groups = set_default_groups(None)
+    if groups is not None:
+        groups.destroy()
+
+
+def destroy_distributed_environment() -> None:
+    """Destroy the world's group, and torch.distributed if we initialised it. Idempotent, not collective."""
+    destroy_model_parallel()
+    while _world_group:
+        _world_group.pop().destroy()
+    leave_world()
+
+
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Destroy everything, as `destroy_model_parallel` and `destroy_distributed_environment` do.
+
+    Args:
+        shutdown_ray: For call sites that pass it; we start no Ray, so True is refused.
+    """
+    if shutdown_ray:
+        raise UsageError("shutdown_ray: this package does not start Ray; call ray.shutdown()")
+    destroy_distributed_environment()

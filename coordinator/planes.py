@@ -1,0 +1,38 @@
+"""What the parts of `GroupCoordinator` share: its place in the world and its planes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from coordinator.host_plane import HostPlane
+from device_comm.base import DeviceCommunicator
+from device_comm.health import GroupHealth
+
+
+class GroupPlanes:
+    """The attributes that the tensor, object and point-to-point parts of a group build on.
+
+    Attributes:
+        unique_name: The group's name with its number, such as `tp:0`; equal on all its ranks.
+        rank: Global rank of this process.
+        ranks: Global ranks of the group, in group order.
+        world_size: Number of ranks in the group.
+        rank_in_group: This process's position in `ranks`.
+        local_rank: Index of this process's device on its host.
+        device: Where the group's tensors live.
+        device_communicator: The device plane.
+    """
+
+    unique_name: str
+    rank: int
+    ranks: list[int]
+    world_size: int
+    rank_in_group: int
+    local_rank: int
+    device: torch.device
+    device_communicator: DeviceCommunicator
+    _host: HostPlane
+    _health: GroupHealth
+    _cpu_group: dist.ProcessGroup | None
+    _device_group: dist.ProcessGroup | None

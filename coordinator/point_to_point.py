@@ -1,0 +1,257 @@
+"""Tensor dicts between ranks: to one peer, or from one rank to all."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from coordinator.planes import GroupPlanes
+from coordinator.tensor_dict import Landing, Slicing, join, split
+from coordinator.transfer_tags import TENSOR_DICT_TAG
+from device_comm import checks
+from device_comm.base import Handle
+from device_comm.handles import CompletedHandle
+from shm_broadcast import codec
+from shm_broadcast.errors import DisagreementError, UsageError
+
+TensorDict = dict[Any, Any]
+
+# Handles that nobody waits for are kept until they are complete. When so many are open, the oldest is
+# waited for: a receiver this far behind has stopped receiving.
+MAX_OPEN_SENDS: Final = 256
+
+
+class PointToPoint(GroupPlanes):
+    """Tensor dicts: one metadata message and the larger tensors beside it.
+
+    Values may be tensors, nested dicts, and whatever the codec carries. CPU tensors arrive as CPU tensors;
+    tensors on the group's device land on the receiver's own device.
+
+    The all-gather optimisation: given `all_gather_group` (the tensor-parallel group, whose ranks hold the
+    same tensors), each rank sends only its slice of every tensor whose size divides by that group's, and
+    the receivers all-gather. `all_gather_tensors` overrides that by key (`outer.inner` in nested dicts)
+    for tensors that are not equal on those ranks. Sender and receiver must pass the same; if they do not,
+    the receiver raises `DisagreementError` and the group is broken.
+    """
+
+    _open_sends: deque[Handle]
+
+    def send_tensor_dict(
+        self,
+        tensor_dict: Mapping[Any, Any],
+        dst: int | None = None,
+        all_gather_group: GroupPlanes | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> TensorDict | None:
+        """Send a tensor dict to rank `dst` (the next one by default); return when its memory may be reused.
+
+        Returns:
+            None; in a group of one the dict itself, as nobody is there to receive it.
+        """
+        if self.world_size == 1:
+            self._health.check_usable("send_tensor_dict")
+            return dict(tensor_dict)
+        for handle in self.isend_tensor_dict(
+            tensor_dict, dst, all_gather_group, all_gather_tensors, timeout_s=timeout_s
+        ):
+            handle.wait()
+        return None
+
+    def isend_tensor_dict(
+        self,
+        tensor_dict: Mapping[Any, Any],
+        dst: int | None = None,
+        all_gather_group: GroupPlanes | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[Handle]:
+        """Start to send a tensor dict.
+
+        Returns:
+            Handles, in a group of one none. The tensors must not be changed until all of them have been
+            waited for; their memory is kept until then, also if the handles are dropped.
+        """
+        self._health.check_usable("send_tensor_dict")
+        checks.check_timeout(timeout_s)
+        if self.world_size == 1:
+            return []
+        peer = self._neighbour(dst, 1, "dst")
+        parcel = split(tensor_dict, _slicing(all_gather_group, all_gather_tensors))
+        message = codec.encode(parcel.metadata)
+        handles = [self._host.isend_message(message, [peer], "send_tensor_dict", timeout_s, TENSOR_DICT_TAG)]
+        for plane, tensor in parcel.tensors:
+            if plane == "host":
+                handles.append(self._host.isend_tensor(tensor, [peer], timeout_s))
+            else:
+                handles.append(self.device_communicator.isend(tensor, peer, timeout_s=timeout_s))
+        for handle in handles:
+            self._keep_sending(handle)
+        return handles
+
+    def recv_tensor_dict(
+        self,
+        src: int | None = None,
+        all_gather_group: GroupPlanes | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> TensorDict | None:
+        """Receive a tensor dict from rank `src` (the previous one by default).
+
+        Without `timeout_s` this waits without limit for the dict to begin, but wakes when a peer dies or
+        the group is destroyed.
+
+        Returns:
+            A new dict of new tensors; None in a group of one.
+        """
+        tensor_dict, handles, callbacks = self.irecv_tensor_dict(
+            src, all_gather_group, all_gather_tensors, timeout_s=timeout_s
+        )
+        for handle in handles:
+            handle.wait()
+        for callback in callbacks:
+            callback()
+        return tensor_dict
+
+    def irecv_tensor_dict(
+        self,
+        src: int | None = None,
+        all_gather_group: GroupPlanes | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> tuple[TensorDict | None, list[Handle], list[Callable[[], None]]]:
+        """Receive the metadata of a tensor dict, and start to receive its tensors.
+
+        Returns:
+            (dict, handles, callbacks): wait for all handles, then run all callbacks, in order; only then
+            is the dict complete. The callbacks all-gather the slices, so all ranks of the all-gather
+            group run theirs. In a group of one: (None, [], []).
+        """
+        self._health.check_usable("recv_tensor_dict")
+        checks.check_timeout(timeout_s)
+        if self.world_size == 1:
+            return None, [], []
+        peer = self._neighbour(src, -1, "src")
+        slicing = _slicing(all_gather_group, all_gather_tensors)
+        metadata = self._host.recv_object(peer, timeout_s, None, "recv_tensor_dict", TENSOR_DICT_TAG)
+        landing = self._join(metadata, slicing)
+        handles: list[Handle] = []
+        for plane, tensor in landing.parts:
+            if plane == "host":
+                handles.append(self._host.irecv_tensor(tensor, peer, timeout_s))
+            else:
+                handles.append(self.device_communicator.irecv(tensor, peer, timeout_s=timeout_s))
+        callbacks = [
+            _gatherer(all_gather_group, part, put)
+            for part, put in landing.sliced
+            if all_gather_group is not None
+        ]
+        return landing.tensor_dict, handles, callbacks
+
+    def broadcast_tensor_dict(
+        self,
+        tensor_dict: Mapping[Any, Any] | None = None,
+        src: int = 0,
+        group: dist.ProcessGroup | None = None,
+        metadata_group: dist.ProcessGroup | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> TensorDict | None:
+        """Return rank `src`'s tensor dict on every rank. Collective.
+
+        Args:
+            tensor_dict: The dict on rank `src`; ignored elsewhere.
+            src: Rank in the group.
+            group: None or this group's own `device_group` or `cpu_group`; anything else is refused.
+            metadata_group: None or this group's own `cpu_group`; anything else is refused.
+            timeout_s: Deadline in seconds; receivers wait without limit by default.
+
+        Returns:
+            On rank `src` the dict itself, elsewhere a new dict of new tensors.
+        """
+        self._health.check_usable("broadcast_tensor_dict")
+        checks.check_timeout(timeout_s)
+        checks.check_rank(src, self.world_size, "src")
+        self._check_own_group(group, (self._cpu_group, self._device_group), "group")
+        self._check_own_group(metadata_group, (self._cpu_group,), "metadata_group")
+        if self.rank_in_group != src:
+            landing = self._join(self._host.broadcast_object(None, src, timeout_s), Slicing())
+            for plane, tensor in landing.parts:
+                if plane == "host":
+                    self._host.irecv_tensor(tensor, src, timeout_s).wait()
+                else:
+                    self.device_communicator.broadcast(tensor, src, timeout_s=timeout_s)
+            return landing.tensor_dict
+        if tensor_dict is None:
+            raise UsageError("broadcast_tensor_dict: rank src must give a tensor dict")
+        parcel = split(tensor_dict, Slicing())
+        self._host.broadcast_object(parcel.metadata, src, timeout_s)
+        peers = [rank for rank in range(self.world_size) if rank != src]
+        for plane, tensor in parcel.tensors:
+            if plane == "device":
+                self.device_communicator.broadcast(tensor, src, timeout_s=timeout_s)
+            elif peers:
+                self._host.isend_tensor(tensor, peers, timeout_s).wait()
+        return tensor_dict if isinstance(tensor_dict, dict) else dict(tensor_dict)
+
+    # ------------------------------------------------------------------ helpers
+
+    def _join(self, metadata: object, slicing: Slicing) -> Landing:
+        try:
+            return join(metadata, self.device, slicing)
+        except DisagreementError as error:
+            # The tensors are on their way and nobody will receive them: the next transfer would take them.
+            self._health.fail(error)
+            raise
+
+    def _neighbour(self, rank: int | None, step: int, name: str) -> int:
+        if rank is None:
+            return (self.rank_in_group + step) % self.world_size
+        return checks.check_peer(rank, self.rank_in_group, self.world_size, name)
+
+    def _check_own_group(self, group: object, own: tuple[object, ...], name: str) -> None:
+        if group is None or group is self or any(group is each for each in own):
+            return
+        raise UsageError(
+            f"{name}: {self.unique_name!r} moves data over its own process groups; pass None, or the one of them "
+            f"that this argument means, not {group!r}"
+        )
+
+    def _keep_sending(self, handle: Handle) -> None:
+        """Keep a handle, and the memory it owns, until it is complete, so that it may be dropped."""
+        if isinstance(handle, CompletedHandle):
+            return
+        while self._open_sends and self._open_sends[0].is_completed():
+            self._open_sends.popleft()
+        if len(self._open_sends) >= MAX_OPEN_SENDS:
+            self._open_sends.popleft().wait()
+        self._open_sends.append(handle)
+
+
+def _slicing(group: GroupPlanes | None, overrides: Mapping[str, bool] | None) -> Slicing:
+    if group is None:
+        return Slicing()
+    if not isinstance(group, GroupPlanes):
+        raise UsageError(f"all_gather_group must be a GroupCoordinator, not {type(group).__name__}")
+    return Slicing(group.world_size, group.rank_in_group, dict(overrides or {}))
+
+
+def _gatherer(
+    group: GroupPlanes, part: torch.Tensor, put: Callable[[torch.Tensor], None]
+) -> Callable[[], None]:
+    def gather() -> None:
+        if part.device.type == group.device.type:
+            put(group.device_communicator.all_gather(part, dim=0))
+            return
+        # A CPU tensor between ranks whose device is another one: gather it where the group's tensors live.
+        put(group.device_communicator.all_gather(part.to(group.device), dim=0).to(part.device))
+
+    return gather

@@ -1,0 +1,146 @@
+"""Gloo process groups that listen where we say.
+
+torch chooses Gloo's address from the environment or the host's name, and drops the options that would
+say better. It does let a backend be registered under a name of its own, so ours is Gloo on one given
+address; everything else, and every torch function, works on it as on any process group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Final, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo
+
+from shm_broadcast.errors import CapabilityError, InternalError
+
+BACKEND: Final = "gloo_at_address"
+
+# Gloo's own default; its threads carry the collectives that are in flight at once.
+_GLOO_THREADS: Final = 2
+
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass
+class GlooOptions:
+    """Where a Gloo group listens, and the backend once it exists.
+
+    Attributes:
+        address: Numeric address of this host to bind to; never a wildcard.
+        backend: Set when the group is created.
+    """
+
+    address: str
+    backend: ProcessGroupGloo | None = None
+
+    def created(self) -> ProcessGroupGloo:
+        """Return the backend of the group that was created with these options."""
+        if self.backend is None:
+            raise InternalError("the Gloo group has not been created")
+        return self.backend
+
+
+def register_backend() -> None:
+    """Make `BACKEND` known to torch.distributed. Idempotent."""
+    if not dist.is_available() or not dist.is_gloo_available():
+        raise CapabilityError("this torch was built without Gloo", requirement="torch.distributed with Gloo")
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+
+
+def _create(backend_options: dist.distributed_c10d._DistributedBackendOptions, options: GlooOptions) -> ProcessGroupGloo:
+    gloo = ProcessGroupGloo._Options()
+    gloo._devices = [ProcessGroupGloo.create_device(hostname=options.address)]
+    gloo._timeout = backend_options.timeout
+    gloo._threads = _GLOO_THREADS
+    options.backend = ProcessGroupGloo(
+        backend_options.store, backend_options.group_rank, backend_options.group_size, gloo
+    )
+    return options.backend
+
+
+def new_gloo_group(
+    ranks: Sequence[int], address: str, description: str, timeout_s: float
+) -> tuple[dist.ProcessGroup, ProcessGroupGloo]:
+    """Create a Gloo group of `ranks`, all of which call this in the same order."""
+    register_backend()
+    options = GlooOptions(address)
+    group = new_group(ranks, BACKEND, description, timeout_s, options)
+    return group, options.created()
+
+
+def new_group(
+    ranks: Sequence[int], backend: str, description: str, timeout_s: float, options: GlooOptions | None = None
+) -> dist.ProcessGroup:
+    """Create a process group of `ranks` with any backend; only its members take part."""
+    group = dist.new_group(
+        list(ranks),
+        backend=backend,
+        pg_options=options,
+        timeout=timedelta(seconds=timeout_s),
+        use_local_synchronization=True,
+        group_desc=description,
+    )
+    if not isinstance(group, dist.ProcessGroup):
+        raise InternalError(f"torch gave no process group for ranks {list(ranks)}")
+    return group
+
+
+def abort_gloo(backend: ProcessGroupGloo) -> None:
+    """End everything that is in flight in a Gloo group, here and on its peers, at once.
+
+    `ProcessGroupGloo.abort` does nothing in torch 2.13. A receive whose time-out passes does: Gloo then
+    closes all connections of the group, upon which every pending operation fails. So one is posted that
+    nobody will ever answer, on a tag that nobody uses.
+    """
+    if backend.size() == 1:
+        return
+    buffer = torch.empty(1, dtype=torch.uint8)
+    peer = (backend.rank() + 1) % backend.size()
+    try:
+        backend.recv([buffer], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+    except RuntimeError as expected:
+        # Either the time-out, which is the purpose, or the connections were closed already.
+        del expected
+
+
+_ABORT_TAG: Final = 0x7FFF
+
+
+def run_interruptibly(action: Callable[[], Result], name: str, check: Callable[[], None]) -> Result:
+    """Run `action`, which blocks in C++, on a thread, so that Ctrl-C and dead peers are noticed meanwhile.
+
+    Args:
+        action: What to run.
+        name: Name of the thread.
+        check: Called about ten times a second; what it raises ends the wait. The thread then goes on
+            until the action's own deadline, and its result is dropped.
+
+    Returns:
+        What `action` returned.
+    """
+    outcome: list[Result] = []
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            outcome.append(action())
+        except BaseException as error:  # noqa: BLE001 - raised below, on the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=body, name=f"group-coordinator-{name}", daemon=True)
+    thread.start()
+    while True:
+        thread.join(0.1)
+        if not thread.is_alive():
+            break
+        check()
+    if errors:
+        raise errors[0]
+    return outcome[0]

@@ -1,0 +1,250 @@
+"""How the processes of a world find each other; the only caller of `init_process_group`.
+
+Three ways: what a launcher such as torchrun put into the environment, an address given by the caller, or
+on one host nothing but a directory. In each of them no listener of ours stands on a wildcard address.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import socket
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from coordinator import inherited
+from coordinator.agreement import View, agree
+from coordinator.membership import is_loopback, listening_address, master_endpoint, own_address
+from coordinator.process_groups import BACKEND, GlooOptions, register_backend, run_interruptibly
+from coordinator.rendezvous_directory import DirectoryRendezvous
+from coordinator.settings import CoordinatorSettings, LaunchEnvironment
+from shm_broadcast.errors import CommTimeoutError, NativeError, SettingsError, UsageError
+from shm_broadcast.liveness import fork_count, this_process
+
+_WORLD: Final = "group_coordinator/world"
+
+
+@dataclasses.dataclass
+class _World:
+    """The world that this process initialised, and how to leave it."""
+
+    group: dist.ProcessGroup
+    store: dist.Store
+    leave: Callable[[], None]
+    fork_count: int
+
+
+_world: _World | None = None
+_lock = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of a world meet.
+
+    Attributes:
+        store: Reaches every rank.
+        rank: Global rank of this process.
+        world_size: Number of processes.
+        leave: Gives back what the store holds; called once, after the world is gone.
+    """
+
+    store: dist.Store
+    rank: int
+    world_size: int
+    leave: Callable[[], None]
+
+
+def init_world(
+    world_size: int, rank: int, init_method: str, backend: str, settings: CoordinatorSettings
+) -> None:
+    """Initialise torch.distributed for this process. Collective over the world.
+
+    Blocks until every rank has come, for at most `settings.create_timeout_s`.
+
+    Args:
+        world_size: Number of processes; -1 takes it from the launcher's environment.
+        rank: Global rank of this process; -1 likewise.
+        init_method: `env://`, `tcp://HOST:PORT` where HOST is rank 0's address, or `file:///DIRECTORY`.
+        backend: torch backend of the world's process group; "gloo" listens on an address chosen here.
+        settings: Deadlines and the network interface.
+
+    Raises:
+        UsageError: The arguments contradict each other.
+        SettingsError: The launcher's environment is missing or malformed.
+        CommTimeoutError: Ranks did not come; `.missing` names them.
+        DisagreementError: Ranks were started with different settings.
+        CapabilityError: Ranks are on several hosts and a loopback address was announced.
+    """
+    global _world  # noqa: PLW0603 - torch has one world per process, and this is ours
+    with _lock:
+        if dist.is_initialized():
+            raise UsageError("torch.distributed is initialised already; it is used as it is")
+        meeting = _meet(world_size, rank, init_method, settings)
+        try:
+            _connect(meeting, backend, settings)
+        except BaseException:
+            meeting.leave()
+            raise
+        group = dist.group.WORLD
+        if group is None:
+            raise UsageError("torch.distributed was destroyed while it was being initialised")
+        _world = _World(group, meeting.store, meeting.leave, fork_count())
+        inherited.protect(group)
+        inherited.protect(meeting.store)
+
+
+def leave_world() -> None:
+    """Destroy the world if this process initialised it through `init_world`; otherwise do nothing."""
+    global _world  # noqa: PLW0603 - see init_world
+    with _lock:
+        world, _world = _world, None
+        if world is None or world.fork_count != fork_count():
+            return
+        if dist.is_initialized() and dist.group.WORLD is world.group:
+            dist.destroy_process_group()
+        inherited.release(world.group)
+        inherited.release(world.store)
+        world.leave()
+
+
+def owns_world() -> bool:
+    """Return whether this process initialised the present world through `init_world`."""
+    return _world is not None and dist.is_initialized() and dist.group.WORLD is _world.group
+
+
+atexit.register(leave_world)
+
+
+def _meet(world_size: int, rank: int, init_method: str, settings: CoordinatorSettings) -> Meeting:
+    parts = urlsplit(init_method)
+    if parts.scheme == "env":
+        return _meet_by_environment(world_size, rank, settings)
+    if rank < 0 or world_size < 1 or rank >= world_size:
+        raise UsageError(
+            f"{init_method} needs the world size and this process's rank, got world_size={world_size}, rank={rank}"
+        )
+    if parts.scheme == "file":
+        meeting = DirectoryRendezvous(Path(parts.path), rank, world_size)
+        return Meeting(meeting.join(settings.create_timeout_s), rank, world_size, meeting.leave)
+    if parts.scheme == "tcp" and parts.hostname and parts.port:
+        store = _tcp_store(parts.hostname, parts.port, rank, world_size, rank == 0, settings)
+        return Meeting(store, rank, world_size, _nothing)
+    raise UsageError(
+        f"cannot rendezvous by {init_method!r}: expected env://, tcp://HOST:PORT or file:///DIRECTORY"
+    )
+
+
+def _meet_by_environment(world_size: int, rank: int, settings: CoordinatorSettings) -> Meeting:
+    launch = LaunchEnvironment.from_env()
+    if launch is None:
+        raise SettingsError(
+            "env:// takes RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from the environment and none is set; start "
+            "the processes with torchrun, or pass world_size, rank and distributed_init_method='file:///DIRECTORY'"
+        )
+    for given, told, name in ((rank, launch.rank, "rank"), (world_size, launch.world_size, "world_size")):
+        if given not in (-1, told):
+            raise UsageError(f"{name}={given} contradicts the launcher's environment, which says {told}")
+    serve = launch.rank == 0 and not launch.use_agent_store
+    store = _tcp_store(
+        launch.master_addr, launch.master_port, launch.rank, launch.world_size, serve, settings
+    )
+    # The agent's store outlives a restart of the workers: each attempt has keys of its own.
+    attempt = dist.PrefixStore(f"{launch.run_id or 'run'}/{launch.restart_count}", store)
+    return Meeting(attempt, launch.rank, launch.world_size, _nothing)
+
+
+def _nothing() -> None:
+    """A TCP store needs no cleaning up."""
+
+
+def _tcp_store(
+    host: str, port: int, rank: int, world_size: int, serve: bool, settings: CoordinatorSettings
+) -> dist.Store:
+    """Connect to the store at `host`; if this rank serves it, listen on that address and no other."""
+    timeout = timedelta(seconds=settings.create_timeout_s)
+
+    def connect() -> dist.Store:
+        if not serve:
+            return dist.TCPStore(host, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False)
+        listener = _listen(host, port)
+        # The store takes the descriptor over: detached, so that it is not closed twice.
+        return dist.TCPStore(
+            host, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False,
+            master_listen_fd=listener.detach(), use_libuv=False,
+        )
+
+    try:
+        return run_interruptibly(connect, "rendezvous", _nothing)
+    except dist.DistError as error:
+        if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+            raise CommTimeoutError(
+                f"rendezvous (rank {rank} of {world_size}): no store at {host}:{port} within "
+                f"{settings.create_timeout_s:.1f} s; is rank 0 running, and is this its address?",
+                missing=(0,),
+            ) from error
+        raise NativeError(
+            f"rendezvous (rank {rank} of {world_size}) at {host}:{port}: {error}",
+            library=f"torch {torch.__version__}",
+            function="TCPStore",
+        ) from error
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise UsageError(
+            f"rank 0 cannot listen on {host}:{port} ({error.strerror}): the address must be one of this host, "
+            "and the port free"
+        ) from error
+    return listener
+
+
+def _connect(meeting: Meeting, backend: str, settings: CoordinatorSettings) -> None:
+    """Agree on the facts of the world and create its process group."""
+    rank, ranks = meeting.rank, range(meeting.world_size)
+    own = this_process()
+    facts = {
+        "world_size": str(meeting.world_size),
+        "backend": backend,
+        **{f"setting {field}": str(value) for field, value in settings.agreed().items()},
+    }
+    address = own_address(settings.interface, master_endpoint(meeting.store))
+    world_store = dist.PrefixStore(_WORLD, meeting.store)
+    views = agree(world_store, "the world", rank, ranks, View(facts, own, address), settings.create_timeout_s)
+    options = None
+    if backend == "gloo":
+        register_backend()
+        options = GlooOptions(listening_address(views, rank))
+
+    def init() -> None:
+        dist.init_process_group(
+            BACKEND if options is not None else backend,
+            store=meeting.store,
+            rank=rank,
+            world_size=meeting.world_size,
+            timeout=timedelta(seconds=settings.create_timeout_s),
+            pg_options=options,
+        )
+
+    run_interruptibly(init, "world", _nothing)
+
+
+def check_master(host: str) -> None:
+    """Raise if `host` is a loopback address, for callers that know that there are several hosts."""
+    address = socket.gethostbyname(host)
+    if is_loopback(address):
+        raise UsageError(f"the master's address {host} ({address}) cannot be reached from other hosts")

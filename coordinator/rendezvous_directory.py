@@ -1,0 +1,172 @@
+"""Rendezvous on one host from nothing but a directory.
+
+Every use makes a generation of its own: a fresh directory of mode 0700 with a FileStore in it, as a
+FileStore outlives a hard exit and shows a later run its old keys. Rank 0 makes the generation and then
+moves a pointer to it into place; the others follow the pointer, check that rank 0 is alive, and take
+their seat, which in each generation can be taken once. The last to leave removes the generation, and
+rank 0 of a later run removes those whose owner is dead.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import stat
+import time
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch.distributed as dist
+
+from shm_broadcast.errors import CommTimeoutError, UsageError
+from shm_broadcast.liveness import ProcessIdentity, process_state, this_process
+
+_POINTER: Final = "current"
+_PREFIX: Final = "generation-"
+_NAME: Final = re.compile(r"generation-[0-9a-f]{16}\Z")
+_PAUSE_S: Final = 0.005
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """Who made a generation, and for how many."""
+
+    process: ProcessIdentity
+    world_size: int
+
+
+class DirectoryRendezvous:
+    """One rank's part in one use of a directory."""
+
+    def __init__(self, directory: Path, rank: int, world_size: int) -> None:
+        """Nothing is touched yet."""
+        self._directory = directory
+        self._rank = rank
+        self._world_size = world_size
+        self._generation: Path | None = None
+        self._store: dist.Store | None = None
+
+    def join(self, timeout_s: float) -> dist.Store:
+        """Return the store of this use, once rank 0 has made it.
+
+        Raises:
+            UsageError: The directory cannot be used, or the world sizes differ.
+            CommTimeoutError: Rank 0 did not come.
+        """
+        if self._rank == 0:
+            self._generation = self._create()
+        else:
+            self._generation = self._find(timeout_s)
+        if self._store is None:
+            self._store = self._open(self._generation)
+        return self._store
+
+    def _open(self, generation: Path) -> dist.Store:
+        store = dist.FileStore(str(generation / "store"), -1)
+        return store
+
+    def _create(self) -> Path:
+        own = this_process()
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._sweep(own)
+            generation = self._directory / f"{_PREFIX}{secrets.token_hex(8)}"
+            generation.mkdir(mode=0o700)
+            (generation / "owner").write_bytes(msgspec.json.encode(Owner(own, self._world_size)))
+            fresh = self._directory / f"{_POINTER}.{secrets.token_hex(8)}"
+            fresh.write_text(generation.name)
+            fresh.replace(self._directory / _POINTER)
+        except OSError as error:
+            raise UsageError(f"cannot rendezvous in {self._directory}: {error}") from error
+        return generation
+
+    def _sweep(self, own: ProcessIdentity) -> None:
+        """Remove what runs left behind that were killed."""
+        for path in self._directory.glob(f"{_PREFIX}*"):
+            owner = _read_owner(path)
+            if owner is not None and own.sees(owner.process) and process_state(owner.process) == "dead":
+                shutil.rmtree(path, ignore_errors=True)
+            elif owner is not None and not own.on_same_host(owner.process):
+                # Made before the last boot: nobody of that time is alive.
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _find(self, timeout_s: float) -> Path:
+        """Follow the pointer until it leads to a generation in which this rank's seat is free."""
+        deadline = time.monotonic() + timeout_s
+        seen = "there was no generation at all"
+        while True:
+            generation = self._follow()
+            if generation is not None:
+                reason = self._take_seat(generation)
+                if reason is None:
+                    return generation
+                seen = reason
+            if time.monotonic() >= deadline:
+                raise CommTimeoutError(
+                    f"rendezvous in {self._directory} (rank {self._rank} of {self._world_size}): rank 0 did not come "
+                    f"within {timeout_s:.1f} s ({seen})",
+                    missing=(0,),
+                )
+            time.sleep(_PAUSE_S)
+
+    def _follow(self) -> Path | None:
+        try:
+            name = (self._directory / _POINTER).read_text()
+        except OSError:
+            return None
+        return self._directory / name if _NAME.match(name) else None
+
+    def _take_seat(self, generation: Path) -> str | None:
+        """Take this rank's seat; return None, or why that generation is not ours."""
+        try:
+            found = generation.lstat()
+        except OSError:
+            return "its last generation was removed"
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700:
+            raise UsageError(f"{generation} is not a directory of mode 0700 that belongs to this user")
+        owner = _read_owner(generation)
+        own = this_process()
+        if owner is None:
+            return "its last generation has no owner"
+        if not own.on_same_host(owner.process) or (
+            own.sees(owner.process) and process_state(owner.process) == "dead"
+        ):
+            return f"rank 0 of the last generation, pid {owner.process.pid}, is dead"
+        if owner.world_size != self._world_size:
+            raise UsageError(
+                f"rendezvous in {self._directory}: rank 0 was started with a world of {owner.world_size}, "
+                f"rank {self._rank} with {self._world_size}"
+            )
+        store = self._open(generation)
+        if store.add(f"seat/{self._rank}", 1) != 1:
+            return f"rank {self._rank} of the last generation has been there before"
+        self._store = store
+        return None
+
+    def leave(self) -> None:
+        """Give the seat back; the last to leave removes the generation."""
+        generation, store = self._generation, self._store
+        self._generation = self._store = None
+        if generation is None or store is None or not generation.exists():
+            return
+        if store.add("left", 1) == self._world_size:
+            pointer = self._directory / _POINTER
+            if self._follow_is(pointer, generation):
+                pointer.unlink(missing_ok=True)
+            shutil.rmtree(generation, ignore_errors=True)
+
+    @staticmethod
+    def _follow_is(pointer: Path, generation: Path) -> bool:
+        try:
+            return pointer.read_text() == generation.name
+        except OSError:
+            return False
+
+
+def _read_owner(generation: Path) -> Owner | None:
+    try:
+        return msgspec.json.decode((generation / "owner").read_bytes(), type=Owner)
+    except (OSError, msgspec.MsgspecError):
+        return None

@@ -1,0 +1,271 @@
+"""Every setting, and the only module of the three packages that reads the environment, only when asked.
+
+An argument beats the environment, the environment beats the default. `CoordinatorSettings` holds what a user
+chooses, `LaunchEnvironment` what a launcher such as torchrun tells each process.
+"""
+
+import difflib
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Self, get_args, get_origin
+
+import msgspec
+
+from shm_broadcast.errors import SettingsError
+from shm_broadcast.settings import BroadcastSettings, positive_seconds
+
+__all__ = ["PER_RANK_FIELDS", "PREFIX", "CoordinatorSettings", "LaunchEnvironment", "differences"]
+
+PREFIX = "GROUP_COORDINATOR_"
+
+PER_RANK_FIELDS = frozenset({"interface"})
+"""Fields that may differ between ranks: hosts name their network interfaces differently."""
+
+
+class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings of a process's groups.
+
+    Attributes:
+        timeout_s: How long a collective waits for its peers, in seconds.
+        create_timeout_s: How long the rendezvous and the creation of a group wait for all ranks, in seconds.
+        destroy_timeout_s: How long `destroy` waits for its peers before it leaves without them, in seconds.
+        interface: Network interface for groups that span several hosts, such as "eth0"; None chooses the one
+            that routes to the master. The only field that may differ between ranks.
+        broadcast: The host broadcast.
+
+    Raises:
+        SettingsError: A value is out of range; the text names the field and the value.
+    """
+
+    timeout_s: float = 600.0
+    create_timeout_s: float = 300.0
+    destroy_timeout_s: float = 5.0
+    interface: str | None = None
+    broadcast: BroadcastSettings = BroadcastSettings()
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        for field in ("timeout_s", "create_timeout_s", "destroy_timeout_s"):
+            seconds = positive_seconds(field, getattr(self, field))
+            msgspec.structs.force_setattr(self, field, seconds)
+        if self.interface is not None and not _is_interface_name(self.interface):
+            raise SettingsError(
+                f"interface is {self.interface!r}, but must be the name of a network interface "
+                "(1 to 15 characters, neither blanks nor '/')"
+            )
+        if not isinstance(self.broadcast, BroadcastSettings):
+            raise SettingsError(f"broadcast is {self.broadcast!r}, but must be BroadcastSettings")
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
+        """Return the settings that the environment gives, with defaults for the rest.
+
+        Args:
+            environ: Read instead of the process's environment.
+
+        Raises:
+            SettingsError: A variable that starts with `GROUP_COORDINATOR_` is unknown or malformed.
+        """
+        return cls.resolve(environ)
+
+    @classmethod
+    def resolve(cls, environ: Mapping[str, str] | None = None, /, **overrides: Any) -> Self:
+        """Return settings in which each argument beats the environment, which beats the default.
+
+        Args:
+            environ: Read instead of the process's environment; pass `{}` to ignore that.
+            overrides: Values by field. `broadcast` takes `BroadcastSettings`, which replace the whole
+                section, or a mapping, whose fields beat those of the environment.
+
+        Raises:
+            SettingsError: An argument or a variable is unknown or malformed. A variable is checked even where
+                an argument beats it.
+        """
+        values = _read_variables(cls, os.environ if environ is None else environ)
+        _refuse_unknown(overrides, cls.__struct_fields__, "setting")
+        section = overrides.pop("broadcast", {})
+        values |= overrides
+        if isinstance(section, Mapping):
+            _refuse_unknown(section, BroadcastSettings.__struct_fields__, "setting of section 'broadcast'")
+            section = BroadcastSettings(**{**values.get("broadcast", {}), **section})
+        return cls(**{**values, "broadcast": section})
+
+    def agreed(self) -> dict[str, str | int | float]:
+        """Return the fields that must be equal on every rank, flat: `{"timeout_s": 600.0, "broadcast.wait": …}`."""
+        flat: dict[str, str | int | float] = {}
+        for field, value in msgspec.to_builtins(self).items():
+            if field in PER_RANK_FIELDS:
+                continue
+            if isinstance(value, dict):
+                flat |= {f"{field}.{inner}": each for inner, each in value.items()}
+            else:
+                flat[field] = value
+        return flat
+
+    def fingerprint(self) -> str:
+        """Return 16 hexadecimal digits that are equal on two ranks if and only if `agreed()` is.
+
+        Stable across processes, hosts and Python versions. `interface` does not count.
+        """
+        return hashlib.sha256(msgspec.json.encode(self.agreed(), order="deterministic")).hexdigest()[:16]
+
+
+def differences(views: Mapping[int, Mapping[str, object]]) -> list[str]:
+    """Return one line for each field on which ranks differ, such as `timeout_s: 600.0 (ranks 0, 1), 30.0 (rank 2)`.
+
+    Args:
+        views: What `CoordinatorSettings.agreed` returned, by rank. A field that a rank lacks, because it runs
+            another version, counts as different.
+    """
+    lines = []
+    for field in dict.fromkeys(field for view in views.values() for field in view):
+        holders: dict[str, list[int]] = {}
+        for rank, view in sorted(views.items()):
+            holders.setdefault(repr(view[field]) if field in view else "absent", []).append(rank)
+        if len(holders) > 1:
+            # The value that most ranks hold stands first; the culprit follows.
+            groups = sorted(holders.items(), key=lambda item: -len(item[1]))
+            lines.append(f"{field}: " + ", ".join(f"{value} ({_ranks(ranks)})" for value, ranks in groups))
+    return lines
+
+
+class LaunchEnvironment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a launcher such as torchrun tells a process about itself.
+
+    Attributes:
+        rank: `RANK`.
+        world_size: `WORLD_SIZE`.
+        local_rank: `LOCAL_RANK`: the number among the processes of this host; None if the launcher is silent.
+        local_world_size: `LOCAL_WORLD_SIZE`; None if the launcher is silent.
+        master_addr: `MASTER_ADDR`: name or address of the host of the store.
+        master_port: `MASTER_PORT`.
+        use_agent_store: `TORCHELASTIC_USE_AGENT_STORE`: torchrun's agent serves the store already.
+        restart_count: `TORCHELASTIC_RESTART_COUNT`: how often the agent has started the workers anew.
+        run_id: `TORCHELASTIC_RUN_ID`.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    master_addr: str
+    master_port: int
+    use_agent_store: bool = False
+    restart_count: int = 0
+    run_id: str | None = None
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Self | None:
+        """Return what the launcher says, or None if there was none.
+
+        There was none if none of `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE` is set;
+        `MASTER_ADDR` and `MASTER_PORT` alone are what programs set that start their processes themselves.
+
+        Args:
+            environ: Read instead of the process's environment.
+
+        Raises:
+            SettingsError: A variable is missing, malformed, or contradicts another one.
+        """
+        environ = os.environ if environ is None else environ
+        if not any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+            return None
+        needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in needed if not environ.get(name)]
+        if missing:
+            present = [name for name in (*needed, "LOCAL_RANK", "LOCAL_WORLD_SIZE") if environ.get(name)]
+            raise SettingsError(
+                f"the launcher's environment is incomplete: {', '.join(missing)} missing, "
+                f"though {', '.join(present) or 'LOCAL_RANK'} is set; start the processes with torchrun, "
+                "set them all, or unset them all"
+            )
+        world_size = _integer(environ, "WORLD_SIZE", 1, 2**31 - 1)
+        local_world_size = _optional_integer(environ, "LOCAL_WORLD_SIZE", 1, world_size)
+        return cls(
+            rank=_integer(environ, "RANK", 0, world_size - 1),
+            world_size=world_size,
+            local_rank=_optional_integer(environ, "LOCAL_RANK", 0, (local_world_size or world_size) - 1),
+            local_world_size=local_world_size,
+            master_addr=environ["MASTER_ADDR"],
+            master_port=_integer(environ, "MASTER_PORT", 1, 65535),
+            use_agent_store=_truth(environ, "TORCHELASTIC_USE_AGENT_STORE"),
+            restart_count=_optional_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0, 2**31 - 1) or 0,
+            run_id=environ.get("TORCHELASTIC_RUN_ID"),
+        )
+
+
+# --- the environment ------------------------------------------------------------------------------------------
+
+
+def _variables(cls: type[CoordinatorSettings]) -> dict[str, tuple[str, str | None, Any]]:
+    """Return (field, field of the section or None, type) for each variable."""
+    found: dict[str, tuple[str, str | None, Any]] = {}
+    for field in msgspec.structs.fields(cls):
+        name = PREFIX + field.name.upper()
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            for inner in msgspec.structs.fields(field.type):
+                found[f"{name}__{inner.name.upper()}"] = (field.name, inner.name, inner.type)
+        else:
+            found[name] = (field.name, None, field.type)
+    return found
+
+
+def _read_variables(cls: type[CoordinatorSettings], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return values by field, and a dict of values for each section that the environment touches."""
+    variables = _variables(cls)
+    given = {name: text for name, text in environ.items() if name.startswith(PREFIX)}
+    _refuse_unknown(given, variables, "environment variable")
+    values: dict[str, Any] = {}
+    for name, text in given.items():
+        field, inner, kind = variables[name]
+        try:
+            value = msgspec.convert(text, kind, strict=False)
+            # A section of one field: its check blames the variable even if the field is out of range.
+            part: Any = value if inner is None else BroadcastSettings(**{inner: value})
+            cls(**{field: part})
+        except (msgspec.ValidationError, SettingsError) as error:
+            choice = f"; must be one of {get_args(kind)}" if get_origin(kind) is Literal else ""
+            raise SettingsError(f"environment variable {name}={text!r}: {error}{choice}") from None
+        if inner is None:
+            values[field] = value
+        else:
+            values.setdefault(field, {})[inner] = value
+    return values
+
+
+def _refuse_unknown(names: Iterable[str], known: Iterable[str], what: str) -> None:
+    known = list(known)
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            raise SettingsError(f"unknown {what} {name!r}; did you mean {close[0]!r}?")
+
+
+def _is_interface_name(name: object) -> bool:
+    return (
+        isinstance(name, str) and 1 <= len(name) <= 15 and "/" not in name and name == "".join(name.split())
+    )
+
+
+def _optional_integer(environ: Mapping[str, str], name: str, lowest: int, highest: int) -> int | None:
+    return _integer(environ, name, lowest, highest) if environ.get(name) else None
+
+
+def _integer(environ: Mapping[str, str], name: str, lowest: int, highest: int) -> int:
+    text = environ[name]
+    # `int` alone would also take "1_0", " 1" and digits of other scripts.
+    if text.isascii() and text.isdecimal() and len(text) <= 10 and lowest <= int(text) <= highest:
+        return int(text)
+    raise SettingsError(f"environment variable {name}={text!r} must be an integer from {lowest} to {highest}")
+
+
+def _truth(environ: Mapping[str, str], name: str) -> bool:
+    text = environ.get(name, "False")
+    if text not in ("True", "False"):
+        raise SettingsError(f"environment variable {name}={text!r} must be 'True' or 'False'")
+    return text == "True"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))

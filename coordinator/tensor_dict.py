@@ -1,0 +1,191 @@
+"""Splitting a tensor dict into one metadata message and the tensors that travel beside it.
+
+Small CPU tensors stay in the message: a message of its own costs each of them a round through the
+transport. What is left out leaves a `TensorSlot` in its place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal
+
+import msgspec
+import torch
+
+from shm_broadcast.codec import register_type
+from shm_broadcast.errors import DecodeError, DisagreementError, UsageError
+
+# CPU tensors below this travel inside the metadata message, whose first part holds 64 KiB.
+INLINE_BYTES: Final = 16 << 10
+
+Plane = Literal["host", "device"]
+
+
+@register_type(name="coordinator.TensorSlot")
+class TensorSlot(msgspec.Struct, frozen=True):
+    """Stands for a tensor that travels beside the metadata.
+
+    Attributes:
+        index: Position among the tensors of its dict.
+        shape: Shape of the whole tensor.
+        dtype: Name of the dtype, without `torch.`.
+        plane: "host" for CPU tensors, "device" for those of the sender's device, which land on the receiver's.
+        slices: Ranks among which it is sliced; 1 when it travels whole.
+    """
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: str
+    plane: Plane
+    slices: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Slicing:
+    """The all-gather optimisation: each rank of a group sends its slice, receivers all-gather.
+
+    Attributes:
+        world_size: Ranks of the all-gather group.
+        rank_in_group: This process's position in it.
+        overrides: By key, whether to slice; a key inside a nested dict is `outer.inner`.
+    """
+
+    world_size: int = 1
+    rank_in_group: int = 0
+    overrides: Mapping[str, bool] = dataclasses.field(default_factory=dict)
+
+    def slices(self, key: str, numel: int) -> int:
+        """Return into how many slices a tensor is cut: by default all whose size divides evenly."""
+        wanted = self.overrides.get(key, True)
+        if self.world_size == 1 or not wanted or numel == 0 or numel % self.world_size:
+            return 1
+        return self.world_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Parcel:
+    """A tensor dict ready to travel.
+
+    Attributes:
+        metadata: The dict with slots in the place of the tensors beside it.
+        tensors: Pairs (plane, contiguous tensor) in slot order.
+    """
+
+    metadata: dict[Any, Any]
+    tensors: list[tuple[Plane, torch.Tensor]]
+
+
+def split(tensor_dict: Mapping[Any, Any], slicing: Slicing) -> Parcel:
+    """Split a tensor dict. Tensors inside of lists and other values stay in the metadata.
+
+    Raises:
+        UsageError: The argument is no dict, or a key of `all_gather_tensors` names no tensor of it.
+    """
+    if not isinstance(tensor_dict, Mapping):
+        raise UsageError(f"expected a dict of tensors and other values, not {type(tensor_dict).__name__}")
+    tensors: list[tuple[Plane, torch.Tensor]] = []
+    keys: set[str] = set()
+
+    def visit(value: Any, key: str) -> Any:
+        if isinstance(value, dict):
+            return {name: visit(each, f"{key}.{name}" if key else str(name)) for name, each in value.items()}
+        if not isinstance(value, torch.Tensor):
+            return value
+        keys.add(key)
+        return _place(value, slicing.slices(key, value.numel()), slicing, tensors)
+
+    metadata = visit(dict(tensor_dict), "")
+    unknown = set(slicing.overrides) - keys
+    if unknown:
+        raise UsageError(f"all_gather_tensors names {sorted(unknown)}, the dict's tensors are {sorted(keys)}")
+    return Parcel(metadata, tensors)
+
+
+def _place(
+    value: torch.Tensor, slices: int, slicing: Slicing, tensors: list[tuple[Plane, torch.Tensor]]
+) -> torch.Tensor | TensorSlot:
+    """Return what stands for a tensor in the metadata; append it to `tensors` unless it travels inside."""
+    if value.layout is not torch.strided or value.is_quantized:
+        raise UsageError(f"only dense, unquantized tensors can be sent, not {value.layout}")
+    plane: Plane = "host" if value.device.type == "cpu" else "device"
+    if plane == "host" and slices == 1 and value.nbytes < INLINE_BYTES:
+        return value
+    whole = value.detach().resolve_conj().resolve_neg().contiguous()
+    part = whole.view(slices, -1)[slicing.rank_in_group] if slices > 1 else whole
+    slot = TensorSlot(len(tensors), tuple(value.shape), str(value.dtype).removeprefix("torch."), plane, slices)
+    tensors.append((plane, part))
+    return slot
+
+
+@dataclasses.dataclass(frozen=True)
+class Landing:
+    """Memory for the tensors of a received dict.
+
+    Attributes:
+        tensor_dict: The dict, whose tensors are filled once the transfers are complete.
+        parts: Pairs (plane, contiguous tensor to receive into), in slot order.
+        sliced: For each sliced tensor: what puts the gathered whole in its place.
+    """
+
+    tensor_dict: dict[Any, Any]
+    parts: list[tuple[Plane, torch.Tensor]]
+    sliced: list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]]
+
+
+def join(metadata: object, device: torch.device, slicing: Slicing) -> Landing:
+    """Allocate what the slots of `metadata` stand for and put it in their places.
+
+    Args:
+        metadata: As received; changed in place.
+        device: Where device tensors land.
+        slicing: The receiver's idea of the all-gather optimisation.
+
+    Raises:
+        DecodeError: The message is no tensor dict.
+        DisagreementError: Sender and receiver were given different all-gather groups or overrides.
+    """
+    if not isinstance(metadata, dict):
+        raise DecodeError(f"expected the metadata of a tensor dict, received {type(metadata).__name__}")
+    landing = Landing(metadata, [], [])
+    _fill(metadata, "", device, slicing, landing)
+    return landing
+
+
+def _fill(tree: dict[Any, Any], prefix: str, device: torch.device, slicing: Slicing, landing: Landing) -> None:
+    for name, value in tree.items():
+        key = f"{prefix}.{name}" if prefix else str(name)
+        if isinstance(value, dict):
+            _fill(value, key, device, slicing, landing)
+        elif isinstance(value, TensorSlot):
+            expected = slicing.slices(key, math.prod(value.shape))
+            if value.slices != expected:
+                raise DisagreementError(
+                    f"tensor {key!r} was sent in {value.slices} slice(s), this rank expects {expected}: sender and "
+                    "receiver must be given all-gather groups of one size and the same all_gather_tensors"
+                )
+            part = _allocate(value, len(landing.parts), device)
+            tree[name] = part
+            landing.parts.append((value.plane, part))
+            if value.slices > 1:
+                landing.sliced.append((part, _setter(tree, name, value.shape)))
+
+
+def _setter(tree: dict[Any, Any], name: Any, shape: tuple[int, ...]) -> Callable[[torch.Tensor], None]:
+    def put(gathered: torch.Tensor) -> None:
+        tree[name] = gathered.view(shape)
+
+    return put
+
+
+def _allocate(slot: TensorSlot, index: int, device: torch.device) -> torch.Tensor:
+    dtype = getattr(torch, slot.dtype, None)
+    if not isinstance(dtype, torch.dtype) or slot.index != index or any(size < 0 for size in slot.shape):
+        raise DecodeError(f"received a malformed tensor slot: {slot}")
+    where = torch.device("cpu") if slot.plane == "host" else device
+    shape = slot.shape if slot.slices == 1 else (math.prod(slot.shape) // slot.slices,)
+    try:
+        return torch.empty(shape, dtype=dtype, device=where)
+    except RuntimeError as error:
+        raise DecodeError(f"a tensor of shape {shape} and dtype {slot.dtype} cannot be allocated: {error}") from error

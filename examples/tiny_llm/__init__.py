@@ -1,0 +1,1 @@
+"""A small tensor- and pipeline-parallel Llama that talks through this project's groups only."""

@@ -1,0 +1,78 @@
+"""What the demo asks of a group: a part of `coordinator.GroupCoordinator`, which `TimedGroup` offers too."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["Group", "ModelGroups"]
+
+
+class Group(Protocol):
+    """The part of a group coordinator that a model and its serving loop use."""
+
+    @property
+    def ranks(self) -> list[int]:
+        """Global ranks of the members, in the group's order."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of members."""
+
+    @property
+    def rank_in_group(self) -> int:
+        """Place of this process among the members."""
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this process is the first member."""
+
+    @property
+    def is_last_rank(self) -> bool:
+        """Whether this process is the last member."""
+
+    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+        """Sum over the members."""
+
+    def gather(self, input_: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor | None:
+        """Concatenate on one member."""
+
+    def broadcast_object(self, obj: Any | None = None, src: int = 0) -> Any:
+        """Give every member one member's object."""
+
+    def send_object(self, obj: Any, dst: int) -> None:
+        """Send an object to one member."""
+
+    def recv_object(self, src: int) -> Any:
+        """Receive an object from one member."""
+
+    def send_tensor_dict(
+        self, tensor_dict: dict[str, Any], dst: int | None = None, all_gather_group: Any | None = None
+    ) -> Any:
+        """Send named tensors to one member, by default the next."""
+
+    def recv_tensor_dict(
+        self, src: int | None = None, all_gather_group: Any | None = None
+    ) -> Mapping[str, Any] | None:
+        """Receive named tensors from one member, by default the previous."""
+
+
+@dataclass(frozen=True)
+class ModelGroups:
+    """The groups that one replica of a model needs.
+
+    Attributes:
+        world: Every rank that serves the model; rank 0 schedules.
+        tensor: The ranks that share this rank's layers.
+        pipeline: The ranks that hold the same share of the other layers, first stage first.
+    """
+
+    world: Group
+    tensor: Group
+    pipeline: Group
+
+    @property
+    def samples(self) -> bool:
+        """Whether this rank turns logits into tokens: the first rank of the last stage."""
+        return self.pipeline.is_last_rank and self.tensor.is_first_rank

@@ -1,0 +1,200 @@
+"""The command line."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import DemoError
+
+__all__ = ["LaunchedRank", "Options", "parse_options"]
+
+DESCRIPTION = """\
+Serve a Llama with tensor and pipeline parallelism over this project's groups, on the CPU, and check that
+every token is the one that a single process would have generated.
+
+Without --model it trains a tiny model on a few sentences first (some seconds) and serves that.
+"""
+
+EPILOG = """\
+Under torchrun each process is a rank, and --tp times --pp must be their number:
+  torchrun --nproc-per-node 4 -m examples.tiny_llm --tp 2 --pp 2
+
+exit status: 0 all tokens are identical; 1 they are not, or a rank failed; 2 options or model are unfit
+"""
+
+
+@dataclass(frozen=True)
+class LaunchedRank:
+    """What the launcher tells a rank that it started.
+
+    Attributes:
+        rank: The rank's number.
+        directory: Where the ranks meet and leave their files; the launcher removes it.
+        launcher_pid: Process id of the launcher, without which the rank shall not live.
+    """
+
+    rank: int
+    directory: Path
+    launcher_pid: int
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the person asked for.
+
+    Attributes:
+        model: Checkpoint directory; None for the seeded one.
+        tensor: Ranks that share each layer.
+        pipeline: Pipeline stages.
+        prompts: Prompts; empty for the demo's own.
+        max_tokens: Tokens to generate for each prompt at most.
+        temperature: 0 for the likeliest token.
+        seed: Of the sampling and of the seeded checkpoint.
+        slots: Requests that run at the same time.
+        tokens_per_step: Tokens of one batch at most.
+        arrival_gap: Steps between the arrivals of two requests.
+        deadline_s: Seconds after which the launcher gives up.
+        as_json: Whether to print JSON instead of text.
+        launched: Set in the processes that the launcher starts.
+    """
+
+    model: Path | None = None
+    tensor: int = 2
+    pipeline: int = 2
+    prompts: tuple[str, ...] = ()
+    max_tokens: int = 96
+    temperature: float = 0.0
+    seed: int = 0
+    slots: int = 4
+    tokens_per_step: int = 48
+    arrival_gap: int = 3
+    deadline_s: float = 300.0
+    as_json: bool = False
+    launched: LaunchedRank | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tensor * self.pipeline
+
+    def check_world_size(self, processes: int) -> None:
+        """Compare with the number of processes that somebody else started.
+
+        Args:
+            processes: Their number.
+
+        Raises:
+            DemoError: It is another than `world_size`.
+        """
+        if processes != self.world_size:
+            raise DemoError(
+                f"--tp {self.tensor} x --pp {self.pipeline} needs {self.world_size} processes, not {processes}"
+            )
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> Options:
+    """Read the command line; on a mistake, print one line and exit with 2.
+
+    Args:
+        arguments: Instead of this process's own.
+    """
+    defaults = Options()
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.tiny_llm",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", type=Path, metavar="DIR", help="Hugging Face checkpoint directory of a Llama architecture")
+    add("--tp", type=positive, default=defaults.tensor, metavar="N", help="ranks per layer (%(default)s)")
+    add("--pp", type=positive, default=defaults.pipeline, metavar="N", help="pipeline stages (%(default)s)")
+    add("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
+    add(
+        "--max-tokens",
+        type=positive,
+        default=defaults.max_tokens,
+        metavar="N",
+        help="per prompt (%(default)s)",
+    )
+    add(
+        "--temperature",
+        type=not_negative,
+        default=defaults.temperature,
+        metavar="T",
+        help="0 takes the likeliest token (%(default)s)",
+    )
+    add("--seed", type=int, default=defaults.seed, metavar="N", help="of sampling and training (%(default)s)")
+    add(
+        "--slots", type=positive, default=defaults.slots, metavar="N", help="requests at a time (%(default)s)"
+    )
+    add(
+        "--tokens-per-step",
+        type=positive,
+        default=defaults.tokens_per_step,
+        metavar="N",
+        help="tokens in a batch at most; longer prompts take several steps (%(default)s)",
+    )
+    add(
+        "--arrival-gap",
+        type=int,
+        default=defaults.arrival_gap,
+        metavar="N",
+        help="steps between the arrivals of two prompts (%(default)s)",
+    )
+    add(
+        "--deadline",
+        type=not_negative,
+        default=defaults.deadline_s,
+        metavar="S",
+        help="seconds until the launcher gives up (%(default)s)",
+    )
+    add("--json", action="store_true", help="print one JSON object instead of text")
+    add("--launched", nargs=3, default=None, help=argparse.SUPPRESS)
+    parsed = parser.parse_args(arguments)
+    launched = None
+    if parsed.launched is not None:
+        rank, directory, launcher_pid = parsed.launched
+        launched = LaunchedRank(int(rank), Path(directory), int(launcher_pid))
+    return Options(
+        model=parsed.model,
+        tensor=parsed.tp,
+        pipeline=parsed.pp,
+        prompts=tuple(parsed.prompt),
+        max_tokens=parsed.max_tokens,
+        temperature=parsed.temperature,
+        seed=parsed.seed,
+        slots=parsed.slots,
+        tokens_per_step=parsed.tokens_per_step,
+        arrival_gap=parsed.arrival_gap,
+        deadline_s=parsed.deadline,
+        as_json=parsed.json,
+        launched=launched,
+    )
+
+
+def positive(text: str) -> int:
+    """Read a number of at least 1.
+
+    Raises:
+        argparse.ArgumentTypeError: It is not.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
+def not_negative(text: str) -> float:
+    """Read a finite number of at least 0.
+
+    Raises:
+        argparse.ArgumentTypeError: It is not.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return value

@@ -1,0 +1,53 @@
+"""One line that says what the demo is doing: redrawn on a terminal, now and then a new one elsewhere."""
+
+import sys
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+
+__all__ = ["Progress"]
+
+PLAIN_INTERVAL_S = 2.0
+
+
+class Progress:
+    """The progress line, on standard error. A context manager: leaving it removes the line."""
+
+    def __init__(self) -> None:
+        """Find out whether there is a terminal."""
+        console = Console(stderr=True)
+        self._status = console.status("") if console.is_terminal else None
+        self._phase = ""
+        self._shown_s = 0.0
+
+    def __enter__(self) -> Self:
+        """Show the line."""
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Remove the line."""
+        if self._status is not None:
+            self._status.stop()
+
+    def show(self, phase: str, detail: str = "") -> None:
+        """Say what happens.
+
+        Args:
+            phase: What is being done; a new phase is always shown.
+            detail: How far it is; off a terminal it is shown every two seconds.
+        """
+        line = f"{phase}: {detail}" if detail else phase
+        if self._status is not None:
+            self._status.update(line)
+            return
+        now_s = time.monotonic()
+        if phase != self._phase or now_s - self._shown_s >= PLAIN_INTERVAL_S:
+            self._phase, self._shown_s = phase, now_s
+            sys.stderr.write(f"{line}\n")
+            sys.stderr.flush()

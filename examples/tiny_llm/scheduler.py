@@ -1,0 +1,219 @@
+"""Continuous batching, on rank 0 alone: who runs in which step, and in which slot of the KV cache.
+
+Pure bookkeeping: no tensors, no groups. What it decides leaves as a `StepPlan`, which rank 0 broadcasts.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import DemoError
+
+__all__ = ["Request", "Scheduler", "StepPlan"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt that waits for its continuation.
+
+    Attributes:
+        number: Its name, unique in a run.
+        prompt: Token ids, at least one.
+        max_tokens: Tokens to generate at most.
+        arrival_step: The step at which it arrives.
+    """
+
+    number: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    arrival_step: int = 0
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A request that starts in this step.
+
+    Attributes:
+        number: The request's.
+        slot: Where its keys and values shall be kept.
+        prompt: Its tokens.
+    """
+
+    number: int
+    slot: int
+    prompt: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What all ranks do in one step. They apply the parts in the order in which they stand here.
+
+    Attributes:
+        finished: Requests that ended; their slots are free.
+        appended: The token that each request got in the step before.
+        admitted: Requests that start.
+        run: How many of its tokens each request computes in this step, in the order of the batch.
+        stop: Whether this was the last plan; all else is empty then.
+    """
+
+    finished: tuple[int, ...] = ()
+    appended: Mapping[int, int] = field(default_factory=dict)
+    admitted: tuple[Admission, ...] = ()
+    run: Mapping[int, int] = field(default_factory=dict)
+    stop: bool = False
+
+    def to_message(self) -> dict[str, Any]:
+        """Spell the plan in plain lists and numbers, for the broadcast."""
+        return {
+            "finished": list(self.finished),
+            "appended": [[number, token] for number, token in self.appended.items()],
+            "admitted": [[new.number, new.slot, list(new.prompt)] for new in self.admitted],
+            "run": [[number, count] for number, count in self.run.items()],
+            "stop": self.stop,
+        }
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> "StepPlan":
+        """Read what `to_message` wrote."""
+        return cls(
+            finished=tuple(message["finished"]),
+            appended=dict(message["appended"]),
+            admitted=tuple(
+                Admission(number, slot, tuple(prompt)) for number, slot, prompt in message["admitted"]
+            ),
+            run=dict(message["run"]),
+            stop=message["stop"],
+        )
+
+
+@dataclass
+class _Running:
+    """A request that holds a slot."""
+
+    request: Request
+    slot: int
+    computed: int = 0
+    generated: list[int] = field(default_factory=list)
+
+    @property
+    def pending(self) -> int:
+        """Tokens that are known but not yet computed: more than one while the prompt is not through."""
+        return len(self.request.prompt) + len(self.generated) - self.computed
+
+
+class Scheduler:
+    """First come, first served. Requests that decode go first; the rest of a step's tokens fills prompts.
+
+    Attributes:
+        generated: The tokens of each finished or running request, by its number.
+        step: Number of the next step.
+    """
+
+    def __init__(
+        self,
+        requests: Iterable[Request],
+        *,
+        slots: int,
+        tokens_per_step: int,
+        max_length: int,
+        eos_tokens: Sequence[int] = (),
+    ) -> None:
+        """Queue the requests.
+
+        Args:
+            requests: In any order; they are taken by arrival.
+            slots: Requests at a time.
+            tokens_per_step: Tokens of a batch at most; a longer prompt takes several steps. At least `slots`.
+            max_length: Tokens of a sequence at most, prompt included.
+            eos_tokens: Tokens that end a request.
+
+        Raises:
+            DemoError: A limit is contradictory, or a request can never run.
+        """
+        if slots < 1 or tokens_per_step < slots:
+            raise DemoError(f"{slots} slots need at least as many tokens per step, got {tokens_per_step}")
+        ordered = sorted(requests, key=lambda request: request.arrival_step)
+        for request in ordered:
+            total = len(request.prompt) + request.max_tokens
+            if not request.prompt or request.max_tokens < 1:
+                raise DemoError(f"request {request.number} needs a prompt and at least one token to generate")
+            if total > max_length:
+                text = f"request {request.number} needs {total} tokens, prompt included"
+                raise DemoError(f"{text}; at most {max_length} fit")
+        self.generated: dict[int, list[int]] = {}
+        self.step = 0
+        self._waiting = deque(ordered)
+        self._running: dict[int, _Running] = {}
+        self._free_slots = list(range(slots))
+        self._tokens_per_step = tokens_per_step
+        self._eos_tokens = frozenset(eos_tokens)
+        self._finished: list[int] = []
+        self._appended: dict[int, int] = {}
+
+    @property
+    def running(self) -> int:
+        """Number of requests that hold a slot."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that hold none yet."""
+        return len(self._waiting)
+
+    def next_plan(self) -> StepPlan:
+        """Decide the next step; its tokens must come back through `take_tokens` before the next call.
+
+        Returns:
+            The plan; one with `stop` once every request is finished.
+        """
+        if not self._running and not self._waiting:
+            return StepPlan(stop=True)
+        if not self._running:
+            self.step = max(self.step, self._waiting[0].arrival_step)  # nothing to do until then
+        admitted = self._admit()
+        plan = StepPlan(tuple(self._finished), dict(self._appended), admitted, self._share_tokens())
+        self._finished.clear()
+        self._appended.clear()
+        self.step += 1
+        return plan
+
+    def take_tokens(self, tokens: Mapping[int, int]) -> None:
+        """Note what a step sampled, and let go of requests that end with it.
+
+        Args:
+            tokens: The new token of each request whose known tokens were all computed.
+        """
+        for number, token in tokens.items():
+            running = self._running[number]
+            running.generated.append(token)
+            if token in self._eos_tokens or len(running.generated) == running.request.max_tokens:
+                del self._running[number]
+                self._free_slots.append(running.slot)
+                self._finished.append(number)
+            else:
+                self._appended[number] = token
+
+    def _admit(self) -> tuple[Admission, ...]:
+        """Give the free slots to requests that have arrived."""
+        admitted = []
+        while self._free_slots and self._waiting and self._waiting[0].arrival_step <= self.step:
+            request = self._waiting.popleft()
+            slot = self._free_slots.pop(0)
+            running = _Running(request, slot)
+            self._running[request.number] = running
+            self.generated[request.number] = running.generated
+            admitted.append(Admission(request.number, slot, request.prompt))
+        return tuple(admitted)
+
+    def _share_tokens(self) -> dict[int, int]:
+        """Share the step's tokens: one to each request that decodes, the rest to prompts as they came."""
+        left = self._tokens_per_step
+        run = {}
+        for running in sorted(self._running.values(), key=lambda running: running.pending > 1):
+            count = min(running.pending, left)
+            if count:
+                run[running.request.number] = count
+                running.computed += count
+                left -= count
+        return run

@@ -1,0 +1,151 @@
+"""How long each group operation takes, as its caller sees it."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from .group import Group
+
+__all__ = ["OperationRow", "TimedGroup", "summarize"]
+
+Result = TypeVar("Result")
+
+
+class TimedGroup:
+    """A group that notes the duration of each call and otherwise is the group it wraps.
+
+    Attributes:
+        group: The group that does the work.
+        samples_us: Durations in microseconds, by operation name.
+    """
+
+    def __init__(self, group: Group) -> None:
+        """Wrap a group.
+
+        Args:
+            group: The group that does the work.
+        """
+        self.group = group
+        self.samples_us: dict[str, list[float]] = {}
+
+    @property
+    def ranks(self) -> list[int]:
+        """Global ranks of the members, in the group's order."""
+        return self.group.ranks
+
+    @property
+    def world_size(self) -> int:
+        """Number of members."""
+        return self.group.world_size
+
+    @property
+    def rank_in_group(self) -> int:
+        """Place of this process among the members."""
+        return self.group.rank_in_group
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this process is the first member."""
+        return self.group.is_first_rank
+
+    @property
+    def is_last_rank(self) -> bool:
+        """Whether this process is the last member."""
+        return self.group.is_last_rank
+
+    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+        """Sum over the members."""
+        return self._timed("all_reduce", lambda: self.group.all_reduce(input_))
+
+    def gather(self, input_: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor | None:
+        """Concatenate on one member."""
+        return self._timed("gather", lambda: self.group.gather(input_, dst, dim))
+
+    def broadcast_object(self, obj: Any | None = None, src: int = 0) -> Any:
+        """Give every member one member's object."""
+        return self._timed("broadcast_object", lambda: self.group.broadcast_object(obj, src))
+
+    def send_object(self, obj: Any, dst: int) -> None:
+        """Send an object to one member."""
+        self._timed("send_object", lambda: self.group.send_object(obj, dst))
+
+    def recv_object(self, src: int) -> Any:
+        """Receive an object from one member."""
+        return self._timed("recv_object", lambda: self.group.recv_object(src))
+
+    def send_tensor_dict(
+        self, tensor_dict: dict[str, Any], dst: int | None = None, all_gather_group: Any | None = None
+    ) -> Any:
+        """Send named tensors to one member, by default the next."""
+        return self._timed(
+            "send_tensor_dict",
+            lambda: self.group.send_tensor_dict(tensor_dict, dst, unwrapped(all_gather_group)),
+        )
+
+    def recv_tensor_dict(
+        self, src: int | None = None, all_gather_group: Any | None = None
+    ) -> Mapping[str, Any] | None:
+        """Receive named tensors from one member, by default the previous."""
+        return self._timed(
+            "recv_tensor_dict", lambda: self.group.recv_tensor_dict(src, unwrapped(all_gather_group))
+        )
+
+    def _timed(self, name: str, call: Callable[[], Result]) -> Result:
+        """Call, and note how long it took."""
+        start = time.perf_counter_ns()
+        result = call()
+        self.samples_us.setdefault(name, []).append((time.perf_counter_ns() - start) / 1000)
+        return result
+
+
+def unwrapped(group: Group | None) -> Group | None:
+    """Give the group itself: it is the group, not this demo, that asks it to gather."""
+    return group.group if isinstance(group, TimedGroup) else group
+
+
+@dataclass(frozen=True)
+class OperationRow:
+    """One line of the table.
+
+    Attributes:
+        group: Name of the group.
+        operation: Name of the operation.
+        count: Calls, all ranks together.
+        p50_us: Half of the calls took no longer.
+        p99_us: Of a hundred calls, one took longer.
+    """
+
+    group: str
+    operation: str
+    count: int
+    p50_us: float
+    p99_us: float
+
+
+def summarize(samples_us: Sequence[Mapping[str, Mapping[str, Sequence[float]]]]) -> list[OperationRow]:
+    """Merge what the ranks measured.
+
+    Args:
+        samples_us: From each rank: durations by group and operation.
+
+    Returns:
+        A row per group and operation, in the order in which they first appear.
+    """
+    merged: dict[tuple[str, str], list[float]] = {}
+    for rank in samples_us:
+        for group, operations in rank.items():
+            for operation, durations in operations.items():
+                merged.setdefault((group, operation), []).extend(durations)
+    return [
+        OperationRow(group, operation, len(durations), quantile(durations, 0.50), quantile(durations, 0.99))
+        for (group, operation), durations in merged.items()
+    ]
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Pick the value that a share of all values does not exceed; `values` is not empty."""
+    ordered = sorted(values)
+    return ordered[min(int(len(ordered) * share), len(ordered) - 1)]

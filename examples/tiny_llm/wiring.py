@@ -1,0 +1,49 @@
+"""The one place where the demo creates groups."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from coordinator import (
+    ParallelGroups,
+    ParallelLayout,
+    destroy_distributed_environment,
+    get_world_group,
+    init_distributed_environment,
+)
+
+from .group import ModelGroups
+from .options import Options
+
+__all__ = ["join_groups"]
+
+CPU_BACKEND = "gloo"  # also where there is a GPU: the demo computes on the CPU
+
+
+@contextmanager
+def join_groups(options: Options) -> Iterator[tuple[ModelGroups, ModelGroups]]:
+    """Meet the other ranks, create the groups, and destroy them at the end. All ranks call this.
+
+    Args:
+        options: Equal on all ranks but for the rank itself.
+
+    Yields:
+        The groups of the parallel model, and groups of one for what a rank does alone.
+    """
+    if options.launched is None:
+        init_distributed_environment(backend=CPU_BACKEND)  # torchrun has told the environment
+    else:
+        init_distributed_environment(
+            world_size=options.world_size,
+            rank=options.launched.rank,
+            distributed_init_method=f"file://{options.launched.directory / 'rendezvous'}",
+            backend=CPU_BACKEND,
+        )
+    try:
+        layout = ParallelLayout(tensor=options.tensor, pipeline=options.pipeline)
+        with ParallelGroups.create(
+            layout, backend=CPU_BACKEND, use_message_queue_broadcaster=False, world=get_world_group()
+        ) as groups:
+            alone = groups.dp  # there is one replica, so this group has one member
+            yield ModelGroups(groups.world, groups.tp, groups.pp), ModelGroups(alone, alone, alone)
+    finally:
+        destroy_distributed_environment()

@@ -1,0 +1,34 @@
+"""The check that every array and tensor of a message goes through before memory is allocated for it."""
+
+import math
+from collections.abc import Sequence
+
+from shm_broadcast.errors import DecodeError
+from shm_broadcast.wire import MAX_DIMENSIONS
+
+__all__ = ["checked_shape"]
+
+_LARGEST = (1 << 63) - 1
+
+
+def checked_shape(shape: Sequence[object], itemsize: int, nbytes: int) -> list[int]:
+    """Return `shape` if an array of it holds exactly `nbytes`.
+
+    Args:
+        shape: Dimensions as the peer sent them.
+        itemsize: Bytes of one element.
+        nbytes: Bytes that arrived.
+
+    Raises:
+        DecodeError: A dimension is no natural number, there are too many, or the sizes disagree.
+    """
+    if len(shape) > MAX_DIMENSIONS:
+        raise DecodeError(f"an array of {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
+    sizes = [size for size in shape if type(size) is int and 0 <= size <= _LARGEST]
+    if len(sizes) != len(shape):
+        raise DecodeError("a dimension of an array is no natural number")
+    if itemsize * math.prod(size for size in sizes if size) > _LARGEST:
+        raise DecodeError("an array larger than the address space")
+    if math.prod(sizes) * itemsize != nbytes:
+        raise DecodeError(f"an array of shape {sizes} and {itemsize} bytes per element got {nbytes} bytes")
+    return sizes

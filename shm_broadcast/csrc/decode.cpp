@@ -1,0 +1,393 @@
+// Frames to object trees. Nothing in a frame is trusted: every length is compared with the bytes that are
+// left before anything is allocated, each byte of the prefix and the table is read once, and all containers
+// together may not claim more entries than the tree has bytes.
+#include "codec.hpp"
+
+namespace codec {
+namespace {
+
+constexpr size_t kCachedKey = 32;    // longer keys are not cached
+constexpr size_t kCacheSlots = 1024;  // at most this many short strings stay alive
+
+PyObject* key_cache[kCacheSlots];
+
+// Returns the string of these bytes; dict keys repeat, so short ones come from a cache.
+PyObject* cached_string(const unsigned char* data, size_t nbytes) {
+    const char* text = reinterpret_cast<const char*>(data);
+    const Py_ssize_t length = static_cast<Py_ssize_t>(nbytes);
+    if (nbytes > kCachedKey) return PyUnicode_DecodeUTF8(text, length, nullptr);
+    uint64_t hash = 0xcbf29ce484222325;
+    for (size_t i = 0; i < nbytes; ++i) hash = (hash ^ data[i]) * 0x100000001b3;
+    PyObject*& slot = key_cache[(hash ^ (hash >> 32)) % kCacheSlots];
+    if (slot != nullptr) {
+        Py_ssize_t known = 0;
+        const char* other = PyUnicode_AsUTF8AndSize(slot, &known);
+        if (other == nullptr) return nullptr;
+        if (known == length && std::memcmp(other, text, nbytes) == 0) {
+            Py_INCREF(slot);
+            return slot;
+        }
+    }
+    PyObject* string = PyUnicode_DecodeUTF8(text, length, nullptr);
+    if (string == nullptr) return nullptr;
+    PyObject* old = slot;
+    Py_INCREF(string);
+    slot = string;
+    Py_XDECREF(old);
+    return string;
+}
+
+class Decoder {
+public:
+    Decoder(PyObject* frame, PyObject* hook) : frame_(frame), hook_(hook) {}
+    ~Decoder() { Py_XDECREF(owner_); }
+    PyObject* run();
+
+private:
+    struct Bytes {
+        const unsigned char* data;
+        size_t nbytes;
+    };
+
+    bool prefix();
+    bool zeros(const unsigned char* from, size_t nbytes);
+    PyObject* value(int depth);
+    PyObject* string(size_t nbytes);
+    PyObject* blob(size_t nbytes);
+    PyObject* list(size_t entries, int depth);
+    PyObject* tuple(size_t entries, int depth);
+    PyObject* set(size_t entries, bool frozen, int depth);
+    PyObject* dict(size_t entries, int depth);
+    PyObject* key(int depth);
+    PyObject* extension(int depth);
+    PyObject* extended(uint8_t code, int depth);
+    PyObject* hooked(uint8_t code, int depth);
+    PyObject* data();
+    PyObject* window(const Bytes& bytes);
+    bool far(Bytes* bytes);
+    bool array_head(size_t* entries);
+    bool claim(size_t entries, size_t each);
+    bool enter(int depth);
+    PyObject* refuse(const char* what);
+    size_t left() const { return static_cast<size_t>(end_ - at_); }
+    size_t position() const { return static_cast<size_t>(at_ - start_); }
+
+    template <typename T>
+    bool take(T* value) {
+        if (left() < sizeof(T)) return refuse("the bytes end inside a value") != nullptr;
+        T wire;
+        std::memcpy(&wire, at_, sizeof(T));
+        at_ += sizeof(T);
+        *value = swapped(wire);
+        return true;
+    }
+    template <typename T>
+    bool length(size_t* nbytes) {
+        T wire = 0;
+        if (!take(&wire)) return false;
+        *nbytes = wire;
+        return true;
+    }
+    template <typename T>
+    PyObject* natural() {
+        T wire = 0;
+        return take(&wire) ? PyLong_FromUnsignedLongLong(wire) : nullptr;
+    }
+    template <typename Wire, typename T>
+    PyObject* integer() {
+        Wire wire = 0;
+        return take(&wire) ? PyLong_FromLongLong(static_cast<T>(wire)) : nullptr;
+    }
+
+    PyObject* frame_;
+    PyObject* hook_;
+    PyObject* owner_ = nullptr;  // a memoryview of the frame, made for the first window
+    View view_;
+    const unsigned char* start_ = nullptr;
+    const unsigned char* at_ = nullptr;
+    const unsigned char* end_ = nullptr;
+    const unsigned char* table_ = nullptr;  // lengths of the buffers not taken yet
+    uint64_t buffers_left_ = 0;
+    size_t offset_ = 0;     // end of the last buffer taken
+    size_t unclaimed_ = 0;  // entries that containers may still claim
+};
+
+PyObject* Decoder::refuse(const char* what) {
+    PyErr_Format(PyExc_ValueError, "byte %zu: %s", position(), what);
+    return nullptr;
+}
+
+bool Decoder::enter(int depth) { return depth <= kMaxDepth || refuse("too many levels") != nullptr; }
+
+bool Decoder::claim(size_t entries, size_t each) {
+    if (entries > unclaimed_ / each || entries > left() / each) {
+        return refuse("a container claims more entries than there are bytes") != nullptr;
+    }
+    unclaimed_ -= entries * each;
+    return true;
+}
+
+bool Decoder::zeros(const unsigned char* from, size_t nbytes) {
+    for (size_t i = 0; i < nbytes; ++i) {
+        if (from[i] != 0) return refuse("padding is not zero") != nullptr;
+    }
+    return true;
+}
+
+bool Decoder::prefix() {
+    if (!view_.acquire(frame_)) return false;
+    const size_t nbytes = view_.size();
+    start_ = at_ = end_ = view_.data();
+    if (nbytes < sizeof(Prefix)) return refuse("shorter than the prefix of a frame") != nullptr;
+    Prefix prefix;
+    std::memcpy(&prefix, start_, sizeof(prefix));
+    if (prefix.magic != kMagic) return refuse("no frame of this codec (magic)") != nullptr;
+    if (prefix.version != kVersion) return refuse("a frame of another version of the codec") != nullptr;
+    if (prefix.flags != 0 || prefix.reserved != 0) return refuse("unknown flags") != nullptr;
+    if (prefix.total != nbytes) return refuse("the frame's length is not the one in its prefix") != nullptr;
+    if (prefix.tree > nbytes - sizeof(Prefix)) return refuse("the tree is longer than the frame") != nullptr;
+    const size_t tree_end = sizeof(Prefix) + prefix.tree;
+    const size_t table = aligned(tree_end, 8);
+    if (table > nbytes || prefix.buffers > (nbytes - table) / 8) {
+        return refuse("the table of buffers is longer than the frame") != nullptr;
+    }
+    at_ = start_ + sizeof(Prefix);
+    end_ = start_ + tree_end;
+    table_ = start_ + table;
+    buffers_left_ = prefix.buffers;
+    offset_ = table + 8 * prefix.buffers;
+    unclaimed_ = prefix.tree;
+    return zeros(end_, table - tree_end);
+}
+
+PyObject* Decoder::run() {
+    if (!prefix()) return nullptr;
+    Ref result(value(1));
+    if (!result) return nullptr;
+    if (at_ != end_) return refuse("bytes after the end of the value");
+    if (buffers_left_ != 0) return refuse("a buffer that the tree does not use");
+    if (offset_ != view_.size()) return refuse("bytes after the last buffer");
+    return result.release();
+}
+
+// Takes the next out-of-band buffer. They are used in order, each once.
+bool Decoder::far(Bytes* bytes) {
+    if (buffers_left_ == 0) return refuse("the tree uses a buffer that the frame does not have") != nullptr;
+    uint64_t nbytes = 0;
+    std::memcpy(&nbytes, table_, sizeof(nbytes));
+    table_ += sizeof(nbytes);
+    --buffers_left_;
+    const size_t from = aligned(offset_);
+    if (from > view_.size() || nbytes > view_.size() - from) return refuse("a buffer ends after the frame") != nullptr;
+    if (!zeros(start_ + offset_, from - offset_)) return false;
+    *bytes = {start_ + from, static_cast<size_t>(nbytes)};
+    offset_ = from + static_cast<size_t>(nbytes);
+    return true;
+}
+
+PyObject* Decoder::string(size_t nbytes) {
+    if (nbytes > left()) return refuse("a string ends after the bytes");
+    const char* text = reinterpret_cast<const char*>(at_);
+    at_ += nbytes;
+    return PyUnicode_DecodeUTF8(text, static_cast<Py_ssize_t>(nbytes), nullptr);
+}
+
+PyObject* Decoder::blob(size_t nbytes) {
+    if (nbytes > left()) return refuse("bytes end after the tree");
+    const char* data = reinterpret_cast<const char*>(at_);
+    at_ += nbytes;
+    return PyBytes_FromStringAndSize(data, static_cast<Py_ssize_t>(nbytes));
+}
+
+PyObject* Decoder::list(size_t entries, int depth) {
+    if (!enter(depth) || !claim(entries, 1)) return nullptr;
+    Ref result(PyList_New(static_cast<Py_ssize_t>(entries)));
+    if (!result) return nullptr;
+    for (size_t i = 0; i < entries; ++i) {
+        PyObject* item = value(depth + 1);
+        if (item == nullptr) return nullptr;
+        if (PyList_SetItem(result.get(), static_cast<Py_ssize_t>(i), item) < 0) return nullptr;
+    }
+    return result.release();
+}
+
+PyObject* Decoder::tuple(size_t entries, int depth) {
+    if (!enter(depth) || !claim(entries, 1)) return nullptr;
+    Ref result(PyTuple_New(static_cast<Py_ssize_t>(entries)));
+    if (!result) return nullptr;
+    for (size_t i = 0; i < entries; ++i) {
+        PyObject* item = value(depth + 1);
+        if (item == nullptr) return nullptr;
+        if (PyTuple_SetItem(result.get(), static_cast<Py_ssize_t>(i), item) < 0) return nullptr;
+    }
+    return result.release();
+}
+
+PyObject* Decoder::set(size_t entries, bool frozen, int depth) {
+    if (!enter(depth) || !claim(entries, 1)) return nullptr;
+    Ref result(frozen ? PyFrozenSet_New(nullptr) : PySet_New(nullptr));
+    if (!result) return nullptr;
+    KeyGuard guard(static_cast<Py_ssize_t>(entries));
+    for (size_t i = 0; i < entries; ++i) {
+        Ref item(value(depth + 1));
+        if (!item || !guard.admit(item.get()) || PySet_Add(result.get(), item.get()) < 0) return nullptr;
+        if (PySet_Size(result.get()) != static_cast<Py_ssize_t>(i + 1)) return refuse("an element of a set twice");
+    }
+    return result.release();
+}
+
+PyObject* Decoder::key(int depth) {
+    if (left() > 0 && (*at_ & 0xe0) == 0xa0) {
+        const size_t nbytes = *at_ & 0x1f;
+        if (nbytes < left()) {
+            const unsigned char* text = at_ + 1;
+            at_ += 1 + nbytes;
+            return cached_string(text, nbytes);
+        }
+    }
+    return value(depth);
+}
+
+PyObject* Decoder::dict(size_t entries, int depth) {
+    if (!enter(depth) || !claim(entries, 2)) return nullptr;
+    Ref result(PyDict_New());
+    if (!result) return nullptr;
+    KeyGuard guard(static_cast<Py_ssize_t>(entries));
+    for (size_t i = 0; i < entries; ++i) {
+        Ref name(key(depth + 1));
+        if (!name || !guard.admit(name.get())) return nullptr;
+        Ref item(value(depth + 1));
+        if (!item || PyDict_SetItem(result.get(), name.get(), item.get()) < 0) return nullptr;
+        if (PyDict_Size(result.get()) != static_cast<Py_ssize_t>(i + 1)) return refuse("a key of a dict twice");
+    }
+    return result.release();
+}
+
+PyObject* Decoder::value(int depth) {
+    uint8_t tag = 0;
+    if (!take(&tag)) return nullptr;
+    if (tag <= 0x7f || tag >= 0xe0) return PyLong_FromLong(static_cast<int8_t>(tag));
+    if (tag <= 0x8f) return dict(tag & 0x0f, depth);
+    if (tag <= 0x9f) return list(tag & 0x0f, depth);
+    if (tag <= 0xbf) return string(tag & 0x1f);
+    size_t size = 0;
+    switch (tag) {
+        case 0xc0: return Ref::borrowed(Py_None).release();
+        case 0xc2: return Ref::borrowed(Py_False).release();
+        case 0xc3: return Ref::borrowed(Py_True).release();
+        case 0xc4: return length<uint8_t>(&size) ? blob(size) : nullptr;
+        case 0xc5: return length<uint16_t>(&size) ? blob(size) : nullptr;
+        case 0xc9: return extension(depth);
+        case 0xcb: {
+            uint64_t bits = 0;
+            return take(&bits) ? PyFloat_FromDouble(std::bit_cast<double>(bits)) : nullptr;
+        }
+        case 0xcc: return natural<uint8_t>();
+        case 0xcd: return natural<uint16_t>();
+        case 0xce: return natural<uint32_t>();
+        case 0xcf: return natural<uint64_t>();
+        case 0xd0: return integer<uint8_t, int8_t>();
+        case 0xd1: return integer<uint16_t, int16_t>();
+        case 0xd2: return integer<uint32_t, int32_t>();
+        case 0xd3: return integer<uint64_t, int64_t>();
+        case 0xd9: return length<uint8_t>(&size) ? string(size) : nullptr;
+        case 0xda: return length<uint16_t>(&size) ? string(size) : nullptr;
+        case 0xdb: return length<uint32_t>(&size) ? string(size) : nullptr;
+        case 0xdc: return length<uint16_t>(&size) ? list(size, depth) : nullptr;
+        case 0xdd: return length<uint32_t>(&size) ? list(size, depth) : nullptr;
+        case 0xde: return length<uint16_t>(&size) ? dict(size, depth) : nullptr;
+        case 0xdf: return length<uint32_t>(&size) ? dict(size, depth) : nullptr;
+        default: --at_; return refuse("a tag that this codec does not use");
+    }
+}
+
+PyObject* Decoder::extension(int depth) {
+    size_t nbytes = 0;
+    uint8_t code = 0;
+    if (!length<uint32_t>(&nbytes) || !take(&code)) return nullptr;
+    if (nbytes > left()) return refuse("an extension ends after the bytes");
+    const unsigned char* outer = end_;
+    end_ = at_ + nbytes;
+    Ref result(extended(code, depth));
+    if (!result) return nullptr;
+    if (at_ != end_) return refuse("bytes left over in an extension");
+    end_ = outer;
+    return result.release();
+}
+
+bool Decoder::array_head(size_t* entries) {
+    uint8_t tag = 0;
+    if (!take(&tag)) return false;
+    if ((tag & 0xf0) == 0x90) {
+        *entries = tag & 0x0f;
+        return true;
+    }
+    if (tag == 0xdc) return length<uint16_t>(entries);
+    if (tag == 0xdd) return length<uint32_t>(entries);
+    return refuse("an array was expected") != nullptr;
+}
+
+PyObject* Decoder::extended(uint8_t code, int depth) {
+    size_t entries = 0;
+    Bytes bytes{nullptr, 0};
+    switch (code) {
+        case kTuple: return array_head(&entries) ? tuple(entries, depth) : nullptr;
+        case kSet: return array_head(&entries) ? set(entries, false, depth) : nullptr;
+        case kFrozenSet: return array_head(&entries) ? set(entries, true, depth) : nullptr;
+        case kByteArray: bytes = {at_, left()}; break;
+        case kFarBytes:
+        case kFarByteArray:
+            if (!far(&bytes)) return nullptr;
+            break;
+        case kSurrogates: bytes = {at_, left()}; break;
+        default: return hooked(code, depth);
+    }
+    const char* data = reinterpret_cast<const char*>(bytes.data);
+    const Py_ssize_t nbytes = static_cast<Py_ssize_t>(bytes.nbytes);
+    if (code == kByteArray || code == kSurrogates) at_ = end_;
+    if (code == kFarBytes) return PyBytes_FromStringAndSize(data, nbytes);
+    if (code == kSurrogates) return PyUnicode_DecodeUTF8(data, nbytes, "surrogatepass");
+    return PyByteArray_FromStringAndSize(data, nbytes);
+}
+
+// Decodes the pair [meta, body] of a type that Python builds, and builds it.
+PyObject* Decoder::hooked(uint8_t code, int depth) {
+    size_t entries = 0;
+    if (code < kFirstHook || code > kLastCode) return refuse("an extension that this codec does not use");
+    if (!enter(depth) || !array_head(&entries)) return nullptr;
+    if (entries != 2) return refuse("a pair was expected");
+    Ref meta(value(depth + 1));
+    if (!meta) return nullptr;
+    Ref body(code < kFirstData ? value(depth + 1) : data());
+    if (!body) return nullptr;
+    Ref number(PyLong_FromLong(code));
+    if (!number) return nullptr;
+    return PyObject_CallFunctionObjArgs(hook_, number.get(), meta.get(), body.get(), nullptr);
+}
+
+// Takes raw data: inline bytes as `bytes`, an out-of-band buffer as a window.
+PyObject* Decoder::data() {
+    uint8_t tag = 0;
+    size_t nbytes = 0;
+    if (!take(&tag)) return nullptr;
+    if (tag == 0xc5) return length<uint16_t>(&nbytes) ? blob(nbytes) : nullptr;
+    if (tag != 0xc0) return refuse("data was expected");
+    Bytes bytes{nullptr, 0};
+    return far(&bytes) ? window(bytes) : nullptr;
+}
+
+PyObject* Decoder::window(const Bytes& bytes) {
+    if (owner_ == nullptr && (owner_ = PyMemoryView_FromObject(frame_)) == nullptr) return nullptr;
+    return make_window(owner_, const_cast<unsigned char*>(bytes.data), bytes.nbytes);
+}
+
+}  // namespace
+
+// decode(frame, hook)
+PyObject* decode(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect_arguments("decode", count, 2)) return nullptr;
+    Decoder decoder(args[0], args[1]);
+    return decoder.run();
+}
+
+}  // namespace codec

@@ -1,0 +1,63 @@
+"""Where in an object something stands, as text: `obj["reqs"][3].fn`."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from shm_broadcast.records import RECORD
+from shm_broadcast.registry import entry_of
+
+__all__ = ["render", "repeated"]
+
+Step = tuple[str, Any, Any]
+"""(kind, key, container); kinds: i index, k value at a key, K the key itself, s element of a set, x inside."""
+
+_SIMPLE = (bool, bytes, float, int, type(None))
+_LONGEST_KEY = 60
+_SHOWN = 12
+
+
+def render(steps: Sequence[Step], root: str = "obj") -> str:
+    """Return the path that leads through `steps`, outermost first."""
+    parts = []
+    record = False
+    for kind, key, container in steps:
+        if kind == "x":
+            entry = entry_of(type(container))
+            record = entry is not None and entry.kind.name == RECORD
+            continue
+        if record and kind == "k":
+            parts.append(f".{key}")
+        elif kind == "K":
+            parts.append(f" key {_text(key)}")
+        elif kind == "s":
+            parts.append(f" element {_text(key)}")
+        else:
+            parts.append(f"[{_text(key)}]")
+        record = False
+    if len(parts) > 2 * _SHOWN:
+        parts[_SHOWN:-_SHOWN] = [f"…({len(parts) - 2 * _SHOWN} more)…"]
+    return root + "".join(parts)
+
+
+def repeated(steps: Sequence[Step]) -> tuple[int, int] | None:
+    """Return the first two steps that pass through the same container, None when no two do."""
+    seen: dict[int, int] = {}
+    for position, (_, _, container) in enumerate(steps):
+        first = seen.setdefault(id(container), position)
+        if first != position:
+            return first, position
+    return None
+
+
+def _text(key: object) -> str:
+    """Return a key as Python shows it, without running code of the application."""
+    if type(key) is str:
+        text = json.dumps(key, ensure_ascii=not key.isprintable())
+    elif type(key) is tuple:
+        text = "(" + ", ".join(_text(part) for part in key[:8]) + ("," if len(key) == 1 else "") + ")"
+    elif type(key) in _SIMPLE:
+        text = repr(key)
+    else:
+        text = f"<{type(key).__qualname__}>"
+    return text if len(text) <= _LONGEST_KEY else text[:_LONGEST_KEY] + "…"

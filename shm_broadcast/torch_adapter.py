@@ -1,0 +1,116 @@
+"""How torch's types travel. Imported only when an object or a message holds one.
+
+A tensor travels as its dtype, shape and elements in C order: strides, `requires_grad`, names and the sharing
+of storage between tensors do not, so a tensor that requires grad arrives detached.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from shm_broadcast import _core
+from shm_broadcast.adapters import expect, integers
+from shm_broadcast.array_shape import checked_shape
+from shm_broadcast.errors import DecodeError
+from shm_broadcast.wire import Builder, Code, DataBuilder, Describer, Description, Refusal
+
+__all__ = ["BUILDERS", "DATA_BUILDERS", "DESCRIBERS", "is_device_tensor"]
+
+_CARRIED: Final = (
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *("float4_e2m1fn_x2", "uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7"),
+    *("int1", "int2", "int3", "int4", "int5", "int6", "int7"),
+    *("bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"),
+)
+_DTYPES: Final[dict[str, torch.dtype]] = {
+    name: getattr(torch, name) for name in _CARRIED if hasattr(torch, name)
+}
+_NAMES: Final[dict[torch.dtype, str]] = {dtype: name for name, dtype in _DTYPES.items()}
+_QUANTISED: Final = ("qint8", "qint32", "quint8", "quint4x2", "quint2x4")
+_ALL_DTYPES: Final[dict[str, torch.dtype]] = _DTYPES | {
+    name: getattr(torch, name) for name in _QUANTISED if hasattr(torch, name)
+}
+_ALL_NAMES: Final = {dtype: name for name, dtype in _ALL_DTYPES.items()}
+
+
+def is_device_tensor(obj: object) -> bool:
+    """Tell whether `obj` is a plain tensor that is not in host memory."""
+    return type(obj) is torch.Tensor and obj.device.type != "cpu"
+
+
+def _describe_tensor(obj: torch.Tensor) -> Description:
+    if obj.device.type != "cpu":
+        raise Refusal(f"it is on {obj.device}; send a tensor dict, or its .cpu()")
+    name = _NAMES.get(obj.dtype)
+    if name is None:
+        raise Refusal(f"its dtype {obj.dtype} is not carried; send what it is made of")
+    if obj.layout is not torch.strided:
+        raise Refusal(f"its layout {obj.layout} is not carried; send its .to_dense() or its parts")
+    plain = obj.detach() if obj.requires_grad else obj
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    plain = plain.contiguous()
+    return Code.TORCH_TENSOR, [name, *plain.shape], _core.window(plain, plain.data_ptr(), plain.nbytes)
+
+
+def _build_tensor(meta: object, body: Any, copy: bool) -> torch.Tensor:
+    parts = expect(list, meta, "a tensor")
+    dtype = _DTYPES.get(parts[0]) if parts and type(parts[0]) is str else None
+    if dtype is None:
+        raise DecodeError(f"a tensor of an unknown dtype {parts[:1]!r:.200}")
+    shape = checked_shape(parts[1:], dtype.itemsize, len(body))
+    if copy or not isinstance(body, _core.Window) or len(body) == 0:
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        _core.copy_into(tensor.data_ptr(), len(body), body)
+        return tensor
+    return torch.frombuffer(body, dtype=dtype).view(shape)
+
+
+def _describe_dtype(obj: torch.dtype) -> Description:
+    return Code.TORCH_DTYPE, None, _ALL_NAMES[obj]
+
+
+def _build_dtype(_meta: object, body: object) -> torch.dtype:
+    dtype: torch.dtype | None = _ALL_DTYPES.get(expect(str, body, "a torch.dtype"))
+    if dtype is None:
+        raise DecodeError(f"torch.{body} is unknown to this torch")
+    return dtype
+
+
+def _describe_size(obj: torch.Size) -> Description:
+    return Code.TORCH_SIZE, None, list(obj)
+
+
+def _build_size(_meta: object, body: object) -> torch.Size:
+    sizes = expect(list, body, "a torch.Size")
+    return torch.Size(integers(sizes, len(sizes), "a torch.Size"))
+
+
+def _describe_device(obj: torch.device) -> Description:
+    return Code.TORCH_DEVICE, obj.type, obj.index
+
+
+def _build_device(meta: object, body: object) -> torch.device:
+    kind = expect(str, meta, "a torch.device")
+    device = torch.device(kind) if body is None else torch.device(kind, expect(int, body, "a torch.device"))
+    if (device.type, device.index) != (meta, body):
+        raise DecodeError(f"torch takes {kind!r:.100}, {body} for {device}")
+    return device
+
+
+_describers: Final[dict[type, Callable[[Any], Description]]] = {
+    torch.Tensor: _describe_tensor,
+    torch.dtype: _describe_dtype,
+    torch.Size: _describe_size,
+    torch.device: _describe_device,
+}
+DESCRIBERS: Final[dict[type, Describer]] = dict(_describers)
+BUILDERS: Final[dict[int, Builder]] = {
+    Code.TORCH_DTYPE: _build_dtype,
+    Code.TORCH_SIZE: _build_size,
+    Code.TORCH_DEVICE: _build_device,
+}
+DATA_BUILDERS: Final[dict[int, DataBuilder]] = {Code.TORCH_TENSOR: _build_tensor}

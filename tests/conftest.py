@@ -1,0 +1,124 @@
+"""Rules for every test: it leaves nothing behind, and it is skipped only for a reason that we name."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Generator, Iterator
+
+import hypothesis
+import pytest
+
+from tests import rank_processes
+from tests.harness import RankPool
+from tests.leaks import Snapshot, leaked_since
+from tests.probes import PROBES, missing_gpus
+
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_RUN_ID",
+)
+
+skipped_by_rule = pytest.StashKey[bool]()
+temporary = pytest.StashKey[str]()
+
+hypothesis.settings.register_profile("steady", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options that turn skips into failures."""
+    parser.addoption(
+        "--require-gpu", action="store_true", help="fail instead of skipping tests that need GPUs"
+    )
+    parser.addoption("--require-all", action="store_true", help="fail instead of skipping any test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give this run its own temporary directory, and a clean environment."""
+    config.addinivalue_line("markers", "requires_gpus(count): the test needs that many CUDA devices")
+    config.addinivalue_line("markers", "requires(probe): the test needs what the probe looks for")
+    directory = tempfile.mkdtemp(prefix="gc-")  # short: Unix sockets in it have paths of at most 107 bytes
+    config.stash[temporary] = directory
+    tempfile.tempdir = os.environ["TMPDIR"] = directory
+    for name in list(os.environ):
+        if name.startswith("GROUP_COORDINATOR_") or name in LAUNCHER_VARIABLES:
+            del os.environ[name]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the temporary directory and end the rank server."""
+    rank_processes.stop_server()
+    shutil.rmtree(config.stash[temporary], ignore_errors=True)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that needs what this machine lacks, or fail it when that is asked for."""
+    gpu_marks = list(item.iter_markers("requires_gpus"))
+    reasons = [missing_gpus(*mark.args) for mark in gpu_marks]
+    reasons += [PROBES[mark.args[0]]() for mark in item.iter_markers("requires")]
+    options = item.config.option
+    must_run = options.require_all or (options.require_gpu and bool(gpu_marks))
+    for reason in reasons:
+        if reason is not None:
+            item.stash[skipped_by_rule] = True
+            (pytest.fail if must_run else pytest.skip)(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Turn a skip for any other reason into a failure: such skips hide what is broken."""
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail") and not item.stash.get(skipped_by_rule, False):
+        report.outcome = "failed"
+        report.longrepr = f"skipped otherwise than by requires_gpus or requires: {report.longrepr}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Turn the skip of a whole module into a failure."""
+    report = yield
+    if report.outcome == "skipped":
+        report.outcome = "failed"
+        report.longrepr = f"a whole module is skipped: {report.longrepr}"
+    return report
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """Fail the test if this process holds more after it than before it. Ranks check the same for themselves."""
+    before = Snapshot.take()
+    yield
+    leaks = leaked_since(
+        before,
+        ignored_descriptors=rank_processes.own_descriptors,
+        ignored_children=rank_processes.own_children,
+    )
+    if leaks:
+        pytest.fail("left behind:\n  " + "\n  ".join(leaks), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def ranks2() -> Iterator[RankPool]:
+    """Two processes that run one function after the other."""
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def ranks4() -> Iterator[RankPool]:
+    """Four processes that run one function after the other."""
+    with RankPool(4) as pool:
+        yield pool

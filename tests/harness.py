@@ -1,0 +1,289 @@
+"""Runs a function in several processes, with a deadline, and tells readably what went wrong in which of them.
+
+`run_ranks` starts new processes for one function. `RankPool` keeps its processes for many functions: use the
+fixtures `ranks2` and `ranks4` wherever no rank is killed and nothing about the process itself matters.
+
+A rank's function stands at the top level of a test module and begins
+`def body(rank: int, world_size: int, directory: Path, ...)`; `directory` is new for every call and the same for
+all ranks, its path is short enough for a Unix socket. Arguments and results travel as msgpack: numbers, text,
+bytes, lists, dicts; tuples arrive as lists. Warnings are errors in ranks, and so is what a rank leaves behind:
+open descriptors, threads, children, temporary directories, a default process group, an error in a thread.
+"""
+
+import contextlib
+import select
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tests.rank_main import receive, send
+from tests.rank_processes import SURVIVOR_GRACE_S, RankProcess
+
+__all__ = ["RankFailureError", "RankPool", "run_ranks"]
+
+GRACE_S = 5.0
+"""How long the other ranks may go on after one has failed: the test is lost, but their view may tell why."""
+
+EXIT_S = 20.0
+"""How long a process may take to end after its last function has returned."""
+
+
+class RankFailureError(AssertionError):
+    """At least one rank did not do what it should; the text shows each.
+
+    Attributes:
+        failures: What happened, by rank.
+    """
+
+    def __init__(self, what: str, world_size: int, failures: Mapping[int, str]) -> None:
+        """Compose the text from what happened to each rank."""
+        parts = [f"{len(failures)} of {world_size} ranks failed: {what}"]
+        parts += [f"--- rank {rank}: {text}" for rank, text in sorted(failures.items())]
+        super().__init__("\n".join(parts))
+        self.failures = dict(failures)
+
+
+def run_ranks(
+    target: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    expect_dead: Collection[int] = (),
+    environ: Mapping[str, str] | None = None,
+    fresh: bool = False,
+    check_leaks: bool = True,
+    while_running: Callable[[Sequence[int]], None] | None = None,
+) -> list[Any]:
+    """Run `target(rank, world_size, directory, *args)` in `world_size` new processes.
+
+    Args:
+        target: A function at the top level of a module that can be imported.
+        world_size: Number of processes.
+        args: What msgpack can hold.
+        timeout_s: Deadline. Ranks that run then are shown with their Python stacks and killed.
+        expect_dead: Ranks that must die without an answer; their result is None.
+        environ: Variables that differ from ours.
+        fresh: Start a new interpreter for each rank: costs more than a second of processor time each.
+        check_leaks: Whether descriptors, threads, children and directories left by a rank are a failure.
+        while_running: Called here with the process ids, by rank, once all ranks were told to start.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        RankFailureError: A rank raised, died, did not answer in time, ended with an error, or left a process
+            behind. No process survives.
+    """
+    __tracebackhide__ = True
+    with RankPool(world_size, environ=environ, fresh=fresh) as pool:
+        return pool.run(
+            target,
+            *args,
+            timeout_s=timeout_s,
+            expect_dead=expect_dead,
+            check_leaks=check_leaks,
+            while_running=while_running,
+        )
+
+
+class RankPool:
+    """Processes that run one function after the other, each time with a new directory.
+
+    After a failure the processes are killed, and the next `run` starts new ones. A context manager.
+    """
+
+    def __init__(
+        self, world_size: int, *, environ: Mapping[str, str] | None = None, fresh: bool = False
+    ) -> None:
+        """Make a pool of `world_size` processes, which start with the first `run`."""
+        self.world_size = world_size
+        self._environ = dict(environ or {})
+        self._fresh = fresh
+        self._processes: list[RankProcess] = []
+        self._directory: Path | None = None
+
+    def __enter__(self) -> Self:
+        """Return the pool."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let the processes end, and check how they do; after an error kill them."""
+        if kind is None:
+            self.close()
+        else:
+            self.kill()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank; empty before the first run and after a failure."""
+        return [process.pid for process in self._processes]
+
+    def run(
+        self,
+        target: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = 60.0,
+        expect_dead: Collection[int] = (),
+        check_leaks: bool = True,
+        while_running: Callable[[Sequence[int]], None] | None = None,
+    ) -> list[Any]:
+        """Run `target` in every process; the arguments are those of `run_ranks`.
+
+        A rank that dies, even as expected, ends the pool's processes; the next run starts new ones.
+        """
+        __tracebackhide__ = True
+        name = _name_of(target)
+        self._start()
+        directory = Path(tempfile.mkdtemp(prefix="ranks-"))
+        try:
+            for process in self._processes:
+                process.forget_output()
+                job = {"target": name, "rank": process.number, "world_size": self.world_size, "args": args}
+                # A process that has died since the last run is found by `_collect`.
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    send(process.channel, {**job, "directory": str(directory), "check_leaks": check_leaks})
+            if while_running is not None:
+                while_running(self.pids)
+            values, failures = _collect(self._processes, timeout_s, set(expect_dead))
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+        if failures:
+            self.kill()
+            raise RankFailureError(name, self.world_size, failures)
+        if expect_dead:
+            self.close(expect_dead)
+        return [values[rank] for rank in range(self.world_size)]
+
+    def close(self, expect_dead: Collection[int] = ()) -> None:
+        """Let every process end.
+
+        Raises:
+            RankFailureError: A process hangs while it ends, ends with an error, or leaves processes behind.
+        """
+        __tracebackhide__ = True
+        deadline = time.monotonic() + EXIT_S
+        for process in self._processes:
+            process.channel.close()
+        problems = {
+            process.number: _exit_problem(process, deadline, process.number in expect_dead)
+            for process in self._processes
+        }
+        self.kill()
+        failures = {rank: problem for rank, problem in problems.items() if problem is not None}
+        if failures:
+            raise RankFailureError("the end of the processes", self.world_size, failures)
+
+    def kill(self) -> None:
+        """Kill every process, and what it left behind, now."""
+        while self._processes:
+            self._processes.pop().release()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    def _start(self) -> None:
+        if self._processes:
+            return
+        self._directory = Path(tempfile.mkdtemp(prefix="logs-"))
+        for rank in range(self.world_size):
+            self._processes.append(RankProcess(rank, self._directory, self._environ, fresh=self._fresh))
+
+
+def _collect(
+    processes: Sequence[RankProcess], timeout_s: float, expect_dead: set[int]
+) -> tuple[dict[int, Any], dict[int, str]]:
+    """Wait for every rank; return values and failures by rank."""
+    values: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    deadline, why = time.monotonic() + timeout_s, f"no answer within {timeout_s} s"
+    while waiting := [p for p in processes if p.number not in values and p.number not in failures]:
+        ready = _ready(waiting, deadline)
+        if not ready:
+            for process in waiting:
+                failures[process.number] = _with_output(
+                    process, f"{why}; it was here:\n{process.dump_stacks()}"
+                )
+            break
+        for process in ready:
+            value, failure = _answer(process, deadline, process.number in expect_dead)
+            if failure is None:
+                values[process.number] = value
+            elif not failures:
+                grace = time.monotonic() + GRACE_S
+                if grace < deadline:
+                    deadline, why = grace, f"no answer within {GRACE_S} s of the first failure"
+            if failure is not None:
+                failures[process.number] = failure
+    return values, failures
+
+
+def _ready(processes: Iterable[RankProcess], deadline: float) -> list[RankProcess]:
+    """Return the processes that have answered or ended; none if `deadline` passed."""
+    poll = select.poll()
+    by_descriptor = {}
+    for process in processes:
+        for descriptor in (process.pidfd, process.channel.fileno()):
+            poll.register(descriptor, select.POLLIN)
+            by_descriptor[descriptor] = process
+    events = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+    return list(dict.fromkeys(by_descriptor[descriptor] for descriptor, _ in events))
+
+
+def _answer(process: RankProcess, deadline: float, is_expected_dead: bool) -> tuple[Any, str | None]:
+    """Return the value or the failure of a process that has answered or ended."""
+    process.channel.settimeout(max(0.1, deadline - time.monotonic()))
+    try:
+        reply = receive(process.channel)
+    except TimeoutError:
+        return None, f"it stopped in the middle of its answer; it was here:\n{process.dump_stacks()}"
+    process.channel.settimeout(None)
+    if reply is None:
+        if not process.wait(deadline):
+            return None, f"it closed its channel and goes on; it was here:\n{process.dump_stacks()}"
+        return None, None if is_expected_dead else _with_output(process, f"died, {_how(process)}")
+    if "failure" in reply:
+        return None, _with_output(process, reply["failure"])
+    if is_expected_dead:
+        return None, f"should have died, but returned {reply['value']!r}"
+    return reply["value"], None
+
+
+def _exit_problem(process: RankProcess, deadline: float, is_expected_dead: bool) -> str | None:
+    """Return what is wrong with the end of a process, or None."""
+    if not process.wait(deadline):
+        return _with_output(process, f"hangs while it ends; it was here:\n{process.dump_stacks()}")
+    if process.status != 0 and not is_expected_dead:
+        return _with_output(process, f"had returned, but then ended {_how(process)}")
+    if process.survivors_after(time.monotonic() + SURVIVOR_GRACE_S):
+        return _with_output(process, "processes that it started survive it")
+    return None
+
+
+def _how(process: RankProcess) -> str:
+    status = process.status or 0
+    return f"by signal {-status}" if status < 0 else f"with exit status {status}"
+
+
+def _with_output(process: RankProcess, text: str) -> str:
+    output = process.output()
+    indented = output.replace("\n", "\n    ")
+    return f"(pid {process.pid}) {text}" + (f"\n  it printed:\n    {indented}" if output else "")
+
+
+def _name_of(target: Callable[..., Any]) -> str:
+    """Return module:function; refuse what a rank could not import."""
+    name = f"{target.__module__}:{target.__qualname__}"
+    found = getattr(sys.modules.get(target.__module__), target.__name__, None)
+    if found is not target or target.__module__ == "__main__":
+        raise ValueError(f"{name} must stand at the top level of a module that ranks can import")
+    return name

@@ -1,0 +1,156 @@
+"""What a process holds right now, and what it holds more than before: descriptors, threads, children, files."""
+
+import gc
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["TEMP_PREFIX", "Snapshot", "children_of", "leaked_since"]
+
+TEMP_PREFIX = "group-coordinator-"
+"""Every temporary directory and every thread of the product has a name that starts like this."""
+
+GRACE_S = 1.0
+"""How long a descriptor, thread or child may outlive its test: threads and processes end asynchronously."""
+
+SHM = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a process holds at one moment.
+
+    Attributes:
+        descriptors: Target of each open descriptor.
+        threads: Python threads that are alive.
+        children: Process ids of live children.
+        shm: Names in /dev/shm.
+        directories: Temporary directories of the product.
+    """
+
+    descriptors: dict[int, str]
+    threads: frozenset[threading.Thread]
+    children: frozenset[int]
+    shm: frozenset[str]
+    directories: frozenset[str]
+
+    @classmethod
+    def take(cls) -> "Snapshot":
+        """Return what this process holds now."""
+        return cls(
+            descriptors=_descriptors(),
+            threads=frozenset(threading.enumerate()),
+            children=frozenset(children_of(os.getpid())),
+            shm=frozenset(_names(SHM)),
+            directories=frozenset(
+                name for name in _names(Path(tempfile.gettempdir())) if name.startswith(TEMP_PREFIX)
+            ),
+        )
+
+    def gpu_files(self) -> list[str]:
+        """Return the driver's files that are open."""
+        return sorted(target for target in self.descriptors.values() if target.startswith("/dev/nvidia"))
+
+
+def leaked_since(
+    before: Snapshot,
+    *,
+    ignored_descriptors: Callable[[], Collection[int]] = tuple,
+    ignored_children: Callable[[], Collection[int]] = tuple,
+) -> list[str]:
+    """Return one line for each thing that this process holds now and did not hold `before`.
+
+    Waits up to `GRACE_S` for it to go away. A daemon thread counts only if its name starts with
+    `TEMP_PREFIX`, a name in /dev/shm only if no process outside of our descendants has it mapped.
+    """
+    deadline = time.monotonic() + GRACE_S
+    while True:
+        leaks = _compare(before, Snapshot.take(), set(ignored_descriptors()), set(ignored_children()))
+        if not leaks or time.monotonic() > deadline:
+            return leaks
+        gc.collect()
+        time.sleep(0.02)
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the live children of `pid`; zombies count: somebody forgot to wait for them."""
+    running = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    return [each for each in running if _parent_of(each) == pid]
+
+
+def _compare(before: Snapshot, now: Snapshot, descriptors: set[int], children: set[int]) -> list[str]:
+    leaks = []
+    # The CUDA driver opens dozens of descriptors when it starts, and keeps them: nothing can be told apart then.
+    if before.gpu_files() == now.gpu_files():
+        leaks = [
+            f"descriptor {fd} -> {target}"
+            for fd, target in sorted(now.descriptors.items())
+            if fd not in descriptors and before.descriptors.get(fd) != target
+        ]
+    leaks += [
+        f"thread {thread.name!r}"
+        for thread in sorted(now.threads - before.threads, key=lambda thread: thread.name)
+        if not thread.daemon or thread.name.startswith(TEMP_PREFIX)
+    ]
+    leaks += [f"child {pid}: {_command(pid)}" for pid in sorted(now.children - before.children - children)]
+    leaks += [f"/dev/shm/{name}" for name in sorted(now.shm - before.shm) if not _held_by_others(name)]
+    leaks += [f"directory {name}" for name in sorted(now.directories - before.directories)]
+    return leaks
+
+
+def _descriptors() -> dict[int, str]:
+    found = {}
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            found[int(entry)] = os.readlink(f"/proc/self/fd/{entry}")
+        except FileNotFoundError:
+            continue  # the descriptor with which the directory itself was read
+    return found
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except FileNotFoundError:
+        return []
+
+
+def _parent_of(pid: int) -> int:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return -1
+    return int(stat.rpartition(b")")[2].split()[1])
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
+
+
+def _held_by_others(name: str) -> bool:
+    """Tell whether a process that is no descendant of ours maps /dev/shm/`name`: then it is not our leak."""
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or _descends_from_us(int(entry)):
+            continue
+        try:
+            maps = Path(f"/proc/{entry}/maps").read_text(errors="replace")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        if f"/dev/shm/{name}" in maps:
+            return True
+    return False
+
+
+def _descends_from_us(pid: int) -> bool:
+    while pid > 1:
+        if pid == os.getpid():
+            return True
+        pid = _parent_of(pid)
+    return False

@@ -1,0 +1,58 @@
+"""What a test may need that a machine may lack. The only reasons for which a test of this repository is skipped."""
+
+import functools
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+__all__ = ["PROBES", "missing_gpus", "requires", "requires_gpus"]
+
+
+def requires_gpus(count: int) -> Any:
+    """Mark a test that needs `count` CUDA devices: `@requires_gpus(2)`; also for `pytestmark`."""
+    return pytest.mark.requires_gpus(count)
+
+
+def requires(probe: str) -> Any:
+    """Mark a test that needs the thing that `PROBES[probe]` looks for: `@requires("network_namespaces")`."""
+    if probe not in PROBES:
+        raise ValueError(f"no probe {probe!r}; there are {sorted(PROBES)}")
+    return pytest.mark.requires(probe)
+
+
+@functools.cache
+def missing_gpus(count: int) -> str | None:
+    """Return why fewer than `count` CUDA devices can be used, or None."""
+    import torch
+
+    if not torch.backends.cuda.is_built():
+        return f"needs {count} GPUs; this torch is built without CUDA"
+    found = torch.cuda.device_count()
+    return None if found >= count else f"needs {count} GPUs, found {found}"
+
+
+def _network_namespaces() -> str | None:
+    if shutil.which("unshare") is None or shutil.which("ip") is None:
+        return "needs the programs unshare and ip"
+    outcome = subprocess.run(
+        ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"]), "ip", "link"],
+        capture_output=True,
+        check=False,
+        timeout=10,
+    )
+    return None if outcome.returncode == 0 else "this user may not create network namespaces"
+
+
+def _compiler() -> str | None:
+    return None if shutil.which("g++") or shutil.which("clang++") else "needs a C++ compiler"
+
+
+PROBES: dict[str, Callable[[], str | None]] = {
+    "network_namespaces": functools.cache(_network_namespaces),
+    "compiler": functools.cache(_compiler),
+}
+"""Name of each thing a test may need, with the function that says what is missing, or None."""

@@ -1,0 +1,241 @@
+"""The processes that `harness` starts: one server that has torch imported, and the ranks that it forks.
+
+Importing torch costs more than a second of processor time; a fork of a process that has it costs milliseconds.
+The server has one thread and never touches CUDA, so a fork of it is as good as a new interpreter. A rank that
+must be a new interpreter (`fresh`) is the same fork, which then replaces itself by one.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import os
+import reprlib
+import signal
+import socket
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import msgspec
+
+from tests.leaks import Snapshot, leaked_since
+
+__all__ = ["STACKS_SIGNAL", "receive", "send"]
+
+STACKS_SIGNAL = signal.SIGUSR2
+"""A rank that gets it writes the Python stack of each of its threads into its stacks file."""
+
+PRELOADED = ("torch", "torch.distributed", "pytest", "shm_broadcast", "device_comm", "coordinator")
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+LENGTH = struct.Struct("<I")
+
+Message = dict[str, Any]
+
+
+def send(channel: socket.socket, message: Mapping[str, Any]) -> None:
+    """Send one message; blocks until the kernel took all of it."""
+    payload = msgspec.msgpack.encode(message)
+    channel.sendall(LENGTH.pack(len(payload)) + payload)
+
+
+def receive(channel: socket.socket) -> Message | None:
+    """Return the next message, or None when the other side is gone; blocks for the socket's time-out."""
+    header = _read(channel, LENGTH.size)
+    payload = None if header is None else _read(channel, LENGTH.unpack(header)[0])
+    return None if payload is None else msgspec.msgpack.decode(payload, type=Message)
+
+
+def _read(channel: socket.socket, size: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < size:
+        try:
+            chunk = channel.recv(size - len(data))
+        except ConnectionResetError:
+            return None
+        if not chunk:
+            return None
+        data += chunk
+    return bytes(data)
+
+
+# --- the server -----------------------------------------------------------------------------------------------
+
+
+def serve(control: socket.socket) -> None:
+    """Fork ranks on request until the harness goes away."""
+    _prctl(
+        PR_SET_CHILD_SUBREAPER, 1
+    )  # what a rank leaves behind becomes our child, so we can count and reap it
+    for name in PRELOADED:
+        # A package that cannot be imported is the test's affair: the rank fails with the same error.
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # the ranks' collections then touch none of this, so its pages stay shared
+    send(control, {"ready": True})
+    while (request := receive(control)) is not None:
+        if "spawn" in request:
+            _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+            pid = _fork_rank(control, descriptors[0], request["spawn"])
+            send(control, {"pid": pid})
+        elif "wait" in request:
+            send(control, {"status": os.waitpid(request["wait"], 0)[1]})
+        else:
+            send(control, {"survivors": _reap_group(request["survivors"])})
+
+
+def _fork_rank(control: socket.socket, descriptor: int, spawn: Message) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        os.close(descriptor)
+        return pid
+    control.close()
+    os.setsid()
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    os.environ.clear()
+    os.environ.update(spawn["environ"])
+    log = os.open(spawn["log"], os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    if spawn["fresh"]:
+        os.set_inheritable(descriptor, True)
+        command = [
+            sys.executable,
+            "-W",
+            "error",
+            "-m",
+            __spec__.name,
+            "rank",
+            str(descriptor),
+            spawn["stacks"],
+        ]
+        os.execve(sys.executable, command, spawn["environ"])
+    run_jobs(socket.socket(fileno=descriptor), spawn["stacks"])
+    sys.exit(0)
+
+
+def _reap_group(group: int) -> list[int]:
+    """Reap the dead of process group `group` and return [group] if some of it is still alive, else []."""
+    while True:
+        try:
+            if os.waitpid(-group, os.WNOHANG)[0] == 0:
+                return [group]
+        except ChildProcessError:
+            break
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return []
+    return [group]
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+# --- a rank ---------------------------------------------------------------------------------------------------
+
+
+def run_jobs(channel: socket.socket, stacks: str) -> None:
+    """Run one function after the other, as the harness asks, until it goes away."""
+    sys.stdin = open(os.devnull)
+    errors: list[str] = []
+    _collect_hidden_errors(errors)
+    faulthandler.enable()
+    # Never closed: a process that hangs while it ends can still be asked.
+    descriptor = os.open(stacks, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
+    faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True)
+    with channel:
+        while (job := receive(channel)) is not None:
+            errors.clear()
+            send(channel, _run(job, errors))
+    sys.stdin.close()
+
+
+def _run(job: Message, errors: list[str]) -> Message:
+    """Return {"value": ...} or {"failure": text}."""
+    try:
+        body = _target(job["target"])
+        before = Snapshot.take()
+        value = body(job["rank"], job["world_size"], Path(job["directory"]), *job["args"])
+        reply = {"value": value}
+        msgspec.msgpack.encode(reply)
+    except BaseException as error:  # a rank that exits from its body has failed too
+        return {"failure": _describe(error, job["target"])}
+    gc.collect()
+    if errors:
+        return {"failure": "an error that nobody caught:\n" + "\n".join(errors)}
+    leaks = leaked_since(before) if job["check_leaks"] else []
+    leaks += _process_group_left()
+    return {"failure": "left behind:\n  " + "\n  ".join(leaks)} if leaks else reply
+
+
+def _target(name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(":")
+    body: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return body
+
+
+def _process_group_left() -> list[str]:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return []
+    return ["torch's default process group"]
+
+
+def _describe(error: BaseException, target: str) -> str:
+    """Return the traceback, and the local variables of the last frame of the test's own file."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    path = sys.modules[target.partition(":")[0]].__file__ if target.partition(":")[0] in sys.modules else None
+    own: FrameType | None = None
+    step: TracebackType | None = error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_code.co_filename == path:
+            own = step.tb_frame
+        step = step.tb_next
+    if own is None:
+        return text
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 200
+    variables = []
+    for name, value in own.f_locals.items():
+        with contextlib.suppress(Exception):  # a repr may fail; the traceback matters more
+            variables.append(f"    {name} = {short.repr(value)}")
+    return text + f"\n  local variables of {own.f_code.co_name}:\n" + "\n".join(variables)
+
+
+def _collect_hidden_errors(errors: list[str]) -> None:
+    """Make errors in threads, in `__del__` and in callbacks count: Python only prints them."""
+
+    def unraisable(event: "sys.UnraisableHookArgs") -> None:
+        trace = traceback.format_exception(event.exc_type, event.exc_value, event.exc_traceback)
+        errors.append(f"{event.err_msg or 'ignored in'} {event.object!r}\n" + "".join(trace))
+
+    def in_thread(event: threading.ExceptHookArgs) -> None:
+        trace = traceback.format_exception(event.exc_type, event.exc_value, event.exc_traceback)
+        errors.append(f"in thread {getattr(event.thread, 'name', '?')!r}\n" + "".join(trace))
+
+    sys.unraisablehook = unraisable
+    threading.excepthook = in_thread
+
+
+if __name__ == "__main__":
+    _channel = socket.socket(fileno=int(sys.argv[2]))
+    if sys.argv[1] == "server":
+        serve(_channel)
+        _channel.close()
+    else:
+        run_jobs(_channel, sys.argv[3])

@@ -1,0 +1,186 @@
+"""Starts, watches and ends the processes that run ranks; `harness` decides what they do."""
+
+import atexit
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.rank_main import STACKS_SIGNAL, Message, receive, send
+
+__all__ = ["RankProcess", "own_children", "own_descriptors", "stop_server"]
+
+ROOT = Path(__file__).parent.parent
+SURVIVOR_GRACE_S = 2.0
+"""How long a process that a rank started may outlive the rank."""
+
+# Four ranks share a few cores: more threads each would only take them from one another. One thread also keeps
+# the server fit to fork.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class _Server:
+    """The process that has torch imported and forks ranks; see `rank_main.serve`."""
+
+    def __init__(self) -> None:
+        self.channel, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-W", "error", "-m", "tests.rank_main", "server", str(theirs.fileno())],
+                cwd=ROOT,
+                env={**os.environ, **ONE_THREAD},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        if receive(self.channel) is None:
+            raise RuntimeError(
+                f"the rank server ended with status {self.process.wait()}; see its output above"
+            )
+
+    def ask(self, request: Mapping[str, object], descriptor: int | None = None) -> Message:
+        send(self.channel, request)
+        if descriptor is not None:
+            socket.send_fds(self.channel, [b"."], [descriptor])
+        reply = receive(self.channel)
+        if reply is None:
+            raise RuntimeError(f"the rank server ended with status {self.process.wait()}")
+        return reply
+
+    def stop(self) -> None:
+        self.channel.close()
+        self.process.wait()
+
+
+_SERVERS: list[_Server] = []
+_PROCESSES: "set[RankProcess]" = set()
+
+
+def _server() -> _Server:
+    """Return the server of this process, started at first use."""
+    if not _SERVERS:
+        _SERVERS.append(_Server())
+    return _SERVERS[0]
+
+
+@atexit.register
+def stop_server() -> None:
+    """End the server; the next rank starts another one. Does nothing without a server."""
+    while _SERVERS:
+        _SERVERS.pop().stop()
+
+
+def own_descriptors() -> set[int]:
+    """Return the descriptors that this module holds in this process: they are no test's leak."""
+    return {server.channel.fileno() for server in _SERVERS} | {
+        descriptor for process in _PROCESSES for descriptor in (process.pidfd, process.channel.fileno())
+    }
+
+
+def own_children() -> set[int]:
+    """Return the children that this module holds: the server, which is the parent of all ranks."""
+    return {server.process.pid for server in _SERVERS}
+
+
+class RankProcess:
+    """One process that runs jobs until its channel closes.
+
+    Attributes:
+        pid: Its process id, and the id of its process group and session.
+        pidfd: Readable when it has ended.
+        channel: Takes jobs, gives answers.
+        status: How it ended, as from `os.waitstatus_to_exitcode`; None while it runs.
+    """
+
+    def __init__(self, number: int, directory: Path, environ: Mapping[str, str], *, fresh: bool) -> None:
+        """Start it; `directory` gets its output and its stacks."""
+        self.number = number
+        self.status: int | None = None
+        self._log = directory / f"{number}.log"
+        self._stacks = directory / f"{number}.stacks"
+        self.channel, theirs = socket.socketpair()
+        spawn = {
+            "environ": {**os.environ, **ONE_THREAD, **environ},
+            "fresh": fresh,
+            "log": str(self._log),
+            "stacks": str(self._stacks),
+        }
+        with theirs:
+            self.pid: int = _server().ask({"spawn": spawn}, theirs.fileno())["pid"]
+        self.pidfd = os.pidfd_open(self.pid)  # valid even if it has ended: only `reap` lets go of its pid
+        _PROCESSES.add(self)
+
+    def wait(self, deadline: float) -> bool:
+        """Wait until it has ended or `time.monotonic()` reaches `deadline`; tell whether it has ended."""
+        if self.status is None:
+            poll = select.poll()
+            poll.register(self.pidfd, select.POLLIN)
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                return False
+            raw: int = _server().ask({"wait": self.pid})["status"]
+            self.status = os.waitstatus_to_exitcode(raw)
+        return True
+
+    def survivors_after(self, deadline: float) -> bool:
+        """Tell whether processes that it started outlive both it and `deadline`."""
+        while _server().ask({"survivors": self.pid})["survivors"]:
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(0.01)
+        return False
+
+    def release(self) -> None:
+        """Kill it and what it started, and forget it. Does nothing the second time."""
+        if self not in _PROCESSES:
+            return
+        self.channel.close()
+        if self.status is None:
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            self.wait(time.monotonic() + 60.0)
+        # While a member of the group is alive its id cannot be given to another group.
+        while _server().ask({"survivors": self.pid})["survivors"]:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            time.sleep(0.005)
+        os.close(self.pidfd)
+        _PROCESSES.discard(self)
+
+    def forget_output(self) -> None:
+        """Empty the file that takes what it prints."""
+        if self._log.exists():
+            os.truncate(self._log, 0)
+
+    def output(self) -> str:
+        """Return the end of what it printed."""
+        return _end_of(self._log)
+
+    def dump_stacks(self) -> str:
+        """Return the Python stacks of all its threads, wherever they hang."""
+        if self.wait(time.monotonic()):
+            return "(it has ended)"
+        before = size = _size(self._stacks)
+        signal.pidfd_send_signal(self.pidfd, STACKS_SIGNAL)
+        deadline = time.monotonic() + 2.0
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            now = _size(self._stacks)
+            if now == size > before:
+                break
+            size = now
+        return _end_of(self._stacks, before) or "(no stacks: the process is stopped, starts or ends)"
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _end_of(path: Path, start: int = 0) -> str:
+    if not path.exists():
+        return ""
+    return path.read_bytes()[start:][-6000:].decode(errors="replace").strip()

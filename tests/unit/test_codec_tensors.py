@@ -1,0 +1,249 @@
+"""Arrays and tensors arrive with their dtype, shape and elements."""
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shm_broadcast.codec import decode, encode
+from shm_broadcast.errors import UsageError
+from tests.unit.codec_samples import raw, same
+
+DTYPES = sorted(
+    {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    - {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4},
+    key=str,
+)
+
+
+def carried(obj: object, *, copy: bool = True) -> Any:
+    """Return what arrives."""
+    return decode(encode(obj).to_bytes(), copy=copy)
+
+
+def aligned_frame(obj: object) -> memoryview:
+    """Return the frame of `obj` at an address that is a multiple of 64."""
+    message = encode(obj)
+    buffer = torch.zeros(message.nbytes + 64, dtype=torch.uint8)
+    view = buffer.numpy().data[-buffer.data_ptr() % 64 :][: message.nbytes]
+    message.write_into(view)
+    return view
+
+
+def filled(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Return a tensor of any dtype with distinct bytes."""
+    nbytes = dtype.itemsize
+    for size in shape:
+        nbytes *= size
+    if dtype is torch.bool:
+        return (torch.arange(nbytes) % 3 == 0).view(shape)
+    return (torch.arange(nbytes) % 251).to(torch.uint8).view(dtype).view(shape)
+
+
+@pytest.mark.guarantee("C2")
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 5), (64, 65)], ids=["inline", "out of band"])
+def test_every_dtype_arrives(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """A tensor of each dtype arrives with its bytes, copied or aliased."""
+    tensor = filled(dtype, *shape)
+    for copy in (True, False):
+        arrived = decode(aligned_frame([tensor]), copy=copy)[0]
+        assert type(arrived) is torch.Tensor
+        assert (arrived.dtype, arrived.shape) == (dtype, tensor.shape)
+        assert raw(arrived) == raw(tensor)
+        assert arrived.is_contiguous()
+
+
+STRIDED = {
+    "transposed": lambda t: t.t(),
+    "sliced": lambda t: t[3:50:7, 5::3],
+    "expanded": lambda t: t[:1].expand(200, -1),
+    "0-dim": lambda t: t[1, 2],
+    "empty": lambda t: t[:0],
+    "empty in the middle": lambda t: torch.empty(3, 0, 5),
+    "many dimensions": lambda t: t[:8, :8].reshape([2] * 6 + [1] * 20),
+    "conjugated": lambda t: torch.complex(t, t + 1).conj(),
+    "negated view": lambda t: torch.complex(t, t + 1).conj().imag,
+}
+
+
+@pytest.mark.guarantee("C2")
+@pytest.mark.parametrize("name", STRIDED)
+def test_tensors_of_any_strides_arrive(name: str) -> None:
+    """Any strided tensor arrives with its elements in C order."""
+    tensor = STRIDED[name](torch.arange(64 * 65, dtype=torch.float32).view(64, 65))
+    for copy in (True, False):
+        arrived = decode(aligned_frame({"t": tensor}), copy=copy)["t"]
+        assert arrived.shape == tensor.shape
+        assert arrived.is_contiguous()
+        assert torch.equal(arrived, tensor)
+
+
+def test_a_tensor_that_requires_grad_arrives_detached() -> None:
+    """Gradients do not travel."""
+    tensor = torch.ones(3, requires_grad=True)
+    assert not carried(tensor).requires_grad
+    assert torch.equal(carried(tensor * 2), tensor.detach() * 2)
+
+
+def test_tensors_stand_anywhere() -> None:
+    """Tensors, dtypes, sizes and devices arrive inside any container."""
+    obj = {
+        "a": (torch.ones(2), [torch.zeros(5000)]),
+        "b": {torch.float8_e4m3fn: torch.Size([2, 3]), torch.qint8: torch.Size([])},
+        "c": [torch.device("cpu"), torch.device("cuda", 3), torch.device("meta"), torch.int8],
+    }
+    assert same(carried(obj), obj)
+
+
+def test_copied_tensors_own_writable_memory() -> None:
+    """A copied tensor or array can be written without changing the frame."""
+    frame = bytearray(encode([torch.ones(4096), np.ones(4096), np.ones(2)]).to_bytes())
+    before = bytes(frame)
+    for value in decode(frame):
+        value[:] = 7
+        assert value[0] == 7
+    assert bytes(frame) == before
+
+
+@pytest.mark.guarantee("C7")
+def test_aliases_keep_the_frame_alive_and_aligned() -> None:
+    """An aliased tensor shows the frame's memory, aligned, and keeps its owner from being released."""
+    frame = bytearray(encode([torch.ones(4096), np.ones(4096)]).to_bytes())
+    tensor, array = decode(frame, copy=False)
+    frame[-8:] = bytes(8)
+    assert array[-1] == 0
+    assert not array.flags.writeable
+    with pytest.raises(BufferError):
+        frame.append(0)
+    del array
+    with pytest.raises(BufferError):
+        frame.append(0)
+    del tensor
+    frame.append(0)
+    assert decode(aligned_frame([torch.ones(4096)]), copy=False)[0].data_ptr() % 64 == 0
+
+
+def test_messages_view_memory_of_the_tensor() -> None:
+    """A large contiguous tensor is not copied before the frame is laid out."""
+    tensor = torch.zeros(4096)
+    message = encode(tensor)
+    tensor[0] = 5
+    assert decode(message.to_bytes())[0] == 5
+
+
+ARRAYS = {
+    **{char: np.arange(3000).astype(char) for char in "bBhHiIlLqQefdgFDG"},
+    "bool": np.arange(5) > 2,
+    "big-endian": np.arange(700, dtype=">i4"),
+    "big-endian long long": np.arange(700).astype(np.dtype("q").newbyteorder()),
+    "0-dim": np.array(7, dtype=np.int16),
+    "empty": np.empty((3, 0, 2), np.float32),
+    "wide and empty": np.empty((0,), "U20000"),
+    "Fortran": np.asfortranarray(np.arange(6000).reshape(60, 100)),
+    "strided": np.arange(6000).reshape(60, 100)[::7, ::-3],
+    "read-only": np.broadcast_to(np.arange(4), (1000, 4)),
+    "bytes": np.array([b"a", b"", b"xyz"]),
+    "text": np.array(["a", "日本"] * 500),
+    "void": np.frombuffer(b"abcdef", "V3"),
+    "datetime64": np.array(["2024-01-01", "NaT"], "M8[ns]"),
+    "timedelta64": np.array([1, 2], "m8[25s]"),
+    "datetime64 of no unit": np.array(["NaT"], "M8"),
+    "structured": np.array([(1, 2.5, "ab"), (3, 4.5, "c")], [("a", "<i2"), ("b", ">f8"), ("c", "U2")]),
+    "nested": np.zeros(3, [("x", [("y", "i4", (2, 3)), ("z", "M8[us]")]), ("w", "?")]),
+    "aligned": np.zeros(3, np.dtype([("a", "i1"), ("b", "f8")], align=True)),
+    "titled": np.zeros(3, [(("long title", "a"), "i1"), ("b", "f8")]),
+    "overlapping": np.zeros(
+        3, {"names": ["a", "b"], "formats": ["i4", "i2"], "offsets": [0, 2], "itemsize": 9}
+    ),
+}
+
+
+@pytest.mark.guarantee("C2")
+@pytest.mark.parametrize("name", ARRAYS)
+def test_an_array_arrives(name: str) -> None:
+    """Every kind of array, its dtype and its first element arrive, copied or aliased."""
+    array = ARRAYS[name]
+    for copy in (True, False):
+        arrived = carried({"a": array, "d": array.dtype}, copy=copy)
+        assert same(arrived["a"], array)
+        assert arrived["d"] == array.dtype
+        assert arrived["a"].dtype.type is array.dtype.type
+        assert arrived["a"].dtype.isalignedstruct == array.dtype.isalignedstruct
+    if array.size:
+        assert same(carried(array.flat[0]), array.flat[0])
+
+
+def test_numpy_strings_keep_their_zero_bytes() -> None:
+    """A numpy string scalar arrives whole, although an array would cut its trailing zeros."""
+    for scalar in (np.str_("a\0"), np.str_(""), np.bytes_(b"a\0"), np.bytes_(b"")):
+        assert same(carried([scalar]), [scalar]) or type(carried(scalar)) is type(scalar)
+        assert carried(scalar) == scalar
+
+
+@pytest.mark.parametrize(
+    ("obj", "reason"),
+    [
+        (np.array([object()]), "holds Python objects"),
+        (np.zeros(2, [("a", "O")]), "holds Python objects"),
+        (np.zeros(2, "V0"), "no size"),
+        (np.ma.masked_array([1]), "MaskedArray"),
+        (np.rec.array([(1,)], dtype=[("a", "i4")]), "recarray"),
+        (np.array(["a"], np.dtypes.StringDType()), "holds Python objects"),
+        (torch.ones(2, device="meta"), "it is on meta"),
+        (torch.ones(2, 2).to_sparse(), "layout torch.sparse_coo"),
+        (torch.nn.Parameter(torch.ones(1)), "its .data"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_arrays_that_do_not_travel_are_named(obj: object, reason: str) -> None:
+    """An array or tensor that cannot be carried is an error with its path and its reason."""
+    with pytest.raises(UsageError, match=r'^obj\["x"\]\[1\]') as caught:
+        encode({"x": [0, obj]})
+    assert reason in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_quantised_tensors_are_refused() -> None:
+    """A quantised tensor is an error that names its dtype."""
+    tensor = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    with pytest.raises(UsageError, match=r"torch\.qint8"):
+        encode(tensor)
+
+
+def test_a_hook_replaces_device_tensors() -> None:
+    """A tensor that is not in host memory is replaced by what the hook returns; others are not."""
+    message = encode(
+        [torch.ones(1), torch.ones(2, device="meta")], device_tensor=lambda t: ("there", list(t.shape))
+    )
+    arrived = decode(message.to_bytes())
+    assert same(arrived, [torch.ones(1), ("there", [2])])
+
+
+@pytest.mark.guarantee("C9")
+def test_neither_torch_nor_numpy_is_imported_without_need() -> None:
+    """The codec carries other objects without importing torch or numpy."""
+    code = (
+        "import sys; from shm_broadcast.codec import decode, encode; import datetime, enum\n"
+        "decode(encode([{1: 'a'}, datetime.datetime.now(), {1.5}]).to_bytes())\n"
+        "assert not {'torch', 'numpy', 'pickle'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.guarantee("C9")
+def test_a_tensor_is_refused_where_torch_is_missing() -> None:
+    """A frame with a tensor is a DecodeError that says so where torch cannot be imported."""
+    frame = encode(torch.ones(2)).to_bytes()
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from shm_broadcast.codec import decode; from shm_broadcast.errors import DecodeError\n"
+        f"try: decode({frame!r})\n"
+        "except DecodeError as error: assert 'torch, which is not installed' in str(error), error\n"
+        "else: raise SystemExit(1)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

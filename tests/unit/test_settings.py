@@ -1,0 +1,377 @@
+"""Settings: an argument beats the environment, which beats the default; what is wrong is named."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.settings import (
+    PER_RANK_FIELDS,
+    PREFIX,
+    CoordinatorSettings,
+    LaunchEnvironment,
+    differences,
+)
+from shm_broadcast.errors import SettingsError
+from shm_broadcast.settings import MIN_RING_BYTES, BroadcastSettings
+
+ROOT = Path(__file__).parents[2]
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_RUN_ID": "run",
+}
+
+SETTINGS = st.builds(
+    CoordinatorSettings,
+    timeout_s=st.floats(0.001, 1e6),
+    create_timeout_s=st.floats(0.001, 1e6),
+    destroy_timeout_s=st.floats(0.001, 1e6),
+    interface=st.sampled_from([None, "eth0", "ib1"]),
+    broadcast=st.builds(
+        BroadcastSettings,
+        wait=st.sampled_from(["adaptive", "spin", "park"]),
+        ring_bytes=st.integers(MIN_RING_BYTES, 2**40),
+        warn_after_s=st.floats(0.001, 1e6),
+    ),
+)
+
+
+def variables_of(settings: CoordinatorSettings) -> dict[str, str]:
+    """Return the environment that says what `settings` say."""
+    variables = {}
+    for field, value in msgspec.to_builtins(settings).items():
+        inner = value.items() if isinstance(value, dict) else [(None, value)]
+        for name, each in inner:
+            if each is not None:
+                variables[PREFIX + "__".join(part.upper() for part in (field, name) if part)] = str(each)
+    return variables
+
+
+def test_defaults() -> None:
+    """Without arguments and variables the documented defaults hold."""
+    settings = CoordinatorSettings.from_env({})
+    assert settings == CoordinatorSettings()
+    assert (settings.timeout_s, settings.create_timeout_s, settings.destroy_timeout_s) == (600.0, 300.0, 5.0)
+    assert settings.interface is None
+    assert settings.broadcast == BroadcastSettings(wait="adaptive", ring_bytes=4 << 20, warn_after_s=60.0)
+
+
+@given(SETTINGS)
+def test_every_field_has_a_variable(settings: CoordinatorSettings) -> None:
+    """What the variables say is what `from_env` returns, for every field; other programs' variables are ignored."""
+    environ = {"PATH": "/bin", "VLLM_X": "1", **variables_of(settings)}
+    assert CoordinatorSettings.from_env(environ) == settings
+
+
+@given(SETTINGS, SETTINGS)
+def test_an_argument_beats_the_environment(
+    given_settings: CoordinatorSettings, env: CoordinatorSettings
+) -> None:
+    """Arguments win over variables, and a section given whole replaces the environment's."""
+    arguments = {field: getattr(given_settings, field) for field in given_settings.__struct_fields__}
+    assert CoordinatorSettings.resolve(variables_of(env), **arguments) == given_settings
+
+
+def test_a_section_may_be_given_in_part() -> None:
+    """A mapping for a section beats the variables of its fields only."""
+    environ = {
+        "GROUP_COORDINATOR_BROADCAST__WAIT": "spin",
+        "GROUP_COORDINATOR_BROADCAST__RING_BYTES": "65536",
+    }
+    settings = CoordinatorSettings.resolve(environ, timeout_s=7, broadcast={"wait": "park"})
+    assert settings.broadcast == BroadcastSettings(wait="park", ring_bytes=65536)
+    assert settings.timeout_s == 7.0
+    assert type(settings.timeout_s) is float
+
+
+def test_the_environment_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a mapping the process's environment is read, at the call."""
+    monkeypatch.setenv("GROUP_COORDINATOR_TIMEOUT_S", "12.5")
+    assert CoordinatorSettings.from_env().timeout_s == 12.5
+    assert CoordinatorSettings.resolve().timeout_s == 12.5
+    assert CoordinatorSettings().timeout_s == 600.0
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [
+        ("GROUP_COORDINATOR_TIMEOUT", "GROUP_COORDINATOR_TIMEOUT_S"),
+        ("GROUP_COORDINATOR_BROADCAST_WAIT", "GROUP_COORDINATOR_BROADCAST__WAIT"),
+        ("GROUP_COORDINATOR_RING_BYTES", "GROUP_COORDINATOR_BROADCAST__RING_BYTES"),
+        ("GROUP_COORDINATOR_INTERFAC", "GROUP_COORDINATOR_INTERFACE"),
+        ("GROUP_COORDINATOR_BROADCAST", "GROUP_COORDINATOR_BROADCAST__WAIT"),
+    ],
+)
+def test_an_unknown_variable_is_refused(name: str, suggestion: str) -> None:
+    """A variable with our prefix that means nothing raises and suggests the closest name."""
+    with pytest.raises(
+        SettingsError, match=f"unknown environment variable '{name}'; did you mean '{suggestion}'"
+    ):
+        CoordinatorSettings.from_env({name: "1"})
+
+
+def test_an_unknown_argument_is_refused() -> None:
+    """An argument that means nothing raises and suggests the closest name."""
+    with pytest.raises(SettingsError, match="unknown setting 'timeout'; did you mean 'timeout_s'"):
+        CoordinatorSettings.resolve({}, timeout=3)
+    with pytest.raises(SettingsError, match="section 'broadcast' 'ring_byte'; did you mean 'ring_bytes'"):
+        CoordinatorSettings.resolve({}, broadcast={"ring_byte": 3})
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ("TIMEOUT_S", "abc"),
+        ("TIMEOUT_S", ""),
+        ("TIMEOUT_S", "0"),
+        ("TIMEOUT_S", "-1"),
+        ("TIMEOUT_S", "nan"),
+        ("TIMEOUT_S", "inf"),
+        ("TIMEOUT_S", "1e999"),
+        ("TIMEOUT_S", "1_0"),
+        ("CREATE_TIMEOUT_S", "5 minutes"),
+        ("DESTROY_TIMEOUT_S", "true"),
+        ("INTERFACE", ""),
+        ("INTERFACE", "eth 0"),
+        ("INTERFACE", "../eth0"),
+        ("INTERFACE", "a-name-that-is-too-long"),
+        ("BROADCAST__WAIT", "sleep"),
+        ("BROADCAST__WAIT", "SPIN"),
+        ("BROADCAST__RING_BYTES", "4MiB"),
+        ("BROADCAST__RING_BYTES", "65536.5"),
+        ("BROADCAST__RING_BYTES", "65535"),
+        ("BROADCAST__RING_BYTES", "-4194304"),
+        ("BROADCAST__WARN_AFTER_S", "0"),
+    ],
+)
+def test_a_malformed_variable_is_refused(field: str, text: str) -> None:
+    """The error names the variable and its value, even where an argument beats it."""
+    environ = {PREFIX + field: text}
+    with pytest.raises(SettingsError, match=f"environment variable {PREFIX}{field}='{text}'"):
+        CoordinatorSettings.from_env(environ)
+    with pytest.raises(SettingsError, match=f"environment variable {PREFIX}{field}="):
+        CoordinatorSettings.resolve(
+            environ, timeout_s=1, create_timeout_s=1, destroy_timeout_s=1, interface="lo"
+        )
+
+
+def test_a_choice_lists_its_values() -> None:
+    """The error of a choice lists what may be chosen."""
+    with pytest.raises(SettingsError, match="'adaptive', 'spin', 'park'"):
+        CoordinatorSettings.from_env({"GROUP_COORDINATOR_BROADCAST__WAIT": "sleep"})
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "3", None, True])
+@pytest.mark.parametrize("field", ["timeout_s", "create_timeout_s", "destroy_timeout_s"])
+def test_a_malformed_duration_is_refused(field: str, value: Any) -> None:
+    """The error names the field and the value."""
+    with pytest.raises(SettingsError, match=f"^{field} is {value!r}, but must be a positive, finite number"):
+        CoordinatorSettings(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("wait", "sleep"),
+        ("wait", None),
+        ("ring_bytes", MIN_RING_BYTES - 1),
+        ("ring_bytes", 4e6),
+        ("ring_bytes", True),
+        ("warn_after_s", -1),
+    ],
+)
+def test_a_malformed_broadcast_setting_is_refused(field: str, value: Any) -> None:
+    """The error names the section, the field and the value."""
+    with pytest.raises(SettingsError, match=f"broadcast.{field} is {value!r}"):
+        BroadcastSettings(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("interface", 3), ("interface", ""), ("broadcast", {"wait": "spin"})]
+)
+def test_a_field_of_the_wrong_type_is_refused(field: str, value: Any) -> None:
+    """The constructor checks types too."""
+    with pytest.raises(SettingsError, match=f"^{field} is "):
+        CoordinatorSettings(**{field: value})
+
+
+def test_settings_cannot_be_changed() -> None:
+    """Both records are frozen."""
+    settings: Any = CoordinatorSettings()
+    with pytest.raises(AttributeError):
+        settings.timeout_s = 1.0
+    with pytest.raises(AttributeError):
+        settings.broadcast.wait = "spin"
+
+
+@given(SETTINGS, SETTINGS)
+def test_fingerprints_are_equal_if_what_must_agree_is(
+    left: CoordinatorSettings, right: CoordinatorSettings
+) -> None:
+    """Two fingerprints are equal exactly if all fields but the per-rank ones are."""
+    assert (left.fingerprint() == right.fingerprint()) == (left.agreed() == right.agreed())
+    other = msgspec.structs.replace(left, interface="eno7")
+    assert other.fingerprint() == left.fingerprint()
+
+
+def test_every_field_counts_in_the_fingerprint() -> None:
+    """Changing any one field changes the fingerprint, except for the per-rank ones."""
+    plain = CoordinatorSettings()
+    changed = CoordinatorSettings(
+        timeout_s=1,
+        create_timeout_s=1,
+        destroy_timeout_s=1,
+        interface="eth0",
+        broadcast=BroadcastSettings(wait="spin", ring_bytes=MIN_RING_BYTES, warn_after_s=1),
+    )
+    assert set(plain.agreed()) == {
+        "timeout_s",
+        "create_timeout_s",
+        "destroy_timeout_s",
+        "broadcast.wait",
+        "broadcast.ring_bytes",
+        "broadcast.warn_after_s",
+    }
+    for field in plain.__struct_fields__:
+        one = msgspec.structs.replace(plain, **{field: getattr(changed, field)})
+        assert (one.fingerprint() == plain.fingerprint()) == (field in PER_RANK_FIELDS)
+    for field in plain.broadcast.__struct_fields__:
+        section = msgspec.structs.replace(plain.broadcast, **{field: getattr(changed.broadcast, field)})
+        assert msgspec.structs.replace(plain, broadcast=section).fingerprint() != plain.fingerprint()
+
+
+def test_a_fingerprint_is_stable() -> None:
+    """The same settings have the same fingerprint in another process, whether given as int or as float."""
+    code = "from coordinator.settings import *; print(CoordinatorSettings(timeout_s=30).fingerprint())"
+    output = subprocess.run(
+        [sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True
+    )
+    assert output.stdout.strip() == CoordinatorSettings(timeout_s=30.0).fingerprint()
+    assert len(output.stdout.strip()) == 16
+
+
+def test_differences_name_field_value_and_ranks() -> None:
+    """Only the fields that differ are shown, the value of most ranks first."""
+    usual, other = (
+        CoordinatorSettings(),
+        CoordinatorSettings(timeout_s=30, broadcast=BroadcastSettings(wait="spin")),
+    )
+    views: dict[int, dict[str, object]] = {rank: dict(usual.agreed()) for rank in (2, 4, 7)}
+    views[0] = dict(other.agreed())
+    assert differences(views) == [
+        "timeout_s: 600.0 (ranks 2, 4, 7), 30.0 (rank 0)",
+        "broadcast.wait: 'adaptive' (ranks 2, 4, 7), 'spin' (rank 0)",
+    ]
+    del views[4]["create_timeout_s"]
+    assert "create_timeout_s: 300.0 (ranks 0, 2, 7), absent (rank 4)" in differences(views)
+    assert differences({rank: usual.agreed() for rank in range(3)}) == []
+
+
+def test_a_launch_is_read() -> None:
+    """Everything that torchrun says is in the record."""
+    assert LaunchEnvironment.from_env(TORCHRUN) == LaunchEnvironment(
+        rank=5,
+        world_size=8,
+        local_rank=1,
+        local_world_size=4,
+        master_addr="10.0.0.1",
+        master_port=29500,
+        use_agent_store=True,
+        restart_count=2,
+        run_id="run",
+    )
+
+
+def test_a_launch_needs_four_variables() -> None:
+    """A launcher may say no more than what torch's own rendezvous needs."""
+    four = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    launch = LaunchEnvironment.from_env(four)
+    assert launch is not None
+    assert (launch.local_rank, launch.local_world_size, launch.run_id) == (None, None, None)
+    assert (launch.use_agent_store, launch.restart_count) == (False, 0)
+
+
+def test_no_launch() -> None:
+    """Without the variables of a launcher there is none; an address of the master alone is no launch."""
+    assert LaunchEnvironment.from_env({}) is None
+    assert LaunchEnvironment.from_env({"MASTER_ADDR": "localhost", "MASTER_PORT": "1234"}) is None
+
+
+def test_the_launch_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a mapping the process's environment is read."""
+    assert LaunchEnvironment.from_env() is None
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    launch = LaunchEnvironment.from_env()
+    assert launch is not None
+    assert launch.rank == 5
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_a_partial_launch_is_refused(missing: str, is_empty: bool) -> None:
+    """The error names what is missing and what is set."""
+    environ = {name: value for name, value in TORCHRUN.items() if name != missing}
+    if is_empty:
+        environ[missing] = ""
+    with pytest.raises(SettingsError, match=f"incomplete: {missing} missing, though .*LOCAL_RANK"):
+        LaunchEnvironment.from_env(environ)
+    with pytest.raises(
+        SettingsError, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT missing, though LOCAL_RANK"
+    ):
+        LaunchEnvironment.from_env({"LOCAL_RANK": "0"})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("RANK", "five"),
+        ("RANK", "-1"),
+        ("RANK", "8"),
+        ("RANK", " 5"),
+        ("RANK", "1_0"),
+        ("RANK", "٣"),
+        ("WORLD_SIZE", "0"),
+        ("WORLD_SIZE", "9" * 5000),
+        ("LOCAL_RANK", "4"),
+        ("LOCAL_RANK", "x"),
+        ("LOCAL_WORLD_SIZE", "9"),
+        ("LOCAL_WORLD_SIZE", "0"),
+        ("MASTER_PORT", "0"),
+        ("MASTER_PORT", "65536"),
+        ("TORCHELASTIC_USE_AGENT_STORE", "1"),
+        ("TORCHELASTIC_RESTART_COUNT", "-1"),
+    ],
+)
+def test_a_malformed_launch_is_refused(name: str, text: str) -> None:
+    """The error names the variable and its value."""
+    with pytest.raises(SettingsError, match=f"environment variable {name}='{text}' must be"):
+        LaunchEnvironment.from_env({**TORCHRUN, name: text})
+
+
+def test_nothing_is_read_at_import() -> None:
+    """A misspelt variable breaks no import, only the call that reads it."""
+    code = "import coordinator.settings as s; s.CoordinatorSettings(); s.CoordinatorSettings.from_env()"
+    outcome = subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        cwd=ROOT,
+        env={"GROUP_COORDINATOR_X": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert "in from_env" in outcome.stderr
+    assert "unknown environment variable 'GROUP_COORDINATOR_X'" in outcome.stderr

@@ -1,10 +1,10 @@
 """Parallel groups for LLM serving: a `GroupCoordinator` for each parallel dimension.
 
-    from coordinator import ParallelGroups, ParallelLayout, init_distributed_environment
+from coordinator import ParallelGroups, ParallelLayout, init_distributed_environment
 
-    init_distributed_environment()                      # under torchrun
-    with ParallelGroups.create(ParallelLayout(tensor=2, pipeline=2)) as groups:
-        groups.tp.all_reduce(tensor)
+init_distributed_environment()                      # under torchrun
+with ParallelGroups.create(ParallelLayout(tensor=2, pipeline=2)) as groups:
+    groups.tp.all_reduce(tensor)
 """
 
 from coordinator.errors import (

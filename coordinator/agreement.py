@@ -122,8 +122,12 @@ def _present(store: dist.Store, ranks: Sequence[int]) -> dict[int, View]:
 def _disagreement(store: dist.Store, what: str, rank: int, ranks: Sequence[int]) -> DisagreementError:
     facts = {other: view.facts for other, view in _present(store, ranks).items()}
     lines = differences(facts)
-    views = {other: msgspec.json.encode(held, order="deterministic").decode() for other, held in facts.items()}
-    return DisagreementError(f"creating {what} (rank {rank}): ranks disagree: {'; '.join(lines)}", views=views)
+    views = {
+        other: msgspec.json.encode(held, order="deterministic").decode() for other, held in facts.items()
+    }
+    return DisagreementError(
+        f"creating {what} (rank {rank}): ranks disagree: {'; '.join(lines)}", views=views
+    )
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -20,7 +20,7 @@ ANSWER_S: Final = 2.0
 
 Result = TypeVar("Result")
 
-_arrival_decoder = msgspec.msgpack.Decoder(Arrival)
+_arrival_decoder = msgspec.json.Decoder(Arrival)
 _verdict_decoder = msgspec.json.Decoder(Verdict)
 
 
@@ -62,7 +62,7 @@ class StoreBoard:
 
     def arrive(self, plane: str, arrival: Arrival) -> None:
         """Say where this rank waits."""
-        value = msgspec.msgpack.encode(arrival)
+        value = msgspec.json.encode(arrival).decode()
         self._ask(lambda: self._store.set(f"arrived/{plane}/{self._rank}", value), None)
 
     def arrivals(self, plane: str) -> dict[int, Arrival]:

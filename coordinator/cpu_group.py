@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, ProcessGroupGloo
+from torch._C._distributed_c10d import AllgatherOptions
 
-from coordinator.process_groups import abort_gloo
+from coordinator.process_groups import GlooBackend, abort_gloo
 from coordinator.transfer_tags import BROADCAST_TAG, GATHER_TAG, OBJECT_TAG, TENSOR_TAG
 from device_comm.base import Handle
 from device_comm.handles import CompletedHandle, PointToPointHandle
@@ -45,7 +45,7 @@ class CpuGroup:
         self,
         ranks: Sequence[int],
         rank_in_group: int,
-        backend: ProcessGroupGloo,
+        backend: GlooBackend,
         health: GroupHealth,
         timeout_s: float,
     ) -> None:
@@ -155,19 +155,26 @@ class CpuGroup:
         return self._start_frame(operation, message, peers, tag, timeout_s or self._timeout_s)
 
     def recv_object(
-        self, src: int, timeout_s: float | None = None, type_: Any = None, name: str = "recv_object", tag: int = OBJECT_TAG
+        self,
+        src: int,
+        timeout_s: float | None = None,
+        type_: Any = None,
+        name: str = "recv_object",
+        tag: int = OBJECT_TAG,
     ) -> Any:
         """Receive an object from rank `src`; without a deadline this waits until there is one."""
         operation = self._health.begin_point_to_point("host", f"{name} from {self._global([src])}")
         return self._receive_frame(operation, src, tag, timeout_s, type_)
 
-    def isend_tensor(self, tensor: torch.Tensor, peers: Sequence[int], timeout_s: float | None = None) -> Handle:
+    def isend_tensor(
+        self, tensor: torch.Tensor, peers: Sequence[int], timeout_s: float | None = None
+    ) -> Handle:
         """Start to send the bytes of a contiguous CPU tensor to each of `peers`."""
         operation = self._health.begin_point_to_point("host", f"send to {self._global(peers)}")
         works: list[tuple[int, dist.Work]] = []
         with self._health.transport(operation):
-            for peer in peers:
-                works.append((self._ranks[peer], self._backend.send([as_bytes(tensor)], peer, TENSOR_TAG)))
+            data = [as_bytes(tensor)]
+            works.extend((self._ranks[peer], self._backend.send(data, peer, TENSOR_TAG)) for peer in peers)
         return self._handle(operation, works, tensor, timeout_s or self._timeout_s)
 
     def irecv_tensor(self, tensor: torch.Tensor, src: int, timeout_s: float | None = None) -> Handle:
@@ -245,7 +252,11 @@ class CpuGroup:
         return codec.decode(frame, type_)
 
     def _handle(
-        self, operation: Operation, works: Sequence[tuple[int, dist.Work]], keep: object, timeout_s: float | None
+        self,
+        operation: Operation,
+        works: Sequence[tuple[int, dist.Work]],
+        keep: object,
+        timeout_s: float | None,
     ) -> PointToPointHandle:
         transfer = PointToPointWorks(self._threads, works, keep)
         return PointToPointHandle(self._health, operation, transfer, timeout_s)
@@ -276,3 +287,5 @@ class CpuGroup:
             self.abort()
         self._threads.close(timeout_s)
         self._eager.clear()
+        # The connections close when the last reference goes; a user may keep the destroyed group.
+        del self._backend

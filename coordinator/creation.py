@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ProcessGroupGloo
 
 from coordinator import inherited
 from coordinator.agreement import View, agree
@@ -17,7 +16,7 @@ from coordinator.board import StoreBoard
 from coordinator.cpu_group import CpuGroup
 from coordinator.host_plane import HostPlane, SoloHostPlane
 from coordinator.membership import Membership, listening_address, master_endpoint, own_address
-from coordinator.process_groups import abort_gloo, new_gloo_group, new_group, run_interruptibly
+from coordinator.process_groups import GlooBackend, abort_gloo, new_gloo_group, new_group, run_interruptibly
 from coordinator.settings import CoordinatorSettings
 from device_comm.base import CommunicatorContext, DeviceCommunicator
 from device_comm.health import GroupHealth
@@ -82,11 +81,14 @@ class GroupParts:
         self.communicator.destroy()
         self.host.close(max(deadline - time.monotonic(), 0.5))
         for group in reversed(self.adopted):
-            # A world that somebody destroyed before took its groups with it.
-            if group in dist.distributed_c10d._world.pg_map:
+            try:
                 dist.destroy_process_group(group)
+            except (ValueError, AssertionError) as gone:
+                # torch knows it no more: a world that was destroyed before took its groups with it.
+                del gone
             inherited.release(group)
         self.adopted.clear()
+        self.cpu_group = self.device_group = None
 
 
 def create_parts(
@@ -126,24 +128,42 @@ def create_parts(
     if world_size == 1:
         context = _context(health, membership, device, None, settings)
         return GroupParts(
-            health, SoloHostPlane(health), SoloCommunicator(context), device, None, None,
-            backend, view.address, settings.create_timeout_s,
+            health,
+            SoloHostPlane(health),
+            SoloCommunicator(context),
+            device,
+            None,
+            None,
+            backend,
+            view.address,
+            settings.create_timeout_s,
         )
     address = listening_address(members, membership.rank)
     cpu_group, gloo = _interruptibly(
         health, watch, lambda: new_gloo_group(membership.ranks, address, name, settings.create_timeout_s)
     )
     device_group, device_gloo = _interruptibly(
-        health, watch,
+        health,
+        watch,
         lambda: _connect_device_group(health, backend, address, f"{name} device", settings.create_timeout_s),
     )
     if device_gloo is not None:
         health.on_abort(lambda: abort_gloo(device_gloo))
     host = CpuGroup(membership.ranks, membership.rank_in_group, gloo, health, settings.timeout_s)
-    factory = communicator_factory(device.type, world_size) if use_device_communicator else ProcessGroupCommunicator
+    factory = (
+        communicator_factory(device.type, world_size) if use_device_communicator else ProcessGroupCommunicator
+    )
     communicator = factory(_context(health, membership, device, device_group, settings))
     parts = GroupParts(
-        health, host, communicator, device, cpu_group, device_group, backend, address, settings.create_timeout_s
+        health,
+        host,
+        communicator,
+        device,
+        cpu_group,
+        device_group,
+        backend,
+        address,
+        settings.create_timeout_s,
     )
     parts.adopt(cpu_group)
     parts.adopt(device_group)
@@ -168,7 +188,9 @@ def device_of(backend: str, local_rank: int) -> torch.device:
         capability = dist.Backend.backend_capability
         types = capability.get(backend.lower(), [])
         if not types:
-            raise UsageError(f"torch_distributed_backend is {backend!r}; this torch knows {', '.join(capability)}")
+            raise UsageError(
+                f"torch_distributed_backend is {backend!r}; this torch knows {', '.join(capability)}"
+            )
         chosen = "cpu" if "cpu" in types else types[0]
     return torch.device("cpu") if chosen == "cpu" else torch.device(chosen, local_rank)
 
@@ -193,7 +215,7 @@ def _interruptibly(health: GroupHealth, watch: PeerWatch, action: Callable[[], R
 
 def _connect_device_group(
     health: GroupHealth, backend: str, address: str, description: str, timeout_s: float
-) -> tuple[dist.ProcessGroup, ProcessGroupGloo | None]:
+) -> tuple[dist.ProcessGroup, GlooBackend | None]:
     if backend == "gloo":
         return new_gloo_group(health.ranks, address, description, timeout_s)
     return new_group(health.ranks, backend, description, timeout_s), None

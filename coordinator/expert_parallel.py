@@ -91,14 +91,18 @@ class ExpertParallel(GroupPlanes):
         checks.check_tensor(hidden_states, self.device, "combine")
         counts = self._stated_counts or self._dispatched_counts
         if counts is None:
-            raise UsageError("combine: call dispatch first, or state the tokens of each rank with token_counts")
+            raise UsageError(
+                "combine: call dispatch first, or state the tokens of each rank with token_counts"
+            )
         return self.device_communicator.reduce_scatterv(hidden_states, 0, counts)
 
     def _counts(self, own: int) -> tuple[int, ...]:
         if self._stated_counts is None:
             if self.world_size > 1 and _is_capturing(self.device):
-                raise UsageError("dispatch: while a graph is captured the tokens of each rank must be stated "
-                                 "with token_counts: the exchange on the host would not be replayed")
+                raise UsageError(
+                    "dispatch: while a graph is captured the tokens of each rank must be stated "
+                    "with token_counts: the exchange on the host would not be replayed"
+                )
             return tuple(self._host.all_gather_integers(own))
         if self._stated_counts[self.rank_in_group] != own:
             raise UsageError(

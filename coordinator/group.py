@@ -222,7 +222,9 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
         reader = checks.check_rank(reader_rank_in_group, self.world_size, "reader_rank_in_group")
         number = self._next_queue(blocking)
         if self.rank_in_group == reader:
-            return [HostQueueReader(self._host, rank, number) for rank in range(self.world_size) if rank != reader]
+            return [
+                HostQueueReader(self._host, rank, number) for rank in range(self.world_size) if rank != reader
+            ]
         return [HostQueueWriter(self._host, [reader], number)]
 
     def _next_queue(self, blocking: bool) -> int:
@@ -252,7 +254,8 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
         if not isinstance(model, torch.nn.Module):
             raise UsageError(f"expected a torch.nn.Module, not {type(model).__name__}")
         row_bytes = max(
-            (max(parameter.shape, default=1) * parameter.itemsize for parameter in model.parameters()), default=0
+            (max(parameter.shape, default=1) * parameter.itemsize for parameter in model.parameters()),
+            default=0,
         )
         self.device_communicator.prepare_buffers(min(row_bytes * TOKENS_PER_MESSAGE, MAX_BUFFER_BYTES))
         for module in model.modules():

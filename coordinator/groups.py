@@ -40,7 +40,7 @@ class ParallelGroups:
         cp: Context parallel.
         pp: Pipeline parallel.
         dp: Data parallel.
-        ep: Expert parallel: the ranks of `dp` × `cp` × `tp` of one pipeline stage, or a part of them.
+        ep: Expert parallel: the ranks of `dp`, `cp` and `tp` of one pipeline stage, or a part of them.
         owns_world: Whether `world` is destroyed with this record.
     """
 
@@ -100,9 +100,15 @@ class ParallelGroups:
             for table, names in tables.items():
                 group = world if "world" in names else None
                 if group is None:
-                    group = GroupCoordinator(table, local_rank, backend, True, False, "=".join(names), settings=settings)
+                    group = GroupCoordinator(
+                        table, local_rank, backend, True, False, "=".join(names), settings=settings
+                    )
                 groups.update(dict.fromkeys(names, group))
-            if use_message_queue_broadcaster and groups["tp"].mq_broadcaster is None and groups["tp"].world_size > 1:
+            if (
+                use_message_queue_broadcaster
+                and groups["tp"].mq_broadcaster is None
+                and groups["tp"].world_size > 1
+            ):
                 groups["tp"].mq_broadcaster = groups["tp"].create_mq_broadcaster()
         except BaseException:
             _destroy(groups, keep=world)
@@ -160,7 +166,9 @@ def default_backend() -> str:
     return dist.get_default_backend_for_device(accelerator)
 
 
-_current: contextvars.ContextVar[ParallelGroups | None] = contextvars.ContextVar("parallel_groups", default=None)
+_current: contextvars.ContextVar[ParallelGroups | None] = contextvars.ContextVar(
+    "parallel_groups", default=None
+)
 _default: list[ParallelGroups] = []
 
 

@@ -45,7 +45,9 @@ class HostPlane(Protocol):
     ) -> Any:
         """Receive an object from rank `src`."""
 
-    def isend_tensor(self, tensor: torch.Tensor, peers: Sequence[int], timeout_s: float | None = None) -> Handle:
+    def isend_tensor(
+        self, tensor: torch.Tensor, peers: Sequence[int], timeout_s: float | None = None
+    ) -> Handle:
         """Start to send a contiguous CPU tensor to each of `peers`."""
 
     def irecv_tensor(self, tensor: torch.Tensor, src: int, timeout_s: float | None = None) -> Handle:
@@ -102,13 +104,20 @@ class SoloHostPlane:
         self._refuse(name)
 
     def recv_object(
-        self, src: int, timeout_s: float | None = None, type_: Any = None, name: str = "recv_object", tag: int = 0
+        self,
+        src: int,
+        timeout_s: float | None = None,
+        type_: Any = None,
+        name: str = "recv_object",
+        tag: int = 0,
     ) -> Any:
         """Refuse: there is no peer."""
         del src, timeout_s, type_, tag
         self._refuse(name)
 
-    def isend_tensor(self, tensor: torch.Tensor, peers: Sequence[int], timeout_s: float | None = None) -> Handle:
+    def isend_tensor(
+        self, tensor: torch.Tensor, peers: Sequence[int], timeout_s: float | None = None
+    ) -> Handle:
         """Refuse: there is no peer."""
         del tensor, peers, timeout_s
         self._refuse("send")

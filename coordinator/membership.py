@@ -51,9 +51,13 @@ def find_membership(group_ranks: Sequence[Sequence[int]], rank: int, world_size:
             if isinstance(member, bool) or not isinstance(member, int):
                 raise UsageError(f"group_ranks[{index}] holds {member!r}, which is no rank")
             if not 0 <= member < world_size:
-                raise UsageError(f"rank {member} of group_ranks[{index}] is outside the world of {world_size}")
+                raise UsageError(
+                    f"rank {member} of group_ranks[{index}] is outside the world of {world_size}"
+                )
             if member in seen:
-                raise UsageError(f"rank {member} stands in group_ranks[{seen[member]}] and again in [{index}]")
+                raise UsageError(
+                    f"rank {member} stands in group_ranks[{seen[member]}] and again in [{index}]"
+                )
             seen[member] = index
     if rank not in seen:
         raise UsageError(f"this rank, {rank}, is in none of the groups {[list(r) for r in group_ranks]}")

@@ -28,7 +28,12 @@ class ObjectCollectives(GroupPlanes):
     """
 
     def broadcast_object(
-        self, obj: Any | None = None, src: int = 0, *, timeout_s: float | None = None, type: Any = None  # noqa: A002
+        self,
+        obj: Any | None = None,
+        src: int = 0,
+        *,
+        timeout_s: float | None = None,
+        type: Any = None,  # noqa: A002
     ) -> Any:
         """Return rank `src`'s object on every rank. Collective.
 

@@ -137,8 +137,10 @@ def initialize_model_parallel(
     if decode_context_model_parallel_size not in (None, 1):
         raise UsageError("decode_context_model_parallel_size: only 1 is supported in this version")
     if find_current_groups() is not None:
-        raise UsageError("model parallel groups exist already; destroy_model_parallel() first, or use "
-                         "ParallelGroups.create(...) and its context manager for a second model")
+        raise UsageError(
+            "model parallel groups exist already; destroy_model_parallel() first, or use "
+            "ParallelGroups.create(...) and its context manager for a second model"
+        )
     sizes = {
         "tensor": tensor_model_parallel_size,
         "pipeline": pipeline_model_parallel_size,

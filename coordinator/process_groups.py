@@ -11,7 +11,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 from shm_broadcast.errors import CapabilityError, InternalError
 
 BACKEND: Final = "gloo_at_address"
+
+# torch's stubs give ProcessGroupGloo none of its methods; they are those of a process group.
+GlooBackend: TypeAlias = dist.ProcessGroup
 
 # Gloo's own default; its threads carry the collectives that are in flight at once.
 _GLOO_THREADS: Final = 2
@@ -37,9 +40,9 @@ class GlooOptions:
     """
 
     address: str
-    backend: ProcessGroupGloo | None = None
+    backend: GlooBackend | None = None
 
-    def created(self) -> ProcessGroupGloo:
+    def created(self) -> GlooBackend:
         """Return the backend of the group that was created with these options."""
         if self.backend is None:
             raise InternalError("the Gloo group has not been created")
@@ -54,20 +57,22 @@ def register_backend() -> None:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
 
 
-def _create(backend_options: dist.distributed_c10d._DistributedBackendOptions, options: GlooOptions) -> ProcessGroupGloo:
-    gloo = ProcessGroupGloo._Options()
+def _create(backend_options: Any, options: GlooOptions) -> ProcessGroupGloo:
+    """Build the backend; torch calls this, with its own description of the group and our options."""
+    gloo = cast("Any", ProcessGroupGloo)._Options()
     gloo._devices = [ProcessGroupGloo.create_device(hostname=options.address)]
     gloo._timeout = backend_options.timeout
     gloo._threads = _GLOO_THREADS
-    options.backend = ProcessGroupGloo(
+    backend = ProcessGroupGloo(
         backend_options.store, backend_options.group_rank, backend_options.group_size, gloo
     )
-    return options.backend
+    options.backend = cast("GlooBackend", backend)
+    return backend
 
 
 def new_gloo_group(
     ranks: Sequence[int], address: str, description: str, timeout_s: float
-) -> tuple[dist.ProcessGroup, ProcessGroupGloo]:
+) -> tuple[dist.ProcessGroup, GlooBackend]:
     """Create a Gloo group of `ranks`, all of which call this in the same order."""
     register_backend()
     options = GlooOptions(address)
@@ -92,7 +97,7 @@ def new_group(
     return group
 
 
-def abort_gloo(backend: ProcessGroupGloo) -> None:
+def abort_gloo(backend: GlooBackend) -> None:
     """End everything that is in flight in a Gloo group, here and on its peers, at once.
 
     `ProcessGroupGloo.abort` does nothing in torch 2.13. A receive whose time-out passes does: Gloo then

@@ -103,7 +103,7 @@ def init_world(
 
 def leave_world() -> None:
     """Destroy the world if this process initialised it through `init_world`; otherwise do nothing."""
-    global _world  # noqa: PLW0603 - see init_world
+    global _world
     with _lock:
         world, _world = _world, None
         if world is None or world.fork_count != fork_count():
@@ -173,12 +173,20 @@ def _tcp_store(
 
     def connect() -> dist.Store:
         if not serve:
-            return dist.TCPStore(host, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False)
+            return dist.TCPStore(
+                host, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False
+            )
         listener = _listen(host, port)
         # The store takes the descriptor over: detached, so that it is not closed twice.
         return dist.TCPStore(
-            host, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False,
-            master_listen_fd=listener.detach(), use_libuv=False,
+            host,
+            port,
+            world_size,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            use_libuv=False,
         )
 
     try:

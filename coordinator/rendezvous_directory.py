@@ -64,8 +64,7 @@ class DirectoryRendezvous:
         return self._store
 
     def _open(self, generation: Path) -> dist.Store:
-        store = dist.FileStore(str(generation / "store"), -1)
-        return store
+        return dist.FileStore(str(generation / "store"), -1)
 
     def _create(self) -> Path:
         own = this_process()
@@ -124,7 +123,11 @@ class DirectoryRendezvous:
             found = generation.lstat()
         except OSError:
             return "its last generation was removed"
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700:
+        if (
+            not stat.S_ISDIR(found.st_mode)
+            or found.st_uid != os.getuid()
+            or stat.S_IMODE(found.st_mode) != 0o700
+        ):
             raise UsageError(f"{generation} is not a directory of mode 0700 that belongs to this user")
         owner = _read_owner(generation)
         own = this_process()

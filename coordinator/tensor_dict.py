@@ -114,7 +114,9 @@ def _place(
         return value
     whole = value.detach().resolve_conj().resolve_neg().contiguous()
     part = whole.view(slices, -1)[slicing.rank_in_group] if slices > 1 else whole
-    slot = TensorSlot(len(tensors), tuple(value.shape), str(value.dtype).removeprefix("torch."), plane, slices)
+    slot = TensorSlot(
+        len(tensors), tuple(value.shape), str(value.dtype).removeprefix("torch."), plane, slices
+    )
     tensors.append((plane, part))
     return slot
 
@@ -153,7 +155,9 @@ def join(metadata: object, device: torch.device, slicing: Slicing) -> Landing:
     return landing
 
 
-def _fill(tree: dict[Any, Any], prefix: str, device: torch.device, slicing: Slicing, landing: Landing) -> None:
+def _fill(
+    tree: dict[Any, Any], prefix: str, device: torch.device, slicing: Slicing, landing: Landing
+) -> None:
     for name, value in tree.items():
         key = f"{prefix}.{name}" if prefix else str(name)
         if isinstance(value, dict):
@@ -188,4 +192,6 @@ def _allocate(slot: TensorSlot, index: int, device: torch.device) -> torch.Tenso
     try:
         return torch.empty(shape, dtype=dtype, device=where)
     except RuntimeError as error:
-        raise DecodeError(f"a tensor of shape {shape} and dtype {slot.dtype} cannot be allocated: {error}") from error
+        raise DecodeError(
+            f"a tensor of shape {shape} and dtype {slot.dtype} cannot be allocated: {error}"
+        ) from error

@@ -302,7 +302,12 @@ class DeviceCommunicator(ABC):
 
     @abstractmethod
     def _reduce_scatter(
-        self, input_: torch.Tensor, dim: int, sizes: tuple[int, ...], op: ReduceOperation, timeout_s: float | None
+        self,
+        input_: torch.Tensor,
+        dim: int,
+        sizes: tuple[int, ...],
+        op: ReduceOperation,
+        timeout_s: float | None,
     ) -> torch.Tensor: ...
 
     @abstractmethod

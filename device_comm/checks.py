@@ -84,7 +84,9 @@ def check_total_size(tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> No
     """Raise unless `sizes` adds up to dimension `dim`."""
     size = tensor.shape[dim] if tensor.dim() else 1
     if size != sum(sizes):
-        raise UsageError(f"sizes add up to {sum(sizes)}, dimension {dim} of shape {tuple(tensor.shape)} has {size}")
+        raise UsageError(
+            f"sizes add up to {sum(sizes)}, dimension {dim} of shape {tuple(tensor.shape)} has {size}"
+        )
 
 
 def check_output(output: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:

@@ -388,10 +388,16 @@ class GroupHealth:
                 text = f"no answer from {ranks} {verdict.detail}"
             else:
                 text = "every rank arrived but the transfer did not finish"
-            return CommTimeoutError(f"{where}: {text} within {verdict.within_s:.1f} s{end}", missing=verdict.ranks)
+            return CommTimeoutError(
+                f"{where}: {text} within {verdict.within_s:.1f} s{end}", missing=verdict.ranks
+            )
         if verdict.kind == "failed":
-            return GroupBrokenError(f"{where}: the transport failed on rank {verdict.by}: {verdict.detail}{end}")
-        what = {"lost": "lost", "left": "the group was destroyed by", "interrupted": "interrupted:"}[verdict.kind]
+            return GroupBrokenError(
+                f"{where}: the transport failed on rank {verdict.by}: {verdict.detail}{end}"
+            )
+        what = {"lost": "lost", "left": "the group was destroyed by", "interrupted": "interrupted:"}[
+            verdict.kind
+        ]
         return PeerLostError(f"{where}: {what} {ranks} {verdict.detail}{end}", peers=verdict.ranks)
 
     def _break(self, cause: BaseException) -> None:
@@ -425,3 +431,5 @@ class GroupHealth:
         if self._cause is None:
             self._board.leave()
         self._watch.close()
+        # They hold the transports, which must go when their owners drop them.
+        self._aborts.clear()

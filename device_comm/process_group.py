@@ -102,7 +102,12 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         return gathered.view(source.dtype)[: flat.numel()]
 
     def _reduce_scatter(
-        self, input_: torch.Tensor, dim: int, sizes: tuple[int, ...], op: ReduceOperation, timeout_s: float | None
+        self,
+        input_: torch.Tensor,
+        dim: int,
+        sizes: tuple[int, ...],
+        op: ReduceOperation,
+        timeout_s: float | None,
     ) -> torch.Tensor:
         operation = self._health.begin("device", "reduce_scatter")
         rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
@@ -135,7 +140,9 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         ]
         return torch.cat(parts, dim)
 
-    def _gather(self, input_: torch.Tensor, dst: int, dim: int, timeout_s: float | None) -> torch.Tensor | None:
+    def _gather(
+        self, input_: torch.Tensor, dst: int, dim: int, timeout_s: float | None
+    ) -> torch.Tensor | None:
         operation = self._health.begin("device", "gather")
         source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
         if source.numel() == 0:
@@ -243,9 +250,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         out_bytes = [own * flat.itemsize] * self.world_size
         in_bytes = [count * flat.itemsize for count in counts]
         with self._health.transport(operation):
-            work = self._group.alltoall_base(
-                as_bytes(received), as_bytes(flat), out_bytes, in_bytes, options
-            )
+            work = self._group.alltoall_base(as_bytes(received), as_bytes(flat), out_bytes, in_bytes, options)
         self._finish(operation, work, deadline)
         return list(received.view(self.world_size, own))
 

@@ -34,7 +34,9 @@ def register_communicator(device_type: str, factory: CommunicatorFactory) -> Non
         UsageError: Another factory is registered for the type; `unregister_communicator` it first.
     """
     if _FACTORIES.get(device_type, factory) is not factory:
-        raise UsageError(f"a communicator for {device_type!r} is registered already: {_FACTORIES[device_type]!r}")
+        raise UsageError(
+            f"a communicator for {device_type!r} is registered already: {_FACTORIES[device_type]!r}"
+        )
     _FACTORIES[device_type] = factory
 
 

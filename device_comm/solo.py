@@ -22,7 +22,12 @@ class SoloCommunicator(DeviceCommunicator):
         return input_
 
     def _reduce_scatter(
-        self, input_: torch.Tensor, dim: int, sizes: tuple[int, ...], op: ReduceOperation, timeout_s: float | None
+        self,
+        input_: torch.Tensor,
+        dim: int,
+        sizes: tuple[int, ...],
+        op: ReduceOperation,
+        timeout_s: float | None,
     ) -> torch.Tensor:
         del dim, sizes, op, timeout_s
         return input_
@@ -33,7 +38,9 @@ class SoloCommunicator(DeviceCommunicator):
         del dim, sizes, timeout_s
         return input_
 
-    def _gather(self, input_: torch.Tensor, dst: int, dim: int, timeout_s: float | None) -> torch.Tensor | None:
+    def _gather(
+        self, input_: torch.Tensor, dst: int, dim: int, timeout_s: float | None
+    ) -> torch.Tensor | None:
         del dst, dim, timeout_s
         return input_
 

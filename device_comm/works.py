@@ -41,8 +41,7 @@ class CollectiveWork:
         return True
 
     def pending(self) -> None:
-        """Only the board can tell."""
-        return None
+        """Return nothing: only the board can tell."""
 
 
 class WaiterThreads:

@@ -10,7 +10,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from decimal import Decimal
 from typing import Any, Final
-from zoneinfo import ZoneInfo
 
 import msgspec
 
@@ -24,7 +23,6 @@ _FACTORIES: Final[dict[str, Callable[[], object]]] = {
 }
 _FACTORY_NAMES: Final = {factory: name for name, factory in _FACTORIES.items()}
 _SINGLETONS: Final = {"Ellipsis": ..., "NotImplemented": NotImplemented, "UNSET": msgspec.UNSET}
-_LONGEST_ZONE = 128
 
 
 def expect(kind: type, value: object, what: str) -> Any:
@@ -155,19 +153,6 @@ def _build_timezone(meta: object, body: object) -> dt.timezone:
     return dt.timezone(offset) if meta is None else dt.timezone(offset, expect(str, meta, "a time zone"))
 
 
-def _describe_zone_info(obj: ZoneInfo) -> Description:
-    if obj.key is None:
-        raise Refusal("a ZoneInfo without a key cannot be found by the receiver")
-    return Code.ZONE_INFO, None, obj.key
-
-
-def _build_zone_info(_meta: object, body: object) -> ZoneInfo:
-    key = expect(str, body, "a ZoneInfo")
-    if len(key) > _LONGEST_ZONE or not key.isascii() or key.startswith("/") or ".." in key:
-        raise DecodeError("no key of a time zone")
-    return ZoneInfo(key)
-
-
 def _describe_uuid(obj: uuid.UUID) -> Description:
     return Code.UUID, None, obj.bytes
 
@@ -208,7 +193,6 @@ _TABLE: Final[tuple[tuple[type, int, Callable[[Any], Description], Builder], ...
     (dt.time, Code.TIME, _describe_time, _build_time),
     (dt.timedelta, Code.TIMEDELTA, _describe_timedelta, _build_timedelta),
     (dt.timezone, Code.TIMEZONE, _describe_timezone, _build_timezone),
-    (ZoneInfo, Code.ZONE_INFO, _describe_zone_info, _build_zone_info),
     (uuid.UUID, Code.UUID, _describe_uuid, _build_uuid),
     (Decimal, Code.DECIMAL, _describe_decimal, _build_decimal),
 )

@@ -71,10 +71,11 @@ _VERSION: Final = 1
 _PREFIX_BYTES: Final = 32
 
 _PADDING: Final = memoryview(bytes(_core.ALIGNMENT))
-_LAZY: Final = ("numpy", "torch")
+_LAZY: Final = ("numpy", "torch", "zoneinfo")
 _LAZY_CODES: Final = {
     **dict.fromkeys((Code.NUMPY_DTYPE, Code.NUMPY_TEXT, Code.NUMPY_ARRAY, Code.NUMPY_SCALAR), "numpy"),
     **dict.fromkeys((Code.TORCH_DTYPE, Code.TORCH_SIZE, Code.TORCH_DEVICE, Code.TORCH_TENSOR), "torch"),
+    Code.ZONE_INFO: "zoneinfo",
 }
 
 _describers: dict[type, Describer] = dict(adapters.DESCRIBERS)

@@ -119,7 +119,7 @@ def _build_array(meta: object, body: Any, copy: bool) -> np.ndarray[Any, Any]:
         array: np.ndarray[Any, Any] = np.empty(shape, dtype)
         array.reshape(-1).view(np.uint8)[:] = np.frombuffer(body, np.uint8)  # padding included
     else:
-        array = np.ndarray(shape, dtype, buffer=body)
+        array = np.ndarray(shape, dtype, buffer=memoryview(body))
         array.flags.writeable = False
     return array
 

@@ -9,23 +9,40 @@ from pathlib import Path
 
 import pytest
 
+from tests.probes import requires
+
 ROOT = Path(__file__).parents[2]
 TESTS = (
     "tests/unit/test_codec_values.py",
     "tests/unit/test_codec_errors.py",
     "tests/unit/test_codec_frame.py",
+    "tests/unit/test_codec_tensors.py",
     "tests/native/test_codec_native.py",
     "tests/security/test_codec_hostile.py",
 )
-RUN = """
+LOAD = """
 import importlib.util, sys
-import pytest
 spec = importlib.util.spec_from_file_location("shm_broadcast._core", sys.argv[1])
 core = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(core)
 sys.modules["shm_broadcast._core"] = core
-raise SystemExit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-k", "not under_a_memory_limit", *sys.argv[2:]]))
 """
+RUN = (
+    LOAD
+    + """
+import pytest
+options = ["-q", "-x", "-p", "no:cacheprovider", "-k", "not under_a_memory_limit"]
+raise SystemExit(pytest.main([*options, *sys.argv[2:]]))
+"""
+)
+OVERFLOW = (
+    LOAD
+    + """
+import ctypes
+small = ctypes.create_string_buffer(64)
+core.copy_into(ctypes.addressof(small), 128, bytes(128))
+"""
+)
 
 
 def runtime(compiler: str, name: str) -> str | None:
@@ -50,31 +67,38 @@ def built(compiler: str, folder: Path) -> Path:
     return library
 
 
-def test_the_codec_is_clean_under_sanitizers(tmp_path: Path) -> None:
-    """No test of the codec makes a sanitizer report anything."""
-    compiler = shutil.which("g++")
-    libraries = (
-        [] if compiler is None else [runtime(compiler, name) for name in ("libasan.so", "libubsan.so")]
-    )
-    if compiler is None or not all(libraries):
-        pytest.skip("the compiler has no address sanitizer")
-    environment = {
-        **os.environ,
-        "LD_PRELOAD": " ".join(path for path in libraries if path),
-        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
-        "UBSAN_OPTIONS": "print_stacktrace=1",
-        "PYTHONMALLOC": "malloc",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    run = subprocess.run(
-        [sys.executable, "-c", RUN, str(built(compiler, tmp_path)), *TESTS],
+def run(code: str, library: Path, libraries: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` in an interpreter with the sanitizers, the core's path as its first argument."""
+    return subprocess.run(
+        [sys.executable, "-c", code, str(library), *arguments],
         cwd=ROOT,
-        env=environment,
+        env={
+            **os.environ,
+            "LD_PRELOAD": " ".join(libraries),
+            "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
+            "UBSAN_OPTIONS": "print_stacktrace=1",
+            "PYTHONMALLOC": "malloc",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        },
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-6000:]
-    assert "runtime error" not in run.stderr
-    assert " passed" in run.stdout
+
+
+@pytest.mark.guarantee("C13")
+@requires("compiler")
+def test_the_codec_is_clean_under_sanitizers(tmp_path: Path) -> None:
+    """No test of the codec makes a sanitizer report anything, and an overflow would be reported."""
+    compiler = shutil.which("g++") or "clang++"
+    libraries = [path for name in ("libasan.so", "libubsan.so") if (path := runtime(compiler, name))]
+    if len(libraries) < 2:
+        pytest.skip("the compiler has no address sanitizer")
+    library = built(compiler, tmp_path)
+    overflow = run(OVERFLOW, library, libraries)
+    assert "AddressSanitizer: heap-buffer-overflow" in overflow.stderr
+    clean = run(RUN, library, libraries, *TESTS)
+    assert clean.returncode == 0, clean.stdout[-6000:] + clean.stderr[-6000:]
+    assert "runtime error" not in clean.stderr
+    assert " passed" in clean.stdout

@@ -1,0 +1,35 @@
+"""How time zones with a name travel: by their key. Imported only when an object or a message holds one.
+
+Importing `zoneinfo` reads the environment for the place of the system's time zones.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+from zoneinfo import ZoneInfo
+
+from shm_broadcast.adapters import expect
+from shm_broadcast.errors import DecodeError
+from shm_broadcast.wire import Builder, Code, DataBuilder, Describer, Description, Refusal
+
+__all__ = ["BUILDERS", "DATA_BUILDERS", "DESCRIBERS"]
+
+_LONGEST_KEY = 128
+
+
+def _describe_zone_info(obj: ZoneInfo) -> Description:
+    if obj.key is None:
+        raise Refusal("a ZoneInfo without a key cannot be found by the receiver")
+    return Code.ZONE_INFO, None, obj.key
+
+
+def _build_zone_info(_meta: object, body: object) -> ZoneInfo:
+    key = expect(str, body, "a ZoneInfo")
+    if len(key) > _LONGEST_KEY or not key.isascii() or key.startswith("/") or ".." in key:
+        raise DecodeError("no key of a time zone")
+    return ZoneInfo(key)
+
+
+_describers: Final[dict[type, Callable[[Any], Description]]] = {ZoneInfo: _describe_zone_info}
+DESCRIBERS: Final[dict[type, Describer]] = dict(_describers)
+BUILDERS: Final[dict[int, Builder]] = {Code.ZONE_INFO: _build_zone_info}
+DATA_BUILDERS: Final[dict[int, DataBuilder]] = {}

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Sequence
 
 from coordinator.errors import SettingsError
-
 from coordinator.settings import LaunchEnvironment
 
 from .config import ModelConfig
@@ -57,7 +56,7 @@ def _check_model(options: Options) -> None:
 
 def _run_rank(options: Options) -> int:
     """Be a rank. The import is late: it takes seconds, and the launcher does without."""
-    from .rank import run_rank  # noqa: PLC0415
+    from .rank import run_rank
 
     return run_rank(options)
 

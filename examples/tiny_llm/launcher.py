@@ -9,13 +9,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from .errors import DemoError
 from .options import LaunchedRank, Options
+from .progress import restore_terminal
 
 __all__ = ["die_with_launcher", "launch", "leave_failure"]
 
@@ -43,17 +44,8 @@ def launch(options: Options, arguments: Sequence[str]) -> int:
         directory = Path(name)
         try:
             for rank in range(options.world_size):
-                children[rank] = subprocess.Popen(  # noqa: S603 - our own program
-                    [
-                        sys.executable,
-                        *("-m", __package__ or ""),
-                        *arguments,
-                        *("--launched", str(rank), str(directory), str(os.getpid())),
-                    ],
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,  # Ctrl-C reaches the launcher alone, which then ends the ranks
-                )
-            return _watch(children, directory, options.deadline_s)
+                children[rank] = _start(rank, directory, arguments)
+            codes = _watch(children, options.deadline_s)
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
         finally:
@@ -61,6 +53,18 @@ def launch(options: Options, arguments: Sequence[str]) -> int:
                 child.kill()
             for child in children.values():
                 child.wait()
+            restore_terminal()  # a killed rank leaves it as it was while the progress line was drawn
+        return _tell(codes, directory, options.deadline_s)
+
+
+def _start(rank: int, directory: Path, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start one rank, with the launcher's own command line."""
+    launched = ("--launched", str(rank), str(directory), str(os.getpid()))
+    return subprocess.Popen(  # noqa: S603 - our own program
+        [sys.executable, "-m", __package__ or "", *arguments, *launched],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C reaches the launcher alone, which then ends the ranks
+    )
 
 
 def _exit_on_signal(number: int, _frame: FrameType | None) -> NoReturn:
@@ -68,34 +72,41 @@ def _exit_on_signal(number: int, _frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def _watch(children: dict[int, subprocess.Popen[bytes]], directory: Path, deadline_s: float) -> int:
-    """Wait for all ranks; after a failure, only for a moment.
+def _watch(children: Mapping[int, subprocess.Popen[bytes]], deadline_s: float) -> dict[int, int | None]:
+    """Wait for all ranks until the deadline; after a first failure, only for a moment.
 
     Returns:
-        The exit status of the demo.
+        Exit status of each rank; None for those that were still running.
     """
     give_up_s = time.monotonic() + deadline_s
     has_failed = False
     while True:
         codes = {rank: child.poll() for rank, child in children.items()}
-        running = [rank for rank, code in codes.items() if code is None]
         if not has_failed and any(codes.values()):
             has_failed = True
             give_up_s = min(give_up_s, time.monotonic() + GRACE_S)
-        if not running:
-            break
-        if time.monotonic() > give_up_s:
-            break
+        if None not in codes.values() or time.monotonic() > give_up_s:
+            return codes
         time.sleep(POLL_S)
-    if has_failed:
-        return _relay_failure({rank: code for rank, code in codes.items() if code}, directory)
+
+
+def _tell(codes: Mapping[int, int | None], directory: Path, deadline_s: float) -> int:
+    """Say what went wrong, if anything did.
+
+    Returns:
+        The exit status of the demo.
+    """
+    failed = {rank: code for rank, code in codes.items() if code}
+    if failed:
+        return _relay_failure(failed, directory)
+    running = [rank for rank, code in codes.items() if code is None]
     if running:
         _print_error(f"no end within {deadline_s:g} s (--deadline); ranks {running} were still running")
         return 1
     return 0
 
 
-def _relay_failure(codes: dict[int, int], directory: Path) -> int:
+def _relay_failure(codes: Mapping[int, int], directory: Path) -> int:
     """Say which rank failed first and why.
 
     Args:

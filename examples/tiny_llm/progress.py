@@ -6,8 +6,10 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
+from rich.control import Control
+from rich.segment import ControlType
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "restore_terminal"]
 
 PLAIN_INTERVAL_S = 2.0
 
@@ -51,3 +53,10 @@ class Progress:
             self._phase, self._shown_s = phase, now_s
             sys.stderr.write(f"{line}\n")
             sys.stderr.flush()
+
+
+def restore_terminal() -> None:
+    """Remove a progress line whose process did not get to it; off a terminal, and without a line, do nothing."""
+    Console(stderr=True).control(
+        Control(ControlType.SHOW_CURSOR, ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
+    )

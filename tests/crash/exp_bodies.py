@@ -1,0 +1,10 @@
+import time
+from tests.worlds import *
+def deadline(rank, world_size, directory, name):
+    with world(rank, world_size, directory) as group:
+        out = []
+        if rank == 1: time.sleep(2.5)
+        peer = 1 if rank == 0 else 0
+        out.append(outcome_of(lambda: WAITS[name](group, peer, 0.5)))
+        out.append(outcome_of(lambda: group.barrier()))
+    return out

@@ -1,0 +1,117 @@
+"""A world and its group for the body of a rank, the ways in which a rank can wait, and what waiting ended with."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coordinator.errors import CommError
+from coordinator.group import GroupCoordinator
+from coordinator.parallel_state import (
+    destroy_distributed_environment,
+    get_world_group,
+    init_distributed_environment,
+)
+from coordinator.settings import CoordinatorSettings
+
+__all__ = ["EVERYONE_WAITS", "FIRST_WAITS", "LARGE", "WAITS", "outcome_of", "world"]
+
+LARGE = 64 << 20
+"""Bytes that no kernel buffer takes: who sends them waits for the receiver."""
+
+Wait = Callable[[GroupCoordinator, int, float | None], Any]
+
+
+@contextmanager
+def world(rank: int, world_size: int, directory: Path, **settings: Any) -> Iterator[GroupCoordinator]:
+    """Join a world by `directory`, yield its group, and leave it again."""
+    init_distributed_environment(
+        world_size,
+        rank,
+        f"file://{directory}/rendezvous",
+        backend="gloo",
+        settings=CoordinatorSettings.resolve({}, **settings),
+    )
+    try:
+        yield get_world_group()
+    finally:
+        destroy_distributed_environment()
+
+
+def new_group(group: GroupCoordinator, name: str = "tp", **settings: Any) -> GroupCoordinator:
+    """Create another group of the same ranks."""
+    chosen = CoordinatorSettings.resolve({}, **settings)
+    return GroupCoordinator([group.ranks], group.local_rank, "gloo", True, group_name=name, settings=chosen)
+
+
+def outcome_of(call: Callable[[], Any]) -> dict[str, Any]:
+    """Return what `call` raised, as msgpack can hold it, and how long it took."""
+    start = time.monotonic()
+    error: BaseException | None = None
+    value = None
+    try:
+        value = call()
+    except (CommError, KeyboardInterrupt) as raised:
+        error = raised
+    cause = None if error is None else error.__cause__
+    return {
+        "kind": type(error).__name__,
+        "value": value if isinstance(value, (int, str, list)) else None,
+        "missing": list(getattr(error, "missing", ())),
+        "peers": list(getattr(error, "peers", ())),
+        "text": str(error),
+        "cause": type(cause).__name__,
+        "seconds": time.monotonic() - start,
+    }
+
+
+def small() -> torch.Tensor:
+    """Return a tensor that divides evenly over 2 and 4 ranks."""
+    return torch.arange(8, dtype=torch.float32)
+
+
+def large() -> torch.Tensor:
+    """Return a tensor of `LARGE` bytes."""
+    return torch.empty(LARGE, dtype=torch.uint8)
+
+
+EVERYONE_WAITS: dict[str, Wait] = {
+    "barrier": lambda group, _, s: group.barrier(s),
+    "all_reduce": lambda group, _, s: group.all_reduce(small(), timeout_s=s),
+    "all_reduce of 1 MiB": lambda group, _, s: group.all_reduce(torch.ones(1 << 18), timeout_s=s),
+    "all_gather": lambda group, _, s: group.all_gather(small(), timeout_s=s),
+    "reduce_scatter": lambda group, _, s: group.reduce_scatter(small(), timeout_s=s),
+    "broadcast": lambda group, peer, s: group.broadcast(small(), peer, timeout_s=s),
+    "all_gather_object": lambda group, _, s: group.all_gather_object("x", timeout_s=s),
+    "broadcast_object": lambda group, peer, s: group.broadcast_object(None, peer, timeout_s=s),
+    "broadcast_tensor_dict": lambda group, peer, s: group.broadcast_tensor_dict(None, peer, timeout_s=s),
+}
+"""Calls in which every rank waits for rank `peer` of the group."""
+
+FIRST_WAITS: dict[str, Wait] = {
+    "gather": lambda group, _, s: group.gather(small(), timeout_s=s),
+    "gather_object": lambda group, _, s: group.gather_object("x", timeout_s=s),
+    "recv": lambda group, peer, s: group.recv((8,), torch.float32, peer, timeout_s=s),
+    "recv_object": lambda group, peer, s: group.recv_object(peer, timeout_s=s),
+    "recv_tensor_dict": lambda group, peer, s: group.recv_tensor_dict(peer, timeout_s=s),
+    "send of 64 MiB": lambda group, peer, s: group.send(large(), peer, timeout_s=s),
+    "send_object of 64 MiB": lambda group, peer, s: group.send_object(bytes(LARGE), peer, timeout_s=s),
+    "send_tensor_dict of 64 MiB": lambda group, peer, s: group.send_tensor_dict(
+        {"x": large()}, peer, timeout_s=s
+    ),
+    "isend of 64 MiB": lambda group, peer, s: (
+        group.device_communicator.isend(large(), peer, timeout_s=s).wait()
+    ),
+    "isend_object of 64 MiB": lambda group, peer, s: (
+        group.isend_object(bytes(LARGE), peer, timeout_s=s).wait()
+    ),
+    "irecv": lambda group, peer, s: (
+        group.device_communicator.irecv(small(), peer, timeout_s=s).wait()
+    ),
+}
+"""Calls in which rank 0 of the group waits for rank `peer`."""
+
+WAITS = {**EVERYONE_WAITS, **FIRST_WAITS}

@@ -60,10 +60,14 @@ def agree(
         Every rank's view, by global rank.
 
     Raises:
-        DisagreementError: Two ranks hold different facts; `.views` shows them.
+        DisagreementError: Two ranks hold different facts, which `.views` shows, or two processes one rank.
         CommTimeoutError: Ranks did not come; `.missing` names them.
         PeerLostError: A rank died meanwhile; `.peers` names it.
     """
+    if store.add(f"seat/{rank}", 1) != 1:
+        taken = _present(store, [rank]).get(rank)
+        by = "another process" if taken is None else f"pid {taken.process.pid} on host {taken.process.hostname}"
+        raise DisagreementError(f"creating {what}: two processes say that they are rank {rank}, this one and {by}")
     store.set(f"view/{rank}", msgspec.json.encode(view).decode())
     mine = msgspec.json.encode(view.facts, order="deterministic").decode()
     if store.compare_set("proposal", "", mine).decode() != mine:

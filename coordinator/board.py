@@ -39,7 +39,7 @@ class StoreBoard:
         """Return whether the store has answered so far."""
         return self._reachable
 
-    def _ask(self, question: Callable[[], Result], otherwise: Result) -> Result:
+    def _ask(self, question: Callable[[], Result], otherwise: Result, within_s: float = ANSWER_S) -> Result:
         """Return the store's answer, or `otherwise` if there is none in time."""
         if not self._reachable:
             return otherwise
@@ -54,10 +54,10 @@ class StoreBoard:
 
         thread = threading.Thread(target=body, name="group-coordinator-board", daemon=True)
         thread.start()
-        thread.join(ANSWER_S)
+        thread.join(within_s)
         if answers:
             return answers[0]
-        self._reachable = False
+        self._reachable = self._reachable and thread.is_alive() and within_s < ANSWER_S
         return otherwise
 
     def arrive(self, plane: str, arrival: Arrival) -> None:
@@ -88,14 +88,14 @@ class StoreBoard:
 
         return self._ask(question, None)
 
-    def publish(self, verdict: Verdict) -> Verdict:
+    def publish(self, verdict: Verdict, within_s: float = ANSWER_S) -> Verdict:
         """Publish `verdict` unless there is one; return the one that counts."""
         text = msgspec.json.encode(verdict).decode()
 
         def question() -> Verdict:
             return _verdict_decoder.decode(self._store.compare_set("verdict", "", text))
 
-        return self._ask(question, verdict)
+        return self._ask(question, verdict, within_s)
 
     def leave(self) -> None:
         """Say that this rank has destroyed the group."""

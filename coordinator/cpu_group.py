@@ -283,7 +283,7 @@ class CpuGroup:
 
     def close(self, timeout_s: float) -> None:
         """End the threads; what still waits in them is aborted first."""
-        if self._health.is_waiting or self._threads.is_busy:
+        if self._threads.is_busy:
             self.abort()
         self._threads.close(timeout_s)
         self._eager.clear()

@@ -78,8 +78,11 @@ class GroupParts:
         if not self.health.is_broken:
             self.host.flush(timeout_s / 2)
         self.health.say_goodbye()
+        if self.health.is_waiting:
+            self.health.abort()
         self.communicator.destroy()
         self.host.close(max(deadline - time.monotonic(), 0.5))
+        self.health.release()
         for group in reversed(self.adopted):
             try:
                 dist.destroy_process_group(group)

@@ -41,6 +41,18 @@ class TensorCollectives(GroupPlanes):
         self._health.check_usable("all_reduce")
         return self.device_communicator.all_reduce(input_, op, timeout_s=timeout_s)
 
+    def _all_reduce_out_place(self, input_: torch.Tensor) -> torch.Tensor:
+        """Return `all_reduce(input_)`; engines that subclass the group call it by this name."""
+        return self.all_reduce(input_)
+
+    def _all_gather_out_place(self, input_: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return `all_gather(input_, dim)`; see `_all_reduce_out_place`."""
+        return self.all_gather(input_, dim)
+
+    def _reduce_scatter_out_place(self, input_: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return `reduce_scatter(input_, dim)`; see `_all_reduce_out_place`."""
+        return self.reduce_scatter(input_, dim)
+
     def all_reduce_(
         self, tensor: torch.Tensor, op: ReduceOperation = SUM, *, timeout_s: float | None = None
     ) -> torch.Tensor:

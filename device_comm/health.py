@@ -79,6 +79,10 @@ class Board(Protocol):
     Every method is bounded to about two seconds. When the board cannot be reached, reads give nothing.
     """
 
+    @property
+    def is_reachable(self) -> bool:
+        """Return whether the board has answered so far."""
+
     def arrive(self, plane: str, arrival: Arrival) -> None:
         """Say where this rank waits."""
 
@@ -88,8 +92,8 @@ class Board(Protocol):
     def verdict(self) -> Verdict | None:
         """Return the verdict, if there is one."""
 
-    def publish(self, verdict: Verdict) -> Verdict:
-        """Publish a verdict unless there is one; return the one that counts."""
+    def publish(self, verdict: Verdict, within_s: float = ...) -> Verdict:
+        """Publish a verdict unless there is one; return the one that counts, as far as known by then."""
 
     def leave(self) -> None:
         """Say that this rank has destroyed the group."""
@@ -290,6 +294,10 @@ class GroupHealth:
                 for rank in self.ranks
                 if rank != self.rank and (rank not in arrivals or arrivals[rank].number < operation.number)
             ]
+            if not self._board.is_reachable:
+                # Nobody can be asked. A rank that the kernel shows as stopped explains everything.
+                stopped = [rank for rank in pending if self._watch.state(rank) == "stopped"]
+                pending = stopped or pending
         missing = tuple(sorted(pending))
         detail = ", ".join(f"{rank} ({self._describe(rank, arrivals)})" for rank in missing)
         verdict = Verdict("timeout", missing, self.rank, str(operation), within_s, detail)
@@ -365,7 +373,8 @@ class GroupHealth:
         """Ctrl-C or another exception left a call half done: nobody can know where the group stands."""
         self._break(error)
         detail = f"{self.rank} ({type(error).__name__})"
-        self._board.publish(Verdict("interrupted", (self.rank,), self.rank, str(operation), detail=detail))
+        verdict = Verdict("interrupted", (self.rank,), self.rank, str(operation), detail=detail)
+        self._board.publish(verdict, within_s=SLICE_S)
 
     def _judge(self, operation: Operation, verdict: Verdict) -> CommError:
         return self._adopt(operation, self._board.publish(verdict))
@@ -405,8 +414,7 @@ class GroupHealth:
             if self._cause is not None or self._closed:
                 return
             self._cause = cause
-        for abort in self._aborts:
-            abort()
+        self.abort()
 
     def fail(self, error: CommError) -> None:
         """Break the group because of `error`, which the caller raises; the other ranks learn of it."""
@@ -426,10 +434,17 @@ class GroupHealth:
             self._closed = True
         return True
 
+    def abort(self) -> None:
+        """End everything in flight in every transport, here and on the peers."""
+        for abort in self._aborts:
+            abort()
+
     def say_goodbye(self) -> None:
-        """Tell the others that this rank left, for their errors' texts; then stop watching them."""
+        """Tell the others that this rank left, for their errors' texts."""
         if self._cause is None:
             self._board.leave()
+
+    def release(self) -> None:
+        """Stop watching the others, and drop the transports; the last step of leaving."""
         self._watch.close()
-        # They hold the transports, which must go when their owners drop them.
         self._aborts.clear()

@@ -69,7 +69,9 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         self._stage(message_bytes)
 
     def destroy(self) -> None:
-        """End the waiting threads and drop the staging memory."""
+        """End the waiting threads, drop the staging memory and let the process group go."""
+        if self._threads.is_busy:
+            self._health.abort()
         self._threads.close(timeout_s=2.0)
         self._staging = self._staging.new_empty(0)
 

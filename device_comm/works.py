@@ -9,6 +9,7 @@ threads of ours, which the caller polls.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -21,6 +22,9 @@ from device_comm.health import FOREVER_S
 
 _FOREVER: Final = timedelta(seconds=FOREVER_S)
 
+# torch counts in milliseconds and takes 0 for "without limit": a shorter slice would wait for ever.
+_SHORTEST_SLICE_S: Final = 0.001
+
 
 class CollectiveWork:
     """A collective in flight; see `Pollable`."""
@@ -32,7 +36,7 @@ class CollectiveWork:
     def poll(self, slice_s: float) -> bool:
         """Wait for up to `slice_s` seconds."""
         try:
-            self._work.wait(timedelta(seconds=slice_s))
+            self._work.wait(timedelta(seconds=max(slice_s, _SHORTEST_SLICE_S)))
         except RuntimeError:
             if not self._work.is_completed():
                 return False
@@ -94,8 +98,9 @@ class WaiterThreads:
             idle, self._idle = self._idle, []
         for inbox in idle:
             inbox.put(None)
+        deadline = time.monotonic() + timeout_s
         for thread in self._all:
-            thread.join(timeout_s)
+            thread.join(max(deadline - time.monotonic(), 0.0))
         self._all.clear()
 
 

@@ -41,6 +41,9 @@ class Group(Protocol):
     def broadcast_object(self, obj: Any | None = None, src: int = 0) -> Any:
         """Give every member one member's object."""
 
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        """Give one member everybody's objects."""
+
     def send_object(self, obj: Any, dst: int) -> None:
         """Send an object to one member."""
 

@@ -102,8 +102,7 @@ def _lead(
     layout = f"TP {options.tensor} x PP {options.pipeline}"
     progress.show(f"loading {layout}")
     scheduler, seconds = _generate(options, job, timed, _step_shower(progress, layout), together=True)
-    samples = [_samples(timed)]
-    samples += [groups.world.recv_object(src=rank) for rank in range(1, groups.world.world_size)]
+    samples = groups.world.gather_object(_samples(timed), dst=0)
     return Report(
         tensor=options.tensor,
         pipeline=options.pipeline,
@@ -119,7 +118,7 @@ def _lead(
             )
             for number, prompt in enumerate(job.prompts)
         ],
-        operations=summarize(samples),
+        operations=summarize(samples or []),
     )
 
 
@@ -139,7 +138,7 @@ def _follow(options: Options, groups: ModelGroups) -> None:
         options, directory, ModelConfig.from_directory(directory), timed, told["max_length"]
     )
     serve(worker, None)
-    groups.world.send_object(_samples(timed), dst=0)
+    groups.world.gather_object(_samples(timed), dst=0)
 
 
 def _make_checkpoint(options: Options, alone: ModelGroups, progress: Progress, stack: ExitStack) -> Path:

@@ -68,6 +68,10 @@ class TimedGroup:
         """Give every member one member's object."""
         return self._timed("broadcast_object", lambda: self.group.broadcast_object(obj, src))
 
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        """Give one member everybody's objects."""
+        return self._timed("gather_object", lambda: self.group.gather_object(obj, dst))
+
     def send_object(self, obj: Any, dst: int) -> None:
         """Send an object to one member."""
         self._timed("send_object", lambda: self.group.send_object(obj, dst))

@@ -57,6 +57,9 @@ class Alone:
     def broadcast_object(self, obj: Any | None = None, src: int = 0) -> Any:
         raise NotImplementedError
 
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        raise NotImplementedError
+
     def send_object(self, obj: Any, dst: int) -> None:
         raise NotImplementedError
 

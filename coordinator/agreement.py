@@ -66,8 +66,14 @@ def agree(
     """
     if store.add(f"seat/{rank}", 1) != 1:
         taken = _present(store, [rank]).get(rank)
-        by = "another process" if taken is None else f"pid {taken.process.pid} on host {taken.process.hostname}"
-        raise DisagreementError(f"creating {what}: two processes say that they are rank {rank}, this one and {by}")
+        by = (
+            "another process"
+            if taken is None
+            else f"pid {taken.process.pid} on host {taken.process.hostname}"
+        )
+        raise DisagreementError(
+            f"creating {what}: two processes say that they are rank {rank}, this one and {by}"
+        )
     store.set(f"view/{rank}", msgspec.json.encode(view).decode())
     mine = msgspec.json.encode(view.facts, order="deterministic").decode()
     if store.compare_set("proposal", "", mine).decode() != mine:

@@ -16,10 +16,17 @@ from coordinator.board import StoreBoard
 from coordinator.cpu_group import CpuGroup
 from coordinator.host_plane import HostPlane, SoloHostPlane
 from coordinator.membership import Membership, listening_address, master_endpoint, own_address
-from coordinator.process_groups import GlooBackend, abort_gloo, new_gloo_group, new_group, run_interruptibly
+from coordinator.process_groups import (
+    BACKEND,
+    GlooBackend,
+    abort_gloo,
+    new_gloo_group,
+    new_group,
+    run_interruptibly,
+)
 from coordinator.settings import CoordinatorSettings
 from device_comm.base import CommunicatorContext, DeviceCommunicator
-from device_comm.health import GroupHealth
+from device_comm.health import SLICE_S, GroupHealth
 from device_comm.process_group import ProcessGroupCommunicator
 from device_comm.registry import communicator_factory, communicator_name
 from device_comm.solo import SoloCommunicator
@@ -107,69 +114,95 @@ def create_parts(
 ) -> GroupParts:
     """Build this rank's group. Collective over all ranks of `group_ranks`."""
     device = device_of(backend, local_rank)
-    world_size = len(membership.ranks)
     group_store = dist.PrefixStore(f"group_coordinator/{name}", store)
-    own = this_process()
     facts = {
         "protocol": str(PROTOCOL_VERSION),
         "group_ranks": str([list(ranks) for ranks in group_ranks]),
         "torch_distributed_backend": backend,
         "device type": device.type,
         "use_device_communicator": str(use_device_communicator),
-        "communicator": communicator_name(device.type, 2) if use_device_communicator else "process group",
+        "communicator": communicator_name(device.type, 2),
         **{f"setting {field}": str(value) for field, value in settings.agreed().items()},
     }
-    view = View(facts, own, own_address(settings.interface, master_endpoint(store)))
+    own = View(facts, this_process(), own_address(settings.interface, master_endpoint(store)))
     views = agree(
-        group_store, f"group {name!r}", membership.rank, membership.everyone, view, settings.create_timeout_s
+        group_store, f"group {name!r}", membership.rank, membership.everyone, own, settings.create_timeout_s
     )
     members = {rank: views[rank] for rank in membership.ranks}
-    watch = PeerWatch(own, {rank: seen.process for rank, seen in members.items() if rank != membership.rank})
-    board_store = dist.PrefixStore(f"board/{membership.ranks[0]}", group_store)
-    board = StoreBoard(board_store, membership.rank, membership.ranks)
+    peers = {rank: view.process for rank, view in members.items() if rank != membership.rank}
+    watch = PeerWatch(own.process, peers)
+    board = StoreBoard(
+        dist.PrefixStore(f"board/{membership.ranks[0]}", group_store), membership.rank, membership.ranks
+    )
     health = GroupHealth(name, membership.rank, membership.ranks, watch, board)
-    if world_size == 1:
+    if not peers:
         context = _context(health, membership, device, None, settings)
         return GroupParts(
-            health,
-            SoloHostPlane(health),
-            SoloCommunicator(context),
-            device,
-            None,
-            None,
-            backend,
-            view.address,
-            settings.create_timeout_s,
+            health=health,
+            host=SoloHostPlane(health),
+            communicator=SoloCommunicator(context),
+            device=device,
+            cpu_group=None,
+            device_group=None,
+            backend=backend,
+            address=own.address,
+            create_timeout_s=settings.create_timeout_s,
         )
     address = listening_address(members, membership.rank)
-    cpu_group, gloo = _interruptibly(
-        health, watch, lambda: new_gloo_group(membership.ranks, address, name, settings.create_timeout_s)
-    )
-    device_group, device_gloo = _interruptibly(
-        health,
-        watch,
-        lambda: _connect_device_group(health, backend, address, f"{name} device", settings.create_timeout_s),
-    )
-    if device_gloo is not None:
-        health.on_abort(lambda: abort_gloo(device_gloo))
-    host = CpuGroup(membership.ranks, membership.rank_in_group, gloo, health, settings.timeout_s)
-    factory = (
-        communicator_factory(device.type, world_size) if use_device_communicator else ProcessGroupCommunicator
-    )
-    communicator = factory(_context(health, membership, device, device_group, settings))
+    return _connect(health, watch, membership, device, address, backend, use_device_communicator, settings)
+
+
+def _connect(
+    health: GroupHealth,
+    watch: PeerWatch,
+    membership: Membership,
+    device: torch.device,
+    address: str,
+    backend: str,
+    use_device_communicator: bool,
+    settings: CoordinatorSettings,
+) -> GroupParts:
+    """Build the planes of a group of several ranks, all of which have come and agree."""
+    timeout_s = settings.create_timeout_s
+    created: list[dist.ProcessGroup] = []
+
+    def connect() -> tuple[GlooBackend, GlooBackend | None]:
+        host_group, host_gloo = new_gloo_group(membership.ranks, address, health.name, timeout_s)
+        created.append(host_group)
+        device_group, device_gloo = _connect_device_group(
+            health, backend, address, f"{health.name} device", timeout_s
+        )
+        created.append(device_group)
+        return host_gloo, device_gloo
+
+    try:
+        gloo, device_gloo = _interruptibly(health, watch, connect)
+        if device_gloo is not None:
+            health.on_abort(lambda: abort_gloo(device_gloo))
+        factory = (
+            communicator_factory(device.type, len(membership.ranks))
+            if use_device_communicator
+            else ProcessGroupCommunicator
+        )
+        communicator = factory(_context(health, membership, device, created[1], settings))
+    except BaseException:
+        health.release()
+        for group in reversed(created):
+            dist.destroy_process_group(group)
+        raise
     parts = GroupParts(
-        health,
-        host,
-        communicator,
-        device,
-        cpu_group,
-        device_group,
-        backend,
-        address,
-        settings.create_timeout_s,
+        health=health,
+        host=CpuGroup(membership.ranks, membership.rank_in_group, gloo, health, settings.timeout_s),
+        communicator=communicator,
+        device=device,
+        cpu_group=created[0],
+        device_group=created[1],
+        backend=backend,
+        address=address,
+        create_timeout_s=timeout_s,
     )
-    parts.adopt(cpu_group)
-    parts.adopt(device_group)
+    for group in created:
+        parts.adopt(group)
     return parts
 
 
@@ -210,7 +243,10 @@ def _interruptibly(health: GroupHealth, watch: PeerWatch, action: Callable[[], R
     try:
         return run_interruptibly(action, f"{health.name} connect", check)
     except RuntimeError as error:
-        # What torch raises when a connection is refused or its own time-out passes.
+        # What torch raises when a connection is refused or its own time-out passes. A dying peer's sockets
+        # close some milliseconds before its process can be seen to have ended.
+        time.sleep(SLICE_S)
+        check()
         raise NativeError(
             f"{health.where('connect')}: {error}", library=f"torch {torch.__version__}", function="new_group"
         ) from error
@@ -219,7 +255,8 @@ def _interruptibly(health: GroupHealth, watch: PeerWatch, action: Callable[[], R
 def _connect_device_group(
     health: GroupHealth, backend: str, address: str, description: str, timeout_s: float
 ) -> tuple[dist.ProcessGroup, GlooBackend | None]:
-    if backend == "gloo":
+    # Engines ask torch for the backend of one group of ours, and create the next one with the answer.
+    if backend in ("gloo", BACKEND):
         return new_gloo_group(health.ranks, address, description, timeout_s)
     return new_group(health.ranks, backend, description, timeout_s), None
 

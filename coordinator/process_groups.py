@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
+from coordinator.membership import LOOPBACK
 from shm_broadcast.errors import CapabilityError, InternalError
 
 BACKEND: Final = "gloo_at_address"
@@ -49,6 +50,15 @@ class GlooOptions:
         return self.backend
 
 
+# Where the world listens. A caller's own `dist.new_group()` takes the backend of a world of ours and no options.
+_world_address: Final[list[str]] = []
+
+
+def set_world_address(address: str) -> None:
+    """Let groups that callers create in this world, through torch and without options, listen at `address`."""
+    _world_address[:] = [address]
+
+
 def register_backend() -> None:
     """Make `BACKEND` known to torch.distributed. Idempotent."""
     if not dist.is_available() or not dist.is_gloo_available():
@@ -57,8 +67,10 @@ def register_backend() -> None:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
 
 
-def _create(backend_options: Any, options: GlooOptions) -> ProcessGroupGloo:
-    """Build the backend; torch calls this, with its own description of the group and our options."""
+def _create(backend_options: Any, options: GlooOptions | None) -> ProcessGroupGloo:
+    """Build the backend; torch calls this, with its own description of the group and our options, if any."""
+    if options is None:
+        options = GlooOptions(_world_address[0] if _world_address else LOOPBACK)
     gloo = cast("Any", ProcessGroupGloo)._Options()
     gloo._devices = [ProcessGroupGloo.create_device(hostname=options.address)]
     gloo._timeout = backend_options.timeout

@@ -22,7 +22,13 @@ import torch.distributed as dist
 from coordinator import inherited
 from coordinator.agreement import View, agree
 from coordinator.membership import is_loopback, listening_address, master_endpoint, own_address
-from coordinator.process_groups import BACKEND, GlooOptions, register_backend, run_interruptibly
+from coordinator.process_groups import (
+    BACKEND,
+    GlooOptions,
+    register_backend,
+    run_interruptibly,
+    set_world_address,
+)
 from coordinator.rendezvous_directory import DirectoryRendezvous
 from coordinator.settings import CoordinatorSettings, LaunchEnvironment
 from shm_broadcast.errors import CommTimeoutError, NativeError, SettingsError, UsageError
@@ -237,6 +243,7 @@ def _connect(meeting: Meeting, backend: str, settings: CoordinatorSettings) -> N
     if backend == "gloo":
         register_backend()
         options = GlooOptions(listening_address(views, rank))
+        set_world_address(options.address)
 
     def init() -> None:
         dist.init_process_group(

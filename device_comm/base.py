@@ -94,16 +94,19 @@ class DeviceCommunicator(ABC):
         self, input_: torch.Tensor, op: ReduceOperation = SUM, *, timeout_s: float | None = None
     ) -> torch.Tensor:
         """Combine the ranks' tensors; every rank gets the result, of the input's shape and dtype."""
-        op = self._check_reduction(input_, op, timeout_s)
+        op = self._check_reduction("all_reduce", input_, op, timeout_s)
         return self._all_reduce(input_, op, timeout_s)
 
     def all_reduce_(
         self, tensor: torch.Tensor, op: ReduceOperation = SUM, *, timeout_s: float | None = None
     ) -> torch.Tensor:
-        """Combine the ranks' tensors in place; return `tensor`."""
-        op = self._check_reduction(tensor, op, timeout_s)
+        """Combine the ranks' tensors in place; return `tensor`, which must not overlap itself."""
+        op = self._check_reduction("all_reduce_", tensor, op, timeout_s)
+        checks.check_writable(tensor, "all_reduce_")
         result = self._all_reduce(tensor, op, timeout_s)
-        return tensor if result is tensor else tensor.copy_(result)
+        if result is not tensor:
+            tensor.detach().copy_(result)
+        return tensor
 
     def reduce_scatter(
         self,
@@ -114,7 +117,7 @@ class DeviceCommunicator(ABC):
         timeout_s: float | None = None,
     ) -> torch.Tensor:
         """Combine the ranks' tensors; rank i gets the i-th of `world_size` equal parts along `dim`."""
-        op = self._check_reduction(input_, op, timeout_s)
+        op = self._check_reduction("reduce_scatter", input_, op, timeout_s)
         dim = checks.check_dim(dim, input_)
         checks.check_divisible(input_, dim, self.world_size)
         size = input_.shape[dim] if input_.dim() else 1
@@ -135,7 +138,7 @@ class DeviceCommunicator(ABC):
         """
         if sizes is None:
             return self.reduce_scatter(input_, dim, op, timeout_s=timeout_s)
-        op = self._check_reduction(input_, op, timeout_s)
+        op = self._check_reduction("reduce_scatterv", input_, op, timeout_s)
         dim = checks.check_dim(dim, input_)
         counts = checks.check_sizes(sizes, self.world_size)
         checks.check_total_size(input_, dim, counts)
@@ -151,7 +154,11 @@ class DeviceCommunicator(ABC):
         *,
         timeout_s: float | None = None,
     ) -> torch.Tensor:
-        """As `reduce_scatterv`, into `output`, which is returned. `output` must not overlap the input."""
+        """As `reduce_scatterv`, into `output`, which is returned.
+
+        `output` has the shape and dtype of the result and overlaps neither the input nor itself. In a group
+        of one too the result is copied into it.
+        """
         checks.check_tensor(input_, self.device, "reduce_scatterv_into_output")
         checks.check_tensor(output, self.device, "reduce_scatterv_into_output")
         shape = list(input_.shape) or [1]
@@ -162,7 +169,11 @@ class DeviceCommunicator(ABC):
         else:
             shape[at] = checks.check_sizes(sizes, self.world_size)[self.rank_in_group]
         checks.check_output(output, shape, input_.dtype)
-        return output.copy_(self.reduce_scatterv(input_, dim, sizes, op, timeout_s=timeout_s).view(shape))
+        checks.check_writable(output, "reduce_scatterv_into_output")
+        checks.check_no_overlap(input_, output, "reduce_scatterv_into_output")
+        result = self.reduce_scatterv(input_, dim, sizes, op, timeout_s=timeout_s)
+        output.detach().copy_(result.detach().view(shape))
+        return output
 
     # ------------------------------------------------------------------ moving data
 
@@ -212,7 +223,7 @@ class DeviceCommunicator(ABC):
             sizes: One count for each rank, equal on all of them; None when all bring the same.
             timeout_s: Deadline of each tensor in seconds.
         """
-        tensors = [input_] if isinstance(input_, torch.Tensor) else list(input_)
+        tensors = [input_] if isinstance(input_, torch.Tensor) else checks.check_tensors(input_, "all_gatherv")
         checks.check_timeout(timeout_s)
         counts = None if sizes is None else checks.check_sizes(sizes, self.world_size)
         for tensor in tensors:
@@ -239,10 +250,14 @@ class DeviceCommunicator(ABC):
     def broadcast(
         self, tensor: torch.Tensor, src: int = 0, *, timeout_s: float | None = None
     ) -> torch.Tensor:
-        """Fill `tensor` on every rank with that of rank `src`; return `tensor`. In place."""
+        """Fill `tensor` on every rank with that of rank `src`; return `tensor`.
+
+        In place: `tensor` must not overlap itself, which is refused on every rank, `src` too.
+        """
         checks.check_tensor(tensor, self.device, "broadcast")
         checks.check_timeout(timeout_s)
         checks.check_rank(src, self.world_size, "src")
+        checks.check_writable(tensor, "broadcast")
         return self._broadcast(tensor, src, timeout_s)
 
     def send(self, tensor: torch.Tensor, dst: int | None = None, *, timeout_s: float | None = None) -> None:
@@ -261,7 +276,10 @@ class DeviceCommunicator(ABC):
 
         Blocks without limit when `timeout_s` is None, but wakes when a peer dies or the group is closed.
         """
-        tensor = torch.empty(tuple(size), dtype=dtype, device=self.device)
+        shape, dtype = checks.check_shape(size), checks.check_dtype(dtype)
+        checks.check_timeout(timeout_s)
+        src = self._peer(src, -1, "src")
+        tensor = torch.empty(shape, dtype=dtype, device=self.device)
         self.irecv(tensor, src, timeout_s=timeout_s).wait()
         return tensor
 
@@ -277,9 +295,13 @@ class DeviceCommunicator(ABC):
     def irecv(
         self, tensor: torch.Tensor, src: int | None = None, *, timeout_s: float | None = None
     ) -> Handle:
-        """Start to receive into `tensor`, which is filled once the handle has been waited for."""
+        """Start to receive into `tensor`, which is filled once the handle has been waited for.
+
+        `tensor` must not overlap itself, and must not be touched meanwhile.
+        """
         checks.check_tensor(tensor, self.device, "recv")
         checks.check_timeout(timeout_s)
+        checks.check_writable(tensor, "recv")
         peer = self._peer(src, -1, "src")
         return self._irecv(tensor, peer, timeout_s)
 
@@ -331,8 +353,10 @@ class DeviceCommunicator(ABC):
 
     # ------------------------------------------------------------------ helpers
 
-    def _check_reduction(self, tensor: torch.Tensor, op: object, timeout_s: float | None) -> ReduceOperation:
-        checks.check_tensor(tensor, self.device, "reduction")
+    def _check_reduction(
+        self, name: str, tensor: torch.Tensor, op: object, timeout_s: float | None
+    ) -> ReduceOperation:
+        checks.check_tensor(tensor, self.device, name)
         checks.check_timeout(timeout_s)
         operation = reduce_operation(op)
         check_reducible(tensor.dtype, operation)

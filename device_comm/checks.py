@@ -17,10 +17,18 @@ def check_tensor(value: object, device: torch.device, name: str) -> None:
     """Raise unless `value` is a dense tensor on `device`."""
     if not isinstance(value, torch.Tensor):
         raise UsageError(f"{name}: expected a tensor, not {type(value).__name__}")
-    if value.device.type != device.type:
+    other_index = None not in (value.device.index, device.index) and value.device.index != device.index
+    if value.device.type != device.type or other_index:
         raise UsageError(f"{name}: the tensor is on {value.device}, this group's device is {device}")
     if value.layout is not torch.strided or value.is_quantized:
         raise UsageError(f"{name}: only dense, unquantized tensors can be moved, not {value.layout}")
+
+
+def check_tensors(value: object, name: str) -> list[torch.Tensor]:
+    """Return `value`, a sequence of tensors, as a list; what each is must be checked."""
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise UsageError(f"{name}: expected a tensor or a sequence of tensors, not {type(value).__name__}")
+    return list(value)
 
 
 def check_rank(rank: object, world_size: int, name: str) -> int:
@@ -60,8 +68,10 @@ def check_divisible(tensor: torch.Tensor, dim: int, world_size: int) -> None:
         )
 
 
-def check_sizes(sizes: Sequence[int], world_size: int) -> tuple[int, ...]:
+def check_sizes(sizes: object, world_size: int) -> tuple[int, ...]:
     """Return `sizes` as a tuple if it holds one count for each rank."""
+    if not isinstance(sizes, Sequence) or isinstance(sizes, (str, bytes)):
+        raise UsageError(f"sizes must hold one count for each rank, not {sizes!r}")
     counts = tuple(sizes)
     if len(counts) != world_size:
         raise UsageError(f"sizes has {len(counts)} entries, the group has {world_size} ranks")
@@ -96,6 +106,84 @@ def check_output(output: torch.Tensor, shape: Sequence[int], dtype: torch.dtype)
             f"output has shape {tuple(output.shape)} and dtype {output.dtype}, "
             f"the result has shape {tuple(shape)} and dtype {dtype}"
         )
+
+
+def check_shape(size: object) -> tuple[int, ...]:
+    """Return `size` as a tuple if it is the shape of a tensor."""
+    if not isinstance(size, Sequence) or isinstance(size, (str, bytes)):
+        raise UsageError(f"size must be the shape of a tensor, not {size!r}")
+    shape = tuple(size)
+    for extent in shape:
+        if isinstance(extent, bool) or not isinstance(extent, int) or extent < 0:
+            raise UsageError(f"size must be the shape of a tensor, not {shape}")
+    return shape
+
+
+def check_dtype(dtype: object) -> torch.dtype:
+    """Return `dtype` if it is one."""
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError(f"dtype must be a torch.dtype, not {dtype!r}")
+    return dtype
+
+
+def check_writable(tensor: torch.Tensor, name: str) -> None:
+    """Raise if elements of `tensor` share memory with each other, as in an expanded tensor."""
+    if tensor.is_contiguous() or tensor.numel() < 2:
+        return
+    pairs = sorted(
+        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
+    )
+    # Disjoint for sure if each stride steps over all that the smaller strides reach.
+    reach, disjoint = 0, True
+    for stride, size in pairs:
+        disjoint = disjoint and stride > reach
+        reach += stride * (size - 1)
+    if disjoint or (pairs[0][0] > 0 and _marked(tensor, 0, reach + 1).sum() == tensor.numel()):
+        return
+    raise UsageError(
+        f"{name}: the tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} overlaps itself, so "
+        "it cannot be written to; pass a contiguous copy"
+    )
+
+
+def check_no_overlap(input_: torch.Tensor, output: torch.Tensor, name: str) -> None:
+    """Raise if two tensors of one dtype share elements in memory."""
+    if not _share_memory(input_, output):
+        return
+    raise UsageError(f"{name}: the output shares memory with the input; pass memory of its own")
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    first, second = _byte_range(one), _byte_range(other)
+    start, end = max(first[0], second[0]), min(first[1], second[1])
+    if start >= end or one.device != other.device:
+        return False
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    # Interleaved views of one buffer, such as two of its columns: mark the elements of each.
+    low, high = min(first[0], second[0]), max(first[1], second[1])
+    if (first[0] - second[0]) % one.itemsize:
+        return True
+    length = (high - low) // one.itemsize
+    marks = _marked(one, (first[0] - low) // one.itemsize, length)
+    return bool((marks & _marked(other, (second[0] - low) // one.itemsize, length)).any())
+
+
+def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses from the first to behind the last byte of `tensor`."""
+    if tensor.numel() == 0:
+        return 0, 0
+    reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.itemsize
+
+
+def _marked(tensor: torch.Tensor, offset: int, length: int) -> torch.Tensor:
+    """Return `length` flags in host memory, of which those at the places of the tensor's elements are set."""
+    flags = torch.zeros(length, dtype=torch.bool)
+    # An expanded dimension adds no places, and could not be filled.
+    shape = [1 if stride == 0 else size for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]
+    flags.as_strided(shape, tensor.stride(), offset).fill_(True)  # noqa: FBT003
+    return flags
 
 
 def check_timeout(timeout_s: object) -> None:

@@ -38,6 +38,11 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor's memory holds its elements in order, with no lazy conjugation or sign."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a contiguous tensor as a 1-D uint8 tensor; no copy."""
     return tensor.view(-1).view(torch.uint8)
@@ -45,7 +50,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def backend_timeout(timeout_s: float | None) -> timedelta:
     """Return the deadline that the backend gets for a call of ours."""
-    return timedelta(seconds=FOREVER_S if timeout_s is None else timeout_s + BACKEND_MARGIN_S)
+    return timedelta(seconds=FOREVER_S if timeout_s is None else min(timeout_s + BACKEND_MARGIN_S, FOREVER_S))
 
 
 class ProcessGroupCommunicator(DeviceCommunicator):
@@ -169,7 +174,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             self._transfer(operation, timeout_s, sends=others)
             return tensor
         into = tensor.detach()
-        landing = into if into.is_contiguous() else into.new_empty(into.shape)
+        landing = into if is_plain(into) else into.new_empty(into.shape)
         self._transfer(operation, timeout_s, receives={src: landing})
         if landing is not into:
             into.copy_(landing)
@@ -184,7 +189,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
     def _irecv(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> Handle:
         operation = self._health.begin_point_to_point("device", f"recv from {self.context.ranks[src]}")
         into = tensor.detach()
-        if into.is_contiguous():
+        if is_plain(into):
             return self._start(operation, timeout_s, {}, {src: into})
         landing = into.new_empty(into.shape)
         return self._start(operation, timeout_s, {}, {src: landing}, (into, landing))

@@ -20,7 +20,9 @@ class ReduceOperation(enum.Enum):
     """How elements of several ranks become one.
 
     On bool tensors SUM and MAX are a logical or, PRODUCT and MIN a logical and. MEAN is the sum divided
-    by the number of ranks, for floating and complex types.
+    by the number of ranks, for floating and complex types. Integers wrap around. For floating types MIN and
+    MAX take the next rank's element where it is smaller (larger) or NaN, so a NaN of any rank is the result,
+    and of zeros with two signs the first one.
     """
 
     SUM = "sum"
@@ -51,12 +53,40 @@ _PLAIN: Final = frozenset(
     {torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 )
 
+
+# torch's own minimum, maximum and complex product give other bits in the vector body of their loop than in
+# its tail (for zeros of two signs, for NaN, in the last digit), so an element's result would depend on
+# where it stands, and a rank that reduces a part of a tensor would differ from one that reduces all of it.
+
+
+def _minimum_(into: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    if not into.is_floating_point():
+        return torch.minimum(into, other, out=into)
+    return torch.where((other < into) | other.isnan(), other, into, out=into)
+
+
+def _maximum_(into: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    if not into.is_floating_point():
+        return torch.maximum(into, other, out=into)
+    return torch.where((other > into) | other.isnan(), other, into, out=into)
+
+
+def _multiply_(into: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    if not into.is_complex():
+        return into.mul_(other)
+    a, b, c, d = into.real, into.imag, other.real, other.imag
+    real, imaginary = a * c - b * d, a * d + b * c
+    a.copy_(real)
+    b.copy_(imaginary)
+    return into
+
+
 _COMBINE: Final[dict[ReduceOperation, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
     ReduceOperation.SUM: torch.Tensor.add_,
     ReduceOperation.MEAN: torch.Tensor.add_,
-    ReduceOperation.PRODUCT: torch.Tensor.mul_,
-    ReduceOperation.MIN: lambda into, other: torch.minimum(into, other, out=into),
-    ReduceOperation.MAX: lambda into, other: torch.maximum(into, other, out=into),
+    ReduceOperation.PRODUCT: _multiply_,
+    ReduceOperation.MIN: _minimum_,
+    ReduceOperation.MAX: _maximum_,
 }
 
 
@@ -77,7 +107,7 @@ def reduce_operation(op: object) -> ReduceOperation:
         if type(op).__module__.startswith("torch") and name in _TORCH_NAMES:
             return _TORCH_NAMES[name]
     names = ", ".join(member.name for member in ReduceOperation)
-    raise UsageError(f"no reduction {op!r}; there are {names}")
+    raise UsageError(f"there is no reduction {op!r}; there are {names}")
 
 
 def check_reducible(dtype: torch.dtype, op: ReduceOperation) -> None:
@@ -120,12 +150,14 @@ def reduce_in_rank_order(parts: Sequence[torch.Tensor], op: ReduceOperation) -> 
     """
     dtype = parts[0].dtype
     wide = accumulation_dtype(dtype)
-    total = parts[0].to(wide, copy=True)
+    total = parts[0].detach().to(wide, copy=True)
     if dtype is torch.bool:
         op = ReduceOperation.MAX if op in (ReduceOperation.SUM, ReduceOperation.MAX) else ReduceOperation.MIN
     combine = _COMBINE[op]
     for part in parts[1:]:
-        combine(total, part.to(wide))
+        combine(total, part.detach().to(wide))
     if op is ReduceOperation.MEAN:
-        total.div_(len(parts))
+        components = torch.view_as_real(total) if total.is_complex() else total
+        # A divisor on the device itself: by a Python number CUDA multiplies with the reciprocal instead.
+        components.div_(components.new_full((), len(parts)))
     return total.to(dtype)

@@ -51,8 +51,20 @@ def _compiler() -> str | None:
     return None if shutil.which("g++") or shutil.which("clang++") else "needs a C++ compiler"
 
 
+def _sanitizers() -> str | None:
+    """Look for a compiler whose address sanitizer can be loaded into Python."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        return "needs g++"
+    asked = subprocess.run(
+        [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=False, timeout=10
+    )
+    return None if os.path.isabs(asked.stdout.strip()) else "needs libasan of g++"
+
+
 PROBES: dict[str, Callable[[], str | None]] = {
     "network_namespaces": functools.cache(_network_namespaces),
     "compiler": functools.cache(_compiler),
+    "sanitizers": functools.cache(_sanitizers),
 }
 """Name of each thing a test may need, with the function that says what is missing, or None."""

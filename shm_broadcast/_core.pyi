@@ -35,3 +35,51 @@ def window(owner: object, address: int, nbytes: int, /) -> Window:
 
 def copy_into(address: int, nbytes: int, source: Buffer, /) -> None:
     """Copy all of `source`, which must have `nbytes`, to `address`."""
+
+RING_PART: int
+
+def ring_format(mapping: Buffer, readers: int, generation: int, /) -> None:
+    """Lay a ring for `readers` out in a zeroed mapping. ValueError: the mapping is too small."""
+
+def ring_facts(mapping: Buffer, /) -> tuple[int, int, int, int]:
+    """Return (readers, generation, bytes of records, longest payload of one record)."""
+
+def ring_write(
+    mapping: Buffer,
+    header: bytes,
+    buffers: tuple[memoryview, ...],
+    done: int,
+    spin_ns: int,
+    park_ns: int,
+    /,
+) -> int:
+    """Publish the frame from byte `done` on, as far as there is room, and return how far that is.
+
+    Waits once, for at most `spin_ns` and then `park_ns`, where there is no room.
+    """
+
+def ring_wait(mapping: Buffer, reader: int, spin_ns: int, park_ns: int, /) -> int:
+    """Wait for a record: 1 when there is one, 2 when none will come, 0 when the time is up."""
+
+def ring_wait_any(
+    mappings: tuple[Buffer, ...], readers: tuple[int, ...], spin_ns: int, park_ns: int, /
+) -> None:
+    """Wait until one of up to 128 rings has a record or has ended, or the time is up."""
+
+def ring_take(mapping: Buffer, reader: int, /) -> tuple[Window, int, int, int]:
+    """Return (payload, flags, number of the message, its length) of the next record, which stays where it is."""
+
+def ring_release(mapping: Buffer, reader: int, /) -> None:
+    """Give the next record back to the writer; its payload must not be used any more."""
+
+def ring_end(mapping: Buffer, reader: int, /) -> None:
+    """Leave as `reader`, or close as the writer with -1; wakes whoever waits."""
+
+def ring_attach(mapping: Buffer, reader: int, /) -> None:
+    """Say that `reader` is there."""
+
+def ring_state(mapping: Buffer, /) -> tuple[int, int, int, int, tuple[tuple[int, int, int, int, int], ...]]:
+    """Return (published bytes, messages, time of the last in ns, closed, readers).
+
+    For each reader: (consumed bytes, messages, time of the last release in ns, parked, state).
+    """

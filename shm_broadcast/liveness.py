@@ -150,6 +150,15 @@ class PeerWatch:
             return
         self._descriptors[rank] = descriptor
 
+    def adopt(self, rank: int, peer: ProcessIdentity, descriptor: int) -> None:
+        """Watch `rank` by a pidfd that it opened on itself and sent here; works across PID namespaces.
+
+        The descriptor is owned by this object from now on.
+        """
+        with self._lock:
+            self._peers[rank] = peer
+            self._descriptors[rank] = descriptor
+
     def lost(self) -> tuple[int, ...]:
         """Return the global ranks whose process has ended, ascending. Does not block."""
         with self._lock:
@@ -171,10 +180,12 @@ class PeerWatch:
     def state(self, rank: int) -> PeerState:
         """Return what is known of `rank`'s process now."""
         peer = self._peers.get(rank)
-        if peer is None or not self._own.sees(peer):
+        if peer is None:
             return "unknown"
         if rank in self.lost():
             return "dead"
+        if not self._own.sees(peer):
+            return "alive" if rank in self._descriptors else "unknown"
         return process_state(peer)
 
     def describe(self, rank: int) -> str:

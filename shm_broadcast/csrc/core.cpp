@@ -1,6 +1,8 @@
 // The module `shm_broadcast._core`: what each part of the native core adds to it.
 #include "codec.hpp"
 
+int ring_add(PyObject* module);
+
 namespace {
 
 PyModuleDef core_module = {
@@ -11,7 +13,7 @@ PyModuleDef core_module = {
 PyMODINIT_FUNC PyInit__core() {
     PyObject* module = PyModule_Create(&core_module);
     if (module == nullptr) return nullptr;
-    if (codec::add_codec(module) < 0) {
+    if (codec::add_codec(module) < 0 || ring_add(module) < 0) {
         Py_DECREF(module);
         return nullptr;
     }

@@ -235,7 +235,7 @@ CPP_TOKEN = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 CONTAINER = re.compile(r"\b(namespace|struct|class|union|enum)\b[^()]*$|\bextern\s*$")
-SYNC = re.compile(r"//\s*SYNC (\w+)->(\w+) \((release|acquire)\)")
+SYNC = re.compile(r"//\s*SYNC (\w+)->(\w+) \((release|acquire|seq_cst)\)")
 ORDER = re.compile(
     r"\bmemory_order(?:_|::)(?:acquire|release|acq_rel|seq_cst)\b"
     r"|\b__ATOMIC_(?:ACQUIRE|RELEASE|ACQ_REL|SEQ_CST)\b"
@@ -285,13 +285,13 @@ def cpp_functions(source: str) -> list[tuple[str, int]]:
 def sync_problems(sources: dict[str, str]) -> list[str]:
     """Return every memory order without a named edge, every comment of the wrong form, every edge without an end."""
     problems = []
-    ends: dict[str, set[str]] = {}
+    ends: dict[str, list[str]] = {}
     for name, source in sources.items():
         lines = source.splitlines()
         for number, line in enumerate(lines, 1):
             match = SYNC.search(line)
             if match:
-                ends.setdefault(f"{match[1]}->{match[2]}", set()).add(match[3])
+                ends.setdefault(f"{match[1]}->{match[2]}", []).append(match[3])
             elif re.search(r"//.*\bSYNC\b", line):
                 problems.append(f"{name}:{number}: not of the form '// SYNC a->b (release)' or '(acquire)'")
             near = "\n".join(lines[max(0, number - 1 - SYNC_REACH) : number])
@@ -300,8 +300,11 @@ def sync_problems(sources: dict[str, str]) -> list[str]:
     problems += [
         f"edge {edge} has no {missing} end"
         for edge, kinds in sorted(ends.items())
-        for missing in sorted({"release", "acquire"} - kinds)
+        for missing in sorted({"release", "acquire"} - set(kinds))
+        if "seq_cst" not in kinds
     ]
+    # A store and a load of each side, ordered against the other side's: there is no release and no acquire end.
+    problems += [f"edge {edge} has one end" for edge, kinds in sorted(ends.items()) if kinds == ["seq_cst"]]
     return problems
 
 

@@ -1,0 +1,282 @@
+"""One shared mapping without a name, and how peers get it.
+
+A segment is a memfd: it stands in no directory, so nothing can be planted in its place and nothing is left
+when its processes are killed. It is sealed against shrinking and growing, and its pages are reserved when
+it is made, so that no access can raise SIGBUS. Peers get the descriptor over a Unix socket in the abstract
+namespace, which has no file either, after they have shown that they are the same user and know the key.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hmac
+import mmap
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from shm_broadcast.errors import CapabilityError, CommTimeoutError, DecodeError, PeerLostError
+from shm_broadcast.liveness import ProcessIdentity, this_process
+
+# Linux's fcntl.h; Python names them only from 3.12 on.
+_F_ADD_SEALS: Final = 1033
+_F_GET_SEALS: Final = 1034
+_SEALS: Final = 0x0001 | 0x0002 | 0x0004  # no more seals, no shrinking, no growing
+
+_PEER_CREDENTIALS: Final = struct.Struct("3i")
+_CHALLENGE_BYTES: Final = 32
+_MESSAGE_BYTES: Final = 4096
+
+# Memory that stays free besides a segment: a machine that is filled to the last page kills processes.
+_SPARE_BYTES: Final = 16 << 20
+
+
+class Segment:
+    """A sealed, reserved, shared mapping."""
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        """Map `descriptor`, which this object owns from now on."""
+        self.descriptor = descriptor
+        self.nbytes = nbytes
+        self.memory = mmap.mmap(descriptor, nbytes)
+
+    @classmethod
+    def create(cls, nbytes: int) -> Segment:
+        """Make a zeroed segment of `nbytes`, all of whose pages exist when this returns.
+
+        Raises:
+            CapabilityError: There is too little memory; the text gives the needed and the free bytes.
+        """
+        free = free_memory_bytes()
+        if nbytes + _SPARE_BYTES > free:
+            raise CapabilityError(
+                f"a shared segment needs {nbytes} bytes, {free} are free (and {_SPARE_BYTES} are left alone)",
+                requirement=f"{nbytes} bytes of memory",
+            )
+        descriptor = os.memfd_create("group-coordinator", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+            fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEALS)
+            return cls(descriptor, nbytes)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno not in (errno.ENOMEM, errno.ENOSPC):
+                raise
+            raise CapabilityError(
+                f"a shared segment needs {nbytes} bytes, {free_memory_bytes()} are free: {error.strerror}",
+                requirement=f"{nbytes} bytes of memory",
+            ) from error
+
+    @classmethod
+    def adopt(cls, descriptor: int, nbytes: int) -> Segment:
+        """Map a segment that a peer handed over, once its size and seals are as they must be.
+
+        Raises:
+            DecodeError: It is no sealed memory of this size.
+        """
+        try:
+            sealed = fcntl.fcntl(descriptor, _F_GET_SEALS) & _SEALS == _SEALS
+            if sealed and os.fstat(descriptor).st_size == nbytes:
+                return cls(descriptor, nbytes)
+        except OSError as error:
+            os.close(descriptor)
+            raise DecodeError(f"what was handed over is no shared segment: {error}") from error
+        os.close(descriptor)
+        raise DecodeError(f"what was handed over is no sealed segment of {nbytes} bytes")
+
+    def close(self) -> None:
+        """Close the descriptor and let the mapping go, which lives on for views of it. Idempotent."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+            del self.memory
+
+
+def free_memory_bytes() -> int:
+    """Return how much memory this process may still take: the machine's, or less in a limited cgroup."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    for limit, usage in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            text = Path(limit).read_text().strip()
+            if text != "max":
+                free = min(free, int(text) - int(Path(usage).read_text()))
+        except OSError:
+            # This machine has no such cgroup.
+            continue
+    return max(free, 0)
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """What a peer says when it has shown that it knows the key.
+
+    Attributes:
+        member: Which of the expected peers it is.
+        process: Its process.
+    """
+
+    member: int
+    process: ProcessIdentity
+
+
+_hello_decoder = msgspec.msgpack.Decoder(Hello)
+
+
+class Handover:
+    """Gives a segment to its expected peers, each once, and takes their pidfds in return.
+
+    A thread accepts until every peer has come or `close` is called.
+    """
+
+    def __init__(
+        self, segment: Segment, key: bytes, members: set[int], joined: Callable[[Hello, int], None]
+    ) -> None:
+        """Listen on a fresh abstract address.
+
+        Args:
+            segment: What is handed over.
+            key: What a peer must know; 32 bytes.
+            members: The peers that are expected.
+            joined: Called on the thread for each that came, with its pidfd, which the callee then owns.
+        """
+        self._segment = segment
+        self._key = key
+        self._members = set(members)
+        self._joined = joined
+        self._own = this_process()
+        self.address = f"group-coordinator-{secrets.token_hex(16)}"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind("\0" + self.address)
+        self._listener.listen(128)
+        self._thread = threading.Thread(target=self._serve, name="group-coordinator-handover", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while self._members:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:
+                # `close` shut the listener down.
+                return
+            with peer:
+                # A stranger that connects and says nothing may hold the others up for this long.
+                peer.settimeout(1.0)
+                try:
+                    self._give(peer)
+                except (OSError, DecodeError, msgspec.MsgspecError):
+                    # Not one of ours, or it went away: it gets nothing, the others are served.
+                    continue
+        self._listener.close()
+
+    def _give(self, peer: socket.socket) -> None:
+        credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+        _, user, _ = _PEER_CREDENTIALS.unpack(credentials)
+        if user != os.geteuid():
+            return
+        challenge = secrets.token_bytes(_CHALLENGE_BYTES)
+        peer.sendall(challenge)
+        data, descriptors, _, _ = socket.recv_fds(peer, _MESSAGE_BYTES, 1)
+        try:
+            proof, body = data[:_CHALLENGE_BYTES], data[_CHALLENGE_BYTES:]
+            if not hmac.compare_digest(proof, _proof(self._key, b"peer", challenge + body)):
+                return
+            hello = _hello_decoder.decode(body)
+            if hello.member not in self._members or len(descriptors) != 1:
+                return
+            own = os.pidfd_open(os.getpid())
+            try:
+                reply = msgspec.msgpack.encode(Hello(-1, self._own))
+                answer = _proof(self._key, b"owner", proof + reply) + reply
+                socket.send_fds(peer, [answer], [self._segment.descriptor, own])
+            finally:
+                os.close(own)
+            self._members.discard(hello.member)
+            self._joined(hello, descriptors.pop())
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def close(self) -> None:
+        """Stop to listen. Idempotent."""
+        if self._thread.is_alive():
+            try:
+                # Wakes the accept of the thread, which closing alone does not.
+                self._listener.shutdown(socket.SHUT_RDWR)
+            except OSError as error:
+                if error.errno != errno.ENOTCONN:
+                    raise
+        self._thread.join()
+        self._listener.close()
+
+
+def _proof(key: bytes, role: bytes, data: bytes) -> bytes:
+    return hmac.digest(key, role + data, "sha256")
+
+
+def take_over(
+    address: str, key: bytes, member: int, nbytes: int, timeout_s: float
+) -> tuple[Segment, ProcessIdentity, int]:
+    """Fetch the segment that a `Handover` offers.
+
+    Args:
+        address: Its abstract address.
+        key: The key.
+        member: Which of the expected peers this is.
+        nbytes: The size that the segment must have.
+        timeout_s: Deadline in seconds.
+
+    Returns:
+        (segment, identity of the owner's process, pidfd of it, which the caller owns).
+
+    Raises:
+        PeerLostError: Nobody listens there, or the owner refused.
+        CommTimeoutError: The owner did not answer.
+        DecodeError: The answer is not the owner's.
+    """
+    descriptors: list[int] = []
+    own = os.pidfd_open(os.getpid())
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as owner:
+            owner.settimeout(timeout_s)
+            owner.connect("\0" + address)
+            challenge = owner.recv(_CHALLENGE_BYTES)
+            body = msgspec.msgpack.encode(Hello(member, this_process()))
+            proof = _proof(key, b"peer", challenge + body)
+            socket.send_fds(owner, [proof + body], [own])
+            data, descriptors, _, _ = socket.recv_fds(owner, _MESSAGE_BYTES, 2)
+        reply = data[_CHALLENGE_BYTES:]
+        if not data:
+            raise PeerLostError(
+                f"the owner of the segment refused member {member}: wrong key, or it came before"
+            )
+        if not hmac.compare_digest(data[:_CHALLENGE_BYTES], _proof(key, b"owner", proof + reply)):
+            raise DecodeError("who answered does not know the key of the segment")
+        if len(descriptors) != 2:
+            raise DecodeError("the owner of the segment handed over no descriptors")
+        identity = _hello_decoder.decode(reply).process
+        memory, watch = descriptors
+        descriptors = [watch]
+        segment = Segment.adopt(memory, nbytes)
+        descriptors = []
+        return segment, identity, watch
+    except TimeoutError as error:
+        raise CommTimeoutError(f"the owner of the segment did not answer within {timeout_s:.1f} s") from error
+    except ConnectionError as error:
+        if isinstance(error, PeerLostError):
+            raise
+        raise PeerLostError(f"nobody offers the segment any more: {error}") from error
+    finally:
+        os.close(own)
+        for descriptor in descriptors:
+            os.close(descriptor)

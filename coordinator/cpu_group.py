@@ -8,7 +8,7 @@ message, which follows at once. So no object ever needs a round trip.
 from __future__ import annotations
 
 import struct
-from collections import deque
+import time
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -17,25 +17,51 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from coordinator.process_groups import GlooBackend, abort_gloo
-from coordinator.transfer_tags import BROADCAST_TAG, GATHER_TAG, OBJECT_TAG, TENSOR_TAG
+from coordinator.transfer_tags import BROADCAST_TAG, GATHER_TAG, OBJECT_TAG
 from device_comm.base import Handle
 from device_comm.handles import CompletedHandle, PointToPointHandle
 from device_comm.health import GroupHealth, Operation
 from device_comm.process_group import as_bytes, backend_timeout
 from device_comm.works import CollectiveWork, PointToPointWorks, WaiterThreads
 from shm_broadcast import codec
-from shm_broadcast.errors import CommError
 
 # Receivers post this much for the first message of a frame: a scheduler's step fits many times.
 FIRST_BYTES: Final = 64 << 10
 
-# Sends of at most this size are not waited for: Gloo hands them to the kernel at once, in a memory of
-# ours. The kernel's buffers are finite, so this many may be unaccounted for before one wait settles all.
+# Frames of at most `FIRST_BYTES` are not waited for. Gloo sends them when the receiver is ready for them; until
+# then their memory is kept here. So many may be open before a thread waits for the newest of them.
 EAGER_SENDS: Final = 32
+# A sender that is so far ahead of its receiver, under one tag, waits for it.
+EAGER_BYTES: Final = 64 << 20
 
 # What of each rank's frame fits in the one round of an all-gather of objects.
 _GATHER_INLINE_BYTES: Final = 4096
 _LENGTH: Final = struct.Struct("<q")
+
+
+class _EagerSends:
+    """Frames that nobody waits for, to one peer and under one tag: those complete in the order they were sent."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[dist.Work, torch.Tensor]] = []
+        self.settling: PointToPointWorks | None = None
+        self.nbytes = 0
+
+    def add(self, work: dist.Work, data: torch.Tensor) -> None:
+        self.open.append((work, data))
+        self.nbytes += data.numel()
+
+    def settle(self, threads: WaiterThreads, peer: int) -> PointToPointWorks:
+        """Return what completes with the frames being settled, or if there are none with all open ones."""
+        if self.settling is None:
+            newest, _ = self.open[-1]
+            self.settling = PointToPointWorks(threads, [(peer, newest)], self.open)
+            self.open = []
+        return self.settling
+
+    def settled(self) -> None:
+        self.settling = None
+        self.nbytes = sum(data.numel() for _, data in self.open)
 
 
 class CpuGroup:
@@ -64,7 +90,7 @@ class CpuGroup:
         self._health = health
         self._timeout_s = timeout_s
         self._threads = WaiterThreads(health.name)
-        self._eager: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = {}
+        self._eager: dict[tuple[int, int], _EagerSends] = {}
         self._others = [rank for rank in range(len(self._ranks)) if rank != rank_in_group]
         health.on_abort(self.abort)
 
@@ -137,11 +163,13 @@ class CpuGroup:
             self._start_frame(operation, message, [dst], GATHER_TAG, deadline).wait()
             return None
         operation = self._health.begin("host", "gather_object")
-        frames = self._receive_first(operation, self._others, GATHER_TAG, deadline)
-        objects = {
-            rank: self._complete_frame(operation, rank, GATHER_TAG, first, deadline, None)
-            for rank, first in frames.items()
+        firsts = self._receive_first(operation, self._others, GATHER_TAG, deadline)
+        # All frames before any is decoded: one that cannot be must leave nothing of the others behind.
+        frames = {
+            rank: self._complete_frame(operation, rank, GATHER_TAG, first, deadline)
+            for rank, first in firsts.items()
         }
+        objects = {rank: codec.decode(frame) for rank, frame in frames.items()}
         objects[dst] = obj
         return [objects[rank] for rank in range(len(self._ranks))]
 
@@ -167,21 +195,21 @@ class CpuGroup:
         return self._receive_frame(operation, src, tag, timeout_s, type_)
 
     def isend_tensor(
-        self, tensor: torch.Tensor, peers: Sequence[int], timeout_s: float | None = None
+        self, tensor: torch.Tensor, peers: Sequence[int], timeout_s: float | None, tag: int
     ) -> Handle:
         """Start to send the bytes of a contiguous CPU tensor to each of `peers`."""
         operation = self._health.begin_point_to_point("host", f"send to {self._global(peers)}")
         works: list[tuple[int, dist.Work]] = []
         with self._health.transport(operation):
             data = [as_bytes(tensor)]
-            works.extend((self._ranks[peer], self._backend.send(data, peer, TENSOR_TAG)) for peer in peers)
+            works.extend((self._ranks[peer], self._backend.send(data, peer, tag)) for peer in peers)
         return self._handle(operation, works, tensor, timeout_s or self._timeout_s)
 
-    def irecv_tensor(self, tensor: torch.Tensor, src: int, timeout_s: float | None = None) -> Handle:
+    def irecv_tensor(self, tensor: torch.Tensor, src: int, timeout_s: float | None, tag: int) -> Handle:
         """Start to receive into a contiguous CPU tensor."""
         operation = self._health.begin_point_to_point("host", f"recv from {self._global([src])}")
         with self._health.transport(operation):
-            work = self._backend.recv([as_bytes(tensor)], src, TENSOR_TAG)
+            work = self._backend.recv([as_bytes(tensor)], src, tag)
         return self._handle(operation, [(self._ranks[src], work)], tensor, timeout_s)
 
     # ------------------------------------------------------------------ frames
@@ -198,29 +226,33 @@ class CpuGroup:
             for peer in peers:
                 sent = self._backend.send([first], peer, tag)
                 if rest.numel():
+                    # Both: Gloo forgets a send whose work is dropped before the receiver is ready.
+                    works.append((self._ranks[peer], sent))
                     works.append((self._ranks[peer], self._backend.send([rest], peer, tag)))
                 else:
-                    self._eager.setdefault(peer, deque()).append((sent, data))
-        for peer in peers:
-            self._settle(operation, peer, EAGER_SENDS, timeout_s)
+                    self._eager.setdefault((peer, tag), _EagerSends()).add(sent, data)
+            for peer in peers:
+                self._settle(operation, peer, tag, timeout_s)
         return self._handle(operation, works, data, timeout_s) if works else CompletedHandle()
 
-    def _settle(self, operation: Operation, peer: int, allowed: int, timeout_s: float) -> None:
-        """Account for eager sends to `peer` if more than `allowed` are open."""
-        sends = self._eager.get(peer)
-        if sends is None or len(sends) <= allowed:
+    def _settle(self, operation: Operation, peer: int, tag: int, timeout_s: float) -> None:
+        """Account for eager sends; wait only if the receiver is too far behind."""
+        sends = self._eager.get((peer, tag))
+        if sends is None:
             return
-        # Sends to one peer complete in order: the newest stands for all.
-        newest, _ = sends[-1]
-        works = PointToPointWorks(self._threads, [(self._ranks[peer], newest)], list(sends))
-        self._health.wait(operation, works, timeout_s)
-        sends.clear()
+        if sends.settling is not None and sends.settling.is_complete():
+            sends.settled()
+        if len(sends.open) > EAGER_SENDS:
+            sends.settle(self._threads, self._ranks[peer])
+        while sends.nbytes > EAGER_BYTES:
+            self._health.wait(operation, sends.settle(self._threads, self._ranks[peer]), timeout_s)
+            sends.settled()
 
     def _receive_frame(
         self, operation: Operation, src: int, tag: int, timeout_s: float | None, type_: Any = None
     ) -> Any:
         first = self._receive_first(operation, [src], tag, timeout_s)[src]
-        return self._complete_frame(operation, src, tag, first, timeout_s, type_)
+        return codec.decode(self._complete_frame(operation, src, tag, first, timeout_s), type_)
 
     def _receive_first(
         self, operation: Operation, peers: Sequence[int], tag: int, timeout_s: float | None
@@ -236,12 +268,12 @@ class CpuGroup:
         return firsts
 
     def _complete_frame(
-        self, operation: Operation, src: int, tag: int, first: bytearray, timeout_s: float | None, type_: Any
-    ) -> Any:
-        """Receive what follows the first message of a frame, and decode it."""
+        self, operation: Operation, src: int, tag: int, first: bytearray, timeout_s: float | None
+    ) -> bytearray | memoryview:
+        """Receive what follows the first message of a frame; return the whole."""
         total = codec.frame_length(first)
         if total <= FIRST_BYTES:
-            return codec.decode(memoryview(first)[:total], type_)
+            return memoryview(first)[:total]
         frame = bytearray(total)
         frame[:FIRST_BYTES] = first
         rest = torch.frombuffer(frame, dtype=torch.uint8)[FIRST_BYTES:]
@@ -249,7 +281,7 @@ class CpuGroup:
             work = self._backend.recv([rest], src, tag)
         # The sender is in the middle of it: from here on silence is a failure.
         self._handle(operation, [(self._ranks[src], work)], rest, timeout_s or self._timeout_s).wait()
-        return codec.decode(frame, type_)
+        return frame
 
     def _handle(
         self,
@@ -272,14 +304,18 @@ class CpuGroup:
 
     def flush(self, timeout_s: float) -> None:
         """Wait until the kernel has all that was sent, so that closing the connections loses nothing."""
-        operation = Operation("host", "destroy", 0)
-        for peer in list(self._eager):
+        deadline = time.monotonic() + timeout_s
+        for (peer, _), sends in self._eager.items():
             try:
-                self._settle(operation, peer, 0, timeout_s)
-            except CommError as error:
-                # A peer that takes nothing any more cannot keep this rank from leaving.
-                del error
-                break
+                while sends.settling is not None or sends.open:
+                    works = sends.settle(self._threads, self._ranks[peer])
+                    if not works.poll(max(deadline - time.monotonic(), 0.0)):
+                        # A peer that takes nothing any more cannot keep this rank from leaving.
+                        return
+                    sends.settled()
+            except RuntimeError as gone:
+                # This peer's connection is closed; another one may still want what was sent to it.
+                del gone
 
     def close(self, timeout_s: float) -> None:
         """End the threads; what still waits in them is aborted first."""

@@ -25,16 +25,19 @@ from coordinator.process_groups import (
     run_interruptibly,
 )
 from coordinator.settings import CoordinatorSettings
-from device_comm.base import CommunicatorContext, DeviceCommunicator
+from device_comm.base import CommunicatorContext, DeviceCommunicator, Handle
 from device_comm.health import SLICE_S, GroupHealth
 from device_comm.process_group import ProcessGroupCommunicator
 from device_comm.registry import communicator_factory, communicator_name
 from device_comm.solo import SoloCommunicator
-from shm_broadcast.errors import NativeError, PeerLostError, UsageError
+from shm_broadcast.errors import CommError, NativeError, PeerLostError, UsageError
 from shm_broadcast.liveness import PeerWatch, this_process
 
 # Ranks that run different protocols must not try to talk; raised when a message or a key changes.
 PROTOCOL_VERSION = 1
+
+# How long destroy pauses between two looks at sends that are still in flight.
+FLUSH_PAUSE_S = 0.002
 
 Result = TypeVar("Result")
 
@@ -79,14 +82,15 @@ class GroupParts:
         )
         return group
 
-    def destroy(self, timeout_s: float) -> None:
-        """Give everything back, within about `timeout_s` seconds."""
+    def destroy(self, timeout_s: float, open_sends: Sequence[Handle]) -> None:
+        """Give everything back, within about `timeout_s` seconds; half of it is for `open_sends` to complete."""
         deadline = time.monotonic() + timeout_s
         if not self.health.is_broken:
+            _flush(open_sends, timeout_s / 2)
             self.host.flush(timeout_s / 2)
         self.health.say_goodbye()
-        if self.health.is_waiting:
-            self.health.abort()
+        # Not left to the garbage collector: whoever keeps a reference would keep the other ranks waiting.
+        self.health.abort()
         self.communicator.destroy()
         self.host.close(max(deadline - time.monotonic(), 0.5))
         self.health.release()
@@ -99,6 +103,17 @@ class GroupParts:
             inherited.release(group)
         self.adopted.clear()
         self.cpu_group = self.device_group = None
+
+
+def _flush(sends: Sequence[Handle], timeout_s: float) -> None:
+    """Wait until all of `sends` are complete, or one cannot be any more."""
+    deadline = time.monotonic() + timeout_s
+    try:
+        while not all(send.is_completed() for send in sends) and time.monotonic() < deadline:
+            time.sleep(FLUSH_PAUSE_S)
+    except CommError as gone:
+        # A connection is closed: its peer is gone.
+        del gone
 
 
 def create_parts(

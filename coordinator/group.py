@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from coordinator.creation import GroupParts, create_parts
+from coordinator.creation import GroupParts, create_parts, device_of
 from coordinator.expert_parallel import ExpertParallel
 from coordinator.graph_capture import GraphCaptureContext, capture_on
 from coordinator.group_names import unique_name
@@ -81,6 +81,8 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
         membership = find_membership(group_ranks, dist.get_rank(), dist.get_world_size())
         if isinstance(local_rank, bool) or not isinstance(local_rank, int) or local_rank < 0:
             raise UsageError(f"local_rank must be the index of a device, not {local_rank!r}")
+        # A number is used up only for what the other ranks also get to: mistakes are found before it.
+        device_of(torch_distributed_backend, local_rank)
         name = unique_name(group_name)
         parts = create_parts(
             name=name,
@@ -286,7 +288,7 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
         """
         if not self._health.close():
             return
-        self._parts.destroy(self.settings.destroy_timeout_s)
+        self._parts.destroy(self.settings.destroy_timeout_s, list(self._open_sends))
         self._open_sends.clear()
         self._cpu_group = None
         self._device_group = None

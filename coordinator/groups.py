@@ -71,12 +71,14 @@ class ParallelGroups:
 
         Args:
             layout: Its world size must be that of torch.distributed.
-            local_rank: Index of this process's device on its host; by default the rank on this host that
-                the launcher gave, else the global rank.
-            backend: torch backend of the device groups; by default that of the accelerator, else "gloo".
+            local_rank: Index of this process's device on its host; by default the world group's, else the
+                global rank.
+            backend: torch backend of the device groups; by default the world group's, else that of the
+                accelerator, else "gloo".
             use_message_queue_broadcaster: Whether the tensor-parallel group gets an `mq_broadcaster`.
             settings: Of every group; by default what the environment says now.
-            world: An existing group of all ranks to use as `world`; it is not destroyed with this record.
+            world: An existing group of all ranks to use as `world`, by default the one that
+                `init_distributed_environment` made, if any; it is not destroyed with this record.
 
         Raises:
             UsageError: The layout does not fit the world.
@@ -90,6 +92,10 @@ class ParallelGroups:
             )
         started = time.perf_counter()
         settings = settings or CoordinatorSettings.from_env()
+        world = world or find_world_group()
+        if world is not None:
+            backend = backend or world.torch_distributed_backend
+            local_rank = world.local_rank if local_rank is None else local_rank
         backend = backend or default_backend()
         local_rank = dist.get_rank() if local_rank is None else local_rank
         tables: dict[tuple[tuple[int, ...], ...], list[str]] = {}
@@ -170,6 +176,24 @@ _current: contextvars.ContextVar[ParallelGroups | None] = contextvars.ContextVar
     "parallel_groups", default=None
 )
 _default: list[ParallelGroups] = []
+
+# The group of all ranks, which exists before any layout is known; at most one entry.
+_world: list[GroupCoordinator] = []
+
+
+def set_world_group(group: GroupCoordinator | None) -> GroupCoordinator | None:
+    """Remember the group of all ranks, or none; return the one before."""
+    before = _world.pop() if _world else None
+    if group is not None:
+        _world.append(group)
+    return before
+
+
+def find_world_group() -> GroupCoordinator | None:
+    """Return the group of all ranks that is in use, or None."""
+    if _world and dist.is_initialized():
+        return _world[0]
+    return None
 
 
 def set_default_groups(groups: ParallelGroups | None) -> ParallelGroups | None:

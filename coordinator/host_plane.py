@@ -46,11 +46,11 @@ class HostPlane(Protocol):
         """Receive an object from rank `src`."""
 
     def isend_tensor(
-        self, tensor: torch.Tensor, peers: Sequence[int], timeout_s: float | None = None
+        self, tensor: torch.Tensor, peers: Sequence[int], timeout_s: float | None, tag: int
     ) -> Handle:
         """Start to send a contiguous CPU tensor to each of `peers`."""
 
-    def irecv_tensor(self, tensor: torch.Tensor, src: int, timeout_s: float | None = None) -> Handle:
+    def irecv_tensor(self, tensor: torch.Tensor, src: int, timeout_s: float | None, tag: int) -> Handle:
         """Start to receive into a contiguous CPU tensor."""
 
     def flush(self, timeout_s: float) -> None:
@@ -116,15 +116,15 @@ class SoloHostPlane:
         self._refuse(name)
 
     def isend_tensor(
-        self, tensor: torch.Tensor, peers: Sequence[int], timeout_s: float | None = None
+        self, tensor: torch.Tensor, peers: Sequence[int], timeout_s: float | None, tag: int
     ) -> Handle:
         """Refuse: there is no peer."""
-        del tensor, peers, timeout_s
+        del tensor, peers, timeout_s, tag
         self._refuse("send")
 
-    def irecv_tensor(self, tensor: torch.Tensor, src: int, timeout_s: float | None = None) -> Handle:
+    def irecv_tensor(self, tensor: torch.Tensor, src: int, timeout_s: float | None, tag: int) -> Handle:
         """Refuse: there is no peer."""
-        del tensor, src, timeout_s
+        del tensor, src, timeout_s, tag
         self._refuse("recv")
 
     def flush(self, timeout_s: float) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -21,15 +20,14 @@ from coordinator.groups import (
     current_groups,
     default_backend,
     find_current_groups,
+    find_world_group,
     set_default_groups,
+    set_world_group,
 )
 from coordinator.layout import ParallelLayout
 from coordinator.rendezvous import init_world, leave_world
 from coordinator.settings import CoordinatorSettings, LaunchEnvironment
 from shm_broadcast.errors import UsageError
-
-# Beside the current groups there is the world's group, which engines create first; at most one entry.
-_world_group: Final[list[GroupCoordinator]] = []
 
 
 def init_distributed_environment(
@@ -70,11 +68,11 @@ def init_distributed_environment(
         else:
             raise UsageError("give the deadline as timeout or in settings, not both")
     settings = settings or CoordinatorSettings.from_env()
-    if _world_group and dist.is_initialized():
-        _check_same("world_size", world_size, _world_group[0].world_size)
-        _check_same("rank", rank, _world_group[0].rank)
+    world = find_world_group()
+    if world is not None:
+        _check_same("world_size", world_size, world.world_size)
+        _check_same("rank", rank, world.rank)
         return
-    _world_group.clear()
     backend = backend or default_backend()
     joined = not dist.is_initialized()
     if joined:
@@ -91,7 +89,7 @@ def init_distributed_environment(
         if joined:
             leave_world()
         raise
-    _world_group.append(group)
+    set_world_group(group)
 
 
 def _check_same(name: str, given: int, present: int) -> None:
@@ -202,9 +200,10 @@ def get_world_group() -> GroupCoordinator:
     groups = find_current_groups()
     if groups is not None:
         return groups.world
-    if not _world_group:
+    world = find_world_group()
+    if world is None:
         raise UsageError("there is no world group: call init_distributed_environment(...) first")
-    return _world_group[0]
+    return world
 
 
 def get_tp_group() -> GroupCoordinator:
@@ -305,8 +304,9 @@ def destroy_model_parallel() -> None:
 def destroy_distributed_environment() -> None:
     """Destroy the world's group, and torch.distributed if we initialised it. Idempotent, not collective."""
     destroy_model_parallel()
-    while _world_group:
-        _world_group.pop().destroy()
+    world = set_world_group(None)
+    if world is not None:
+        world.destroy()
     leave_world()
 
 

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from coordinator.planes import GroupPlanes
-from coordinator.tensor_dict import Landing, Slicing, join, split
-from coordinator.transfer_tags import TENSOR_DICT_TAG
+from coordinator.tensor_dict import Landing, Plane, Slicing, TensorDictMessage, join, landing_places, split
+from coordinator.transfer_tags import BROADCAST_TENSOR_TAG, TENSOR_DICT_TAG, TENSOR_TAG
 from device_comm import checks
 from device_comm.base import Handle
 from device_comm.handles import CompletedHandle
 from shm_broadcast import codec
-from shm_broadcast.errors import DisagreementError, UsageError
+from shm_broadcast.errors import DecodeError, DisagreementError, UsageError
 
 TensorDict = dict[Any, Any]
 
@@ -56,7 +56,7 @@ class PointToPoint(GroupPlanes):
         """
         if self.world_size == 1:
             self._health.check_usable("send_tensor_dict")
-            return dict(tensor_dict)
+            return tensor_dict if isinstance(tensor_dict, dict) else dict(tensor_dict)
         for handle in self.isend_tensor_dict(
             tensor_dict, dst, all_gather_group, all_gather_tensors, timeout_s=timeout_s
         ):
@@ -84,11 +84,11 @@ class PointToPoint(GroupPlanes):
             return []
         peer = self._neighbour(dst, 1, "dst")
         parcel = split(tensor_dict, _slicing(all_gather_group, all_gather_tensors))
-        message = codec.encode(parcel.metadata)
+        message = codec.encode(parcel.message())
         handles = [self._host.isend_message(message, [peer], "send_tensor_dict", timeout_s, TENSOR_DICT_TAG)]
         for plane, tensor in parcel.tensors:
             if plane == "host":
-                handles.append(self._host.isend_tensor(tensor, [peer], timeout_s))
+                handles.append(self._host.isend_tensor(tensor, [peer], timeout_s, TENSOR_TAG))
             else:
                 handles.append(self.device_communicator.isend(tensor, peer, timeout_s=timeout_s))
         for handle in handles:
@@ -141,14 +141,15 @@ class PointToPoint(GroupPlanes):
             return None, [], []
         peer = self._neighbour(src, -1, "src")
         slicing = _slicing(all_gather_group, all_gather_tensors)
-        metadata = self._host.recv_object(peer, timeout_s, None, "recv_tensor_dict", TENSOR_DICT_TAG)
-        landing = self._join(metadata, slicing)
-        handles: list[Handle] = []
-        for plane, tensor in landing.parts:
+
+        def receive(plane: Plane, tensor: torch.Tensor) -> Handle:
             if plane == "host":
-                handles.append(self._host.irecv_tensor(tensor, peer, timeout_s))
-            else:
-                handles.append(self.device_communicator.irecv(tensor, peer, timeout_s=timeout_s))
+                return self._host.irecv_tensor(tensor, peer, timeout_s, TENSOR_TAG)
+            return self.device_communicator.irecv(tensor, peer, timeout_s=timeout_s)
+
+        message = self._host.recv_object(peer, timeout_s, None, "recv_tensor_dict", TENSOR_DICT_TAG)
+        landing = self._land(message, slicing, lambda plane, tensor: receive(plane, tensor).wait())
+        handles = [receive(plane, tensor) for plane, tensor in landing.parts]
         callbacks = [
             _gatherer(all_gather_group, part, put)
             for part, put in landing.sliced
@@ -183,28 +184,44 @@ class PointToPoint(GroupPlanes):
         self._check_own_group(group, (self._cpu_group, self._device_group), "group")
         self._check_own_group(metadata_group, (self._cpu_group,), "metadata_group")
         if self.rank_in_group != src:
-            landing = self._join(self._host.broadcast_object(None, src, timeout_s), Slicing())
-            for plane, tensor in landing.parts:
+
+            def receive(plane: Plane, tensor: torch.Tensor) -> None:
                 if plane == "host":
-                    self._host.irecv_tensor(tensor, src, timeout_s).wait()
+                    self._host.irecv_tensor(tensor, src, timeout_s, BROADCAST_TENSOR_TAG).wait()
                 else:
                     self.device_communicator.broadcast(tensor, src, timeout_s=timeout_s)
+
+            message = self._host.broadcast_object(None, src, timeout_s)
+            landing = self._land(message, Slicing(), receive)
+            for plane, tensor in landing.parts:
+                receive(plane, tensor)
             return landing.tensor_dict
         if tensor_dict is None:
             raise UsageError("broadcast_tensor_dict: rank src must give a tensor dict")
         parcel = split(tensor_dict, Slicing())
-        self._host.broadcast_object(parcel.metadata, src, timeout_s)
+        self._host.broadcast_object(parcel.message(), src, timeout_s)
         peers = [rank for rank in range(self.world_size) if rank != src]
         for plane, tensor in parcel.tensors:
             if plane == "device":
                 self.device_communicator.broadcast(tensor, src, timeout_s=timeout_s)
             elif peers:
-                self._host.isend_tensor(tensor, peers, timeout_s).wait()
+                self._host.isend_tensor(tensor, peers, timeout_s, BROADCAST_TENSOR_TAG).wait()
         return tensor_dict if isinstance(tensor_dict, dict) else dict(tensor_dict)
 
     # ------------------------------------------------------------------ helpers
 
-    def _join(self, metadata: object, slicing: Slicing) -> Landing:
+    def _land(
+        self, message: object, slicing: Slicing, receive: Callable[[Plane, torch.Tensor], None]
+    ) -> Landing:
+        """Return where the dict of `message` lands; if it cannot be decoded, receive what follows it and raise."""
+        metadata = message
+        if isinstance(message, TensorDictMessage):
+            try:
+                metadata = codec.decode(message.tree)
+            except DecodeError:
+                for plane, tensor in landing_places(message, self.device):
+                    receive(plane, tensor)
+                raise
         try:
             return join(metadata, self.device, slicing)
         except DisagreementError as error:

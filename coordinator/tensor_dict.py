@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
 import msgspec
 import torch
 
+from shm_broadcast import codec
 from shm_broadcast.codec import register_type
 from shm_broadcast.errors import DecodeError, DisagreementError, UsageError
 
@@ -40,6 +42,21 @@ class TensorSlot(msgspec.Struct, frozen=True):
     dtype: str
     plane: Plane
     slices: int
+
+
+@register_type(name="coordinator.TensorDictMessage")
+class TensorDictMessage(msgspec.Struct, frozen=True):
+    """The metadata of a dict with tensors beside it.
+
+    Whoever cannot decode `tree` still learns from `slots` what follows, and can leave the transport in order.
+
+    Attributes:
+        slots: What travels beside it, in order.
+        tree: The frame of the metadata.
+    """
+
+    slots: list[TensorSlot]
+    tree: bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,54 +87,68 @@ class Parcel:
 
     Attributes:
         metadata: The dict with slots in the place of the tensors beside it.
+        slots: The slots, in order.
         tensors: Pairs (plane, contiguous tensor) in slot order.
     """
 
     metadata: dict[Any, Any]
+    slots: list[TensorSlot]
     tensors: list[tuple[Plane, torch.Tensor]]
+
+    def message(self) -> object:
+        """Return the object that travels ahead of the tensors."""
+        if not self.slots:
+            return self.metadata
+        return TensorDictMessage(self.slots, codec.encode(self.metadata).to_bytes())
 
 
 def split(tensor_dict: Mapping[Any, Any], slicing: Slicing) -> Parcel:
     """Split a tensor dict. Tensors inside of lists and other values stay in the metadata.
 
     Raises:
-        UsageError: The argument is no dict, or a key of `all_gather_tensors` names no tensor of it.
+        UsageError: The argument is no dict, contains itself, or lacks a tensor that `all_gather_tensors` names.
     """
     if not isinstance(tensor_dict, Mapping):
         raise UsageError(f"expected a dict of tensors and other values, not {type(tensor_dict).__name__}")
-    tensors: list[tuple[Plane, torch.Tensor]] = []
+    parcel = Parcel({}, [], [])
     keys: set[str] = set()
 
     def visit(value: Any, key: str) -> Any:
-        if isinstance(value, dict):
-            return {name: visit(each, f"{key}.{name}" if key else str(name)) for name, each in value.items()}
+        # Other kinds of dict would not arrive as what they are.
+        if type(value) in (dict, OrderedDict):
+            return type(value)(
+                (name, visit(each, f"{key}.{name}" if key else str(name))) for name, each in value.items()
+            )
         if not isinstance(value, torch.Tensor):
             return value
         keys.add(key)
-        return _place(value, slicing.slices(key, value.numel()), slicing, tensors)
+        return _place(value, slicing.slices(key, value.numel()), slicing, parcel)
 
-    metadata = visit(dict(tensor_dict), "")
+    try:
+        parcel.metadata.update(visit(dict(tensor_dict), ""))
+    except RecursionError as error:
+        raise UsageError("the dict contains itself, or is nested too deeply") from error
     unknown = set(slicing.overrides) - keys
     if unknown:
         raise UsageError(f"all_gather_tensors names {sorted(unknown)}, the dict's tensors are {sorted(keys)}")
-    return Parcel(metadata, tensors)
+    return parcel
 
 
-def _place(
-    value: torch.Tensor, slices: int, slicing: Slicing, tensors: list[tuple[Plane, torch.Tensor]]
-) -> torch.Tensor | TensorSlot:
-    """Return what stands for a tensor in the metadata; append it to `tensors` unless it travels inside."""
+def _place(value: torch.Tensor, slices: int, slicing: Slicing, parcel: Parcel) -> torch.Tensor | TensorSlot:
+    """Return what stands for a tensor in the metadata; append it to the parcel's unless it travels inside."""
     if value.layout is not torch.strided or value.is_quantized:
         raise UsageError(f"only dense, unquantized tensors can be sent, not {value.layout}")
     plane: Plane = "host" if value.device.type == "cpu" else "device"
     if plane == "host" and slices == 1 and value.nbytes < INLINE_BYTES:
-        return value
+        # A Parameter travels as the tensor it is.
+        return value.detach().as_subclass(torch.Tensor)
     whole = value.detach().resolve_conj().resolve_neg().contiguous()
     part = whole.view(slices, -1)[slicing.rank_in_group] if slices > 1 else whole
     slot = TensorSlot(
-        len(tensors), tuple(value.shape), str(value.dtype).removeprefix("torch."), plane, slices
+        len(parcel.slots), tuple(value.shape), str(value.dtype).removeprefix("torch."), plane, slices
     )
-    tensors.append((plane, part))
+    parcel.slots.append(slot)
+    parcel.tensors.append((plane, part))
     return slot
 
 
@@ -134,6 +165,11 @@ class Landing:
     tensor_dict: dict[Any, Any]
     parts: list[tuple[Plane, torch.Tensor]]
     sliced: list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]]
+
+
+def landing_places(message: TensorDictMessage, device: torch.device) -> list[tuple[Plane, torch.Tensor]]:
+    """Allocate memory for what follows `message`."""
+    return [(slot.plane, _allocate(slot, index, device)) for index, slot in enumerate(message.slots)]
 
 
 def join(metadata: object, device: torch.device, slicing: Slicing) -> Landing:

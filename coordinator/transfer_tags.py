@@ -7,4 +7,6 @@ BROADCAST_TAG: Final = 2
 TENSOR_TAG: Final = 3
 GATHER_TAG: Final = 4
 TENSOR_DICT_TAG: Final = 5
-QUEUE_TAG: Final = 6
+BROADCAST_TENSOR_TAG: Final = 6
+# The first of many: each queue of a group has one of its own.
+QUEUE_TAG: Final = 7

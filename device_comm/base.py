@@ -223,7 +223,9 @@ class DeviceCommunicator(ABC):
             sizes: One count for each rank, equal on all of them; None when all bring the same.
             timeout_s: Deadline of each tensor in seconds.
         """
-        tensors = [input_] if isinstance(input_, torch.Tensor) else checks.check_tensors(input_, "all_gatherv")
+        tensors = (
+            [input_] if isinstance(input_, torch.Tensor) else checks.check_tensors(input_, "all_gatherv")
+        )
         checks.check_timeout(timeout_s)
         counts = None if sizes is None else checks.check_sizes(sizes, self.world_size)
         for tensor in tensors:

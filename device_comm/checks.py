@@ -182,7 +182,7 @@ def _marked(tensor: torch.Tensor, offset: int, length: int) -> torch.Tensor:
     flags = torch.zeros(length, dtype=torch.bool)
     # An expanded dimension adds no places, and could not be filled.
     shape = [1 if stride == 0 else size for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]
-    flags.as_strided(shape, tensor.stride(), offset).fill_(True)  # noqa: FBT003
+    flags.as_strided(shape, tensor.stride(), offset).fill_(True)
     return flags
 
 

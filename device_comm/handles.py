@@ -60,10 +60,17 @@ class PointToPointHandle:
         return _StreamHandle(health, operation, works, keep, landing)
 
     def is_completed(self) -> bool:
-        """Return whether the transfer is complete, without waiting."""
-        if self._transfer is not None and self._transfer.is_complete():
+        """Return whether the transfer is complete, without waiting. Raises as `wait`."""
+        self._health.check_owner(self._operation)
+        if self._transfer is None:
+            return True
+        try:
+            is_complete = self._transfer.is_complete()
+        except RuntimeError as error:
+            raise self._health.explain(self._operation, error, self._transfer.pending()) from error
+        if is_complete:
             self._finish()
-        return self._transfer is None
+        return is_complete
 
     def wait(self) -> None:
         """Wait until the transfer is complete; later calls return at once.
@@ -71,7 +78,9 @@ class PointToPointHandle:
         Raises:
             CommTimeoutError: The deadline passed; the group is broken.
             PeerLostError: A peer is gone; the group is broken.
+            UsageError: This process is a forked child of the group's owner.
         """
+        self._health.check_owner(self._operation)
         if self._transfer is None:
             return
         self._health.wait(self._operation, self._transfer, self._timeout_s)

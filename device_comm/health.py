@@ -151,13 +151,7 @@ class GroupHealth:
         self._fork_count = fork_count()
         self._numbers: dict[str, int] = {}
         self._aborts: list[Callable[[], None]] = []
-        self._waiting = 0
         self._lock = threading.Lock()
-
-    @property
-    def is_waiting(self) -> bool:
-        """Return whether a call of this process waits on the group now."""
-        return self._waiting > 0
 
     @property
     def is_broken(self) -> bool:
@@ -186,17 +180,21 @@ class GroupHealth:
             ClosedError: The group was destroyed by this process (also a `UsageError`).
             GroupBrokenError: An earlier failure broke the group; `__cause__` is that failure.
         """
-        if self._fork_count != fork_count():
-            raise UsageError(
-                f"{self.where(name)}: the group belongs to the process that forked this one; "
-                "a forked child must create its own groups, or be started with spawn"
-            )
+        self.check_owner(name)
         if self._closed:
             raise ClosedError(f"{self.where(name)}: the group was destroyed")
         if self._cause is not None:
             raise GroupBrokenError(
                 f"{self.where(name)}: an earlier failure made the group unusable, destroy it: {self._cause}"
             ) from self._cause
+
+    def check_owner(self, name: object) -> None:
+        """Raise `UsageError` if this process is a forked child of the group's owner."""
+        if self._fork_count != fork_count():
+            raise UsageError(
+                f"{self.where(name)}: the group belongs to the process that forked this one; "
+                "a forked child must create its own groups, or be started with spawn"
+            )
 
     def begin(self, plane: str, name: str) -> Operation:
         """Start a collective: check the state and count it. Raises as `check_usable`."""
@@ -228,7 +226,6 @@ class GroupHealth:
             ClosedError: Another thread destroyed the group.
             NativeError: The transport failed though every process is alive.
         """
-        self._waiting += 1
         try:
             self._wait(operation, work, timeout_s)
         except CommError:
@@ -238,8 +235,6 @@ class GroupHealth:
         except BaseException as error:
             self._interrupted(operation, error)
             raise
-        # Not in a `finally`: what failed may still be in flight in the transport.
-        self._waiting -= 1
 
     def _wait(self, operation: Operation, work: Pollable, timeout_s: float | None) -> None:
         start = time.monotonic()

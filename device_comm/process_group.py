@@ -7,6 +7,7 @@ computed here, in rank order (`device_comm.reduction`). The price is stated in `
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
@@ -28,6 +29,8 @@ ONE_SHOT_BYTES: Final = 64 << 10
 
 # The tag of tensors sent point to point; the host plane uses others on a process group of its own.
 TENSOR_TAG: Final = 16
+# That of tensors that a collective moves between two ranks: it must not take one that was sent before it.
+COLLECTIVE_TAG: Final = 17
 
 # How long past our own deadline the backend's may be: it must never be the first to give up.
 BACKEND_MARGIN_S: Final = GRACE_S + 5.0
@@ -45,7 +48,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a contiguous tensor as a 1-D uint8 tensor; no copy."""
-    return tensor.view(-1).view(torch.uint8)
+    # `view(-1)` keeps the stride of a dimension of size 1, which may be any, and then it is no view of bytes.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def backend_timeout(timeout_s: float | None) -> timedelta:
@@ -100,7 +104,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         flat = source.view(-1)
         share = -(-flat.numel() // self.world_size)
         starts = [min(rank * share, flat.numel()) for rank in range(self.world_size + 1)]
-        counts = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+        counts = [end - start for start, end in itertools.pairwise(starts)]
         own = flat.new_empty(share)
         parts = self._exchange(operation, flat, counts, timeout_s)
         if counts[self.rank_in_group]:
@@ -203,14 +207,15 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         landing: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> PointToPointHandle:
         ranks = self.context.ranks
+        tag = COLLECTIVE_TAG if operation.number else TENSOR_TAG
         works: list[tuple[int, dist.Work]] = []
         with self._health.transport(operation):
             for peer, tensor in sends.items():
                 if tensor.numel():
-                    works.append((ranks[peer], self._group.send([as_bytes(tensor)], peer, TENSOR_TAG)))
+                    works.append((ranks[peer], self._group.send([as_bytes(tensor)], peer, tag)))
             for peer, tensor in receives.items():
                 if tensor.numel():
-                    works.append((ranks[peer], self._group.recv([as_bytes(tensor)], peer, TENSOR_TAG)))
+                    works.append((ranks[peer], self._group.recv([as_bytes(tensor)], peer, tag)))
         if not self._on_host:
             return PointToPointHandle.on_stream(self._health, operation, works, (sends, receives), landing)
         keep = (list(sends.values()), list(receives.values()))

@@ -2,19 +2,22 @@
 
 A package can bring a communicator for its device in one of two ways: call `register_communicator`, or
 declare an entry point in the group `group_coordinator.communicators` whose name is the device type and
-whose value is the factory. All ranks must make the same choice: it is part of what ranks agree on.
+whose value is the factory. What is registered beats what is declared. All ranks must make the same choice: it
+is part of what ranks agree on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib.metadata import entry_points
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
 from device_comm.base import CommunicatorContext, DeviceCommunicator
 from device_comm.process_group import ProcessGroupCommunicator
 from device_comm.solo import SoloCommunicator
-from shm_broadcast.errors import UsageError
+from shm_broadcast.errors import CapabilityError, UsageError
 
 ENTRY_POINTS: Final = "group_coordinator.communicators"
 
@@ -31,8 +34,15 @@ def register_communicator(device_type: str, factory: CommunicatorFactory) -> Non
         factory: Takes a `CommunicatorContext`; usually a `DeviceCommunicator` subclass.
 
     Raises:
-        UsageError: Another factory is registered for the type; `unregister_communicator` it first.
+        UsageError: Another factory is registered for the type, `unregister_communicator` it first; or an
+            argument is none.
     """
+    if not isinstance(device_type, str) or not device_type.isidentifier():
+        raise UsageError(f"device_type must be the type of a device such as 'cuda', not {device_type!r}")
+    if not callable(factory):
+        raise UsageError(
+            f"a factory takes a CommunicatorContext and returns a communicator, {factory!r} cannot"
+        )
     if _FACTORIES.get(device_type, factory) is not factory:
         raise UsageError(
             f"a communicator for {device_type!r} is registered already: {_FACTORIES[device_type]!r}"
@@ -46,18 +56,63 @@ def unregister_communicator(device_type: str) -> None:
 
 
 def communicator_factory(device_type: str, world_size: int) -> CommunicatorFactory:
-    """Return what builds the communicator of a group: a pure choice from its arguments and the registry."""
+    """Return what builds the communicator of a group: a pure choice from its arguments and the registry.
+
+    Raises:
+        UsageError: Several installed packages declare a communicator for the type, and none is registered.
+        CapabilityError: The one that is declared cannot be loaded.
+    """
     if world_size == 1:
         return SoloCommunicator
     if device_type in _FACTORIES:
         return _FACTORIES[device_type]
-    for entry_point in entry_points(group=ENTRY_POINTS, name=device_type):
-        factory: CommunicatorFactory = entry_point.load()
-        return factory
-    return ProcessGroupCommunicator
+    declared = _declared(tuple(sys.path)).get(device_type)
+    return ProcessGroupCommunicator if declared is None else _load(device_type, declared)
 
 
 def communicator_name(device_type: str, world_size: int) -> str:
-    """Return a name of that choice which ranks can compare."""
-    factory = communicator_factory(device_type, world_size)
+    """Return a name of that choice which ranks can compare. Raises as `communicator_factory`."""
+    factory: object = communicator_factory(device_type, world_size)
+    while isinstance(factory, functools.partial):
+        factory = factory.func
     return f"{factory.__module__}.{getattr(factory, '__qualname__', type(factory).__qualname__)}"
+
+
+@functools.lru_cache(maxsize=1)
+def _declared(path: tuple[str, ...]) -> Mapping[str, tuple[EntryPoint, ...]]:
+    """Return the entry points by device type, each value once.
+
+    Looking them up reads the metadata of every installed package, which takes tens of milliseconds: once
+    for each value of `sys.path`, which is `path`, is enough.
+    """
+    del path
+    found: dict[str, dict[str, EntryPoint]] = {}
+    for entry_point in entry_points(group=ENTRY_POINTS):
+        found.setdefault(entry_point.name, {}).setdefault(entry_point.value, entry_point)
+    return {name: tuple(by_value.values()) for name, by_value in found.items()}
+
+
+def _load(device_type: str, declared: tuple[EntryPoint, ...]) -> CommunicatorFactory:
+    who = ", ".join(
+        f"{each.value} ({each.dist.name if each.dist else 'an unknown package'})" for each in declared
+    )
+    if len(declared) > 1:
+        # Which of them comes first depends on the order of installation: ranks would differ.
+        raise UsageError(
+            f"several packages declare a communicator for {device_type!r}: {who}; "
+            "choose one with register_communicator"
+        )
+    try:
+        factory = declared[0].load()
+    except Exception as error:
+        raise CapabilityError(
+            f"the communicator that is declared for {device_type!r} cannot be loaded: {who}: {error}",
+            requirement=declared[0].value,
+        ) from error
+    if not callable(factory):
+        raise CapabilityError(
+            f"the communicator that is declared for {device_type!r} is no factory: {who}",
+            requirement=declared[0].value,
+        )
+    chosen: CommunicatorFactory = factory
+    return chosen

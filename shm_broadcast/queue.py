@@ -118,7 +118,9 @@ class QueueWriter:
 
         Raises:
             UsageError: `obj` cannot be carried, or this is a forked child; nothing was sent.
-            CommTimeoutError: The readers in `.missing` made no room in time. The queue is unusable.
+            CommTimeoutError: The readers in `.missing` made no room in time. Nothing was sent and the queue
+                stays usable, unless the message is longer than half of the ring: then parts of it may be
+                written, and every later call raises `GroupBrokenError`.
             PeerLostError: A reader whose room is needed is gone. The queue is unusable.
             ClosedError: The queue was closed.
         """

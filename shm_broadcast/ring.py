@@ -138,8 +138,9 @@ class RingEnd:
         )
 
     def statistics(self) -> QueueStatistics:
-        """Return what this end has done, and how far each reader is."""
-        self.check("statistics")
+        """Return what this end has done, and how far each reader is; also when the queue is broken."""
+        if self._closing or self._forks != fork_count():
+            self.check("statistics")
         _, _, capacity, _ = _core.ring_facts(self._memory)
         return QueueStatistics(
             self._messages, self._nbytes, self._waits, self._waited_ns / 1e9, capacity, self._readers()
@@ -215,8 +216,10 @@ class RingWriter(RingEnd):
                     self._warn("enqueue", waited, self._laggards())
                     next_warning += self._settings.warn_after_s
         except BaseException as error:
-            # Some parts of the message may be in the ring: nobody can continue behind them.
-            self._fail(error)
+            # With parts of the message in the ring nobody can continue behind them. A message of which
+            # nothing was written has merely not been sent.
+            if done > 0 or not isinstance(error, CommTimeoutError):
+                self._fail(error)
             raise
         finally:
             self._waited_ns += int((time.monotonic() - start) * 1e9)
@@ -250,7 +253,7 @@ class RingWriter(RingEnd):
     def _raise_late(self, timeout_s: float) -> None:
         slowest = self._slowest()
         raise CommTimeoutError(
-            f"{self._where('enqueue')}: {self._laggards()}, within {timeout_s:.1f} s; close the queue",
+            f"{self._where('enqueue')}: {self._laggards()}, within {timeout_s:.1f} s",
             missing=[reader.rank for reader in slowest],
         )
 

@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 
 from tests.leaks import Snapshot, leaked_since
+from tests.rank_exit import RankExit
 
 __all__ = ["STACKS_SIGNAL", "receive", "send"]
 
@@ -173,7 +174,9 @@ def _run(job: Message, errors: list[str]) -> Message:
         value = body(job["rank"], job["world_size"], Path(job["directory"]), *job["args"])
         reply = {"value": value}
         msgspec.msgpack.encode(reply)
-    except BaseException as error:  # a rank that exits from its body has failed too
+    except RankExit:
+        raise
+    except BaseException as error:  # a rank that exits from its body otherwise has failed too
         return {"failure": _describe(error, job["target"])}
     gc.collect()
     if errors:

@@ -1,7 +1,7 @@
 """A world and its group for the body of a rank, the ways in which a rank can wait, and what waiting ended with."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,17 @@ from coordinator.parallel_state import (
 )
 from coordinator.settings import CoordinatorSettings
 
-__all__ = ["EVERYONE_WAITS", "FIRST_WAITS", "LARGE", "WAITS", "outcome_of", "world"]
+__all__ = [
+    "EVERYONE_WAITS",
+    "FIRST_WAITS",
+    "LARGE",
+    "WAITS",
+    "join_world",
+    "meet",
+    "new_group",
+    "outcome_of",
+    "world",
+]
 
 LARGE = 64 << 20
 """Bytes that no kernel buffer takes: who sends them waits for the receiver."""
@@ -25,9 +35,8 @@ LARGE = 64 << 20
 Wait = Callable[[GroupCoordinator, int, float | None], Any]
 
 
-@contextmanager
-def world(rank: int, world_size: int, directory: Path, **settings: Any) -> Iterator[GroupCoordinator]:
-    """Join a world by `directory`, yield its group, and leave it again."""
+def join_world(rank: int, world_size: int, directory: Path, **settings: Any) -> None:
+    """Join a world by `directory`."""
     init_distributed_environment(
         world_size,
         rank,
@@ -35,6 +44,12 @@ def world(rank: int, world_size: int, directory: Path, **settings: Any) -> Itera
         backend="gloo",
         settings=CoordinatorSettings.resolve({}, **settings),
     )
+
+
+@contextmanager
+def world(rank: int, world_size: int, directory: Path, **settings: Any) -> Iterator[GroupCoordinator]:
+    """Join a world by `directory`, yield its group, and leave it again."""
+    join_world(rank, world_size, directory, **settings)
     try:
         yield get_world_group()
     finally:
@@ -68,6 +83,13 @@ def outcome_of(call: Callable[[], Any]) -> dict[str, Any]:
     }
 
 
+def meet(rank: int, ranks: Collection[int], directory: Path, place: str) -> None:
+    """Wait in files, beside all groups, until all of `ranks` have come to `place`."""
+    (directory / f"{place}-{rank}").touch()
+    while not all((directory / f"{place}-{other}").exists() for other in ranks):
+        time.sleep(0.005)
+
+
 def small() -> torch.Tensor:
     """Return a tensor that divides evenly over 2 and 4 ranks."""
     return torch.arange(8, dtype=torch.float32)
@@ -87,7 +109,7 @@ EVERYONE_WAITS: dict[str, Wait] = {
     "broadcast": lambda group, peer, s: group.broadcast(small(), peer, timeout_s=s),
     "all_gather_object": lambda group, _, s: group.all_gather_object("x", timeout_s=s),
     "broadcast_object": lambda group, peer, s: group.broadcast_object(None, peer, timeout_s=s),
-    "broadcast_tensor_dict": lambda group, peer, s: group.broadcast_tensor_dict(None, peer, timeout_s=s),
+    "broadcast_tensor_dict": lambda group, peer, s: group.broadcast_tensor_dict({"x": 1}, peer, timeout_s=s),
 }
 """Calls in which every rank waits for rank `peer` of the group."""
 

@@ -39,6 +39,7 @@ class QueueHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ranks: The readers' ranks, in the order of their places.
         wait: How readers wait.
         warn_after_s: When a waiting call warns.
+        writer: The writer's rank, which errors name; -1 for a writer that has none.
     """
 
     version: int
@@ -49,6 +50,7 @@ class QueueHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ranks: tuple[int, ...]
     wait: WaitMode
     warn_after_s: float
+    writer: int = -1
 
     def to_bytes(self, key: bytes) -> bytes:
         """Return the handle with its authentication code under `key`."""

@@ -29,7 +29,6 @@ from shm_broadcast.segment import Handover, Hello, Segment, take_over
 from shm_broadcast.settings import BroadcastSettings
 
 _PAGE: Final = 4096
-_WRITER: Final = -1
 
 
 def segment_bytes(ring_bytes: int, readers: int) -> int:
@@ -58,6 +57,8 @@ class QueueWriter:
         readers: Sequence[int],
         settings: BroadcastSettings | None = None,
         key: bytes | None = None,
+        *,
+        writer: int = -1,
     ) -> Self:
         """Create a queue that waits for its readers.
 
@@ -66,6 +67,7 @@ class QueueWriter:
             readers: Ranks of the readers, each different; their order is that of their places.
             settings: Size of the ring, and how both ends wait.
             key: 32 bytes that the readers will know; fresh ones by default.
+            writer: The writer's own rank, which readers' errors name; -1 if it has none.
 
         Raises:
             UsageError: There are no readers, or one twice.
@@ -87,7 +89,15 @@ class QueueWriter:
 
         handover = Handover(segment, key, set(range(len(ranks))), joined)
         handle = QueueHandle(
-            VERSION, name, generation, handover.address, nbytes, ranks, settings.wait, settings.warn_after_s
+            VERSION,
+            name,
+            generation,
+            handover.address,
+            nbytes,
+            ranks,
+            settings.wait,
+            settings.warn_after_s,
+            writer,
         )
         ring = RingWriter(name, segment, ranks, watch, settings)
         return cls(ring, handle, key, handover, watch)
@@ -180,7 +190,7 @@ class QueueReader:
         index = handle.ranks.index(rank)
         segment, writer, descriptor = take_over(handle.address, key, index, handle.segment_bytes, timeout_s)
         watch = PeerWatch(this_process(), {})
-        watch.adopt(_WRITER, writer, descriptor)
+        watch.adopt(handle.writer, writer, descriptor)
         try:
             readers, generation, _, _ = _core.ring_facts(segment.memory)
         except ValueError as error:
@@ -192,7 +202,8 @@ class QueueReader:
             segment.close()
             raise DecodeError(f"queue {handle.name!r}: the handle is of another generation")
         settings = BroadcastSettings(wait=handle.wait, warn_after_s=handle.warn_after_s)
-        return cls(RingReader(handle.name, segment, handle.ranks, watch, settings, index), handle)
+        ring = RingReader(handle.name, segment, handle.ranks, watch, settings, index, handle.writer)
+        return cls(ring, handle)
 
     def dequeue(self, timeout_s: float | None = None, type: Any = None) -> Any:  # noqa: A002
         """Return the next object, which shares nothing with the queue.

@@ -89,7 +89,7 @@ class RingEnd:
             name: The queue's name, for texts.
             segment: Owned by this object from now on.
             ranks: The readers' ranks, in the order of their places in the ring.
-            watch: The other end's processes, by rank; the writer's is -1.
+            watch: The other end's processes, by rank; the writer's may be -1.
             settings: How to wait.
         """
         self.name = name
@@ -278,12 +278,14 @@ class RingReader(RingEnd):
         watch: PeerWatch,
         settings: BroadcastSettings,
         index: int,
+        writer: int = -1,
     ) -> None:
-        """Take place `index` of the ring; see `RingEnd`."""
+        """Take place `index` of the ring, whose writer has rank `writer`; see `RingEnd`."""
         super().__init__(name, segment, ranks, watch, settings)
         self.rank = ranks[index]
         self.role = f"reader, rank {self.rank}"
         self._index = index
+        self._writer = writer
         self._pacer = Pacer(settings.wait)
         _core.ring_attach(self._memory, index)
 
@@ -376,14 +378,18 @@ class RingReader(RingEnd):
             self.raise_if_lost(call)
             if limit is not None and now >= limit:
                 raise CommTimeoutError(
-                    f"{self._where(call)}: no message from the writer ({self._watch.describe(-1)}) within "
+                    f"{self._where(call)}: no message from {self._describe_writer()} within "
                     f"{timeout_s:.1f} s",
-                    missing=(),
+                    missing=() if self._writer < 0 else (self._writer,),
                 )
             waited_s = (now - start) / 1e9
             if waited_s >= next_warning:
-                self._warn(call, waited_s, f"no message from the writer ({self._watch.describe(-1)})")
+                self._warn(call, waited_s, f"no message from {self._describe_writer()}")
                 next_warning += self._settings.warn_after_s
+
+    def _describe_writer(self) -> str:
+        rank = "" if self._writer < 0 else f"rank {self._writer}, "
+        return f"the writer ({rank}{self._watch.describe(self._writer)})"
 
     def raise_if_lost(self, call: str) -> None:
         """Raise `PeerLostError` if the writer died and nothing is left of what it wrote."""
@@ -391,7 +397,8 @@ class RingReader(RingEnd):
             # What a writer published before it died is still read.
             return
         error = PeerLostError(
-            f"{self._where(call)}: lost the writer ({self._watch.describe(-1)}); close the queue", peers=()
+            f"{self._where(call)}: lost {self._describe_writer()}; close the queue",
+            peers=() if self._writer < 0 else (self._writer,),
         )
         self._fail(error)
         raise error

@@ -1,20 +1,31 @@
 """All ranks agree on the facts of a group before anything is built, or every one raises.
 
-The first rank proposes, the others compare: whoever holds something else says so in the store and
-raises, and those that wait for the others look for such dissent several times a second.
+The first rank proposes, the others compare. Whoever holds something else, or has waited in vain, says so in
+the store and raises, and those that wait look for such a failure many times a second: all raise the same.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import msgspec
+import torch
 import torch.distributed as dist
 
+from coordinator.blocking_calls import run_interruptibly
 from coordinator.settings import differences
-from shm_broadcast.errors import CommTimeoutError, DisagreementError, PeerLostError
+from shm_broadcast.errors import (
+    ClosedError,
+    CommError,
+    CommTimeoutError,
+    DisagreementError,
+    NativeError,
+    PeerLostError,
+)
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity
 
 # The pauses between two looks into the store: short while ranks are expected within milliseconds.
@@ -22,6 +33,15 @@ FIRST_PAUSE_S: Final = 0.0005
 LONGEST_PAUSE_S: Final = 0.02
 # A rank that has waited this long looks for peers that died meanwhile, this often.
 WATCH_EVERY_S: Final = 0.3
+# A rank that found a failure stays this long for the others to read it: they look every `LONGEST_PAUSE_S`.
+LINGER_S: Final = 1.0
+# Outcomes of an agreement; a list of missing ranks is the third kind.
+COMPLETE: Final = "complete"
+DISSENT: Final = "dissent"
+# A store that has not answered this long after the deadline hangs.
+ANSWER_S: Final = 2.0
+# The kernel closes a dying process's sockets some milliseconds before the process can be seen to have ended.
+EXPLAIN_S: Final = 0.2
 
 
 class View(msgspec.Struct, frozen=True):
@@ -63,82 +83,157 @@ def agree(
         DisagreementError: Two ranks hold different facts, which `.views` shows, or two processes one rank.
         CommTimeoutError: Ranks did not come; `.missing` names them.
         PeerLostError: A rank died meanwhile; `.peers` names it.
+        NativeError: The store is gone, with a host that this rank has not seen.
     """
-    if store.add(f"seat/{rank}", 1) != 1:
-        taken = _present(store, [rank]).get(rank)
-        by = (
-            "another process"
-            if taken is None
-            else f"pid {taken.process.pid} on host {taken.process.hostname}"
-        )
-        raise DisagreementError(
-            f"creating {what}: two processes say that they are rank {rank}, this one and {by}"
-        )
-    store.set(f"view/{rank}", msgspec.json.encode(view).decode())
-    mine = msgspec.json.encode(view.facts, order="deterministic").decode()
-    if store.compare_set("proposal", "", mine).decode() != mine:
-        store.set("dissent", str(rank))
-        raise _disagreement(store, what, rank, ranks)
-    if store.add("agreed", 1) == len(ranks):
-        store.set("complete", "1")
-    _await_all(store, what, rank, ranks, view, timeout_s)
-    values = store.multi_get([f"view/{other}" for other in ranks])
-    return {other: _decoder.decode(value) for other, value in zip(ranks, values, strict=True)}
-
-
-def _await_all(
-    store: dist.Store, what: str, rank: int, ranks: Sequence[int], view: View, timeout_s: float
-) -> None:
-    start = time.monotonic()
-    pause, next_watch = FIRST_PAUSE_S, WATCH_EVERY_S
-    while not store.check(["complete"]):
-        if store.check(["dissent"]):
-            raise _disagreement(store, what, rank, ranks)
-        waited = time.monotonic() - start
-        if waited >= next_watch:
-            _raise_if_lost(store, what, rank, ranks, view)
-            next_watch = waited + WATCH_EVERY_S
-        if waited >= timeout_s:
-            missing = tuple(other for other in ranks if not store.check([f"view/{other}"]))
-            raise CommTimeoutError(
-                f"creating {what} (rank {rank}): no sign of rank(s) {_listed(missing)} within {timeout_s:.1f} s; "
-                "were they started, with the same rendezvous, and do they create their groups in the same order?",
-                missing=missing,
-            )
-        time.sleep(pause)
-        pause = min(pause * 1.5, LONGEST_PAUSE_S)
-
-
-def _raise_if_lost(store: dist.Store, what: str, rank: int, ranks: Sequence[int], view: View) -> None:
-    views = _present(store, ranks)
-    watch = PeerWatch(view.process, {other: seen.process for other, seen in views.items() if other != rank})
+    agreement = _Agreement(store, what, rank, ranks, view, timeout_s)
     try:
-        lost = watch.lost()
-        if lost:
-            who = ", ".join(f"{other} ({watch.describe(other)})" for other in lost)
-            raise PeerLostError(f"creating {what} (rank {rank}): lost rank(s) {who}", peers=lost)
+        return run_interruptibly(agreement.exchange, f"agree on {what}", agreement.check)
+    except RuntimeError as error:
+        # The store's host is gone, some milliseconds before its process can be seen to have ended.
+        time.sleep(EXPLAIN_S)
+        agreement.raise_if_lost()
+        raise NativeError(
+            f"creating {what} (rank {rank}): the store through which the ranks meet is gone: {error}",
+            library=f"torch {torch.__version__}",
+            function="Store",
+        ) from error
     finally:
-        watch.close()
+        agreement.stop.set()
 
 
-def _present(store: dist.Store, ranks: Sequence[int]) -> dict[int, View]:
-    found = {}
-    for other in ranks:
-        if store.check([f"view/{other}"]):
-            found[other] = _decoder.decode(store.get(f"view/{other}"))
-    return found
+class _Agreement:
+    """One rank's part in one agreement; `exchange` runs on a thread of its own, as a store may hang."""
 
+    def __init__(
+        self, store: dist.Store, what: str, rank: int, ranks: Sequence[int], view: View, timeout_s: float
+    ) -> None:
+        self.stop = threading.Event()
+        self._store = store
+        self._where = f"creating {what} (rank {rank})"
+        self._rank = rank
+        self._ranks = ranks
+        self._view = view
+        self._timeout_s = timeout_s
+        self._silent_at = time.monotonic() + timeout_s + ANSWER_S
+        # The views of others that were seen so far; replaced, never changed.
+        self._known: dict[int, View] = {}
 
-def _disagreement(store: dist.Store, what: str, rank: int, ranks: Sequence[int]) -> DisagreementError:
-    facts = {other: view.facts for other, view in _present(store, ranks).items()}
-    lines = differences(facts)
-    views = {
-        other: msgspec.json.encode(held, order="deterministic").decode() for other, held in facts.items()
-    }
-    return DisagreementError(
-        f"creating {what} (rank {rank}): ranks disagree: {'; '.join(lines)}", views=views
-    )
+    def check(self) -> None:
+        """Raise if the store hangs: it does when its host is stopped. Called on the thread that waits."""
+        if time.monotonic() < self._silent_at:
+            return
+        with self._watching() as watch:
+            stopped = tuple(other for other in sorted(self._known) if watch.state(other) == "stopped")
+            who = "".join(f"; rank {other} ({watch.describe(other)})" for other in stopped)
+        raise CommTimeoutError(
+            f"{self._where}: the store through which the ranks meet did not answer within "
+            f"{self._timeout_s:.1f} s{who}",
+            missing=stopped,
+        )
 
+    def exchange(self) -> dict[int, View]:
+        """Bring this rank's view, wait for the others', and compare."""
+        store, rank = self._store, self._rank
+        if store.add(f"seat/{rank}", 1) != 1:
+            taken = self._present([rank]).get(rank)
+            by = (
+                "another process"
+                if taken is None
+                else f"pid {taken.process.pid} on host {taken.process.hostname}"
+            )
+            raise DisagreementError(
+                f"{self._where}: two processes say that they are rank {rank}, this one and {by}"
+            )
+        store.set(f"view/{rank}", msgspec.json.encode(self._view).decode())
+        mine = msgspec.json.encode(self._view.facts, order="deterministic").decode()
+        if store.compare_set("proposal", "", mine).decode() != mine:
+            self._decide(DISSENT)
+        elif store.add("agreed", 1) == len(self._ranks):
+            self._decide(COMPLETE)
+        outcome = self._await_outcome()
+        if outcome != COMPLETE:
+            raise self._told(self._failure(outcome))
+        values = store.multi_get([f"view/{other}" for other in self._ranks])
+        return {other: _decoder.decode(value) for other, value in zip(self._ranks, values, strict=True)}
 
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(str(rank) for rank in ranks)
+    def _decide(self, outcome: str) -> str:
+        """Set the outcome for all ranks, unless there is one; return the one that counts."""
+        return self._store.compare_set("outcome", "", outcome).decode()
+
+    def _await_outcome(self) -> str:
+        start = time.monotonic()
+        pause, next_watch = FIRST_PAUSE_S, WATCH_EVERY_S
+        while not self._store.check(["outcome"]):
+            waited = time.monotonic() - start
+            if waited >= next_watch:
+                self._known = self._present(self._ranks)
+                self.raise_if_lost()
+                next_watch = waited + WATCH_EVERY_S
+            if waited >= self._timeout_s:
+                missing = [other for other in self._ranks if not self._store.check([f"view/{other}"])]
+                # Who has come a moment ago is about to say that it agrees.
+                if missing or waited >= self._timeout_s + LINGER_S:
+                    return self._decide(msgspec.json.encode(missing).decode())
+            if self.stop.wait(pause):
+                raise ClosedError(f"{self._where}: nobody waits for it any more")
+            pause = min(pause * 1.5, LONGEST_PAUSE_S)
+        return self._store.get("outcome").decode()
+
+    def _failure(self, outcome: str) -> CommError:
+        """Return the error for what the rank that found out first decided: all raise the same."""
+        if outcome == DISSENT:
+            return self._disagreement()
+        missing = msgspec.json.decode(outcome, type=list[int])
+        listed = ", ".join(str(rank) for rank in missing)
+        return CommTimeoutError(
+            f"{self._where}: no sign of rank(s) {listed} within {self._timeout_s:.1f} s; were they started, "
+            "with the same rendezvous, and do they create their groups in the same order?",
+            missing=missing,
+        )
+
+    def _told(self, error: CommError) -> CommError:
+        """Return `error` once the others that came know of it too: the store may go with this rank."""
+        store = self._store
+        end = time.monotonic() + LINGER_S
+        try:
+            told = store.add("told", 1)
+            while told < len(self._present(self._ranks)) and time.monotonic() < end:
+                time.sleep(LONGEST_PAUSE_S)
+                told = store.add("told", 0)
+        except RuntimeError as gone:
+            # The rank that hosts the store has left.
+            del gone
+        return error
+
+    def raise_if_lost(self) -> None:
+        """Raise `PeerLostError` if a rank that was seen has died."""
+        with self._watching() as watch:
+            lost = watch.lost()
+            if lost:
+                who = ", ".join(f"{other} ({watch.describe(other)})" for other in lost)
+                raise PeerLostError(f"{self._where}: lost rank(s) {who}", peers=lost)
+
+    @contextmanager
+    def _watching(self) -> Iterator[PeerWatch]:
+        peers = {other: seen.process for other, seen in self._known.items() if other != self._rank}
+        watch = PeerWatch(self._view.process, peers)
+        try:
+            yield watch
+        finally:
+            watch.close()
+
+    def _present(self, ranks: Sequence[int]) -> dict[int, View]:
+        found = {}
+        for other in ranks:
+            if self._store.check([f"view/{other}"]):
+                found[other] = _decoder.decode(self._store.get(f"view/{other}"))
+        return found
+
+    def _disagreement(self) -> DisagreementError:
+        facts = {other: view.facts for other, view in self._present(self._ranks).items()}
+        views = {
+            other: msgspec.json.encode(held, order="deterministic").decode() for other, held in facts.items()
+        }
+        return DisagreementError(
+            f"{self._where}: ranks disagree: {'; '.join(differences(facts))}", views=views
+        )

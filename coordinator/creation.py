@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from coordinator import inherited
 from coordinator.agreement import View, agree
+from coordinator.blocking_calls import connect_watched
 from coordinator.board import StoreBoard
 from coordinator.cpu_group import CpuGroup
 from coordinator.host_plane import HostPlane, SoloHostPlane
@@ -22,15 +24,14 @@ from coordinator.process_groups import (
     abort_gloo,
     new_gloo_group,
     new_group,
-    run_interruptibly,
 )
 from coordinator.settings import CoordinatorSettings
 from device_comm.base import CommunicatorContext, DeviceCommunicator, Handle
-from device_comm.health import SLICE_S, GroupHealth
+from device_comm.health import GroupHealth
 from device_comm.process_group import ProcessGroupCommunicator
 from device_comm.registry import communicator_factory, communicator_name
 from device_comm.solo import SoloCommunicator
-from shm_broadcast.errors import CommError, NativeError, PeerLostError, UsageError
+from shm_broadcast.errors import CommError, UsageError
 from shm_broadcast.liveness import PeerWatch, this_process
 
 # Ranks that run different protocols must not try to talk; raised when a message or a key changes.
@@ -56,6 +57,7 @@ class GroupParts:
         backend: torch backend of the device group.
         address: Where this rank listens.
         create_timeout_s: Deadline for process groups that are created later.
+        siblings: How many process groups were created beside the device plane's.
         adopted: Process groups to destroy with the group.
     """
 
@@ -68,6 +70,7 @@ class GroupParts:
     backend: str
     address: str
     create_timeout_s: float
+    siblings: int = 0
     adopted: list[dist.ProcessGroup] = dataclasses.field(default_factory=list)
 
     def adopt(self, group: dist.ProcessGroup) -> None:
@@ -77,9 +80,9 @@ class GroupParts:
 
     def new_device_group(self, description: str) -> dist.ProcessGroup:
         """Create another process group of the same ranks for device tensors. Collective."""
-        group, _ = _connect_device_group(
-            self.health, self.backend, self.address, description, self.create_timeout_s
-        )
+        self.siblings += 1
+        name = f"{self.health.name} {description} {self.siblings}"
+        group, _ = _connect_device_group(self.health, self.backend, self.address, name, self.create_timeout_s)
         return group
 
     def destroy(self, timeout_s: float, open_sends: Sequence[Handle]) -> None:
@@ -188,10 +191,15 @@ def _connect(
             health, backend, address, f"{health.name} device", timeout_s
         )
         created.append(device_group)
+        # A rank that is connected may destroy the group at once; one that still connects would take that for
+        # a failure. So nobody has it before all have.
+        options = dist.BarrierOptions()
+        options.timeout = timedelta(seconds=timeout_s)
+        host_gloo.barrier(options).wait()
         return host_gloo, device_gloo
 
     try:
-        gloo, device_gloo = _interruptibly(health, watch, connect)
+        gloo, device_gloo = connect_watched(connect, f"{health.name} connect", health.where("connect"), watch)
         if device_gloo is not None:
             health.on_abort(lambda: abort_gloo(device_gloo))
         factory = (
@@ -244,27 +252,6 @@ def device_of(backend: str, local_rank: int) -> torch.device:
             )
         chosen = "cpu" if "cpu" in types else types[0]
     return torch.device("cpu") if chosen == "cpu" else torch.device(chosen, local_rank)
-
-
-def _interruptibly(health: GroupHealth, watch: PeerWatch, action: Callable[[], Result]) -> Result:
-    """Connect on a thread, and stop waiting for it when a peer dies."""
-
-    def check() -> None:
-        lost = watch.lost()
-        if lost:
-            who = ", ".join(f"{rank} ({watch.describe(rank)})" for rank in lost)
-            raise PeerLostError(f"{health.where('connect')}: lost rank(s) {who}", peers=lost)
-
-    try:
-        return run_interruptibly(action, f"{health.name} connect", check)
-    except RuntimeError as error:
-        # What torch raises when a connection is refused or its own time-out passes. A dying peer's sockets
-        # close some milliseconds before its process can be seen to have ended.
-        time.sleep(SLICE_S)
-        check()
-        raise NativeError(
-            f"{health.where('connect')}: {error}", library=f"torch {torch.__version__}", function="new_group"
-        ) from error
 
 
 def _connect_device_group(

@@ -241,7 +241,7 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
         For operations that shall run beside those on `device_group`. It is destroyed with this group.
         """
         self._health.check_usable("make_sibling_device_group")
-        sibling = self._parts.new_device_group(group_desc or f"{self.unique_name} sibling")
+        sibling = self._parts.new_device_group(group_desc or "sibling")
         self._parts.adopt(sibling)
         return sibling
 

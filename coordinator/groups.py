@@ -13,12 +13,15 @@ from typing import Final, Self
 import torch
 import torch.distributed as dist
 
+from coordinator.agreement import View, agree
 from coordinator.graph_capture import GraphCaptureContext, capture_on
 from coordinator.group import GroupCoordinator
+from coordinator.group_names import unique_name
 from coordinator.layout import ParallelLayout
 from coordinator.membership import world_store
 from coordinator.settings import CoordinatorSettings
 from shm_broadcast.errors import UsageError
+from shm_broadcast.liveness import this_process
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +101,7 @@ class ParallelGroups:
             local_rank = world.local_rank if local_rank is None else local_rank
         backend = backend or default_backend()
         local_rank = dist.get_rank() if local_rank is None else local_rank
+        _agree_on_layout(layout, use_message_queue_broadcaster, world is None, settings)
         tables: dict[tuple[tuple[int, ...], ...], list[str]] = {}
         for name in DIMENSIONS:
             tables.setdefault(layout.groups(name), []).append(name)
@@ -158,8 +162,27 @@ class ParallelGroups:
             _current.reset(token)
 
 
+def _agree_on_layout(
+    layout: ParallelLayout, with_broadcaster: bool, with_world: bool, settings: CoordinatorSettings
+) -> None:
+    """Return once all ranks have come with the same layout.
+
+    Another layout makes other groups, in another order and of other names: without this, ranks would wait for
+    groups that nobody else ever creates.
+    """
+    facts = {
+        "layout": str(layout),
+        "use_message_queue_broadcaster": str(with_broadcaster),
+        "creates a world group": str(with_world),
+    }
+    store = dist.PrefixStore(f"group_coordinator/{unique_name('layout')}", world_store())
+    ranks = range(dist.get_world_size())
+    view = View(facts, this_process(), "")
+    agree(store, f"the groups of {layout}", dist.get_rank(), ranks, view, settings.create_timeout_s)
+
+
 def _destroy(groups: Mapping[str, GroupCoordinator], keep: GroupCoordinator | None) -> None:
-    for group in dict.fromkeys(reversed(list(groups.values()))):
+    for group in reversed(list(dict.fromkeys(groups.values()))):
         if group is not keep:
             group.destroy()
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import os
 
+import torch.distributed as dist
+
 _protected: dict[int, object] = {}
 
 
@@ -24,7 +26,11 @@ def release(obj: object) -> None:
 
 
 def _immortalise() -> None:
-    for obj in _protected.values():
+    held = list(_protected.values())
+    if dist.is_available() and dist.is_initialized():
+        # Also a world that the user initialised: without groups of ours its child would hang just the same.
+        held.append(dist.group.WORLD)
+    for obj in held:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(obj))
 
 

@@ -13,10 +13,10 @@ from typing import Final
 import torch.distributed as dist
 
 from coordinator.agreement import View
+from coordinator.process_groups import LOOPBACK
 from shm_broadcast.errors import CapabilityError, InternalError, SettingsError, UsageError
 from shm_broadcast.liveness import ProcessIdentity
 
-LOOPBACK: Final = "127.0.0.1"
 _SIOCGIFADDR: Final = 0x8915  # netdevice(7)
 
 

@@ -8,27 +8,25 @@ address; everything else, and every torch function, works on it as on any proces
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from typing import Any, Final, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
-from coordinator.membership import LOOPBACK
 from shm_broadcast.errors import CapabilityError, InternalError
 
 BACKEND: Final = "gloo_at_address"
+
+LOOPBACK: Final = "127.0.0.1"
 
 # torch's stubs give ProcessGroupGloo none of its methods; they are those of a process group.
 GlooBackend: TypeAlias = dist.ProcessGroup
 
 # Gloo's own default; its threads carry the collectives that are in flight at once.
 _GLOO_THREADS: Final = 2
-
-Result = TypeVar("Result")
 
 
 @dataclasses.dataclass
@@ -83,29 +81,46 @@ def _create(backend_options: Any, options: GlooOptions | None) -> ProcessGroupGl
 
 
 def new_gloo_group(
-    ranks: Sequence[int], address: str, description: str, timeout_s: float
+    ranks: Sequence[int], address: str, name: str, timeout_s: float
 ) -> tuple[dist.ProcessGroup, GlooBackend]:
-    """Create a Gloo group of `ranks`, all of which call this in the same order."""
+    """Create a Gloo group of `ranks`, all of which call this with the same name."""
     register_backend()
     options = GlooOptions(address)
-    group = new_group(ranks, BACKEND, description, timeout_s, options)
+    group = new_group(ranks, BACKEND, name, timeout_s, options)
     return group, options.created()
 
 
 def new_group(
-    ranks: Sequence[int], backend: str, description: str, timeout_s: float, options: GlooOptions | None = None
+    ranks: Sequence[int], backend: str, name: str, timeout_s: float, options: GlooOptions | None = None
 ) -> dist.ProcessGroup:
-    """Create a process group of `ranks` with any backend; only its members take part."""
-    group = dist.new_group(
+    """Create a process group with any backend; only its members, `ranks` in group order, take part.
+
+    Not through `dist.new_group`: that sorts the ranks, and names the group by how many groups this process
+    has just now. So ranks that hold different numbers of groups would wait for each other under different
+    names, and a group that follows a destroyed one would find the addresses of that in the store.
+
+    Args:
+        ranks: Global ranks.
+        backend: torch backend.
+        name: Never used before for a group with the same first rank, and equal on all ranks.
+        timeout_s: Of the backend's own operations.
+        options: Of the backend.
+    """
+    torch_world: Any = dist.distributed_c10d
+    group, _ = torch_world._new_process_group_helper(
+        len(ranks),
+        list(ranks).index(dist.get_rank()),
         list(ranks),
-        backend=backend,
-        pg_options=options,
+        dist.Backend(backend),
+        dist.PrefixStore("group_coordinator/process_groups", torch_world._get_default_store()),
+        f"{name} of {ranks[0]}",
+        backend_options=options,
         timeout=timedelta(seconds=timeout_s),
-        use_local_synchronization=True,
-        group_desc=description,
+        group_desc=name,
     )
     if not isinstance(group, dist.ProcessGroup):
         raise InternalError(f"torch gave no process group for ranks {list(ranks)}")
+    torch_world._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group
 
 
@@ -128,36 +143,3 @@ def abort_gloo(backend: GlooBackend) -> None:
 
 
 _ABORT_TAG: Final = 0x7FFF
-
-
-def run_interruptibly(action: Callable[[], Result], name: str, check: Callable[[], None]) -> Result:
-    """Run `action`, which blocks in C++, on a thread, so that Ctrl-C and dead peers are noticed meanwhile.
-
-    Args:
-        action: What to run.
-        name: Name of the thread.
-        check: Called about ten times a second; what it raises ends the wait. The thread then goes on
-            until the action's own deadline, and its result is dropped.
-
-    Returns:
-        What `action` returned.
-    """
-    outcome: list[Result] = []
-    errors: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            outcome.append(action())
-        except BaseException as error:  # noqa: BLE001 - raised below, on the caller's thread
-            errors.append(error)
-
-    thread = threading.Thread(target=body, name=f"group-coordinator-{name}", daemon=True)
-    thread.start()
-    while True:
-        thread.join(0.1)
-        if not thread.is_alive():
-            break
-        check()
-    if errors:
-        raise errors[0]
-    return outcome[0]

@@ -8,31 +8,32 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import ipaddress
 import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import torch
 import torch.distributed as dist
 
 from coordinator import inherited
 from coordinator.agreement import View, agree
+from coordinator.blocking_calls import connect_watched, run_interruptibly
 from coordinator.membership import is_loopback, listening_address, master_endpoint, own_address
 from coordinator.process_groups import (
     BACKEND,
     GlooOptions,
     register_backend,
-    run_interruptibly,
     set_world_address,
 )
 from coordinator.rendezvous_directory import DirectoryRendezvous
 from coordinator.settings import CoordinatorSettings, LaunchEnvironment
 from shm_broadcast.errors import CommTimeoutError, NativeError, SettingsError, UsageError
-from shm_broadcast.liveness import fork_count, this_process
+from shm_broadcast.liveness import PeerWatch, fork_count, this_process
 
 _WORLD: Final = "group_coordinator/world"
 
@@ -133,19 +134,38 @@ def _meet(world_size: int, rank: int, init_method: str, settings: CoordinatorSet
     parts = urlsplit(init_method)
     if parts.scheme == "env":
         return _meet_by_environment(world_size, rank, settings)
+    directory, endpoint = _directory_of(parts), _endpoint_of(parts)
+    if directory is None and endpoint is None:
+        raise UsageError(
+            f"cannot rendezvous by {init_method!r}: expected env://, tcp://HOST:PORT or file:///DIRECTORY"
+        )
     if rank < 0 or world_size < 1 or rank >= world_size:
         raise UsageError(
             f"{init_method} needs the world size and this process's rank, got world_size={world_size}, rank={rank}"
         )
-    if parts.scheme == "file":
-        meeting = DirectoryRendezvous(Path(parts.path), rank, world_size)
+    if directory is not None:
+        meeting = DirectoryRendezvous(directory, rank, world_size)
         return Meeting(meeting.join(settings.create_timeout_s), rank, world_size, meeting.leave)
-    if parts.scheme == "tcp" and parts.hostname and parts.port:
-        store = _tcp_store(parts.hostname, parts.port, rank, world_size, rank == 0, settings)
-        return Meeting(store, rank, world_size, _nothing)
-    raise UsageError(
-        f"cannot rendezvous by {init_method!r}: expected env://, tcp://HOST:PORT or file:///DIRECTORY"
-    )
+    assert endpoint is not None
+    store = _tcp_store(*endpoint, rank, world_size, rank == 0, settings)
+    return Meeting(store, rank, world_size, _nothing)
+
+
+def _directory_of(parts: SplitResult) -> Path | None:
+    """Return the directory that `file:///DIRECTORY` names, or None: also where a part of it would be lost."""
+    path = Path(parts.path)
+    if parts.scheme != "file" or parts.netloc or parts.query or parts.fragment or not path.is_absolute():
+        return None
+    return path
+
+
+def _endpoint_of(parts: SplitResult) -> tuple[str, int] | None:
+    """Return host and port of `tcp://HOST:PORT`, or None."""
+    try:
+        port = parts.port
+    except ValueError:
+        return None
+    return (parts.hostname, port) if parts.scheme == "tcp" and parts.hostname and port else None
 
 
 def _meet_by_environment(world_size: int, rank: int, settings: CoordinatorSettings) -> Meeting:
@@ -212,7 +232,15 @@ def _tcp_store(
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise UsageError(f"rank 0 cannot listen on {host}:{port}: {error.strerror}") from error
+    if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_unspecified:
+        raise UsageError(
+            f"rank 0 does not listen on {host}:{port}, as everybody could connect: give the address of this host "
+            "at which the other ranks reach it"
+        )
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -255,7 +283,11 @@ def _connect(meeting: Meeting, backend: str, settings: CoordinatorSettings) -> N
             pg_options=options,
         )
 
-    run_interruptibly(init, "world", _nothing)
+    watch = PeerWatch(own, {other: view.process for other, view in views.items() if other != rank})
+    try:
+        connect_watched(init, "world", f"connecting the world (rank {rank} of {len(ranks)})", watch)
+    finally:
+        watch.close()
 
 
 def check_master(host: str) -> None:

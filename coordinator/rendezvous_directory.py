@@ -9,6 +9,7 @@ rank 0 of a later run removes those whose owner is dead.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -155,17 +156,22 @@ class DirectoryRendezvous:
         if generation is None or store is None or not generation.exists():
             return
         if store.add("left", 1) == self._world_size:
-            pointer = self._directory / _POINTER
-            if self._follow_is(pointer, generation):
-                pointer.unlink(missing_ok=True)
+            self._remove_pointer(generation)
             shutil.rmtree(generation, ignore_errors=True)
 
-    @staticmethod
-    def _follow_is(pointer: Path, generation: Path) -> bool:
+    def _remove_pointer(self, generation: Path) -> None:
+        """Remove the pointer if it leads to `generation`: rank 0 may be putting the next one there just now."""
+        pointer = self._directory / _POINTER
+        aside = self._directory / f"{_POINTER}.{secrets.token_hex(8)}"
         try:
-            return pointer.read_text() == generation.name
+            pointer.rename(aside)
         except OSError:
-            return False
+            return
+        if aside.read_text() != generation.name:
+            # It is the next one already: put it back, unless there is a newer one still.
+            with contextlib.suppress(FileExistsError):
+                pointer.hardlink_to(aside)
+        aside.unlink()
 
 
 def _read_owner(generation: Path) -> Owner | None:

@@ -221,13 +221,15 @@ def _setter(tree: dict[Any, Any], name: Any, shape: tuple[int, ...]) -> Callable
 
 def _allocate(slot: TensorSlot, index: int, device: torch.device) -> torch.Tensor:
     dtype = getattr(torch, slot.dtype, None)
-    if not isinstance(dtype, torch.dtype) or slot.index != index or any(size < 0 for size in slot.shape):
+    # Names that begin with a q are those of quantized tensors, which `split` refuses.
+    is_dtype = isinstance(dtype, torch.dtype) and not slot.dtype.startswith("q")
+    if not is_dtype or slot.index != index or any(size < 0 for size in slot.shape):
         raise DecodeError(f"received a malformed tensor slot: {slot}")
     where = torch.device("cpu") if slot.plane == "host" else device
     shape = slot.shape if slot.slices == 1 else (math.prod(slot.shape) // slot.slices,)
     try:
         return torch.empty(shape, dtype=dtype, device=where)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise DecodeError(
             f"a tensor of shape {shape} and dtype {slot.dtype} cannot be allocated: {error}"
         ) from error

@@ -185,7 +185,8 @@ class DeviceCommunicator(ABC):
         checks.check_timeout(timeout_s)
         dim = checks.check_dim(dim, input_)
         size = input_.shape[dim] if input_.dim() else 1
-        return self._all_gather(input_, dim, (size,) * self.world_size, timeout_s)
+        moved = _movable(input_)
+        return _restored(self._all_gather(moved, dim, (size,) * self.world_size, timeout_s), moved, input_)
 
     @overload
     def all_gatherv(
@@ -237,7 +238,9 @@ class DeviceCommunicator(ABC):
         for tensor in tensors:
             at = checks.check_dim(dim, tensor)
             own = tensor.shape[at] if tensor.dim() else 1
-            results.append(self._all_gather(tensor, at, counts or (own,) * self.world_size, timeout_s))
+            moved = _movable(tensor)
+            result = self._all_gather(moved, at, counts or (own,) * self.world_size, timeout_s)
+            results.append(_restored(result, moved, tensor))
         return results[0] if isinstance(input_, torch.Tensor) else results
 
     def gather(
@@ -247,7 +250,9 @@ class DeviceCommunicator(ABC):
         checks.check_tensor(input_, self.device, "gather")
         checks.check_timeout(timeout_s)
         checks.check_rank(dst, self.world_size, "dst")
-        return self._gather(input_, dst, checks.check_dim(dim, input_), timeout_s)
+        at, moved = checks.check_dim(dim, input_), _movable(input_)
+        result = self._gather(moved, dst, at, timeout_s)
+        return None if result is None else _restored(result, moved, input_)
 
     def broadcast(
         self, tensor: torch.Tensor, src: int = 0, *, timeout_s: float | None = None
@@ -260,7 +265,8 @@ class DeviceCommunicator(ABC):
         checks.check_timeout(timeout_s)
         checks.check_rank(src, self.world_size, "src")
         checks.check_writable(tensor, "broadcast")
-        return self._broadcast(tensor, src, timeout_s)
+        moved = _movable(tensor)
+        return _restored(self._broadcast(moved, src, timeout_s), moved, tensor)
 
     def send(self, tensor: torch.Tensor, dst: int | None = None, *, timeout_s: float | None = None) -> None:
         """Send `tensor` to rank `dst` (the next one by default); return when its memory may be reused."""
@@ -292,7 +298,7 @@ class DeviceCommunicator(ABC):
         checks.check_tensor(tensor, self.device, "send")
         checks.check_timeout(timeout_s)
         peer = self._peer(dst, 1, "dst")
-        return self._isend(tensor, peer, timeout_s)
+        return self._isend(_movable(tensor), peer, timeout_s)
 
     def irecv(
         self, tensor: torch.Tensor, src: int | None = None, *, timeout_s: float | None = None
@@ -305,7 +311,7 @@ class DeviceCommunicator(ABC):
         checks.check_timeout(timeout_s)
         checks.check_writable(tensor, "recv")
         peer = self._peer(src, -1, "src")
-        return self._irecv(tensor, peer, timeout_s)
+        return self._irecv(_movable(tensor), peer, timeout_s)
 
     # ------------------------------------------------------------------ life
 
@@ -370,3 +376,24 @@ class DeviceCommunicator(ABC):
                 raise UsageError(f"{name}: a group of one has no other rank")
             return (self.rank_in_group + step) % self.world_size
         return checks.check_peer(rank, self.rank_in_group, self.world_size, name)
+
+
+# torch can neither copy nor concatenate these; each element has a byte of its own.
+_WITHOUT_KERNELS: Final = frozenset(
+    getattr(torch, f"{kind}{bits}")
+    for kind in ("int", "uint")
+    for bits in range(1, 8)
+    if hasattr(torch, f"{kind}{bits}")
+)
+
+
+def _movable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, or where torch has no kernels for its dtype the same memory as uint8."""
+    return tensor.view(torch.uint8) if tensor.dtype in _WITHOUT_KERNELS else tensor
+
+
+def _restored(result: torch.Tensor, moved: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+    """Return the result of moving `moved` as one of moving `original`."""
+    if result is moved:
+        return original
+    return result if moved is original else result.view(original.dtype)

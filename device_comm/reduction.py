@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
+import torch.distributed as dist
 
 from shm_broadcast.errors import UsageError
 
@@ -102,10 +103,10 @@ def reduce_operation(op: object) -> ReduceOperation:
         for member in ReduceOperation:
             if op.lower() in (member.value, member.name.lower()):
                 return member
-    else:
-        name = getattr(op, "name", None) or str(op).rpartition(".")[2]
-        if type(op).__module__.startswith("torch") and name in _TORCH_NAMES:
-            return _TORCH_NAMES[name]
+    elif isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+        for name, member in _TORCH_NAMES.items():
+            if op == getattr(dist.ReduceOp, name):
+                return member
     names = ", ".join(member.name for member in ReduceOperation)
     raise UsageError(f"there is no reduction {op!r}; there are {names}")
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,12 +60,17 @@ def _sanitizers() -> str | None:
     asked = subprocess.run(
         [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=False, timeout=10
     )
-    return None if os.path.isabs(asked.stdout.strip()) else "needs libasan of g++"
+    return None if Path(asked.stdout.strip()).is_absolute() else "needs libasan of g++"
+
+
+def _other_user() -> str | None:
+    return None if os.geteuid() == 0 else "needs root, to act as another user"
 
 
 PROBES: dict[str, Callable[[], str | None]] = {
     "network_namespaces": functools.cache(_network_namespaces),
     "compiler": functools.cache(_compiler),
     "sanitizers": functools.cache(_sanitizers),
+    "other_user": _other_user,
 }
 """Name of each thing a test may need, with the function that says what is missing, or None."""

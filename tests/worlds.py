@@ -124,15 +124,13 @@ FIRST_WAITS: dict[str, Wait] = {
     "send_tensor_dict of 64 MiB": lambda group, peer, s: group.send_tensor_dict(
         {"x": large()}, peer, timeout_s=s
     ),
-    "isend of 64 MiB": lambda group, peer, s: (
-        group.device_communicator.isend(large(), peer, timeout_s=s).wait()
-    ),
-    "isend_object of 64 MiB": lambda group, peer, s: (
-        group.isend_object(bytes(LARGE), peer, timeout_s=s).wait()
-    ),
-    "irecv": lambda group, peer, s: (
-        group.device_communicator.irecv(small(), peer, timeout_s=s).wait()
-    ),
+    "isend of 64 MiB": lambda group, peer, s: group.device_communicator.isend(
+        large(), peer, timeout_s=s
+    ).wait(),
+    "isend_object of 64 MiB": lambda group, peer, s: group.isend_object(
+        bytes(LARGE), peer, timeout_s=s
+    ).wait(),
+    "irecv": lambda group, peer, s: group.device_communicator.irecv(small(), peer, timeout_s=s).wait(),
 }
 """Calls in which rank 0 of the group waits for rank `peer`."""
 

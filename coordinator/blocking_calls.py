@@ -1,0 +1,81 @@
+"""Calls that block in C++ for as long as a peer likes, run so that Ctrl-C and dead peers are noticed meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from device_comm.health import SLICE_S
+from shm_broadcast.errors import NativeError, PeerLostError
+from shm_broadcast.liveness import PeerWatch
+
+Result = TypeVar("Result")
+
+
+def run_interruptibly(action: Callable[[], Result], name: str, check: Callable[[], None]) -> Result:
+    """Run `action`, which blocks in C++, on a thread, so that Ctrl-C and dead peers are noticed meanwhile.
+
+    Args:
+        action: What to run.
+        name: Name of the thread.
+        check: Called about ten times a second; what it raises ends the wait. The thread then goes on
+            until the action's own deadline, and its result is dropped.
+
+    Returns:
+        What `action` returned.
+    """
+    outcome: list[Result] = []
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            outcome.append(action())
+        except BaseException as error:  # noqa: BLE001 - raised below, on the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=body, name=f"group-coordinator-{name}", daemon=True)
+    thread.start()
+    while True:
+        thread.join(0.1)
+        if not thread.is_alive():
+            break
+        check()
+    if errors:
+        raise errors[0]
+    return outcome[0]
+
+
+def connect_watched(action: Callable[[], Result], name: str, where: str, watch: PeerWatch) -> Result:
+    """Connect by `action`, on a thread, and stop waiting for it when a peer dies.
+
+    Args:
+        action: What to run.
+        name: Name of the thread.
+        where: The start of an error's text.
+        watch: The peers.
+
+    Raises:
+        PeerLostError: A peer died meanwhile; `.peers` names it.
+        NativeError: torch could not connect, though every peer is alive.
+    """
+
+    def check() -> None:
+        lost = watch.lost()
+        if lost:
+            who = ", ".join(f"{rank} ({watch.describe(rank)})" for rank in lost)
+            raise PeerLostError(f"{where}: lost rank(s) {who}", peers=lost)
+
+    try:
+        return run_interruptibly(action, name, check)
+    except RuntimeError as error:
+        # What torch raises when a connection is refused or its own time-out passes. A dying peer's sockets
+        # close some milliseconds before its process can be seen to have ended.
+        time.sleep(SLICE_S)
+        check()
+        raise NativeError(
+            f"{where}: {error}", library=f"torch {torch.__version__}", function="new_group"
+        ) from error

@@ -1,0 +1,207 @@
+"""What the conformance checks put in, and how they compare what comes out.
+
+Every input is a function of rank, shape, dtype and a salt, so that each rank knows what the others hold
+and what the result must be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from device_comm.process_group import as_bytes
+from device_comm.reduction import ReduceOperation, reduce_in_rank_order
+
+DTYPES: Final = tuple(
+    getattr(torch, name)
+    for name in (
+        *("float32", "float64", "float16", "bfloat16"),
+        *("int8", "int16", "int32", "int64", "uint8", "bool"),
+        *("complex64", "float8_e4m3fn", "float8_e5m2"),
+    )
+    if hasattr(torch, name)
+)
+
+# More than the 64 KiB up to which communicators may take a shorter way, and no multiple of a rank count.
+LARGE_BYTES: Final = 66_003
+
+
+def large_shape(dtype: torch.dtype) -> tuple[int]:
+    """Return a 1-D shape of more than `LARGE_BYTES` bytes with an odd number of elements."""
+    return (LARGE_BYTES // dtype.itemsize // 2 * 2 + 3,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The inputs of all ranks.
+
+    Attributes:
+        rank: This rank in the group.
+        world_size: Number of ranks.
+        device: Where inputs are put.
+        alike: Whether every rank holds this rank's inputs, as in a fake group.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    alike: bool
+
+    def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
+        """Return the input of `rank`, in host memory."""
+        return _values(self.rank if self.alike else rank, tuple(shape), dtype, salt)
+
+    def own(self, shape: Sequence[int], dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
+        """Return this rank's input, on the device."""
+        return self.of(self.rank, shape, dtype, salt).to(self.device)
+
+    def all(self, shape: Sequence[int], dtype: torch.dtype, salt: int = 0) -> list[torch.Tensor]:
+        """Return every rank's input, in host memory, in rank order."""
+        return [self.of(rank, shape, dtype, salt) for rank in range(self.world_size)]
+
+    def uneven(
+        self, shape: Sequence[int], dim: int, sizes: Sequence[int], dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        """Return every rank's input where rank i has `sizes[i]` in dimension `dim`."""
+        shapes = [[*shape[:dim], size, *shape[dim + 1 :]] for size in sizes]
+        if not self.alike:
+            return [self.of(rank, each, dtype) for rank, each in enumerate(shapes)]
+        # In a fake group the others bring this rank's rows over and over, or zeros where it has none.
+        own = self.of(self.rank, shapes[self.rank], dtype)
+        rows = sizes[self.rank]
+        if rows == 0:
+            return [torch.zeros(each, dtype=dtype) for each in shapes]
+        return [torch.cat([own] * -(-max(size, 1) // rows), dim).narrow(dim, 0, size) for size in sizes]
+
+
+def _values(rank: int, shape: tuple[int, ...], dtype: torch.dtype, salt: int) -> torch.Tensor:
+    if dtype.is_complex:
+        real = _values(rank, shape, dtype.to_real(), salt)
+        return torch.complex(real, _values(rank, shape, dtype.to_real(), salt + 77))
+    numel = torch.Size(shape).numel()
+    places = torch.arange(numel, dtype=torch.int64) + 1
+    mixed = (places * 2654435761 + rank * 40503 * 65537 + salt * 97003) % 2147483647
+    mixed = (mixed * 48271) % 2147483647
+    if dtype is torch.bool:
+        return (mixed % 3 == 0).view(shape)
+    if not dtype.is_floating_point:
+        limits = torch.iinfo(dtype)
+        span = min(int(limits.max) - int(limits.min) + 1, 1 << 31)
+        return (mixed % span + max(int(limits.min), -(1 << 30))).to(dtype).view(shape)
+    # Full mantissas and several magnitudes, so that another order of summation shows.
+    values = ((mixed % 2003) - 1001) / 487.3 * torch.exp2(((mixed >> 11) % 7 - 3).double())
+    _place_specials(values, rank)
+    return values.to(dtype).view(shape)
+
+
+def _place_specials(values: torch.Tensor, rank: int) -> None:
+    """Put zeros of both signs, NaN, infinities and a tiny number at the end of a larger tensor."""
+    if values.numel() < 32:
+        return
+    infinity = float("inf")
+    values[-1] = -0.0
+    values[-2] = -0.0 if rank % 2 else 0.0
+    values[-3] = 0.0 if rank % 2 else -0.0
+    values[-6] = 1e-40
+    if rank == 0:
+        values[-4] = float("nan")
+    values[-5] = -infinity if rank else infinity
+    values[3] = values[-2]
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same values as every second element of a larger buffer."""
+    buffer = tensor.new_zeros((*tensor.shape, 2))
+    buffer[..., 1] = tensor
+    return buffer[..., 1]
+
+
+def transposed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same values with the order of the dimensions in memory reversed."""
+    order = list(reversed(range(tensor.dim())))
+    return tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(order)
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same values, contiguous, one element behind the start of their memory."""
+    buffer = tensor.new_zeros(tensor.numel() + 1)
+    view = buffer[1:].view(tensor.shape)
+    view.copy_(tensor)
+    return view
+
+
+def conjugated(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same values, of a complex dtype, as a lazily conjugated view of their conjugates."""
+    return tensor.conj_physical().conj() if tensor.is_complex() else tensor.clone()
+
+
+LAYOUTS: Final = {"strided": strided, "transposed": transposed, "shifted": shifted, "conjugated": conjugated}
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor's elements in C order, in host memory, [elements, bytes]."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().clone()
+    return as_bytes(plain).view(plain.numel(), plain.itemsize)
+
+
+def reduction(
+    parts: Sequence[torch.Tensor], op: ReduceOperation, *, exact: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the result, and how far each element of it may be off; None where not at all."""
+    expected = reduce_in_rank_order(parts, op)
+    dtype = expected.dtype
+    if exact or not (dtype.is_floating_point or dtype.is_complex):
+        return expected, None
+    if op in (ReduceOperation.MIN, ReduceOperation.MAX):
+        return expected, torch.zeros(expected.shape, dtype=torch.float64)
+    wide = [(part.to(torch.complex128) if dtype.is_complex else part.double()).abs() for part in parts]
+    kind = ReduceOperation.PRODUCT if op is ReduceOperation.PRODUCT else ReduceOperation.SUM
+    limits = torch.finfo(dtype)
+    return expected, reduce_in_rank_order(wide, kind) * (2 * len(parts) * limits.eps) + limits.tiny
+
+
+def difference(result: torch.Tensor, expected: torch.Tensor, slack: torch.Tensor | None = None) -> str | None:
+    """Return how values differ, or None.
+
+    NaN equals NaN. Without `slack` all else must have equal bits. With it zeros of both signs are equal, and where
+    a complex result is not finite its components depend on the order, so any will do.
+    """
+    got = result.detach().cpu()
+    if slack is None:
+        wrong = (raw(got) != raw(expected)).any(1) & ~(_is_nan(got) & _is_nan(expected)).reshape(-1)
+    else:
+        got_wide, wide = _components(got), _components(expected)
+        far = ~((got_wide - wide).abs() <= slack.reshape(-1, 1))
+        unequal = (got_wide != wide) & ~(got_wide.isnan() & wide.isnan())
+        wrong = (far & unequal).any(1)
+        if expected.is_complex():
+            wrong &= wide.isfinite().all(1)
+    count = int(wrong.sum())
+    if count == 0:
+        return None
+    at = int(wrong.nonzero()[0])
+    got_text, expected_text = (_element(each, at) for each in (got, expected))
+    return (
+        f"{count} of {wrong.numel()} elements are wrong; element {at} is {got_text}, expected {expected_text}"
+    )
+
+
+def _is_nan(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
+        return torch.zeros(tensor.shape, dtype=torch.bool)
+    return tensor.isnan()
+
+
+def _components(tensor: torch.Tensor) -> torch.Tensor:
+    """Return [elements, components] in double precision."""
+    if tensor.dtype.is_complex:
+        return torch.view_as_real(tensor.resolve_conj().to(torch.complex128)).reshape(-1, 2)
+    return tensor.double().reshape(-1, 1)
+
+
+def _element(tensor: torch.Tensor, at: int) -> str:
+    value = tensor.reshape(-1)[at]
+    return repr((value.float() if value.is_floating_point() else value).item())

@@ -1,0 +1,107 @@
+"""For tests: groups without other ranks, and the contract that a communicator of your own must keep.
+
+    from coordinator.testing import FakeGroupCoordinator, check_device_communicator
+
+`FakeGroupCoordinator` stands in for a group in code that runs in one process; `fake_groups` gives one rank's
+`ParallelGroups`, all of them fakes. `check_device_communicator` runs inside of every rank of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from coordinator.conformance import Checker, ConformanceError, ObjectExchange
+from coordinator.conformance_inputs import DTYPES
+from coordinator.conformance_moves import (
+    check_all_gather,
+    check_all_gatherv,
+    check_broadcast,
+    check_destroy,
+    check_gather,
+    check_point_to_point,
+    check_prepare_buffers,
+    check_refusals,
+)
+from coordinator.conformance_reductions import (
+    check_all_reduce,
+    check_all_reduce_in_place,
+    check_autograd,
+    check_reduce_scatter,
+    check_reduce_scatterv,
+    check_reduce_scatterv_into_output,
+)
+from coordinator.fake_planes import FakeCommunicator
+from coordinator.fakes import FakeGroupCoordinator, fake_groups
+from device_comm import checks
+from device_comm.base import DeviceCommunicator
+from shm_broadcast.errors import UsageError
+
+__all__ = [
+    "ConformanceError",
+    "FakeCommunicator",
+    "FakeGroupCoordinator",
+    "ObjectExchange",
+    "check_device_communicator",
+    "fake_groups",
+]
+
+_PARTS = {
+    "all_gather": check_all_gather,
+    "all_gatherv": check_all_gatherv,
+    "gather": check_gather,
+    "broadcast": check_broadcast,
+    "all_reduce": check_all_reduce,
+    "all_reduce_": check_all_reduce_in_place,
+    "autograd": check_autograd,
+    "reduce_scatter": check_reduce_scatter,
+    "reduce_scatterv": check_reduce_scatterv,
+    "reduce_scatterv_into_output": check_reduce_scatterv_into_output,
+    "send and recv": check_point_to_point,
+    "refusals": check_refusals,
+    "prepare_buffers": check_prepare_buffers,
+}
+
+
+def check_device_communicator(
+    communicator: DeviceCommunicator,
+    *,
+    dtypes: Sequence[torch.dtype] | None = None,
+    host: ObjectExchange | None = None,
+    exact_reductions: bool = True,
+    destroy: bool = True,
+    timeout_s: float = 60.0,
+) -> None:
+    """Check every clause of the contract of `DeviceCommunicator`.
+
+    Collective: all ranks of the communicator's group call it with equal arguments. Takes a few hundred calls, the
+    largest of 66 KB. A `FakeCommunicator` is known, and measured by what a fake promises.
+
+    Args:
+        communicator: What is checked, usually `group.device_communicator`.
+        dtypes: The dtypes to move and reduce; by default those that serving engines use.
+        host: How the ranks exchange what they found, usually the group itself, so that all ranks raise the same error.
+            Without it the communicator under test carries a note, and only the rank that found a violation
+            can say which.
+        exact_reductions: Whether sums, means and products of floating and complex types must have the bits of
+            `device_comm.reduction`: rank order, float32 for narrow types. Otherwise rounding may differ.
+        destroy: Whether to destroy the communicator at the end, twice.
+        timeout_s: Deadline of each receive in seconds; collectives take the group's.
+
+    Raises:
+        ConformanceError: A clause is violated; the text names it, with the call, what was expected and what came.
+        UsageError: An argument here is wrong.
+    """
+    if not isinstance(communicator, DeviceCommunicator):
+        raise UsageError(f"expected a DeviceCommunicator, not {type(communicator).__name__}")
+    chosen = DTYPES if dtypes is None else tuple(dtypes)
+    if not chosen or not all(isinstance(each, torch.dtype) for each in chosen):
+        raise UsageError(f"dtypes must be a sequence of torch dtypes, not {dtypes!r}")
+    checks.check_timeout(timeout_s)
+    alike = isinstance(communicator, FakeCommunicator)
+    check = Checker(communicator, chosen, host, alike=alike, exact=exact_reductions, timeout_s=timeout_s)
+    for name, part in _PARTS.items():
+        check.run_part(name, part)
+    if destroy:
+        check.run_part("destroy", check_destroy, exchange=False)

@@ -1,0 +1,358 @@
+"""Every communicator keeps the contract of `DeviceCommunicator`, and the suite notices those that do not."""
+
+import gc
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coordinator import CommTimeoutError, DisagreementError, GroupCoordinator, UsageError
+from coordinator.testing import (
+    ConformanceError,
+    FakeCommunicator,
+    FakeGroupCoordinator,
+    check_device_communicator,
+)
+from device_comm import registry
+from device_comm.process_group import ProcessGroupCommunicator
+from device_comm.solo import SoloCommunicator
+from tests.conformance.wrong_communicators import (
+    WRONG_FAKES,
+    WRONG_OVER_GLOO,
+    BlocksInIrecv,
+    ForgetsTheLastRank,
+    SumsBackwards,
+    SumsFromItself,
+)
+from tests.harness import RankPool
+from tests.worlds import world
+
+
+@pytest.fixture(scope="module")
+def ranks3() -> Iterator[RankPool]:
+    """Three processes: the least in which the order of a sum shows."""
+    with RankPool(3) as pool:
+        yield pool
+
+
+# --- ours -----------------------------------------------------------------------------------------------------
+
+
+def keeps_contract(rank: int, world_size: int, directory: Path, use_host: bool) -> str:
+    with world(rank, world_size, directory, timeout_s=20.0) as group:
+        check_device_communicator(group.device_communicator, host=group if use_host else None)
+        return type(group.device_communicator).__name__
+
+
+@pytest.mark.parametrize("use_host", [True, False], ids=["by the host plane", "by itself"])
+def test_the_general_communicator_of_two_ranks(ranks2: RankPool, use_host: bool) -> None:
+    """Gloo between two ranks."""
+    assert ranks2.run(keeps_contract, use_host) == ["ProcessGroupCommunicator"] * 2
+
+
+def keeps_contract_in_inference_mode(rank: int, world_size: int, directory: Path) -> None:
+    with torch.inference_mode():
+        keeps_contract(rank, world_size, directory, True)
+
+
+def test_the_general_communicator_in_inference_mode(ranks2: RankPool) -> None:
+    """As engines run their models."""
+    ranks2.run(keeps_contract_in_inference_mode)
+
+
+@pytest.mark.guarantee("D1")
+@pytest.mark.guarantee("D2")
+@pytest.mark.guarantee("D3")
+@pytest.mark.guarantee("D5")
+def test_the_general_communicator_of_three_ranks(ranks3: RankPool) -> None:
+    """Gloo between three ranks, of which no size is a multiple."""
+    assert ranks3.run(keeps_contract, True) == ["ProcessGroupCommunicator"] * 3
+
+
+def test_the_general_communicator_of_four_ranks(ranks4: RankPool) -> None:
+    """Gloo between four ranks."""
+    assert ranks4.run(keeps_contract, True) == ["ProcessGroupCommunicator"] * 4
+
+
+DTYPES = sorted(
+    {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    - {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4},
+    key=str,
+)
+
+
+def filled(dtype: torch.dtype, rank: int) -> torch.Tensor:
+    """Return [4, 6] of any dtype whose bytes tell the rank."""
+    places = torch.arange(24 * dtype.itemsize) * 7 + rank
+    return (
+        (places % 3 == 0).view(4, 6) if dtype is torch.bool else places.to(torch.uint8).view(dtype).view(4, 6)
+    )
+
+
+def as_bytes(tensor: torch.Tensor) -> list[int]:
+    flat = tensor.view(-1).view(torch.uint8)
+    return [int(value) for value in flat.tolist()]
+
+
+def moves_every_dtype(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory, timeout_s=20.0) as group:
+        communicator = group.device_communicator
+        for dtype in DTYPES:
+            own, both = filled(dtype, rank), [as_bytes(filled(dtype, each)) for each in (0, 1)]
+            everything = both[0] + both[1]
+            assert as_bytes(group.all_gather(own, 0)) == everything, dtype
+            columns = group.all_gather(own.t(), 1)
+            assert columns.dtype is dtype
+            assert columns.shape == (6, 8)
+            assert columns.is_contiguous()
+            sizes = [1, 3]
+            rows = [int(len(both[0]) / 4 * size) for size in sizes]
+            uneven = group.all_gatherv([own[: sizes[rank]]], 0, sizes)[0]
+            assert as_bytes(uneven) == both[0][: rows[0]] + both[1][: rows[1]], dtype
+            gathered = group.gather(own, 1, 0)
+            assert (gathered is None) == (rank == 0)
+            assert gathered is None or as_bytes(gathered) == everything, dtype
+            target = filled(dtype, rank)
+            assert group.broadcast(target, 1) is target
+            assert as_bytes(target) == both[1], dtype
+            handle = communicator.isend(own)
+            assert as_bytes(group.recv((4, 6), dtype)) == both[1 - rank], dtype
+            handle.wait()
+
+
+@pytest.mark.guarantee("D4")
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_every_dtype_is_moved_unchanged(ranks2: RankPool) -> None:
+    """Also those for which torch has next to no kernels."""
+    ranks2.run(moves_every_dtype)
+
+
+def drops_handles(rank: int, world_size: int, directory: Path) -> list[float]:
+    with world(rank, world_size, directory, timeout_s=20.0) as group:
+        communicator = group.device_communicator
+        if rank == 0:
+            for number in range(4):
+                # Of tensors that nobody else holds, larger than what the kernel takes without a receiver.
+                communicator.isend(torch.full((1 << 20,), float(number)).t())
+                gc.collect()
+                torch.full((1 << 20,), -1.0)
+            group.barrier()
+            group.barrier()
+            return []
+        group.barrier()
+        targets = [torch.empty(2, 1 << 20)[0] for _ in range(4)]
+        last = [communicator.irecv(target) for target in targets][-1]
+        gc.collect()
+        last.wait()
+        last.wait()
+        group.barrier()
+        return [float(target.min()) for target in targets]
+
+
+@pytest.mark.guarantee("D11")
+def test_handles_may_be_dropped(ranks2: RankPool) -> None:
+    """What they move is kept until it has arrived, and arrives in order."""
+    assert ranks2.run(drops_handles) == [[], [0.0, 1.0, 2.0, 3.0]]
+
+
+def test_a_group_of_one() -> None:
+    """Every result is the input itself, and there is no peer."""
+    with FakeGroupCoordinator(0, 1) as group:
+        assert type(group.device_communicator) is SoloCommunicator
+        check_device_communicator(group.device_communicator, host=group)
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(0, 2), (1, 2), (2, 3), (3, 4)])
+def test_fakes(rank: int, world_size: int) -> None:
+    """A fake keeps the contract as far as one process can show it."""
+    with FakeGroupCoordinator(rank, world_size) as group:
+        check_device_communicator(group.device_communicator)
+
+
+def test_some_dtypes_only() -> None:
+    """A communicator that carries few dtypes is measured by those."""
+    with FakeGroupCoordinator(0, 2) as group:
+        check_device_communicator(group.device_communicator, dtypes=[torch.bfloat16], destroy=False)
+        assert group.all_reduce(torch.ones(2)).tolist() == [2, 2]
+
+
+def test_arguments_of_the_suite_are_checked() -> None:
+    """The suite says what it wants."""
+    with FakeGroupCoordinator(0, 2) as group:
+        with pytest.raises(UsageError, match="expected a DeviceCommunicator, not FakeGroupCoordinator"):
+            check_device_communicator(group)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="dtypes must be"):
+            check_device_communicator(group.device_communicator, dtypes=[])
+
+
+# --- wrong ones -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.guarantee("D12")
+@pytest.mark.parametrize("kind", WRONG_FAKES, ids=lambda kind: kind.__name__)
+def test_a_wrong_communicator_is_convicted(kind: type[FakeCommunicator]) -> None:
+    """Each broken clause is found, and named with the call."""
+    with FakeGroupCoordinator(1, 4) as group:
+        communicator = kind(group.device_communicator.context)
+        with pytest.raises(ConformanceError) as caught:
+            check_device_communicator(communicator, host=group)
+    assert caught.value.clause in WRONG_FAKES[kind], str(caught.value)
+    assert caught.value.ranks == (1,)
+    assert str(caught.value).startswith(f"{kind.__name__} violates '{caught.value.clause}' on rank")
+    assert caught.value.call in str(caught.value)
+
+
+def convicted(rank: int, world_size: int, directory: Path, use_host: bool) -> dict[str, Any]:
+    found = {}
+    with world(rank, world_size, directory, timeout_s=20.0) as group:
+        for kind in WRONG_OVER_GLOO:
+            communicator = kind(group.device_communicator.context)
+            try:
+                check_device_communicator(communicator, host=group if use_host else None)
+            except ConformanceError as error:
+                found[kind.__name__] = [error.clause, list(error.ranks)]
+            group.barrier()
+            communicator.destroy()
+    return found
+
+
+@pytest.mark.guarantee("D12")
+def test_ranks_convict_together(ranks3: RankPool) -> None:
+    """What only some ranks can see is raised on all of them, with the same words."""
+    expected = {kind.__name__: [clause, ranks] for kind, (clause, ranks) in WRONG_OVER_GLOO.items()}
+    assert ranks3.run(convicted, True) == [expected] * 3
+
+
+def rounds_otherwise(rank: int, world_size: int, directory: Path) -> list[str]:
+    clauses = []
+    with world(rank, world_size, directory, timeout_s=20.0) as group:
+        check_device_communicator(
+            SumsBackwards(group.device_communicator.context), host=group, exact_reductions=False
+        )
+        for host in (group, None):
+            communicator = SumsFromItself(group.device_communicator.context)
+            with pytest.raises(ConformanceError) as caught:
+                check_device_communicator(communicator, host=host, exact_reductions=False)
+            clauses.append(caught.value.clause)
+            communicator.destroy()
+    return clauses
+
+
+def test_rounding_may_be_allowed_to_differ_but_not_between_ranks(ranks3: RankPool) -> None:
+    """Another order of summation can be accepted, other bits on each rank never."""
+    assert ranks3.run(rounds_otherwise) == [["all_reduce: same bits on every rank"] * 2] * 3
+
+
+def convicts_without_host(rank: int, world_size: int, directory: Path) -> list[Any]:
+    with world(rank, world_size, directory, timeout_s=20.0) as group:
+        communicator = ForgetsTheLastRank(group.device_communicator.context)
+        with pytest.raises(ConformanceError) as caught:
+            check_device_communicator(communicator)
+        communicator.destroy()
+        return [caught.value.clause, list(caught.value.ranks)]
+
+
+def test_ranks_convict_together_without_a_host_plane(ranks3: RankPool) -> None:
+    """The communicator carries the note itself; a rank that saw nothing raises too."""
+    assert ranks3.run(convicts_without_host) == [
+        ["a clause of the contract", [2]],
+        ["a clause of the contract", [2]],
+        ["broadcast: value", [2]],
+    ]
+
+
+def waits_in_irecv(rank: int, world_size: int, directory: Path) -> str:
+    with world(rank, world_size, directory, timeout_s=20.0) as group:
+        communicator = BlocksInIrecv(group.device_communicator.context)
+        with pytest.raises(ConformanceError) as caught:
+            check_device_communicator(communicator, host=group, timeout_s=0.5)
+        assert isinstance(caught.value.__cause__, CommTimeoutError)
+        communicator.destroy()
+        return caught.value.clause
+
+
+def test_a_communicator_that_hangs_is_convicted_by_the_deadline(ranks2: RankPool) -> None:
+    """Receives have a deadline here, so the suite ends."""
+    assert ranks2.run(waits_in_irecv) == ["irecv: no error"] * 2
+
+
+# --- third parties --------------------------------------------------------------------------------------------
+
+
+class ThirdParty(ProcessGroupCommunicator):
+    """Stands for the communicator of another package."""
+
+    algorithm = "third party"
+
+
+def uses_registered(rank: int, world_size: int, directory: Path) -> list[str]:
+    registry.register_communicator("cpu", ThirdParty)
+    try:
+        with world(rank, world_size, directory, timeout_s=20.0) as group:
+            check_device_communicator(group.device_communicator, dtypes=[torch.float32], host=group)
+            with (
+                GroupCoordinator([[each] for each in group.ranks], 0, "gloo", True) as alone,
+                GroupCoordinator([group.ranks], 0, "gloo", False) as plain,
+            ):
+                return [each.device_communicator.algorithm for each in (group, alone, plain)]
+    finally:
+        registry.unregister_communicator("cpu")
+
+
+@pytest.mark.guarantee("D12")
+def test_a_registered_communicator_serves_its_device(ranks2: RankPool) -> None:
+    """It serves groups of several ranks that want a device communicator, and keeps the contract there."""
+    assert ranks2.run(uses_registered) == [["third party", "alone", "process group"]] * 2
+
+
+def differs(rank: int, world_size: int, directory: Path) -> str:
+    if rank == 0:
+        registry.register_communicator("cpu", ThirdParty)
+    try:
+        with pytest.raises(DisagreementError) as caught, world(rank, world_size, directory, timeout_s=20.0):
+            pass
+        return str(caught.value)
+    finally:
+        registry.unregister_communicator("cpu")
+
+
+def test_ranks_with_different_communicators_disagree(ranks2: RankPool) -> None:
+    """The choice is compared when a group is created: two algorithms would wait for each other for ever."""
+    for text in ranks2.run(differs):
+        assert "ThirdParty" in text
+        assert "ProcessGroupCommunicator" in text
+
+
+def uses_declared(rank: int, world_size: int, directory: Path) -> str:
+    site = directory / f"site-{rank}"
+    install(site, "other-package", "cpu = other_package_comm:Declared")
+    (site / "other_package_comm.py").write_text(
+        "from device_comm.process_group import ProcessGroupCommunicator\n"
+        "class Declared(ProcessGroupCommunicator):\n"
+        "    algorithm = 'declared'\n"
+    )
+    sys.path.insert(0, str(site))
+    try:
+        with world(rank, world_size, directory, timeout_s=20.0) as group:
+            check_device_communicator(group.device_communicator, dtypes=[torch.float32], host=group)
+            return group.device_communicator.algorithm
+    finally:
+        sys.path.remove(str(site))
+        sys.modules.pop("other_package_comm", None)
+
+
+@pytest.mark.guarantee("D12")
+def test_a_declared_communicator_serves_its_device(ranks2: RankPool) -> None:
+    """An installed package's entry point is enough."""
+    assert ranks2.run(uses_declared) == ["declared"] * 2
+
+
+def install(site: Path, name: str, entry_point: str) -> None:
+    """Put what pip leaves of a package into `site`."""
+    metadata = site / f"{name.replace('-', '_')}-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[{registry.ENTRY_POINTS}]\n{entry_point}\n")

@@ -1,0 +1,293 @@
+"""Communicators that each break one clause of the contract."""
+
+from typing import Any
+
+import torch
+
+from coordinator.testing import FakeCommunicator
+from device_comm.handles import CompletedHandle
+from device_comm.process_group import ProcessGroupCommunicator
+from device_comm.reduction import ReduceOperation, reduce_in_rank_order
+from shm_broadcast.errors import UsageError
+
+
+class ReducesInPlace(FakeCommunicator):
+    def _all_reduce(self, input_: Any, op: Any, timeout_s: Any) -> Any:
+        return input_.copy_(super()._all_reduce(input_, op, timeout_s))
+
+
+class SpoilsItsInput(FakeCommunicator):
+    def _all_gather(self, input_: Any, *arguments: Any) -> Any:
+        result = super()._all_gather(input_, *arguments)
+        input_.zero_()
+        return result
+
+
+class ReturnsItsInput(FakeCommunicator):
+    def _all_reduce(self, input_: Any, op: Any, timeout_s: Any) -> Any:
+        if op is ReduceOperation.MAX:
+            return input_
+        return super()._all_reduce(input_, op, timeout_s)
+
+
+class ReusesItsBuffer(FakeCommunicator):
+    buffer = torch.zeros(1 << 20)
+
+    def _all_reduce(self, input_: Any, op: Any, timeout_s: Any) -> Any:
+        result = super()._all_reduce(input_, op, timeout_s)
+        if result.dtype != torch.float32:
+            return result
+        return self.buffer[: result.numel()].copy_(result.view(-1)).view(result.shape)
+
+
+class IgnoresDim(FakeCommunicator):
+    def _all_gather(self, input_: Any, dim: Any, *arguments: Any) -> Any:
+        return super()._all_gather(input_, 0, *arguments)
+
+
+class IgnoresLayout(FakeCommunicator):
+    def _all_gather(self, input_: Any, *arguments: Any) -> Any:
+        memory = input_.as_strided(input_.shape, torch.empty(input_.shape).stride())
+        return super()._all_gather(memory, *arguments)
+
+
+class KeepsZeroDimensions(FakeCommunicator):
+    def _gather(self, input_: Any, dst: int, dim: int, timeout_s: Any) -> Any:
+        result = super()._gather(input_, dst, dim, timeout_s)
+        return result[0] if result is not None and input_.dim() == 0 else result
+
+
+class ReturnsViews(FakeCommunicator):
+    def _all_gather(self, input_: Any, dim: int, *arguments: Any) -> Any:
+        moved = super()._all_gather(input_.reshape(input_.shape or 1).movedim(dim, 0), 0, *arguments)
+        return moved.movedim(0, dim)
+
+
+class GathersEverywhere(FakeCommunicator):
+    def _gather(self, input_: Any, dst: int, dim: int, timeout_s: Any) -> Any:
+        return super()._gather(input_, self.rank_in_group, dim, timeout_s)
+
+
+class ComputesNarrowly(FakeCommunicator):
+    def _all_reduce(self, input_: Any, op: Any, timeout_s: Any) -> Any:
+        if input_.dtype is torch.bfloat16 and op is ReduceOperation.PRODUCT:
+            return input_ * input_ * input_ * input_
+        return super()._all_reduce(input_, op, timeout_s)
+
+
+class LosesNaN(FakeCommunicator):
+    def _all_reduce(self, input_: Any, op: Any, timeout_s: Any) -> Any:
+        result = super()._all_reduce(input_, op, timeout_s)
+        return result.nan_to_num() if op is ReduceOperation.MAX and result.dtype is torch.float32 else result
+
+
+class WritesBesides(FakeCommunicator):
+    def all_reduce_(self, tensor: Any, *arguments: Any, **named: Any) -> Any:
+        tensor.untyped_storage().fill_(1)
+        return super().all_reduce_(tensor, *arguments, **named)
+
+
+class CopiesInsteadOfInPlace(FakeCommunicator):
+    def all_reduce_(self, tensor: Any, *arguments: Any, **named: Any) -> Any:
+        return self.all_reduce(tensor, *arguments, **named)
+
+
+class TakesTheFirstPart(FakeCommunicator):
+    def _reduce_scatter(self, input_: Any, dim: int, sizes: Any, op: Any, timeout_s: Any) -> Any:
+        whole = super()._all_reduce(input_, op, timeout_s).reshape(input_.shape or 1)
+        return whole.narrow(dim, 0, sizes[self.rank_in_group]).contiguous()
+
+
+class SplitsEvenly(FakeCommunicator):
+    def reduce_scatterv(self, input_: Any, dim: int = -1, sizes: Any = None, *rest: Any, **named: Any) -> Any:
+        return self.reduce_scatter(input_, dim, *rest, **named)
+
+
+class PadsSizes(FakeCommunicator):
+    def _all_gather(self, input_: Any, dim: int, sizes: Any, timeout_s: Any) -> Any:
+        return super()._all_gather(input_, dim, (max(sizes),) * len(sizes), timeout_s)
+
+
+class ReturnsAnotherOutput(FakeCommunicator):
+    def reduce_scatterv_into_output(self, *arguments: Any, **named: Any) -> Any:
+        return super().reduce_scatterv_into_output(*arguments, **named).clone()
+
+
+class BroadcastsIntoACopy(FakeCommunicator):
+    def _broadcast(self, tensor: Any, src: int, timeout_s: Any) -> Any:
+        return tensor.clone()
+
+
+class SendsByReference(FakeCommunicator):
+    def _isend(self, tensor: Any, dst: int, timeout_s: Any) -> Any:
+        super()._isend(tensor, dst, timeout_s)
+        tensor.zero_()
+        return CompletedHandle()
+
+
+class ReceivesFlat(FakeCommunicator):
+    def recv(self, size: Any, dtype: Any, *arguments: Any, **named: Any) -> Any:
+        return super().recv(size, dtype, *arguments, **named).view(-1)
+
+
+class ForgetsScatteredDestinations(FakeCommunicator):
+    def _irecv(self, tensor: Any, src: int, timeout_s: Any) -> Any:
+        return super()._irecv(tensor.contiguous(), src, timeout_s)
+
+
+class Once:
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        if self.handle is None:
+            raise RuntimeError("waited for twice")
+        self.handle.wait()
+        self.handle = None
+
+
+class HandlesOnce(FakeCommunicator):
+    def _irecv(self, tensor: Any, src: int, timeout_s: Any) -> Any:
+        return Once(super()._irecv(tensor, src, timeout_s))
+
+
+class NeverComplete(CompletedHandle):
+    def is_completed(self) -> bool:
+        return False
+
+
+class HandlesNeverComplete(FakeCommunicator):
+    def _isend(self, tensor: Any, dst: int, timeout_s: Any) -> Any:
+        super()._isend(tensor, dst, timeout_s)
+        return NeverComplete()
+
+
+class AcceptsEverything(FakeCommunicator):
+    def gather(self, input_: Any, dst: Any = 0, dim: int = -1, *, timeout_s: Any = None) -> Any:
+        return self._gather(input_, dst, dim, timeout_s)
+
+
+class RaisesTypeError(FakeCommunicator):
+    def broadcast(self, tensor: Any, src: Any = 0, **named: Any) -> Any:
+        if not isinstance(src, int):
+            raise TypeError("src")
+        return super().broadcast(tensor, src, **named)
+
+
+class BreaksByARefusal(FakeCommunicator):
+    offended = False
+
+    def all_reduce(self, *arguments: Any, **named: Any) -> Any:
+        if self.offended:
+            raise RuntimeError("offended")
+        return super().all_reduce(*arguments, **named)
+
+    def all_reduce_(self, *arguments: Any, **named: Any) -> Any:
+        try:
+            return super().all_reduce_(*arguments, **named)
+        except UsageError:
+            self.offended = True
+            raise
+
+
+class DestroyedOnce(FakeCommunicator):
+    alive = True
+
+    def destroy(self) -> None:
+        if not self.alive:
+            raise RuntimeError("destroyed already")
+        self.alive = False
+
+
+WRONG_FAKES: dict[type[FakeCommunicator], set[str]] = {
+    ReducesInPlace: {"all_reduce: input unchanged"},
+    SpoilsItsInput: {"all_gather: input unchanged"},
+    ReturnsItsInput: {"all_reduce: value", "all_reduce: new memory"},
+    ReusesItsBuffer: {"all_reduce: new memory"},
+    IgnoresDim: {"all_gather: shape"},
+    IgnoresLayout: {"all_gather: value", "all_gather: no error"},
+    KeepsZeroDimensions: {"gather: shape"},
+    ReturnsViews: {"all_gather: contiguous"},
+    GathersEverywhere: {"gather: shape"},
+    ComputesNarrowly: {"all_reduce: value"},
+    LosesNaN: {"all_reduce: value"},
+    WritesBesides: {"all_reduce_: value", "all_reduce_: nothing else written"},
+    CopiesInsteadOfInPlace: {"all_reduce_: returns its argument"},
+    TakesTheFirstPart: {"reduce_scatter: value"},
+    SplitsEvenly: {"reduce_scatterv: shape", "reduce_scatterv: no error"},
+    PadsSizes: {"all_gatherv: shape"},
+    ReturnsAnotherOutput: {"reduce_scatterv_into_output: returns its argument"},
+    BroadcastsIntoACopy: {"broadcast: returns its argument"},
+    SendsByReference: {"send: input unchanged"},
+    ReceivesFlat: {"recv: shape"},
+    ForgetsScatteredDestinations: {"irecv: value"},
+    HandlesOnce: {"irecv: no error"},
+    HandlesNeverComplete: {"irecv: handle"},
+    AcceptsEverything: {"gather: refusal"},
+    RaisesTypeError: {"broadcast: refusal"},
+    BreaksByARefusal: {"all_reduce_: usable after a refusal"},
+    DestroyedOnce: {"destroy: no error"},
+}
+"""What each is to be convicted of; where two clauses are broken at once, either may be found first."""
+
+
+# --- those that only other ranks can convict ------------------------------------------------------------------
+
+
+class SumsBackwards(ProcessGroupCommunicator):
+    """Every rank gets the same bits, but not those of rank order."""
+
+    def parts_in_order(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        return parts[::-1]
+
+    def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None) -> torch.Tensor:
+        gathered = self._all_gather(input_.reshape(1, -1), 0, (1,) * self.world_size, timeout_s)
+        return reduce_in_rank_order(self.parts_in_order(list(gathered)), op).view(input_.shape)
+
+
+class SumsFromItself(SumsBackwards):
+    """As a ring that begins at each rank itself: bits differ between ranks."""
+
+    def parts_in_order(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        return parts[self.rank_in_group :] + parts[: self.rank_in_group]
+
+
+class GathersInTheWrongOrder(ProcessGroupCommunicator):
+    def _all_gather(self, input_: Any, dim: int, sizes: Any, timeout_s: Any) -> Any:
+        result = super()._all_gather(input_, dim, sizes, timeout_s)
+        if self.rank_in_group == 1 and len(set(sizes)) == 1:
+            return torch.cat(list(reversed(result.split(sizes[0], dim))), dim)
+        return result
+
+
+class ForgetsTheLastRank(ProcessGroupCommunicator):
+    def _broadcast(self, tensor: Any, src: int, timeout_s: Any) -> Any:
+        if src != self.rank_in_group == self.world_size - 1:
+            super()._broadcast(tensor.clone(), src, timeout_s)
+            return tensor
+        return super()._broadcast(tensor, src, timeout_s)
+
+
+class SendsBackwards(ProcessGroupCommunicator):
+    def _isend(self, tensor: Any, dst: int, timeout_s: Any) -> Any:
+        return super()._isend(tensor.flip(0) if tensor.shape == (2, 3) else tensor, dst, timeout_s)
+
+
+class BlocksInIrecv(ProcessGroupCommunicator):
+    def _irecv(self, tensor: Any, src: int, timeout_s: Any) -> Any:
+        handle = super()._irecv(tensor, src, timeout_s)
+        handle.wait()
+        return handle
+
+
+WRONG_OVER_GLOO = {
+    SumsBackwards: ("all_reduce: value", [0, 1, 2]),
+    SumsFromItself: ("all_reduce: value", [1, 2]),
+    GathersInTheWrongOrder: ("all_gather: value", [1]),
+    ForgetsTheLastRank: ("broadcast: value", [2]),
+    SendsBackwards: ("irecv: value", [0, 1, 2]),
+}
+"""Of what each is convicted, and on which of three ranks."""

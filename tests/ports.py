@@ -1,0 +1,51 @@
+"""Ports for tests, and who listens where."""
+
+import os
+import socket
+from pathlib import Path
+
+__all__ = ["free_port", "listening_addresses"]
+
+LISTEN = "0A"  # TCP_LISTEN of include/net/tcp_states.h, as /proc/net/tcp prints it
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a port of `host` that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def listening_addresses() -> list[str]:
+    """Return the addresses, without port, on which this process listens by TCP, each once, sorted."""
+    inodes = _own_socket_inodes()
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        path = Path(f"/proc/self/net/{table}")
+        if not path.exists():
+            continue
+        for line in path.read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTEN and fields[9] in inodes:
+                found.add(_decoded(fields[1].partition(":")[0], family))
+    return sorted(found)
+
+
+def _own_socket_inodes() -> set[str]:
+    inodes = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except FileNotFoundError:
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target[len("socket:[") : -1])
+    return inodes
+
+
+def _decoded(text: str, family: socket.AddressFamily) -> str:
+    """Decode an address of /proc/net: words of 32 bits in the byte order of the host."""
+    raw = bytes.fromhex(text)
+    words = [raw[start : start + 4][::-1] for start in range(0, len(raw), 4)]
+    return socket.inet_ntop(family, b"".join(words))

@@ -1,0 +1,156 @@
+"""Shared memory without a name: sealed, reserved, and refused where it is not."""
+
+import fcntl
+import mmap
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from shm_broadcast import segment
+from shm_broadcast.errors import CapabilityError, DecodeError
+from shm_broadcast.segment import Segment, free_memory_bytes
+from tests.queues import queue, segments_of
+
+ADD_SEALS = 1033
+NO_SHRINK, NO_GROW, NO_MORE = 2, 4, 1
+NBYTES = 5 * 4096
+
+
+@pytest.mark.guarantee("B15")
+def test_a_segment_is_zeroed_private_and_reserved() -> None:
+    """Every page exists when `create` returns, nobody else may open the memory, and it stands in no directory."""
+    before = set(os.listdir("/dev/shm"))
+    made = Segment.create(NBYTES)
+    status = os.fstat(made.descriptor)
+    assert status.st_blocks * 512 >= NBYTES
+    assert (status.st_size, status.st_nlink) == (NBYTES, 0)
+    assert made.memory[:] == bytes(NBYTES)
+    assert not os.get_inheritable(made.descriptor)
+    assert set(os.listdir("/dev/shm")) == before
+    made.close()
+    made.close()
+    assert segments_of() == []
+
+
+@pytest.mark.guarantee("B15")
+def test_a_segment_can_neither_shrink_nor_grow() -> None:
+    """No peer can cut pages off under the others, which would be a SIGBUS for them."""
+    made = Segment.create(NBYTES)
+    for size in (0, 4096, 2 * NBYTES):
+        with pytest.raises(PermissionError):
+            os.ftruncate(made.descriptor, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(made.descriptor, ADD_SEALS, 8)
+    made.close()
+
+
+@pytest.mark.guarantee("B15")
+def test_both_ends_see_one_memory() -> None:
+    """What is written through one mapping is read through the other, also after the first was closed."""
+    made = Segment.create(NBYTES)
+    adopted = Segment.adopt(os.dup(made.descriptor), NBYTES)
+    made.memory[100:103] = b"abc"
+    made.close()
+    assert adopted.memory[100:103] == b"abc"
+    adopted.close()
+
+
+def memory_file(nbytes: int, seals: int) -> int:
+    """Return a memfd of `nbytes` with `seals`."""
+    descriptor = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, nbytes)
+    fcntl.fcntl(descriptor, ADD_SEALS, seals)
+    return descriptor
+
+
+@pytest.mark.guarantee("B15")
+@pytest.mark.parametrize(
+    ("nbytes", "seals"),
+    [
+        (NBYTES, NO_SHRINK | NO_GROW),
+        (NBYTES, NO_SHRINK | NO_MORE),
+        (NBYTES, NO_GROW | NO_MORE),
+        (NBYTES, 0),
+        (NBYTES - 1, NO_SHRINK | NO_GROW | NO_MORE),
+        (2 * NBYTES, NO_SHRINK | NO_GROW | NO_MORE),
+        (0, NO_SHRINK | NO_GROW | NO_MORE),
+    ],
+)
+def test_memory_that_could_change_or_has_another_size_is_refused(nbytes: int, seals: int) -> None:
+    """A segment that is handed over is mapped only with every seal and the size that the handle gives."""
+    with pytest.raises(DecodeError, match=f"no sealed segment of {NBYTES} bytes"):
+        Segment.adopt(memory_file(nbytes, seals), NBYTES)
+
+
+@pytest.mark.guarantee("B15")
+def test_what_is_no_memory_is_refused() -> None:
+    """A file, a pipe and a closed descriptor are no segment, and are closed."""
+    with tempfile.TemporaryFile() as file:
+        file.truncate(NBYTES)
+        with pytest.raises(DecodeError):
+            Segment.adopt(os.dup(file.fileno()), NBYTES)
+    ends = os.pipe()
+    for end in ends:
+        with pytest.raises(DecodeError, match="no shared segment"):
+            Segment.adopt(end, NBYTES)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(end)
+
+
+@pytest.mark.guarantee("B15")
+def test_too_little_memory_is_told_with_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error gives the bytes that are needed and those that are free; nothing was taken."""
+    monkeypatch.setattr(segment, "free_memory_bytes", lambda: 20_000_000)
+    with pytest.raises(CapabilityError, match="needs 10000000 bytes, 20000000 are free") as caught:
+        Segment.create(10_000_000)
+    assert caught.value.requirement == "10000000 bytes of memory"
+    Segment.create(3_000_000).close()
+    with pytest.raises(CapabilityError):
+        Segment.create(1 << 60)
+
+
+@pytest.mark.guarantee("B15")
+def test_the_kernels_refusal_is_told_with_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel has no pages, though the numbers promised some, the same error comes and nothing stays."""
+
+    def refuse(descriptor: int, start: int, nbytes: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(CapabilityError, match=r"needs 20480 bytes, \d+ are free: No space left"):
+        Segment.create(NBYTES)
+    assert segments_of() == []
+
+
+def test_free_memory_is_what_the_kernel_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a number of bytes between one MiB and all memory; a limited cgroup makes it less."""
+    total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
+    assert 1 << 20 < free_memory_bytes() <= total
+    read_text = Path.read_text
+    texts = {"/sys/fs/cgroup/memory.max": "1000000\n", "/sys/fs/cgroup/memory.current": "400000\n"}
+    monkeypatch.setattr(Path, "read_text", lambda path: texts.get(str(path)) or read_text(path))
+    assert free_memory_bytes() == 600_000
+
+
+@pytest.mark.guarantee("B15")
+def test_a_queue_works_without_a_directory_for_shared_memory() -> None:
+    """Nothing of a queue is in /dev/shm, which may be absent, tiny or full; its mappings are memfds."""
+    before = set(os.listdir("/dev/shm"))
+    with queue() as (writer, [reader]):
+        writer.enqueue("x")
+        assert reader.dequeue(1.0) == "x"
+        assert set(os.listdir("/dev/shm")) == before
+        assert any("memfd:group-coordinator" in each for each in segments_of())
+    assert segments_of() == []
+
+
+def test_views_of_a_closed_segment_stay_valid() -> None:
+    """Memory that somebody still views is let go with the last view, not before."""
+    made = Segment.create(NBYTES)
+    view = memoryview(made.memory)
+    made.close()
+    view[0] = 7
+    assert view[0] == 7
+    assert isinstance(view.obj, mmap.mmap)

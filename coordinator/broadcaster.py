@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from coordinator.host_plane import HostPlane
-from coordinator.host_queue import HostQueueReader, HostQueueWriter
+from coordinator.host_queue import HostQueueReader, HostQueues, HostQueueWriter, Reader, Writer
 from coordinator.settings import CoordinatorSettings
 from device_comm.health import GroupHealth
 from shm_broadcast.codec import register_type
@@ -30,20 +30,6 @@ from shm_broadcast.liveness import this_process
 from shm_broadcast.queue import QueueReader, QueueWriter
 
 logger = logging.getLogger(__name__)
-
-
-class Writer(Protocol):
-    """The writing end of a queue, whatever carries it."""
-
-    def enqueue(self, obj: Any, timeout_s: float | None = None) -> None:
-        """Send `obj` to every reader; return when the queue owns it."""
-
-
-class Reader(Protocol):
-    """A reading end of a queue, whatever carries it."""
-
-    def dequeue(self, timeout_s: float | None = None, type: Any = None) -> Any:  # noqa: A002
-        """Return the next object."""
 
 
 @register_type(name="coordinator.QueueOffer")
@@ -65,8 +51,8 @@ class QueueOffer(msgspec.Struct, frozen=True):
         return f"QueueOffer({len(self.handle)} bytes, failure={self.failure!r})"
 
 
-class QueueFactory:
-    """Creates the queues of one group, and closes them with it."""
+class SharedQueues:
+    """The queues of one group, over shared memory where all its ranks share a host; closed with it."""
 
     def __init__(self, host: HostPlane, health: GroupHealth, settings: CoordinatorSettings) -> None:
         """Create nothing yet."""
@@ -74,6 +60,7 @@ class QueueFactory:
         self._health = health
         self._settings = settings
         self._rank_in_group = health.ranks.index(health.rank)
+        self._over_host = HostQueues(host, self._rank_in_group, len(health.ranks))
         self._count = 0
         self._open: list[QueueWriter | QueueReader] = []
 
@@ -83,15 +70,12 @@ class QueueFactory:
         Raises:
             CapabilityError: Some rank lacks the memory, or could not open its end; on every rank.
         """
-        number, is_local = self._agree()
+        if not self._share_a_host():
+            return self._over_host.broadcast(writer)
         readers = [rank for rank in range(len(self._health.ranks)) if rank != writer]
-        if not is_local:
-            if self._rank_in_group == writer:
-                return HostQueueWriter(self._host, readers, number)
-            return HostQueueReader(self._host, writer, number)
         mine = None
         if self._rank_in_group == writer:
-            mine = self._create(number, readers)
+            mine = self._create(readers)
         offer = self._host.broadcast_object(_offer(mine), writer, self._settings.create_timeout_s)
         end: Writer | Reader | None = mine if isinstance(mine, QueueWriter) else None
         failure = offer.failure
@@ -109,13 +93,10 @@ class QueueFactory:
         Returns:
             On the reader the reading ends in rank order, its own left out; elsewhere one writing end.
         """
-        number, is_local = self._agree()
+        if not self._share_a_host():
+            return self._over_host.gather(reader)
         others = [rank for rank in range(len(self._health.ranks)) if rank != reader]
-        if not is_local:
-            if self._rank_in_group == reader:
-                return [HostQueueReader(self._host, rank, number) for rank in others]
-            return [HostQueueWriter(self._host, [reader], number)]
-        mine = None if self._rank_in_group == reader else self._create(number, [reader])
+        mine = None if self._rank_in_group == reader else self._create([reader])
         offers: list[QueueOffer] = self._host.all_gather_object(_offer(mine), self._settings.create_timeout_s)
         failure = "; ".join(offer.failure for offer in offers if offer.failure)
         ends: list[Writer | Reader] = [mine] if isinstance(mine, QueueWriter) else []
@@ -130,22 +111,21 @@ class QueueFactory:
         self._confirm(failure)
         return ends
 
-    def _agree(self) -> tuple[int, bool]:
-        """Return the number of the next queue, and whether all ranks share a host."""
-        self._count += 1
+    def _share_a_host(self) -> bool:
+        """Return whether all ranks can map one segment; all of them get the same answer."""
         own = this_process()
         place = f"{own.boot_id} {own.network_namespace}"
         places = self._host.all_gather_object(place, self._settings.create_timeout_s)
-        is_local = len(set(places)) == 1
-        if not is_local:
+        if len(set(places)) > 1:
             logger.info("%s: ranks on several hosts, queue over the host plane", self._health.name)
-        return self._count, is_local
+        return len(set(places)) == 1
 
-    def _create(self, number: int, readers: Sequence[int]) -> QueueWriter | str:
+    def _create(self, readers: Sequence[int]) -> QueueWriter | str:
         """Return the writing end, or why there is none."""
+        self._count += 1
         try:
             writer = QueueWriter.create(
-                f"{self._health.name}/{number}",
+                f"{self._health.name}/{self._count}",
                 [self._health.ranks[rank] for rank in readers],
                 self._settings.broadcast,
                 writer=self._health.rank,
@@ -200,6 +180,11 @@ class Broadcaster:
         self.writer = writer
         self._health = health
         self._timeout_s = timeout_s
+
+    @property
+    def carries_tensors(self) -> bool:
+        """Return whether large CPU tensors go with the message, in one copy each way."""
+        return isinstance(self.end, (QueueWriter, QueueReader))
 
     def send(self, obj: Any, timeout_s: float | None) -> None:
         """Send an object to all other ranks; only on the writer."""

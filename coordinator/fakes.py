@@ -15,6 +15,7 @@ from coordinator.fake_planes import FakeCommunicator, FakeHostPlane, SilentBoard
 from coordinator.group import GroupCoordinator
 from coordinator.groups import ParallelGroups
 from coordinator.host_plane import HostPlane, SoloHostPlane
+from coordinator.host_queue import HostQueues
 from coordinator.layout import Dimension, ParallelLayout, RankLists
 from coordinator.planes import GroupPlanes
 from coordinator.point_to_point import TensorDict
@@ -103,7 +104,7 @@ class FakeGroupCoordinator(GroupCoordinator):
         )
         self._bind(parts, [members], where.index or 0, "fake", settings)
         self.use_device_communicator = True
-        self.mq_broadcaster = None
+        self._queues = HostQueues(host, position, world_size)
         # For each peer and each dict sent to it: the tensors of which only a slice was sent.
         self._wholes: dict[int, deque[list[torch.Tensor]]] = {}
 

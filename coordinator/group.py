@@ -16,11 +16,12 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from coordinator.broadcaster import Broadcaster, SharedQueues
 from coordinator.creation import GroupParts, create_parts, device_of
 from coordinator.expert_parallel import ExpertParallel
 from coordinator.graph_capture import GraphCaptureContext, capture_on
 from coordinator.group_names import unique_name
-from coordinator.host_queue import HostQueueReader, HostQueueWriter, refuse_external_writer
+from coordinator.host_queue import HostQueues, Reader, Writer, refuse_external_writer
 from coordinator.membership import find_membership, world_store
 from coordinator.object_collectives import ObjectCollectives
 from coordinator.point_to_point import PointToPoint
@@ -96,9 +97,8 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
         )
         self._bind(parts, group_ranks, local_rank, torch_distributed_backend, settings)
         self.use_device_communicator = use_device_communicator
-        self.mq_broadcaster: HostQueueWriter | HostQueueReader | None = None
-        if use_message_queue_broadcaster and self.world_size > 1:
-            self.mq_broadcaster = self.create_mq_broadcaster()
+        if use_message_queue_broadcaster:
+            self.enable_broadcaster()
         logger.info(
             "created group %s: rank %d of %d, device %s, tensors by %s, in %.1f ms",
             name,
@@ -137,7 +137,9 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
         self._open_sends: deque[Handle] = deque()
         self._stated_counts = None
         self._dispatched_counts = None
-        self._queues = 0
+        self._queues: HostQueues | SharedQueues = SharedQueues(parts.host, parts.health, settings)
+        self._broadcaster: Broadcaster | None = None
+        self.mq_broadcaster: Writer | Reader | None = None
 
     # ------------------------------------------------------------------ who and where
 
@@ -192,29 +194,31 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
 
     def create_mq_broadcaster(
         self, writer_rank: int = 0, external_writer_handle: object = None, blocking: bool = True
-    ) -> HostQueueWriter | HostQueueReader:
+    ) -> Writer | Reader:
         """Create a queue from rank `writer_rank` to all others. Collective.
 
         Args:
             writer_rank: Rank in the group.
             external_writer_handle: A writer outside of the group: refused in this version.
-            blocking: Whether to return only when every rank has created its end.
+            blocking: Whether to wait, once more, until every rank has created its end.
 
         Returns:
-            The writing end on rank `writer_rank`, the reading end elsewhere.
+            The writing end on rank `writer_rank`, the reading end elsewhere. On one host over shared memory.
+
+        Raises:
+            CapabilityError: A rank lacks the memory, or could not open its end; on every rank.
         """
         self._health.check_usable("create_mq_broadcaster")
         writer = checks.check_rank(writer_rank, self.world_size, "writer_rank")
         refuse_external_writer(external_writer_handle)
-        number = self._next_queue(blocking)
-        if self.rank_in_group == writer:
-            others = [rank for rank in range(self.world_size) if rank != writer]
-            return HostQueueWriter(self._host, others, number)
-        return HostQueueReader(self._host, writer, number)
+        end = self._queues.broadcast(writer)
+        if blocking:
+            self._host.barrier()
+        return end
 
     def create_single_reader_mq_broadcasters(
         self, reader_rank_in_group: int = 0, blocking: bool = False
-    ) -> list[HostQueueWriter | HostQueueReader]:
+    ) -> list[Writer | Reader]:
         """Create a queue from every other rank to rank `reader_rank_in_group`. Collective.
 
         Returns:
@@ -222,18 +226,24 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
         """
         self._health.check_usable("create_single_reader_mq_broadcasters")
         reader = checks.check_rank(reader_rank_in_group, self.world_size, "reader_rank_in_group")
-        number = self._next_queue(blocking)
-        if self.rank_in_group == reader:
-            return [
-                HostQueueReader(self._host, rank, number) for rank in range(self.world_size) if rank != reader
-            ]
-        return [HostQueueWriter(self._host, [reader], number)]
-
-    def _next_queue(self, blocking: bool) -> int:
-        self._queues += 1
+        ends = self._queues.gather(reader)
         if blocking:
             self._host.barrier()
-        return self._queues
+        return ends
+
+    def enable_broadcaster(self, writer_rank: int = 0) -> None:
+        """Send what rank `writer_rank` broadcasts through a queue from now on. Collective.
+
+        `broadcast_object` and `broadcast_tensor_dict` with that rank as `src` then take `mq_broadcaster`;
+        with another one they take the host plane, with the same result. Does nothing in a group of one.
+        """
+        self._health.check_usable("enable_broadcaster")
+        if self.world_size == 1 or self._broadcaster is not None:
+            return
+        self.mq_broadcaster = self.create_mq_broadcaster(writer_rank)
+        self._broadcaster = Broadcaster(
+            self.mq_broadcaster, writer_rank, self._health, self.settings.timeout_s
+        )
 
     def make_sibling_device_group(self, group_desc: str | None = None) -> dist.ProcessGroup:
         """Create another process group of this group's ranks and backend. Collective.
@@ -288,11 +298,12 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
         """
         if not self._health.close():
             return
+        self._queues.close()
         self._parts.destroy(self.settings.destroy_timeout_s, list(self._open_sends))
         self._open_sends.clear()
         self._cpu_group = None
         self._device_group = None
-        self.mq_broadcaster = None
+        self.mq_broadcaster = self._broadcaster = None
 
     def __enter__(self) -> Self:
         """Return the group itself."""

@@ -78,7 +78,8 @@ class ParallelGroups:
                 global rank.
             backend: torch backend of the device groups; by default the world group's, else that of the
                 accelerator, else "gloo".
-            use_message_queue_broadcaster: Whether the tensor-parallel group gets an `mq_broadcaster`.
+            use_message_queue_broadcaster: Whether the world and the tensor-parallel group get an `mq_broadcaster`
+                with their first rank as its writer.
             settings: Of every group; by default what the environment says now.
             world: An existing group of all ranks to use as `world`, by default the one that
                 `init_distributed_environment` made, if any; it is not destroyed with this record.
@@ -114,12 +115,9 @@ class ParallelGroups:
                         table, local_rank, backend, True, False, "=".join(names), settings=settings
                     )
                 groups.update(dict.fromkeys(names, group))
-            if (
-                use_message_queue_broadcaster
-                and groups["tp"].mq_broadcaster is None
-                and groups["tp"].world_size > 1
-            ):
-                groups["tp"].mq_broadcaster = groups["tp"].create_mq_broadcaster()
+            if use_message_queue_broadcaster:
+                for group in dict.fromkeys((groups["world"], groups["tp"])):
+                    group.enable_broadcaster()
         except BaseException:
             _destroy(groups, keep=world)
             raise

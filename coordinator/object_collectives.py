@@ -49,7 +49,7 @@ class ObjectCollectives(GroupPlanes):
         self._health.check_usable("broadcast_object")
         checks.check_timeout(timeout_s)
         checks.check_rank(src, self.world_size, "src")
-        return self._host.broadcast_object(obj, src, timeout_s, type)
+        return self._broadcast(obj, src, timeout_s, type)
 
     def broadcast_object_list(
         self,
@@ -73,7 +73,7 @@ class ObjectCollectives(GroupPlanes):
         checks.check_rank(src, self.world_size, "src")
         if not isinstance(obj_list, list):
             raise UsageError(f"obj_list must be a list, not {obj_list.__class__.__name__}")
-        received = self._host.broadcast_object(obj_list, src, timeout_s, list)
+        received = self._broadcast(obj_list, src, timeout_s, list)
         if received is not obj_list:
             if len(received) != len(obj_list):
                 raise UsageError(

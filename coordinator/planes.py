@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
+from coordinator.broadcaster import Broadcaster
 from coordinator.host_plane import HostPlane
 from device_comm.base import DeviceCommunicator
 from device_comm.health import GroupHealth
@@ -33,6 +36,17 @@ class GroupPlanes:
     device: torch.device
     device_communicator: DeviceCommunicator
     _host: HostPlane
+    _broadcaster: Broadcaster | None
     _health: GroupHealth
     _cpu_group: dist.ProcessGroup | None
     _device_group: dist.ProcessGroup | None
+
+    def _broadcast(self, obj: Any, src: int, timeout_s: float | None, type_: Any) -> Any:
+        """Return rank `src`'s object: by the queue if it is the queue's writer, else by the host plane."""
+        broadcaster = self._broadcaster
+        if broadcaster is None or broadcaster.writer != src:
+            return self._host.broadcast_object(obj, src, timeout_s, type_)
+        if self.rank_in_group != src:
+            return broadcaster.receive(timeout_s, type_)
+        broadcaster.send(obj, timeout_s)
+        return obj

@@ -10,7 +10,17 @@ import torch
 import torch.distributed as dist
 
 from coordinator.planes import GroupPlanes
-from coordinator.tensor_dict import Landing, Plane, Slicing, TensorDictMessage, join, landing_places, split
+from coordinator.tensor_dict import (
+    INLINE_BYTES,
+    WHOLE,
+    Landing,
+    Plane,
+    Slicing,
+    TensorDictMessage,
+    join,
+    landing_places,
+    split,
+)
 from coordinator.transfer_tags import BROADCAST_TENSOR_TAG, TENSOR_DICT_TAG, TENSOR_TAG
 from device_comm import checks
 from device_comm.base import Handle
@@ -191,15 +201,17 @@ class PointToPoint(GroupPlanes):
                 else:
                     self.device_communicator.broadcast(tensor, src, timeout_s=timeout_s)
 
-            message = self._host.broadcast_object(None, src, timeout_s)
+            message = self._broadcast(None, src, timeout_s, None)
             landing = self._land(message, Slicing(), receive)
             for plane, tensor in landing.parts:
                 receive(plane, tensor)
             return landing.tensor_dict
         if tensor_dict is None:
             raise UsageError("broadcast_tensor_dict: rank src must give a tensor dict")
-        parcel = split(tensor_dict, Slicing())
-        self._host.broadcast_object(parcel.message(), src, timeout_s)
+        queue = self._broadcaster
+        by_queue = queue is not None and queue.writer == src and queue.carries_tensors
+        parcel = split(tensor_dict, Slicing(), WHOLE if by_queue else INLINE_BYTES)
+        self._broadcast(parcel.message(), src, timeout_s, None)
         peers = [rank for rank in range(self.world_size) if rank != src]
         for plane, tensor in parcel.tensors:
             if plane == "device":

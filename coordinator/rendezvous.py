@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import ipaddress
+import itertools
 import socket
 import threading
 from collections.abc import Callable
@@ -49,6 +50,7 @@ class _World:
 
 
 _world: _World | None = None
+_worlds = itertools.count()
 _lock = threading.Lock()
 
 
@@ -182,8 +184,9 @@ def _meet_by_environment(world_size: int, rank: int, settings: CoordinatorSettin
     store = _tcp_store(
         launch.master_addr, launch.master_port, launch.rank, launch.world_size, serve, settings
     )
-    # The agent's store outlives a restart of the workers: each attempt has keys of its own.
-    attempt = dist.PrefixStore(f"{launch.run_id or 'run'}/{launch.restart_count}", store)
+    # The agent's store outlives a restart of the workers, and a world of this process that was left: each
+    # has keys of its own.
+    attempt = dist.PrefixStore(f"{launch.run_id or 'run'}/{launch.restart_count}/{next(_worlds)}", store)
     return Meeting(attempt, launch.rank, launch.world_size, _nothing)
 
 

@@ -22,6 +22,9 @@ from shm_broadcast.errors import DecodeError, DisagreementError, UsageError
 # CPU tensors below this travel inside the metadata message, whose first part holds 64 KiB.
 INLINE_BYTES: Final = 16 << 10
 
+# Every CPU tensor travels inside: on transports that copy a large message as fast as a tensor of its own.
+WHOLE: Final = 1 << 62
+
 Plane = Literal["host", "device"]
 
 
@@ -102,8 +105,13 @@ class Parcel:
         return TensorDictMessage(self.slots, codec.encode(self.metadata).to_bytes())
 
 
-def split(tensor_dict: Mapping[Any, Any], slicing: Slicing) -> Parcel:
+def split(tensor_dict: Mapping[Any, Any], slicing: Slicing, inline_bytes: int = INLINE_BYTES) -> Parcel:
     """Split a tensor dict. Tensors inside of lists and other values stay in the metadata.
+
+    Args:
+        tensor_dict: What travels.
+        slicing: How tensors are cut.
+        inline_bytes: CPU tensors smaller than this stay in the metadata; `WHOLE` for all of them.
 
     Raises:
         UsageError: The argument is no dict, contains itself, or lacks a tensor that `all_gather_tensors` names.
@@ -122,24 +130,27 @@ def split(tensor_dict: Mapping[Any, Any], slicing: Slicing) -> Parcel:
         if not isinstance(value, torch.Tensor):
             return value
         keys.add(key)
-        return _place(value, slicing.slices(key, value.numel()), slicing, parcel)
+        return _place(value, slicing.slices(key, value.numel()), slicing, parcel, inline_bytes)
 
     try:
         parcel.metadata.update(visit(dict(tensor_dict), ""))
     except RecursionError as error:
         raise UsageError("the dict contains itself, or is nested too deeply") from error
-    unknown = set(slicing.overrides) - keys
+    # Engines switch the slicing off for tensors that only some models have.
+    unknown = {key for key, wanted in slicing.overrides.items() if wanted} - keys
     if unknown:
         raise UsageError(f"all_gather_tensors names {sorted(unknown)}, the dict's tensors are {sorted(keys)}")
     return parcel
 
 
-def _place(value: torch.Tensor, slices: int, slicing: Slicing, parcel: Parcel) -> torch.Tensor | TensorSlot:
+def _place(
+    value: torch.Tensor, slices: int, slicing: Slicing, parcel: Parcel, inline_bytes: int
+) -> torch.Tensor | TensorSlot:
     """Return what stands for a tensor in the metadata; append it to the parcel's unless it travels inside."""
     if value.layout is not torch.strided or value.is_quantized:
         raise UsageError(f"only dense, unquantized tensors can be sent, not {value.layout}")
     plane: Plane = "host" if value.device.type == "cpu" else "device"
-    if plane == "host" and slices == 1 and value.nbytes < INLINE_BYTES:
+    if plane == "host" and slices == 1 and value.nbytes < inline_bytes:
         # A Parameter travels as the tensor it is.
         return value.detach().as_subclass(torch.Tensor)
     whole = value.detach().resolve_conj().resolve_neg().contiguous()

@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,10 @@ def as_bytes(tensor: torch.Tensor) -> list[int]:
 
 
 def moves_every_dtype(rank: int, world_size: int, directory: Path) -> None:
-    with world(rank, world_size, directory, timeout_s=20.0) as group:
+    with (
+        warnings.catch_warnings(action="ignore", category=UserWarning),  # of torch, about ComplexHalf
+        world(rank, world_size, directory, timeout_s=20.0) as group,
+    ):
         communicator = group.device_communicator
         for dtype in DTYPES:
             own, both = filled(dtype, rank), [as_bytes(filled(dtype, each)) for each in (0, 1)]
@@ -124,7 +128,6 @@ def moves_every_dtype(rank: int, world_size: int, directory: Path) -> None:
 
 
 @pytest.mark.guarantee("D4")
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_every_dtype_is_moved_unchanged(ranks2: RankPool) -> None:
     """Also those for which torch has next to no kernels."""
     ranks2.run(moves_every_dtype)

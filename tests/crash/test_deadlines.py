@@ -1,0 +1,377 @@
+"""A call that waits too long says who did not come, the same on every rank, and the group ends in good order."""
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coordinator.group import GroupCoordinator
+from tests.harness import RankPool
+from tests.worlds import EVERYONE_WAITS, FIRST_WAITS, LARGE, WAITS, meet, new_group, outcome_of, small, world
+
+# Deadline of the short variants; every time-out takes this and the grace of a second.
+SHORT_S = 0.4
+# Far more than any bound under test, far less than the harness allows: what should take seconds may take this.
+BOUNDED_S = 20.0
+
+
+def last_rank_comes_after_the_verdict(
+    rank: int, world_size: int, directory: Path, name: str
+) -> list[dict[str, Any]]:
+    culprit = world_size - 1
+    waiting = range(culprit) if name in EVERYONE_WAITS else [0]
+    peer = culprit if rank in waiting or name in EVERYONE_WAITS else 0
+    with world(rank, world_size, directory) as group:
+        found = []
+        if rank in waiting:
+            found.append(outcome_of(lambda: WAITS[name](group, peer, SHORT_S)))
+        meet(rank, range(world_size), directory, "verdict")
+        if rank == culprit:
+            found.append(outcome_of(lambda: WAITS[name](group, peer, SHORT_S)))
+        if found:
+            found.append(outcome_of(group.barrier))
+        return found
+
+
+@pytest.mark.parametrize("name", EVERYONE_WAITS)
+def test_every_waiting_rank_and_the_late_one_name_the_late_one(ranks4: RankPool, name: str) -> None:
+    """In a group of four, the three that waited, and the fourth when it comes, raise with `.missing == (3,)`."""
+    for rank, (first, second) in enumerate(ranks4.run(last_rank_comes_after_the_verdict, name)):
+        assert first["kind"] == "CommTimeoutError", (rank, first)
+        assert first["missing"] == [3], (rank, first)
+        assert second["kind"] == "GroupBrokenError", (rank, second)
+        assert second["cause"] == "CommTimeoutError", (rank, second)
+
+
+@pytest.mark.parametrize("name", FIRST_WAITS)
+def test_who_waits_for_one_rank_names_it_and_so_does_that_rank(ranks2: RankPool, name: str) -> None:
+    """Rank 0 times out with `.missing == (1,)`; rank 1, too late, is told the same; then the group is broken."""
+    for rank, (first, second) in enumerate(ranks2.run(last_rank_comes_after_the_verdict, name)):
+        assert first["kind"] == "CommTimeoutError", (rank, first)
+        assert first["missing"] == [1], (rank, first)
+        assert second["kind"] == "GroupBrokenError", (rank, second)
+        assert second["cause"] == "CommTimeoutError", (rank, second)
+
+
+def come_at(
+    rank: int, world_size: int, directory: Path, delays: list[float | None], deadline_s: float
+) -> dict[str, Any] | None:
+    with world(rank, world_size, directory) as group:
+        group.barrier()
+        delay = delays[rank]
+        found = None
+        if delay is not None:
+            time.sleep(delay)
+            found = outcome_of(lambda: group.barrier(deadline_s))
+        meet(rank, range(world_size), directory, "end")
+        return found
+
+
+def test_ranks_that_come_at_0_2_and_4_of_5_seconds_all_name_the_absent_fourth(ranks4: RankPool) -> None:
+    """However far apart the others came, each of them blames the absent rank and nobody else."""
+    found = ranks4.run(come_at, [0.0, 2.0, 4.0, None], 5.0)
+    assert [each["kind"] for each in found[:3]] == ["CommTimeoutError"] * 3, found
+    assert [each["missing"] for each in found[:3]] == [[3]] * 3, found
+    assert found[0]["seconds"] >= 5.0
+
+
+def test_a_rank_that_comes_just_before_the_deadline_is_not_blamed(ranks4: RankPool) -> None:
+    """The one that came a moment before the deadline had no time to say so, and still only rank 3 is named."""
+    found = ranks4.run(come_at, [0.0, 0.0, 0.9, None], 1.0)
+    assert [each["missing"] for each in found[:3]] == [[3]] * 3, found
+
+
+def test_all_absent_ranks_are_named(ranks4: RankPool) -> None:
+    """Two that came name the two that did not."""
+    found = ranks4.run(come_at, [0.0, 0.2, None, None], SHORT_S)
+    assert [each["missing"] for each in found[:2]] == [[2, 3]] * 2, found
+
+
+def test_a_rank_within_the_grace_makes_the_call_succeed(ranks2: RankPool) -> None:
+    """Who comes shortly after the deadline, before the verdict, is no failure."""
+    found = ranks2.run(come_at, [0.0, SHORT_S + 0.3], SHORT_S)
+    assert [each["kind"] for each in found] == ["NoneType", "NoneType"], found
+    assert found[0]["seconds"] >= SHORT_S
+
+
+def test_a_late_rank_within_the_deadline_is_only_waited_for(ranks4: RankPool) -> None:
+    """Ranks that come seconds apart, well within the deadline, all succeed."""
+    found = ranks4.run(come_at, [0.0, 0.7, 1.4, 2.1], 60.0)
+    assert [each["kind"] for each in found] == ["NoneType"] * 4, found
+
+
+def deadline_from_settings(rank: int, world_size: int, directory: Path) -> dict[str, Any] | None:
+    with world(rank, world_size, directory, timeout_s=SHORT_S) as group:
+        found = outcome_of(lambda: group.all_reduce(small())) if rank == 0 else None
+        meet(rank, range(world_size), directory, "end")
+        return found
+
+
+def test_the_deadline_of_the_settings_counts_where_the_call_states_none(ranks2: RankPool) -> None:
+    """`timeout_s` of the settings ends a collective."""
+    found = ranks2.run(deadline_from_settings)[0]
+    assert (found["kind"], found["missing"]) == ("CommTimeoutError", [1])
+    assert f"within {SHORT_S} s" in found["text"]
+
+
+def longer_deadline_for_one_call(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    with world(rank, world_size, directory, timeout_s=SHORT_S) as group:
+        group.barrier(30.0)
+        if rank == 1:
+            time.sleep(SHORT_S + 2.0)
+        return outcome_of(lambda: group.barrier(30.0))
+
+
+def test_the_deadline_of_a_call_beats_that_of_the_settings(ranks2: RankPool) -> None:
+    """A call may wait longer than the settings say."""
+    found = ranks2.run(longer_deadline_for_one_call)
+    assert [each["kind"] for each in found] == ["NoneType", "NoneType"], found
+    assert found[0]["seconds"] >= SHORT_S + 1.5
+
+
+def idle_receivers(rank: int, world_size: int, directory: Path) -> list[Any]:
+    with world(rank, world_size, directory, timeout_s=SHORT_S) as group:
+        queue: Any = group.create_mq_broadcaster()
+        results = []
+        for receive, send in (
+            (lambda: group.broadcast_object(None, 0), lambda: group.broadcast_object("step", 0)),
+            (lambda: group.recv_object(0), lambda: group.send_object("step", 1)),
+            (
+                lambda: (group.recv_tensor_dict(0) or {})["step"],
+                lambda: group.send_tensor_dict({"step": "step"}, 1),
+            ),
+            (queue.dequeue, lambda: queue.enqueue("step")),
+        ):
+            if rank == 0:
+                # Longer than the deadline and its grace.
+                time.sleep(SHORT_S + 1.5)
+                send()
+            else:
+                results.append(outcome_of(receive))
+        group.barrier(30.0)
+        return results
+
+
+def test_idle_receivers_wait_beyond_the_deadline_of_the_settings(ranks2: RankPool) -> None:
+    """Without a deadline of their own receives of objects, dicts and steps wait until there is something."""
+    received = ranks2.run(idle_receivers)[1]
+    assert [each["value"] for each in received] == ["step"] * 4
+    assert all(each["seconds"] >= SHORT_S + 1.0 for each in received)
+
+
+def receivers_beside_a_timeout(rank: int, world_size: int, directory: Path) -> dict[str, Any] | None:
+    with world(rank, world_size, directory) as group:
+        found = None
+        if rank == 0:
+            # Rank 1 sits in the right call, without a deadline; only rank 2 is missing here.
+            found = outcome_of(lambda: group.gather_object("x", timeout_s=SHORT_S + 1.0))
+        elif rank == 1:
+            group.gather_object("y")
+            found = outcome_of(lambda: group.recv_object(0))
+        meet(rank, range(world_size), directory, "end")
+        return found
+
+
+def test_an_idle_receiver_is_not_blamed_and_learns_of_the_verdict(ranks4: RankPool) -> None:
+    """A rank in `recv_object` without a deadline wakes by the others' time-out, which does not name it."""
+    found = ranks4.run(receivers_beside_a_timeout)
+    assert (found[0]["kind"], found[0]["missing"]) == ("CommTimeoutError", [2, 3])
+    assert (found[1]["kind"], found[1]["missing"]) == ("CommTimeoutError", [2, 3])
+
+
+def error_text(rank: int, world_size: int, directory: Path) -> list[Any]:
+    with world(rank, world_size, directory) as group:
+        group.barrier()
+        found = outcome_of(lambda: group.all_gather(small(), timeout_s=SHORT_S)) if rank == 0 else None
+        meet(rank, range(world_size), directory, "end")
+        return [os.getpid(), found]
+
+
+def test_the_text_names_group_rank_and_the_missing_rank_with_pid_and_state(ranks2: RankPool) -> None:
+    """Who reads only the text knows which group, who waited in what, for whom and for how long."""
+    (_, found), (culprit_pid, _) = ranks2.run(error_text)
+    text = found["text"]
+    assert "all_gather #1 on 'world:" in text
+    assert "(rank 0, 0 of 2)" in text
+    assert f"rank 1 (pid {culprit_pid}, alive)" in text
+    assert f"within {SHORT_S} s" in text
+    assert "destroy" in text
+
+
+def one_short_deadline(rank: int, world_size: int, directory: Path) -> dict[str, Any] | None:
+    with world(rank, world_size, directory) as group:
+        found = None if rank == 2 else outcome_of(lambda: group.barrier(1.0 if rank == 0 else 60.0))
+        meet(rank, range(world_size), directory, "end")
+        return found
+
+
+def test_the_first_deadline_ends_the_call_on_every_rank(ranks4: RankPool) -> None:
+    """Ranks with a longer deadline do not outwait the verdict of the one whose deadline came first."""
+    found = ranks4.run(one_short_deadline)
+    for rank in (0, 1, 3):
+        assert (found[rank]["kind"], found[rank]["missing"]) == ("CommTimeoutError", [2])
+        assert found[rank]["seconds"] < 60.0
+
+
+def large_collective_half_done(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    with world(rank, world_size, directory) as group:
+        if rank == world_size - 1:
+            time.sleep(3.0)
+            meet(rank, range(world_size), directory, "end")
+            return outcome_of(lambda: group.all_reduce(torch.ones(LARGE // 4)))
+        found = outcome_of(lambda: group.all_reduce(torch.ones(LARGE // 4), timeout_s=SHORT_S))
+        meet(rank, range(world_size), directory, "end")
+        return found
+
+
+def test_a_large_all_reduce_that_stopped_half_way_names_the_absent_rank(ranks4: RankPool) -> None:
+    """Also when the others have exchanged their shares among themselves already."""
+    found = ranks4.run(large_collective_half_done)
+    assert [(each["kind"], each["missing"]) for each in found] == [("CommTimeoutError", [3])] * 4
+
+
+def second_group(rank: int, world_size: int, directory: Path) -> list[Any]:
+    with world(rank, world_size, directory) as group, new_group(group) as other:
+        found = outcome_of(lambda: group.barrier(SHORT_S)) if rank == 0 else None
+        meet(rank, range(world_size), directory, "verdict")
+        total = other.all_reduce(small())
+        objects = other.all_gather_object(rank)
+        with new_group(other, "late") as late:
+            late.barrier()
+        return [found, total.tolist(), objects]
+
+
+def test_another_group_of_the_same_ranks_goes_on(ranks2: RankPool) -> None:
+    """What broke one group leaves the others, and the creation of new ones, alone."""
+    for found, total, objects in ranks2.run(second_group):
+        assert found is None or found["kind"] == "CommTimeoutError"
+        assert total == [2.0 * value for value in range(8)]
+        assert objects == [0, 1]
+
+
+# --- destroy ------------------------------------------------------------------------------------------------
+
+
+def destroyed_in_time(group: GroupCoordinator) -> float:
+    start = time.monotonic()
+    group.destroy()
+    group.destroy()
+    return time.monotonic() - start
+
+
+def destroy_after_timeout(rank: int, world_size: int, directory: Path, name: str) -> list[float]:
+    with world(rank, world_size, directory) as first, new_group(first) as group:
+        if rank == 0:
+            outcome_of(lambda: WAITS[name](group, 1, SHORT_S))
+        meet(rank, range(world_size), directory, "verdict")
+        return [destroyed_in_time(group), outcome_of(group.barrier)["kind"] == "ClosedError"]
+
+
+@pytest.mark.parametrize("name", ["barrier", "all_reduce of 1 MiB", "recv_object", "send of 64 MiB"])
+def test_destroy_after_a_timeout_is_bounded_and_idempotent(ranks2: RankPool, name: str) -> None:
+    """A destroy of a broken group returns, twice, and the group is closed from then on."""
+    for seconds, is_closed in ranks2.run(destroy_after_timeout, name):
+        assert seconds < BOUNDED_S
+        assert is_closed
+
+
+def destroy_with_open_handles(rank: int, world_size: int, directory: Path) -> list[Any]:
+    with world(rank, world_size, directory) as first:
+        group = new_group(first)
+        handles = []
+        if rank == 0:
+            # Nobody will ever answer any of these; each has the default deadline of ten minutes.
+            for _ in range(4):
+                handles.append(group.device_communicator.irecv(torch.zeros(8), 1))
+                handles.append(group.device_communicator.isend(torch.zeros(LARGE // 8), 1))
+                handles.append(group.isend_object(bytes(LARGE // 8), 1))
+            meet(rank, range(world_size), directory, "sent")
+        else:
+            meet(rank, range(world_size), directory, "sent")
+            meet(rank, range(world_size), directory, "destroyed")
+        seconds = destroyed_in_time(group)
+        if rank == 0:
+            meet(rank, range(world_size), directory, "destroyed")
+        outcomes = [outcome_of(handle.wait)["kind"] for handle in handles]
+        handles.clear()
+        first.barrier()
+        return [seconds, outcomes]
+
+
+def test_destroy_with_transfers_in_flight_is_bounded_and_ends_their_handles(ranks2: RankPool) -> None:
+    """Handles of transfers that can never finish raise `ClosedError`, and destroy does not wait for them."""
+    for seconds, outcomes in ranks2.run(destroy_with_open_handles):
+        assert seconds < BOUNDED_S
+        assert set(outcomes) <= {"ClosedError"}
+
+
+def destroy_wakes(rank: int, world_size: int, directory: Path, name: str) -> list[Any]:
+    with world(rank, world_size, directory) as first:
+        group = new_group(first)
+        if rank != 0:
+            meet(rank, range(world_size), directory, "end")
+            group.destroy()
+            return []
+        times = []
+
+        def destroy() -> None:
+            time.sleep(SHORT_S)
+            times.append(destroyed_in_time(group))
+
+        thread = threading.Thread(target=destroy)
+        thread.start()
+        found = outcome_of(lambda: WAITS[name](group, 1, None))
+        thread.join()
+        meet(rank, range(world_size), directory, "end")
+        return [found, times[0]]
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_destroy_from_another_thread_wakes_a_waiting_call(ranks2: RankPool, name: str) -> None:
+    """A call with the default deadline, or none, ends with `ClosedError` when its group is destroyed."""
+    found, seconds = ranks2.run(destroy_wakes, name)[0]
+    assert found["kind"] == "ClosedError", found
+    assert found["seconds"] < BOUNDED_S
+    assert seconds < BOUNDED_S
+
+
+def destroy_untouched(rank: int, world_size: int, directory: Path) -> float:
+    with world(rank, world_size, directory) as first:
+        group = new_group(first)
+        if rank == 0:
+            seconds = destroyed_in_time(group)
+            meet(rank, range(world_size), directory, "destroyed")
+            return seconds
+        meet(rank, range(world_size), directory, "destroyed")
+        return destroyed_in_time(group)
+
+
+def test_destroy_is_not_collective(ranks2: RankPool) -> None:
+    """One rank destroys its group while the other does nothing with it, and later destroys its own."""
+    assert all(seconds < BOUNDED_S for seconds in ranks2.run(destroy_untouched))
+
+
+def last_words(rank: int, world_size: int, directory: Path) -> list[Any]:
+    with world(rank, world_size, directory) as first:
+        group = new_group(first)
+        if rank == 0:
+            for number in range(50):
+                group.send_object(number, 1)
+            group.destroy()
+            meet(rank, range(world_size), directory, "destroyed")
+            return []
+        # Rank 0 waits up to seconds for these to be taken; it need not wait for this rank to be quick.
+        time.sleep(0.5)
+        received = [group.recv_object(0) for _ in range(50)]
+        meet(rank, range(world_size), directory, "destroyed")
+        group.destroy()
+        return received
+
+
+def test_what_was_sent_before_destroy_still_arrives(ranks2: RankPool) -> None:
+    """Small objects are sent without waiting; a destroy right after them loses none."""
+    assert ranks2.run(last_words)[1] == list(range(50))

@@ -1,0 +1,253 @@
+"""In a forked child the copies of groups are inert: using them is refused, and the child's end disturbs nobody."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Never
+
+import pytest
+import torch
+
+from coordinator import parallel_state
+from coordinator.group import GroupCoordinator
+from coordinator.groups import ParallelGroups
+from coordinator.layout import ParallelLayout
+from tests.harness import RankPool
+from tests.ports import free_port
+from tests.rank_exit import RankExit
+from tests.worlds import WAITS, new_group, outcome_of, small, world
+
+# A child that has not ended by then hangs.
+CHILD_S = 20.0
+
+
+def fork() -> int:
+    with warnings.catch_warnings():
+        # Newer interpreters warn that a process with threads forks; what then happens is what is tested.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def hard() -> Never:
+    os._exit(0)
+
+
+def by_sys_exit() -> Never:
+    raise RankExit(0)
+
+
+ENDS = {"os._exit": hard, "sys.exit": by_sys_exit}
+
+
+def ended(child: int) -> int:
+    """Return the exit status of `child`; kill it if it hangs."""
+    deadline = time.monotonic() + CHILD_S
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise AssertionError("the child hangs")
+
+
+def in_child(work: Callable[[], Any], report: Path, end: str) -> int:
+    """Fork a child that does `work`, writes its result to `report` and ends; return its pid."""
+    child = fork()
+    if child == 0:
+        try:
+            report.write_text(json.dumps(work()))
+        except BaseException as error:
+            report.write_text(json.dumps(repr(error)))
+            os._exit(1)
+        ENDS[end]()
+    return child
+
+
+OTHER_CALLS: dict[str, Callable[[GroupCoordinator], Any]] = {
+    "all_reduce_": lambda group: group.all_reduce_(small()),
+    "all_gatherv": lambda group: group.all_gatherv(small()),
+    "reduce_scatterv": lambda group: group.reduce_scatterv(small()),
+    "broadcast_object_list": lambda group: group.broadcast_object_list([1]),
+    "isend_object": lambda group: group.isend_object(1, 1 - group.rank_in_group),
+    "cpu_group": lambda group: group.cpu_group,
+    "device_group": lambda group: group.device_group,
+    "create_mq_broadcaster": lambda group: group.create_mq_broadcaster(),
+    "make_sibling_device_group": lambda group: group.make_sibling_device_group(),
+    "prepare buffers": lambda group: group.prepare_communication_buffer_for_model(torch.nn.Linear(1, 1)),
+}
+
+
+def use_everything(group: GroupCoordinator, handles: list[Any], queue: Any) -> dict[str, str]:
+    """Call every kind of method in a child; return what each raised, by name."""
+    peer = 1 - group.rank_in_group
+    kinds = {name: outcome_of(lambda: call(group, peer, 1.0))["kind"] for name, call in WAITS.items()}  # noqa: B023
+    kinds |= {name: outcome_of(lambda: call(group))["kind"] for name, call in OTHER_CALLS.items()}  # noqa: B023
+    for index, handle in enumerate(handles):
+        kinds[f"wait {index}"] = outcome_of(handle.wait)["kind"]
+        kinds[f"is_completed {index}"] = outcome_of(handle.is_completed)["kind"]
+    move = (lambda: queue.enqueue(1)) if group.rank_in_group == 0 else queue.dequeue
+    kinds["queue"] = outcome_of(move)["kind"]
+    # None of these does anything, nor waits.
+    group.destroy()
+    group.destroy()
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+    return kinds
+
+
+def forked(rank: int, world_size: int, directory: Path, end: str) -> list[Any]:
+    with world(rank, world_size, directory) as first, new_group(first) as group:
+        queue = group.create_mq_broadcaster()
+        peer = 1 - rank
+        received = torch.zeros(8)
+        handles = [
+            group.device_communicator.irecv(received, peer),
+            group.isend_object(bytes(8 << 20), peer),
+        ]
+        report = directory / f"report-{rank}"
+        child = in_child(lambda: use_everything(group, handles, queue), report, end)
+        status = ended(child)
+        # All that was in flight, and everything else, goes on in the parent.
+        group.device_communicator.send(small() + rank, peer)
+        for handle in (handles[0],):
+            handle.wait()
+        assert group.recv_object(peer) == bytes(8 << 20)
+        handles[1].wait()
+        assert received.tolist() == (small() + peer).tolist()
+        assert group.all_reduce(small()).tolist() == (2 * small()).tolist()
+        assert group.all_gather_object(rank) == [0, 1]
+        with new_group(first, "late") as late:
+            late.barrier()
+        return [status, json.loads(report.read_text())]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_every_call_of_a_forked_child_is_a_usage_error_and_the_parent_goes_on(
+    ranks2: RankPool, end: str
+) -> None:
+    """Collectives, objects, handles and queues refuse the child; transfers that were in flight arrive in the parent."""
+    for status, kinds in ranks2.run(forked, end):
+        assert status == 0, kinds
+        refused = {name: kind for name, kind in kinds.items() if kind != "UsageError"}
+        assert refused == {}
+
+
+def parallel_groups_in_child(rank: int, world_size: int, directory: Path, end: str) -> list[Any]:
+    with world(rank, world_size, directory) as first:
+        groups = ParallelGroups.create(ParallelLayout(tensor=2), world=first)
+
+        def leave() -> str:
+            with groups.as_current():
+                kind: str = outcome_of(parallel_state.get_tp_group().barrier)["kind"]
+            groups.destroy()
+            return kind
+
+        status = ended(in_child(leave, directory / f"report-{rank}", end))
+        groups.tp.barrier()
+        groups.destroy()
+        first.barrier()
+        return [status, json.loads((directory / f"report-{rank}").read_text())]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_record_of_groups_is_inert_in_a_child(ranks2: RankPool, end: str) -> None:
+    """`ParallelGroups.destroy` in a child leaves the parent's groups alone."""
+    assert ranks2.run(parallel_groups_in_child, end) == [[0, "UsageError"], [0, "UsageError"]]
+
+
+def child_outlives(rank: int, world_size: int, directory: Path, end: str) -> int:
+    with world(rank, world_size, directory) as first, new_group(first) as group:
+        group.barrier()
+
+        def wait() -> bool:
+            while not (directory / f"left-{rank}").exists():
+                time.sleep(0.01)
+            return True
+
+        child = in_child(wait, directory / f"report-{rank}", end)
+        group.barrier()
+    (directory / f"left-{rank}").touch()
+    return ended(child)
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_child_that_ends_after_its_parent_has_left_does_not_hang(ranks2: RankPool, end: str) -> None:
+    """The parent's groups and world are gone by then; the child's copies are still the ones of before."""
+    assert ranks2.run(child_outlives, end) == [0, 0]
+
+
+def leave_and_return(rank: int, world_size: int, directory: Path) -> bool:
+    rendezvous = directory / "rendezvous"
+    with world(rank, world_size, directory) as group:
+        group.barrier()
+        assert ended(in_child(lambda: None, directory / f"report-{rank}", "sys.exit")) == 0
+        before = sorted(path.name for path in rendezvous.rglob("*"))
+        group.barrier()
+        with new_group(group, "through the store") as late:
+            late.barrier()
+    with world(rank, world_size, directory) as group:
+        group.barrier()
+    return any(name.startswith("generation-") for name in before)
+
+
+def test_the_end_of_a_child_leaves_the_rendezvous_directory_alone(ranks2: RankPool) -> None:
+    """Torch removes a file store with its last user, which a child is not."""
+    assert ranks2.run(leave_and_return) == [True, True]
+
+
+PROGRAM = """
+import os, sys
+import torch.distributed as dist
+from coordinator.parallel_state import init_distributed_environment, get_world_group, initialize_model_parallel
+from coordinator.parallel_state import get_tp_group
+
+rank, method, who = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+if who == "user":
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=2)
+init_distributed_environment(2, rank, method, backend="gloo")
+initialize_model_parallel(2)
+get_tp_group().barrier()
+child = os.fork()
+if child:
+    _, status = os.waitpid(child, 0)
+    get_tp_group().barrier()
+    print("parent", status, get_tp_group().all_gather_object(rank), flush=True)
+    if who == "user":
+        dist.destroy_process_group()
+else:
+    print("child", flush=True)
+"""
+
+
+@pytest.mark.parametrize("who", ["ours", "user"])
+@pytest.mark.parametrize("way", ["file", "tcp"])
+def test_programs_that_fork_and_fall_off_their_end_do_not_hang(tmp_path: Path, way: str, who: str) -> None:
+    """Interpreters end as they do, in the child and later in the parent, which destroys nothing itself."""
+    path = f"file://{tmp_path}/rendezvous"
+    method = path if way == "file" else f"tcp://127.0.0.1:{free_port()}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", PROGRAM, str(rank), method, who],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=60)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output
+        assert output.splitlines() == ["child", "parent 0 [0, 1]"]

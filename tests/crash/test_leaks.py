@@ -1,0 +1,129 @@
+"""Worlds and groups that come and go, also after failures, leave nothing in the process that had them."""
+
+import gc
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.harness import RankPool, run_ranks
+from tests.worlds import meet, new_group, outcome_of, small, world
+
+CYCLES = 30
+BROKEN_CYCLES = 8
+# The allocator and torch keep some memory the first times; afterwards 30 cycles may add this much.
+WARM_UP = 5
+RSS_GROWTH_BYTES = 16 << 20
+
+
+def rss_bytes() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def held() -> list[int]:
+    """Return the numbers of descriptors and threads once they rest: what is closed goes some milliseconds later."""
+    counts: list[list[int]] = []
+    while len(counts) < 5 or counts[-5:] != counts[-1:] * 5:
+        gc.collect()
+        counts.append([len(os.listdir("/proc/self/fd")), threading.active_count()])
+        time.sleep(0.05)
+    return counts[-1]
+
+
+def use(group: Any) -> None:
+    peer = 1 - group.rank_in_group
+    group.barrier()
+    group.all_reduce(small())
+    group.all_gather_object({"rank": group.rank})
+    group.isend_object(bytes(1 << 18), peer)
+    group.recv_object(peer)
+    group.isend_tensor_dict({"x": small(), "y": bytes(1 << 17)}, peer)
+    group.recv_tensor_dict(peer)
+    group.barrier()
+
+
+def world_cycle(rank: int, world_size: int, directory: Path, number: int) -> None:
+    with world(rank, world_size, directory) as first, new_group(first) as group:
+        use(group)
+
+
+def growth(cycle: Callable[[int], None], cycles: int = CYCLES) -> dict[str, Any]:
+    for number in range(WARM_UP):
+        cycle(number)
+    before, rss = held(), rss_bytes()
+    for number in range(WARM_UP, WARM_UP + cycles):
+        cycle(number)
+    return {"before": before, "after": held(), "rss": rss_bytes() - rss}
+
+
+def worlds_in_a_row(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    found = growth(lambda number: world_cycle(rank, world_size, directory, number))
+    meet(rank, range(world_size), directory, "end")
+    return {**found, "left": sorted(path.name for path in (directory / "rendezvous").iterdir())}
+
+
+def groups_in_a_row(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    with world(rank, world_size, directory) as first:
+
+        def cycle(number: int) -> None:
+            with new_group(first) as group:
+                use(group)
+
+        return growth(cycle)
+
+
+def broken_groups_in_a_row(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    with world(rank, world_size, directory) as first:
+
+        def cycle(number: int) -> None:
+            with new_group(first) as group:
+                if rank == 0:
+                    # Never received: something is in flight, memory and threads included, when the group breaks.
+                    group.isend_object(bytes(1 << 20), 1)
+                    group.device_communicator.irecv(small(), 1)
+                    assert outcome_of(lambda: group.barrier(0.05))["kind"] == "CommTimeoutError"
+                meet(rank, range(world_size), directory, f"verdict-{number}")
+
+        # Each takes more than a second: the deadline and its grace.
+        return growth(cycle, BROKEN_CYCLES)
+
+
+def assert_nothing_grew(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        assert each["after"] == each["before"], each
+        assert each["rss"] < RSS_GROWTH_BYTES, each
+
+
+def test_thirty_worlds_in_one_process_leave_nothing(ranks2: RankPool) -> None:
+    """Descriptors, threads and memory stay, and the rendezvous directory is empty after the last one left."""
+    found = ranks2.run(worlds_in_a_row, timeout_s=120.0)
+    assert_nothing_grew(found)
+    assert found[0]["left"] == []
+
+
+def test_thirty_groups_in_one_world_leave_nothing(ranks2: RankPool) -> None:
+    """Creating and destroying groups costs nothing that stays."""
+    assert_nothing_grew(ranks2.run(groups_in_a_row, timeout_s=120.0))
+
+
+def test_groups_that_broke_leave_nothing(ranks2: RankPool) -> None:
+    """Neither do groups that were destroyed after a time-out, with transfers in flight."""
+    assert_nothing_grew(ranks2.run(broken_groups_in_a_row, timeout_s=120.0))
+
+
+def solo_worlds(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    def cycle(number: int) -> None:
+        with world(0, 1, directory) as group:
+            group.barrier()
+            group.cpu_group  # noqa: B018 - creates the process group that a group of one does without
+
+    return growth(cycle)
+
+
+def test_thirty_worlds_of_one_leave_nothing() -> None:
+    """A world of a single rank goes as completely."""
+    assert_nothing_grew(run_ranks(solo_worlds, 1))

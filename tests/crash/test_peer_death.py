@@ -1,0 +1,221 @@
+"""When a rank dies, stops, is interrupted or leaves, every rank that waits for it is told which, at once."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.group import GroupCoordinator
+from coordinator.parallel_state import destroy_distributed_environment, get_world_group
+from tests.harness import RankPool, run_ranks
+from tests.rank_exit import RankExit
+from tests.worlds import EVERYONE_WAITS, WAITS, join_world, meet, new_group, outcome_of, world
+
+# The deadlines in force are minutes; a death is noticed in under a second, on a busy machine in a few.
+PROMPT_S = 20.0
+
+CALLS = [
+    "broadcast_object",
+    "recv_object",
+    "recv_tensor_dict",
+    "barrier",
+    "all_reduce",
+    "all_gather_object",
+    "gather",
+    "send of 64 MiB",
+]
+
+
+def be_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def exit_without_destroy() -> None:
+    raise RankExit(0)
+
+
+def exit_hard() -> None:
+    os._exit(3)
+
+
+DEATHS: dict[str, Callable[[], None]] = {
+    "killed": be_killed,
+    "sys.exit": exit_without_destroy,
+    "os._exit": exit_hard,
+}
+
+
+def survivors_of(
+    rank: int, world_size: int, directory: Path, name: str, death: str, culprit: int
+) -> list[dict[str, Any]]:
+    """Wait for `culprit` in call `name` while it dies; return what this rank was told, and what it is told next."""
+    join_world(rank, world_size, directory)
+    try:
+        return _survive(get_world_group(), directory, name, death, culprit)
+    finally:
+        if rank != culprit:
+            destroy_distributed_environment()
+
+
+def _survive(
+    group: GroupCoordinator, directory: Path, name: str, death: str, culprit: int
+) -> list[dict[str, Any]]:
+    rank, world_size = group.rank, group.world_size
+    group.barrier()
+    meet(rank, range(world_size), directory, "ready")
+    if rank == culprit:
+        time.sleep(0.3)
+        DEATHS[death]()
+    call = WAITS[name] if rank == 0 or name in EVERYONE_WAITS else WAITS["barrier"]
+    found = [outcome_of(lambda: call(group, culprit, None)), outcome_of(group.barrier)]
+    # Nobody leaves before all were told, or the others might be told of that instead.
+    meet(rank, [other for other in range(world_size) if other != culprit], directory, "told")
+    return found
+
+
+def assert_all_were_told(found: list[Any], culprit: int) -> None:
+    assert found[culprit] is None
+    for rank, outcomes in enumerate(found):
+        if rank == culprit:
+            continue
+        first, second = outcomes
+        assert (first["kind"], first["peers"]) == ("PeerLostError", [culprit]), (rank, first)
+        assert first["seconds"] < PROMPT_S, (rank, first)
+        assert (second["kind"], second["cause"]) == ("GroupBrokenError", "PeerLostError"), (rank, second)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("death", DEATHS)
+@pytest.mark.parametrize("name", CALLS)
+def test_survivors_name_the_dead_rank(name: str, death: str, world_size: int) -> None:
+    """Whatever the survivors wait in, and however the rank ended, all of them raise `PeerLostError` with it alone."""
+    culprit = world_size - 1
+    found = run_ranks(survivors_of, world_size, name, death, culprit, expect_dead=[culprit])
+    assert_all_were_told(found, culprit)
+
+
+@pytest.mark.parametrize("name", ["barrier", "all_reduce", "broadcast"])
+def test_survivors_name_rank_0_of_a_world_by_directory(name: str) -> None:
+    """The rank that made the rendezvous is no exception."""
+    assert_all_were_told(run_ranks(survivors_of, 4, name, "killed", 0, expect_dead=[0]), 0)
+
+
+def all_but_one_die(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    join_world(rank, world_size, directory)
+    group = get_world_group()
+    group.barrier()
+    meet(rank, range(world_size), directory, "ready")
+    if rank != 1:
+        be_killed()
+    time.sleep(0.5)
+    found = outcome_of(group.barrier)
+    destroy_distributed_environment()
+    return found
+
+
+def test_all_dead_ranks_are_named_in_a_call_that_starts_after_their_death() -> None:
+    """Three of four are dead before the survivor calls anything: it names the three."""
+    found = run_ranks(all_but_one_die, 4, expect_dead=[0, 2, 3])[1]
+    assert (found["kind"], found["peers"]) == ("PeerLostError", [0, 2, 3])
+
+
+def die_and_leave_a_child(rank: int, world_size: int, directory: Path, name: str) -> list[dict[str, Any]]:
+    join_world(rank, world_size, directory)
+    group = get_world_group()
+    group.barrier()
+    if rank == 1 and os.fork() == 0:
+        # Holds copies of all sockets of its parent, and lives on.
+        while directory.exists() and not (directory / "told-0").exists():
+            time.sleep(0.02)
+        os._exit(0)
+    found = _survive(group, directory, name, "killed", 1)
+    destroy_distributed_environment()
+    return found
+
+
+@pytest.mark.parametrize("name", ["barrier", "recv_object", "broadcast_object", "send of 64 MiB"])
+def test_a_living_child_that_inherited_the_sockets_does_not_hide_a_death(name: str) -> None:
+    """The connections stay open in the child of the dead rank; the death is noticed all the same."""
+    assert_all_were_told(run_ranks(die_and_leave_a_child, 2, name, expect_dead=[1]), 1)
+
+
+def one_is_stopped(rank: int, world_size: int, directory: Path, name: str) -> dict[str, Any] | None:
+    join_world(rank, world_size, directory)
+    group = get_world_group()
+    pids = group.all_gather_object(os.getpid())
+    culprit = world_size - 1
+    if rank == culprit:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    call = WAITS[name] if rank == 0 or name in EVERYONE_WAITS else WAITS["barrier"]
+    found = outcome_of(lambda: call(group, culprit, 1.0))
+    meet(rank, range(culprit), directory, "told")
+    if rank == 0:
+        os.kill(pids[culprit], signal.SIGKILL)
+    destroy_distributed_environment()
+    return found
+
+
+@pytest.mark.parametrize("name", ["barrier", "all_reduce", "recv_object", "send of 64 MiB"])
+def test_a_stopped_rank_is_named_and_called_stopped(name: str) -> None:
+    """A stopped process is no dead one: the clock decides, and the text says in which state the rank is."""
+    for found in run_ranks(one_is_stopped, 3, name, expect_dead=[2])[:2]:
+        assert (found["kind"], found["missing"]) == ("CommTimeoutError", [2]), found
+        assert "stopped" in found["text"]
+
+
+def one_is_interrupted(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    with world(rank, world_size, directory) as group:
+        group.barrier()
+        if rank == 1:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            found = outcome_of(group.barrier)
+            timer.join()
+        elif rank == 2:
+            meet(rank, range(world_size), directory, "told")
+            return outcome_of(group.barrier)
+        else:
+            found = outcome_of(group.barrier)
+        meet(rank, range(world_size), directory, "told")
+        return found
+
+
+def test_the_interruption_of_a_rank_is_told_to_the_others(ranks4: RankPool) -> None:
+    """Ctrl-C in one rank: it gets its `KeyboardInterrupt`, the others a `PeerLostError` that names it."""
+    found = ranks4.run(one_is_interrupted)
+    assert found[1]["kind"] == "KeyboardInterrupt"
+    for rank in (0, 2, 3):
+        assert (found[rank]["kind"], found[rank]["peers"]) == ("PeerLostError", [1]), found[rank]
+    assert "interrupted" in found[0]["text"]
+
+
+def one_leaves(rank: int, world_size: int, directory: Path, name: str) -> dict[str, Any] | None:
+    with world(rank, world_size, directory) as first:
+        group = new_group(first)
+        found = None
+        culprit = world_size - 1
+        if rank == culprit:
+            time.sleep(0.3)
+            group.destroy()
+        else:
+            call = WAITS[name] if rank == 0 or name in EVERYONE_WAITS else WAITS["barrier"]
+            found = outcome_of(lambda: call(group, culprit, None))
+        meet(rank, range(world_size), directory, "told")
+        group.destroy()
+        first.barrier()
+        return found
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_rank_that_destroyed_its_group_is_named(ranks4: RankPool, name: str) -> None:
+    """Leaving while others wait is told as such; nothing else of the ranks is disturbed."""
+    for rank, found in enumerate(ranks4.run(one_leaves, name)[:3]):
+        assert (found["kind"], found["peers"]) == ("PeerLostError", [3]), (rank, found)
+        assert found["seconds"] < PROMPT_S
+        assert "destroyed" in found["text"]

@@ -1,0 +1,57 @@
+"""What the tests of groups share: an engine's start and stop, one use of every plane, and expected refusals."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coordinator import (
+    GroupCoordinator,
+    UsageError,
+    destroy_distributed_environment,
+    destroy_model_parallel,
+    ensure_model_parallel_initialized,
+    init_distributed_environment,
+)
+
+__all__ = ["engine", "refusal", "works"]
+
+
+@contextlib.contextmanager
+def engine(rank: int, world_size: int, directory: Path, tp: int = 1, pp: int = 1) -> Iterator[None]:
+    """Start and stop as a worker does."""
+    init_distributed_environment(
+        world_size=world_size,
+        rank=rank,
+        distributed_init_method=f"file://{directory}/init",
+        local_rank=rank,
+        backend="gloo",
+    )
+    try:
+        ensure_model_parallel_initialized(tp, pp)
+        yield
+    finally:
+        destroy_model_parallel()
+        destroy_distributed_environment()
+
+
+def works(group: GroupCoordinator) -> None:
+    """Use each plane of a group once."""
+    assert group.all_reduce(torch.tensor([float(group.rank)])).item() == sum(group.ranks)
+    assert group.all_gather_object(group.rank) == group.ranks
+    assert group.broadcast_object("x" if group.rank_in_group == 0 else None) == "x"
+    got = group.broadcast_tensor_dict({"x": torch.ones(5000)} if group.is_first_rank else None)
+    assert got is not None
+    assert got["x"].sum() == 5000
+    group.barrier()
+
+
+def refusal(call: Callable[[], Any], kind: type[Exception] = UsageError) -> str:
+    """Return the text of the error that `call` must raise, of exactly this class."""
+    with pytest.raises(kind) as raised:
+        call()
+    assert type(raised.value) is kind
+    return str(raised.value)

@@ -1,0 +1,167 @@
+"""Two network namespaces joined by a cable stand for two hosts: loopback does not reach from one to the other."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.group import GroupCoordinator
+from coordinator.parallel_state import (
+    destroy_distributed_environment,
+    get_world_group,
+    init_distributed_environment,
+)
+from coordinator.settings import CoordinatorSettings
+from tests.ports import listening_addresses
+from tests.probes import requires
+from tests.worlds import meet, new_group, outcome_of, small
+
+pytestmark = requires("network_namespaces")
+
+ROOT = Path(__file__).parent.parent.parent
+DEADLINE_S = 120.0
+
+# Two ranks in each namespace; the second namespace is that of the inner `unshare`.
+CABLE = """
+set -e
+ip link set lo up
+unshare --net sh -c '
+    ip link set lo up
+    : > "$0/ready"
+    while [ ! -e "$0/go" ]; do sleep 0.02; done
+    ip address add 10.77.0.2/24 dev far && ip link set far up
+    "$@" 2 & "$@" 3; wait
+' "$@" &
+other=$!
+while [ ! -e "$1/ready" ]; do sleep 0.02; done
+ip link add near type veth peer name far netns $other
+ip address add 10.77.0.1/24 dev near && ip link set near up
+: > "$1/go"
+directory=$1; shift
+"$@" 0 & "$@" 1
+wait
+"""
+
+
+SCENARIOS: dict[str, tuple[str, list[str | None]]] = {
+    "address of the master": ("tcp://10.77.0.1:29501", [None, None]),
+    "interfaces": ("file://{directory}/by-interface", ["near", "far"]),
+    "directory alone": ("file://{directory}/alone", [None, None]),
+    "loopback on both": ("tcp://10.77.0.1:29502", ["lo", "lo"]),
+    "loopback on one": ("tcp://10.77.0.1:29503", ["near", "lo"]),
+    "master at loopback": ("tcp://127.0.0.1:29504", [None, None]),
+}
+"""By name how ranks meet, and the interface that each host names."""
+
+
+@pytest.fixture(scope="module")
+def two_hosts() -> dict[str, list[dict[str, Any]]]:
+    """Run four ranks, 0 and 1 on one host, 2 and 3 on the other, through all scenarios; return what each found."""
+    directory = Path(tempfile.mkdtemp(prefix="two-hosts-"))
+    unshare = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"])]
+    process = subprocess.Popen(
+        [*unshare, "sh", "-c", CABLE, "sh", str(directory), sys.executable, "-m", __name__, str(directory)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    reports = [directory / f"report-{number}" for number in range(4)]
+    assert all(report.exists() for report in reports), output
+    ranks = [json.loads(report.read_text()) for report in reports]
+    shutil.rmtree(directory)
+    return {name: [found[name] for found in ranks] for name in SCENARIOS}
+
+
+def be_a_rank(method: str, interface: str | None, rank: int) -> dict[str, Any]:
+    settings = CoordinatorSettings.resolve({}, create_timeout_s=5.0, interface=interface)
+    found = outcome_of(
+        lambda: init_distributed_environment(4, rank, method, backend="gloo", settings=settings)
+    )
+    if found["kind"] == "NoneType":
+        group = get_world_group()
+        with new_group(group, interface=interface) as other:
+            found["total"] = other.all_reduce(small()).tolist()
+            found["ranks"] = group.all_gather_object(rank)
+            found["addresses"] = listening_addresses()
+            group.barrier()
+        pairs = [[0, 1], [2, 3]]
+        with GroupCoordinator(pairs, rank % 2, "gloo", True, settings=settings) as pair:
+            found["pair"] = pair.all_gather_object(rank)
+            found["loopback"] = listening_addresses()
+            group.barrier()
+    destroy_distributed_environment()
+    return found
+
+
+def assert_world_works(found: list[dict[str, Any]], own: list[str]) -> None:
+    for rank, each in enumerate(found):
+        assert each["kind"] == "NoneType", each
+        assert each["total"] == [4.0 * value for value in range(8)]
+        assert each["ranks"] == [0, 1, 2, 3]
+        assert each["addresses"] == [own[rank // 2]]
+
+
+Found = dict[str, list[dict[str, Any]]]
+
+
+def test_a_world_at_the_masters_address_spans_both_hosts(two_hosts: Found) -> None:
+    """Each rank listens on the interface that routes to the master alone; a group of one host on loopback."""
+    found = two_hosts["address of the master"]
+    assert_world_works(found, ["10.77.0.1", "10.77.0.2"])
+    for rank, each in enumerate(found):
+        assert each["pair"] == [[0, 1], [2, 3]][rank // 2]
+        assert "127.0.0.1" in each["loopback"]
+
+
+def test_an_interface_says_where_to_listen(two_hosts: Found) -> None:
+    """Hosts that share a directory have no master to route to: each names its interface."""
+    assert_world_works(two_hosts["interfaces"], ["10.77.0.1", "10.77.0.2"])
+
+
+@pytest.mark.parametrize("scenario", ["directory alone", "loopback on both", "loopback on one"])
+def test_loopback_between_hosts_is_refused_with_both_addresses(two_hosts: Found, scenario: str) -> None:
+    """Whoever announces loopback to another host is named by every rank, with what it announced and to whom."""
+    for each in two_hosts[scenario]:
+        assert each["kind"] == "CapabilityError", each
+        assert "announced 127.0.0.1" in each["text"]
+        assert ("(10.77.0.1)" if scenario == "loopback on one" else "(127.0.0.1)") in each["text"]
+        assert "GROUP_COORDINATOR_INTERFACE" in each["text"]
+
+
+def test_a_master_at_loopback_is_not_found_by_the_other_host(two_hosts: Found) -> None:
+    """The other host looks for it on itself: a time-out that names rank 0 and the address."""
+    found = two_hosts["master at loopback"]
+    for each in found[:2]:
+        assert (each["kind"], each["missing"]) == ("CommTimeoutError", [2, 3]), each
+    for each in found[2:]:
+        assert (each["kind"], each["missing"]) == ("CommTimeoutError", [0]), each
+        assert "127.0.0.1:29504" in each["text"]
+
+
+def main(directory: Path, rank: int) -> None:
+    """Be one rank in all scenarios, one after the other."""
+    found = {}
+    for name, (method, interfaces) in SCENARIOS.items():
+        found[name] = be_a_rank(method.format(directory=directory), interfaces[rank // 2], rank)
+        meet(rank, range(4), directory, name.replace(" ", "-"))
+    (directory / f"report-{rank}").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

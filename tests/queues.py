@@ -1,0 +1,115 @@
+"""Queues inside one process, bare rings, and what is found of queues in the system."""
+
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from shm_broadcast import _core
+from shm_broadcast.errors import CommTimeoutError
+from shm_broadcast.queue import QueueReader, QueueWriter
+from shm_broadcast.settings import MIN_RING_BYTES, BroadcastSettings, WaitMode
+
+__all__ = [
+    "PAGE",
+    "RECORD_HEADER",
+    "background",
+    "bare_ring",
+    "fill",
+    "find_sockets",
+    "memory_of",
+    "queue",
+    "segments_of",
+]
+
+PAGE = 4096
+RECORD_HEADER = 64
+SOCKET_PREFIX = "@group-coordinator-"
+
+
+@contextmanager
+def queue(
+    readers: int = 1,
+    ring_bytes: int = MIN_RING_BYTES,
+    wait: WaitMode = "adaptive",
+    warn_after_s: float = 60.0,
+    writer: int = -1,
+) -> Iterator[tuple[QueueWriter, list[QueueReader]]]:
+    """Make a queue to the ranks 0, 1 ... with both ends in this process."""
+    settings = BroadcastSettings(wait=wait, ring_bytes=ring_bytes, warn_after_s=warn_after_s)
+    with ExitStack() as stack:
+        end = stack.enter_context(QueueWriter.create("steps", range(readers), settings, writer=writer))
+        handle = end.handle.to_bytes(end.key)
+        ends = [stack.enter_context(QueueReader.open(handle, end.key, rank, 10.0)) for rank in range(readers)]
+        end.wait_until_ready(10.0)
+        yield end, ends
+
+
+def bare_ring(data_bytes: int = PAGE, readers: int = 1, generation: int = 7) -> mmap.mmap:
+    """Return private memory with a ring of `data_bytes` for records."""
+    header = (192 + 64 * readers + PAGE - 1) // PAGE * PAGE
+    memory = mmap.mmap(-1, header + data_bytes)
+    _core.ring_format(memory, readers, generation)
+    return memory
+
+
+def fill(
+    writer: QueueWriter, obj: Any, between: Callable[[], object] = lambda: None
+) -> tuple[int, CommTimeoutError]:
+    """Send `obj`, and call `between`, until the ring is full; return how many fitted, and the error."""
+    sent = 0
+    while True:
+        try:
+            writer.enqueue(obj, 0.0)
+        except CommTimeoutError as error:
+            return sent, error
+        sent += 1
+        between()
+
+
+def memory_of(end: QueueWriter | QueueReader) -> mmap.mmap:
+    """Return the mapping of a queue's end, to do to it what only a broken peer would."""
+    return end._ring._memory
+
+
+@contextmanager
+def background(call: Callable[[], Any]) -> Iterator[list[Any]]:
+    """Run `call` on a thread meanwhile; gives the list into which its result, or its error, goes at the end."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield outcome
+    finally:
+        thread.join(60.0)
+        assert not thread.is_alive(), "the call on the other thread hangs"
+
+
+def find_sockets() -> set[str]:
+    """Return the abstract addresses of ours that are bound in this network namespace."""
+    lines = Path("/proc/net/unix").read_text().splitlines()[1:]
+    return {line.split()[-1] for line in lines if line.split()[-1].startswith(SOCKET_PREFIX)}
+
+
+def segments_of(pid: int | str = "self") -> list[str]:
+    """Return what of our shared memory a process holds: descriptors and mappings."""
+    found = [
+        line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "memfd:group-coord" in line
+    ]
+    for entry in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            target = os.readlink(f"/proc/{pid}/fd/{entry}")
+        except FileNotFoundError:
+            continue
+        found += [f"descriptor {entry}: {target}"] if "memfd:group-coord" in target else []
+    return found

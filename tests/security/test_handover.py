@@ -1,0 +1,270 @@
+"""Who gets a segment: the expected peers of the same user who know the key, each once; strangers delay nobody."""
+
+import hmac
+import os
+import secrets
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shm_broadcast.errors import CommTimeoutError, DecodeError, PeerLostError
+from shm_broadcast.handle import new_key
+from shm_broadcast.liveness import this_process
+from shm_broadcast.queue import QueueReader, QueueWriter
+from shm_broadcast.segment import Hello, take_over
+from tests.leaks import Snapshot
+from tests.probes import requires
+from tests.queues import background, find_sockets, segments_of
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 20.0
+
+
+def descriptors() -> dict[int, str]:
+    """Return what this process has open."""
+    return Snapshot.take().descriptors
+
+
+def connect(address: str) -> socket.socket:
+    """Connect as a stranger would."""
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # Without a limit, so that it waits for a place in the queue of connections.
+    stranger.connect("\0" + address)
+    stranger.settimeout(TIMEOUT_S)
+    return stranger
+
+
+def attach(writer: QueueWriter, rank: int) -> None:
+    """Open and close the end of `rank`."""
+    QueueReader.open(writer.handle.to_bytes(writer.key), writer.key, rank, TIMEOUT_S).close()
+
+
+def answer_of(key: bytes, challenge: bytes, member: int) -> bytes:
+    """Return what a peer that knows `key` answers."""
+    body = msgspec.msgpack.encode(Hello(member, this_process()))
+    return hmac.digest(key, b"peer" + challenge + body, "sha256") + body
+
+
+@pytest.mark.guarantee("B16")
+def test_who_does_not_know_the_key_gets_nothing() -> None:
+    """A wrong key is refused before the answer is parsed; the place stays free for the real reader."""
+    with QueueWriter.create("steps", [0]) as writer:
+        with pytest.raises(PeerLostError, match="refused member 0: wrong key"):
+            QueueReader.open(writer.handle, new_key(), 0, TIMEOUT_S)
+        attach(writer, 0)
+
+
+@pytest.mark.guarantee("B16")
+def test_a_hundred_silent_strangers_delay_nobody() -> None:
+    """Readers attach while others hold connections and say nothing, and the writer closes at once."""
+    with QueueWriter.create("steps", [0, 1]) as writer, ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(connect(writer.handle.address))
+        start = time.monotonic()
+        attach(writer, 0)
+        for _ in range(300):
+            stack.enter_context(connect(writer.handle.address))
+        attach(writer, 1)
+        # One second for each of them would be minutes; a loaded machine takes some seconds at most.
+        assert time.monotonic() - start < TIMEOUT_S
+    with QueueWriter.create("steps", [0]) as writer, connect(writer.handle.address):
+        start = time.monotonic()
+        writer.close()
+        assert time.monotonic() - start < TIMEOUT_S
+
+
+@pytest.mark.guarantee("B16")
+@pytest.mark.parametrize(
+    "said",
+    [b"x", bytes(32), bytes(4096), bytes(100_000), b"\x80\x04\x95gadget", b"GET / HTTP/1.1\r\n\r\n"],
+    ids=["short", "zeros", "page", "long", "pickle", "http"],
+)
+def test_garbage_is_dropped(said: bytes) -> None:
+    """Whatever a stranger says, it is disconnected without an answer, and the next reader is served."""
+    with QueueWriter.create("steps", [0]) as writer:
+        with connect(writer.handle.address) as stranger:
+            assert len(stranger.recv(4096)) == 32
+            stranger.sendall(said)
+            assert stranger.recv(4096) == b""
+        attach(writer, 0)
+
+
+@pytest.mark.guarantee("B16")
+def test_descriptors_of_strangers_are_closed() -> None:
+    """Files that come with garbage, or with a good answer in the wrong number, do not stay open here."""
+    with QueueWriter.create("steps", [0]) as writer:
+        ours = len(descriptors())
+        with open("/dev/null") as file:
+            for said, count in ((b"x", 1), (b"x", 5), (None, 0)):
+                with connect(writer.handle.address) as stranger:
+                    challenge = stranger.recv(4096)
+                    data = answer_of(writer.key, challenge, 0) if said is None else said
+                    socket.send_fds(stranger, [data], [file.fileno()] * count)
+                    assert stranger.recv(4096) == b""
+        assert len(descriptors()) == ours
+        attach(writer, 0)
+
+
+@pytest.mark.guarantee("B16")
+def test_a_good_answer_serves_once() -> None:
+    """A recorded answer is of no use: each connection has its own challenge."""
+    with QueueWriter.create("steps", [0]) as writer:
+        with connect(writer.handle.address) as stranger, connect(writer.handle.address) as replayer:
+            recorded = answer_of(writer.key, stranger.recv(4096), 0)
+            assert len(replayer.recv(4096)) == 32
+            own = os.pidfd_open(os.getpid())
+            socket.send_fds(replayer, [recorded], [own])
+            os.close(own)
+            assert replayer.recv(4096) == b""
+        attach(writer, 0)
+
+
+@pytest.mark.guarantee("B16")
+def test_a_member_comes_once_and_only_if_expected() -> None:
+    """A second reader of one rank, and a place that does not exist, are refused with the key at hand."""
+    with QueueWriter.create("steps", [4, 5]) as writer:
+        attach(writer, 4)
+        with pytest.raises(PeerLostError, match="or it came before"):
+            attach(writer, 4)
+        for member in (-1, 2, 2**40):
+            with pytest.raises(PeerLostError, match=f"refused member {member}"):
+                take_over(writer.handle.address, writer.key, member, writer.handle.segment_bytes, TIMEOUT_S)
+        attach(writer, 5)
+        # Nobody else is expected: there is nothing to connect to any more.
+        deadline = time.monotonic() + TIMEOUT_S
+        while f"@{writer.handle.address}" in find_sockets() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert f"@{writer.handle.address}" not in find_sockets()
+        with pytest.raises(PeerLostError, match="nobody offers"):
+            attach(writer, 5)
+
+
+OTHER_USER = """
+import os, sys
+from shm_broadcast.errors import PeerLostError
+from shm_broadcast.segment import take_over
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+try:
+    take_over(sys.argv[1], bytes.fromhex(sys.stdin.read()), 0, int(sys.argv[2]), 20.0)
+except PeerLostError as error:
+    print("refused")
+"""
+
+
+@pytest.mark.guarantee("B16")
+@requires("other_user")
+def test_another_user_is_refused_with_the_right_key() -> None:
+    """The kernel says who connected: another user gets nothing, whatever it knows."""
+    with QueueWriter.create("steps", [0]) as writer:
+        outcome = subprocess.run(
+            [sys.executable, "-c", OTHER_USER, writer.handle.address, str(writer.handle.segment_bytes)],
+            input=writer.key.hex(),
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            timeout=60,
+            check=False,
+        )
+        assert outcome.stdout.strip() == "refused", outcome.stderr
+        attach(writer, 0)
+
+
+# --- owners that are none --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def impostor(say: list[bytes], files: int = 0) -> Iterator[str]:
+    """Listen as an owner that knows no key: says each of `say` in turn, the last with `files`."""
+    address = f"impostor-{secrets.token_hex(8)}"
+    done = threading.Event()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("\0" + address)
+        listener.listen(1)
+
+        def serve() -> None:
+            peer, _ = listener.accept()
+            with peer, open("/dev/null") as file:
+                for number, words in enumerate(say):
+                    if number:
+                        peer.recv(4096)
+                    socket.send_fds(peer, [words], [file.fileno()] * files if number else [])
+                if len(say) < 2:
+                    done.wait(TIMEOUT_S)
+
+        with background(serve):
+            yield address
+            done.set()
+
+
+@pytest.mark.guarantee("B16")
+def test_an_owner_that_does_not_know_the_key_is_refused() -> None:
+    """Who sits at the address without the key can hand nothing over, also with descriptors; they are closed."""
+    ours = len(descriptors())
+    for words in (b"x", bytes(32), bytes(200), bytes(4000)):
+        with (
+            impostor([bytes(32), words], 2) as address,
+            pytest.raises(DecodeError, match="does not know the key"),
+        ):
+            take_over(address, new_key(), 0, 4096, TIMEOUT_S)
+    assert len(descriptors()) == ours
+
+
+@pytest.mark.guarantee("B4", "B16")
+def test_an_owner_that_says_nothing_is_a_timeout() -> None:
+    """Each step of attaching ends with the deadline."""
+    with (
+        impostor([bytes(32)]) as address,
+        pytest.raises(CommTimeoutError, match="did not answer within 0.2 s"),
+    ):
+        take_over(address, new_key(), 0, 4096, 0.2)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("\0full-" + secrets.token_hex(8))
+        listener.listen(0)
+        address = listener.getsockname()[1:].decode()
+        # The queue of connections is full with one: the second waits for a place in it.
+        with connect(address), pytest.raises(CommTimeoutError, match="did not answer within 0.2 s"):
+            take_over(address, new_key(), 0, 4096, 0.2)
+    with pytest.raises(PeerLostError, match="nobody offers"):
+        take_over("group-coordinator-nobody", new_key(), 0, 4096, 0.2)
+
+
+@pytest.mark.guarantee("B16")
+def test_no_listener_of_a_queue_is_reached_over_a_network() -> None:
+    """The only socket of a queue is a Unix socket with an unguessable address and no file."""
+    before = {line for name in ("tcp", "tcp6", "udp", "udp6") for line in listeners(name)}
+    with QueueWriter.create("steps", [0]) as writer:
+        assert {line for name in ("tcp", "tcp6", "udp", "udp6") for line in listeners(name)} <= before
+        assert f"@{writer.handle.address}" in find_sockets()
+        assert len(writer.handle.address) >= len("group-coordinator-") + 32
+    assert f"@{writer.handle.address}" not in find_sockets()
+    assert segments_of() == []
+
+
+def listeners(protocol: str) -> list[str]:
+    """Return the inodes of this process's own sockets of an internet protocol."""
+    ours = set(descriptors().values())
+    rows = [line.split() for line in Path(f"/proc/net/{protocol}").read_text().splitlines()[1:]]
+    return [row[9] for row in rows if f"socket:[{row[9]}]" in ours]
+
+
+@pytest.mark.guarantee("B16")
+def test_a_pidfd_of_the_peer_comes_with_it() -> None:
+    """Both sides watch the other's process by a descriptor that it opened on itself."""
+    with QueueWriter.create("steps", [0]) as writer:
+        segment, owner, descriptor = take_over(
+            writer.handle.address, writer.key, 0, writer.handle.segment_bytes, TIMEOUT_S
+        )
+        assert owner.pid == os.getpid()
+        assert "Pid:\t" in Path(f"/proc/self/fdinfo/{descriptor}").read_text()
+        assert not select.select([descriptor], [], [], 0)[0]
+        os.close(descriptor)
+        segment.close()

@@ -112,7 +112,9 @@ class SharedQueues:
         return ends
 
     def _share_a_host(self) -> bool:
-        """Return whether all ranks can map one segment; all of them get the same answer."""
+        """Return whether several ranks can map one segment; all of them get the same answer."""
+        if len(self._health.ranks) == 1:
+            return False
         own = this_process()
         place = f"{own.boot_id} {own.network_namespace}"
         places = self._host.all_gather_object(place, self._settings.create_timeout_s)

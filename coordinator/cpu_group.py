@@ -24,6 +24,7 @@ from device_comm.health import GroupHealth, Operation
 from device_comm.process_group import as_bytes, backend_timeout
 from device_comm.works import CollectiveWork, PointToPointWorks, WaiterThreads
 from shm_broadcast import codec
+from shm_broadcast.errors import CapabilityError, DecodeError, UsageError
 
 # Receivers post this much for the first message of a frame: a scheduler's step fits many times.
 FIRST_BYTES: Final = 64 << 10
@@ -37,6 +38,8 @@ EAGER_BYTES: Final = 64 << 20
 # What of each rank's frame fits in the one round of an all-gather of objects.
 _GATHER_INLINE_BYTES: Final = 4096
 _LENGTH: Final = struct.Struct("<q")
+# Every rank takes memory for the longest frame of all, once for each rank.
+_GATHER_LIMIT_BYTES: Final = 1 << 31
 
 
 class _EagerSends:
@@ -132,10 +135,18 @@ class CpuGroup:
         """Return the ranks' objects on every rank, in rank order. One round when all are small."""
         self._health.check_usable("all_gather_object")
         frame = codec.encode(obj).to_bytes()
+        if len(frame) > _GATHER_LIMIT_BYTES:
+            raise UsageError(
+                f"all_gather_object: the object takes {len(frame)} bytes, at most {_GATHER_LIMIT_BYTES} can be gathered"
+            )
         operation = self._health.begin("host", "all_gather_object")
         inline = frame[:_GATHER_INLINE_BYTES].ljust(_GATHER_INLINE_BYTES, b"\0")
         rows = self._all_gather(operation, _LENGTH.pack(len(frame)) + inline, timeout_s)
         lengths = [int(_LENGTH.unpack_from(row)[0]) for row in rows]
+        for rank, length in zip(self._ranks, lengths, strict=True):
+            # All ranks see this alike, before anybody waits for more.
+            if not 0 <= length <= _GATHER_LIMIT_BYTES:
+                raise DecodeError(f"{self._health.where(operation)}: rank {rank} announced {length} bytes")
         rows = [row[_LENGTH.size :] for row in rows]
         if max(lengths) > _GATHER_INLINE_BYTES:
             rows = self._all_gather(operation, frame.ljust(max(lengths), b"\0"), timeout_s)
@@ -274,7 +285,17 @@ class CpuGroup:
         total = codec.frame_length(first)
         if total <= FIRST_BYTES:
             return memoryview(first)[:total]
-        frame = bytearray(total)
+        try:
+            frame = bytearray(total)
+        except (MemoryError, OverflowError) as error:
+            # What follows cannot be taken, and would be taken for the next message.
+            refusal = CapabilityError(
+                f"{self._health.where(operation)}: no memory for a message of {total} bytes; "
+                "the group is now unusable, destroy it",
+                requirement=f"{total} bytes of memory",
+            )
+            self._health.fail(refusal)
+            raise refusal from error
         frame[:FIRST_BYTES] = first
         rest = torch.frombuffer(frame, dtype=torch.uint8)[FIRST_BYTES:]
         with self._health.transport(operation):

@@ -130,6 +130,12 @@ class FakeGroupCoordinator(GroupCoordinator):
             f"{self._health.where(name)}: a fake group has no process group; use its methods, or a real group"
         )
 
+    def enable_broadcaster(self, writer_rank: int = 0) -> None:
+        """Make `mq_broadcaster`. What is broadcast does not take it: there is no rank to write or to read."""
+        self._health.check_usable("enable_broadcaster")
+        if self.world_size > 1 and self.mq_broadcaster is None:
+            self.mq_broadcaster = self.create_mq_broadcaster(writer_rank)
+
     # ------------------------------------------------------------------ tensor dicts
 
     def isend_tensor_dict(

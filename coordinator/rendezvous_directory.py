@@ -76,6 +76,7 @@ class DirectoryRendezvous:
             generation.mkdir(mode=0o700)
             (generation / "owner").write_bytes(msgspec.json.encode(Owner(own, self._world_size)))
             fresh = self._directory / f"{_POINTER}.{secrets.token_hex(8)}"
+            fresh.touch(mode=0o600, exist_ok=False)
             fresh.write_text(generation.name)
             fresh.replace(self._directory / _POINTER)
         except OSError as error:

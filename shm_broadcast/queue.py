@@ -22,13 +22,15 @@ from typing import Any, Final, Self
 
 from shm_broadcast import _core, codec
 from shm_broadcast.errors import CommTimeoutError, DecodeError, UsageError
-from shm_broadcast.handle import VERSION, QueueHandle, new_key
+from shm_broadcast.handle import KEY_BYTES, VERSION, QueueHandle, new_key
 from shm_broadcast.liveness import PeerWatch, this_process
-from shm_broadcast.ring import QueueStatistics, RingReader, RingWriter, await_any
+from shm_broadcast.ring import RingReader, RingWriter, await_any
 from shm_broadcast.segment import Handover, Hello, Segment, take_over
 from shm_broadcast.settings import BroadcastSettings
+from shm_broadcast.statistics import QueueStatistics
 
 _PAGE: Final = 4096
+_MOST_READERS: Final = 1024  # ring::kMaxReaders
 
 
 def segment_bytes(ring_bytes: int, readers: int) -> int:
@@ -70,14 +72,16 @@ class QueueWriter:
             writer: The writer's own rank, which readers' errors name; -1 if it has none.
 
         Raises:
-            UsageError: There are no readers, or one twice.
+            UsageError: There are no readers, too many, or one twice, or the key has another length.
             CapabilityError: There is too little memory for the ring.
         """
         ranks = tuple(readers)
-        if not ranks or len(set(ranks)) != len(ranks):
-            raise UsageError(f"a queue needs readers, each once, not {list(readers)}")
+        if not ranks or len(set(ranks)) != len(ranks) or len(ranks) > _MOST_READERS:
+            raise UsageError(f"a queue needs 1 to {_MOST_READERS} readers, each once, not {list(readers)}")
         settings = settings or BroadcastSettings()
         key = new_key() if key is None else key
+        if len(key) != KEY_BYTES:
+            raise UsageError(f"the key of a queue has {KEY_BYTES} bytes, not {len(key)}")
         nbytes = segment_bytes(settings.ring_bytes, len(ranks))
         segment = Segment.create(nbytes)
         generation = secrets.randbits(63)
@@ -87,7 +91,11 @@ class QueueWriter:
         def joined(hello: Hello, descriptor: int) -> None:
             watch.adopt(ranks[hello.member], hello.process, descriptor)
 
-        handover = Handover(segment, key, set(range(len(ranks))), joined)
+        try:
+            handover = Handover(segment, key, set(range(len(ranks))), joined)
+        except BaseException:
+            segment.close()
+            raise
         handle = QueueHandle(
             VERSION,
             name,
@@ -107,13 +115,16 @@ class QueueWriter:
 
         Raises:
             CommTimeoutError: Some have not come in time; `.missing` names them.
+            PeerLostError: One came and is gone. The queue is unusable.
+            ClosedError: The queue was closed.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         pause = threading.Event()
         while True:
-            missing = [reader.rank for reader in self._ring.statistics().readers if not reader.is_attached]
+            missing = self._ring.absent()
             if not missing:
                 return
+            self._ring.raise_if_lost("wait_until_ready")
             if deadline is not None and time.monotonic() >= deadline:
                 raise CommTimeoutError(
                     f"queue {self.handle.name!r}: reader(s) {missing} did not come within {timeout_s:.1f} s",
@@ -223,10 +234,14 @@ class QueueReader:
         return self._ring.read(timeout_s, type)
 
     def try_dequeue(self) -> tuple[bool, Any]:
-        """Return (True, the next object), or (False, None) if there is none now."""
-        if not self._ring.poll():
-            return False, None
-        return True, self._ring.read(None, None)
+        """Return (True, the next object), or (False, None) if none is there, or not whole yet. Does not wait.
+
+        Raises:
+            DecodeError: The message cannot be decoded; the next one can be read.
+            PeerLostError: The writer died, and everything it wrote has been read.
+            ClosedError: The writer closed the queue and everything has been read, or this end was closed.
+        """
+        return self._ring.try_read()
 
     @contextmanager
     def lease(self, timeout_s: float | None = None) -> Iterator[Any]:
@@ -269,5 +284,7 @@ def dequeue_any(readers: Sequence[QueueReader], timeout_s: float | None = None) 
     """
     if not readers:
         raise UsageError("dequeue_any needs at least one queue")
+    start = time.monotonic()
     index = await_any([reader._ring for reader in readers], timeout_s)  # noqa: SLF001 - the same module
-    return index, readers[index].dequeue()
+    left = None if timeout_s is None else max(0.0, start + timeout_s - time.monotonic())
+    return index, readers[index].dequeue(left)

@@ -8,66 +8,37 @@ from __future__ import annotations
 
 import logging
 import mmap
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
-
-import msgspec
+from typing import Any, Final, NoReturn
 
 from shm_broadcast import _core, codec
-from shm_broadcast.errors import ClosedError, CommTimeoutError, GroupBrokenError, PeerLostError, UsageError
+from shm_broadcast.errors import (
+    ClosedError,
+    CommError,
+    CommTimeoutError,
+    GroupBrokenError,
+    InternalError,
+    PeerLostError,
+    UsageError,
+)
 from shm_broadcast.liveness import PeerWatch, fork_count
 from shm_broadcast.segment import Segment
 from shm_broadcast.settings import BroadcastSettings
+from shm_broadcast.statistics import QueueStatistics, ReaderStatistics
 from shm_broadcast.wait import SHORT_SPIN_NS, SLICE_NS, Pacer
 
 logger = logging.getLogger(__name__)
 
 _LEFT: Final = 2  # ring::kLeft
 _DATA, _ENDED = 1, 2
+_LINE: Final = 64  # ring::kLine: records and their headers are multiples of it
 
 # Takes the place of the mapping of a closed end; every native function refuses it.
 _NOTHING: Final = mmap.mmap(-1, mmap.PAGESIZE)
-
-
-class ReaderStatistics(msgspec.Struct, frozen=True):
-    """How far one reader is.
-
-    Attributes:
-        rank: Its rank.
-        behind_messages: Messages that it has not given back.
-        behind_bytes: Bytes that it has not given back.
-        progress_s: Seconds since it last gave a message back; None if it never has.
-        is_attached: Whether it has come and not left.
-    """
-
-    rank: int
-    behind_messages: int
-    behind_bytes: int
-    progress_s: float | None
-    is_attached: bool
-
-
-class QueueStatistics(msgspec.Struct, frozen=True):
-    """What one end of a queue has done so far.
-
-    Attributes:
-        messages: Messages written or read by this end.
-        nbytes: Bytes of their frames.
-        waits: Calls that had to wait.
-        waited_s: Seconds that they waited.
-        capacity_bytes: Size of the ring.
-        readers: Every reader, as the shared memory shows it.
-    """
-
-    messages: int
-    nbytes: int
-    waits: int
-    waited_s: float
-    capacity_bytes: int
-    readers: tuple[ReaderStatistics, ...]
 
 
 class RingEnd:
@@ -141,9 +112,15 @@ class RingEnd:
         """Return what this end has done, and how far each reader is; also when the queue is broken."""
         if self._closing or self._forks != fork_count():
             self.check("statistics")
-        _, _, capacity, _ = _core.ring_facts(self._memory)
+        try:
+            _, _, capacity, _ = _core.ring_facts(self._memory)
+            readers = self._readers()
+        except ValueError as error:
+            # Another thread has closed this end meanwhile, or there is no ring any more.
+            self.check("statistics")
+            self._raise_corrupt("statistics", error)
         return QueueStatistics(
-            self._messages, self._nbytes, self._waits, self._waited_ns / 1e9, capacity, self._readers()
+            self._messages, self._nbytes, self._waits, self._waited_ns / 1e9, capacity, readers
         )
 
     def _describe_reader(self, reader: ReaderStatistics) -> str:
@@ -158,15 +135,38 @@ class RingEnd:
     def _warn(self, call: str, waited_s: float, text: str) -> None:
         logger.warning("%s: waiting for %.0f s: %s", self._where(call), waited_s, text)
 
+    def _raise_corrupt(self, call: str, error: object) -> NoReturn:
+        """Raise for a ring whose own words make no sense: nothing behind them can be found."""
+        corrupt = InternalError(f"{self._where(call)}: the shared memory was overwritten: {error}")
+        self._fail(corrupt)
+        raise corrupt from (error if isinstance(error, BaseException) else None)
+
     def _fail(self, error: BaseException) -> None:
         if self._cause is None:
             self._cause = error
+
+    def _end(self, who: int) -> None:
+        try:
+            _core.ring_end(self._memory, who)
+        except ValueError as error:
+            # The ring was overwritten; the other end is told by our death, or by its own errors.
+            logger.warning("%s: %s", self._where("close"), str(error))
 
     def _release_memory(self) -> None:
         """Let the mapping go; views of it that a lease left behind keep it until they die."""
         self._watch.close()
         self._memory = _NOTHING
         self._segment.close()
+        # The calls in its traceback may hold windows on the memory.
+        self._cause = None
+
+
+# How long a writer spins and then parks before it looks around again, in ns.
+_WRITER_STAGES: Final[dict[str, tuple[int, int]]] = {
+    "spin": (SLICE_NS, 0),
+    "adaptive": (SHORT_SPIN_NS, SLICE_NS),
+    "park": (0, SLICE_NS),
+}
 
 
 class RingWriter(RingEnd):
@@ -179,82 +179,96 @@ class RingWriter(RingEnd):
         total = message.nbytes
         with self._calls:
             self.check("enqueue")
-            done = _core.ring_write(self._memory, message.header, message.buffers, 0, 0, 0)
-            if done < total:
-                self._write_rest(message, done, timeout_s)
+            try:
+                done = _core.ring_write(self._memory, message.header, message.buffers, 0, 0, 0)
+                if done < total:
+                    self._write_rest(message, done, timeout_s)
+            except CommError:
+                raise
+            except ValueError as error:
+                self._raise_corrupt("enqueue", error)
+            except BaseException as error:
+                # A signal may have come with parts of the message in the ring: nobody can continue behind them.
+                if total > _core.ring_facts(self._memory)[3]:
+                    self._fail(error)
+                raise
+            if self._closing:
+                # The other thread may have ended the queue before this message was in it.
+                raise ClosedError(f"{self._where('enqueue')}: the queue was closed during the call")
             self._messages += 1
             self._nbytes += total
 
     def _write_rest(self, message: codec.Message, done: int, timeout_s: float | None) -> None:
         start = time.monotonic()
         deadline = None if timeout_s is None else start + timeout_s
-        spin_ns = (
-            SLICE_NS
-            if self._settings.wait == "spin"
-            else SHORT_SPIN_NS
-            if self._settings.wait == "adaptive"
-            else 0
-        )
+        spins, parks = _WRITER_STAGES[self._settings.wait]
         next_warning = self._settings.warn_after_s
         self._waits += 1
         try:
             while done < message.nbytes:
-                before = done
-                park_ns = SLICE_NS
+                before, limit = done, SLICE_NS
                 if deadline is not None:
-                    park_ns = max(0, min(SLICE_NS, int((deadline - time.monotonic()) * 1e9)))
+                    limit = max(0, min(SLICE_NS, int((deadline - time.monotonic()) * 1e9)))
                 done = _core.ring_write(
-                    self._memory, message.header, message.buffers, done, min(spin_ns, park_ns), park_ns
+                    self._memory, message.header, message.buffers, done, min(spins, limit), min(parks, limit)
                 )
                 if done > before:
                     continue
-                waited = time.monotonic() - start
-                self._look_around(waited)
+                if self._closing:
+                    raise ClosedError(f"{self._where('enqueue')}: the queue was closed while the call waited")
+                self.raise_if_lost("enqueue")
                 if deadline is not None and time.monotonic() >= deadline:
-                    self._raise_late(timeout_s or 0.0)
+                    self._raise_late(message.nbytes, timeout_s or 0.0)
+                waited = time.monotonic() - start
                 if waited >= next_warning:
-                    self._warn("enqueue", waited, self._laggards())
+                    self._warn("enqueue", waited, self._no_room(message.nbytes))
                     next_warning += self._settings.warn_after_s
-        except BaseException as error:
-            # With parts of the message in the ring nobody can continue behind them. A message of which
-            # nothing was written has merely not been sent.
-            if done > 0 or not isinstance(error, CommTimeoutError):
+        except CommError as error:
+            # A message of which nothing was written has merely not been sent.
+            if done > 0:
                 self._fail(error)
             raise
         finally:
             self._waited_ns += int((time.monotonic() - start) * 1e9)
 
-    def _look_around(self, waited_s: float) -> None:
-        del waited_s
-        if self._closing:
-            raise ClosedError(f"{self._where('enqueue')}: the queue was closed while the call waited")
+    def raise_if_lost(self, call: str) -> None:
+        """Raise `PeerLostError` if a reader has died or has closed its end. Does not wait."""
         lost = self._watch.lost()
-        if lost:
-            who = ", ".join(
-                self._describe_reader(reader) for reader in self._readers() if reader.rank in lost
-            )
-            raise PeerLostError(f"{self._where('enqueue')}: lost reader {who}; close the queue", peers=lost)
-        left = [
-            rank
-            for rank, (_, _, _, _, state) in zip(self.ranks, _core.ring_state(self._memory)[4], strict=True)
-            if state == _LEFT
-        ]
-        if left:
-            raise PeerLostError(f"{self._where('enqueue')}: rank(s) {left} closed the queue", peers=left)
+        states = _core.ring_state(self._memory)[4]
+        left = [rank for rank, reader in zip(self.ranks, states, strict=True) if reader[4] == _LEFT]
+        gone = sorted({*lost, *left})
+        if not gone:
+            return
+        who = ", ".join(
+            self._describe_reader(reader) + (" closed the queue" if reader.rank in left else "")
+            for reader in self._readers()
+            if reader.rank in gone
+        )
+        error = PeerLostError(f"{self._where(call)}: lost reader {who}; close the queue", peers=gone)
+        self._fail(error)
+        raise error
 
-    def _slowest(self) -> list[ReaderStatistics]:
+    def absent(self) -> list[int]:
+        """Return the ranks of the readers that have not come."""
+        return [reader.rank for reader in self.statistics().readers if not reader.is_attached]
+
+    def _laggards(self, nbytes: int) -> list[ReaderStatistics]:
+        """Return the readers that leave no room for the next record of a message of `nbytes`."""
+        _, _, capacity, longest = _core.ring_facts(self._memory)
+        payload = nbytes if nbytes <= longest else longest // 2 // _LINE * _LINE
+        record = _LINE + (payload + _LINE - 1) // _LINE * _LINE
         readers = self._readers()
-        most = max(reader.behind_bytes for reader in readers)
-        return [reader for reader in readers if reader.behind_bytes == most]
+        # Where the end of the ring has to be skipped, only the slowest is sure to be in the way.
+        limit = min(capacity - record + 1, max(reader.behind_bytes for reader in readers))
+        return [reader for reader in readers if reader.behind_bytes >= limit]
 
-    def _laggards(self) -> str:
-        return "no room, behind are " + ", ".join(self._describe_reader(reader) for reader in self._slowest())
+    def _no_room(self, nbytes: int) -> str:
+        return "no room, behind are " + ", ".join(map(self._describe_reader, self._laggards(nbytes)))
 
-    def _raise_late(self, timeout_s: float) -> None:
-        slowest = self._slowest()
+    def _raise_late(self, nbytes: int, timeout_s: float) -> None:
         raise CommTimeoutError(
-            f"{self._where('enqueue')}: {self._laggards()}, within {timeout_s:.1f} s",
-            missing=[reader.rank for reader in slowest],
+            f"{self._where('enqueue')}: {self._no_room(nbytes)}, within {timeout_s:.1f} s",
+            missing=sorted(reader.rank for reader in self._laggards(nbytes)),
         )
 
     def close(self) -> None:
@@ -262,7 +276,7 @@ class RingWriter(RingEnd):
         if self._closing or self._forks != fork_count():
             return
         self._closing = True
-        _core.ring_end(self._memory, -1)
+        self._end(-1)
         with self._calls:
             self._release_memory()
 
@@ -287,24 +301,35 @@ class RingReader(RingEnd):
         self._index = index
         self._writer = writer
         self._pacer = Pacer(settings.wait)
+        self._is_leasing = False
+        # A message that comes in parts: its number, its bytes, and how many of them are there. It outlives a
+        # call whose time is up; the next call goes on with it.
+        self._number = 0
+        self._frame: bytearray | None = None
+        self._filled = 0
+        self._looked_ns = 0
         _core.ring_attach(self._memory, index)
 
     def read(self, timeout_s: float | None, type_: Any) -> Any:
         """Wait for the next message, copy it out and return its object."""
         with self._calls:
             self.check("dequeue")
-            memory, index = self._memory, self._index
-            if _core.ring_wait(memory, index, 0, 0) != _DATA:
-                self._await("dequeue", timeout_s)
-            window, flags, _, total = _core.ring_take(memory, index)
-            self._messages += 1
-            self._nbytes += total
-            if flags == 0:
-                try:
-                    return codec.decode(memoryview(window), type_)
-                finally:
-                    _core.ring_release(memory, index)
-            return codec.decode(self._assemble(window, flags, total), type_)
+            return self._decode(self._next("dequeue", timeout_s), type_)
+
+    def try_read(self) -> tuple[bool, Any]:
+        """Return (True, the next object), or (False, None) if it is not there, or not whole yet."""
+        with self._calls:
+            self.check("try_dequeue")
+            message = self._next("try_dequeue", 0.0, waits=False)
+            return (False, None) if message is None else (True, self._decode(message, None))
+
+    def _decode(self, message: _core.Window | bytearray, type_: Any) -> Any:
+        if isinstance(message, bytearray):
+            return codec.decode(message, type_)
+        try:
+            return codec.decode(memoryview(message), type_)
+        finally:
+            _core.ring_release(self._memory, self._index)
 
     @contextmanager
     def lease(self, timeout_s: float | None) -> Iterator[Any]:
@@ -312,39 +337,85 @@ class RingReader(RingEnd):
         with self._calls:
             self.check("lease")
             memory, index = self._memory, self._index
-            if _core.ring_wait(memory, index, 0, 0) != _DATA:
-                self._await("lease", timeout_s)
-            window, flags, _, total = _core.ring_take(memory, index)
-            self._messages += 1
-            self._nbytes += total
-            if flags != 0:
+            message = self._next("lease", timeout_s)
+            if isinstance(message, bytearray):
                 # It came in parts, so there is one copy already, which nothing else uses.
-                yield codec.decode(self._assemble(window, flags, total), copy=False)
+                yield codec.decode(message, copy=False)
                 return
+            self._is_leasing = True
             try:
-                yield codec.decode(memoryview(window), copy=False)
+                yield codec.decode(memoryview(message), copy=False)
             finally:
+                self._is_leasing = False
                 _core.ring_release(memory, index)
 
-    def _assemble(self, window: _core.Window, flags: int, total: int) -> bytearray:
-        """Copy a message that came in parts; the writer fills the next part meanwhile."""
-        frame = bytearray(total)
-        done = 0
+    def _next(self, call: str, timeout_s: float | None, *, waits: bool = True) -> Any:
+        """Return the next message: a window on the ring, to be released, or the bytes of one that came in parts.
+
+        None if the call does not wait and the message is not whole yet.
+        """
+        if self._is_leasing:
+            raise UsageError(f"{self._where(call)}: a lease is open; what it lent is still the next message")
+        limit = None if timeout_s is None else time.monotonic_ns() + int(timeout_s * 1e9)
         try:
             while True:
-                part = len(window)
-                frame[done : done + part] = memoryview(window)
-                done += part
-                del window
-                _core.ring_release(self._memory, self._index)
-                if flags != _core.RING_PART:
-                    return frame
-                if _core.ring_wait(self._memory, self._index, SHORT_SPIN_NS * 4, 0) != _DATA:
-                    self._await("dequeue", None)
-                window, flags, _, _ = _core.ring_take(self._memory, self._index)
+                # The writer is filling the next part right now: that takes less than a sleep.
+                spin_ns = SHORT_SPIN_NS * 4 if self._frame is not None and waits else 0
+                status = _core.ring_wait(self._memory, self._index, spin_ns, 0)
+                if status == 0 and not waits:
+                    self._look_rarely(call)
+                    return None
+                if status != _DATA:
+                    self._await(call, limit, timeout_s)
+                window, flags, number, total = _core.ring_take(self._memory, self._index)
+                message: _core.Window | bytearray | None = window
+                if flags != 0 or self._frame is not None:
+                    message = self._add_part(call, window, flags, number, total)
+                if message is not None:
+                    self._messages += 1
+                    self._nbytes += total
+                    return message
+        except CommError:
+            raise
+        except ValueError as error:
+            self._raise_corrupt(call, error)
+
+    def _add_part(
+        self, call: str, window: _core.Window, flags: int, number: int, total: int
+    ) -> bytearray | None:
+        """Copy one part of a message and give it back; return the message when that was the last part."""
+        end = self._filled + len(window)
+        has_begun = self._frame is not None
+        if has_begun and (number != self._number or total != len(self._frame or b"")):
+            self._raise_corrupt(call, "a message ends before its last part")
+        if flags == 0 or end > total or total > sys.maxsize or (end == total) != (flags != _core.RING_PART):
+            self._raise_corrupt(call, "parts of a message do not fit together")
+        if self._frame is None:
+            self._number, self._frame = number, bytearray(total)
+        try:
+            self._frame[self._filled : end] = memoryview(window)
+            _core.ring_release(self._memory, self._index)
+            self._filled = end
         except BaseException as error:
+            # A signal between the copy and its account: nobody can tell any more what is there.
             self._fail(error)
             raise
+        if end < total:
+            return None
+        frame, self._frame, self._filled = self._frame, None, 0
+        return frame
+
+    def _look_rarely(self, call: str) -> None:
+        """Raise if the writer is lost; looks once in a slice, as a caller may ask a million times a second."""
+        now = time.monotonic_ns()
+        if now - self._looked_ns >= SLICE_NS:
+            self._looked_ns = now
+            self.raise_if_lost(call)
+
+    @property
+    def messages(self) -> int:
+        """How many messages this end has read."""
+        return self._messages
 
     def place(self) -> tuple[mmap.mmap, int]:
         """Return the mapping and this reader's place in it, for waiting on several rings at once."""
@@ -354,9 +425,8 @@ class RingReader(RingEnd):
         """Return whether a message is there. Does not wait."""
         return _core.ring_wait(self._memory, self._index, 0, 0) == _DATA
 
-    def _await(self, call: str, timeout_s: float | None) -> None:
+    def _await(self, call: str, limit: int | None, timeout_s: float | None) -> None:
         start = time.monotonic_ns()
-        limit = None if timeout_s is None else start + int(timeout_s * 1e9)
         next_warning = self._settings.warn_after_s
         now = start
         self._waits += 1
@@ -366,9 +436,9 @@ class RingReader(RingEnd):
                 left = max(limit - now, 0)
                 spin_ns, park_ns = min(spin_ns, left), min(park_ns, left)
             status = _core.ring_wait(self._memory, self._index, spin_ns, park_ns)
-            now = time.monotonic_ns()
+            before, now = now, time.monotonic_ns()
+            self._waited_ns += now - before
             if status == _DATA:
-                self._waited_ns += now - start
                 self._pacer.arrived(now)
                 return
             if self._closing:
@@ -377,9 +447,9 @@ class RingReader(RingEnd):
                 raise ClosedError(f"{self._where(call)}: the writer closed the queue")
             self.raise_if_lost(call)
             if limit is not None and now >= limit:
+                what = "message" if self._frame is None else "end of the message"
                 raise CommTimeoutError(
-                    f"{self._where(call)}: no message from {self._describe_writer()} within "
-                    f"{timeout_s:.1f} s",
+                    f"{self._where(call)}: no {what} from {self._describe_writer()} within {timeout_s:.1f} s",
                     missing=() if self._writer < 0 else (self._writer,),
                 )
             waited_s = (now - start) / 1e9
@@ -408,7 +478,7 @@ class RingReader(RingEnd):
         if self._closing or self._forks != fork_count():
             return
         self._closing = True
-        _core.ring_end(self._memory, self._index)
+        self._end(self._index)
         with self._calls:
             self._release_memory()
 
@@ -420,9 +490,9 @@ def await_any(readers: Sequence[RingReader], timeout_s: float | None) -> int:
         reader.check("dequeue_any")
     places = [reader.place() for reader in readers]
     memories, indices = tuple(memory for memory, _ in places), tuple(index for _, index in places)
-    first = 0
+    # Each call begins one place further, so that a busy writer cannot starve the others.
+    first = sum(reader.messages for reader in readers)
     while True:
-        # Each turn begins behind the last that was served, so that a busy writer cannot starve the others.
         for offset in range(len(readers)):
             index = (first + offset) % len(readers)
             status = _core.ring_wait(memories[index], indices[index], 0, 0)

@@ -14,17 +14,19 @@ import hmac
 import mmap
 import os
 import secrets
+import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
 from shm_broadcast.errors import CapabilityError, CommTimeoutError, DecodeError, PeerLostError
-from shm_broadcast.liveness import ProcessIdentity, this_process
+from shm_broadcast.liveness import ProcessIdentity, fork_count, this_process
 
 # Linux's fcntl.h; Python names them only from 3.12 on.
 _F_ADD_SEALS: Final = 1033
@@ -34,6 +36,11 @@ _SEALS: Final = 0x0001 | 0x0002 | 0x0004  # no more seals, no shrinking, no grow
 _PEER_CREDENTIALS: Final = struct.Struct("3i")
 _CHALLENGE_BYTES: Final = 32
 _MESSAGE_BYTES: Final = 4096
+
+# Peers answer at once, stopped ones later; a stranger who says nothing costs one descriptor for so long.
+_VISIT_S: Final = 30.0
+_MOST_VISITORS: Final = 256
+_BACKLOG: Final = 128
 
 # Memory that stays free besides a segment: a machine that is filled to the last page kills processes.
 _SPARE_BYTES: Final = 16 << 20
@@ -133,10 +140,19 @@ class Hello(msgspec.Struct, frozen=True):
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
 
 
+class _Visitor(NamedTuple):
+    """One who has connected and was asked to prove that it knows the key."""
+
+    peer: socket.socket
+    challenge: bytes
+    until: float
+
+
 class Handover:
     """Gives a segment to its expected peers, each once, and takes their pidfds in return.
 
-    A thread accepts until every peer has come or `close` is called.
+    A thread serves all who connect at once until every peer has come or `close` is called: strangers who
+    connect and say nothing hold nobody up.
     """
 
     def __init__(
@@ -155,41 +171,87 @@ class Handover:
         self._members = set(members)
         self._joined = joined
         self._own = this_process()
+        self._visitors: dict[int, _Visitor] = {}
+        self._poller = select.poll()
+        self._stopping = False
+        self._forks = fork_count()
+        # Held to shut the listener down, and to close it: a closed descriptor's number may be another's.
+        self._lock = threading.Lock()
         self.address = f"group-coordinator-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.setblocking(False)
         self._listener.bind("\0" + self.address)
-        self._listener.listen(128)
+        self._listener.listen(_BACKLOG)
+        self._poller.register(self._listener, select.POLLIN)
         self._thread = threading.Thread(target=self._serve, name="group-coordinator-handover", daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
-        while self._members:
-            try:
-                peer, _ = self._listener.accept()
-            except OSError:
-                # `close` shut the listener down.
-                return
-            with peer:
-                # A stranger that connects and says nothing may hold the others up for this long.
-                peer.settimeout(1.0)
-                try:
-                    self._give(peer)
-                except (OSError, DecodeError, msgspec.MsgspecError):
-                    # Not one of ours, or it went away: it gets nothing, the others are served.
-                    continue
-        self._listener.close()
+        listener = self._listener.fileno()
+        while self._members and not self._stopping:
+            now = time.monotonic()
+            # In the order in which they came, so the first is the first whose time is up.
+            for descriptor in [number for number, visitor in self._visitors.items() if visitor.until <= now]:
+                self._dismiss(descriptor)
+            until = min((visitor.until for visitor in self._visitors.values()), default=None)
+            for descriptor, _ in self._poller.poll(None if until is None else (until - now) * 1000 + 1):
+                if descriptor == listener:
+                    self._welcome()
+                elif descriptor in self._visitors:
+                    self._answer(descriptor)
+        for descriptor in list(self._visitors):
+            self._dismiss(descriptor)
+        with self._lock:
+            self._listener.close()
 
-    def _give(self, peer: socket.socket) -> None:
+    def _welcome(self) -> None:
+        """Take a connection from the same user, and ask for a proof."""
+        try:
+            peer, _ = self._listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                # No descriptor is left: those who say nothing have to go first.
+                self._dismiss(next(iter(self._visitors), -1))
+                time.sleep(0.01)
+            # Otherwise `close` shut the listener down, or the peer went away again.
+            return
+        peer.setblocking(False)
         credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
         _, user, _ = _PEER_CREDENTIALS.unpack(credentials)
         if user != os.geteuid():
+            peer.close()
             return
-        challenge = secrets.token_bytes(_CHALLENGE_BYTES)
-        peer.sendall(challenge)
-        data, descriptors, _, _ = socket.recv_fds(peer, _MESSAGE_BYTES, 1)
+        if len(self._visitors) >= _MOST_VISITORS:
+            self._dismiss(next(iter(self._visitors)))
+        visitor = _Visitor(peer, secrets.token_bytes(_CHALLENGE_BYTES), time.monotonic() + _VISIT_S)
+        self._visitors[peer.fileno()] = visitor
+        self._poller.register(peer, select.POLLIN)
+        try:
+            peer.sendall(visitor.challenge)
+        except OSError:
+            self._dismiss(peer.fileno())
+
+    def _answer(self, descriptor: int) -> None:
+        """Give the segment to who has answered, if it is one of ours and knows the key."""
+        try:
+            self._give(self._visitors[descriptor])
+        except (OSError, msgspec.MsgspecError):
+            # Not one of ours, or it went away: it gets nothing, the others are served.
+            pass
+        finally:
+            self._dismiss(descriptor)
+
+    def _dismiss(self, descriptor: int) -> None:
+        visitor = self._visitors.pop(descriptor, None)
+        if visitor is not None:
+            self._poller.unregister(descriptor)
+            visitor.peer.close()
+
+    def _give(self, visitor: _Visitor) -> None:
+        data, descriptors, _, _ = socket.recv_fds(visitor.peer, _MESSAGE_BYTES, 1)
         try:
             proof, body = data[:_CHALLENGE_BYTES], data[_CHALLENGE_BYTES:]
-            if not hmac.compare_digest(proof, _proof(self._key, b"peer", challenge + body)):
+            if not hmac.compare_digest(proof, _proof(self._key, b"peer", visitor.challenge + body)):
                 return
             hello = _hello_decoder.decode(body)
             if hello.member not in self._members or len(descriptors) != 1:
@@ -198,7 +260,7 @@ class Handover:
             try:
                 reply = msgspec.msgpack.encode(Hello(-1, self._own))
                 answer = _proof(self._key, b"owner", proof + reply) + reply
-                socket.send_fds(peer, [answer], [self._segment.descriptor, own])
+                socket.send_fds(visitor.peer, [answer], [self._segment.descriptor, own])
             finally:
                 os.close(own)
             self._members.discard(hello.member)
@@ -209,19 +271,37 @@ class Handover:
 
     def close(self) -> None:
         """Stop to listen. Idempotent."""
-        if self._thread.is_alive():
-            try:
-                # Wakes the accept of the thread, which closing alone does not.
+        if self._forks != fork_count():
+            # A copy in a forked child: the thread, and the peers, belong to the parent.
+            self._listener.close()
+            return
+        self._stopping = True
+        with self._lock:
+            if self._listener.fileno() >= 0:
+                # Wakes the thread, which closing alone does not.
                 self._listener.shutdown(socket.SHUT_RDWR)
-            except OSError as error:
-                if error.errno != errno.ENOTCONN:
-                    raise
         self._thread.join()
-        self._listener.close()
 
 
 def _proof(key: bytes, role: bytes, data: bytes) -> bytes:
     return hmac.digest(key, role + data, "sha256")
+
+
+def _connect(owner: socket.socket, address: str, timeout_s: float) -> None:
+    """Connect, also to one whose queue of connections is full just now.
+
+    Raises:
+        TimeoutError: It stays full.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            owner.connect("\0" + address)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() >= deadline:
+                raise TimeoutError from error
+            time.sleep(0.005)
 
 
 def take_over(
@@ -249,7 +329,7 @@ def take_over(
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as owner:
             owner.settimeout(timeout_s)
-            owner.connect("\0" + address)
+            _connect(owner, address, timeout_s)
             challenge = owner.recv(_CHALLENGE_BYTES)
             body = msgspec.msgpack.encode(Hello(member, this_process()))
             proof = _proof(key, b"peer", challenge + body)

@@ -36,6 +36,13 @@ bool read_unsigned(PyObject* object, uint64_t* value) {
     return !(*value == static_cast<uint64_t>(-1) && PyErr_Occurred());
 }
 
+// PyTuple_Size, but a TypeError for what is no tuple.
+Py_ssize_t tuple_size(PyObject* object) {
+    if (PyTuple_Check(object)) return PyTuple_Size(object);
+    PyErr_SetString(PyExc_TypeError, "a tuple is needed");
+    return -1;
+}
+
 bool read_reader(Ring ring, PyObject* object, uint32_t* index) {
     uint64_t value = 0;
     if (!read_unsigned(object, &value)) return false;
@@ -51,7 +58,7 @@ bool read_reader(Ring ring, PyObject* object, uint32_t* index) {
 class Pieces {
 public:
     bool acquire(PyObject* header, PyObject* buffers) {
-        const Py_ssize_t count = PyTuple_Size(buffers);
+        const Py_ssize_t count = tuple_size(buffers);
         if (count < 0) return false;
         views_ = new (std::nothrow) View[static_cast<size_t>(count) + 1];
         if (views_ == nullptr) {
@@ -180,7 +187,8 @@ PyObject* ring_wait(PyObject*, PyObject* const* args, Py_ssize_t count) {
         }
         Py_END_ALLOW_THREADS
     }
-    return PyLong_FromLong(ring.has_data(index) ? 1 : ring.ended(index) ? 2 : 0);
+    const bool ended = ring.ended(index);  // first: what was published before the end is still read
+    return PyLong_FromLong(ring.has_data(index) ? 1 : ended ? 2 : 0);
 }
 
 // ring_wait_any(mappings, readers, spin_ns, park_ns): waits until one of several rings has data or has ended.
@@ -188,10 +196,10 @@ PyObject* ring_wait_any(PyObject*, PyObject* const* args, Py_ssize_t count) {
     uint64_t spin_ns = 0, park_ns = 0;
     if (!expect_arguments("ring_wait_any", count, 4)) return nullptr;
     if (!read_unsigned(args[2], &spin_ns) || !read_unsigned(args[3], &park_ns)) return nullptr;
-    const Py_ssize_t rings = PyTuple_Size(args[0]);
-    if (rings < 0) return nullptr;
+    const Py_ssize_t rings = tuple_size(args[0]);
+    if (rings < 0 || tuple_size(args[1]) < 0) return nullptr;
     if (rings == 0 || rings > static_cast<Py_ssize_t>(ring::kMaxWords) || PyTuple_Size(args[1]) != rings) {
-        if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "1 to %zu rings, and a reader for each", ring::kMaxWords);
+        PyErr_Format(PyExc_ValueError, "1 to %zu rings, and a reader for each", ring::kMaxWords);
         return nullptr;
     }
     Mapped mapped[ring::kMaxWords];
@@ -273,16 +281,12 @@ PyObject* ring_end(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const long who = PyLong_AsLong(args[1]);
     if (who == -1) {
         if (PyErr_Occurred()) return nullptr;
-        ring.writer().closed.store(1, std::memory_order_relaxed);
-        ring.wake_readers();
-        ring::futex_wake_all(ring.space().word);
+        ring.close();
         Py_RETURN_NONE;
     }
     uint32_t index = 0;
     if (!read_reader(ring, args[1], &index)) return nullptr;
-    ring.reader(index).state.store(ring::kLeft, std::memory_order_relaxed);
-    ring.wake_readers();
-    ring.wake_writer();
+    ring.leave(index);
     Py_RETURN_NONE;
 }
 

@@ -169,12 +169,12 @@ public:
 
     // ---------------------------------------------------------------- writer
 
-    // Bytes that the slowest reader has still to give back. Readers that left are not waited for.
+    // Bytes that the slowest reader has still to give back. One that left or died counts too: the writer gets
+    // an error instead of waiting for it, and nothing is dropped silently.
     uint64_t outstanding() {
         const uint64_t published = writer().published.load(std::memory_order_relaxed);
         uint64_t most = 0;
         for (uint32_t i = 0; i < readers(); ++i) {
-            if (reader(i).state.load(std::memory_order_relaxed) == kLeft) continue;
             // SYNC room->writer (acquire): the reader has finished with the bytes that are written next.
             const uint64_t lag = published - reader(i).consumed.load(std::memory_order_acquire);
             if (lag > most) most = lag;
@@ -191,13 +191,22 @@ public:
 
     bool has_room(size_t payload) { return needed(payload) + outstanding() <= capacity(); }
 
-    // Waits on the space word for at most `nanoseconds`, unless there is room for `payload`.
+    // Whether waiting for room is in vain: the queue was closed, or a reader has left.
+    bool hopeless() {
+        bool found = writer().closed.load(std::memory_order_relaxed) != 0;
+        for (uint32_t i = 0; i < readers() && !found; ++i) {
+            found = reader(i).state.load(std::memory_order_relaxed) == kLeft;
+        }
+        return found;
+    }
+
+    // Waits on the space word for at most `nanoseconds`, unless there is room for `payload` or no hope for it.
     void wait_for_room(size_t payload, uint64_t nanoseconds) {
         const uint32_t seen = space().word.load(std::memory_order_relaxed);
         // SYNC waiting->room (seq_cst): either the reader sees that we wait, or we see its room.
         space().waiting.store(1, std::memory_order_seq_cst);
         std::atomic_thread_fence(std::memory_order_seq_cst);  // SYNC waiting->room (seq_cst)
-        if (!has_room(payload)) futex_wait(space().word, seen, nanoseconds);
+        if (!has_room(payload) && !hopeless()) futex_wait(space().word, seen, nanoseconds);
         space().waiting.store(0, std::memory_order_relaxed);
     }
 
@@ -245,9 +254,26 @@ public:
                reader(index).consumed.load(std::memory_order_relaxed);
     }
 
+    // Asked before has_data, it tells that nothing will come; asked after it, a last message may have come between.
     bool ended(uint32_t index) {
-        return writer().closed.load(std::memory_order_relaxed) != 0 ||
+        // SYNC end->reader (acquire): who sees the end sees everything that was published before it.
+        return writer().closed.load(std::memory_order_acquire) != 0 ||
                reader(index).state.load(std::memory_order_relaxed) == kLeft;
+    }
+
+    // Says that the writer publishes nothing more; wakes whoever waits at either end.
+    void close() {
+        // SYNC end->reader (release): behind the last publication.
+        writer().closed.store(1, std::memory_order_release);
+        wake_readers();
+        wake_writer();
+    }
+
+    // Says that `index` reads nothing more; wakes the writer, and a thread that waits as this reader.
+    void leave(uint32_t index) {
+        reader(index).state.store(kLeft, std::memory_order_relaxed);
+        wake_readers();
+        wake_writer();
     }
 
     // Polls until there is data, the queue has ended, or `until_ns` is past.
@@ -286,7 +312,9 @@ public:
         if (!read_header(at, published, record)) return false;
         if (record->flags == kSkip) {
             at += kRecordHeader + record->payload_bytes;
-            reader(index).consumed.store(at, std::memory_order_relaxed);
+            // SYNC room->writer (release): also for the records before, as the writer may see this store only.
+            reader(index).consumed.store(at, std::memory_order_release);
+            wake_writer();
             if (at == published || !read_header(at, published, record) || record->flags == kSkip) return false;
         }
         *payload = data() + at % capacity() + kRecordHeader;

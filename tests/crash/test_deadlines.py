@@ -37,6 +37,8 @@ def last_rank_comes_after_the_verdict(
         return found
 
 
+@pytest.mark.guarantee("D6")
+@pytest.mark.guarantee("D8")
 @pytest.mark.parametrize("name", EVERYONE_WAITS)
 def test_every_waiting_rank_and_the_late_one_name_the_late_one(ranks4: RankPool, name: str) -> None:
     """In a group of four, the three that waited, and the fourth when it comes, raise with `.missing == (3,)`."""
@@ -47,6 +49,8 @@ def test_every_waiting_rank_and_the_late_one_name_the_late_one(ranks4: RankPool,
         assert second["cause"] == "CommTimeoutError", (rank, second)
 
 
+@pytest.mark.guarantee("D6")
+@pytest.mark.guarantee("D8")
 @pytest.mark.parametrize("name", FIRST_WAITS)
 def test_who_waits_for_one_rank_names_it_and_so_does_that_rank(ranks2: RankPool, name: str) -> None:
     """Rank 0 times out with `.missing == (1,)`; rank 1, too late, is told the same; then the group is broken."""
@@ -71,6 +75,7 @@ def come_at(
         return found
 
 
+@pytest.mark.guarantee("D6")
 def test_ranks_that_come_at_0_2_and_4_of_5_seconds_all_name_the_absent_fourth(ranks4: RankPool) -> None:
     """However far apart the others came, each of them blames the absent rank and nobody else."""
     found = ranks4.run(come_at, [0.0, 2.0, 4.0, None], 5.0)
@@ -156,6 +161,7 @@ def idle_receivers(rank: int, world_size: int, directory: Path) -> list[Any]:
         return results
 
 
+@pytest.mark.guarantee("D9")
 def test_idle_receivers_wait_beyond_the_deadline_of_the_settings(ranks2: RankPool) -> None:
     """Without a deadline of their own receives of objects, dicts and steps wait until there is something."""
     received = ranks2.run(idle_receivers)[1]
@@ -271,6 +277,7 @@ def destroy_after_timeout(rank: int, world_size: int, directory: Path, name: str
         return [destroyed_in_time(group), outcome_of(group.barrier)["kind"] == "ClosedError"]
 
 
+@pytest.mark.guarantee("G9")
 @pytest.mark.parametrize("name", ["barrier", "all_reduce of 1 MiB", "recv_object", "send of 64 MiB"])
 def test_destroy_after_a_timeout_is_bounded_and_idempotent(ranks2: RankPool, name: str) -> None:
     """A destroy of a broken group returns, twice, and the group is closed from then on."""
@@ -302,6 +309,7 @@ def destroy_with_open_handles(rank: int, world_size: int, directory: Path) -> li
         return [seconds, outcomes]
 
 
+@pytest.mark.guarantee("G9")
 def test_destroy_with_transfers_in_flight_is_bounded_and_ends_their_handles(ranks2: RankPool) -> None:
     """Handles of transfers that can never finish raise `ClosedError`, and destroy does not wait for them."""
     for seconds, outcomes in ranks2.run(destroy_with_open_handles):
@@ -330,6 +338,8 @@ def destroy_wakes(rank: int, world_size: int, directory: Path, name: str) -> lis
         return [found, times[0]]
 
 
+@pytest.mark.guarantee("G9")
+@pytest.mark.guarantee("D9")
 @pytest.mark.parametrize("name", WAITS)
 def test_destroy_from_another_thread_wakes_a_waiting_call(ranks2: RankPool, name: str) -> None:
     """A call with the default deadline, or none, ends with `ClosedError` when its group is destroyed."""

@@ -129,6 +129,7 @@ def forked(rank: int, world_size: int, directory: Path, end: str) -> list[Any]:
         return [status, json.loads(report.read_text())]
 
 
+@pytest.mark.guarantee("G10")
 @pytest.mark.parametrize("end", ENDS)
 def test_every_call_of_a_forked_child_is_a_usage_error_and_the_parent_goes_on(
     ranks2: RankPool, end: str
@@ -227,6 +228,7 @@ else:
 """
 
 
+@pytest.mark.guarantee("G10")
 @pytest.mark.parametrize("who", ["ours", "user"])
 @pytest.mark.parametrize("way", ["file", "tcp"])
 def test_programs_that_fork_and_fall_off_their_end_do_not_hang(tmp_path: Path, way: str, who: str) -> None:

@@ -65,6 +65,7 @@ def interrupt_wait(rank: int, world_size: int, directory: Path, name: str) -> li
         return found
 
 
+@pytest.mark.guarantee("D10")
 @pytest.mark.parametrize("name", WAITS)
 def test_every_wait_of_a_group_can_be_interrupted(ranks2: RankPool, name: str) -> None:
     """The interrupted rank's group is broken by it, the other rank is told who, other groups go on."""

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.harness import RankPool, run_ranks
 from tests.worlds import meet, new_group, outcome_of, small, world
 
@@ -98,6 +100,7 @@ def assert_nothing_grew(found: list[dict[str, Any]]) -> None:
         assert each["rss"] < RSS_GROWTH_BYTES, each
 
 
+@pytest.mark.guarantee("G9")
 def test_thirty_worlds_in_one_process_leave_nothing(ranks2: RankPool) -> None:
     """Descriptors, threads and memory stay, and the rendezvous directory is empty after the last one left."""
     found = ranks2.run(worlds_in_a_row, timeout_s=120.0)

@@ -89,6 +89,8 @@ def assert_all_were_told(found: list[Any], culprit: int) -> None:
         assert (second["kind"], second["cause"]) == ("GroupBrokenError", "PeerLostError"), (rank, second)
 
 
+@pytest.mark.guarantee("D7")
+@pytest.mark.guarantee("D8")
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("death", DEATHS)
 @pytest.mark.parametrize("name", CALLS)
@@ -138,6 +140,7 @@ def die_and_leave_a_child(rank: int, world_size: int, directory: Path, name: str
     return found
 
 
+@pytest.mark.guarantee("D7")
 @pytest.mark.parametrize("name", ["barrier", "recv_object", "broadcast_object", "send of 64 MiB"])
 def test_a_living_child_that_inherited_the_sockets_does_not_hide_a_death(name: str) -> None:
     """The connections stay open in the child of the dead rank; the death is noticed all the same."""

@@ -134,6 +134,7 @@ def absent_in_creation(rank: int, world_size: int, directory: Path) -> dict[str,
         return found
 
 
+@pytest.mark.guarantee("G8")
 def test_ranks_that_do_not_create_the_group_are_named(ranks4: RankPool) -> None:
     """Creation has its own deadline, names exactly the absent ranks, and leaves other groups alone."""
     for found in ranks4.run(absent_in_creation)[:2]:
@@ -155,6 +156,7 @@ def absent_in_rendezvous(
     return found
 
 
+@pytest.mark.guarantee("G8")
 @pytest.mark.parametrize("way", ["file", "tcp"])
 @pytest.mark.parametrize("absent", [0, 1])
 def test_a_rank_that_never_comes_to_the_rendezvous_is_named(ranks2: RankPool, way: str, absent: int) -> None:

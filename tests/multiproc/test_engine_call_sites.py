@@ -117,6 +117,7 @@ def positional(rank: int, world_size: int, directory: Path) -> None:
     destroy_distributed_environment()
 
 
+@pytest.mark.guarantee("G1")
 def test_the_constructor_takes_what_engines_pass(ranks4: RankPool) -> None:
     """Positional and keyword forms, a backend that torch reported, and the attributes that engines read."""
     ranks4.run(positional)
@@ -210,6 +211,7 @@ def layers(rank: int, world_size: int, directory: Path) -> None:
         assert torch.equal(output, uneven)
 
 
+@pytest.mark.guarantee("G1")
 def test_sharded_layers_give_what_whole_layers_give(ranks4: RankPool) -> None:
     """Row-parallel linear, vocabulary-parallel embedding and logits, sequence parallelism even and uneven."""
     ranks4.run(layers)
@@ -312,6 +314,7 @@ def step_inputs(rank: int, world_size: int, directory: Path) -> None:
         assert tp.broadcast_object_list([rank], 0, tp.cpu_group) == [0]
 
 
+@pytest.mark.guarantee("G16")
 def test_step_inputs_reach_every_worker(ranks2: RankPool) -> None:
     """Objects, lists and tensor dicts with metadata; a process group that is not the group's own is refused."""
     ranks2.run(step_inputs)
@@ -420,6 +423,7 @@ def overlapped(rank: int, world_size: int, directory: Path) -> None:
             assert notes == [{"step": step} for step in range(4)]
 
 
+@pytest.mark.guarantee("G1")
 def test_stages_overlap_sending_and_computing(ranks4: RankPool) -> None:
     """The engine's loop over handles and callbacks, with one buffer that every step reuses."""
     ranks4.run(overlapped)

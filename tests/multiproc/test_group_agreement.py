@@ -59,6 +59,7 @@ def disagreeing(rank: int, world_size: int, directory: Path, what: str) -> str:
         return text
 
 
+@pytest.mark.guarantee("G6")
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_ranks_that_create_different_groups_all_raise_at_once(ranks4: RankPool, what: str) -> None:
     """Every rank gets a DisagreementError long before any deadline, the world is intact, and a retry works."""
@@ -101,6 +102,7 @@ def different_worlds(rank: int, world_size: int, directory: Path) -> str:
     return text
 
 
+@pytest.mark.guarantee("G6")
 def test_a_world_of_different_settings_is_refused_on_every_rank(ranks4: RankPool) -> None:
     """The error shows the field, the values and who holds them; the same directory then serves a new attempt."""
     for text in ranks4.run(different_worlds):
@@ -145,6 +147,7 @@ def bad_groups(rank: int, world_size: int, directory: Path) -> list[str]:
     return [name, *texts]
 
 
+@pytest.mark.guarantee("G7")
 def test_a_mistake_on_one_rank_is_found_before_anything_is_sent(ranks2: RankPool) -> None:
     """A bad rank list, device, backend or name is a UsageError, and the corrected call meets the ranks that wait."""
     first, second = ranks2.run(bad_groups)

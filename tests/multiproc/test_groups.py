@@ -69,6 +69,7 @@ def every_layout(rank: int, world_size: int, directory: Path) -> None:
             works(everyone)
 
 
+@pytest.mark.guarantee("G14")
 def test_every_layout_gives_groups_that_work(ranks4: RankPool) -> None:
     """Membership is the layout's, dimensions with equal rank lists share one group, and each plane of each works."""
     ranks4.run(every_layout)
@@ -240,6 +241,7 @@ def current(rank: int, world_size: int, directory: Path) -> None:
         works(get_world_group())
 
 
+@pytest.mark.guarantee("G15")
 def test_a_second_model_has_groups_of_its_own(ranks4: RankPool) -> None:
     """Inside its context they are current, other threads see the default, and leaving it destroys only them."""
     ranks4.run(current)
@@ -333,6 +335,7 @@ def foreign(rank: int, world_size: int, directory: Path) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.guarantee("G11")
 def test_an_initialised_torch_distributed_is_used_and_left_alone(ranks2: RankPool) -> None:
     """Whoever called `init_process_group` destroys it."""
     ranks2.run(foreign)

@@ -108,6 +108,7 @@ def every_kind(rank: int, world_size: int, directory: Path) -> list[str]:
     return wrong
 
 
+@pytest.mark.guarantee("G2")
 def test_every_kind_of_object_arrives_as_what_it_was(ranks2: RankPool) -> None:
     """Value and exact type survive all four routes, for everything that the codec carries."""
     assert ranks2.run(every_kind) == [[], []]
@@ -128,6 +129,7 @@ def every_size(rank: int, world_size: int, directory: Path) -> None:
                 assert group.recv_object(3) == data
 
 
+@pytest.mark.guarantee("G2")
 def test_a_frame_may_end_anywhere_around_the_first_message(ranks4: RankPool) -> None:
     """Frames of 64 KiB less and more one byte, of 1 MiB and 8 MiB arrive whole from every rank."""
     ranks4.run(every_size)
@@ -199,6 +201,7 @@ def unregistered(rank: int, world_size: int, directory: Path) -> list[str]:
     return texts
 
 
+@pytest.mark.guarantee("G3")
 def test_an_unregistered_class_is_refused_before_anything_is_sent(ranks2: RankPool) -> None:
     """The UsageError names the class and its place in the object, and every later call works on all ranks."""
     texts, _ = ranks2.run(unregistered)
@@ -239,6 +242,7 @@ def half_known(rank: int, world_size: int, directory: Path, size: int) -> list[s
     return texts
 
 
+@pytest.mark.guarantee("G4")
 @pytest.mark.parametrize("size", [10, 200_000])
 def test_a_class_that_only_the_sender_knows_is_a_decode_error(ranks4: RankPool, size: int) -> None:
     """The receivers' error names the class, the group is intact, and the next message arrives by every route."""

@@ -84,6 +84,7 @@ def join_and_use(rank: int, world_size: int, directory: Path, way: str, port: in
     return [found["kind"], *use_and_leave()]
 
 
+@pytest.mark.guarantee("G12")
 @pytest.mark.parametrize("way", ["file", "tcp", "name", "env"])
 def test_a_world_comes_up_and_listens_on_loopback_only(ranks4: RankPool, way: str) -> None:
     """On one host every listening socket of every rank is on a loopback address: store, host and device plane."""
@@ -119,6 +120,7 @@ def user_world(rank: int, world_size: int, directory: Path) -> list[Any]:
     return [found, still_up]
 
 
+@pytest.mark.guarantee("G11")
 def test_a_world_of_the_user_is_used_and_left_up(ranks2: RankPool) -> None:
     """We destroy what we made: torch.distributed stays initialised for who initialised it."""
     assert ranks2.run(user_world) == [[[0, 1], True]] * 2
@@ -248,6 +250,7 @@ def test_an_address_of_another_host_is_refused_by_rank_0() -> None:
     assert "192.0.2.1:29500" in found["text"]
 
 
+@pytest.mark.guarantee("G12")
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]"])
 def test_a_wildcard_address_is_refused(host: str) -> None:
     """No listener of ours stands where everybody can connect, also if asked to."""

@@ -66,6 +66,7 @@ def run_repeatedly(rank: int, world_size: int, directory: Path) -> list[str]:
     return names(directory)
 
 
+@pytest.mark.guarantee("G13")
 def test_a_directory_can_be_used_again_at_once(ranks4: RankPool) -> None:
     """Twenty runs follow each other without a pause: no rank ever meets one of an earlier run."""
     assert ranks4.run(run_repeatedly, timeout_s=120.0) == [[]] * 4
@@ -104,6 +105,7 @@ def run_in(rank: int, world_size: int, directory: Path, path: str) -> list[Any]:
     return [ranks, held, sorted(each.name for each in Path(path).iterdir())]
 
 
+@pytest.mark.guarantee("G13")
 def test_what_a_killed_run_left_is_swept_by_the_next(tmp_path: Path) -> None:
     """A hard end leaves one generation; the next run is not misled by it, and removes it."""
     path = tmp_path / "rendezvous"
@@ -124,6 +126,7 @@ def wait_for_a_live_run(rank: int, world_size: int, directory: Path, path: str) 
     return run_in(rank, world_size, directory, path)[0]
 
 
+@pytest.mark.guarantee("G13")
 def test_a_rank_does_not_join_a_killed_run(tmp_path: Path) -> None:
     """Rank 1 comes first, finds a generation whose rank 0 is dead, and waits for a new one."""
     path = tmp_path / "rendezvous"

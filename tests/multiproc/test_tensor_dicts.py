@@ -136,6 +136,7 @@ def every_content(rank: int, world_size: int, directory: Path) -> list[str]:
     return wrong
 
 
+@pytest.mark.guarantee("G5")
 def test_everything_in_a_tensor_dict_arrives_as_what_it_was(ranks2: RankPool) -> None:
     """Every dtype, shape and layout, nested dicts, other kinds of dicts and other values; nothing is aliased."""
     assert ranks2.run(every_content) == [[], []]
@@ -210,6 +211,7 @@ def sliced(rank: int, world_size: int, directory: Path) -> list[str]:
     return wrong
 
 
+@pytest.mark.guarantee("G5")
 def test_tensors_that_a_stage_shares_travel_in_slices(ranks4: RankPool) -> None:
     """Each rank sends its slice, the receivers gather the whole; what differs between the ranks travels whole."""
     assert ranks4.run(sliced) == [[], [], [], []]
@@ -223,8 +225,8 @@ def bad_arguments(rank: int, world_size: int, directory: Path) -> list[str]:
         texts: list[str] = []
         if rank == 0:
             calls: list[Callable[[], Any]] = [
-                lambda: group.send_tensor_dict(x, 1, group, {"y": False}),
-                lambda: group.send_tensor_dict(x, 1, group, {"z": False}),
+                lambda: group.send_tensor_dict(x, 1, group, {"y": True}),
+                lambda: group.send_tensor_dict(x, 1, group, {"z": True}),
                 lambda: group.send_tensor_dict([1], 1),  # type: ignore[arg-type]
                 lambda: group.send_tensor_dict(x, 0),
                 lambda: group.send_tensor_dict(x, 2),
@@ -374,6 +376,7 @@ def half_known(rank: int, world_size: int, directory: Path) -> list[str]:
     return texts
 
 
+@pytest.mark.guarantee("G4")
 def test_a_dict_that_cannot_be_decoded_leaves_the_group_intact(ranks2: RankPool) -> None:
     """Its tensors are taken out of the way, and the next dict arrives with its own."""
     _, texts = ranks2.run(half_known)

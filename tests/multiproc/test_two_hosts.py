@@ -134,6 +134,7 @@ def test_an_interface_says_where_to_listen(two_hosts: Found) -> None:
     assert_world_works(two_hosts["interfaces"], ["10.77.0.1", "10.77.0.2"])
 
 
+@pytest.mark.guarantee("G12")
 @pytest.mark.parametrize("scenario", ["directory alone", "loopback on both", "loopback on one"])
 def test_loopback_between_hosts_is_refused_with_both_addresses(two_hosts: Found, scenario: str) -> None:
     """Whoever announces loopback to another host is named by every rank, with what it announced and to whom."""

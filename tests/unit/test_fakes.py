@@ -45,6 +45,7 @@ def group() -> Any:
 # --- who it is ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("G17")
 def test_a_fake_is_a_group(group: FakeGroupCoordinator) -> None:
     """With all that a group says about itself."""
     assert isinstance(group, GroupCoordinator)
@@ -169,6 +170,7 @@ def test_expert_parallel_calls(group: FakeGroupCoordinator) -> None:
         assert group.combine(hidden).shape == (4, 6)
 
 
+@pytest.mark.guarantee("G17")
 def test_what_real_groups_refuse_is_refused(group: FakeGroupCoordinator) -> None:
     """With the same words: the checks are the same code."""
     calls: dict[str, Callable[[], object]] = {
@@ -334,6 +336,33 @@ def test_default_peers() -> None:
         assert pair.recv((1,), torch.float32).item() == 1
         pair.send_tensor_dict({"x": 1})
         assert pair.recv_tensor_dict() == {"x": 1}
+
+
+def test_queues_have_their_roles(group: FakeGroupCoordinator) -> None:
+    """The writer's objects are encoded and go nowhere; a reader has nobody who writes."""
+    writer: Any = group.create_mq_broadcaster(1)
+    writer.enqueue({"step": 1})
+    with pytest.raises(UsageError, match="Unknown"):
+        writer.enqueue(Unknown())
+    assert not hasattr(writer, "dequeue")
+    reader: Any = group.create_mq_broadcaster(0)
+    with pytest.raises(UsageError, match="nothing is there"):
+        reader.dequeue()
+    assert len(group.create_single_reader_mq_broadcasters(1)) == 2
+    assert len(group.create_single_reader_mq_broadcasters(0)) == 1
+    with pytest.raises(UsageError, match="writer_rank is 3"):
+        group.create_mq_broadcaster(3)
+
+
+def test_a_broadcaster_changes_no_result(group: FakeGroupCoordinator) -> None:
+    """Broadcasts go on as before, from every rank."""
+    group.enable_broadcaster()
+    end = group.mq_broadcaster
+    group.enable_broadcaster()
+    assert group.mq_broadcaster is end is not None
+    for src in range(3):
+        assert group.broadcast_object("x", src) == "x"
+        assert group.broadcast_tensor_dict({"x": 1}, src) == {"x": 1}
 
 
 # --- tensor dicts ---------------------------------------------------------------------------------------------

@@ -97,7 +97,10 @@ def test_a_stale_handle_is_refused() -> None:
         resized = msgspec.structs.replace(new.handle, segment_bytes=new.handle.segment_bytes - 4096)
         with pytest.raises(DecodeError, match="no sealed segment"):
             QueueReader.open(resized, key, 0)
-    with QueueWriter.create("steps", [0], key=key) as new, pytest.raises(DecodeError, match="another generation"):
+    with (
+        QueueWriter.create("steps", [0], key=key) as new,
+        pytest.raises(DecodeError, match="another generation"),
+    ):
         QueueReader.open(msgspec.structs.replace(new.handle, ranks=(0, 1)), key, 0)
     assert segments_of() == []
 

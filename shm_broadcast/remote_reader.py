@@ -1,0 +1,537 @@
+"""The reading end of the remote leg: one encrypted connection to the writer, and waiting that always ends.
+
+Whoever holds the lock may use the socket. A reading call takes its messages out of it itself; the thread greets
+the writer after each reconnection, answers heartbeats while nobody reads, and decides whether the writer is lost.
+The protocol is explained in `DESIGN.md`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final, Self
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from shm_broadcast import codec
+from shm_broadcast.endpoint import RemoteEndpoint, RemoteKeys
+from shm_broadcast.errors import (
+    ClosedError,
+    CommTimeoutError,
+    DecodeError,
+    GroupBrokenError,
+    InternalError,
+    PeerLostError,
+    UsageError,
+)
+from shm_broadcast.liveness import ProcessIdentity, fork_count, this_process
+from shm_broadcast.remote_wire import Context, Kind, Record, connect, identity_of, pack, unpack
+from shm_broadcast.settings import BroadcastSettings
+from shm_broadcast.statistics import QueueStatistics, ReaderStatistics
+
+logger = logging.getLogger(__name__)
+
+# A reader tells the writer how far it is whenever it has read this part of the high-water mark.
+_ACKNOWLEDGED_PART: Final = 8
+
+# Records that the thread takes out of the socket before it lets a reading call in between.
+_BATCH: Final = 256
+
+# So many quick handshakes without a result: who listens there cannot read what we encrypt with the writer's key.
+_WRONG_KEY_TRIES: Final = 3
+_QUICK_S: Final = 1.0
+
+# A greeting without an answer for so long was lost; a busy writer takes less.
+_GREET_AGAIN_S: Final = 2.0
+
+# How long the farewell may take to leave this host.
+_FAREWELL_MS: Final = 200
+
+_FAILED_HANDSHAKES: Final = (
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL,
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL,
+)
+
+
+class RemoteReader:
+    """One reading end on another host. One thread at a time reads; `close` may come from any."""
+
+    def __init__(
+        self,
+        endpoint: RemoteEndpoint,
+        keys: RemoteKeys,
+        rank: int,
+        name: str,
+        settings: BroadcastSettings,
+        writer: int,
+    ) -> None:
+        """Use `open`."""
+        self.name = name
+        self.rank = rank
+        self.role = f"reader, rank {rank}"
+        self._endpoint = endpoint
+        self._settings = settings
+        self._writer = writer
+        self._writer_process: ProcessIdentity | None = None  # known once it has let this reader in
+        self._forks = fork_count()
+        self._incarnation = secrets.randbits(63)
+        self._identity = msgspec.msgpack.encode(this_process())
+        # Held by every call, so that `close` from another thread takes the socket away behind them; re-entrant,
+        # as a lease may be closed from inside. `_lock` is held for a moment, by whoever uses the socket.
+        self._calls = threading.RLock()
+        self._lock = threading.Lock()
+        self._inbox: deque[tuple[int, zmq.Frame | bytearray]] = deque()  # messages, each with its last part
+        self._assembly: bytearray | None = None  # the message of which not all parts have come
+        self._received = 0  # the last part that came
+        self._given_back = 0  # the last part whose message was read
+        self._unacknowledged = 0  # bytes read that the writer does not know of
+        self._messages = self._nbytes = self._waits = 0
+        self._waited_s = 0.0
+        self._progress_at: float | None = None
+        self._is_closing = self._is_stopping = self._has_ended = self._is_off = False
+        self._failure: Exception | None = None  # why no more comes; raised when everything that came is read
+        self._cause: BaseException | None = None  # raised already
+        self._heard_at = self._connected_at = 0.0
+        self._broken_at: float | None = None  # None while there is a connection, or none yet
+        self._greeted_at: float | None = None  # of a greeting that the writer has not answered
+        self._wrong_keys = 0
+        self._context: Context = zmq.Context(io_threads=1)
+        try:
+            self._dealer, self._monitor = connect(self._context, keys, endpoint)
+        except BaseException:
+            self._context.term()
+            raise
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.descriptors = (int(self._dealer.get(zmq.FD)), self._wake)
+        self._poll = select.poll()
+        for descriptor in self.descriptors:
+            self._poll.register(descriptor, select.POLLIN)
+        self._thread = threading.Thread(target=self._serve, name="group-coordinator-remote", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def open(
+        cls,
+        endpoint: RemoteEndpoint,
+        keys: RemoteKeys,
+        rank: int,
+        name: str,
+        settings: BroadcastSettings | None = None,
+        timeout_s: float = 30.0,
+        *,
+        writer: int = -1,
+    ) -> Self:
+        """Connect to the writer and return when it has let this reader in.
+
+        Args:
+            endpoint: The writer's, out of an authenticated handle.
+            keys: The pair whose public half the writer was given for `rank`.
+            rank: One of the endpoint's ranks; each opens once.
+            name: The queue's name, for texts.
+            settings: When a waiting call warns.
+            timeout_s: Deadline for the writer's answer.
+            writer: The writer's rank, which errors name; -1 if it has none.
+
+        Raises:
+            UsageError: `rank` is no remote reader of this queue.
+            PeerLostError: The writer refused: it does not know the key, or this rank has come before.
+            DecodeError: Who listens there is not the writer of this endpoint, or is of another generation.
+            CommTimeoutError: Nobody answered in time.
+        """
+        if rank not in endpoint.ranks:
+            raise UsageError(f"rank {rank} is no remote reader of queue {name!r}, which has {endpoint.ranks}")
+        reader = cls(endpoint, keys, rank, name, settings or BroadcastSettings(), writer)
+        try:
+            reader._await_welcome(timeout_s)
+        except BaseException:
+            reader.close()
+            raise
+        return reader
+
+    def _await_welcome(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self.poll()
+            if self._writer_process is not None:
+                return
+            if isinstance(self._failure, PeerLostError):
+                raise PeerLostError(f"queue {self.name!r}: {self._failure}", peers=self._culprits())
+            if self._failure is not None:
+                raise self._failure
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise CommTimeoutError(
+                    f"queue {self.name!r}: no answer from {self._describe_writer()} within {timeout_s:.1f} s",
+                    missing=self._culprits(),
+                )
+            self._sleep(left)
+
+    # --- reading ----------------------------------------------------------------------------------------------
+
+    def read(self, timeout_s: float | None, type_: Any) -> Any:
+        """Wait for the next message and return its object, which owns its memory."""
+        with self._calls:
+            frame = self._next("dequeue", timeout_s)
+            return codec.decode(_frame_of(frame), type_)
+
+    def try_read(self) -> tuple[bool, Any]:
+        """Return (True, the next object), or (False, None) if it is not there."""
+        with self._calls:
+            self.check("try_dequeue")
+            if not self.poll():
+                self._raise_if_over("try_dequeue")
+                return False, None
+            return True, codec.decode(_frame_of(self._next("try_dequeue", 0.0)))
+
+    @contextmanager
+    def lease(self, timeout_s: float | None) -> Iterator[Any]:
+        """Yield the next object; its arrays and tensors share one copy of the message, which nothing else uses."""
+        with self._calls:
+            frame = self._next("lease", timeout_s)
+            # What zmq received stands at any address; a fresh copy is aligned.
+            yield codec.decode(
+                frame if isinstance(frame, bytearray) else bytearray(_frame_of(frame)), copy=False
+            )
+
+    def receive(self, timeout_s: float | None = None) -> bytes | bytearray:
+        """Wait for the next message and return its frame.
+
+        Raises:
+            CommTimeoutError: No message came in time; nothing is lost.
+            PeerLostError: The writer is gone, and everything that came has been read.
+            ClosedError: The writer closed the queue and everything has been read, or this end was closed.
+        """
+        with self._calls:
+            frame = self._next("receive", timeout_s)
+            return frame if isinstance(frame, bytearray) else bytes(_frame_of(frame))
+
+    def poll(self) -> bool:
+        """Return whether a message is there. Does not wait."""
+        with self._lock:
+            if not self._inbox and not self._is_closing:
+                self._clear_wake()
+                self._drain(_BATCH)
+            return bool(self._inbox)
+
+    def is_ready(self) -> bool:
+        """Return whether reading would return or raise at once. Does not wait."""
+        return self.poll() or self._has_ended or self._is_closing or self._failure is not None
+
+    @property
+    def messages(self) -> int:
+        """How many messages this end has read."""
+        return self._messages
+
+    def check(self, call: str) -> None:
+        """Raise unless this end can be used by this process now."""
+        if self._forks != fork_count():
+            raise UsageError(f"{self._where(call)}: the queue belongs to the process that forked this one")
+        if self._is_closing:
+            raise ClosedError(f"{self._where(call)}: the queue was closed")
+        if self._cause is not None:
+            raise GroupBrokenError(
+                f"{self._where(call)}: an earlier failure made the queue unusable, close it: {self._cause}"
+            ) from self._cause
+
+    def _where(self, call: str) -> str:
+        return f"{call} on queue {self.name!r} ({self.role}, message #{self._messages + 1})"
+
+    def _next(self, call: str, timeout_s: float | None) -> zmq.Frame | bytearray:
+        """Return the next message, which counts as read."""
+        self.check(call)
+        if not self._inbox and not self.poll():
+            self._await(call, timeout_s)
+        with self._lock:
+            self._given_back, frame = self._inbox.popleft()
+            nbytes = len(_frame_of(frame))
+            self._messages += 1
+            self._nbytes += nbytes
+            self._unacknowledged += nbytes
+            if self._unacknowledged * _ACKNOWLEDGED_PART >= self._endpoint.settings.high_water_bytes:
+                self._acknowledge()
+        self._progress_at = time.monotonic()
+        return frame
+
+    def _await(self, call: str, timeout_s: float | None) -> None:
+        start = now = time.monotonic()
+        warn_at = start + self._settings.warn_after_s
+        self._waits += 1
+        try:
+            while not self.poll():
+                self._raise_if_over(call)
+                if timeout_s is not None and now - start >= timeout_s:
+                    raise CommTimeoutError(
+                        f"{self._where(call)}: no message from {self._describe_writer()} within {timeout_s:.1f} s",
+                        missing=self._culprits(),
+                    )
+                left = warn_at - now
+                self._sleep(left if timeout_s is None else min(left, start + timeout_s - now))
+                now = time.monotonic()
+                if now >= warn_at:
+                    logger.warning(
+                        "%s: waiting for %.0f s: no message from %s",
+                        self._where(call),
+                        now - start,
+                        self._describe_writer(),
+                    )
+                    warn_at = now + self._settings.warn_after_s
+        finally:
+            self._waited_s += time.monotonic() - start
+
+    def _raise_if_over(self, call: str) -> None:
+        """Raise if no message will come any more."""
+        if self._is_closing:
+            raise ClosedError(f"{self._where(call)}: the queue was closed while the call waited")
+        if self._has_ended:
+            raise ClosedError(f"{self._where(call)}: the writer closed the queue")
+        if isinstance(self._failure, PeerLostError):
+            self._cause = PeerLostError(
+                f"{self._where(call)}: {self._failure}; close the queue", peers=self._culprits()
+            )
+            raise self._cause
+        if self._failure is not None:
+            self._cause = self._failure
+            raise self._failure
+
+    def _sleep(self, seconds: float) -> None:
+        """Return when something may have come, or after `seconds`."""
+        self._poll.poll(max(0.0, seconds) * 1000 + 1)
+
+    def _culprits(self) -> tuple[int, ...]:
+        return () if self._writer < 0 else (self._writer,)
+
+    def _describe_writer(self) -> str:
+        process = self._writer_process
+        parts = [] if self._writer < 0 else [f"rank {self._writer}"]
+        parts += [] if process is None else [f"pid {process.pid} on host {process.hostname}"]
+        parts.append(self._endpoint.url())
+        if process is not None:
+            parts.append("connected" if self._broken_at is None else "no connection")
+            parts.append(f"last heard {time.monotonic() - self._heard_at:.1f} s ago")
+        return f"the writer ({', '.join(parts)})"
+
+    def statistics(self) -> QueueStatistics:
+        """Return what was read, and how much more has come; of the other readers nothing is known here."""
+        if self._is_closing or self._forks != fork_count():
+            self.check("statistics")
+        with self._lock:
+            progress = None if self._progress_at is None else time.monotonic() - self._progress_at
+            nbytes = sum(len(_frame_of(frame)) for _, frame in self._inbox)
+            own = ReaderStatistics(self.rank, len(self._inbox), nbytes, progress, self._failure is None)
+        capacity = self._endpoint.settings.high_water_bytes
+        return QueueStatistics(self._messages, self._nbytes, self._waits, self._waited_s, capacity, (own,))
+
+    # --- what comes in. All of it holds the lock --------------------------------------------------------------
+
+    def _drain(self, most: int) -> bool:
+        """Take up to `most` records out of the socket; return whether there may be more."""
+        for _ in range(most if self._failure is None else 0):
+            try:
+                frame = self._dealer.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return False
+            try:
+                self._hear(unpack(frame), frame)
+            except DecodeError as error:
+                self._give_up(error)
+                return False
+        return self._failure is None
+
+    def _hear(self, record: Record, frame: zmq.Frame) -> None:
+        self._heard_at = time.monotonic()
+        if record.kind == Kind.DATA:
+            self._take(record, frame)
+        elif record.kind == Kind.BEAT:
+            if record.first > self._received and not self._has_ended:
+                # A signal in one of the two processes has lost a part.
+                self._greet()
+            self._acknowledge()
+        elif record.kind == Kind.END:
+            if record.first == self._received + 1:
+                self._has_ended = True
+                self._received += 1
+            self._acknowledge()
+        elif record.kind not in (Kind.WELCOME, Kind.REFUSED):
+            raise DecodeError(f"the writer said something of kind {record.kind}")
+        elif record.first != self._endpoint.generation:
+            raise DecodeError("the handle is of another generation than the writer")
+        elif record.third == self._incarnation and record.kind == Kind.WELCOME:
+            self._writer_process, self._greeted_at = identity_of(record.body), None
+        elif record.third == self._incarnation:
+            self._refuse(bytes(record.body[:200]).decode("utf-8", "replace"))
+
+    def _take(self, record: Record, frame: zmq.Frame) -> None:
+        """Put a part where it belongs; some come twice, and behind a missing one nothing counts until it has come."""
+        number, total, offset = record.first, record.second, record.third
+        if number != self._received + 1:
+            return
+        have, length = len(self._assembly or b""), len(record.body)
+        if offset != have or offset + length > total or length == 0:
+            raise DecodeError(
+                f"part {number} has bytes {offset} to {offset + length} of {total}, after {have} bytes"
+            )
+        if length == total:
+            self._inbox.append((number, frame))
+        else:
+            # It grows with what arrives: a claimed length takes no memory.
+            self._assembly = self._assembly or bytearray()
+            self._assembly += record.body
+            if len(self._assembly) == total:
+                self._inbox.append((number, self._assembly))
+                self._assembly = None
+        self._received = number
+
+    def _greet(self) -> None:
+        """Ask for everything behind what has come."""
+        self._greeted_at = time.monotonic()
+        self._say(
+            pack(Kind.HELLO, self._endpoint.generation, self._received, self._incarnation, self._identity)
+        )
+
+    def _acknowledge(self) -> None:
+        self._unacknowledged = 0
+        self._say(pack(Kind.ACK, self._given_back, self._received, self._incarnation))
+
+    def _say(self, record: bytes) -> None:
+        if not self._is_off:
+            # Without a connection zmq keeps it for the next one.
+            self._dealer.send(record, zmq.NOBLOCK)
+
+    def _refuse(self, why: str) -> None:
+        self._give_up(PeerLostError(f"{self._describe_writer()} refuses this reader: {why}"))
+
+    def _give_up(self, error: Exception) -> None:
+        """Note why nothing will come any more, unless that is known, and hang up."""
+        if self._failure is None and not self._has_ended:
+            self._failure = error
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        if not self._is_off:
+            self._is_off = True
+            self._dealer.disconnect(self._endpoint.url())
+
+    def _clear_wake(self) -> None:
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            # Nothing was noted.
+            return
+
+    # --- the thread: the connection, and time -----------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the queue must not hang
+            broken = InternalError(f"the thread of queue {self.name!r} failed: {error!r}")
+            broken.__cause__ = error
+            self._failure = self._failure or broken
+            os.eventfd_write(self._wake, 1)
+
+    def _loop(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._monitor, zmq.POLLIN)
+        poller.register(self._stop, zmq.POLLIN)
+        heartbeat_s = self._endpoint.settings.heartbeat_s
+        while not self._is_stopping:
+            lost_at = self._lost_at()
+            wait_s = heartbeat_s if lost_at is None else min(heartbeat_s, lost_at - time.monotonic())
+            poller.poll(int(max(0.0, wait_s) * 1000) + 1)
+            before = self._state()
+            while self._monitor.poll(0):
+                event = zmq.Event(recv_monitor_message(self._monitor)["event"])
+                with self._lock:
+                    self._notice(event, time.monotonic())
+            has_more = True
+            while has_more and not self._is_stopping:
+                with self._lock:
+                    has_more = self._drain(_BATCH)
+            with self._lock:
+                self._judge(time.monotonic())
+            if self._state() != before:
+                os.eventfd_write(self._wake, 1)
+
+    def _state(self) -> tuple[object, ...]:
+        """Return what a waiting call wants to know."""
+        return self._received, self._has_ended, self._failure, self._writer_process
+
+    def _notice(self, event: zmq.Event, now: float) -> None:
+        """Follow the connection."""
+        if event == zmq.Event.CONNECTED:
+            self._connected_at = now
+        elif event == zmq.Event.HANDSHAKE_SUCCEEDED:
+            self._wrong_keys, self._broken_at = 0, None
+            self._greet()
+        elif event == zmq.Event.HANDSHAKE_FAILED_AUTH:
+            self._refuse("it has no reader with this key, or has given it up")
+        elif event in _FAILED_HANDSHAKES and now - self._connected_at < _QUICK_S:
+            self._wrong_keys += 1
+            if self._wrong_keys >= _WRONG_KEY_TRIES and self._writer_process is None:
+                url = self._endpoint.url()
+                self._give_up(DecodeError(f"who listens at {url} does not hold the key of the handle"))
+        elif event == zmq.Event.DISCONNECTED:
+            self._broken_at = self._broken_at or now
+            if self._has_ended:
+                self._hang_up()
+
+    def _lost_at(self) -> float | None:
+        """Return when the writer is lost unless it comes back; None if nothing is wrong with it."""
+        is_fine = self._broken_at is None or self._writer_process is None
+        if is_fine or self._has_ended or self._failure is not None:
+            return None
+        settings = self._endpoint.settings
+        return max((self._broken_at or 0.0) + settings.grace_s, self._heard_at + settings.lost_after_s)
+
+    def _judge(self, now: float) -> None:
+        """Decide whether the writer is lost, or a greeting was."""
+        lost_at = self._lost_at()
+        if lost_at is not None and now >= lost_at:
+            self._give_up(PeerLostError(f"lost {self._describe_writer()}"))
+        elif self._broken_at is None and self._greeted_at and now - self._greeted_at > _GREET_AGAIN_S:
+            self._greet()
+
+    # --- the end ----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Leave the queue, which the writer notices at once. Idempotent; wakes a waiting call."""
+        if self._forks != fork_count():
+            return
+        with self._lock:
+            if self._is_closing:
+                return
+            self._is_closing = True
+        os.eventfd_write(self._wake, 1)
+        with self._calls:
+            self._is_stopping = True
+            os.eventfd_write(self._stop, 1)
+            self._thread.join()
+            is_connected = self._writer_process is not None and self._broken_at is None and not self._is_off
+            if is_connected and not self._has_ended:
+                self._say(pack(Kind.BYE, third=self._incarnation))
+            self._dealer.disable_monitor()
+            self._monitor.close(0)
+            self._dealer.close(_FAREWELL_MS if is_connected else 0)
+            self._context.term()
+            os.close(self._wake)
+            os.close(self._stop)
+            self._inbox.clear()
+            self._cause = self._failure = None
+
+    def __repr__(self) -> str:
+        """Name the queue and the rank; never a key."""
+        return f"<RemoteReader {self.name!r} {self.role}>"
+
+
+def _frame_of(message: zmq.Frame | bytearray) -> memoryview | bytearray:
+    return message if isinstance(message, bytearray) else unpack(message).body

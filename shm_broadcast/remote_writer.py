@@ -1,0 +1,533 @@
+"""The writing end of the remote leg: one listening socket, one encrypted connection from each reader.
+
+Any thread may use the socket while it holds the lock. A message goes from the caller straight into the socket;
+the thread admits readers, takes acknowledgements, sends heartbeats and decides who is lost. The protocol is
+explained in `DESIGN.md`.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Final, NamedTuple, Self
+
+import msgspec
+import zmq
+
+from shm_broadcast import codec
+from shm_broadcast.endpoint import VERSION, RemoteEndpoint, RemoteKeys, RemoteSettings, checked_key
+from shm_broadcast.errors import (
+    ClosedError,
+    CommTimeoutError,
+    DecodeError,
+    GroupBrokenError,
+    InternalError,
+    PeerLostError,
+    UsageError,
+)
+from shm_broadcast.liveness import ProcessIdentity, fork_count, this_process
+from shm_broadcast.remote_wire import (
+    Gatekeeper,
+    Kind,
+    Record,
+    identity_of,
+    listen,
+    pack,
+    parts_of,
+    unpack,
+)
+from shm_broadcast.settings import BroadcastSettings
+from shm_broadcast.statistics import QueueStatistics, ReaderStatistics
+
+logger = logging.getLogger(__name__)
+
+# What a message costs besides its bytes: the objects that hold it, here and in zmq.
+_PART_OVERHEAD: Final = 512
+
+# More threads than this do not encrypt faster than one network card sends.
+_MOST_IO_THREADS: Final = 4
+
+
+class _Part(NamedTuple):
+    """A part of a message.
+
+    Attributes:
+        number: Counts from 1.
+        frame: The record, shared by all connections.
+        messages: Messages written up to and with this part; a message counts with its last part.
+        nbytes: Bytes of their frames.
+    """
+
+    number: int
+    frame: zmq.Frame
+    messages: int
+    nbytes: int
+
+
+class _Link:
+    """What the writer knows of one reader."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.route: bytes | None = None  # zmq's name of the connection; None while there is none
+        self.incarnation: int | None = (
+            None  # which object of the reader's process came; None before the first
+        )
+        self.process: ProcessIdentity | None = None
+        self.heard_at = 0.0
+        self.broken_at = 0.0
+        self.is_lost = False
+        self.has_left = False
+        self.received = 0  # the last part that has reached its process
+        self.given_back = 0  # the last part whose message it has read
+        self.messages = 0  # messages and bytes up to that
+        self.nbytes = 0
+        self.progress_at: float | None = None
+
+    @property
+    def is_gone(self) -> bool:
+        return self.is_lost or self.has_left
+
+    def state(self, now: float) -> str:
+        """Return what a person needs to know of its connection."""
+        if self.incarnation is None:
+            return "has not come"
+        where = "" if self.process is None else f"pid {self.process.pid} on host {self.process.hostname}, "
+        if self.has_left:
+            return where + "closed the queue"
+        if self.route is not None:
+            return where + "connected"
+        word = "lost" if self.is_lost else "no connection"
+        return f"{where}{word}, last heard {now - self.heard_at:.1f} s ago"
+
+
+class RemoteWriter:
+    """Sends every message to every remote reader, whole, once and in order.
+
+    One thread at a time sends; `close` may come from any.
+    """
+
+    role = "writer"
+
+    def __init__(
+        self,
+        name: str,
+        readers: Mapping[int, bytes],
+        place: tuple[str, tuple[int, int] | None],
+        settings: BroadcastSettings,
+        remote: RemoteSettings,
+    ) -> None:
+        """Use `create`."""
+        keys = RemoteKeys.generate()
+        self.name = name
+        self._settings = settings
+        self._remote = remote
+        self._forks = fork_count()
+        self._identity = msgspec.msgpack.encode(this_process())
+        self._links = {rank: _Link(rank) for rank in readers}
+        self._changed = threading.Condition(threading.RLock())
+        # The first is the last that every reader has given back, so there always is one; the others are kept.
+        # Whatever else there is to know follows from them, so that a signal finds nothing half done.
+        self._parts: deque[_Part] = deque([_Part(0, zmq.Frame(b""), 0, 0)])
+        self._waits = 0
+        self._waited_s = 0.0
+        self._is_closing = self._is_stopping = False
+        self._cause: BaseException | None = None
+        self._context = zmq.Context(io_threads=min(len(readers), _MOST_IO_THREADS))
+        self._gatekeeper = Gatekeeper(self._context, {key: rank for rank, key in readers.items()})
+        try:
+            self._router, port = listen(self._context, keys, *place, remote)
+        except BaseException:
+            self._gatekeeper.socket.close(0)
+            self._context.term()
+            raise
+        self.endpoint = RemoteEndpoint(
+            VERSION, place[0], port, keys.public, secrets.randbits(63), tuple(readers), remote
+        )
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = threading.Thread(target=self._serve, name="group-coordinator-remote", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        readers: Mapping[int, bytes],
+        bind_address: str,
+        port_range: tuple[int, int] | None = None,
+        settings: BroadcastSettings | None = None,
+        remote: RemoteSettings | None = None,
+    ) -> Self:
+        """Listen for readers, with a key made for this queue alone.
+
+        Args:
+            name: The queue's name, for texts.
+            readers: Public key of each reader, by rank; nobody else is admitted, and each only as its rank.
+            bind_address: The numeric address to listen on, never a wildcard.
+            port_range: First and last port that may be used; any free one by default.
+            settings: When a waiting call warns.
+            remote: High-water mark and heartbeats, which the readers take over.
+
+        Raises:
+            UsageError: There are no readers, two have one key, or the address is none of this host.
+            CapabilityError: No port of the range is free, or libzmq has no CURVE.
+        """
+        keys = [checked_key(key) for key in readers.values()]
+        if not keys or len(set(keys)) != len(keys):
+            raise UsageError(
+                f"a remote queue needs readers, each with a key of its own, not {len(keys)} ranks"
+            )
+        place = (bind_address, port_range)
+        return cls(name, dict(readers), place, settings or BroadcastSettings(), remote or RemoteSettings())
+
+    # --- sending ----------------------------------------------------------------------------------------------
+
+    def send(self, message: codec.Message, timeout_s: float | None) -> None:
+        """Send a message, which needs no longer exist when this returns.
+
+        Blocks while a reader would be more than the high-water mark behind.
+
+        Raises:
+            CommTimeoutError: The readers in `.missing` made no room in time; nothing was sent.
+            PeerLostError: A reader is gone; the queue is unusable.
+            ClosedError: The queue was closed.
+        """
+        self.reserve(message.nbytes, timeout_s)
+        self.publish(message)
+
+    def reserve(self, nbytes: int, timeout_s: float | None) -> None:
+        """Return when a message of `nbytes` may be published; raises as `send` does."""
+        self._check_process("enqueue")
+        with self._changed:
+            self.check("enqueue")
+            if self._in_the_way(nbytes):
+                self._await_room(nbytes, timeout_s)
+
+    def publish(self, message: codec.Message) -> None:
+        """Send a message for which there is room. Does not wait."""
+        last = self._parts[-1]
+        frames = parts_of(message, last.number + 1)
+        parts = [
+            _Part(number, frame, last.messages, last.nbytes)
+            for number, frame in enumerate(frames, last.number + 1)
+        ]
+        parts[-1] = parts[-1]._replace(messages=last.messages + 1, nbytes=last.nbytes + message.nbytes)
+        with self._changed:
+            self.check("enqueue")
+            self._parts.extend(parts)
+            # Who misses a part, because a signal came in between, finds that out by the next heartbeat.
+            for frame in frames:
+                for link in self._links.values():
+                    if link.route is not None:
+                        self._push(link, frame)
+            # What a send has taken out of the mailbox wakes the thread no more.
+            if int(self._router.get(zmq.EVENTS)) & zmq.POLLIN:
+                self._drain()
+
+    def check(self, call: str) -> None:
+        """Raise unless this end can be used by this process now."""
+        self._check_process(call)
+        where = self._where(call)
+        if self._is_closing:
+            raise ClosedError(f"{where}: the queue was closed")
+        if self._cause is not None:
+            raise GroupBrokenError(
+                f"{where}: an earlier failure made the queue unusable, close it: {self._cause}"
+            ) from self._cause
+        gone = [link for link in self._links.values() if link.is_gone]
+        if gone:
+            self._cause = PeerLostError(
+                f"{where}: lost reader {self._describe(gone)}; close the queue",
+                peers=sorted(link.rank for link in gone),
+            )
+            raise self._cause
+
+    def _check_process(self, call: str) -> None:
+        """Raise in a forked child, where another thread may hold the lock for ever."""
+        if self._forks != fork_count():
+            raise UsageError(f"{self._where(call)}: the queue belongs to the process that forked this one")
+
+    def _where(self, call: str) -> str:
+        return f"{call} on queue {self.name!r} ({self.role}, message #{self._parts[-1].messages + 1})"
+
+    def _in_the_way(self, nbytes: int) -> list[_Link]:
+        """Return the readers that are too far behind for `nbytes` more."""
+        limit = self._remote.high_water_bytes - nbytes - _PART_OVERHEAD
+        last = self._parts[-1]
+        return [
+            link
+            for link in self._links.values()
+            if (kept := last.number - link.given_back)
+            and last.nbytes - link.nbytes + _PART_OVERHEAD * kept > limit
+        ]
+
+    def _await_room(self, nbytes: int, timeout_s: float | None) -> None:
+        start = now = time.monotonic()
+        warn_at = start + self._settings.warn_after_s
+        self._waits += 1
+        # Readers acknowledge now and then only: ask before anybody is blamed.
+        self._beat()
+        try:
+            while late := self._in_the_way(nbytes):
+                if timeout_s is not None and now - start >= timeout_s:
+                    raise CommTimeoutError(
+                        f"{self._where('enqueue')}: no room, behind are {self._describe(late)}, "
+                        f"within {timeout_s:.1f} s",
+                        missing=sorted(link.rank for link in late),
+                    )
+                left = 1.0 if timeout_s is None else min(1.0, start + timeout_s - now)
+                self._changed.wait(min(left, max(0.001, warn_at - now)))
+                self.check("enqueue")
+                now = time.monotonic()
+                if now >= warn_at:
+                    logger.warning(
+                        "%s: waiting for %.0f s: no room, behind are %s",
+                        self._where("enqueue"),
+                        now - start,
+                        self._describe(late),
+                    )
+                    warn_at = now + self._settings.warn_after_s
+        finally:
+            self._waited_s += time.monotonic() - start
+
+    def _describe(self, links: list[_Link]) -> str:
+        now = time.monotonic()
+        texts = []
+        for link in links:
+            progress = (
+                "never read"
+                if link.progress_at is None
+                else f"last progress {now - link.progress_at:.1f} s ago"
+            )
+            last = self._parts[-1]
+            behind = f"{last.messages - link.messages} messages ({last.nbytes - link.nbytes} bytes) behind"
+            texts.append(f"rank {link.rank} ({link.state(now)}, {behind}, {progress})")
+        return ", ".join(texts)
+
+    def absent(self) -> list[int]:
+        """Return the ranks that have not opened their end."""
+        self._check_process("wait_until_ready")
+        with self._changed:
+            return [link.rank for link in self._links.values() if link.incarnation is None]
+
+    def readers(self) -> tuple[ReaderStatistics, ...]:
+        """Return how far each reader is; up to one heartbeat old."""
+        now = time.monotonic()
+        with self._changed:
+            last = self._parts[-1]
+            return tuple(
+                ReaderStatistics(
+                    link.rank,
+                    last.messages - link.messages,
+                    last.nbytes - link.nbytes,
+                    None if link.progress_at is None else now - link.progress_at,
+                    link.incarnation is not None and not link.is_gone,
+                )
+                for link in self._links.values()
+            )
+
+    def statistics(self) -> QueueStatistics:
+        """Return what was sent, and how far each reader is; also when the queue is broken."""
+        if self._is_closing or self._forks != fork_count():
+            self.check("statistics")
+        last = self._parts[-1]
+        return QueueStatistics(
+            last.messages,
+            last.nbytes,
+            self._waits,
+            self._waited_s,
+            self._remote.high_water_bytes,
+            self.readers(),
+        )
+
+    # --- the thread: everything that comes in, and time. All of it holds the lock -----------------------------
+
+    def _serve(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the queue must not hang
+            broken = InternalError(f"the thread of queue {self.name!r} failed: {error!r}")
+            broken.__cause__ = error
+            with self._changed:
+                self._cause = self._cause or broken
+                self._changed.notify_all()
+
+    def _loop(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._gatekeeper.socket, zmq.POLLIN)
+        # Only the descriptor: zmq's own poll would use the socket without the lock.
+        poller.register(self._router.get(zmq.FD), zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        beat_at = time.monotonic()
+        while not self._is_stopping:
+            wake_at = min([beat_at, *(at for link in self._links.values() if (at := self._lost_at(link)))])
+            poller.poll(int(max(0.0, wake_at - time.monotonic()) * 1000) + 1)
+            admitted = self._gatekeeper.answer()
+            with self._changed:
+                now = time.monotonic()
+                for rank in admitted:
+                    self._links[rank].heard_at = now
+                self._drain()
+                if now >= beat_at:
+                    self._beat()
+                    beat_at = now + self._remote.heartbeat_s
+                for link in self._links.values():
+                    lost_at = self._lost_at(link)
+                    if lost_at is not None and now >= lost_at:
+                        self._lose(link)
+
+    def _lost_at(self, link: _Link) -> float | None:
+        """Return when `link` is lost unless it comes back; None if nothing is wrong with it."""
+        if link.route is not None or link.incarnation is None or link.is_gone:
+            return None
+        return max(link.broken_at + self._remote.grace_s, link.heard_at + self._remote.lost_after_s)
+
+    def _lose(self, link: _Link) -> None:
+        link.is_lost = True
+        self._gatekeeper.expel(link.rank)
+        logger.error("queue %r: lost reader %s", self.name, self._describe([link]))
+        self._changed.notify_all()
+
+    def _beat(self) -> None:
+        """Tell every connected reader that we are there, which also shows whose connection is broken."""
+        beat = zmq.Frame(pack(Kind.BEAT, self._parts[-1].number))
+        for link in self._links.values():
+            if link.route is not None:
+                self._push(link, beat)
+
+    def _push(self, link: _Link, frame: zmq.Frame) -> None:
+        route = link.route
+        if route is None or not self._say(route, frame):
+            link.route, link.broken_at = None, time.monotonic()
+
+    def _say(self, route: bytes, frame: zmq.Frame) -> bool:
+        """Queue a record for one connection; tell whether it exists."""
+        try:
+            self._router.send(route, zmq.SNDMORE | zmq.NOBLOCK)
+            self._router.send(frame, zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            # EAGAIN: the connection is being torn down; its pipe takes nothing any more.
+            if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
+                raise
+            return False
+        return True
+
+    def _drain(self) -> None:
+        """Take everything that readers said."""
+        while True:
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            try:
+                link = self._links[int(frames[-1].get("User-Id"))]
+                self._hear(link, frames[0].bytes, unpack(frames[-1]))
+            except DecodeError as error:
+                logger.warning("queue %r: a record of a reader was dropped: %s", self.name, error)
+
+    def _hear(self, link: _Link, route: bytes, record: Record) -> None:
+        link.heard_at = time.monotonic()
+        if record.kind == Kind.HELLO:
+            self._greet(link, route, record)
+        elif link.incarnation is None or record.third != link.incarnation:
+            # Of an object of the reader's process that was refused.
+            return
+        elif record.kind == Kind.ACK:
+            self._acknowledge(link, record.first, record.second)
+        elif record.kind == Kind.BYE:
+            link.has_left, link.route = True, None
+            self._changed.notify_all()
+        else:
+            raise DecodeError(f"rank {link.rank} said something of kind {record.kind}")
+
+    def _greet(self, link: _Link, route: bytes, hello: Record) -> None:
+        """Let a reader begin, or go on behind what it has received."""
+        received = hello.second
+        process, last = identity_of(hello.body), self._parts[-1].number
+        why = ""
+        if hello.first != self.endpoint.generation:
+            why = "its handle is of another generation"
+        elif link.is_gone:
+            why = "it was given up, or had left"
+        elif link.incarnation not in (None, hello.third):
+            why = "this rank has opened the queue before"
+        elif not link.received <= received <= last + 1:
+            why = f"it says that it has {received} parts, and must have {link.received} to {last}"
+        if why:
+            refusal = pack(Kind.REFUSED, self.endpoint.generation, third=hello.third, body=why.encode())
+            self._say(route, zmq.Frame(refusal))
+            return
+        link.route, link.incarnation, link.process, link.received = route, hello.third, process, received
+        welcome = pack(Kind.WELCOME, self.endpoint.generation, third=hello.third, body=self._identity)
+        self._push(link, zmq.Frame(welcome))
+        for part in list(self._parts)[max(0, received - self._parts[0].number) + 1 :]:
+            self._push(link, part.frame)
+        if self._is_closing:
+            self._push(link, self._end())
+        self._changed.notify_all()
+
+    def _acknowledge(self, link: _Link, given_back: int, received: int) -> None:
+        """Note how far a reader is, and forget what all of them have given back."""
+        first, last = self._parts[0].number, self._parts[-1].number
+        if not given_back <= min(received, last) or received > last + 1:
+            raise DecodeError(f"rank {link.rank} acknowledges parts {given_back} and {received} of {last}")
+        link.received = max(link.received, received)
+        if given_back > link.given_back:
+            part = self._parts[given_back - first]
+            link.given_back, link.messages, link.nbytes = given_back, part.messages, part.nbytes
+            link.progress_at = link.heard_at
+            everybody = min(each.given_back for each in self._links.values())
+            for _ in range(everybody - first):
+                self._parts.popleft()
+        self._changed.notify_all()
+
+    # --- the end ----------------------------------------------------------------------------------------------
+
+    def _end(self) -> zmq.Frame:
+        return zmq.Frame(pack(Kind.END, self._parts[-1].number + 1))
+
+    def close(self) -> None:
+        """End the queue: readers get what was written, then `ClosedError`. Idempotent; wakes a waiting call.
+
+        Waits until every reader's process has everything, but at most for `lost_after_s`: who has not by then
+        gets a `PeerLostError` in place of the `ClosedError`.
+        """
+        if self._forks != fork_count():
+            return
+        with self._changed:
+            if self._is_closing:
+                return
+            self._is_closing = True
+            end = self._end()
+            for link in self._links.values():
+                if link.route is not None:
+                    self._push(link, end)
+            self._changed.notify_all()
+            self._changed.wait_for(self._has_everybody_everything, self._remote.lost_after_s)
+            self._is_stopping = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        self._router.close(0)
+        self._gatekeeper.socket.close(0)
+        self._context.term()
+        os.close(self._wake)
+        self._parts = deque([self._parts[-1]])
+
+    def _has_everybody_everything(self) -> bool:
+        if isinstance(self._cause, InternalError):
+            # The thread has failed: nothing will be heard any more.
+            return True
+        last = self._parts[-1].number
+        return all(
+            link.received > last or link.is_gone or link.incarnation is None for link in self._links.values()
+        )
+
+    def __repr__(self) -> str:
+        """Name the queue and where it listens; never a key."""
+        return f"<RemoteWriter {self.name!r} on {self.endpoint.url()} to ranks {list(self._links)}>"

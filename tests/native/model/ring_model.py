@@ -1,0 +1,431 @@
+"""The ring's protocol as a state machine, and a search through every interleaving of its steps.
+
+One writer, one or two readers and, if wanted, a thread that closes the writer. The ring has a few units; a record
+takes one or two of them, and one that does not fit behind the others is put at the start, behind a skip. Every
+access to shared memory that `csrc/ring.hpp` makes is a step of its own, and so is each unit that is filled or
+copied. A sleeper is woken by a wake-up or, once a peer is dead, by its slice of time.
+
+Not modelled: memory that is weaker than sequentially consistent (the parking protocol is written with seq_cst
+operations and fences, which make it so; the payload's edges are shown under the thread sanitizer), reading the
+`consumed` words one by one (they only grow, so an older value means less room), attaching, messages in parts
+(each part is a record), and the counters for statistics.
+
+Checked in every state: nobody overwrites what a reader has still to read, no reader copies a unit that is not of
+its next record, and, where nothing can move any more, nobody sleeps though what it waits for is there, and who has
+reached the end has read everything that was published.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+__all__ = ["BUGS", "NEARLY", "Outcome", "Scenario", "explore"]
+
+State = tuple[Any, ...]
+
+PUBLISHED, SEQUENCE, CLOSED, WORD, WAITING, MESSAGE, SEEN, LEFT, WRITER, CLOSER, CELLS = range(11)
+CONSUMED, PARKED, READER, READER_SEEN, NEXT = range(5)
+FIELDS = 5
+SKIP = -1
+
+BUGS = (
+    "readers are woken before the sequence changes",
+    "the sequence is read behind the second look",
+    "the waiting flag is set behind the second look",
+    "consumed is published before the copy",
+    "published is stored before the fill",
+    "the end is looked for behind the data",
+    "a skip is given back without a wake-up",
+    "a close wakes the writer without changing its word",
+    "room is reckoned without the skip",
+    "parked flags are read before the sequence changes, and set behind the second look",
+)
+NEARLY = (
+    "parked flags are read before the sequence changes",
+    "the parked flag is set behind the second look",
+)
+"""Each of these alone loses nothing: the second look and the kernel's look at the sequence guard each other."""
+
+
+class Scenario(NamedTuple):
+    """What may happen.
+
+    Attributes:
+        sizes: Units of each record that the writer writes.
+        units: Size of the ring.
+        readers: How many there are.
+        closes: Whether the writer closes behind the last record; otherwise it stays idle.
+        closer: Whether another thread may close the writer at any time.
+        leaves: Whether reader 0 may leave between two records.
+        lingers: Whether reader 0 may stop for ever with a record in its hands.
+        reader_dies: Whether reader 0 may be killed at any time.
+        writer_dies: Whether the writer may be killed at any time.
+        bug: One of `BUGS` or `NEARLY`, or nothing.
+    """
+
+    sizes: tuple[int, ...]
+    units: int = 4
+    readers: int = 1
+    closes: bool = True
+    closer: bool = False
+    leaves: bool = False
+    lingers: bool = False
+    reader_dies: bool = False
+    writer_dies: bool = False
+    bug: str = ""
+
+
+class Outcome(NamedTuple):
+    """What a search found: the number of states, what is wrong if anything, and the steps that lead to it."""
+
+    states: int
+    problem: str
+    steps: tuple[str, ...]
+
+
+class ProblemError(Exception):
+    """A step that must not be possible."""
+
+
+class Protocol:
+    """The steps of all processes. A process is its slot in the state, which holds (place, ...)."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        """Prepare the steps of a scenario."""
+        self.scenario = scenario
+        self.first_reader = CELLS + scenario.units
+        # The order of the steps of parking and waking is where most of the bugs are.
+        self.scans_first = scenario.bug in (BUGS[9], NEARLY[0])
+        self.parks_late = scenario.bug in (BUGS[9], NEARLY[1])
+        self.places = {name[3:]: getattr(self, name) for name in dir(self) if name.startswith("at_")}
+
+    def start(self) -> State:
+        """Return the state in which nothing has happened."""
+        closer = ("may_close",) if self.scenario.closer else ("done",)
+        reader = (0, 0, ("look",), 0, 1)
+        writer = (0, 0, 0, 0, 0, 1, 0, 0, ("begin",), closer)
+        return writer + (0,) * self.scenario.units + reader * self.scenario.readers
+
+    def of(self, reader: int, field: int) -> int:
+        """Return where a field of a reader stands."""
+        return self.first_reader + reader * FIELDS + field
+
+    def has(self, bug: int) -> bool:
+        """Tell whether the scenario has a bug of the list."""
+        return self.scenario.bug == BUGS[bug]
+
+    def successors(self, state: State) -> Iterator[tuple[str, State]]:
+        """Yield every next step with its name."""
+        slots = [("writer", WRITER), ("closer", CLOSER)]
+        slots += [(f"reader {i}", self.of(i, READER)) for i in range(self.scenario.readers)]
+        for name, slot in slots:
+            for changes in self.places[state[slot][0]](state, slot):
+                yield f"{name}: {' '.join(map(str, state[slot]))}", changed(state, changes)
+        for allowed, slot, name in (
+            (self.scenario.reader_dies, self.of(0, READER), "reader 0"),
+            (self.scenario.writer_dies, WRITER, "writer"),
+        ):
+            if allowed and state[slot][0] not in ("dead", "done"):
+                yield f"{name} dies", changed(state, {slot: ("dead",)})
+
+    # ---------------------------------------------------------------- shared words
+
+    def needed(self, state: State) -> int:
+        """Return the units that the present record takes, with a skip before it."""
+        at, size = state[PUBLISHED] % self.scenario.units, self.scenario.sizes[state[MESSAGE] - 1]
+        if at + size <= self.scenario.units or self.has(8):
+            return size
+        return self.scenario.units - at + size
+
+    def has_room(self, state: State) -> bool:
+        """Tell whether every reader, the gone ones too, has made room for the present record."""
+        slowest = min(state[self.of(i, CONSUMED)] for i in range(self.scenario.readers))
+        return bool(self.needed(state) + state[PUBLISHED] - slowest <= self.scenario.units)
+
+    def gone(self, state: State) -> bool:
+        """Tell whether a reader has left or died."""
+        return self.left(state) or state[self.of(0, READER)] == ("dead",)
+
+    def left(self, state: State) -> bool:
+        """Tell whether reader 0, the only one that may, has said that it leaves."""
+        return bool(state[LEFT])
+
+    def has_data(self, state: State, slot: int) -> bool:
+        """Tell whether there is a record for the reader."""
+        return bool(state[PUBLISHED] != state[slot - READER + CONSUMED])
+
+    # ---------------------------------------------------------------- writer
+
+    def at_begin(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        if state[CLOSED]:
+            yield {slot: ("done",)}
+        elif state[MESSAGE] > len(self.scenario.sizes):
+            yield {slot: ("close", ("done",)) if self.scenario.closes else ("done",)}
+        elif self.has_room(state):
+            yield {slot: ("publish",) if self.has(4) else ("fill", 0)}
+        elif self.gone(state):
+            yield {slot: ("close", ("done",))}
+        else:
+            yield {slot: ("recheck",) if self.has(2) else ("flag",), SEEN: state[WORD]}
+
+    def at_flag(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        yield {slot: ("sleep_room",) if self.has(2) else ("recheck",), WAITING: 1}
+
+    def at_recheck(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        if state[CLOSED] or self.left(state) or self.has_room(state):
+            yield {slot: ("unflag",)}
+        else:
+            yield {slot: ("flag",) if self.has(2) else ("sleep_room",)}
+
+    def at_sleep_room(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        yield {slot: ("asleep_room",) if state[WORD] == state[SEEN] else ("unflag",)}
+
+    def at_asleep_room(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        if any(state[self.of(i, READER)][0] == "dead" for i in range(self.scenario.readers)):
+            yield {slot: ("unflag",)}
+
+    def at_unflag(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        yield {slot: ("begin",), WAITING: 0}
+
+    def at_fill(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        units, done = self.scenario.units, state[slot][1]
+        size = self.scenario.sizes[state[MESSAGE] - 1]
+        needed = size if self.has(8) and state[PUBLISHED] % units + size <= units else self.filled(state)
+        cell = (state[PUBLISHED] + done) % units
+        for reader in range(self.scenario.readers):
+            if state[PUBLISHED] + done - state[self.of(reader, CONSUMED)] >= units:
+                raise ProblemError(f"the writer overwrites what reader {reader} has still to read")
+        content = SKIP if done < needed - size else state[MESSAGE]
+        last = done + 1 == needed
+        ready = ("bump", ("next",)) if self.has(4) else ("publish",)
+        yield {CELLS + cell: content, slot: ready if last else ("fill", done + 1)}
+
+    def filled(self, state: State) -> int:
+        """Return the units that are filled for the present record, whatever room was reckoned with."""
+        at, size = state[PUBLISHED] % self.scenario.units, self.scenario.sizes[state[MESSAGE] - 1]
+        return int(size if at + size <= self.scenario.units else self.scenario.units - at + size)
+
+    def at_publish(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        if self.has(4):
+            # The fill goes on at the old place, so it takes the place of a message that is out already.
+            yield {slot: ("late_fill", 0, state[PUBLISHED]), PUBLISHED: state[PUBLISHED] + self.filled(state)}
+        else:
+            yield {slot: ("bump", ("next",)), PUBLISHED: state[PUBLISHED] + self.filled(state)}
+
+    def at_late_fill(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        _, done, start = state[slot]
+        before = changed(state, {PUBLISHED: start, slot: ("fill", done)})
+        for changes in self.at_fill(before, slot):
+            place = changes[slot]
+            changes[slot] = ("late_fill", done + 1, start) if place[0] == "fill" else place
+            yield changes
+
+    def at_next(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        """Accept the message, unless another thread has closed the queue meanwhile."""
+        if state[CLOSED]:
+            yield {slot: ("done",)}
+        else:
+            yield {slot: ("begin",), MESSAGE: state[MESSAGE] + 1}
+
+    # ---------------------------------------------------------------- waking and closing
+
+    def at_may_close(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        yield {slot: ("close", ("done",))}
+
+    def at_close(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        then = state[slot][1]
+        yield {slot: ("bump", ("rouse" if self.has(7) else "waiting", then)), CLOSED: 1}
+
+    def at_bump(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        then = ("scan", 0, state[slot][1])
+        if self.scans_first or self.has(0):
+            yield {slot: then}
+        else:
+            yield {slot: then, SEQUENCE: state[SEQUENCE] + 1}
+
+    def at_scan(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        _, reader, then = state[slot]
+        late = ("late_bump", then) if self.scans_first or self.has(0) else then
+        if state[self.of(reader, PARKED)]:
+            yield {slot: ("late_bump", ("wake", then)) if self.scans_first else ("wake", late)}
+        elif reader + 1 < self.scenario.readers:
+            yield {slot: ("scan", reader + 1, then)}
+        else:
+            yield {slot: late}
+
+    def at_late_bump(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        yield {slot: state[slot][1], SEQUENCE: state[SEQUENCE] + 1}
+
+    def at_wake(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        slots = [self.of(i, READER) for i in range(self.scenario.readers)]
+        yield {slot: state[slot][1]} | {each: ("unpark",) for each in slots if state[each] == ("asleep",)}
+
+    def at_waiting(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        yield {slot: ("word", state[slot][1]) if state[WAITING] else state[slot][1]}
+
+    def at_word(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        yield {slot: ("rouse", state[slot][1]), WORD: state[WORD] + 1}
+
+    def at_rouse(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        woken = {WRITER: ("unflag",)} if state[WRITER] == ("asleep_room",) else {}
+        yield {slot: state[slot][1]} | woken
+
+    # ---------------------------------------------------------------- readers
+
+    def at_look(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        """Look for the end, then for data; a reader without either parks."""
+        if self.has(5):
+            yield {slot: ("take",) if self.has_data(state, slot) else ("look_end",)}
+        else:
+            yield {slot: ("look_data", state[CLOSED])}
+        if self.scenario.leaves and slot == self.of(0, READER):
+            yield {slot: ("bump", ("waiting", ("left",))), LEFT: 1}
+
+    def at_look_end(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        yield {slot: ("ended",) if state[CLOSED] else ("park",)}
+
+    def at_look_data(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        if self.has_data(state, slot):
+            yield {slot: ("take",)}
+        elif state[slot][1] or state[WRITER] == ("dead",):
+            yield {slot: ("ended",)}
+        else:
+            yield {slot: ("park",)}
+
+    def at_park(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        then = ("second_look",) if self.parks_late else ("set_parked",)
+        yield {slot: then, slot + 1: state[SEQUENCE]}
+
+    def at_set_parked(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        yield {slot: ("sleep",) if self.parks_late else ("second_look",), slot - 1: 1}
+
+    def at_second_look(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        if self.has_data(state, slot) or state[CLOSED]:
+            yield {slot: ("unpark",)}
+        elif self.has(1):
+            yield {slot: ("late_read",)}
+        else:
+            yield {slot: ("set_parked",) if self.parks_late else ("sleep",)}
+
+    def at_late_read(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        yield {slot: ("sleep",), slot + 1: state[SEQUENCE]}
+
+    def at_sleep(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        yield {slot: ("asleep",) if state[SEQUENCE] == state[slot + 1] else ("unpark",)}
+
+    def at_asleep(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        if state[WRITER] == ("dead",):
+            yield {slot: ("unpark",)}
+
+    def at_unpark(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        yield {slot: ("look",), slot - 1: 0}
+
+    def at_take(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        units, consumed = self.scenario.units, state[slot - READER]
+        if state[CELLS + consumed % units] == SKIP:
+            behind = consumed + units - consumed % units
+            then: tuple[Any, ...] = ("copy", 0)
+            yield {slot: then if self.has(6) else ("waiting", then), slot - READER: behind}
+        elif self.has(3):
+            size = self.size_of(state, slot)
+            yield {slot: ("waiting", ("late_copy", 0, consumed)), slot - READER: consumed + size}
+        else:
+            yield {slot: ("copy", 0)}
+
+    def size_of(self, state: State, slot: int) -> int:
+        """Return the units of the reader's next record."""
+        return self.scenario.sizes[state[slot + 2] - 1]
+
+    def at_copy(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        done, consumed, size = state[slot][1], state[slot - READER], self.size_of(state, slot)
+        if state[CELLS + (consumed + done) % self.scenario.units] != state[slot + 2]:
+            raise ProblemError("a reader copies what is not of its next record")
+        if done + 1 < size:
+            yield {slot: ("copy", done + 1)}
+        else:
+            yield {
+                slot: ("waiting", ("look",)),
+                slot - READER: consumed + size,
+                slot + 2: state[slot + 2] + 1,
+            }
+        if self.scenario.lingers and slot == self.of(0, READER):
+            yield {slot: ("lingers",)}
+
+    def at_late_copy(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        _, done, start = state[slot]
+        if state[CELLS + (start + done) % self.scenario.units] != state[slot + 2]:
+            raise ProblemError("a reader copies what is not of its next record")
+        if done + 1 < self.size_of(state, slot):
+            yield {slot: ("late_copy", done + 1, start)}
+        else:
+            yield {slot: ("look",), slot + 2: state[slot + 2] + 1}
+
+    def at_ended(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        if state[slot + 2] < state[MESSAGE]:
+            raise ProblemError("a reader has reached the end before everything was read")
+        yield from ()
+
+    # ---------------------------------------------------------------- the ends of processes
+
+    def at_done(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        yield from ()
+
+    at_left = at_dead = at_lingers = at_done
+
+    def stuck(self, state: State) -> str:
+        """Return what is wrong with a state from which no step leads on, or nothing."""
+        if state[WRITER] == ("asleep_room",) and (state[CLOSED] or self.has_room(state) or self.gone(state)):
+            return "the writer sleeps though it could go on"
+        for reader in range(self.scenario.readers):
+            slot = self.of(reader, READER)
+            if state[slot] == ("asleep",) and (self.has_data(state, slot) or state[CLOSED]):
+                return f"reader {reader} sleeps though it could go on"
+        places = {state[self.of(i, READER)][0] for i in range(self.scenario.readers)}
+        idle = places <= {"asleep", "ended", "left", "dead", "lingers"}
+        if not idle or state[WRITER][0] not in ("done", "dead", "asleep_room"):
+            return "deadlock"
+        if state[WRITER] == ("asleep_room",) and "lingers" not in places:
+            return "deadlock"
+        return ""
+
+
+def changed(state: State, changes: dict[int, Any]) -> State:
+    """Return `state` with some of its slots replaced."""
+    copy = list(state)
+    for slot, value in changes.items():
+        copy[slot] = value
+    return tuple(copy)
+
+
+def explore(scenario: Scenario, most: int = 2_000_000) -> Outcome:
+    """Visit every state that can be reached, breadth first, until one is wrong."""
+    protocol = Protocol(scenario)
+    start = protocol.start()
+    came: dict[State, tuple[State, str] | None] = {start: None}
+    waiting = deque([start])
+    while waiting:
+        state = waiting.popleft()
+        is_stuck = True
+        try:
+            for step, following in protocol.successors(state):
+                is_stuck = is_stuck and step.endswith("dies")
+                if following not in came:
+                    came[following] = (state, step)
+                    waiting.append(following)
+            problem = protocol.stuck(state) if is_stuck else ""
+        except ProblemError as error:
+            problem = str(error)
+        if problem:
+            return Outcome(len(came), problem, steps_to(state, came))
+        if len(came) > most:
+            raise RuntimeError(f"more than {most} states")
+    return Outcome(len(came), "", ())
+
+
+def steps_to(state: State, came: dict[State, tuple[State, str] | None]) -> tuple[str, ...]:
+    """Return the steps that led to a state."""
+    steps = []
+    while (before := came[state]) is not None:
+        state, step = before
+        steps.append(step)
+    return tuple(reversed(steps))

@@ -1,0 +1,57 @@
+"""Every interleaving of the ring's protocol is right at small sizes, and the search finds bugs that are put in."""
+
+import pytest
+
+from tests.native.model.ring_model import BUGS, NEARLY, Scenario, explore
+
+RIGHT = {
+    "one reader, wrap-around, skips, full ring": Scenario((2, 1, 2, 1, 2)),
+    "an idle writer": Scenario((2, 1, 2, 1), closes=False),
+    "two readers, a ring of one record": Scenario((2, 2), units=2, readers=2),
+    "two readers, an idle writer": Scenario((1, 1), units=1, readers=2, closes=False),
+    "another thread closes": Scenario((2, 1, 2), closer=True),
+    "another thread closes while a record is held": Scenario(
+        (2, 1, 2, 2), closer=True, lingers=True, closes=False
+    ),
+    "a record is held for ever": Scenario((2, 1, 2, 2), lingers=True, closes=False),
+    "a reader leaves": Scenario((2, 1, 2, 2), leaves=True),
+    "one of two readers leaves": Scenario((1, 1), units=1, readers=2, leaves=True),
+    "a reader is killed": Scenario((2, 1, 2, 2), reader_dies=True),
+    "one of two readers is killed": Scenario((1, 1), units=1, readers=2, reader_dies=True, closes=False),
+    "the writer is killed": Scenario((2, 1, 2, 2), writer_dies=True),
+    "the writer of two readers is killed": Scenario(
+        (1, 1), units=1, readers=2, writer_dies=True, closes=False
+    ),
+}
+WRONG = dict.fromkeys(BUGS, Scenario((2, 1, 2, 2), closes=False)) | {
+    BUGS[5]: Scenario((2, 1)),
+    BUGS[6]: Scenario((2, 1, 2, 2), closes=False, lingers=True),
+    BUGS[7]: Scenario((2, 1, 2), closes=False, closer=True, lingers=True),
+    BUGS[8]: Scenario((2, 2, 3), units=6),
+}
+
+
+@pytest.mark.guarantee("B1", "B2", "B11")
+@pytest.mark.parametrize("name", RIGHT)
+def test_no_interleaving_goes_wrong(name: str) -> None:
+    """Nothing is overwritten, torn, lost or reordered, and nobody sleeps though it could go on."""
+    found = explore(RIGHT[name])
+    assert not found.problem, "\n".join([found.problem, *found.steps])
+    assert found.states > 1000
+
+
+@pytest.mark.guarantee("B11")
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_search_finds_each_bug(bug: str) -> None:
+    """A protocol with one of these mistakes is told from the right one, with the steps that lead to the failure."""
+    assert explore(WRONG[bug]).problem == ""
+    found = explore(WRONG[bug]._replace(bug=bug))
+    assert found.problem
+    assert len(found.steps) > 5
+
+
+@pytest.mark.guarantee("B11")
+@pytest.mark.parametrize("name", NEARLY)
+def test_one_guard_of_a_parking_reader_is_enough(name: str) -> None:
+    """Without its second look in time, or without the changed sequence, a reader still misses nothing."""
+    assert explore(Scenario((2, 1, 2, 2), closes=False, bug=name)).problem == ""

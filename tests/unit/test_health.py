@@ -1,0 +1,437 @@
+"""The health of a group with a board and transports that are fakes: who is blamed for what, and what follows."""
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from device_comm import health as health_module
+from device_comm.health import Arrival, GroupHealth, Operation, Verdict
+from shm_broadcast.errors import (
+    ClosedError,
+    CommTimeoutError,
+    GroupBrokenError,
+    NativeError,
+    PeerLostError,
+    UsageError,
+)
+
+# Deadlines that must never count.
+LONG_S = 600.0
+# What must happen at once may take this long on a busy machine.
+SOON_S = 20.0
+OPERATION = Operation("host", "barrier", 3)
+
+
+class FakeWatch:
+    """Says of processes what the test says."""
+
+    def __init__(self) -> None:
+        self.dead: tuple[int, ...] = ()
+        self.stopped: tuple[int, ...] = ()
+        self.unseen: tuple[int, ...] = ()
+        self.closed = 0
+
+    def lost(self) -> tuple[int, ...]:
+        return self.dead
+
+    def watches(self, rank: int) -> bool:
+        return rank not in self.unseen
+
+    def state(self, rank: int) -> str:
+        return "dead" if rank in self.dead else "stopped" if rank in self.stopped else "alive"
+
+    def describe(self, rank: int) -> str:
+        return f"pid {1000 + rank}, {self.state(rank)}"
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class FakeBoard:
+    """A board in this process; `others` are the arrivals that other ranks have written."""
+
+    def __init__(self) -> None:
+        self.verdicts: list[Verdict] = []
+        self.others: dict[int, Arrival] = {}
+        self.own: list[Arrival] = []
+        self.gone: tuple[int, ...] = ()
+        self.goodbyes = 0
+        self.is_reachable = True
+        self.asked = 0
+
+    def arrive(self, plane: str, arrival: Arrival) -> None:
+        self.own.append(arrival)
+
+    def arrivals(self, plane: str) -> dict[int, Arrival]:
+        return self.others if self.is_reachable else {}
+
+    def verdict(self) -> Verdict | None:
+        self.asked += 1
+        return self.verdicts[0] if self.verdicts else None
+
+    def publish(self, verdict: Verdict, within_s: float = 2.0) -> Verdict:
+        if not self.is_reachable:
+            return verdict
+        self.verdicts.append(verdict)
+        return self.verdicts[0]
+
+    def leave(self) -> None:
+        self.goodbyes += 1
+
+    def left(self) -> tuple[int, ...]:
+        return self.gone
+
+
+class FakeWork:
+    """Complete after `after_s` seconds, or never; or fails then."""
+
+    def __init__(
+        self,
+        after_s: float = LONG_S,
+        error: BaseException | None = None,
+        pending: Sequence[int] | None = None,
+    ) -> None:
+        self._at = time.monotonic() + after_s
+        self._error = error
+        self._pending = pending
+        self.polls = 0
+
+    def poll(self, slice_s: float) -> bool:
+        self.polls += 1
+        time.sleep(max(0.0, min(slice_s, self._at - time.monotonic())))
+        if time.monotonic() < self._at:
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def pending(self) -> Sequence[int] | None:
+        return self._pending
+
+
+class Group:
+    """A health of rank 4 among ranks 4, 5, 6 and 9, with its fakes."""
+
+    def __init__(self) -> None:
+        self.watch = FakeWatch()
+        self.board = FakeBoard()
+        watch: Any = self.watch
+        self.health = GroupHealth("tp:0", 4, [4, 5, 6, 9], watch, self.board)
+        self.aborts = 0
+        self.health.on_abort(self._count)
+
+    def _count(self) -> None:
+        self.aborts += 1
+
+    def others_wait(self, *ranks: int, number: int = 3) -> None:
+        self.board.others = {rank: Arrival("barrier", number) for rank in ranks}
+
+    def fails(
+        self, work: FakeWork, timeout_s: float | None = LONG_S, operation: Operation = OPERATION
+    ) -> Any:
+        """Wait, expect an error, check that the group is broken by it, and return it."""
+        with pytest.raises(Exception) as caught:  # noqa: PT011 - the test looks at it
+            self.health.wait(operation, work, timeout_s)
+        assert self.health.is_broken
+        assert self.aborts == 1
+        with pytest.raises(GroupBrokenError) as again:
+            self.health.check_usable("barrier")
+        assert again.value.__cause__ is caught.value
+        return caught.value
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Group:
+    """Return a healthy group whose waits are as short as a test wants them."""
+    for name, seconds in (
+        ("SLICE_S", 0.01),
+        ("BOARD_AFTER_S", 0.05),
+        ("GRACE_S", 0.1),
+        ("VERDICT_EVERY_S", 0.02),
+        ("VERDICT_IDLE_EVERY_S", 0.02),
+        ("EXPLAIN_S", 0.2),
+    ):
+        assert hasattr(health_module, name)
+        monkeypatch.setattr(health_module, name, seconds)
+    return Group()
+
+
+# --- calls that end well ------------------------------------------------------------------------------------
+
+
+def test_a_call_that_finishes_touches_no_board(group: Group) -> None:
+    """Neither is anything written nor read."""
+    group.health.wait(OPERATION, FakeWork(0.02), LONG_S)
+    assert group.board.own == []
+    assert group.board.asked == 0
+    group.health.check_usable("barrier")
+
+
+def test_a_call_that_waits_says_once_where(group: Group) -> None:
+    """After a while, with the operation and its number."""
+    group.health.wait(OPERATION, FakeWork(0.3), LONG_S)
+    assert group.board.own == [Arrival("barrier", 3)]
+
+
+def test_point_to_point_calls_have_no_place_on_the_board(group: Group) -> None:
+    """They have no number that others could compare."""
+    group.health.wait(Operation("host", "recv_object from rank 5", 0), FakeWork(0.3), None)
+    assert group.board.own == []
+
+
+def test_a_call_that_finishes_within_the_grace_is_no_failure(group: Group) -> None:
+    """The deadline has passed, the verdict has not."""
+    group.health.wait(OPERATION, FakeWork(0.1), 0.06)
+    assert not group.health.is_broken
+
+
+def test_numbers_count_the_collectives_of_each_plane(group: Group) -> None:
+    """Point-to-point calls do not count, and refused calls neither."""
+    begin = group.health.begin
+    assert [begin("host", "barrier").number, begin("device", "x").number, begin("host", "y").number] == [
+        1,
+        1,
+        2,
+    ]
+    assert group.health.begin_point_to_point("host", "send").number == 0
+    assert str(begin("host", "gather")) == "gather #3"
+    assert str(Operation("host", "send to rank 5", 0)) == "send to rank 5"
+
+
+# --- the clock ------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_wait_elsewhere_or_nowhere_are_missing(group: Group) -> None:
+    """At an earlier collective counts as missing, at the same or a later one does not."""
+    group.board.others = {5: Arrival("barrier", 3), 6: Arrival("gather", 2), 9: Arrival("gather", 4)}
+    error = group.fails(FakeWork(), 0.05)
+    assert isinstance(error, CommTimeoutError)
+    assert error.missing == (6,)
+    assert "6 (pid 1006, alive, last at gather #2)" in str(error)
+    assert "barrier #3 on 'tp:0' (rank 4, 0 of 4)" in str(error)
+    assert "within 0.1 s" in str(error)
+    assert group.board.verdicts[0].kind == "timeout"
+
+
+def test_what_a_transfer_still_waits_for_is_missing(group: Group) -> None:
+    """Where the transport knows, the board is not asked."""
+    group.others_wait(5, 6, 9)
+    assert group.fails(FakeWork(pending=[9, 6]), 0.05).missing == (6, 9)
+
+
+def test_all_arrived_but_stuck_is_a_timeout_without_names(group: Group) -> None:
+    """Then it is the transfer."""
+    group.others_wait(5, 6, 9)
+    error = group.fails(FakeWork(), 0.05)
+    assert error.missing == ()
+    assert "every rank arrived" in str(error)
+
+
+def test_without_a_board_a_stopped_rank_explains_the_timeout(group: Group) -> None:
+    """Where nobody can be asked, those that the kernel shows as stopped are to blame; without such, all."""
+    group.board.is_reachable = False
+    group.watch.stopped = (6,)
+    assert group.fails(FakeWork(), 0.05).missing == (6,)
+    other = Group()
+    other.board.is_reachable = False
+    assert other.fails(FakeWork(), 0.05).missing == (5, 6, 9)
+
+
+def test_without_a_deadline_a_call_waits(group: Group) -> None:
+    """Also much longer than deadlines here last."""
+    group.health.wait(OPERATION, FakeWork(0.8), None)
+
+
+# --- other ranks ----------------------------------------------------------------------------------------------
+
+
+def judged(kind: Any, ranks: tuple[int, ...], detail: str) -> Verdict:
+    """Return a verdict that rank 9 found."""
+    return Verdict(kind, ranks, 9, "gather #2", 30.0, detail)
+
+
+@pytest.mark.parametrize("operation", [OPERATION, Operation("host", "recv_object from rank 5", 0)])
+def test_a_dead_rank_ends_every_wait(group: Group, operation: Operation) -> None:
+    """Also one that the call does not wait for: the group is lost without it."""
+    group.watch.dead = (5, 9)
+    error = group.fails(FakeWork(pending=[6]), None, operation)
+    assert isinstance(error, PeerLostError)
+    assert error.peers == (5, 9)
+    assert "pid 1005, dead" in str(error)
+    assert group.board.verdicts[0].kind == "lost"
+
+
+@pytest.mark.parametrize(
+    ("verdict", "kind", "text"),
+    [
+        (judged("timeout", (6,), "6 (pid 1006, alive)"), CommTimeoutError, "no answer from rank 6"),
+        (judged("timeout", (4,), "4 (pid 1004)"), CommTimeoutError, "this rank came after"),
+        (judged("lost", (6,), "6 (pid 1006, dead)"), PeerLostError, "lost rank 6"),
+        (judged("left", (6,), "6"), PeerLostError, "destroyed by rank 6"),
+        (judged("interrupted", (9,), "9 (KeyboardInterrupt)"), PeerLostError, "interrupted: rank 9"),
+        (judged("failed", (), "no route"), GroupBrokenError, "failed on rank 9: no route"),
+    ],
+)
+def test_the_verdict_of_another_rank_is_adopted(
+    group: Group, verdict: Verdict, kind: type[Exception], text: str
+) -> None:
+    """Of every kind; the error says who found it, and in what."""
+    group.board.verdicts = [verdict]
+    error = group.fails(FakeWork(), None)
+    assert type(error) is kind
+    assert text in str(error)
+    assert "found by rank 9 in gather #2" in str(error)
+    assert (getattr(error, "missing", ()) or getattr(error, "peers", ())) == verdict.ranks
+
+
+def test_the_first_verdict_wins(group: Group) -> None:
+    """Who finds out second raises what the first one found, not what it saw itself."""
+    published = Verdict("lost", (9,), 5, "barrier #3", detail="9")
+    group.board.verdict = lambda: None  # type: ignore[method-assign]
+    group.board.verdicts = [published]
+    error = group.fails(FakeWork(), 0.05)
+    assert isinstance(error, PeerLostError)
+    assert error.peers == (9,)
+
+
+# --- transports -----------------------------------------------------------------------------------------------
+
+
+def test_a_transport_error_is_explained_by_a_death_seen_later(group: Group) -> None:
+    """The kernel closes the sockets of a dying process before it says that it has ended."""
+    threading.Timer(0.05, lambda: setattr(group.watch, "dead", (5,))).start()
+    error = group.fails(FakeWork(0.0, RuntimeError("connection reset")))
+    assert isinstance(error, PeerLostError)
+    assert error.peers == (5,)
+    assert isinstance(error.__cause__, RuntimeError)
+
+
+def test_a_transport_error_is_explained_by_a_verdict(group: Group) -> None:
+    """A peer that gave up closes its connections after it said why."""
+    group.board.verdicts = [Verdict("timeout", (9,), 5, "barrier #3", 30.0, "9")]
+    error = group.fails(FakeWork(0.0, RuntimeError("connection reset")))
+    assert isinstance(error, CommTimeoutError)
+    assert error.missing == (9,)
+
+
+def test_a_transport_error_is_explained_by_a_rank_that_left(group: Group) -> None:
+    """It said so on the board."""
+    group.board.gone = (4, 6)
+    error = group.fails(FakeWork(0.0, RuntimeError("connection closed")))
+    assert isinstance(error, PeerLostError)
+    assert error.peers == (6,)
+    assert "destroyed by rank 6" in str(error)
+
+
+def test_a_transport_error_blames_peers_that_cannot_be_seen(group: Group) -> None:
+    """On another host nobody shows whether they live: of those that were awaited, they are the likely ones."""
+    group.watch.unseen = (6, 9)
+    error = group.fails(FakeWork(0.0, RuntimeError("connection reset"), pending=[5, 9]))
+    assert isinstance(error, PeerLostError)
+    assert error.peers == (9,)
+
+
+def test_a_transport_error_that_nothing_explains_is_native(group: Group) -> None:
+    """Every process lives: then it is the transport, and the others are told so."""
+    error = group.fails(FakeWork(0.0, RuntimeError("no buffer space")))
+    assert isinstance(error, NativeError)
+    assert "no buffer space" in str(error)
+    assert error.function == "barrier"
+    assert group.board.verdicts[0].kind == "failed"
+
+
+def test_an_error_while_a_call_is_posted_is_explained_too(group: Group) -> None:
+    """The transport may refuse at once; errors of ours pass unchanged."""
+    group.watch.dead = (5,)
+    with pytest.raises(UsageError, match="ours"), group.health.transport(OPERATION):
+        raise UsageError("ours")
+    assert not group.health.is_broken
+    with pytest.raises(PeerLostError), group.health.transport(OPERATION):
+        raise RuntimeError("connection reset")
+    assert group.health.is_broken
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), SystemExit(1)])
+def test_an_interruption_breaks_the_group_and_is_told(group: Group, error: BaseException) -> None:
+    """It passes as it is; the others read who was interrupted by what."""
+    with pytest.raises(type(error)):
+        group.health.wait(OPERATION, FakeWork(0.0, error), LONG_S)
+    verdict = group.board.verdicts[0]
+    assert (verdict.kind, verdict.ranks) == ("interrupted", (4,))
+    assert type(error).__name__ in verdict.detail
+    with pytest.raises(GroupBrokenError) as again:
+        group.health.check_usable("barrier")
+    assert again.value.__cause__ is error
+
+
+# --- the end ----------------------------------------------------------------------------------------------------
+
+
+def test_closing_wakes_a_waiting_call(group: Group) -> None:
+    """With `ClosedError`, soon; nobody is blamed for it."""
+    threading.Timer(0.1, group.health.close).start()
+    start = time.monotonic()
+    with pytest.raises(ClosedError, match="destroyed while the call waited"):
+        group.health.wait(OPERATION, FakeWork(), LONG_S)
+    assert time.monotonic() - start < SOON_S
+    assert group.board.verdicts == []
+
+
+def test_closing_explains_a_transport_error(group: Group) -> None:
+    """The connections were closed by this process itself."""
+    group.health.close()
+    with pytest.raises(ClosedError):
+        group.health.wait(OPERATION, FakeWork(0.0, RuntimeError("connection closed")), LONG_S)
+    assert group.board.verdicts == []
+
+
+def test_closing_counts_once(group: Group) -> None:
+    """What belongs to the group is released by who closed it first."""
+    assert group.health.close()
+    assert not group.health.close()
+    with pytest.raises(ClosedError):
+        group.health.check_usable("barrier")
+    assert isinstance(ClosedError("x"), UsageError)
+
+
+def test_a_broken_group_is_left_without_goodbye(group: Group) -> None:
+    """The others have the verdict; that this rank left afterwards explains nothing."""
+    group.fails(FakeWork(), 0.05)
+    group.health.say_goodbye()
+    assert group.board.goodbyes == 0
+    healthy = Group()
+    healthy.health.say_goodbye()
+    assert healthy.board.goodbyes == 1
+
+
+def test_releasing_closes_the_watch_and_drops_the_transports(group: Group) -> None:
+    """What it held of them goes, so that their owners' last reference is the last."""
+    group.health.release()
+    group.health.abort()
+    assert group.watch.closed == 1
+    assert group.aborts == 0
+
+
+def test_the_copy_of_a_forked_child_refuses(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot be used nor closed."""
+    monkeypatch.setattr(health_module, "fork_count", lambda: 1000)
+    assert group.health.is_inherited
+    for check in (group.health.check_usable, group.health.check_owner):
+        with pytest.raises(UsageError, match="forked"):
+            check("barrier")
+    assert not group.health.close()
+    assert not group.health.is_closed
+
+
+def test_a_failure_that_the_caller_found_is_told_to_the_others(group: Group) -> None:
+    """`fail` breaks the group by an error that the caller raises itself."""
+    found = UsageError("does not fit")
+    group.health.fail(found)
+    assert group.aborts == 1
+    assert group.board.verdicts[0].detail == "does not fit"
+    with pytest.raises(GroupBrokenError) as again:
+        group.health.check_usable("barrier")
+    assert again.value.__cause__ is found

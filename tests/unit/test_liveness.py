@@ -1,0 +1,246 @@
+"""Who is alive, told by the kernel: identities, states, and the watch over a group's processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from shm_broadcast import liveness
+from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, process_state, this_process
+
+# How long the kernel may take for what it does at once, on a busy machine.
+SOON_S = 20.0
+
+
+def identity_of(pid: int) -> ProcessIdentity:
+    own = this_process()
+    return msgspec.structs.replace(own, pid=pid, start_ticks=liveness._stat_fields(pid)[1])
+
+
+@contextmanager
+def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
+    """Start a process that does nothing; end and reap it."""
+    with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def soon(condition: Callable[[], Any]) -> bool:
+    deadline = time.monotonic() + SOON_S
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# --- identity -------------------------------------------------------------------------------------------------
+
+
+def test_an_identity_is_stable_and_travels() -> None:
+    """The same each time, and after a journey through JSON or msgpack."""
+    own = this_process()
+    assert own == this_process()
+    assert own.pid == os.getpid()
+    for codec in (msgspec.json, msgspec.msgpack):
+        assert codec.decode(codec.encode(own), type=ProcessIdentity) == own
+
+
+def test_a_process_whose_name_has_brackets_and_blanks_is_read_correctly() -> None:
+    """/proc puts the command name, whatever it is, between the fields."""
+    code = "import time; open('/proc/self/comm', 'w').write('a) R 1 (b'); print('named', flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            before = identity_of(process.pid)
+            process.stdout.readline()
+            assert identity_of(process.pid) == before
+            assert process_state(before) == "alive"
+        finally:
+            process.kill()
+
+
+def test_two_processes_differ() -> None:
+    """Also those that started one after the other."""
+    with sleeper() as one, sleeper() as other:
+        assert identity_of(one.pid) != identity_of(other.pid)
+
+
+@pytest.mark.parametrize(
+    ("changed", "same_host", "loopback", "sees"),
+    [
+        ({}, True, True, True),
+        ({"boot_id": "another"}, False, False, False),
+        ({"network_namespace": 1}, True, False, True),
+        ({"pid_namespace": 1}, True, True, False),
+    ],
+)
+def test_what_namespaces_mean(changed: dict[str, Any], same_host: bool, loopback: bool, sees: bool) -> None:
+    """Loopback is decided by the network namespace, sight by the PID namespace, both within one kernel."""
+    own = this_process()
+    other = msgspec.structs.replace(own, pid=1, **changed)
+    assert own.on_same_host(other) is same_host
+    assert own.shares_loopback(other) is loopback
+    assert own.sees(other) is sees
+    assert other.sees(own) is sees
+
+
+# --- states -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.guarantee("L1")
+def test_the_states_of_a_process() -> None:
+    """Alive, stopped, alive again, dead while nobody has reaped it, dead when its pid is free."""
+    with sleeper() as process:
+        identity = identity_of(process.pid)
+        assert process_state(identity) == "alive"
+        process.send_signal(signal.SIGSTOP)
+        assert soon(lambda: process_state(identity) == "stopped")
+        process.send_signal(signal.SIGCONT)
+        assert soon(lambda: process_state(identity) == "alive")
+        process.kill()
+        # A zombie: its parent, this process, has not waited for it yet.
+        assert soon(lambda: process_state(identity) == "dead")
+        process.wait()
+        assert process_state(identity) == "dead"
+
+
+@pytest.mark.guarantee("L1")
+def test_a_process_that_has_another_ones_pid_is_not_that_one() -> None:
+    """A start time that differs says that the pid was used again: who had it before is dead."""
+    own = this_process()
+    assert process_state(msgspec.structs.replace(own, start_ticks=own.start_ticks - 1)) == "dead"
+
+
+def test_forks_are_counted() -> None:
+    """A child has one more than its parent, and its child again."""
+    before = fork_count()
+    child = os.fork()
+    if child == 0:
+        grandchild = os.fork()
+        if grandchild == 0:
+            os._exit(fork_count() - before)
+        _, status = os.waitpid(grandchild, 0)
+        os._exit(10 * (fork_count() - before) + os.waitstatus_to_exitcode(status))
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 12
+    assert fork_count() == before
+
+
+# --- the watch --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.guarantee("L1")
+def test_the_watch_names_who_has_ended_and_nobody_else() -> None:
+    """Each rank as its process ends, in ascending order, and for ever after; those that live never."""
+    with sleeper() as one, sleeper() as two, sleeper() as three:
+        peers = {7: identity_of(one.pid), 2: identity_of(two.pid), 5: identity_of(three.pid)}
+        watch = PeerWatch(this_process(), peers)
+        assert watch.lost() == ()
+        one.kill()
+        assert soon(lambda: watch.lost() == (7,))
+        two.kill()
+        assert soon(lambda: watch.lost() == (2, 7))
+        one.wait()
+        two.wait()
+        assert watch.lost() == (2, 7)
+        assert watch.state(7) == "dead"
+        assert watch.state(5) == "alive"
+        assert all(watch.watches(rank) for rank in peers)
+        watch.close()
+
+
+@pytest.mark.guarantee("L1")
+def test_a_child_that_lives_on_does_not_hide_the_end_of_its_parent() -> None:
+    """The descriptor belongs to the process, not to what it inherited or left behind."""
+    code = "import os, time; child = os.fork(); child and print(child, flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        watch = PeerWatch(this_process(), {1: identity_of(process.pid)})
+        process.kill()
+        assert soon(lambda: watch.lost() == (1,))
+        os.kill(child, 0)
+        os.kill(child, signal.SIGKILL)
+        watch.close()
+
+
+def test_a_stopped_peer_is_not_lost() -> None:
+    """It may go on at any time."""
+    with sleeper() as process:
+        watch = PeerWatch(this_process(), {1: identity_of(process.pid)})
+        process.send_signal(signal.SIGSTOP)
+        assert soon(lambda: watch.state(1) == "stopped")
+        assert watch.lost() == ()
+        assert watch.describe(1) == f"pid {process.pid}, stopped"
+        watch.close()
+
+
+def test_who_had_ended_before_the_watch_began_is_lost() -> None:
+    """Whether its pid is free, is that of a zombie, or was used again."""
+    with sleeper() as zombie, sleeper() as gone:
+        peers = {1: identity_of(zombie.pid), 2: identity_of(gone.pid)}
+        peers[3] = msgspec.structs.replace(this_process(), start_ticks=1)
+        zombie.kill()
+        gone.kill()
+        gone.wait()
+        assert soon(lambda: process_state(peers[1]) == "dead")
+        before = descriptors()
+        watch = PeerWatch(this_process(), peers)
+        assert soon(lambda: watch.lost() == (1, 2, 3))
+        assert watch.state(3) == "dead"
+        watch.close()
+        assert descriptors() == before
+
+
+@pytest.mark.guarantee("L2")
+@pytest.mark.parametrize("changed", [{"boot_id": "another"}, {"pid_namespace": 1}])
+def test_a_peer_that_cannot_be_seen_from_here_is_unknown(changed: dict[str, Any]) -> None:
+    """Its pid may be that of any process here: it is neither alive nor dead, and the text says where it is."""
+    own = this_process()
+    for pid in (own.pid, 2**22 - 1):
+        other = msgspec.structs.replace(own, pid=pid, hostname="far", **changed)
+        watch = PeerWatch(own, {4: other})
+        assert watch.state(4) == "unknown"
+        assert watch.lost() == ()
+        assert not watch.watches(4)
+        assert "far" in watch.describe(4)
+        assert str(pid) in watch.describe(4)
+        watch.close()
+
+
+def test_a_rank_that_was_never_announced_is_unknown() -> None:
+    """The watch knows no process for it."""
+    watch = PeerWatch(this_process(), {})
+    assert watch.state(9) == "unknown"
+    assert not watch.watches(9)
+    assert watch.describe(9) == "no process known"
+    watch.close()
+
+
+def test_closing_gives_every_descriptor_back() -> None:
+    """Once, however often it is closed, and also for peers that ended meanwhile."""
+    before = descriptors()
+    with sleeper() as one, sleeper() as other:
+        watch = PeerWatch(this_process(), {1: identity_of(one.pid), 2: identity_of(other.pid)})
+        assert descriptors() == before + 2
+        one.kill()
+        assert soon(lambda: watch.lost() == (1,))
+        assert descriptors() == before + 1
+        watch.close()
+        watch.close()
+        assert descriptors() == before
+        assert watch.lost() == (1,)

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from device_comm.health import SLICE_S
-from shm_broadcast.errors import NativeError, PeerLostError
+from shm_broadcast.errors import CommTimeoutError, NativeError, PeerLostError
 from shm_broadcast.liveness import PeerWatch
 
 Result = TypeVar("Result")
@@ -47,6 +47,34 @@ def run_interruptibly(action: Callable[[], Result], name: str, check: Callable[[
     if errors:
         raise errors[0]
     return outcome[0]
+
+
+def ask_store(question: Callable[[], Result], where: str, timeout_s: float) -> Result:
+    """Ask a store, whose host may be stopped or gone.
+
+    Args:
+        question: What to ask.
+        where: The start of an error's text.
+        timeout_s: How long to wait for the answer.
+
+    Raises:
+        CommTimeoutError: The store did not answer.
+        NativeError: The store is gone.
+    """
+    end = time.monotonic() + timeout_s
+
+    def check() -> None:
+        if time.monotonic() >= end:
+            raise CommTimeoutError(f"{where}: the store of the world did not answer within {timeout_s:.1f} s")
+
+    try:
+        return run_interruptibly(question, "store", check)
+    except RuntimeError as error:
+        raise NativeError(
+            f"{where}: the store of the world is gone: {error}",
+            library=f"torch {torch.__version__}",
+            function="Store",
+        ) from error
 
 
 def connect_watched(action: Callable[[], Result], name: str, where: str, watch: PeerWatch) -> Result:

@@ -90,7 +90,7 @@ class GroupParts:
         deadline = time.monotonic() + timeout_s
         if not self.health.is_broken:
             _flush(open_sends, timeout_s / 2)
-            self.host.flush(timeout_s / 2)
+            self.host.flush(max(deadline - timeout_s / 2 - time.monotonic(), 0.0))
         self.health.say_goodbye()
         # Not left to the garbage collector: whoever keeps a reference would keep the other ranks waiting.
         self.health.abort()

@@ -84,7 +84,7 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
             raise UsageError(f"local_rank must be the index of a device, not {local_rank!r}")
         # A number is used up only for what the other ranks also get to: mistakes are found before it.
         device_of(torch_distributed_backend, local_rank)
-        name = unique_name(group_name)
+        name = unique_name(group_name, store, membership.rank, settings.create_timeout_s)
         parts = create_parts(
             name=name,
             group_ranks=group_ranks,

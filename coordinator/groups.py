@@ -173,10 +173,12 @@ def _agree_on_layout(
         "use_message_queue_broadcaster": str(with_broadcaster),
         "creates a world group": str(with_world),
     }
-    store = dist.PrefixStore(f"group_coordinator/{unique_name('layout')}", world_store())
+    store, rank = world_store(), dist.get_rank()
+    name = unique_name("layout", store, rank, settings.create_timeout_s)
     ranks = range(dist.get_world_size())
     view = View(facts, this_process(), "")
-    agree(store, f"the groups of {layout}", dist.get_rank(), ranks, view, settings.create_timeout_s)
+    store = dist.PrefixStore(f"group_coordinator/{name}", store)
+    agree(store, f"the groups of {layout}", rank, ranks, view, settings.create_timeout_s)
 
 
 def _destroy(groups: Mapping[str, GroupCoordinator], keep: GroupCoordinator | None) -> None:

@@ -12,6 +12,7 @@ from typing import Final, Self
 
 import msgspec
 
+from shm_broadcast.endpoint import RemoteEndpoint
 from shm_broadcast.errors import DecodeError
 from shm_broadcast.settings import WaitMode
 
@@ -34,12 +35,13 @@ class QueueHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         version: Of this record and of the ring.
         name: The queue's name, for texts.
         generation: Random number of this queue; a handle of an earlier one is refused.
-        address: Abstract Unix address at which the writer hands the segment over.
+        address: Abstract Unix address at which the writer hands the segment over; empty if no reader is local.
         segment_bytes: Size of the segment.
-        ranks: The readers' ranks, in the order of their places.
+        ranks: The local readers' ranks, in the order of their places.
         wait: How readers wait.
         warn_after_s: When a waiting call warns.
         writer: The writer's rank, which errors name; -1 for a writer that has none.
+        remote: Where readers on other hosts connect; None if there are none.
     """
 
     version: int
@@ -51,6 +53,7 @@ class QueueHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wait: WaitMode
     warn_after_s: float
     writer: int = -1
+    remote: RemoteEndpoint | None = None
 
     def to_bytes(self, key: bytes) -> bytes:
         """Return the handle with its authentication code under `key`."""

@@ -7,6 +7,9 @@
     writer.enqueue({"step": 1})
     reader.dequeue()
 
+Readers on other hosts are given as `remote_readers`, each with its public key; see `remote.py`. Both ends then
+work alike.
+
 Needs no torch. Every message reaches every reader, whole, once and in order; the slowest reader holds the
 writer back. `enqueue` returns when the message is owned by the queue.
 """
@@ -14,20 +17,25 @@ writer back. `enqueue` returns when the message is owned by the queue.
 from __future__ import annotations
 
 import secrets
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from shm_broadcast import _core, codec
-from shm_broadcast.errors import CommTimeoutError, DecodeError, UsageError
+from shm_broadcast.endpoint import RemoteKeys, RemoteSettings
+from shm_broadcast.errors import CommError, CommTimeoutError, DecodeError, PeerLostError, UsageError
 from shm_broadcast.handle import KEY_BYTES, VERSION, QueueHandle, new_key
+from shm_broadcast.legs import NoRemote, NoRing, RemoteLeg, await_either
 from shm_broadcast.liveness import PeerWatch, this_process
-from shm_broadcast.ring import RingReader, RingWriter, await_any
+from shm_broadcast.ring import RingReader, RingWriter
 from shm_broadcast.segment import Handover, Hello, Segment, take_over
 from shm_broadcast.settings import BroadcastSettings
 from shm_broadcast.statistics import QueueStatistics
+from shm_broadcast.wait import SHORT_SPIN_NS, SLICE_NS
+
+if TYPE_CHECKING:
+    from shm_broadcast.remote_reader import RemoteReader
 
 _PAGE: Final = 4096
 _MOST_READERS: Final = 1024  # ring::kMaxReaders
@@ -43,72 +51,86 @@ class QueueWriter:
     """The writing end. One thread at a time writes; `close` may come from any."""
 
     def __init__(
-        self, ring: RingWriter, handle: QueueHandle, key: bytes, handover: Handover, watch: PeerWatch
+        self, ring: RingWriter, remote: RemoteLeg, handle: QueueHandle, key: bytes, handover: Handover | None
     ) -> None:
         """Use `create`."""
         self.handle = handle
         self.key = key
         self._ring = ring
+        self._remote = remote
         self._handover = handover
-        self._watch = watch
 
     @classmethod
     def create(
         cls,
         name: str,
-        readers: Sequence[int],
+        readers: Sequence[int] = (),
         settings: BroadcastSettings | None = None,
         key: bytes | None = None,
         *,
         writer: int = -1,
+        remote_readers: Mapping[int, bytes] | None = None,
+        bind_address: str | None = None,
+        port_range: tuple[int, int] | None = None,
+        remote: RemoteSettings | None = None,
     ) -> Self:
         """Create a queue that waits for its readers.
 
         Args:
             name: For texts.
-            readers: Ranks of the readers, each different; their order is that of their places.
+            readers: Ranks of the readers on this host, each different; their order is that of their places.
             settings: Size of the ring, and how both ends wait.
             key: 32 bytes that the readers will know; fresh ones by default.
             writer: The writer's own rank, which readers' errors name; -1 if it has none.
+            remote_readers: Public key of each reader on another host, by rank; see `RemoteKeys`.
+            bind_address: The numeric address of this host at which they can reach it, never a wildcard.
+            port_range: First and last TCP port that may be used; any free one by default.
+            remote: High-water mark and heartbeats of the remote leg.
 
         Raises:
-            UsageError: There are no readers, too many, or one twice, or the key has another length.
-            CapabilityError: There is too little memory for the ring.
+            UsageError: There are no readers, too many, or one twice, the key has another length, or the address
+                is none of this host.
+            CapabilityError: There is too little memory for the ring, or no free port in the range.
         """
-        ranks = tuple(readers)
-        if not ranks or len(set(ranks)) != len(ranks) or len(ranks) > _MOST_READERS:
-            raise UsageError(f"a queue needs 1 to {_MOST_READERS} readers, each once, not {list(readers)}")
+        ranks, far = tuple(readers), dict(remote_readers or {})
+        everybody = ranks + tuple(far)
+        if not everybody or len(set(everybody)) != len(everybody) or len(everybody) > _MOST_READERS:
+            raise UsageError(f"a queue needs 1 to {_MOST_READERS} readers, each once, not {list(everybody)}")
+        if bool(far) != (bind_address is not None):
+            raise UsageError("remote_readers and bind_address go together")
         settings = settings or BroadcastSettings()
         key = new_key() if key is None else key
         if len(key) != KEY_BYTES:
             raise UsageError(f"the key of a queue has {KEY_BYTES} bytes, not {len(key)}")
-        nbytes = segment_bytes(settings.ring_bytes, len(ranks))
-        segment = Segment.create(nbytes)
         generation = secrets.randbits(63)
-        _core.ring_format(segment.memory, len(ranks), generation)
-        watch = PeerWatch(this_process(), {})
+        leg: RemoteLeg = NoRemote()
+        endpoint = None
+        if bind_address is not None:
+            from shm_broadcast.remote_writer import RemoteWriter
 
-        def joined(hello: Hello, descriptor: int) -> None:
-            watch.adopt(ranks[hello.member], hello.process, descriptor)
-
+            leg = far_end = RemoteWriter.create(name, far, bind_address, port_range, settings, remote)
+            endpoint = far_end.endpoint
+        ring: RingWriter = NoRing()
+        handover = None
         try:
-            handover = Handover(segment, key, set(range(len(ranks))), joined)
+            if ranks:
+                ring, handover = _offer_ring(name, ranks, settings, key, generation)
         except BaseException:
-            segment.close()
+            leg.close()
             raise
         handle = QueueHandle(
             VERSION,
             name,
             generation,
-            handover.address,
-            nbytes,
+            "" if handover is None else handover.address,
+            0 if handover is None else segment_bytes(settings.ring_bytes, len(ranks)),
             ranks,
             settings.wait,
             settings.warn_after_s,
             writer,
+            endpoint,
         )
-        ring = RingWriter(name, segment, ranks, watch, settings)
-        return cls(ring, handle, key, handover, watch)
+        return cls(ring, leg, handle, key, handover)
 
     def wait_until_ready(self, timeout_s: float | None = None) -> None:
         """Return when every reader has opened its end.
@@ -118,43 +140,44 @@ class QueueWriter:
             PeerLostError: One came and is gone. The queue is unusable.
             ClosedError: The queue was closed.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        pause = threading.Event()
-        while True:
-            missing = self._ring.absent()
-            if not missing:
-                return
-            self._ring.raise_if_lost("wait_until_ready")
-            if deadline is not None and time.monotonic() >= deadline:
-                raise CommTimeoutError(
-                    f"queue {self.handle.name!r}: reader(s) {missing} did not come within {timeout_s:.1f} s",
-                    missing=missing,
-                )
-            pause.wait(0.001)
+        start = time.monotonic()
+        try:
+            self._ring.await_readers(timeout_s)
+        except CommTimeoutError as error:
+            missing = sorted({*error.missing, *self._remote.absent()})
+            raise CommTimeoutError(f"{error}; missing are {missing}", missing=missing) from error
+        left = None if timeout_s is None else max(0.0, start + timeout_s - time.monotonic())
+        self._remote.await_readers(left)
 
     def enqueue(self, obj: Any, timeout_s: float | None = None) -> None:
         """Send `obj` to every reader; return when the queue owns it.
 
-        Blocks while the slowest reader is a whole ring behind.
+        Blocks while the slowest reader is a whole ring behind, or the high-water mark if it is remote.
 
         Raises:
             UsageError: `obj` cannot be carried, or this is a forked child; nothing was sent.
             CommTimeoutError: The readers in `.missing` made no room in time. Nothing was sent and the queue
                 stays usable, unless the message is longer than half of the ring: then parts of it may be
                 written, and every later call raises `GroupBrokenError`.
-            PeerLostError: A reader whose room is needed is gone. The queue is unusable.
+            PeerLostError: A reader whose room is needed, or any remote one, is gone. The queue is unusable.
             ClosedError: The queue was closed.
         """
-        self._ring.write(codec.encode(obj), timeout_s)
+        message = codec.encode(obj)
+        # Room at the remote readers first, which sends nothing: a message goes to all readers or to none.
+        left = self._remote.reserve(message.nbytes, timeout_s)
+        self._ring.write(message, left)
+        self._remote.publish(message)
 
     def statistics(self) -> QueueStatistics:
         """Return what was written, and how far each reader is."""
-        return self._ring.statistics()
+        return self._remote.added_to(self._ring.statistics())
 
     def close(self) -> None:
         """End the queue: readers get what was written, then `ClosedError`. Idempotent."""
-        self._handover.close()
+        if self._handover is not None:
+            self._handover.close()
         self._ring.close()
+        self._remote.close()
 
     def __enter__(self) -> Self:
         """Return the writer."""
@@ -166,19 +189,50 @@ class QueueWriter:
 
     def __repr__(self) -> str:
         """Name the queue; never its key."""
-        return f"<QueueWriter {self.handle.name!r} to ranks {list(self.handle.ranks)}>"
+        return f"<QueueWriter {self.handle.name!r} to ranks {_ranks(self.handle)}>"
+
+
+def _offer_ring(
+    name: str, ranks: tuple[int, ...], settings: BroadcastSettings, key: bytes, generation: int
+) -> tuple[RingWriter, Handover]:
+    segment = Segment.create(segment_bytes(settings.ring_bytes, len(ranks)))
+    _core.ring_format(segment.memory, len(ranks), generation)
+    watch = PeerWatch(this_process(), {})
+
+    def joined(hello: Hello, descriptor: int) -> None:
+        watch.adopt(ranks[hello.member], hello.process, descriptor)
+
+    try:
+        handover = Handover(segment, key, set(range(len(ranks))), joined)
+    except BaseException:
+        segment.close()
+        raise
+    return RingWriter(name, segment, ranks, watch, settings), handover
+
+
+def _ranks(handle: QueueHandle) -> list[int]:
+    """Return the ranks of all readers, those on this host first."""
+    return [*handle.ranks, *(() if handle.remote is None else handle.remote.ranks)]
 
 
 class QueueReader:
     """One reading end. One thread at a time reads; `close` may come from any."""
 
-    def __init__(self, ring: RingReader, handle: QueueHandle) -> None:
+    def __init__(self, ring: RingReader | RemoteReader, handle: QueueHandle) -> None:
         """Use `open`."""
         self.handle = handle
         self._ring = ring
 
     @classmethod
-    def open(cls, handle: QueueHandle | bytes, key: bytes, rank: int, timeout_s: float = 30.0) -> Self:
+    def open(
+        cls,
+        handle: QueueHandle | bytes,
+        key: bytes,
+        rank: int,
+        timeout_s: float = 30.0,
+        *,
+        remote_keys: RemoteKeys | None = None,
+    ) -> Self:
         """Open the end of `rank`.
 
         Args:
@@ -186,20 +240,27 @@ class QueueReader:
             key: The queue's key.
             rank: One of the handle's ranks; each opens once.
             timeout_s: Deadline for the writer's answer.
+            remote_keys: The key pair of a reader on another host, whose public half the writer was given.
 
         Raises:
-            DecodeError: The handle is forged or stale, or what it leads to is no ring of ours.
-            UsageError: `rank` is no reader of this queue.
+            DecodeError: The handle is forged or stale, or what it leads to is no ring or writer of ours.
+            UsageError: `rank` is no reader of this queue, or is remote and there is no key pair.
             PeerLostError: The writer is gone, or refused.
+            CommTimeoutError: The writer did not answer.
         """
         if isinstance(handle, bytes):
             handle = QueueHandle.from_bytes(handle, key)
+        if rank not in _ranks(handle):
+            raise UsageError(f"rank {rank} is no reader of queue {handle.name!r}, which has {_ranks(handle)}")
         if rank not in handle.ranks:
-            raise UsageError(
-                f"rank {rank} is no reader of queue {handle.name!r}, which has {list(handle.ranks)}"
-            )
+            return cls(_open_remote(handle, rank, timeout_s, remote_keys), handle)
         index = handle.ranks.index(rank)
-        segment, writer, descriptor = take_over(handle.address, key, index, handle.segment_bytes, timeout_s)
+        try:
+            segment, writer, descriptor = take_over(
+                handle.address, key, index, handle.segment_bytes, timeout_s
+            )
+        except (CommTimeoutError, PeerLostError, DecodeError) as error:
+            raise _named(error, handle, rank) from error
         watch = PeerWatch(this_process(), {})
         watch.adopt(handle.writer, writer, descriptor)
         try:
@@ -248,13 +309,14 @@ class QueueReader:
         """Yield the next object without copying its arrays and tensors.
 
         They alias the ring and are valid inside the `with` block only; treat them as read-only. The writer
-        cannot reuse their room before the block ends. A message longer than half of the ring is copied.
+        cannot reuse their room before the block ends. A message longer than half of the ring is copied,
+        and so is every message from another host.
         """
         with self._ring.lease(timeout_s) as obj:
             yield obj
 
     def statistics(self) -> QueueStatistics:
-        """Return what was read, and how far each reader is."""
+        """Return what was read, and how far each reader is; a remote reader knows of itself only."""
         return self._ring.statistics()
 
     def close(self) -> None:
@@ -274,6 +336,30 @@ class QueueReader:
         return f"<QueueReader {self.handle.name!r} {self._ring.role}>"
 
 
+def _open_remote(handle: QueueHandle, rank: int, timeout_s: float, keys: RemoteKeys | None) -> RemoteReader:
+    from shm_broadcast.remote_reader import RemoteReader
+
+    if keys is None or handle.remote is None:
+        raise UsageError(f"rank {rank} reads queue {handle.name!r} from another host: it needs remote_keys")
+    settings = BroadcastSettings(wait=handle.wait, warn_after_s=handle.warn_after_s)
+    return RemoteReader.open(
+        handle.remote, keys, rank, handle.name, settings, timeout_s, writer=handle.writer
+    )
+
+
+def _named(
+    error: CommTimeoutError | PeerLostError | DecodeError, handle: QueueHandle, rank: int
+) -> CommError:
+    """Return an error of the handover with the queue, the role and the writer's rank."""
+    text = f"open on queue {handle.name!r} (reader, rank {rank}): {error}"
+    writers = () if handle.writer < 0 else (handle.writer,)
+    if isinstance(error, CommTimeoutError):
+        return CommTimeoutError(text, missing=writers)
+    if isinstance(error, PeerLostError):
+        return PeerLostError(text, peers=writers)
+    return DecodeError(text)
+
+
 def dequeue_any(readers: Sequence[QueueReader], timeout_s: float | None = None) -> tuple[int, Any]:
     """Return (index, object) of whichever queue has a message; the mirror case: many writers, one reader.
 
@@ -285,6 +371,32 @@ def dequeue_any(readers: Sequence[QueueReader], timeout_s: float | None = None) 
     if not readers:
         raise UsageError("dequeue_any needs at least one queue")
     start = time.monotonic()
-    index = await_any([reader._ring for reader in readers], timeout_s)  # noqa: SLF001 - the same module
+    ends = [reader._ring for reader in readers]  # noqa: SLF001 - the same module
+    rings = [end for end in ends if isinstance(end, RingReader)]
+    index = _await_any(rings, timeout_s) if len(rings) == len(ends) else await_either(ends, timeout_s)
     left = None if timeout_s is None else max(0.0, start + timeout_s - time.monotonic())
     return index, readers[index].dequeue(left)
+
+
+def _await_any(readers: Sequence[RingReader], timeout_s: float | None) -> int:
+    """Return the index of a reader that has a message, or whose queue has ended; raises as a read would."""
+    start = time.monotonic()
+    for reader in readers:
+        reader.check("dequeue_any")
+    places = [reader.place() for reader in readers]
+    memories, indices = tuple(memory for memory, _ in places), tuple(index for _, index in places)
+    # Each call begins one place further, so that a busy writer cannot starve the others.
+    first = sum(reader.messages for reader in readers)
+    while True:
+        for offset in range(len(readers)):
+            index = (first + offset) % len(readers)
+            status = _core.ring_wait(memories[index], indices[index], 0, 0)
+            if status != 0:
+                return index
+            readers[index].raise_if_lost("dequeue_any")
+        waited = time.monotonic() - start
+        if timeout_s is not None and waited >= timeout_s:
+            names = ", ".join(reader.name for reader in readers)
+            raise CommTimeoutError(f"dequeue_any on {names}: no message within {timeout_s:.1f} s")
+        park_ns = SLICE_NS if timeout_s is None else min(SLICE_NS, int((timeout_s - waited) * 1e9))
+        _core.ring_wait_any(memories, indices, SHORT_SPIN_NS, park_ns)

@@ -13,7 +13,6 @@ import secrets
 import select
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Self
@@ -34,13 +33,14 @@ from shm_broadcast.errors import (
     UsageError,
 )
 from shm_broadcast.liveness import ProcessIdentity, fork_count, this_process
+from shm_broadcast.remote_ledger import Inbox
 from shm_broadcast.remote_wire import Context, Kind, Record, connect, identity_of, pack, unpack
 from shm_broadcast.settings import BroadcastSettings
 from shm_broadcast.statistics import QueueStatistics, ReaderStatistics
 
 logger = logging.getLogger(__name__)
 
-# A reader tells the writer how far it is whenever it has read this part of the high-water mark.
+# A reader tells the writer how far it is whenever it has read this part of the high-water mark, and by heartbeats.
 _ACKNOWLEDGED_PART: Final = 8
 
 # Records that the thread takes out of the socket before it lets a reading call in between.
@@ -50,8 +50,8 @@ _BATCH: Final = 256
 _WRONG_KEY_TRIES: Final = 3
 _QUICK_S: Final = 1.0
 
-# A greeting without an answer for so long was lost; a busy writer takes less.
-_GREET_AGAIN_S: Final = 2.0
+# A connected writer of which nothing was heard for so many heartbeats may have lost our greeting.
+_GREET_AGAIN: Final = 2.5
 
 # How long the farewell may take to leave this host.
 _FAREWELL_MS: Final = 200
@@ -89,11 +89,9 @@ class RemoteReader:
         # as a lease may be closed from inside. `_lock` is held for a moment, by whoever uses the socket.
         self._calls = threading.RLock()
         self._lock = threading.Lock()
-        self._inbox: deque[tuple[int, zmq.Frame | bytearray]] = deque()  # messages, each with its last part
-        self._assembly: bytearray | None = None  # the message of which not all parts have come
-        self._received = 0  # the last part that came
-        self._given_back = 0  # the last part whose message was read
+        self._inbox = Inbox()
         self._unacknowledged = 0  # bytes read that the writer does not know of
+        self._is_awaited = False  # whether the writer waits for room
         self._messages = self._nbytes = self._waits = 0
         self._waited_s = 0.0
         self._progress_at: float | None = None
@@ -102,7 +100,7 @@ class RemoteReader:
         self._cause: BaseException | None = None  # raised already
         self._heard_at = self._connected_at = 0.0
         self._broken_at: float | None = None  # None while there is a connection, or none yet
-        self._greeted_at: float | None = None  # of a greeting that the writer has not answered
+        self._greeted_at = 0.0
         self._wrong_keys = 0
         self._context: Context = zmq.Context(io_threads=1)
         try:
@@ -159,19 +157,20 @@ class RemoteReader:
         return reader
 
     def _await_welcome(self, timeout_s: float) -> None:
+        where = f"open on queue {self.name!r} ({self.role})"
         deadline = time.monotonic() + timeout_s
         while True:
             self.poll()
             if self._writer_process is not None:
                 return
             if isinstance(self._failure, PeerLostError):
-                raise PeerLostError(f"queue {self.name!r}: {self._failure}", peers=self._culprits())
+                raise PeerLostError(f"{where}: {self._failure}", peers=self._culprits())
             if self._failure is not None:
-                raise self._failure
+                raise DecodeError(f"{where}: {self._failure}") from self._failure
             left = deadline - time.monotonic()
             if left <= 0:
                 raise CommTimeoutError(
-                    f"queue {self.name!r}: no answer from {self._describe_writer()} within {timeout_s:.1f} s",
+                    f"{where}: no answer from {self._describe_writer()} within {timeout_s:.1f} s",
                     missing=self._culprits(),
                 )
             self._sleep(left)
@@ -182,7 +181,7 @@ class RemoteReader:
         """Wait for the next message and return its object, which owns its memory."""
         with self._calls:
             frame = self._next("dequeue", timeout_s)
-            return codec.decode(_frame_of(frame), type_)
+            return codec.decode(frame, type_)
 
     def try_read(self) -> tuple[bool, Any]:
         """Return (True, the next object), or (False, None) if it is not there."""
@@ -191,7 +190,7 @@ class RemoteReader:
             if not self.poll():
                 self._raise_if_over("try_dequeue")
                 return False, None
-            return True, codec.decode(_frame_of(self._next("try_dequeue", 0.0)))
+            return True, codec.decode(self._next("try_dequeue", 0.0))
 
     @contextmanager
     def lease(self, timeout_s: float | None) -> Iterator[Any]:
@@ -199,9 +198,7 @@ class RemoteReader:
         with self._calls:
             frame = self._next("lease", timeout_s)
             # What zmq received stands at any address; a fresh copy is aligned.
-            yield codec.decode(
-                frame if isinstance(frame, bytearray) else bytearray(_frame_of(frame)), copy=False
-            )
+            yield codec.decode(frame if isinstance(frame, bytearray) else bytearray(frame), copy=False)
 
     def receive(self, timeout_s: float | None = None) -> bytes | bytearray:
         """Wait for the next message and return its frame.
@@ -213,7 +210,7 @@ class RemoteReader:
         """
         with self._calls:
             frame = self._next("receive", timeout_s)
-            return frame if isinstance(frame, bytearray) else bytes(_frame_of(frame))
+            return frame if isinstance(frame, bytearray) else bytes(frame)
 
     def poll(self) -> bool:
         """Return whether a message is there. Does not wait."""
@@ -246,18 +243,18 @@ class RemoteReader:
     def _where(self, call: str) -> str:
         return f"{call} on queue {self.name!r} ({self.role}, message #{self._messages + 1})"
 
-    def _next(self, call: str, timeout_s: float | None) -> zmq.Frame | bytearray:
+    def _next(self, call: str, timeout_s: float | None) -> memoryview | bytearray:
         """Return the next message, which counts as read."""
         self.check(call)
         if not self._inbox and not self.poll():
             self._await(call, timeout_s)
         with self._lock:
-            self._given_back, frame = self._inbox.popleft()
-            nbytes = len(_frame_of(frame))
+            frame = self._inbox.pop()
             self._messages += 1
-            self._nbytes += nbytes
-            self._unacknowledged += nbytes
-            if self._unacknowledged * _ACKNOWLEDGED_PART >= self._endpoint.settings.high_water_bytes:
+            self._nbytes += len(frame)
+            self._unacknowledged += len(frame)
+            is_much = self._unacknowledged * _ACKNOWLEDGED_PART >= self._endpoint.settings.high_water_bytes
+            if is_much or (self._is_awaited and not self._inbox):
                 self._acknowledge()
         self._progress_at = time.monotonic()
         return frame
@@ -326,8 +323,8 @@ class RemoteReader:
             self.check("statistics")
         with self._lock:
             progress = None if self._progress_at is None else time.monotonic() - self._progress_at
-            nbytes = sum(len(_frame_of(frame)) for _, frame in self._inbox)
-            own = ReaderStatistics(self.rank, len(self._inbox), nbytes, progress, self._failure is None)
+            behind = len(self._inbox), self._inbox.nbytes()
+            own = ReaderStatistics(self.rank, *behind, progress, self._failure is None)
         capacity = self._endpoint.settings.high_water_bytes
         return QueueStatistics(self._messages, self._nbytes, self._waits, self._waited_s, capacity, (own,))
 
@@ -350,57 +347,40 @@ class RemoteReader:
     def _hear(self, record: Record, frame: zmq.Frame) -> None:
         self._heard_at = time.monotonic()
         if record.kind == Kind.DATA:
-            self._take(record, frame)
+            self._inbox.take(record, frame)
         elif record.kind == Kind.BEAT:
-            if record.first > self._received and not self._has_ended:
+            if record.first > self._inbox.received and not self._has_ended:
                 # A signal in one of the two processes has lost a part.
-                self._greet()
+                self._say(pack(Kind.AGAIN, 0, self._inbox.received, self._incarnation))
+            self._is_awaited = bool(record.second)
             self._acknowledge()
         elif record.kind == Kind.END:
-            if record.first == self._received + 1:
+            if record.first == self._inbox.received + 1:
                 self._has_ended = True
-                self._received += 1
             self._acknowledge()
         elif record.kind not in (Kind.WELCOME, Kind.REFUSED):
             raise DecodeError(f"the writer said something of kind {record.kind}")
         elif record.first != self._endpoint.generation:
             raise DecodeError("the handle is of another generation than the writer")
         elif record.third == self._incarnation and record.kind == Kind.WELCOME:
-            self._writer_process, self._greeted_at = identity_of(record.body), None
+            self._writer_process = identity_of(record.body)
         elif record.third == self._incarnation:
             self._refuse(bytes(record.body[:200]).decode("utf-8", "replace"))
-
-    def _take(self, record: Record, frame: zmq.Frame) -> None:
-        """Put a part where it belongs; some come twice, and behind a missing one nothing counts until it has come."""
-        number, total, offset = record.first, record.second, record.third
-        if number != self._received + 1:
-            return
-        have, length = len(self._assembly or b""), len(record.body)
-        if offset != have or offset + length > total or length == 0:
-            raise DecodeError(
-                f"part {number} has bytes {offset} to {offset + length} of {total}, after {have} bytes"
-            )
-        if length == total:
-            self._inbox.append((number, frame))
-        else:
-            # It grows with what arrives: a claimed length takes no memory.
-            self._assembly = self._assembly or bytearray()
-            self._assembly += record.body
-            if len(self._assembly) == total:
-                self._inbox.append((number, self._assembly))
-                self._assembly = None
-        self._received = number
 
     def _greet(self) -> None:
         """Ask for everything behind what has come."""
         self._greeted_at = time.monotonic()
         self._say(
-            pack(Kind.HELLO, self._endpoint.generation, self._received, self._incarnation, self._identity)
+            pack(
+                Kind.HELLO, self._endpoint.generation, self._inbox.received, self._incarnation, self._identity
+            )
         )
 
     def _acknowledge(self) -> None:
         self._unacknowledged = 0
-        self._say(pack(Kind.ACK, self._given_back, self._received, self._incarnation))
+        # The end counts as one more part.
+        received = self._inbox.received + self._has_ended
+        self._say(pack(Kind.ACK, self._inbox.given_back, received, self._incarnation))
 
     def _say(self, record: bytes) -> None:
         if not self._is_off:
@@ -464,7 +444,7 @@ class RemoteReader:
 
     def _state(self) -> tuple[object, ...]:
         """Return what a waiting call wants to know."""
-        return self._received, self._has_ended, self._failure, self._writer_process
+        return self._inbox.received, self._has_ended, self._failure, self._writer_process
 
     def _notice(self, event: zmq.Event, now: float) -> None:
         """Follow the connection."""
@@ -498,8 +478,10 @@ class RemoteReader:
         lost_at = self._lost_at()
         if lost_at is not None and now >= lost_at:
             self._give_up(PeerLostError(f"lost {self._describe_writer()}"))
-        elif self._broken_at is None and self._greeted_at and now - self._greeted_at > _GREET_AGAIN_S:
-            self._greet()
+        elif self._broken_at is None and self._greeted_at and not self._has_ended:
+            silent_s = now - max(self._heard_at, self._greeted_at)
+            if silent_s > _GREET_AGAIN * self._endpoint.settings.heartbeat_s:
+                self._greet()
 
     # --- the end ----------------------------------------------------------------------------------------------
 
@@ -531,7 +513,3 @@ class RemoteReader:
     def __repr__(self) -> str:
         """Name the queue and the rank; never a key."""
         return f"<RemoteReader {self.name!r} {self.role}>"
-
-
-def _frame_of(message: zmq.Frame | bytearray) -> memoryview | bytearray:
-    return message if isinstance(message, bytearray) else unpack(message).body

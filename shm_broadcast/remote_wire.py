@@ -66,6 +66,7 @@ class Kind:
     BEAT: Final = 6
     END: Final = 7
     BYE: Final = 8
+    AGAIN: Final = 9
 
 
 class Record(NamedTuple):

@@ -13,9 +13,8 @@ import os
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 import msgspec
 import zmq
@@ -31,7 +30,8 @@ from shm_broadcast.errors import (
     PeerLostError,
     UsageError,
 )
-from shm_broadcast.liveness import ProcessIdentity, fork_count, this_process
+from shm_broadcast.liveness import fork_count, this_process
+from shm_broadcast.remote_ledger import Ledger, Link
 from shm_broadcast.remote_wire import (
     Gatekeeper,
     Kind,
@@ -39,72 +39,15 @@ from shm_broadcast.remote_wire import (
     identity_of,
     listen,
     pack,
-    parts_of,
     unpack,
 )
 from shm_broadcast.settings import BroadcastSettings
-from shm_broadcast.statistics import QueueStatistics, ReaderStatistics
+from shm_broadcast.statistics import QueueStatistics
 
 logger = logging.getLogger(__name__)
 
-# What a message costs besides its bytes: the objects that hold it, here and in zmq.
-_PART_OVERHEAD: Final = 512
-
 # More threads than this do not encrypt faster than one network card sends.
 _MOST_IO_THREADS: Final = 4
-
-
-class _Part(NamedTuple):
-    """A part of a message.
-
-    Attributes:
-        number: Counts from 1.
-        frame: The record, shared by all connections.
-        messages: Messages written up to and with this part; a message counts with its last part.
-        nbytes: Bytes of their frames.
-    """
-
-    number: int
-    frame: zmq.Frame
-    messages: int
-    nbytes: int
-
-
-class _Link:
-    """What the writer knows of one reader."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.route: bytes | None = None  # zmq's name of the connection; None while there is none
-        self.incarnation: int | None = (
-            None  # which object of the reader's process came; None before the first
-        )
-        self.process: ProcessIdentity | None = None
-        self.heard_at = 0.0
-        self.broken_at = 0.0
-        self.is_lost = False
-        self.has_left = False
-        self.received = 0  # the last part that has reached its process
-        self.given_back = 0  # the last part whose message it has read
-        self.messages = 0  # messages and bytes up to that
-        self.nbytes = 0
-        self.progress_at: float | None = None
-
-    @property
-    def is_gone(self) -> bool:
-        return self.is_lost or self.has_left
-
-    def state(self, now: float) -> str:
-        """Return what a person needs to know of its connection."""
-        if self.incarnation is None:
-            return "has not come"
-        where = "" if self.process is None else f"pid {self.process.pid} on host {self.process.hostname}, "
-        if self.has_left:
-            return where + "closed the queue"
-        if self.route is not None:
-            return where + "connected"
-        word = "lost" if self.is_lost else "no connection"
-        return f"{where}{word}, last heard {now - self.heard_at:.1f} s ago"
 
 
 class RemoteWriter:
@@ -130,14 +73,11 @@ class RemoteWriter:
         self._remote = remote
         self._forks = fork_count()
         self._identity = msgspec.msgpack.encode(this_process())
-        self._links = {rank: _Link(rank) for rank in readers}
         self._changed = threading.Condition(threading.RLock())
-        # The first is the last that every reader has given back, so there always is one; the others are kept.
-        # Whatever else there is to know follows from them, so that a signal finds nothing half done.
-        self._parts: deque[_Part] = deque([_Part(0, zmq.Frame(b""), 0, 0)])
+        self._ledger = Ledger(readers, remote.high_water_bytes)
         self._waits = 0
         self._waited_s = 0.0
-        self._is_closing = self._is_stopping = False
+        self._is_closing = self._is_stopping = self._is_waiting = False
         self._cause: BaseException | None = None
         self._context = zmq.Context(io_threads=min(len(readers), _MOST_IO_THREADS))
         self._gatekeeper = Gatekeeper(self._context, {key: rank for rank, key in readers.items()})
@@ -201,31 +141,25 @@ class RemoteWriter:
         self.reserve(message.nbytes, timeout_s)
         self.publish(message)
 
-    def reserve(self, nbytes: int, timeout_s: float | None) -> None:
-        """Return when a message of `nbytes` may be published; raises as `send` does."""
+    def reserve(self, nbytes: int, timeout_s: float | None) -> float | None:
+        """Return what is left of `timeout_s` when a message of `nbytes` may be published; raises as `send` does."""
         self._check_process("enqueue")
         with self._changed:
             self.check("enqueue")
-            if self._in_the_way(nbytes):
-                self._await_room(nbytes, timeout_s)
+            if not self._ledger.in_the_way(nbytes):
+                return timeout_s
+            waited_s = self._await_room(nbytes, timeout_s)
+            return None if timeout_s is None else max(0.0, timeout_s - waited_s)
 
     def publish(self, message: codec.Message) -> None:
         """Send a message for which there is room. Does not wait."""
-        last = self._parts[-1]
-        frames = parts_of(message, last.number + 1)
-        parts = [
-            _Part(number, frame, last.messages, last.nbytes)
-            for number, frame in enumerate(frames, last.number + 1)
-        ]
-        parts[-1] = parts[-1]._replace(messages=last.messages + 1, nbytes=last.nbytes + message.nbytes)
+        parts = self._ledger.cut(message)
         with self._changed:
             self.check("enqueue")
-            self._parts.extend(parts)
+            self._ledger.add(parts)
             # Who misses a part, because a signal came in between, finds that out by the next heartbeat.
-            for frame in frames:
-                for link in self._links.values():
-                    if link.route is not None:
-                        self._push(link, frame)
+            for part in parts:
+                self._push_to_all(part.frame)
             # What a send has taken out of the mailbox wakes the thread no more.
             if int(self._router.get(zmq.EVENTS)) & zmq.POLLIN:
                 self._drain()
@@ -240,10 +174,10 @@ class RemoteWriter:
             raise GroupBrokenError(
                 f"{where}: an earlier failure made the queue unusable, close it: {self._cause}"
             ) from self._cause
-        gone = [link for link in self._links.values() if link.is_gone]
+        gone = [link for link in self._ledger.links.values() if link.is_gone]
         if gone:
             self._cause = PeerLostError(
-                f"{where}: lost reader {self._describe(gone)}; close the queue",
+                f"{where}: lost reader {self._ledger.describe(gone)}; close the queue",
                 peers=sorted(link.rank for link in gone),
             )
             raise self._cause
@@ -254,30 +188,21 @@ class RemoteWriter:
             raise UsageError(f"{self._where(call)}: the queue belongs to the process that forked this one")
 
     def _where(self, call: str) -> str:
-        return f"{call} on queue {self.name!r} ({self.role}, message #{self._parts[-1].messages + 1})"
+        return f"{call} on queue {self.name!r} ({self.role}, message #{self._ledger.last.messages + 1})"
 
-    def _in_the_way(self, nbytes: int) -> list[_Link]:
-        """Return the readers that are too far behind for `nbytes` more."""
-        limit = self._remote.high_water_bytes - nbytes - _PART_OVERHEAD
-        last = self._parts[-1]
-        return [
-            link
-            for link in self._links.values()
-            if (kept := last.number - link.given_back)
-            and last.nbytes - link.nbytes + _PART_OVERHEAD * kept > limit
-        ]
-
-    def _await_room(self, nbytes: int, timeout_s: float | None) -> None:
+    def _await_room(self, nbytes: int, timeout_s: float | None) -> float:
+        """Return how long it took until no reader was in the way of `nbytes` more."""
         start = now = time.monotonic()
         warn_at = start + self._settings.warn_after_s
         self._waits += 1
         # Readers acknowledge now and then only: ask before anybody is blamed.
+        self._is_waiting = True
         self._beat()
         try:
-            while late := self._in_the_way(nbytes):
+            while late := self._ledger.in_the_way(nbytes):
                 if timeout_s is not None and now - start >= timeout_s:
                     raise CommTimeoutError(
-                        f"{self._where('enqueue')}: no room, behind are {self._describe(late)}, "
+                        f"{self._where('enqueue')}: no room, behind are {self._ledger.describe(late)}, "
                         f"within {timeout_s:.1f} s",
                         missing=sorted(link.rank for link in late),
                     )
@@ -290,60 +215,65 @@ class RemoteWriter:
                         "%s: waiting for %.0f s: no room, behind are %s",
                         self._where("enqueue"),
                         now - start,
-                        self._describe(late),
+                        self._ledger.describe(late),
                     )
                     warn_at = now + self._settings.warn_after_s
+            return now - start
         finally:
+            self._is_waiting = False
             self._waited_s += time.monotonic() - start
-
-    def _describe(self, links: list[_Link]) -> str:
-        now = time.monotonic()
-        texts = []
-        for link in links:
-            progress = (
-                "never read"
-                if link.progress_at is None
-                else f"last progress {now - link.progress_at:.1f} s ago"
-            )
-            last = self._parts[-1]
-            behind = f"{last.messages - link.messages} messages ({last.nbytes - link.nbytes} bytes) behind"
-            texts.append(f"rank {link.rank} ({link.state(now)}, {behind}, {progress})")
-        return ", ".join(texts)
 
     def absent(self) -> list[int]:
         """Return the ranks that have not opened their end."""
         self._check_process("wait_until_ready")
         with self._changed:
-            return [link.rank for link in self._links.values() if link.incarnation is None]
+            return sorted(link.rank for link in self._ledger.links.values() if not link.has_come)
 
-    def readers(self) -> tuple[ReaderStatistics, ...]:
-        """Return how far each reader is; up to one heartbeat old."""
-        now = time.monotonic()
-        with self._changed:
-            last = self._parts[-1]
-            return tuple(
-                ReaderStatistics(
-                    link.rank,
-                    last.messages - link.messages,
-                    last.nbytes - link.nbytes,
-                    None if link.progress_at is None else now - link.progress_at,
-                    link.incarnation is not None and not link.is_gone,
-                )
-                for link in self._links.values()
-            )
+    def await_readers(self, timeout_s: float | None) -> None:
+        """Return when every reader has opened its end.
+
+        Raises:
+            CommTimeoutError: Those in `.missing` have not in time.
+            PeerLostError: One came and is gone.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while absent := self.absent():
+            with self._changed:
+                self.check("wait_until_ready")
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    who = self._ledger.describe([self._ledger.links[rank] for rank in absent])
+                    raise CommTimeoutError(
+                        f"{self._where('wait_until_ready')}: no reader {who} within {timeout_s:.1f} s",
+                        missing=absent,
+                    )
+                self._changed.wait(0.1 if left is None else min(0.1, left))
 
     def statistics(self) -> QueueStatistics:
-        """Return what was sent, and how far each reader is; also when the queue is broken."""
+        """Return what was sent, and how far each reader is, up to one heartbeat old; also when the queue is broken."""
         if self._is_closing or self._forks != fork_count():
             self.check("statistics")
-        last = self._parts[-1]
+        with self._changed:
+            last, readers = self._ledger.last, self._ledger.readers()
         return QueueStatistics(
             last.messages,
             last.nbytes,
             self._waits,
             self._waited_s,
             self._remote.high_water_bytes,
-            self.readers(),
+            readers,
+        )
+
+    def added_to(self, local: QueueStatistics) -> QueueStatistics:
+        """Return the statistics of a queue whose local leg has those of `local`."""
+        own = self.statistics()
+        return QueueStatistics(
+            max(own.messages, local.messages),
+            max(own.nbytes, local.nbytes),
+            own.waits + local.waits,
+            own.waited_s + local.waited_s,
+            local.capacity_bytes or own.capacity_bytes,
+            local.readers + own.readers,
         )
 
     # --- the thread: everything that comes in, and time. All of it holds the lock -----------------------------
@@ -366,42 +296,46 @@ class RemoteWriter:
         poller.register(self._wake, zmq.POLLIN)
         beat_at = time.monotonic()
         while not self._is_stopping:
-            wake_at = min([beat_at, *(at for link in self._links.values() if (at := self._lost_at(link)))])
+            wake_at = min(
+                [beat_at, *(at for link in self._ledger.links.values() if (at := self._lost_at(link)))]
+            )
             poller.poll(int(max(0.0, wake_at - time.monotonic()) * 1000) + 1)
             admitted = self._gatekeeper.answer()
             with self._changed:
                 now = time.monotonic()
                 for rank in admitted:
-                    self._links[rank].heard_at = now
+                    self._ledger.links[rank].heard_at = now
                 self._drain()
                 if now >= beat_at:
                     self._beat()
                     beat_at = now + self._remote.heartbeat_s
-                for link in self._links.values():
+                for link in self._ledger.links.values():
                     lost_at = self._lost_at(link)
                     if lost_at is not None and now >= lost_at:
                         self._lose(link)
 
-    def _lost_at(self, link: _Link) -> float | None:
+    def _lost_at(self, link: Link) -> float | None:
         """Return when `link` is lost unless it comes back; None if nothing is wrong with it."""
-        if link.route is not None or link.incarnation is None or link.is_gone:
+        if link.route is not None or not link.has_come or link.is_gone:
             return None
         return max(link.broken_at + self._remote.grace_s, link.heard_at + self._remote.lost_after_s)
 
-    def _lose(self, link: _Link) -> None:
+    def _lose(self, link: Link) -> None:
         link.is_lost = True
         self._gatekeeper.expel(link.rank)
-        logger.error("queue %r: lost reader %s", self.name, self._describe([link]))
+        logger.warning("queue %r: lost reader %s", self.name, self._ledger.describe([link]))
         self._changed.notify_all()
 
     def _beat(self) -> None:
         """Tell every connected reader that we are there, which also shows whose connection is broken."""
-        beat = zmq.Frame(pack(Kind.BEAT, self._parts[-1].number))
-        for link in self._links.values():
-            if link.route is not None:
-                self._push(link, beat)
+        self._push_to_all(zmq.Frame(pack(Kind.BEAT, self._ledger.last.number, self._is_waiting)))
 
-    def _push(self, link: _Link, frame: zmq.Frame) -> None:
+    def _push_to_all(self, frame: zmq.Frame) -> None:
+        for link in self._ledger.links.values():
+            if link.route is not None:
+                self._push(link, frame)
+
+    def _push(self, link: Link, frame: zmq.Frame) -> None:
         route = link.route
         if route is None or not self._say(route, frame):
             link.route, link.broken_at = None, time.monotonic()
@@ -426,12 +360,12 @@ class RemoteWriter:
             except zmq.Again:
                 return
             try:
-                link = self._links[int(frames[-1].get("User-Id"))]
+                link = self._ledger.links[int(frames[-1].get("User-Id"))]
                 self._hear(link, frames[0].bytes, unpack(frames[-1]))
             except DecodeError as error:
                 logger.warning("queue %r: a record of a reader was dropped: %s", self.name, error)
 
-    def _hear(self, link: _Link, route: bytes, record: Record) -> None:
+    def _hear(self, link: Link, route: bytes, record: Record) -> None:
         link.heard_at = time.monotonic()
         if record.kind == Kind.HELLO:
             self._greet(link, route, record)
@@ -439,17 +373,20 @@ class RemoteWriter:
             # Of an object of the reader's process that was refused.
             return
         elif record.kind == Kind.ACK:
-            self._acknowledge(link, record.first, record.second)
+            self._ledger.acknowledge(link, record.first, record.second)
+            self._changed.notify_all()
+        elif record.kind == Kind.AGAIN:
+            self._send_after(link, record.second)
         elif record.kind == Kind.BYE:
             link.has_left, link.route = True, None
             self._changed.notify_all()
         else:
             raise DecodeError(f"rank {link.rank} said something of kind {record.kind}")
 
-    def _greet(self, link: _Link, route: bytes, hello: Record) -> None:
+    def _greet(self, link: Link, route: bytes, hello: Record) -> None:
         """Let a reader begin, or go on behind what it has received."""
-        received = hello.second
-        process, last = identity_of(hello.body), self._parts[-1].number
+        received, last = hello.second, self._ledger.last.number
+        process = identity_of(hello.body)
         why = ""
         if hello.first != self.endpoint.generation:
             why = "its handle is of another generation"
@@ -457,40 +394,34 @@ class RemoteWriter:
             why = "it was given up, or had left"
         elif link.incarnation not in (None, hello.third):
             why = "this rank has opened the queue before"
-        elif not link.received <= received <= last + 1:
-            why = f"it says that it has {received} parts, and must have {link.received} to {last}"
+        elif received > last + 1:
+            why = f"it says that it has {received} parts of {last}"
         if why:
             refusal = pack(Kind.REFUSED, self.endpoint.generation, third=hello.third, body=why.encode())
             self._say(route, zmq.Frame(refusal))
             return
+        if received < link.received:
+            # Overtaken by a later word over a later connection.
+            return
+        is_new = route != link.route
         link.route, link.incarnation, link.process, link.received = route, hello.third, process, received
         welcome = pack(Kind.WELCOME, self.endpoint.generation, third=hello.third, body=self._identity)
         self._push(link, zmq.Frame(welcome))
-        for part in list(self._parts)[max(0, received - self._parts[0].number) + 1 :]:
+        if is_new:
+            self._send_after(link, received)
+        self._changed.notify_all()
+
+    def _send_after(self, link: Link, received: int) -> None:
+        """Send, over the connection there is now, everything behind what the reader has received."""
+        for part in self._ledger.after(received):
             self._push(link, part.frame)
         if self._is_closing:
             self._push(link, self._end())
-        self._changed.notify_all()
-
-    def _acknowledge(self, link: _Link, given_back: int, received: int) -> None:
-        """Note how far a reader is, and forget what all of them have given back."""
-        first, last = self._parts[0].number, self._parts[-1].number
-        if not given_back <= min(received, last) or received > last + 1:
-            raise DecodeError(f"rank {link.rank} acknowledges parts {given_back} and {received} of {last}")
-        link.received = max(link.received, received)
-        if given_back > link.given_back:
-            part = self._parts[given_back - first]
-            link.given_back, link.messages, link.nbytes = given_back, part.messages, part.nbytes
-            link.progress_at = link.heard_at
-            everybody = min(each.given_back for each in self._links.values())
-            for _ in range(everybody - first):
-                self._parts.popleft()
-        self._changed.notify_all()
 
     # --- the end ----------------------------------------------------------------------------------------------
 
     def _end(self) -> zmq.Frame:
-        return zmq.Frame(pack(Kind.END, self._parts[-1].number + 1))
+        return zmq.Frame(pack(Kind.END, self._ledger.last.number + 1))
 
     def close(self) -> None:
         """End the queue: readers get what was written, then `ClosedError`. Idempotent; wakes a waiting call.
@@ -504,10 +435,7 @@ class RemoteWriter:
             if self._is_closing:
                 return
             self._is_closing = True
-            end = self._end()
-            for link in self._links.values():
-                if link.route is not None:
-                    self._push(link, end)
+            self._push_to_all(self._end())
             self._changed.notify_all()
             self._changed.wait_for(self._has_everybody_everything, self._remote.lost_after_s)
             self._is_stopping = True
@@ -517,17 +445,14 @@ class RemoteWriter:
         self._gatekeeper.socket.close(0)
         self._context.term()
         os.close(self._wake)
-        self._parts = deque([self._parts[-1]])
+        self._ledger.clear()
 
     def _has_everybody_everything(self) -> bool:
         if isinstance(self._cause, InternalError):
             # The thread has failed: nothing will be heard any more.
             return True
-        last = self._parts[-1].number
-        return all(
-            link.received > last or link.is_gone or link.incarnation is None for link in self._links.values()
-        )
+        return self._ledger.has_everybody_everything()
 
     def __repr__(self) -> str:
         """Name the queue and where it listens; never a key."""
-        return f"<RemoteWriter {self.name!r} on {self.endpoint.url()} to ranks {list(self._links)}>"
+        return f"<RemoteWriter {self.name!r} on {self.endpoint.url()} to ranks {list(self._ledger.links)}>"

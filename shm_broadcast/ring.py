@@ -11,7 +11,7 @@ import mmap
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final, NoReturn
 
@@ -129,7 +129,7 @@ class RingEnd:
         )
         state = self._watch.describe(reader.rank)
         if not reader.is_attached and reader.progress_s is None:
-            state = "has not come"
+            state = f"{state}, not attached yet" if self._watch.watches(reader.rank) else "has not come"
         return f"rank {reader.rank} ({state}, {reader.behind_messages} behind, {progress})"
 
     def _warn(self, call: str, waited_s: float, text: str) -> None:
@@ -248,9 +248,18 @@ class RingWriter(RingEnd):
         self._fail(error)
         raise error
 
-    def absent(self) -> list[int]:
-        """Return the ranks of the readers that have not come."""
-        return [reader.rank for reader in self.statistics().readers if not reader.is_attached]
+    def await_readers(self, timeout_s: float | None) -> None:
+        """Return when every reader is attached."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while absent := [reader for reader in self.statistics().readers if not reader.is_attached]:
+            self.raise_if_lost("wait_until_ready")
+            if deadline is not None and time.monotonic() >= deadline:
+                who = ", ".join(map(self._describe_reader, absent))
+                raise CommTimeoutError(
+                    f"{self._where('wait_until_ready')}: no reader {who} within {timeout_s:.1f} s",
+                    missing=sorted(reader.rank for reader in absent),
+                )
+            time.sleep(0.001)
 
     def _laggards(self, nbytes: int) -> list[ReaderStatistics]:
         """Return the readers that leave no room for the next record of a message of `nbytes`."""
@@ -367,18 +376,27 @@ class RingReader(RingEnd):
                     return None
                 if status != _DATA:
                     self._await(call, limit, timeout_s)
-                window, flags, number, total = _core.ring_take(self._memory, self._index)
-                message: _core.Window | bytearray | None = window
-                if flags != 0 or self._frame is not None:
-                    message = self._add_part(call, window, flags, number, total)
+                message = self._take(call)
                 if message is not None:
-                    self._messages += 1
-                    self._nbytes += total
                     return message
         except CommError:
             raise
         except ValueError as error:
             self._raise_corrupt(call, error)
+
+    def _take(self, call: str) -> _core.Window | bytearray | None:
+        """Return the record that is there, or the message that it completes; None for a part before the last.
+
+        A call of its own, so that an error raised by a wait for the next part holds no window on the memory.
+        """
+        window, flags, number, total = _core.ring_take(self._memory, self._index)
+        message: _core.Window | bytearray | None = window
+        if flags != 0 or self._frame is not None:
+            message = self._add_part(call, window, flags, number, total)
+        if message is not None:
+            self._messages += 1
+            self._nbytes += total
+        return message
 
     def _add_part(
         self, call: str, window: _core.Window, flags: int, number: int, total: int
@@ -481,27 +499,3 @@ class RingReader(RingEnd):
         self._end(self._index)
         with self._calls:
             self._release_memory()
-
-
-def await_any(readers: Sequence[RingReader], timeout_s: float | None) -> int:
-    """Return the index of a reader that has a message, or whose queue has ended; raises as a read would."""
-    start = time.monotonic()
-    for reader in readers:
-        reader.check("dequeue_any")
-    places = [reader.place() for reader in readers]
-    memories, indices = tuple(memory for memory, _ in places), tuple(index for _, index in places)
-    # Each call begins one place further, so that a busy writer cannot starve the others.
-    first = sum(reader.messages for reader in readers)
-    while True:
-        for offset in range(len(readers)):
-            index = (first + offset) % len(readers)
-            status = _core.ring_wait(memories[index], indices[index], 0, 0)
-            if status != 0:
-                return index
-            readers[index].raise_if_lost("dequeue_any")
-        waited = time.monotonic() - start
-        if timeout_s is not None and waited >= timeout_s:
-            names = ", ".join(reader.name for reader in readers)
-            raise CommTimeoutError(f"dequeue_any on {names}: no message within {timeout_s:.1f} s")
-        park_ns = SLICE_NS if timeout_s is None else min(SLICE_NS, int((timeout_s - waited) * 1e9))
-        _core.ring_wait_any(memories, indices, SHORT_SPIN_NS, park_ns)

@@ -136,6 +136,11 @@ def _command(pid: int) -> str:
 
 def _held_by_others(name: str) -> bool:
     """Tell whether a process that is no descendant of ours maps /dev/shm/`name`: then it is not our leak."""
+    try:
+        # By inode: glibc creates a semaphore under another name, which is the one that its mapping shows.
+        inode = str((SHM / name).stat().st_ino)
+    except FileNotFoundError:
+        return True
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or _descends_from_us(int(entry)):
             continue
@@ -143,7 +148,7 @@ def _held_by_others(name: str) -> bool:
             maps = Path(f"/proc/{entry}/maps").read_text(errors="replace")
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-        if f"/dev/shm/{name}" in maps:
+        if any(f"{SHM}/" in line and line.split()[4] == inode for line in maps.splitlines()):
             return True
     return False
 

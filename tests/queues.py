@@ -72,7 +72,9 @@ def fill(
 
 def memory_of(end: QueueWriter | QueueReader) -> mmap.mmap:
     """Return the mapping of a queue's end, to do to it what only a broken peer would."""
-    return end._ring._memory
+    ring: Any = end._ring
+    memory: mmap.mmap = ring._memory
+    return memory
 
 
 @contextmanager

@@ -19,16 +19,16 @@ class Mapped {
 public:
     bool acquire(PyObject* object) {
         if (!view_.acquire(object, PyBUF_WRITABLE)) return false;
-        Ring ring(view_.data(), view_.size());
-        if (ring.valid()) return true;
+        ring_ = Ring(view_.data(), view_.size());
+        if (ring_.valid()) return true;
         PyErr_SetString(PyExc_ValueError, "the mapping holds no ring of this version");
         return false;
     }
-    Ring ring() const { return Ring(view_.data(), view_.size()); }
-    unsigned char* base() const { return view_.data(); }
+    Ring& ring() { return ring_; }
 
 private:
     View view_;
+    Ring ring_{nullptr, 0};
 };
 
 bool read_unsigned(PyObject* object, uint64_t* value) {
@@ -43,7 +43,7 @@ Py_ssize_t tuple_size(PyObject* object) {
     return -1;
 }
 
-bool read_reader(Ring ring, PyObject* object, uint32_t* index) {
+bool read_reader(const Ring& ring, PyObject* object, uint32_t* index) {
     uint64_t value = 0;
     if (!read_unsigned(object, &value)) return false;
     if (value >= ring.readers()) {
@@ -121,9 +121,8 @@ PyObject* ring_format(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyObject* ring_facts(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Mapped mapped;
     if (!expect_arguments("ring_facts", count, 1) || !mapped.acquire(args[0])) return nullptr;
-    const Ring ring = mapped.ring();
-    const auto* header = reinterpret_cast<const ring::Header*>(mapped.base());
-    return Py_BuildValue("(IKKK)", ring.readers(), static_cast<unsigned long long>(header->identity.generation),
+    const Ring& ring = mapped.ring();
+    return Py_BuildValue("(IKKK)", ring.readers(), static_cast<unsigned long long>(ring.generation()),
                          static_cast<unsigned long long>(ring.capacity()),
                          static_cast<unsigned long long>(ring.longest_payload()));
 }
@@ -143,7 +142,11 @@ PyObject* ring_write(PyObject*, PyObject* const* args, Py_ssize_t count) {
         PyErr_SetString(PyExc_ValueError, "nothing is left to write");
         return nullptr;
     }
-    Ring ring = mapped.ring();
+    Ring& ring = mapped.ring();
+    if (!ring.is_aligned()) {
+        PyErr_SetString(PyExc_ValueError, "the ring's position makes no sense");
+        return nullptr;
+    }
     const bool whole = total <= ring.longest_payload();
     // Parts of a quarter of the ring: the reader copies one while the writer fills the next.
     const size_t part = whole ? total : ring.longest_payload() / 2 / ring::kLine * ring::kLine;
@@ -179,7 +182,7 @@ PyObject* ring_wait(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect_arguments("ring_wait", count, 4) || !mapped.acquire(args[0])) return nullptr;
     if (!read_reader(mapped.ring(), args[1], &index)) return nullptr;
     if (!read_unsigned(args[2], &spin_ns) || !read_unsigned(args[3], &park_ns)) return nullptr;
-    Ring ring = mapped.ring();
+    Ring& ring = mapped.ring();
     if (!ring.has_data(index) && !ring.ended(index) && (spin_ns > 0 || park_ns > 0)) {
         Py_BEGIN_ALLOW_THREADS
         if (spin_ns == 0 || !ring.spin(index, ring::now_ns() + spin_ns)) {
@@ -211,7 +214,7 @@ PyObject* ring_wait_any(PyObject*, PyObject* const* args, Py_ssize_t count) {
     }
     const auto ready = [&] {
         for (Py_ssize_t i = 0; i < rings; ++i) {
-            Ring ring = mapped[i].ring();
+            Ring& ring = mapped[i].ring();
             if (ring.has_data(readers[i]) || ring.ended(readers[i])) return true;
         }
         return false;
@@ -225,7 +228,7 @@ PyObject* ring_wait_any(PyObject*, PyObject* const* args, Py_ssize_t count) {
     }
     if (!found && park_ns > 0) {
         for (Py_ssize_t i = 0; i < rings; ++i) {
-            Ring ring = mapped[i].ring();
+            Ring& ring = mapped[i].ring();
             const uint32_t seen = ring.begin_park(readers[i]);
             words[i] = {seen, reinterpret_cast<uint64_t>(&ring.writer().sequence), ring::kWord32, 0};
         }
@@ -243,7 +246,7 @@ PyObject* ring_take(PyObject*, PyObject* const* args, Py_ssize_t count) {
     uint32_t index = 0;
     if (!expect_arguments("ring_take", count, 2) || !mapped.acquire(args[0])) return nullptr;
     if (!read_reader(mapped.ring(), args[1], &index)) return nullptr;
-    Ring ring = mapped.ring();
+    Ring& ring = mapped.ring();
     ring::RecordHeader record{};
     unsigned char* payload = nullptr;
     if (!ring.has_data(index) || !ring.next(index, &record, &payload)) {
@@ -262,7 +265,7 @@ PyObject* ring_release(PyObject*, PyObject* const* args, Py_ssize_t count) {
     uint32_t index = 0;
     if (!expect_arguments("ring_release", count, 2) || !mapped.acquire(args[0])) return nullptr;
     if (!read_reader(mapped.ring(), args[1], &index)) return nullptr;
-    Ring ring = mapped.ring();
+    Ring& ring = mapped.ring();
     ring::RecordHeader record{};
     unsigned char* payload = nullptr;
     if (!ring.has_data(index) || !ring.next(index, &record, &payload)) {
@@ -277,7 +280,7 @@ PyObject* ring_release(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyObject* ring_end(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Mapped mapped;
     if (!expect_arguments("ring_end", count, 2) || !mapped.acquire(args[0])) return nullptr;
-    Ring ring = mapped.ring();
+    Ring& ring = mapped.ring();
     const long who = PyLong_AsLong(args[1]);
     if (who == -1) {
         if (PyErr_Occurred()) return nullptr;
@@ -296,7 +299,7 @@ PyObject* ring_attach(PyObject*, PyObject* const* args, Py_ssize_t count) {
     uint32_t index = 0;
     if (!expect_arguments("ring_attach", count, 2) || !mapped.acquire(args[0])) return nullptr;
     if (!read_reader(mapped.ring(), args[1], &index)) return nullptr;
-    Ring ring = mapped.ring();
+    Ring& ring = mapped.ring();
     ring.reader(index).state.store(ring::kAttached, std::memory_order_relaxed);
     ring.wake_writer();
     Py_RETURN_NONE;
@@ -307,7 +310,7 @@ PyObject* ring_attach(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyObject* ring_state(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Mapped mapped;
     if (!expect_arguments("ring_state", count, 1) || !mapped.acquire(args[0])) return nullptr;
-    Ring ring = mapped.ring();
+    Ring& ring = mapped.ring();
     PyObject* readers = PyTuple_New(ring.readers());
     if (readers == nullptr) return nullptr;
     for (uint32_t i = 0; i < ring.readers(); ++i) {

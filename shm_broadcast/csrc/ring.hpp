@@ -134,10 +134,13 @@ inline void futex_wait_any(WaitWord* words, size_t count, uint64_t nanoseconds) 
     }
 }
 
-// The segment as one process sees it. Offsets that the other side wrote are checked before they are used.
+// The segment as one process sees it. Offsets that the other side wrote are checked before they are used, and the
+// identity is read once, so that nothing that is written over it later leads outside of the mapping.
 class Ring {
 public:
-    Ring(unsigned char* base, size_t bytes) : header_(reinterpret_cast<Header*>(base)), base_(base), bytes_(bytes) {}
+    Ring(unsigned char* base, size_t bytes) : header_(reinterpret_cast<Header*>(base)), base_(base), bytes_(bytes) {
+        if (bytes >= kPage) identity_ = header_->identity;
+    }
 
     // Lays out a fresh, zeroed mapping.
     static bool format(unsigned char* base, size_t bytes, uint32_t readers, uint64_t generation) {
@@ -149,16 +152,16 @@ public:
     }
 
     bool valid() const {
-        if (bytes_ < kPage || header_->identity.magic != kMagic || header_->identity.version != kVersion) return false;
-        const Identity& identity = header_->identity;
-        if (identity.readers == 0 || identity.readers > kMaxReaders) return false;
-        if (identity.data_offset != data_offset(identity.readers) || identity.data_offset > bytes_) return false;
-        return identity.data_bytes >= kPage && identity.data_bytes % kLine == 0 &&
-               identity.data_bytes <= bytes_ - identity.data_offset;
+        if (identity_.magic != kMagic || identity_.version != kVersion) return false;
+        if (identity_.readers == 0 || identity_.readers > kMaxReaders) return false;
+        if (identity_.data_offset != data_offset(identity_.readers) || identity_.data_offset > bytes_) return false;
+        return identity_.data_bytes >= kPage && identity_.data_bytes % kLine == 0 &&
+               identity_.data_bytes <= bytes_ - identity_.data_offset;
     }
 
-    uint32_t readers() const { return header_->identity.readers; }
-    uint64_t capacity() const { return header_->identity.data_bytes; }
+    uint32_t readers() const { return identity_.readers; }
+    uint64_t capacity() const { return identity_.data_bytes; }
+    uint64_t generation() const { return identity_.generation; }
     WriterLine& writer() { return header_->writer; }
     SpaceLine& space() { return header_->space; }
     ReaderLine& reader(uint32_t index) { return header_->readers[index]; }
@@ -182,9 +185,15 @@ public:
         return most;
     }
 
+    // Whether the writer's own position is one that it can have left.
+    bool is_aligned() { return writer().published.load(std::memory_order_relaxed) % kLine == 0; }
+
+    // Where the next record begins, and inside of the data area whatever stands in `published`.
+    uint64_t position() { return writer().published.load(std::memory_order_relaxed) % capacity() / kLine * kLine; }
+
     // Bytes to publish for a payload at the present position, with the skipped end of the data area.
     uint64_t needed(size_t payload) {
-        const uint64_t at = writer().published.load(std::memory_order_relaxed) % capacity();
+        const uint64_t at = position();
         const uint64_t record = record_bytes(payload);
         return at + record <= capacity() ? record : capacity() - at + record;
     }
@@ -212,7 +221,7 @@ public:
 
     // Where to fill in a payload, once there is room; publishes nothing.
     unsigned char* reserve(size_t payload) {
-        uint64_t at = writer().published.load(std::memory_order_relaxed) % capacity();
+        uint64_t at = position();
         if (at + record_bytes(payload) > capacity()) at = 0;
         return data() + at + kRecordHeader;
     }
@@ -221,12 +230,13 @@ public:
     void publish(size_t payload, uint32_t flags, uint64_t total, bool ends_message) {
         uint64_t published = writer().published.load(std::memory_order_relaxed);
         const uint64_t messages = writer().messages.load(std::memory_order_relaxed) + 1;
-        const uint64_t at = published % capacity();
+        uint64_t at = published % capacity() / kLine * kLine;
         if (at + record_bytes(payload) > capacity()) {
             put_header(at, {capacity() - at - kRecordHeader, kSkip, 0, messages, 0});
             published += capacity() - at;
+            at = 0;
         }
-        put_header(published % capacity(), {payload, flags, 0, messages, total});
+        put_header(at, {payload, flags, 0, messages, total});
         writer().stamp_ns.store(now_ns(), std::memory_order_relaxed);
         if (ends_message) writer().messages.store(messages, std::memory_order_relaxed);
         // SYNC payload->reader (release): header and payload are there before readers see the new end.
@@ -342,7 +352,7 @@ public:
     }
 
 private:
-    unsigned char* data() { return base_ + header_->identity.data_offset; }
+    unsigned char* data() { return base_ + identity_.data_offset; }
 
     void put_header(uint64_t at, const RecordHeader& record) { std::memcpy(data() + at, &record, sizeof record); }
 
@@ -359,6 +369,7 @@ private:
     Header* header_;
     unsigned char* base_;
     size_t bytes_;
+    Identity identity_{};
 };
 
 }  // namespace ring

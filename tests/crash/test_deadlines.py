@@ -1,7 +1,6 @@
 """A call that waits too long says who did not come, the same on every rank, and the group ends in good order."""
 
 import os
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from coordinator.group import GroupCoordinator
 from tests.harness import RankPool
 from tests.worlds import EVERYONE_WAITS, FIRST_WAITS, LARGE, WAITS, meet, new_group, outcome_of, small, world
 
@@ -149,7 +147,7 @@ def idle_receivers(rank: int, world_size: int, directory: Path) -> list[Any]:
                 lambda: (group.recv_tensor_dict(0) or {})["step"],
                 lambda: group.send_tensor_dict({"step": "step"}, 1),
             ),
-            (queue.dequeue, lambda: queue.enqueue("step")),
+            (lambda: queue.dequeue(timeout_s=None), lambda: queue.enqueue("step")),
         ):
             if rank == 0:
                 # Longer than the deadline and its grace.
@@ -257,131 +255,3 @@ def test_another_group_of_the_same_ranks_goes_on(ranks2: RankPool) -> None:
         assert found is None or found["kind"] == "CommTimeoutError"
         assert total == [2.0 * value for value in range(8)]
         assert objects == [0, 1]
-
-
-# --- destroy ------------------------------------------------------------------------------------------------
-
-
-def destroyed_in_time(group: GroupCoordinator) -> float:
-    start = time.monotonic()
-    group.destroy()
-    group.destroy()
-    return time.monotonic() - start
-
-
-def destroy_after_timeout(rank: int, world_size: int, directory: Path, name: str) -> list[float]:
-    with world(rank, world_size, directory) as first, new_group(first) as group:
-        if rank == 0:
-            outcome_of(lambda: WAITS[name](group, 1, SHORT_S))
-        meet(rank, range(world_size), directory, "verdict")
-        return [destroyed_in_time(group), outcome_of(group.barrier)["kind"] == "ClosedError"]
-
-
-@pytest.mark.guarantee("G9")
-@pytest.mark.parametrize("name", ["barrier", "all_reduce of 1 MiB", "recv_object", "send of 64 MiB"])
-def test_destroy_after_a_timeout_is_bounded_and_idempotent(ranks2: RankPool, name: str) -> None:
-    """A destroy of a broken group returns, twice, and the group is closed from then on."""
-    for seconds, is_closed in ranks2.run(destroy_after_timeout, name):
-        assert seconds < BOUNDED_S
-        assert is_closed
-
-
-def destroy_with_open_handles(rank: int, world_size: int, directory: Path) -> list[Any]:
-    with world(rank, world_size, directory) as first:
-        group = new_group(first)
-        handles = []
-        if rank == 0:
-            # Nobody will ever answer any of these; each has the default deadline of ten minutes.
-            for _ in range(4):
-                handles.append(group.device_communicator.irecv(torch.zeros(8), 1))
-                handles.append(group.device_communicator.isend(torch.zeros(LARGE // 8), 1))
-                handles.append(group.isend_object(bytes(LARGE // 8), 1))
-            meet(rank, range(world_size), directory, "sent")
-        else:
-            meet(rank, range(world_size), directory, "sent")
-            meet(rank, range(world_size), directory, "destroyed")
-        seconds = destroyed_in_time(group)
-        if rank == 0:
-            meet(rank, range(world_size), directory, "destroyed")
-        outcomes = [outcome_of(handle.wait)["kind"] for handle in handles]
-        handles.clear()
-        first.barrier()
-        return [seconds, outcomes]
-
-
-@pytest.mark.guarantee("G9")
-def test_destroy_with_transfers_in_flight_is_bounded_and_ends_their_handles(ranks2: RankPool) -> None:
-    """Handles of transfers that can never finish raise `ClosedError`, and destroy does not wait for them."""
-    for seconds, outcomes in ranks2.run(destroy_with_open_handles):
-        assert seconds < BOUNDED_S
-        assert set(outcomes) <= {"ClosedError"}
-
-
-def destroy_wakes(rank: int, world_size: int, directory: Path, name: str) -> list[Any]:
-    with world(rank, world_size, directory) as first:
-        group = new_group(first)
-        if rank != 0:
-            meet(rank, range(world_size), directory, "end")
-            group.destroy()
-            return []
-        times = []
-
-        def destroy() -> None:
-            time.sleep(SHORT_S)
-            times.append(destroyed_in_time(group))
-
-        thread = threading.Thread(target=destroy)
-        thread.start()
-        found = outcome_of(lambda: WAITS[name](group, 1, None))
-        thread.join()
-        meet(rank, range(world_size), directory, "end")
-        return [found, times[0]]
-
-
-@pytest.mark.guarantee("G9")
-@pytest.mark.guarantee("D9")
-@pytest.mark.parametrize("name", WAITS)
-def test_destroy_from_another_thread_wakes_a_waiting_call(ranks2: RankPool, name: str) -> None:
-    """A call with the default deadline, or none, ends with `ClosedError` when its group is destroyed."""
-    found, seconds = ranks2.run(destroy_wakes, name)[0]
-    assert found["kind"] == "ClosedError", found
-    assert found["seconds"] < BOUNDED_S
-    assert seconds < BOUNDED_S
-
-
-def destroy_untouched(rank: int, world_size: int, directory: Path) -> float:
-    with world(rank, world_size, directory) as first:
-        group = new_group(first)
-        if rank == 0:
-            seconds = destroyed_in_time(group)
-            meet(rank, range(world_size), directory, "destroyed")
-            return seconds
-        meet(rank, range(world_size), directory, "destroyed")
-        return destroyed_in_time(group)
-
-
-def test_destroy_is_not_collective(ranks2: RankPool) -> None:
-    """One rank destroys its group while the other does nothing with it, and later destroys its own."""
-    assert all(seconds < BOUNDED_S for seconds in ranks2.run(destroy_untouched))
-
-
-def last_words(rank: int, world_size: int, directory: Path) -> list[Any]:
-    with world(rank, world_size, directory) as first:
-        group = new_group(first)
-        if rank == 0:
-            for number in range(50):
-                group.send_object(number, 1)
-            group.destroy()
-            meet(rank, range(world_size), directory, "destroyed")
-            return []
-        # Rank 0 waits up to seconds for these to be taken; it need not wait for this rank to be quick.
-        time.sleep(0.5)
-        received = [group.recv_object(0) for _ in range(50)]
-        meet(rank, range(world_size), directory, "destroyed")
-        group.destroy()
-        return received
-
-
-def test_what_was_sent_before_destroy_still_arrives(ranks2: RankPool) -> None:
-    """Small objects are sent without waiting; a destroy right after them loses none."""
-    assert ranks2.run(last_words)[1] == list(range(50))

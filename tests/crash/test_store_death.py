@@ -142,6 +142,21 @@ def test_ranks_that_do_not_create_the_group_are_named(ranks4: RankPool) -> None:
         assert found["seconds"] >= 1.0
 
 
+def anew_after_an_uneven_failure(rank: int, world_size: int, directory: Path) -> str:
+    with world(rank, world_size, directory) as group:
+        if rank == 0:
+            outcome_of(lambda: new_group(group, create_timeout_s=0.5))
+        meet(rank, range(world_size), directory, "failed")
+    with world(rank, world_size, directory) as group, new_group(group) as other:
+        other.barrier()
+        return other.unique_name
+
+
+def test_a_new_world_forgets_a_creation_that_only_one_rank_tried(ranks2: RankPool) -> None:
+    """The ranks count their groups alike again: they would wait for groups of different names otherwise."""
+    assert ranks2.run(anew_after_an_uneven_failure) == ["tp:0", "tp:0"]
+
+
 def absent_in_rendezvous(
     rank: int, world_size: int, directory: Path, method: str, absent: int
 ) -> dict[str, Any] | None:

@@ -41,7 +41,7 @@ def test_the_number_of_arguments_is_checked(name: str) -> None:
         ("a", 0, 0),
         (1 << 80, 0, 0),
         (64, None, "text"),
-        (16, object(), 1),
+        (16, type, 1),
     ],
     ids=repr,
 )

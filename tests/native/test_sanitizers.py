@@ -1,4 +1,4 @@
-"""The native core passes the codec's tests under the address and undefined-behaviour sanitizers."""
+"""The native core passes its tests under the address and undefined-behaviour sanitizers."""
 
 import os
 import shutil
@@ -19,6 +19,9 @@ TESTS = (
     "tests/unit/test_codec_tensors.py",
     "tests/native/test_codec_native.py",
     "tests/security/test_codec_hostile.py",
+    "tests/native/test_ring_native.py",
+    "tests/unit/test_ring.py",
+    "tests/unit/test_ring_waiting.py",
 )
 LOAD = """
 import importlib.util, sys
@@ -87,10 +90,10 @@ def run(code: str, library: Path, libraries: list[str], *arguments: str) -> subp
     )
 
 
-@pytest.mark.guarantee("C13")
+@pytest.mark.guarantee("B10", "C13")
 @requires("sanitizers")
-def test_the_codec_is_clean_under_sanitizers(tmp_path: Path) -> None:
-    """No test of the codec makes a sanitizer report anything, and an overflow would be reported."""
+def test_the_codec_and_the_ring_are_clean_under_sanitizers(tmp_path: Path) -> None:
+    """No test of the codec or the ring makes a sanitizer report anything, and an overflow would be reported."""
     compiler = shutil.which("g++") or "g++"
     libraries = [path for name in ("libasan.so", "libubsan.so") if (path := runtime(compiler, name))]
     assert len(libraries) == 2, "the compiler has libasan but no libubsan"

@@ -132,10 +132,7 @@ class Protocol:
 
     def needed(self, state: State) -> int:
         """Return the units that the present record takes, with a skip before it."""
-        at, size = state[PUBLISHED] % self.scenario.units, self.scenario.sizes[state[MESSAGE] - 1]
-        if at + size <= self.scenario.units or self.has(8):
-            return size
-        return self.scenario.units - at + size
+        return int(self.scenario.sizes[state[MESSAGE] - 1]) if self.has(8) else self.filled(state)
 
     def has_room(self, state: State) -> bool:
         """Tell whether every reader, the gone ones too, has made room for the present record."""
@@ -190,7 +187,7 @@ class Protocol:
     def at_fill(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
         units, done = self.scenario.units, state[slot][1]
         size = self.scenario.sizes[state[MESSAGE] - 1]
-        needed = size if self.has(8) and state[PUBLISHED] % units + size <= units else self.filled(state)
+        needed = self.filled(state)
         cell = (state[PUBLISHED] + done) % units
         for reader in range(self.scenario.readers):
             if state[PUBLISHED] + done - state[self.of(reader, CONSUMED)] >= units:
@@ -334,7 +331,7 @@ class Protocol:
 
     def size_of(self, state: State, slot: int) -> int:
         """Return the units of the reader's next record."""
-        return self.scenario.sizes[state[slot + 2] - 1]
+        return int(self.scenario.sizes[state[slot + 2] - 1])
 
     def at_copy(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
         done, consumed, size = state[slot][1], state[slot - READER], self.size_of(state, slot)

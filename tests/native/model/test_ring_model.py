@@ -47,7 +47,7 @@ def test_the_search_finds_each_bug(bug: str) -> None:
     assert explore(WRONG[bug]).problem == ""
     found = explore(WRONG[bug]._replace(bug=bug))
     assert found.problem
-    assert len(found.steps) > 5
+    assert len(found.steps) >= 5
 
 
 @pytest.mark.guarantee("B11")

@@ -1,0 +1,256 @@
+"""What was sent over the remote leg, what has come, and who is how far: counting, without a socket.
+
+A message travels in parts, which are numbered from 1 on. The writer's ledger keeps each until every reader has
+given it back; a reader's inbox puts them together again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+import zmq
+
+from shm_broadcast import codec
+from shm_broadcast.errors import DecodeError
+from shm_broadcast.liveness import ProcessIdentity
+from shm_broadcast.remote_wire import Record, parts_of, unpack
+from shm_broadcast.statistics import ReaderStatistics
+
+# What a part costs besides its bytes: the objects that hold it, here and in zmq.
+PART_OVERHEAD: Final = 512
+
+
+class Part(NamedTuple):
+    """A part of a message.
+
+    Attributes:
+        number: Counts from 1.
+        frame: The record, shared by all connections.
+        messages: Messages written up to and with this part; a message counts with its last part.
+        nbytes: Bytes of their frames.
+    """
+
+    number: int
+    frame: zmq.Frame
+    messages: int
+    nbytes: int
+
+
+class Link:
+    """What the writer knows of one reader.
+
+    Attributes:
+        rank: Its rank.
+        route: zmq's name of its connection; None while there is none.
+        incarnation: Random number of the object that came; None before the first.
+        process: Its process, once it has come.
+        heard_at: When anything came from it.
+        broken_at: When its connection was found broken.
+        is_lost: Whether it was given up.
+        has_left: Whether it closed its end.
+        received: The last part that has reached its process.
+        given_back: The last part whose message it has read, with messages and bytes up to there.
+        progress_at: When it last read a message.
+    """
+
+    def __init__(self, rank: int) -> None:
+        """Know nothing yet."""
+        self.rank = rank
+        self.route: bytes | None = None
+        self.incarnation: int | None = None
+        self.process: ProcessIdentity | None = None
+        self.heard_at = 0.0
+        self.broken_at = 0.0
+        self.is_lost = False
+        self.has_left = False
+        self.received = 0
+        self.given_back = self.messages = self.nbytes = 0
+        self.progress_at: float | None = None
+
+    @property
+    def has_come(self) -> bool:
+        """Whether it ever opened its end."""
+        return self.incarnation is not None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it will not come back."""
+        return self.is_lost or self.has_left
+
+    def state(self, now: float) -> str:
+        """Return what a person needs to know of its connection."""
+        if not self.has_come:
+            return "has not come"
+        where = "" if self.process is None else f"pid {self.process.pid} on host {self.process.hostname}, "
+        if self.has_left:
+            return where + "closed the queue"
+        if self.route is not None:
+            return where + "connected"
+        word = "lost" if self.is_lost else "no connection"
+        return f"{where}{word}, last heard {now - self.heard_at:.1f} s ago"
+
+
+class Ledger:
+    """The writer's account.
+
+    The first of its parts is the last that every reader has given back, so there always is one; whatever else
+    there is to know follows from them, so that a signal finds nothing half done.
+    """
+
+    def __init__(self, ranks: Iterable[int], high_water_bytes: int) -> None:
+        """Begin with nothing written."""
+        self.links = {rank: Link(rank) for rank in ranks}
+        self._high_water_bytes = high_water_bytes
+        self._parts: deque[Part] = deque([Part(0, zmq.Frame(b""), 0, 0)])
+
+    @property
+    def last(self) -> Part:
+        """The last part that was written."""
+        return self._parts[-1]
+
+    def cut(self, message: codec.Message) -> list[Part]:
+        """Return the parts of the next message, for `add`."""
+        last = self.last
+        frames = parts_of(message, last.number + 1)
+        parts = [
+            Part(number, frame, last.messages, last.nbytes)
+            for number, frame in enumerate(frames[:-1], last.number + 1)
+        ]
+        end = last.number + len(frames)
+        parts.append(Part(end, frames[-1], last.messages + 1, last.nbytes + message.nbytes))
+        return parts
+
+    def add(self, parts: list[Part]) -> None:
+        """Keep the parts of a message."""
+        self._parts.extend(parts)
+
+    def after(self, received: int) -> list[Part]:
+        """Return the parts behind `received`."""
+        return list(self._parts)[max(0, received - self._parts[0].number) + 1 :]
+
+    def in_the_way(self, nbytes: int) -> list[Link]:
+        """Return the readers that are too far behind for `nbytes` more."""
+        limit, last = self._high_water_bytes - nbytes - PART_OVERHEAD, self.last
+        return [
+            link
+            for link in self.links.values()
+            if (kept := last.number - link.given_back)
+            and last.nbytes - link.nbytes + PART_OVERHEAD * kept > limit
+        ]
+
+    def acknowledge(self, link: Link, given_back: int, received: int) -> None:
+        """Note how far a reader is, and forget what all of them have given back.
+
+        Raises:
+            DecodeError: It cannot be there.
+        """
+        first, last = self._parts[0].number, self.last.number
+        if not given_back <= min(received, last) or received > last + 1:
+            raise DecodeError(f"rank {link.rank} acknowledges parts {given_back} and {received} of {last}")
+        link.received = max(link.received, received)
+        if given_back > link.given_back:
+            part = self._parts[given_back - first]
+            link.given_back, link.messages, link.nbytes = given_back, part.messages, part.nbytes
+            link.progress_at = link.heard_at
+            everybody = min(each.given_back for each in self.links.values())
+            for _ in range(everybody - first):
+                self._parts.popleft()
+
+    def has_everybody_everything(self) -> bool:
+        """Tell whether all has reached every reader that has come and is not gone, the end included."""
+        last = self.last.number
+        return all(link.received > last or link.is_gone or not link.has_come for link in self.links.values())
+
+    def describe(self, links: Iterable[Link]) -> str:
+        """Return what a person needs to know of some readers."""
+        now, last = time.monotonic(), self.last
+        texts = []
+        for link in links:
+            progress = "never read"
+            if link.progress_at is not None:
+                progress = f"last progress {now - link.progress_at:.1f} s ago"
+            behind = f"{last.messages - link.messages} messages ({last.nbytes - link.nbytes} bytes) behind"
+            texts.append(f"rank {link.rank} ({link.state(now)}, {behind}, {progress})")
+        return ", ".join(texts)
+
+    def readers(self) -> tuple[ReaderStatistics, ...]:
+        """Return how far each reader is."""
+        now, last = time.monotonic(), self.last
+        return tuple(
+            ReaderStatistics(
+                link.rank,
+                last.messages - link.messages,
+                last.nbytes - link.nbytes,
+                None if link.progress_at is None else now - link.progress_at,
+                link.has_come and not link.is_gone,
+            )
+            for link in self.links.values()
+        )
+
+    def clear(self) -> None:
+        """Let the parts go."""
+        self._parts = deque([self.last])
+
+
+class Inbox:
+    """A reader's account.
+
+    Attributes:
+        received: The last part that came.
+        given_back: The last part whose message was read.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing received."""
+        self.received = self.given_back = 0
+        self._messages: deque[tuple[int, zmq.Frame | bytearray]] = deque()  # each with its last part
+        self._assembly = bytearray()  # of the message of which not all parts have come
+
+    def __len__(self) -> int:
+        """Return how many messages are there."""
+        return len(self._messages)
+
+    def take(self, part: Record, frame: zmq.Frame) -> None:
+        """Put a part where it belongs: some come twice, and behind a missing one nothing counts until it has come.
+
+        Raises:
+            DecodeError: It cannot follow what came before.
+        """
+        number, total, offset = part.first, part.second, part.third
+        if number != self.received + 1:
+            return
+        have, length = len(self._assembly), len(part.body)
+        if offset != have or offset + length > total or length == 0:
+            raise DecodeError(
+                f"part {number} has bytes {offset} to {offset + length} of {total}, after {have} bytes"
+            )
+        if length == total:
+            self._messages.append((number, frame))
+        else:
+            # It grows with what arrives: a claimed length takes no memory.
+            self._assembly += part.body
+            if len(self._assembly) == total:
+                self._messages.append((number, self._assembly))
+                self._assembly = bytearray()
+        self.received = number
+
+    def pop(self) -> memoryview | bytearray:
+        """Return the next message, which then counts as read."""
+        self.given_back, message = self._messages.popleft()
+        return _bytes_of(message)
+
+    def nbytes(self) -> int:
+        """Return the bytes of all messages that are there."""
+        return sum(len(_bytes_of(message)) for _, message in self._messages)
+
+    def clear(self) -> None:
+        """Let the messages go."""
+        self._messages.clear()
+        self._assembly = bytearray()
+
+
+def _bytes_of(message: zmq.Frame | bytearray) -> memoryview | bytearray:
+    return message if isinstance(message, bytearray) else unpack(message).body

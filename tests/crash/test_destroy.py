@@ -1,0 +1,207 @@
+"""Leaving a group is bounded, legal in any state, and loses nothing that was sent."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coordinator.group import GroupCoordinator
+from tests.harness import RankPool
+from tests.worlds import LARGE, WAITS, meet, new_group, outcome_of, world
+
+SHORT_S = 0.4
+# Far more than any bound under test, far less than the harness allows: what should take seconds may take this.
+BOUNDED_S = 20.0
+
+
+def destroyed_in_time(group: GroupCoordinator) -> float:
+    start = time.monotonic()
+    group.destroy()
+    group.destroy()
+    return time.monotonic() - start
+
+
+def destroy_after_timeout(rank: int, world_size: int, directory: Path, name: str) -> list[float]:
+    with world(rank, world_size, directory) as first, new_group(first) as group:
+        if rank == 0:
+            outcome_of(lambda: WAITS[name](group, 1, SHORT_S))
+        meet(rank, range(world_size), directory, "verdict")
+        return [destroyed_in_time(group), outcome_of(group.barrier)["kind"] == "ClosedError"]
+
+
+@pytest.mark.guarantee("G9")
+@pytest.mark.parametrize("name", ["barrier", "all_reduce of 1 MiB", "recv_object", "send of 64 MiB"])
+def test_destroy_after_a_timeout_is_bounded_and_idempotent(ranks2: RankPool, name: str) -> None:
+    """A destroy of a broken group returns, twice, and the group is closed from then on."""
+    for seconds, is_closed in ranks2.run(destroy_after_timeout, name):
+        assert seconds < BOUNDED_S
+        assert is_closed
+
+
+def destroy_with_open_handles(rank: int, world_size: int, directory: Path) -> list[Any]:
+    with world(rank, world_size, directory) as first:
+        group = new_group(first)
+        handles = []
+        if rank == 0:
+            # Nobody will ever answer any of these; each has the default deadline of ten minutes.
+            for _ in range(4):
+                handles.append(group.device_communicator.irecv(torch.zeros(8), 1))
+                handles.append(group.device_communicator.isend(torch.zeros(LARGE // 8), 1))
+                handles.append(group.isend_object(bytes(LARGE // 8), 1))
+            meet(rank, range(world_size), directory, "sent")
+        else:
+            meet(rank, range(world_size), directory, "sent")
+            meet(rank, range(world_size), directory, "destroyed")
+        seconds = destroyed_in_time(group)
+        if rank == 0:
+            meet(rank, range(world_size), directory, "destroyed")
+        outcomes = [outcome_of(handle.wait)["kind"] for handle in handles]
+        handles.clear()
+        first.barrier()
+        return [seconds, outcomes]
+
+
+@pytest.mark.guarantee("G9")
+def test_destroy_with_transfers_in_flight_is_bounded_and_ends_their_handles(ranks2: RankPool) -> None:
+    """Handles of transfers that can never finish raise `ClosedError`, and destroy does not wait for them."""
+    for seconds, outcomes in ranks2.run(destroy_with_open_handles):
+        assert seconds < BOUNDED_S
+        assert set(outcomes) <= {"ClosedError"}
+
+
+def destroy_wakes(rank: int, world_size: int, directory: Path, name: str) -> list[Any]:
+    with world(rank, world_size, directory) as first:
+        group = new_group(first)
+        if rank != 0:
+            meet(rank, range(world_size), directory, "end")
+            group.destroy()
+            return []
+        times = []
+
+        def destroy() -> None:
+            time.sleep(SHORT_S)
+            times.append(destroyed_in_time(group))
+
+        thread = threading.Thread(target=destroy)
+        thread.start()
+        found = outcome_of(lambda: WAITS[name](group, 1, None))
+        thread.join()
+        meet(rank, range(world_size), directory, "end")
+        return [found, times[0]]
+
+
+@pytest.mark.guarantee("G9")
+@pytest.mark.guarantee("D9")
+@pytest.mark.parametrize("name", WAITS)
+def test_destroy_from_another_thread_wakes_a_waiting_call(ranks2: RankPool, name: str) -> None:
+    """A call with the default deadline, or none, ends with `ClosedError` when its group is destroyed."""
+    found, seconds = ranks2.run(destroy_wakes, name)[0]
+    assert found["kind"] == "ClosedError", found
+    assert found["seconds"] < BOUNDED_S
+    assert seconds < BOUNDED_S
+
+
+def destroy_untouched(rank: int, world_size: int, directory: Path) -> float:
+    with world(rank, world_size, directory) as first:
+        group = new_group(first)
+        if rank == 0:
+            seconds = destroyed_in_time(group)
+            meet(rank, range(world_size), directory, "destroyed")
+            return seconds
+        meet(rank, range(world_size), directory, "destroyed")
+        return destroyed_in_time(group)
+
+
+def test_destroy_is_not_collective(ranks2: RankPool) -> None:
+    """One rank destroys its group while the other does nothing with it, and later destroys its own."""
+    assert all(seconds < BOUNDED_S for seconds in ranks2.run(destroy_untouched))
+
+
+def last_words(rank: int, world_size: int, directory: Path) -> list[Any]:
+    with world(rank, world_size, directory) as first:
+        group = new_group(first)
+        if rank == 0:
+            for number in range(50):
+                group.send_object(number, 1)
+            group.destroy()
+            meet(rank, range(world_size), directory, "destroyed")
+            return []
+        # Rank 0 waits up to seconds for these to be taken; it need not wait for this rank to be quick.
+        time.sleep(0.5)
+        received = [group.recv_object(0) for _ in range(50)]
+        meet(rank, range(world_size), directory, "destroyed")
+        group.destroy()
+        return received
+
+
+def test_what_was_sent_before_destroy_still_arrives(ranks2: RankPool) -> None:
+    """Small objects are sent without waiting; a destroy right after them loses none."""
+    assert ranks2.run(last_words)[1] == list(range(50))
+
+
+def last_transfers(rank: int, world_size: int, directory: Path) -> list[Any]:
+    with world(rank, world_size, directory) as first:
+        group = new_group(first)
+        if rank == 0:
+            # Nobody waits for the handles.
+            group.isend_object(bytes(LARGE // 8), 1)
+            group.isend_tensor_dict({"x": torch.ones(LARGE // 32), "y": torch.ones(8)}, 1)
+            group.destroy()
+            meet(rank, range(world_size), directory, "destroyed")
+            return []
+        time.sleep(0.3)
+        received = [len(group.recv_object(0)), (group.recv_tensor_dict(0) or {})["x"].sum().item()]
+        meet(rank, range(world_size), directory, "destroyed")
+        group.destroy()
+        return received
+
+
+def test_large_transfers_that_nobody_waited_for_still_arrive(ranks2: RankPool) -> None:
+    """Handles may be dropped; destroy gives what is in flight seconds to arrive."""
+    assert ranks2.run(last_transfers)[1] == [LARGE // 8, LARGE // 32]
+
+
+def destroy_after_peer_death(rank: int, world_size: int, directory: Path) -> Any:
+    with world(rank, world_size, directory) as first:
+        group = new_group(first)
+        outcomes = []
+        if rank == 0:
+            handles = [group.isend_object(bytes(LARGE // 8), 1) for _ in range(3)]
+            meet(rank, range(world_size), directory, "sent")
+            meet(rank, range(world_size), directory, "left")
+            outcomes = [outcome_of(handle.is_completed) for handle in handles]
+            outcomes.append(outcome_of(lambda: group.isend_object(1, 1)))
+        else:
+            meet(rank, range(world_size), directory, "sent")
+            group.destroy()
+            meet(rank, range(world_size), directory, "left")
+        return [destroyed_in_time(group), outcomes]
+
+
+def test_handles_of_transfers_to_a_rank_that_left_raise_typed_errors(ranks2: RankPool) -> None:
+    """Asking one whether it is complete raises `PeerLostError` and breaks the group; later sends are refused."""
+    (seconds, outcomes), _ = ranks2.run(destroy_after_peer_death)
+    assert seconds < BOUNDED_S
+    assert [each["kind"] for each in outcomes] == ["PeerLostError"] * 3 + ["GroupBrokenError"], outcomes
+    assert outcomes[0]["peers"] == [1]
+
+
+def destroy_twice_at_once(rank: int, world_size: int, directory: Path) -> bool:
+    with world(rank, world_size, directory) as first:
+        for _ in range(10):
+            group = new_group(first)
+            threads = [threading.Thread(target=group.destroy) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        first.barrier()
+    return True
+
+
+def test_threads_may_destroy_a_group_at_the_same_time(ranks2: RankPool) -> None:
+    """What belongs to it is given back once."""
+    assert ranks2.run(destroy_twice_at_once) == [True, True]

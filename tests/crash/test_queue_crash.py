@@ -1,0 +1,308 @@
+"""Whoever of a queue is killed or stopped, and wherever it is: the others are told who, and nothing stays."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from shm_broadcast.handle import QueueHandle
+from shm_broadcast.queue import QueueReader
+from shm_broadcast.segment import take_over
+from tests.harness import run_ranks
+from tests.queue_ranks import Meeting, blob, ended_with, offer, take
+from tests.queues import fill, find_sockets, segments_of
+
+# The promise is one second; a loaded machine gets more. After a kill the calls themselves have no limit.
+PROMPT_S = 10.0
+STOPPED_LIMIT_S = 0.5
+SMALL, LARGE = 50_000, 6 << 20
+
+PLACES = ["idle", "full", "copying", "attaching", "closing"]
+VICTIMS = {"writer": [0], "one reader": [2], "all readers": [1, 2], "all": [0, 1, 2]}
+SIGNALS = ["SIGKILL", "SIGSTOP", "SIGTERM"]
+
+
+class Part(NamedTuple):
+    """What a process knows of its case: who it is, where it is to be, and who gets the signal."""
+
+    rank: int
+    meeting: Meeting
+    place: str
+    victims: list[int]
+    is_stop: bool
+
+    @property
+    def is_victim(self) -> bool:
+        """Whether this process gets the signal."""
+        return self.rank in self.victims
+
+    @property
+    def is_told(self) -> bool:
+        """Whether this process waits for a victim: then it is told, and the others by its closing."""
+        return not self.is_victim and (self.rank == 0 or 0 in self.victims)
+
+    @property
+    def limit(self) -> float | None:
+        """The deadline of a call: a stopped process is noticed by the clock only."""
+        return STOPPED_LIMIT_S if self.is_stop and self.is_told else None
+
+    def ready(self, *, waits: bool) -> None:
+        """Say that the place is reached; go on at once, or when the signals are sent."""
+        self.meeting.mark(f"ready-{self.rank}")
+        if waits:
+            self.meeting.wait("signalled")
+
+    def over(self) -> bool:
+        """Tell whether everybody was told and every stopped process goes on."""
+        return self.meeting.has("end")
+
+
+def take_part(
+    rank: int, world_size: int, directory: Path, marks: str, place: str, victims: list[int], is_stop: bool
+) -> dict[str, Any]:
+    """Be at the place, wait for the signal, and return what happened then."""
+    part = Part(rank, Meeting(marks), place, victims, is_stop)
+    found = write(part) if rank == 0 else read(part)
+    assert segments_of() == []
+    return found
+
+
+def write(part: Part) -> dict[str, Any]:
+    with offer(part.meeting, [1, 2], 1 << 20) as writer:
+        part.meeting.mark("inode", str(os.fstat(writer._ring._segment.descriptor).st_ino))
+        nbytes = LARGE if part.place == "copying" else SMALL
+
+        def step() -> None:
+            if part.place == "attaching":
+                writer.wait_until_ready(part.limit)
+            else:
+                writer.enqueue(bytes(nbytes), part.limit)
+
+        if part.place != "attaching":
+            writer.wait_until_ready(30.0)
+            writer.enqueue("first")
+        if part.place == "full":
+            fill(writer, bytes(SMALL))
+        if part.place == "closing" and part.is_victim:
+            writer.close()
+        part.ready(waits=part.is_stop or part.place not in ("full", "copying"))
+        rests = part.is_victim and part.place in ("idle", "attaching", "closing")
+        found = {"kind": "over"} if rests else ended_with(step, part.over)
+        part.meeting.mark("told-0")
+        part.meeting.wait("end")
+    return found
+
+
+def read(part: Part) -> dict[str, Any]:
+    if part.place == "attaching" and part.is_victim:
+        return half_attached(part)
+    readers: list[QueueReader] = []
+
+    def step() -> None:
+        if not readers:
+            readers.append(take(part.meeting, part.rank, timeout_s=part.limit or 30.0))
+        readers[0].dequeue(part.limit)
+
+    if part.place != "attaching":
+        step()
+    elif 0 not in part.victims:
+        readers.append(take(part.meeting, part.rank))
+    if part.place == "closing" and part.is_victim:
+        readers[0].close()
+    part.ready(waits=part.place not in ("idle", "copying"))
+    rests = part.is_victim and part.place == "closing"
+    found = {"kind": "over"} if rests else ended_with(step)
+    part.meeting.mark(f"told-{part.rank}")
+    part.meeting.wait("end")
+    for reader in readers:
+        reader.close()
+    return found
+
+
+def half_attached(part: Part) -> dict[str, Any]:
+    """Take the segment over, but do not come to the point of saying so in it."""
+    data, key = map(bytes.fromhex, part.meeting.wait("queue-0").split())
+    handle = QueueHandle.from_bytes(data, key)
+    segment, _, descriptor = take_over(handle.address, key, part.rank - 1, handle.segment_bytes, 30.0)
+    part.ready(waits=True)
+    part.meeting.wait("end")
+    os.close(descriptor)
+    segment.close()
+    return {"kind": "over"}
+
+
+def disturb(meeting: Meeting, victims: Sequence[int], number: int) -> Callable[[Sequence[int]], None]:
+    """Return what sends the signal when all are in place, and wakes who was stopped when the others were told."""
+
+    def run(pids: Sequence[int]) -> None:
+        for rank in range(len(pids)):
+            meeting.wait(f"ready-{rank}")
+        time.sleep(0.02)
+        for victim in victims:
+            os.kill(pids[victim], number)
+        meeting.mark("signalled", str(time.monotonic()))
+        for rank in range(len(pids)):
+            if rank not in victims and (rank == 0 or 0 in victims):
+                meeting.wait(f"told-{rank}")
+        if number == signal.SIGSTOP:
+            time.sleep(0.05)
+            for victim in victims:
+                os.kill(pids[victim], signal.SIGCONT)
+        meeting.mark("end")
+
+    return run
+
+
+def holders_of(inode: int) -> list[str]:
+    """Return the descriptors of any process that lead to the memory with this inode."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            for descriptor in (process / "fd").iterdir():
+                with suppress(OSError):
+                    if "memfd:group" in str(descriptor.readlink()) and descriptor.stat().st_ino == inode:
+                        found.append(str(descriptor))
+    return found
+
+
+def assert_nothing_stays(meeting: Meeting) -> None:
+    """No socket of the queue and no descriptor of its memory is anywhere."""
+    handle, key = map(bytes.fromhex, meeting.wait("queue-0").split())
+    assert f"@{QueueHandle.from_bytes(handle, key).address}" not in find_sockets()
+    assert holders_of(int(meeting.wait("inode"))) == []
+
+
+@pytest.mark.guarantee("B13", "B14")
+@pytest.mark.parametrize("name", SIGNALS)
+@pytest.mark.parametrize("who", VICTIMS)
+@pytest.mark.parametrize("place", PLACES)
+def test_the_others_are_told_who_is_gone_or_stopped(place: str, who: str, name: str, tmp_path: Path) -> None:
+    """A killed process is a `PeerLostError` with its rank, a stopped one a `CommTimeoutError`; nothing stays."""
+    victims, number, meeting = VICTIMS[who], getattr(signal, name), Meeting(tmp_path)
+    is_stop = name == "SIGSTOP"
+    found = run_ranks(
+        take_part,
+        3,
+        str(tmp_path),
+        place,
+        victims,
+        is_stop,
+        expect_dead=[] if is_stop else victims,
+        while_running=disturb(meeting, victims, number),
+    )
+    signalled = float(meeting.wait("signalled"))
+    for rank in {0, 1, 2} - set(victims):
+        told = found[rank]
+        if place == "closing" and 0 in victims:
+            assert told["kind"] == "ClosedError"
+        elif rank != 0 and 0 not in victims:
+            # It waits for the writer, which closes when it was told itself.
+            assert told["kind"] == "ClosedError"
+        else:
+            times_out = is_stop and place != "closing"
+            assert told["kind"] == ("CommTimeoutError" if times_out else "PeerLostError"), told
+            assert told["ranks"], told
+            assert set(told["ranks"]) <= set(victims), told
+            assert "on queue 'steps:0' (" in told["text"]
+            if not is_stop:
+                assert told["at"] - signalled < PROMPT_S
+            elif place != "closing" and (place, rank) not in {("attaching", 1), ("attaching", 2)}:
+                assert ", stopped" in told["text"]
+    assert_nothing_stays(meeting)
+
+
+# --- a forked child of the dead --------------------------------------------------------------------------------
+
+
+def outlived_by_a_child(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    """Rank 1 forks a child, which holds all of its descriptors, and is killed; rank 0 waits for its room."""
+    meeting = Meeting(directory)
+    if rank == 1:
+        with take(meeting, 1):
+            if os.fork() == 0:
+                with suppress(TimeoutError):
+                    meeting.wait("told")
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+    with offer(meeting, [1]) as writer:
+        found = ended_with(lambda: writer.enqueue(bytes(SMALL)))
+        meeting.mark("told")
+    return found
+
+
+@pytest.mark.guarantee("B13")
+def test_a_forked_child_does_not_keep_a_dead_reader_alive() -> None:
+    """The death of a process is noticed though a child of it lives on with its memory and descriptors."""
+    found = run_ranks(outlived_by_a_child, 2, expect_dead=[1])[0]
+    assert (found["kind"], found["ranks"]) == ("PeerLostError", [1])
+    assert ", dead, " in found["text"]
+
+
+# --- stress ----------------------------------------------------------------------------------------------------
+
+
+def nbytes_of(number: int) -> int:
+    rng = random.Random(number)
+    return rng.choice([0, rng.randint(1, 1000), rng.randint(1, 60_000), rng.randint(1, 600_000)])
+
+
+def under_stress(rank: int, world_size: int, directory: Path, marks: str) -> dict[str, Any]:
+    """Send and check messages of random sizes until somebody is gone."""
+    meeting = Meeting(marks)
+    end: Any = offer(meeting, range(1, world_size), 256 << 10) if rank == 0 else take(meeting, rank)
+    number = 0
+
+    def step() -> None:
+        nonlocal number
+        if rank == 0:
+            end.enqueue([number, blob(number, nbytes_of(number))])
+        else:
+            found, data = end.dequeue()
+            assert found == number, f"message {found} in the place of {number}"
+            assert np.array_equal(data, blob(number, nbytes_of(number)))
+        number += 1
+
+    if rank == 0:
+        end.wait_until_ready(30.0)
+        meeting.mark("inode", str(os.fstat(end._ring._segment.descriptor).st_ino))
+        meeting.mark("running")
+    with end:
+        found = ended_with(step)
+    assert segments_of() == []
+    return {**found, "messages": number}
+
+
+@pytest.mark.guarantee("B1", "B13", "B14")
+@pytest.mark.parametrize("killed", [[0], [2], [1, 3]], ids=["writer", "reader", "readers"])
+def test_stops_and_kills_at_random_tear_nothing(killed: list[int], tmp_path: Path) -> None:
+    """Processes stop and go on at random, then some are killed: until then every byte is right, then all are told."""
+    meeting, rng = Meeting(tmp_path), random.Random(killed[0])
+
+    def torment(pids: Sequence[int]) -> None:
+        meeting.wait("running")
+        end = time.monotonic() + 2.0
+        while time.monotonic() < end:
+            victim = rng.choice(pids)
+            os.kill(victim, signal.SIGSTOP)
+            time.sleep(rng.uniform(0.001, 0.12))
+            os.kill(victim, signal.SIGCONT)
+            time.sleep(rng.uniform(0.001, 0.05))
+        for rank in killed:
+            os.kill(pids[rank], signal.SIGKILL)
+
+    found = run_ranks(under_stress, 4, str(tmp_path), expect_dead=killed, while_running=torment)
+    survivors = [found[rank] for rank in range(4) if rank not in killed]
+    for each in survivors:
+        assert each["messages"] > 10
+        assert each["kind"] in ("PeerLostError", "ClosedError"), each
+    first = survivors[0]
+    assert first["kind"] == "PeerLostError"
+    assert set(first["ranks"]) <= set(killed)
+    assert_nothing_stays(meeting)

@@ -1,0 +1,267 @@
+"""The queue between processes: one writer and its readers, and many writers to one reader."""
+
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shm_broadcast.errors import ClosedError, UsageError
+from shm_broadcast.liveness import fork_count
+from shm_broadcast.queue import dequeue_any
+from shm_broadcast.settings import WaitMode
+from tests.harness import RankPool
+from tests.queue_ranks import Meeting, blob, offer, take
+from tests.queues import fill, find_sockets, queue, segments_of
+
+LIMIT_S = 30.0
+
+
+def sizes_of(seed: int, count: int) -> list[int]:
+    """Return lengths from nothing to three rings of 64 KiB; most are small."""
+    rng = random.Random(seed)
+    return [
+        rng.choice([0, rng.randint(1, 300), rng.randint(1, 40_000), rng.randint(1, 200_000)])
+        for _ in range(count)
+    ]
+
+
+def pass_sizes(
+    rank: int, world_size: int, directory: Path, mode: WaitMode, slow: int, count: int
+) -> tuple[int, int]:
+    """Send or read `count` messages; rank `slow` dawdles. Returns (messages, calls that waited)."""
+    meeting = Meeting(directory)
+    dawdles = random.Random(rank)
+    readers = range(1, world_size)
+    end: Any = offer(meeting, readers, 64 << 10, wait=mode) if rank == 0 else take(meeting, rank)
+    with end:
+        for number, size in enumerate(sizes_of(5, count)):
+            if rank == slow and dawdles.random() < 0.2:
+                time.sleep(0.002)
+            if rank == 0:
+                end.enqueue({"number": number, "data": blob(number, size)}, LIMIT_S)
+                continue
+            message = end.dequeue(LIMIT_S)
+            assert message["number"] == number
+            assert np.array_equal(message["data"], blob(number, size))
+        told = end.statistics()
+        if rank == 0:
+            # Readers are not done before they have read everything, and are told that the writer was.
+            meeting.mark("written")
+        else:
+            meeting.wait("written")
+            with pytest.raises(ClosedError):
+                end.dequeue(LIMIT_S)
+    assert segments_of() == []
+    return told.messages, told.waits
+
+
+@pytest.mark.guarantee("B1", "B2")
+@pytest.mark.parametrize(
+    ("mode", "slow"), [("adaptive", 0), ("adaptive", 2), ("park", 1), ("spin", 3), ("park", -1)]
+)
+def test_every_reader_gets_every_message_in_order(ranks4: RankPool, mode: str, slow: int) -> None:
+    """Whoever is slow, the writer or a reader, all readers get all bytes of all messages, in every mode."""
+    count = 150
+    told = ranks4.run(pass_sizes, mode, slow, count)
+    assert [messages for messages, _ in told] == [count] * 4
+    if slow == 0:
+        assert all(waits > 0 for _, waits in told[1:])
+    elif slow > 0:
+        assert told[0][1] > 0
+
+
+def come_late(rank: int, world_size: int, directory: Path) -> list[int]:
+    """Read what was written before this reader came."""
+    meeting = Meeting(directory)
+    if rank == 0:
+        with offer(meeting, range(1, world_size), 64 << 10) as writer:
+            sent = 0
+            while sent < 10:
+                writer.enqueue([sent, bytes(3000)], LIMIT_S)
+                sent += 1
+            meeting.mark("written")
+            while sent < 40:
+                writer.enqueue([sent, bytes(3000)], LIMIT_S)
+                sent += 1
+            writer.wait_until_ready(LIMIT_S)
+            meeting.mark("all came")
+        return []
+    meeting.wait("written")
+    time.sleep(0.05 * rank)
+    with take(meeting, rank) as reader:
+        found = [reader.dequeue(LIMIT_S)[0] for _ in range(40)]
+        meeting.wait("all came")
+        return found
+
+
+@pytest.mark.guarantee("B1", "B2")
+def test_readers_that_come_late_miss_nothing(ranks4: RankPool) -> None:
+    """The writer may begin before anybody has come; it waits only where the ring is full."""
+    assert ranks4.run(come_late)[1:] == [list(range(40))] * 3
+
+
+def send_arrays(rank: int, world_size: int, directory: Path) -> int:
+    """Send or read arrays that are larger than the ring, or nearly as large as a record may be."""
+    meeting = Meeting(directory)
+    sizes = [8 << 20, 1000, (2 << 20) - 4096, 8 << 20, 12 << 20]
+    if rank == 0:
+        with offer(meeting, range(1, world_size), 4 << 20) as writer:
+            for number, size in enumerate(sizes):
+                writer.enqueue(blob(number, size), LIMIT_S)
+            meeting.wait("read-1")
+            meeting.wait("read-2")
+            return writer.statistics().readers[0].behind_bytes
+    with take(meeting, rank) as reader:
+        for number, size in enumerate(sizes):
+            if rank == 1:
+                assert np.array_equal(reader.dequeue(LIMIT_S), blob(number, size))
+                continue
+            with reader.lease(LIMIT_S) as leased:
+                assert np.array_equal(leased, blob(number, size))
+                del leased
+        meeting.mark(f"read-{rank}")
+        return reader.statistics().messages
+
+
+@pytest.mark.guarantee("B1", "B3")
+def test_arrays_larger_than_the_ring_cross(ranks4: RankPool) -> None:
+    """Eight megabytes pass through four, by copies and by leases."""
+    assert ranks4.run(send_arrays_to_two)[:3] == [0, 5, 5]
+
+
+def send_arrays_to_two(rank: int, world_size: int, directory: Path) -> int:
+    return send_arrays(rank, 3, directory) if rank < 3 else 0
+
+
+# --- many writers ----------------------------------------------------------------------------------------------
+
+
+def from_many(rank: int, world_size: int, directory: Path, count: int) -> list[tuple[int, int]]:
+    """Ranks 0 to 2 write each to a queue of its own, rank 3 reads from all."""
+    meeting = Meeting(directory)
+    if rank < 3:
+        with offer(meeting, [3], 64 << 10, writer=rank) as writer:
+            for number in range(count):
+                writer.enqueue(
+                    (number, bytes(random.Random(rank * 1000 + number).randint(0, 30_000))), LIMIT_S
+                )
+                if rank == 2:
+                    time.sleep(0.001)
+            meeting.wait("read")
+        return []
+    readers = [take(meeting, 3, writer) for writer in range(3)]
+    found = []
+    for _ in range(3 * count):
+        index, (number, data) = dequeue_any(readers, LIMIT_S)
+        assert len(data) == random.Random(index * 1000 + number).randint(0, 30_000)
+        found.append((index, number))
+    meeting.mark("read")
+    for reader in readers:
+        reader.close()
+    return found
+
+
+@pytest.mark.guarantee("B20")
+def test_one_reader_takes_from_many_writers(ranks4: RankPool) -> None:
+    """`dequeue_any` gives every message of every writer, those of one writer in order."""
+    found = ranks4.run(from_many, 60)[3]
+    for writer in range(3):
+        assert [number for index, number in found if index == writer] == list(range(60))
+
+
+@pytest.mark.guarantee("B20")
+def test_a_busy_writer_starves_nobody() -> None:
+    """While all queues have messages they are served in turn."""
+    with queue() as (first, [a]), queue() as (second, [b]), queue() as (third, [c]):
+        for writer in (first, second, third):
+            for number in range(6):
+                writer.enqueue(number)
+        served = [dequeue_any([a, b, c], 1.0)[0] for _ in range(18)]
+        assert all(sorted(served[turn : turn + 3]) == [0, 1, 2] for turn in range(0, 18, 3))
+
+
+@pytest.mark.guarantee("B20")
+def test_a_long_message_of_one_writer_ends_with_the_deadline() -> None:
+    """The time-out of `dequeue_any` holds for all of the message, and the rest of it comes later."""
+    with queue() as (first, [a]), queue() as (_, [b]):
+        with pytest.raises(TimeoutError):
+            dequeue_any([a, b], 0.05)
+        # The end of this message is not written: its writer has given up.
+        with pytest.raises(TimeoutError):
+            first.enqueue(bytes(300_000), 0.0)
+        start = time.monotonic()
+        with pytest.raises(TimeoutError, match="no end of the message"):
+            dequeue_any([a, b], 0.2)
+        assert time.monotonic() - start >= 0.2
+
+
+# --- forked children -------------------------------------------------------------------------------------------
+
+
+def fork_and_try(rank: int, world_size: int, directory: Path) -> list[str]:
+    """Use the queue in a forked child, then in the parent; return what the child was told."""
+    meeting = Meeting(directory)
+    end: Any
+    calls: tuple[Any, ...]
+    if rank == 0:
+        end = offer(meeting, [1])
+        calls = (lambda: end.enqueue(1), end.statistics, end.wait_until_ready)
+        end.wait_until_ready(LIMIT_S)
+    else:
+        end = take(meeting, 1)
+        calls = (end.dequeue, end.try_dequeue, end.statistics, lambda: dequeue_any([end]))
+    told = in_child(directory / f"told-{rank}", end, calls)
+    if rank == 0:
+        end.enqueue("after the fork", LIMIT_S)
+        meeting.wait("read")
+    else:
+        assert end.dequeue(LIMIT_S) == "after the fork"
+        meeting.mark("read")
+    end.close()
+    return told
+
+
+def in_child(path: Path, end: Any, calls: Any) -> list[str]:
+    """Call each in a forked child, which closes the end too; return the kinds of errors."""
+    forks = fork_count()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            assert fork_count() == forks + 1
+            kinds = []
+            for call in calls:
+                try:
+                    kinds.append(f"returned {call()}")
+                except UsageError as error:
+                    kinds.append(type(error).__name__ + (" forked" if "forked" in str(error) else ""))
+            end.close()
+            end.close()
+            path.write_text("\n".join(kinds))
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    return path.read_text().splitlines()
+
+
+@pytest.mark.guarantee("B19")
+def test_a_forked_child_can_do_nothing_to_the_queue(ranks2: RankPool) -> None:
+    """In a forked child every call is a `UsageError` and `close` does nothing; the parent goes on undisturbed."""
+    assert ranks2.run(fork_and_try) == [["UsageError forked"] * 3, ["UsageError forked"] * 4]
+
+
+@pytest.mark.guarantee("B14")
+def test_a_hundred_queues_leave_nothing() -> None:
+    """Queues that are made, used and closed one after the other leave no descriptor, mapping, thread or socket."""
+    before = find_sockets()
+    for _ in range(100):
+        with queue(readers=2) as (writer, readers):
+            fill(writer, bytes(9000))
+            assert readers[0].dequeue(1.0) == bytes(9000)
+    assert segments_of() == []
+    assert find_sockets() <= before

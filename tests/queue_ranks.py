@@ -1,0 +1,85 @@
+"""The two ends of a queue in different processes: how a reader gets its handle, and what its calls ended with."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shm_broadcast.errors import CommError
+from shm_broadcast.queue import QueueReader, QueueWriter
+from shm_broadcast.settings import BroadcastSettings
+
+__all__ = ["Meeting", "blob", "ended_with", "offer", "take"]
+
+PATIENCE_S = 30.0
+
+
+class Meeting:
+    """Marks that processes leave for each other in a directory."""
+
+    def __init__(self, directory: Path | str) -> None:
+        """Meet in `directory`."""
+        self._directory = Path(directory)
+
+    def mark(self, name: str, text: str = "") -> None:
+        """Leave a mark, which appears with its text in one step."""
+        new = self._directory / f".{name}"
+        new.write_text(text)
+        new.rename(self._directory / name)
+
+    def has(self, name: str) -> bool:
+        """Tell whether the mark is there."""
+        return (self._directory / name).exists()
+
+    def wait(self, name: str) -> str:
+        """Return the text of a mark when it is there."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not self.has(name):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"nobody left the mark {name!r}")
+            time.sleep(0.002)
+        return (self._directory / name).read_text()
+
+
+def offer(
+    meeting: Meeting, readers: Sequence[int], ring_bytes: int = 1 << 20, writer: int = 0, **settings: Any
+) -> QueueWriter:
+    """Create a queue named after its writer, and leave what its readers need."""
+    made = QueueWriter.create(
+        f"steps:{writer}", readers, BroadcastSettings(ring_bytes=ring_bytes, **settings), writer=writer
+    )
+    meeting.mark(f"queue-{writer}", f"{made.handle.to_bytes(made.key).hex()} {made.key.hex()}")
+    return made
+
+
+def take(meeting: Meeting, rank: int, writer: int = 0, timeout_s: float = PATIENCE_S) -> QueueReader:
+    """Open the end of `rank`."""
+    handle, key = map(bytes.fromhex, meeting.wait(f"queue-{writer}").split())
+    return QueueReader.open(handle, key, rank, timeout_s)
+
+
+def blob(number: int, nbytes: int) -> np.ndarray:
+    """Return bytes that tell their number and their place."""
+    return (np.arange(nbytes, dtype=np.uint32) * 31 + number * 17 + (number >> 8)).astype(np.uint8)
+
+
+def ended_with(call: Callable[[], Any], until: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+    """Call until an error of ours comes; return its kind, the ranks that it names, its text and when it came.
+
+    Stops without an error, with the kind "over", when `until` is true after a call.
+    """
+    try:
+        while True:
+            call()
+            if until():
+                return {"kind": "over"}
+    except CommError as error:
+        ranks = getattr(error, "peers", getattr(error, "missing", ()))
+        return {
+            "kind": type(error).__name__,
+            "ranks": list(ranks),
+            "text": str(error),
+            "at": time.monotonic(),
+        }

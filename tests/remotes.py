@@ -1,0 +1,198 @@
+"""Queues to remote readers over loopback: inside one process, between processes, and over a cable that breaks."""
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+
+from shm_broadcast.endpoint import RemoteKeys, RemoteSettings
+from shm_broadcast.handle import QueueHandle
+from shm_broadcast.queue import QueueReader, QueueWriter
+from shm_broadcast.settings import MIN_RING_BYTES, BroadcastSettings
+from tests.queue_ranks import PATIENCE_S, Meeting, blob, ended_with
+
+__all__ = ["HERE", "Cable", "over", "remote_queue", "share_queue", "slowly", "take_remote"]
+
+HERE = "127.0.0.1"
+
+
+@contextmanager
+def remote_queue(
+    remote: Sequence[int] = (1,),
+    local: Sequence[int] = (),
+    writer: int = 0,
+    warn_after_s: float = 60.0,
+    **remote_settings: Any,
+) -> Iterator[tuple[QueueWriter, dict[int, QueueReader]]]:
+    """Make a queue with all ends in this process; readers by rank."""
+    keys = {rank: RemoteKeys.generate() for rank in remote}
+    with ExitStack() as stack:
+        end = stack.enter_context(
+            QueueWriter.create(
+                "steps",
+                local,
+                BroadcastSettings(ring_bytes=MIN_RING_BYTES, warn_after_s=warn_after_s),
+                writer=writer,
+                remote_readers={rank: pair.public for rank, pair in keys.items()},
+                bind_address=HERE,
+                remote=RemoteSettings(**remote_settings),
+            )
+        )
+        handle = end.handle.to_bytes(end.key)
+        ends = {
+            rank: stack.enter_context(
+                QueueReader.open(handle, end.key, rank, PATIENCE_S, remote_keys=keys.get(rank))
+            )
+            for rank in [*local, *remote]
+        }
+        end.wait_until_ready(PATIENCE_S)
+        yield end, ends
+
+
+def share_queue(
+    meeting: Meeting, remote: Sequence[int], local: Sequence[int] = (), address: str = HERE, **settings: Any
+) -> QueueWriter:
+    """Create a queue from rank 0 for readers in other processes, which first tell their public keys."""
+    made = QueueWriter.create(
+        "steps",
+        local,
+        BroadcastSettings(ring_bytes=1 << 20),
+        writer=0,
+        remote_readers={rank: bytes.fromhex(meeting.wait(f"public-{rank}")) for rank in remote},
+        bind_address=address,
+        remote=RemoteSettings(**settings),
+    )
+    meeting.mark("queue-0", f"{made.handle.to_bytes(made.key).hex()} {made.key.hex()}")
+    return made
+
+
+def take_remote(meeting: Meeting, rank: int) -> QueueReader:
+    """Tell our public key, and open the end of `rank` once the queue is there."""
+    keys = RemoteKeys.generate()
+    meeting.mark(f"public-{rank}", keys.public.hex())
+    handle, key = map(bytes.fromhex, meeting.wait("queue-0").split())
+    return QueueReader.open(handle, key, rank, PATIENCE_S, remote_keys=keys)
+
+
+def slowly(writer: QueueWriter, obj: Any) -> None:
+    """Send an object, and leave some time before the next one."""
+    writer.enqueue(obj)
+    time.sleep(0.01)
+
+
+class Cable:
+    """Carries TCP connections to a port, until it is cut or lets nothing through. A context manager."""
+
+    def __init__(self, port: int) -> None:
+        """Lead to `port`."""
+        self._target = (HERE, port)
+        self._listener = socket.create_server((HERE, 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._pairs: dict[socket.socket, socket.socket] = {}
+        self._lock = threading.Lock()
+        self._is_open = self._is_through = True
+        self.connections = 0
+        self.carried = 0
+        self._thread = threading.Thread(target=self._carry)
+        self._thread.start()
+
+    def _carry(self) -> None:
+        while self._is_open:
+            with self._lock:
+                sockets = [self._listener, *(self._pairs if self._is_through else ())]
+            ready, _, _ = select.select(sockets, [], [], 0.005)
+            with self._lock:
+                for each in ready:
+                    if each is self._listener:
+                        self._join()
+                    elif each in self._pairs:
+                        self._pass_on(each)
+
+    def _join(self) -> None:
+        near, _ = self._listener.accept()
+        far = socket.create_connection(self._target)
+        self._pairs[near], self._pairs[far] = far, near
+        self.connections += 1
+
+    def _pass_on(self, source: socket.socket) -> None:
+        try:
+            data = source.recv(1 << 16)
+            if data:
+                self._pairs[source].sendall(data)
+        except OSError:
+            data = b""
+        self.carried += len(data)
+        if not data:
+            self._drop(source)
+
+    def _drop(self, source: socket.socket) -> None:
+        other = self._pairs.pop(source)
+        del self._pairs[other]
+        source.close()
+        other.close()
+
+    def cut(self) -> None:
+        """Break every connection; new ones are carried again."""
+        with self._lock:
+            while self._pairs:
+                self._drop(next(iter(self._pairs)))
+
+    def block(self) -> None:
+        """Let nothing through any more, without a word to either side."""
+        self._is_through = False
+
+    def __enter__(self) -> Self:
+        """Return the cable."""
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Take it away."""
+        self._is_open = False
+        self._thread.join()
+        self.cut()
+        self._listener.close()
+
+
+def over(cable: Cable, handle: QueueHandle) -> QueueHandle:
+    """Return the handle that leads through a cable."""
+    assert handle.remote is not None
+    return msgspec.structs.replace(handle, remote=msgspec.structs.replace(handle.remote, port=cable.port))
+
+
+def be_a_host(rank: int, directory: Path) -> None:
+    """Send to, or be, a reader on another host, which is killed in the end."""
+    meeting = Meeting(directory)
+    Path(f"/dev/shm/host-{rank}").touch()
+    if rank == 0:
+        with share_queue(meeting, remote=[1], address="10.78.0.1") as writer:
+            writer.wait_until_ready(PATIENCE_S)
+            for number in range(50):
+                writer.enqueue({"number": number, "data": blob(number, number * 20_000)}, PATIENCE_S)
+            meeting.wait("read")
+            meeting.mark("sent")
+            found = ended_with(partial(slowly, writer, None))
+        meeting.mark("writer", f"{found['kind']} {found['ranks']} {os.listdir('/dev/shm')}")
+        return
+    with take_remote(meeting, rank) as end:
+        for number in range(50):
+            message = end.dequeue(PATIENCE_S)
+            assert message["number"] == number
+            assert np.array_equal(message["data"], blob(number, number * 20_000))
+        meeting.mark("read", str(os.listdir("/dev/shm")))
+        meeting.wait("sent")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    be_a_host(int(sys.argv[2]), Path(sys.argv[1]))

@@ -4,6 +4,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 NATIVE := $(wildcard shm_broadcast/csrc/*)
+# Half of the tests wait for processes to die, stop or time out: more of them than cores run at once.
+TEST_WORKERS ?= 4
 PIP := $(PY) -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -31,7 +33,7 @@ check: $(STAMP) ## Lint, types and layer contracts
 	$(VENV)/bin/lint-imports
 
 test: $(STAMP) ## Run the whole test suite (no GPU needed)
-	$(PY) -m pytest
+	$(PY) -m pytest -q -n $(TEST_WORKERS)
 
 clean: ## Remove what the other words made
 	rm -rf $(VENV) build dist *.egg-info */*.so .*_cache .hypothesis

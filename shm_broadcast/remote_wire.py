@@ -105,21 +105,18 @@ def parts_of(message: codec.Message, number: int) -> list[zmq.Frame]:
     Their memory belongs to zmq, is counted there, and is shared by all readers.
     """
     total = message.nbytes
-    if total <= PART_BYTES:
-        pieces: list[bytes | memoryview] = [
-            HEADER.pack(Kind.DATA, VERSION, number, total, 0),
-            *message.segments(),
-        ]
-        return [zmq.Frame(b"".join(pieces), copy=True)]
-    whole = memoryview(message.to_bytes())
-    return [
-        zmq.Frame(
-            HEADER.pack(Kind.DATA, VERSION, number + index, total, offset)
-            + whole[offset : offset + PART_BYTES],
-            copy=True,
-        )
-        for index, offset in enumerate(range(0, total, PART_BYTES))
-    ]
+    segments = iter(message.segments())
+    segment = next(segments)
+    frames = []
+    for index, offset in enumerate(range(0, total, PART_BYTES)):
+        pieces: list[bytes | memoryview] = [HEADER.pack(Kind.DATA, VERSION, number + index, total, offset)]
+        room = min(PART_BYTES, total - offset)
+        while room:
+            segment = segment or next(segments)
+            pieces.append(segment[:room])
+            segment, room = segment[room:], room - len(pieces[-1])
+        frames.append(zmq.Frame(b"".join(pieces), copy=True))
+    return frames
 
 
 _identity_decoder: Final = msgspec.msgpack.Decoder(ProcessIdentity)

@@ -6,7 +6,6 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,8 +38,6 @@ PROTOCOL_VERSION = 1
 
 # How long destroy pauses between two looks at sends that are still in flight.
 FLUSH_PAUSE_S = 0.002
-
-Result = TypeVar("Result")
 
 
 @dataclasses.dataclass

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from coordinator.agreement import View
 from coordinator.process_groups import LOOPBACK
 from shm_broadcast.errors import CapabilityError, InternalError, SettingsError, UsageError
-from shm_broadcast.liveness import ProcessIdentity
 
 _SIOCGIFADDR: Final = 0x8915  # netdevice(7)
 
@@ -158,9 +157,3 @@ def listening_address(views: Mapping[int, View], rank: int) -> str:
                 requirement="an address that the other hosts can reach",
             )
     return views[rank].address
-
-
-def same_host(views: Mapping[int, ProcessIdentity]) -> bool:
-    """Return whether all processes run on one kernel."""
-    first = next(iter(views.values()))
-    return all(first.on_same_host(identity) for identity in views.values())

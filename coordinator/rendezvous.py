@@ -24,7 +24,7 @@ import torch.distributed as dist
 from coordinator import inherited
 from coordinator.agreement import View, agree
 from coordinator.blocking_calls import connect_watched, run_interruptibly
-from coordinator.membership import is_loopback, listening_address, master_endpoint, own_address
+from coordinator.membership import listening_address, master_endpoint, own_address
 from coordinator.process_groups import (
     BACKEND,
     GlooOptions,
@@ -291,10 +291,3 @@ def _connect(meeting: Meeting, backend: str, settings: CoordinatorSettings) -> N
         connect_watched(init, "world", f"connecting the world (rank {rank} of {len(ranks)})", watch)
     finally:
         watch.close()
-
-
-def check_master(host: str) -> None:
-    """Raise if `host` is a loopback address, for callers that know that there are several hosts."""
-    address = socket.gethostbyname(host)
-    if is_loopback(address):
-        raise UsageError(f"the master's address {host} ({address}) cannot be reached from other hosts")

@@ -24,7 +24,7 @@ from device_comm.health import GroupHealth, Operation
 from device_comm.process_group import as_bytes, backend_timeout
 from device_comm.works import CollectiveWork, PointToPointWorks, WaiterThreads
 from shm_broadcast import codec
-from shm_broadcast.errors import CapabilityError, DecodeError, UsageError
+from shm_broadcast.errors import CapabilityError, ClosedError, DecodeError, UsageError
 
 # Receivers post this much for the first message of a frame: a scheduler's step fits many times.
 FIRST_BYTES: Final = 64 << 10
@@ -89,13 +89,22 @@ class CpuGroup:
         """
         self._ranks = tuple(ranks)
         self._rank = rank_in_group
-        self._backend = backend
+        self._open_backend: GlooBackend | None = backend
         self._health = health
         self._timeout_s = timeout_s
         self._threads = WaiterThreads(health.name)
         self._eager: dict[tuple[int, int], _EagerSends] = {}
         self._others = [rank for rank in range(len(self._ranks)) if rank != rank_in_group]
         health.on_abort(self.abort)
+
+    @property
+    def _backend(self) -> GlooBackend:
+        backend = self._open_backend
+        if backend is None:
+            raise ClosedError(
+                f"{self._health.where('a call')}: the group was destroyed while the call was being posted"
+            )
+        return backend
 
     # ------------------------------------------------------------------ collectives
 
@@ -321,12 +330,14 @@ class CpuGroup:
 
     def abort(self) -> None:
         """End everything in flight, here and on the peers."""
-        abort_gloo(self._backend)
+        backend = self._open_backend
+        if backend is not None:
+            abort_gloo(backend)
 
     def flush(self, timeout_s: float) -> None:
         """Wait until the kernel has all that was sent, so that closing the connections loses nothing."""
         deadline = time.monotonic() + timeout_s
-        for (peer, _), sends in self._eager.items():
+        for (peer, _), sends in list(self._eager.items()):
             try:
                 while sends.settling is not None or sends.open:
                     works = sends.settle(self._threads, self._ranks[peer])
@@ -345,4 +356,4 @@ class CpuGroup:
         self._threads.close(timeout_s)
         self._eager.clear()
         # The connections close when the last reference goes; a user may keep the destroyed group.
-        del self._backend
+        self._open_backend = None

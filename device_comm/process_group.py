@@ -7,6 +7,7 @@ computed here, in rank order (`device_comm.reduction`). The price is stated in `
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from datetime import timedelta
@@ -21,7 +22,7 @@ from device_comm.handles import PointToPointHandle
 from device_comm.health import FOREVER_S, GRACE_S, Operation
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from device_comm.works import CollectiveWork, PointToPointWorks, WaiterThreads
-from shm_broadcast.errors import InternalError
+from shm_broadcast.errors import ClosedError, InternalError
 
 # Up to this many bytes per rank an all-reduce is one all-gather and a local sum: one round trip instead
 # of two. Gloo on one host, 2 ranks, medians: 8 KB 390 against 620 us; they meet between 64 and 256 KB.
@@ -67,7 +68,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         super().__init__(context)
         if context.process_group is None:
             raise InternalError(f"{context.name!r}: the general communicator needs a process group")
-        self._group = context.process_group
+        self._open_group: dist.ProcessGroup | None = context.process_group
         self._health = context.health
         self._on_host = self.device.type == "cpu"
         self._threads = WaiterThreads(context.name)
@@ -83,6 +84,18 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             self._health.abort()
         self._threads.close(timeout_s=2.0)
         self._staging = self._staging.new_empty(0)
+        # A user may keep the destroyed group; its connections must not live as long.
+        self._open_group = None
+        self.context = dataclasses.replace(self.context, process_group=None)
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._open_group
+        if group is None:
+            raise ClosedError(
+                f"{self._health.where('a call')}: the group was destroyed while the call was being posted"
+            )
+        return group
 
     # ------------------------------------------------------------------ collectives
 

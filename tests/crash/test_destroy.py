@@ -205,3 +205,25 @@ def destroy_twice_at_once(rank: int, world_size: int, directory: Path) -> bool:
 def test_threads_may_destroy_a_group_at_the_same_time(ranks2: RankPool) -> None:
     """What belongs to it is given back once."""
     assert ranks2.run(destroy_twice_at_once) == [True, True]
+
+
+def destroyed_while_posting(rank: int, world_size: int, directory: Path) -> list[str]:
+    with world(rank, world_size, directory) as first:
+        kinds = []
+        for delay_ms in range(12):
+            group = new_group(first, destroy_timeout_s=0.2)
+            timer = threading.Timer(delay_ms / 1000, group.destroy)
+            timer.start()
+            kind = "NoneType"
+            while kind == "NoneType":
+                kind = outcome_of(lambda: group.isend_object(bytes(1 << 18), 1 - rank))["kind"]  # noqa: B023
+            kinds.append(kind)
+            timer.join()
+            meet(rank, range(world_size), directory, f"destroyed-{delay_ms}")
+        return kinds
+
+
+def test_a_call_that_is_just_being_posted_is_closed_too(ranks2: RankPool) -> None:
+    """Whenever another thread destroys the group, a call ends with `ClosedError`, or learns that the peer left."""
+    for kinds in ranks2.run(destroyed_while_posting):
+        assert set(kinds) <= {"ClosedError", "PeerLostError", "GroupBrokenError"}

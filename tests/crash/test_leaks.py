@@ -15,7 +15,7 @@ from tests.harness import RankPool, run_ranks
 from tests.worlds import meet, new_group, outcome_of, small, world
 
 CYCLES = 30
-BROKEN_CYCLES = 8
+BROKEN_CYCLES = 5
 # The allocator and torch keep some memory the first times; afterwards 30 cycles may add this much.
 WARM_UP = 5
 RSS_GROWTH_BYTES = 16 << 20
@@ -53,11 +53,11 @@ def world_cycle(rank: int, world_size: int, directory: Path, number: int) -> Non
         use(group)
 
 
-def growth(cycle: Callable[[int], None], cycles: int = CYCLES) -> dict[str, Any]:
-    for number in range(WARM_UP):
+def growth(cycle: Callable[[int], None], cycles: int = CYCLES, warm_up: int = WARM_UP) -> dict[str, Any]:
+    for number in range(warm_up):
         cycle(number)
     before, rss = held(), rss_bytes()
-    for number in range(WARM_UP, WARM_UP + cycles):
+    for number in range(warm_up, warm_up + cycles):
         cycle(number)
     return {"before": before, "after": held(), "rss": rss_bytes() - rss}
 
@@ -78,6 +78,19 @@ def groups_in_a_row(rank: int, world_size: int, directory: Path) -> dict[str, An
         return growth(cycle)
 
 
+def kept_groups(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    kept = []
+    with world(rank, world_size, directory) as first:
+
+        def cycle(number: int) -> None:
+            group = new_group(first)
+            use(group)
+            group.destroy()
+            kept.append((group, group.device_communicator))
+
+        return growth(cycle)
+
+
 def broken_groups_in_a_row(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
     with world(rank, world_size, directory) as first:
 
@@ -91,7 +104,7 @@ def broken_groups_in_a_row(rank: int, world_size: int, directory: Path) -> dict[
                 meet(rank, range(world_size), directory, f"verdict-{number}")
 
         # Each takes more than a second: the deadline and its grace.
-        return growth(cycle, BROKEN_CYCLES)
+        return growth(cycle, BROKEN_CYCLES, 2)
 
 
 def assert_nothing_grew(found: list[dict[str, Any]]) -> None:
@@ -111,6 +124,11 @@ def test_thirty_worlds_in_one_process_leave_nothing(ranks2: RankPool) -> None:
 def test_thirty_groups_in_one_world_leave_nothing(ranks2: RankPool) -> None:
     """Creating and destroying groups costs nothing that stays."""
     assert_nothing_grew(ranks2.run(groups_in_a_row, timeout_s=120.0))
+
+
+def test_destroyed_groups_that_somebody_keeps_hold_nothing(ranks2: RankPool) -> None:
+    """The objects live on, and so do their communicators; the connections do not."""
+    assert_nothing_grew(ranks2.run(kept_groups, timeout_s=120.0))
 
 
 def test_groups_that_broke_leave_nothing(ranks2: RankPool) -> None:

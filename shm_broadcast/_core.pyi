@@ -1,7 +1,7 @@
 """Types of the native core. Every function checks its arguments and touches no memory outside them."""
 
 from collections.abc import Callable
-from typing import final
+from typing import Any, Self, final
 
 from typing_extensions import Buffer
 
@@ -16,6 +16,9 @@ FIRST_DATA_CODE: int
 class Window:
     """Bytes at an address, kept alive by an owner; exports a flat, writable buffer."""
 
+    @property
+    def exclusive(self) -> bool:
+        """Whether nothing else uses this memory."""
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
@@ -83,3 +86,51 @@ def ring_state(mapping: Buffer, /) -> tuple[int, int, int, int, tuple[tuple[int,
 
     For each reader: (consumed bytes, messages, time of the last release in ns, parked, state).
     """
+
+NOTHING: object
+
+class RingCorrupt(Exception):
+    """The ring's own words make no sense: nothing behind them can be found."""
+
+class _Port:
+    messages: int
+    nbytes: int
+    waited_ns: int
+
+    @property
+    def arrived_ns(self) -> int:
+        """When the last wait ended with a record, on CLOCK_MONOTONIC."""
+
+    def hold(self, flag: bool, /) -> None:
+        """Let nothing pass while the flag is set."""
+
+    def close(self) -> None:
+        """Let nothing pass any more, and the mapping go when the call that is under way has ended."""
+
+class WritePort(_Port):
+    """The writing end of a ring for what is short and fits at once."""
+
+    def __new__(cls, mapping: Buffer, describe: Callable[[object], tuple[int, object, object]], /) -> Self: ...
+    def send(self, obj: object, /) -> bool:
+        """Encode and publish an object; False, with nothing changed, leaves it to the general way."""
+
+class ReadPort(_Port):
+    """The reading end of a ring."""
+
+    def __new__(
+        cls, mapping: Buffer, reader: int, build: Callable[[int, object, object], object], /
+    ) -> Self: ...
+    @property
+    def is_assembling(self) -> bool:
+        """Whether a message has come in part."""
+
+    def receive(self, spin_ns: int, park_ns: int, nap_ns: int, /) -> Any:
+        """Return the next object, or NOTHING: none came in time, or this end cannot be used.
+
+        Waits for at most `spin_ns` and then `park_ns` for each record, in naps of `nap_ns` unless 0, and lets
+        signal handlers run. RingCorrupt: the ring is unusable. Any
+        other exception is the decoder's: the message is gone, the next one can be read.
+        """
+
+def fork_count() -> int:
+    """Return how many forks lie between the process that loaded this module and this one."""

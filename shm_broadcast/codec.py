@@ -11,7 +11,7 @@ A frame, offsets in bytes, integers of the frame itself little-endian:
 | 16 | 8 | length of the tree, T |
 | 24 | 8 | number of buffers, N |
 | 32 | T | the tree: one msgpack value |
-| next multiple of 8 | 8 N | lengths of the buffers |
+| next multiple of 8 | 8 N | of each buffer: length (low 7 bytes), kind (top byte: 0 data, 1 bytes, 2 bytearray) |
 | next multiple of 64 | each | the buffers, each at a multiple of 64 |
 
 Padding is zero, and nothing follows the last buffer. The tree uses these parts of msgpack and no others: nil,
@@ -41,7 +41,7 @@ import struct
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import msgspec
 
@@ -143,7 +143,7 @@ def encode(obj: object, *, device_tensor: Callable[[Any], object] | None = None)
         UsageError: Something in the tree cannot be carried, the tree contains itself or is deeper than
             `MAX_DEPTH`; the text says where. Nothing was sent.
     """
-    fallback = _describe if device_tensor is None else partial(_describe_device, device_tensor)
+    fallback = describe if device_tensor is None else partial(_describe_device, device_tensor)
     try:
         header, buffers, nbytes = _core.encode(obj, fallback)
     except MemoryError:
@@ -172,12 +172,17 @@ def decode(frame: bytes | bytearray | memoryview, type: Any = None, *, copy: boo
     """
     _check_frame(frame)
     try:
-        value = _core.decode(frame, _build_owned if copy else _build_aliased)
-    except (DecodeError, MemoryError):
-        raise
+        value = _core.decode(frame, build_owned if copy else _build_aliased)
     except Exception as error:
-        raise DecodeError(f"no valid frame: {error}") from error
-    return value if type is None or type is Any else _converted(value, type)
+        raise_decode_error(error)
+    return value if type is None or type is Any else convert(value, type)
+
+
+def raise_decode_error(error: Exception) -> NoReturn:
+    """Raise what `decode` raises for an exception of the native decoder."""
+    if isinstance(error, (DecodeError, MemoryError)):
+        raise error
+    raise DecodeError(f"no valid frame: {error}") from error
 
 
 def _check_frame(frame: object) -> None:
@@ -192,7 +197,8 @@ def _check_frame(frame: object) -> None:
     raise UsageError(f"decode needs one contiguous buffer of bytes, got a {cls.__qualname__}")
 
 
-def _converted(value: Any, wanted: Any) -> Any:
+def convert(value: Any, wanted: Any) -> Any:
+    """Return a decoded value as `decode` does for the type `wanted`; raises as it does."""
     if builtins.type(value) is wanted:
         return value
     try:
@@ -219,7 +225,7 @@ def _load(package: str) -> bool:
     return len(_describers) > before
 
 
-def _describe(obj: object) -> Description:
+def describe(obj: object) -> Description:
     """Return what the native encoder writes for an object that is of no builtin type."""
     cls = type(obj)
     try:
@@ -241,7 +247,7 @@ def _describe_device(device_tensor: Callable[[Any], object], obj: object) -> Des
     if type(obj).__module__ == "torch":
         adapter = importlib.import_module("shm_broadcast.torch_adapter")
     if adapter is None or not adapter.is_device_tensor(obj):
-        return _describe(obj)
+        return describe(obj)
     return Code.SUBSTITUTE, None, device_tensor(obj)
 
 
@@ -277,7 +283,8 @@ def _describer_of(cls: type) -> Describer:
     )
 
 
-def _build_owned(code: int, meta: object, body: object) -> object:
+def build_owned(code: int, meta: object, body: object) -> object:
+    """Build an object that owns its memory, for the native decoder."""
     return _build(code, meta, body, copy=True)
 
 

@@ -18,6 +18,8 @@ from typing import Final, Literal
 
 import msgspec
 
+from shm_broadcast import _core
+
 PeerState = Literal["alive", "stopped", "dead", "unknown"]
 
 # Position of the fields in /proc/PID/stat behind the command name, proc_pid_stat(5): state is field 3
@@ -26,26 +28,13 @@ _STATE: Final = 0
 _START_TIME: Final = 22 - 3
 
 
-class _ForkCounter:
-    """Counts the forks between the process that imported this module and the one that runs now."""
-
-    value = 0
-
-    @classmethod
-    def increment(cls) -> None:
-        cls.value += 1
-
-
-os.register_at_fork(after_in_child=_ForkCounter.increment)
-
-
 def fork_count() -> int:
     """Return how many forks lie between the process that imported this module and this one.
 
     An object that stores the value at its creation can tell later that it lives in a forked child,
     at the price of one integer comparison.
     """
-    return _ForkCounter.value
+    return _core.fork_count()
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True):

@@ -115,12 +115,12 @@ def _build_array(meta: object, body: Any, copy: bool) -> np.ndarray[Any, Any]:
     shape = checked_shape(parts[1:], dtype.itemsize, len(body))
     if len(body) == 0:
         return np.empty(shape, dtype)
-    if copy or not isinstance(body, _core.Window):
+    if not isinstance(body, _core.Window) or (copy and not body.exclusive):
         array: np.ndarray[Any, Any] = np.empty(shape, dtype)
         array.reshape(-1).view(np.uint8)[:] = np.frombuffer(body, np.uint8)  # padding included
     else:
         array = np.ndarray(shape, dtype, buffer=memoryview(body))
-        array.flags.writeable = False
+        array.flags.writeable = body.exclusive
     return array
 
 

@@ -59,6 +59,7 @@ class QueueWriter:
         self._ring = ring
         self._remote = remote
         self._handover = handover
+        self._send = ring.send if isinstance(remote, NoRemote) else _leave_it
 
     @classmethod
     def create(
@@ -162,6 +163,8 @@ class QueueWriter:
             PeerLostError: A reader whose room is needed, or any remote one, is gone. The queue is unusable.
             ClosedError: The queue was closed.
         """
+        if self._send(obj):
+            return
         message = codec.encode(obj)
         # Room at the remote readers first, which sends nothing: a message goes to all readers or to none.
         left = self._remote.reserve(message.nbytes, timeout_s)
@@ -190,6 +193,11 @@ class QueueWriter:
     def __repr__(self) -> str:
         """Name the queue; never its key."""
         return f"<QueueWriter {self.handle.name!r} to ranks {_ranks(self.handle)}>"
+
+
+def _leave_it(_obj: object) -> bool:
+    """Leave every message to the general way: where readers are remote, a message goes to all of them or to none."""
+    return False
 
 
 def _offer_ring(

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import mmap
-import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, NoReturn
 
@@ -45,6 +44,7 @@ class RingEnd:
     """What both ends share."""
 
     role: str
+    _port: _core.WritePort | _core.ReadPort
 
     def __init__(
         self,
@@ -75,13 +75,10 @@ class RingEnd:
         # Held by every call, so that `close` from another thread lets the memory go behind them; re-entrant,
         # as a lease may be closed from inside.
         self._calls = threading.RLock()
-        self._messages = 0
-        self._nbytes = 0
         self._waits = 0
-        self._waited_ns = 0
 
     def _where(self, call: str) -> str:
-        return f"{call} on queue {self.name!r} ({self.role}, message #{self._messages + 1})"
+        return f"{call} on queue {self.name!r} ({self.role}, message #{self._port.messages + 1})"
 
     def check(self, call: str) -> None:
         """Raise unless this end can be used by this process now."""
@@ -119,8 +116,9 @@ class RingEnd:
             # Another thread has closed this end meanwhile, or there is no ring any more.
             self.check("statistics")
             self._raise_corrupt("statistics", error)
+        port = self._port
         return QueueStatistics(
-            self._messages, self._nbytes, self._waits, self._waited_ns / 1e9, capacity, readers
+            port.messages, port.nbytes, self._waits, port.waited_ns / 1e9, capacity, readers
         )
 
     def _describe_reader(self, reader: ReaderStatistics) -> str:
@@ -142,6 +140,7 @@ class RingEnd:
         raise corrupt from (error if isinstance(error, BaseException) else None)
 
     def _fail(self, error: BaseException) -> None:
+        self._port.hold(True)
         if self._cause is None:
             self._cause = error
 
@@ -155,6 +154,7 @@ class RingEnd:
     def _release_memory(self) -> None:
         """Let the mapping go; views of it that a lease left behind keep it until they die."""
         self._watch.close()
+        self._port.close()
         self._memory = _NOTHING
         self._segment.close()
         # The calls in its traceback may hold windows on the memory.
@@ -173,12 +173,28 @@ class RingWriter(RingEnd):
     """The writing end of a ring."""
 
     role = "writer"
+    _port: _core.WritePort
+
+    def __init__(
+        self,
+        name: str,
+        segment: Segment,
+        ranks: tuple[int, ...],
+        watch: PeerWatch,
+        settings: BroadcastSettings,
+    ) -> None:
+        """Write into a formatted segment; see `RingEnd`."""
+        super().__init__(name, segment, ranks, watch, settings)
+        self._port = _core.WritePort(self._memory, codec.describe)
+        # Sends what is short and fits at once; False leaves it to `write`.
+        self.send = self._port.send
 
     def write(self, message: codec.Message, timeout_s: float | None) -> None:
         """Publish a message; return when every byte of it is in the ring."""
         total = message.nbytes
         with self._calls:
             self.check("enqueue")
+            self._port.hold(True)
             try:
                 done = _core.ring_write(self._memory, message.header, message.buffers, 0, 0, 0)
                 if done < total:
@@ -192,11 +208,13 @@ class RingWriter(RingEnd):
                 if total > _core.ring_facts(self._memory)[3]:
                     self._fail(error)
                 raise
+            finally:
+                self._port.hold(self._cause is not None)
             if self._closing:
                 # The other thread may have ended the queue before this message was in it.
                 raise ClosedError(f"{self._where('enqueue')}: the queue was closed during the call")
-            self._messages += 1
-            self._nbytes += total
+            self._port.messages += 1
+            self._port.nbytes += total
 
     def _write_rest(self, message: codec.Message, done: int, timeout_s: float | None) -> None:
         start = time.monotonic()
@@ -229,7 +247,7 @@ class RingWriter(RingEnd):
                 self._fail(error)
             raise
         finally:
-            self._waited_ns += int((time.monotonic() - start) * 1e9)
+            self._port.waited_ns += int((time.monotonic() - start) * 1e9)
 
     def raise_if_lost(self, call: str) -> None:
         """Raise `PeerLostError` if a reader has died or has closed its end. Does not wait."""
@@ -310,118 +328,105 @@ class RingReader(RingEnd):
         self._index = index
         self._writer = writer
         self._pacer = Pacer(settings.wait)
+        self._noted_ns = 0
         self._is_leasing = False
-        # A message that comes in parts: its number, its bytes, and how many of them are there. It outlives a
-        # call whose time is up; the next call goes on with it.
-        self._number = 0
-        self._frame: bytearray | None = None
-        self._filled = 0
         self._looked_ns = 0
+        self._port = _core.ReadPort(self._memory, index, codec.build_owned)
         _core.ring_attach(self._memory, index)
 
-    def read(self, timeout_s: float | None, type_: Any) -> Any:
+    def read(self, timeout_s: float | None = None, type_: Any = None) -> Any:
         """Wait for the next message, copy it out and return its object."""
-        with self._calls:
-            self.check("dequeue")
-            return self._decode(self._next("dequeue", timeout_s), type_)
+        try:
+            with self._calls:
+                value = self._port.receive(0, 0, 0)
+                if value is _core.NOTHING:
+                    value = self._await("dequeue", timeout_s, self._port.receive)
+        except (CommError, _core.RingCorrupt) as error:
+            self._raise("dequeue", error)
+        except Exception as error:
+            codec.raise_decode_error(error)
+        return value if type_ is None else codec.convert(value, type_)
 
     def try_read(self) -> tuple[bool, Any]:
         """Return (True, the next object), or (False, None) if it is not there, or not whole yet."""
-        with self._calls:
-            self.check("try_dequeue")
-            message = self._next("try_dequeue", 0.0, waits=False)
-            return (False, None) if message is None else (True, self._decode(message, None))
-
-    def _decode(self, message: _core.Window | bytearray, type_: Any) -> Any:
-        if isinstance(message, bytearray):
-            return codec.decode(message, type_)
         try:
-            return codec.decode(memoryview(message), type_)
-        finally:
-            _core.ring_release(self._memory, self._index)
+            with self._calls:
+                value = self._port.receive(0, 0, 0)
+                if value is not _core.NOTHING:
+                    return True, value
+                self._check_lease("try_dequeue")
+                self._check_end("try_dequeue", self._status("try_dequeue"))
+                self._look_rarely("try_dequeue")
+                return False, None
+        except (CommError, _core.RingCorrupt) as error:
+            self._raise("try_dequeue", error)
+        except Exception as error:
+            codec.raise_decode_error(error)
+
+    def _raise(self, call: str, error: CommError | _core.RingCorrupt) -> NoReturn:
+        if isinstance(error, CommError):
+            raise error
+        self._raise_corrupt(call, error)
 
     @contextmanager
     def lease(self, timeout_s: float | None) -> Iterator[Any]:
         """Yield the next object without copying its arrays and tensors, which alias the ring until the end."""
         with self._calls:
-            self.check("lease")
             memory, index = self._memory, self._index
-            message = self._next("lease", timeout_s)
-            if isinstance(message, bytearray):
-                # It came in parts, so there is one copy already, which nothing else uses.
-                yield codec.decode(message, copy=False)
+            self._check_lease("lease")
+            if self._status("lease") != _DATA:
+                self._await("lease", timeout_s, self._wait)
+            window = self._take_whole("lease")
+            if window is None:
+                # It comes in parts, so there will be one copy, which nothing else uses.
+                yield self.read(timeout_s)
                 return
             self._is_leasing = True
+            self._port.hold(True)
             try:
-                yield codec.decode(memoryview(message), copy=False)
+                yield codec.decode(memoryview(window), copy=False)
             finally:
                 self._is_leasing = False
+                self._port.hold(self._cause is not None)
                 _core.ring_release(memory, index)
 
-    def _next(self, call: str, timeout_s: float | None, *, waits: bool = True) -> Any:
-        """Return the next message: a window on the ring, to be released, or the bytes of one that came in parts.
-
-        None if the call does not wait and the message is not whole yet.
-        """
-        if self._is_leasing:
-            raise UsageError(f"{self._where(call)}: a lease is open; what it lent is still the next message")
-        limit = None if timeout_s is None else time.monotonic_ns() + int(timeout_s * 1e9)
+    def _take_whole(self, call: str) -> _core.Window | None:
+        """Return a window on the next message, which is there; None if it comes in parts."""
+        if self._port.is_assembling:
+            return None
         try:
-            while True:
-                # The writer is filling the next part right now: that takes less than a sleep.
-                spin_ns = SHORT_SPIN_NS * 4 if self._frame is not None and waits else 0
-                status = _core.ring_wait(self._memory, self._index, spin_ns, 0)
-                if status == 0 and not waits:
-                    self._look_rarely(call)
-                    return None
-                if status != _DATA:
-                    self._await(call, limit, timeout_s)
-                message = self._take(call)
-                if message is not None:
-                    return message
-        except CommError:
-            raise
+            window, flags, _, total = _core.ring_take(self._memory, self._index)
+        except ValueError as error:
+            self._raise_corrupt(call, error)
+        if flags != 0:
+            return None
+        self._port.messages += 1
+        self._port.nbytes += total
+        return window
+
+    def _wait(self, spin_ns: int, park_ns: int, _nap_ns: int) -> object:
+        """Wait as `receive` does, but take nothing."""
+        park_ns = min(park_ns, SLICE_NS)
+        status = _core.ring_wait(self._memory, self._index, spin_ns, park_ns)
+        return None if status == _DATA else _core.NOTHING
+
+    def _status(self, call: str) -> int:
+        """Return _DATA, _ENDED or 0; raise if this end cannot be used."""
+        self.check(call)
+        try:
+            return _core.ring_wait(self._memory, self._index, 0, 0)
         except ValueError as error:
             self._raise_corrupt(call, error)
 
-    def _take(self, call: str) -> _core.Window | bytearray | None:
-        """Return the record that is there, or the message that it completes; None for a part before the last.
+    def _check_lease(self, call: str) -> None:
+        if self._is_leasing:
+            raise UsageError(
+                f"{self._where(call)}: a lease is open; what it lent is still the next message"
+            )
 
-        A call of its own, so that an error raised by a wait for the next part holds no window on the memory.
-        """
-        window, flags, number, total = _core.ring_take(self._memory, self._index)
-        message: _core.Window | bytearray | None = window
-        if flags != 0 or self._frame is not None:
-            message = self._add_part(call, window, flags, number, total)
-        if message is not None:
-            self._messages += 1
-            self._nbytes += total
-        return message
-
-    def _add_part(
-        self, call: str, window: _core.Window, flags: int, number: int, total: int
-    ) -> bytearray | None:
-        """Copy one part of a message and give it back; return the message when that was the last part."""
-        end = self._filled + len(window)
-        has_begun = self._frame is not None
-        if has_begun and (number != self._number or total != len(self._frame or b"")):
-            self._raise_corrupt(call, "a message ends before its last part")
-        if flags == 0 or end > total or total > sys.maxsize or (end == total) != (flags != _core.RING_PART):
-            self._raise_corrupt(call, "parts of a message do not fit together")
-        if self._frame is None:
-            self._number, self._frame = number, bytearray(total)
-        try:
-            self._frame[self._filled : end] = memoryview(window)
-            _core.ring_release(self._memory, self._index)
-            self._filled = end
-        except BaseException as error:
-            # A signal between the copy and its account: nobody can tell any more what is there.
-            self._fail(error)
-            raise
-        if end < total:
-            return None
-        frame, self._frame, self._filled = self._frame, None, 0
-        return frame
+    def _check_end(self, call: str, status: int) -> None:
+        if status == _ENDED:
+            raise ClosedError(f"{self._where(call)}: the writer closed the queue")
 
     def _look_rarely(self, call: str) -> None:
         """Raise if the writer is lost; looks once in a slice, as a caller may ask a million times a second."""
@@ -433,7 +438,7 @@ class RingReader(RingEnd):
     @property
     def messages(self) -> int:
         """How many messages this end has read."""
-        return self._messages
+        return self._port.messages
 
     def place(self) -> tuple[mmap.mmap, int]:
         """Return the mapping and this reader's place in it, for waiting on several rings at once."""
@@ -443,29 +448,37 @@ class RingReader(RingEnd):
         """Return whether a message is there. Does not wait."""
         return _core.ring_wait(self._memory, self._index, 0, 0) == _DATA
 
-    def _await(self, call: str, limit: int | None, timeout_s: float | None) -> None:
-        start = time.monotonic_ns()
+    def _await(self, call: str, timeout_s: float | None, take: Callable[[int, int, int], Any]) -> Any:
+        """Return what `take` returns, called until that is something; it waits for as long as it is told.
+
+        What happens behind a message's arrival counts, so what can be is done before the next wait.
+        """
+        self._check_lease(call)
+        self._check_end(call, self._status(call))
+        if self._noted_ns != self._port.arrived_ns:
+            self._noted_ns = self._port.arrived_ns
+            self._pacer.arrived(self._noted_ns)
+        start = now = time.monotonic_ns()
+        limit = None if timeout_s is None else start + int(timeout_s * 1e9)
         next_warning = self._settings.warn_after_s
-        now = start
         self._waits += 1
         while True:
-            spin_ns, park_ns = self._pacer.next_stage(now)
+            spin_ns, park_ns, nap_ns = self._pacer.next_stage(now)
             if limit is not None:
                 left = max(limit - now, 0)
                 spin_ns, park_ns = min(spin_ns, left), min(park_ns, left)
-            status = _core.ring_wait(self._memory, self._index, spin_ns, park_ns)
-            before, now = now, time.monotonic_ns()
-            self._waited_ns += now - before
-            if status == _DATA:
-                self._pacer.arrived(now)
-                return
+            value = take(spin_ns, park_ns, nap_ns)
+            if value is not _core.NOTHING:
+                return value
+            now = time.monotonic_ns()
             if self._closing:
                 raise ClosedError(f"{self._where(call)}: the queue was closed while the call waited")
-            if status == _ENDED:
-                raise ClosedError(f"{self._where(call)}: the writer closed the queue")
-            self.raise_if_lost(call)
+            status = self._status(call)
+            self._check_end(call, status)
+            if status != _DATA:
+                self.raise_if_lost(call)
             if limit is not None and now >= limit:
-                what = "message" if self._frame is None else "end of the message"
+                what = "end of the message" if self._port.is_assembling else "message"
                 raise CommTimeoutError(
                     f"{self._where(call)}: no {what} from {self._describe_writer()} within {timeout_s:.1f} s",
                     missing=() if self._writer < 0 else (self._writer,),

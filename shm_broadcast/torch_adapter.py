@@ -62,7 +62,7 @@ def _build_tensor(meta: object, body: Any, copy: bool) -> torch.Tensor:
     if dtype is None:
         raise DecodeError(f"a tensor of an unknown dtype {parts[:1]!r:.200}")
     shape = checked_shape(parts[1:], dtype.itemsize, len(body))
-    if copy or not isinstance(body, _core.Window) or len(body) == 0:
+    if not isinstance(body, _core.Window) or (copy and not body.exclusive) or len(body) == 0:
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
         _core.copy_into(tensor.data_ptr(), len(body), body)
         return tensor

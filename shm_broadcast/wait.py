@@ -9,49 +9,67 @@ from typing import Final, NamedTuple
 
 from shm_broadcast.settings import WaitMode
 
-# One sleep lasts at most this long: then signals, dead peers and deadlines are looked for. Ctrl-C must
-# interrupt within 0.2 s, death must be noticed within 1 s. Ten wake-ups a second cost 0.02 % of a core.
+# One wait without looking around lasts at most this long: what a writer or a reader of several queues sleeps, which
+# must see signals within 0.2 s. Ten wake-ups a second cost 0.02 % of a core.
 SLICE_NS: Final = 100_000_000
+
+# A reader looks for signals in between, in the native core. Dead peers and deadlines are looked for at the end:
+# death must be noticed within 1 s.
+READER_SLICE_NS: Final = 400_000_000
 
 # Polling this long is cheaper for both sides than a sleep and a wake-up, 5 to 20 us of processor time.
 SHORT_SPIN_NS: Final = 15_000
 
 # Linux rounds sleeps of ordinary threads up by as much as 50 us (timer slack, prctl(2)), and waking
 # takes some more: the reader gets up this much before it wants to look.
-RISE_NS: Final = 90_000
+RISE_NS: Final = 100_000
 
-# The part of the time between two messages that may be spent polling for an expected one. A reader that
-# polls for 1/12 uses 8 % of a core at most, half of it on average, as it stops when the message comes.
-POLLED_PART: Final = 12
-LONGEST_WATCH_NS: Final = 1_500_000
+# The part of the time between two messages that may be spent polling for an expected one: 1/5, and 600 us, which
+# are 3 % of 20 ms. A third of that is used, as polling stops when the message comes.
+POLLED_PART: Final = 5
+LONGEST_WATCH_NS: Final = 600_000
 
-# The next message is awaited this many average deviations around the time when it is due.
-_DEVIATIONS: Final = 3
+# A message is awaited from so many average deviations before it is due until so many after, and this long at least.
+_EARLY: Final = 3
+_LATE: Final = 4
+_LEAST_EARLY_NS: Final = 50_000
 
 # Weight of the latest gap in the running averages, as a shift: 1/4 follows a change within a few steps.
 _SHIFT: Final = 2
 # So many gaps must have been seen before anything is expected.
 _SAMPLES: Final = 3
+# One gap counts as no more than so many deviations (and this many ns) off the average: a single pause, or a
+# machine that stood still for a moment, does not spoil what is known.
+_CLIPPED: Final = 4
+_LEAST_CLIP_NS: Final = 20_000
+
+# Where nothing can be expected the reader naps: it gets up for a moment when another 1/16 of the time since the last
+# message has passed. That halves the 90th percentile of the latency (40 us instead of 70 with gaps of 5 ms), as the
+# core does not fall into its deepest sleep, and costs 2 % of a core at gaps of 5 ms and nothing when idle.
+_NAP_SHIFT: Final = 4
+SHORTEST_NAP_NS: Final = 500_000
+# After so long without a message it sleeps soundly.
+NAPPING_NS: Final = 100_000_000
 
 
 class Stage(NamedTuple):
-    """One stage of a wait: poll for `spin_ns`, then sleep for at most `park_ns`; both may be 0."""
+    """One stage of a wait: poll for `spin_ns`, then sleep for at most `park_ns`, in naps of `nap_ns` unless 0."""
 
     spin_ns: int
     park_ns: int
+    nap_ns: int = 0
 
 
-_SPIN_STAGE: Final = Stage(SLICE_NS, 0)
-_PARK_STAGE: Final = Stage(0, SLICE_NS)
-_SHORT_STAGE: Final = Stage(SHORT_SPIN_NS, SLICE_NS)
+_SPIN_STAGE: Final = Stage(READER_SLICE_NS, 0)
+_PARK_STAGE: Final = Stage(0, READER_SLICE_NS)
 
 
 class Pacer:
     """Learns the time between messages and says what to do until the next one.
 
     `adaptive` expects the next message one average gap after the last. It sleeps until shortly before,
-    polls while the message is due, and sleeps again if it does not come. How long it polls follows from
-    how regular the gaps are: where that would take too long, it polls only briefly and then sleeps.
+    polls while the message is due, and naps if it does not come. How long it polls follows from
+    how regular the gaps are: where that would take too long, it polls only briefly and then naps.
     """
 
     def __init__(self, mode: WaitMode) -> None:
@@ -68,11 +86,12 @@ class Pacer:
         if self._last_ns:
             gap = now_ns - self._last_ns
             if self._samples == 0:
-                self._gap_ns, self._deviation_ns = gap, gap
+                self._gap_ns, self._deviation_ns = gap, gap >> _SHIFT
             else:
-                off = abs(gap - self._gap_ns)
-                self._gap_ns += (gap - self._gap_ns) >> _SHIFT
-                self._deviation_ns += (off - self._deviation_ns) >> _SHIFT
+                most = max(_CLIPPED * self._deviation_ns, _LEAST_CLIP_NS)
+                off = min(max(gap - self._gap_ns, -most), most)
+                self._gap_ns += off >> _SHIFT
+                self._deviation_ns += (abs(off) - self._deviation_ns) >> _SHIFT
             self._samples += 1
         self._last_ns = now_ns
         self._has_spun = False
@@ -83,16 +102,22 @@ class Pacer:
             return _SPIN_STAGE
         if self._mode == "park":
             return _PARK_STAGE
-        watch = min(_DEVIATIONS * self._deviation_ns, LONGEST_WATCH_NS)
-        if self._samples >= _SAMPLES and 2 * watch + SHORT_SPIN_NS <= self._gap_ns // POLLED_PART:
+        early = max(_EARLY * self._deviation_ns, _LEAST_EARLY_NS)
+        late = max(_LATE * self._deviation_ns, _LEAST_EARLY_NS)
+        watch = RISE_NS + early + late
+        if self._samples >= _SAMPLES and watch <= min(self._gap_ns // POLLED_PART, LONGEST_WATCH_NS):
             due = self._last_ns + self._gap_ns
-            until_open = due - watch - RISE_NS - now_ns
-            if until_open > SHORT_SPIN_NS:
-                return Stage(0, min(until_open, SLICE_NS))
-            if now_ns < due + watch:
+            until_rise = due - early - RISE_NS - now_ns
+            if until_rise > SHORT_SPIN_NS:
+                return Stage(0, min(until_rise, READER_SLICE_NS))
+            until_late = due + late - now_ns
+            if until_late > 0:
                 self._has_spun = True
-                return Stage(due + watch - now_ns, SLICE_NS)
-        if self._has_spun:
-            return _PARK_STAGE
+                return Stage(until_late, SHORTEST_NAP_NS)
+        spin_ns = 0 if self._has_spun else SHORT_SPIN_NS
         self._has_spun = True
-        return _SHORT_STAGE
+        elapsed = now_ns - self._last_ns if self._last_ns else NAPPING_NS
+        if elapsed >= NAPPING_NS:
+            return Stage(spin_ns, READER_SLICE_NS)
+        nap_ns = max(elapsed >> _NAP_SHIFT, SHORTEST_NAP_NS)
+        return Stage(spin_ns, 4 * nap_ns, nap_ns)

@@ -48,6 +48,12 @@ enum Code : uint8_t {
     kLastCode = 127,
 };
 
+// What a buffer becomes, in the top byte of its entry in the table: whoever gets a frame in parts can make room for
+// its buffers before they arrive.
+enum FarKind : uint8_t { kDataKind = 0, kBytesKind = 1, kByteArrayKind = 2 };
+inline constexpr int kKindShift = 56;
+inline constexpr uint64_t kLengthMask = (uint64_t{1} << kKindShift) - 1;
+
 inline constexpr size_t aligned(size_t offset, size_t to = kAlignment) { return (offset + to - 1) & ~(to - 1); }
 
 template <typename T>
@@ -144,8 +150,8 @@ PyObject* write_frame(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* window(PyObject*, PyObject* const* args, Py_ssize_t count);
 PyObject* copy_into(PyObject*, PyObject* const* args, Py_ssize_t count);
 
-// A window on `nbytes` at `address` that keeps `owner` alive.
-PyObject* make_window(PyObject* owner, unsigned char* address, size_t nbytes);
+// A window on `nbytes` at `address` that keeps `owner` alive; `exclusive`: nothing else uses these bytes.
+PyObject* make_window(PyObject* owner, unsigned char* address, size_t nbytes, bool exclusive);
 
 // Adds the codec's functions, constants and types to the module; -1 with an exception on failure.
 int add_codec(PyObject* module);

@@ -1,7 +1,7 @@
 // Frames to object trees. Nothing in a frame is trusted: every length is compared with the bytes that are
 // left before anything is allocated, each byte of the prefix and the table is read once, and all containers
 // together may not claim more entries than the tree has bytes.
-#include "codec.hpp"
+#include "decoder.hpp"
 
 namespace codec {
 namespace {
@@ -37,80 +37,7 @@ PyObject* cached_string(const unsigned char* data, size_t nbytes) {
     return string;
 }
 
-class Decoder {
-public:
-    Decoder(PyObject* frame, PyObject* hook) : frame_(frame), hook_(hook) {}
-    ~Decoder() { Py_XDECREF(owner_); }
-    PyObject* run();
-
-private:
-    struct Bytes {
-        const unsigned char* data;
-        size_t nbytes;
-    };
-
-    bool prefix();
-    bool zeros(const unsigned char* from, size_t nbytes);
-    PyObject* value(int depth);
-    PyObject* string(size_t nbytes);
-    PyObject* blob(size_t nbytes);
-    PyObject* list(size_t entries, int depth);
-    PyObject* tuple(size_t entries, int depth);
-    PyObject* set(size_t entries, bool frozen, int depth);
-    PyObject* dict(size_t entries, int depth);
-    PyObject* key(int depth);
-    PyObject* extension(int depth);
-    PyObject* extended(uint8_t code, int depth);
-    PyObject* hooked(uint8_t code, int depth);
-    PyObject* data();
-    PyObject* window(const Bytes& bytes);
-    bool far(Bytes* bytes);
-    bool array_head(size_t* entries);
-    bool claim(size_t entries, size_t each);
-    bool enter(int depth);
-    PyObject* refuse(const char* what);
-    size_t left() const { return static_cast<size_t>(end_ - at_); }
-    size_t position() const { return static_cast<size_t>(at_ - start_); }
-
-    template <typename T>
-    bool take(T* value) {
-        if (left() < sizeof(T)) return refuse("the bytes end inside a value") != nullptr;
-        T wire;
-        std::memcpy(&wire, at_, sizeof(T));
-        at_ += sizeof(T);
-        *value = swapped(wire);
-        return true;
-    }
-    template <typename T>
-    bool length(size_t* nbytes) {
-        T wire = 0;
-        if (!take(&wire)) return false;
-        *nbytes = wire;
-        return true;
-    }
-    template <typename T>
-    PyObject* natural() {
-        T wire = 0;
-        return take(&wire) ? PyLong_FromUnsignedLongLong(wire) : nullptr;
-    }
-    template <typename Wire, typename T>
-    PyObject* integer() {
-        Wire wire = 0;
-        return take(&wire) ? PyLong_FromLongLong(static_cast<T>(wire)) : nullptr;
-    }
-
-    PyObject* frame_;
-    PyObject* hook_;
-    PyObject* owner_ = nullptr;  // a memoryview of the frame, made for the first window
-    View view_;
-    const unsigned char* start_ = nullptr;
-    const unsigned char* at_ = nullptr;
-    const unsigned char* end_ = nullptr;
-    const unsigned char* table_ = nullptr;  // lengths of the buffers not taken yet
-    uint64_t buffers_left_ = 0;
-    size_t offset_ = 0;     // end of the last buffer taken
-    size_t unclaimed_ = 0;  // entries that containers may still claim
-};
+}  // namespace
 
 PyObject* Decoder::refuse(const char* what) {
     PyErr_Format(PyExc_ValueError, "byte %zu: %s", position(), what);
@@ -135,20 +62,19 @@ bool Decoder::zeros(const unsigned char* from, size_t nbytes) {
 }
 
 bool Decoder::prefix() {
-    if (!view_.acquire(frame_)) return false;
-    const size_t nbytes = view_.size();
-    start_ = at_ = end_ = view_.data();
-    if (nbytes < sizeof(Prefix)) return refuse("shorter than the prefix of a frame") != nullptr;
+    const size_t nbytes = total_;
+    at_ = end_ = start_;
+    if (readable_ < sizeof(Prefix)) return refuse("shorter than the prefix of a frame") != nullptr;
     Prefix prefix;
     std::memcpy(&prefix, start_, sizeof(prefix));
     if (prefix.magic != kMagic) return refuse("no frame of this codec (magic)") != nullptr;
     if (prefix.version != kVersion) return refuse("a frame of another version of the codec") != nullptr;
     if (prefix.flags != 0 || prefix.reserved != 0) return refuse("unknown flags") != nullptr;
     if (prefix.total != nbytes) return refuse("the frame's length is not the one in its prefix") != nullptr;
-    if (prefix.tree > nbytes - sizeof(Prefix)) return refuse("the tree is longer than the frame") != nullptr;
+    if (prefix.tree > readable_ - sizeof(Prefix)) return refuse("the tree is longer than the frame") != nullptr;
     const size_t tree_end = sizeof(Prefix) + prefix.tree;
     const size_t table = aligned(tree_end, 8);
-    if (table > nbytes || prefix.buffers > (nbytes - table) / 8) {
+    if (table > readable_ || prefix.buffers > (readable_ - table) / 8) {
         return refuse("the table of buffers is longer than the frame") != nullptr;
     }
     at_ = start_ + sizeof(Prefix);
@@ -166,21 +92,28 @@ PyObject* Decoder::run() {
     if (!result) return nullptr;
     if (at_ != end_) return refuse("bytes after the end of the value");
     if (buffers_left_ != 0) return refuse("a buffer that the tree does not use");
-    if (offset_ != view_.size()) return refuse("bytes after the last buffer");
+    if (offset_ != total_) return refuse("bytes after the last buffer");
     return result.release();
 }
 
 // Takes the next out-of-band buffer. They are used in order, each once.
-bool Decoder::far(Bytes* bytes) {
+bool Decoder::far(Taken* taken, FarKind kind) {
     if (buffers_left_ == 0) return refuse("the tree uses a buffer that the frame does not have") != nullptr;
-    uint64_t nbytes = 0;
-    std::memcpy(&nbytes, table_, sizeof(nbytes));
-    table_ += sizeof(nbytes);
+    uint64_t entry = 0;
+    std::memcpy(&entry, table_, sizeof(entry));
+    table_ += sizeof(entry);
     --buffers_left_;
+    if (entry >> kKindShift != kind) return refuse("a buffer of another kind than the tree says") != nullptr;
+    const uint64_t nbytes = entry & kLengthMask;
     const size_t from = aligned(offset_);
-    if (from > view_.size() || nbytes > view_.size() - from) return refuse("a buffer ends after the frame") != nullptr;
-    if (!zeros(start_ + offset_, from - offset_)) return false;
-    *bytes = {start_ + from, static_cast<size_t>(nbytes)};
+    if (from > total_ || nbytes > total_ - from) return refuse("a buffer ends after the frame") != nullptr;
+    if (far_ == nullptr) {
+        if (!zeros(start_ + offset_, from - offset_)) return false;
+        *taken = {{start_ + from, static_cast<size_t>(nbytes)}, nullptr};
+    } else {
+        *taken = {{far_->data, far_->nbytes}, far_->object};
+        ++far_;
+    }
     offset_ = from + static_cast<size_t>(nbytes);
     return true;
 }
@@ -329,22 +262,29 @@ bool Decoder::array_head(size_t* entries) {
 
 PyObject* Decoder::extended(uint8_t code, int depth) {
     size_t entries = 0;
-    Bytes bytes{nullptr, 0};
     switch (code) {
         case kTuple: return array_head(&entries) ? tuple(entries, depth) : nullptr;
         case kSet: return array_head(&entries) ? set(entries, false, depth) : nullptr;
         case kFrozenSet: return array_head(&entries) ? set(entries, true, depth) : nullptr;
-        case kByteArray: bytes = {at_, left()}; break;
+        case kByteArray:
         case kFarBytes:
         case kFarByteArray:
-            if (!far(&bytes)) return nullptr;
-            break;
-        case kSurrogates: bytes = {at_, left()}; break;
+        case kSurrogates: return raw(code);
         default: return hooked(code, depth);
     }
-    const char* data = reinterpret_cast<const char*>(bytes.data);
-    const Py_ssize_t nbytes = static_cast<Py_ssize_t>(bytes.nbytes);
-    if (code == kByteArray || code == kSurrogates) at_ = end_;
+}
+
+// Builds what consists of bytes alone.
+PyObject* Decoder::raw(uint8_t code) {
+    Taken taken{{at_, left()}, nullptr};
+    if (code == kFarBytes || code == kFarByteArray) {
+        if (!far(&taken, code == kFarBytes ? kBytesKind : kByteArrayKind)) return nullptr;
+        if (taken.object != nullptr) return Ref::borrowed(taken.object).release();
+    } else {
+        at_ = end_;
+    }
+    const char* data = reinterpret_cast<const char*>(taken.bytes.data);
+    const Py_ssize_t nbytes = static_cast<Py_ssize_t>(taken.bytes.nbytes);
     if (code == kFarBytes) return PyBytes_FromStringAndSize(data, nbytes);
     if (code == kSurrogates) return PyUnicode_DecodeUTF8(data, nbytes, "surrogatepass");
     return PyByteArray_FromStringAndSize(data, nbytes);
@@ -372,21 +312,20 @@ PyObject* Decoder::data() {
     if (!take(&tag)) return nullptr;
     if (tag == 0xc5) return length<uint16_t>(&nbytes) ? blob(nbytes) : nullptr;
     if (tag != 0xc0) return refuse("data was expected");
-    Bytes bytes{nullptr, 0};
-    return far(&bytes) ? window(bytes) : nullptr;
+    Taken taken{};
+    if (!far(&taken, kDataKind)) return nullptr;
+    if (taken.object != nullptr) return Ref::borrowed(taken.object).release();
+    return make_window(owner_, const_cast<unsigned char*>(taken.bytes.data), taken.bytes.nbytes, false);
 }
-
-PyObject* Decoder::window(const Bytes& bytes) {
-    if (owner_ == nullptr && (owner_ = PyMemoryView_FromObject(frame_)) == nullptr) return nullptr;
-    return make_window(owner_, const_cast<unsigned char*>(bytes.data), bytes.nbytes);
-}
-
-}  // namespace
 
 // decode(frame, hook)
 PyObject* decode(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!expect_arguments("decode", count, 2)) return nullptr;
-    Decoder decoder(args[0], args[1]);
+    View view;
+    if (!view.acquire(args[0])) return nullptr;
+    Ref owner(PyMemoryView_FromObject(args[0]));
+    if (!owner) return nullptr;
+    Decoder decoder({view.data(), view.size()}, owner.get(), args[1]);
     return decoder.run();
 }
 

@@ -1,106 +1,9 @@
 // Object trees to frames. Exact builtin types are walked here; everything else goes through `fallback`,
 // which may run application code: every container is held by a reference while it is walked, and a
 // container that changes meanwhile is an error.
-#include "codec.hpp"
+#include "encoder.hpp"
 
 namespace codec {
-namespace {
-
-constexpr size_t kStackBytes = 4096;  // most step inputs fit, and need no allocation
-
-class Output {
-public:
-    Output() = default;
-    ~Output() {
-        if (data_ != stack_) PyMem_Free(data_);
-    }
-    Output(const Output&) = delete;
-    Output& operator=(const Output&) = delete;
-    size_t size() const { return size_; }
-    unsigned char* data() { return data_; }
-    // Returns room for `more` bytes and counts them as written; nullptr with MemoryError set.
-    unsigned char* extend(size_t more) {
-        if (capacity_ - size_ < more && !grow(more)) return nullptr;
-        unsigned char* at = data_ + size_;
-        size_ += more;
-        return at;
-    }
-
-private:
-    bool grow(size_t more) {
-        constexpr size_t limit = static_cast<size_t>(PY_SSIZE_T_MAX);
-        if (more > limit - size_) return PyErr_NoMemory() != nullptr;
-        const size_t needed = size_ + more;
-        const size_t wanted = capacity_ > limit / 2 ? limit : capacity_ * 2;
-        const size_t capacity = needed > wanted ? needed : wanted;
-        void* bigger = PyMem_Realloc(data_ == stack_ ? nullptr : data_, capacity);
-        if (bigger == nullptr) return PyErr_NoMemory() != nullptr;
-        if (data_ == stack_) std::memcpy(bigger, stack_, size_);
-        data_ = static_cast<unsigned char*>(bigger);
-        capacity_ = capacity;
-        return true;
-    }
-
-    unsigned char stack_[kStackBytes];
-    unsigned char* data_ = stack_;
-    size_t size_ = 0;
-    size_t capacity_ = kStackBytes;
-};
-
-class Encoder {
-public:
-    explicit Encoder(PyObject* fallback) : fallback_(fallback) {}
-    ~Encoder() {
-        Py_XDECREF(buffers_);
-        Py_XDECREF(path_);
-    }
-    PyObject* run(PyObject* object);
-
-private:
-    bool value(PyObject* object, int depth);
-    bool integer(PyObject* object, int depth);
-    bool string(PyObject* object);
-    bool bytes(PyObject* object);
-    bool byte_array(PyObject* object);
-    bool list(PyObject* object, int depth);
-    bool tuple(PyObject* object, int depth);
-    bool set(PyObject* object, Code code, int depth);
-    bool dict(PyObject* object, int depth);
-    bool other(PyObject* object, int depth);
-    bool described(PyObject* description, int depth);
-    bool far(PyObject* object);
-    bool blob(const unsigned char* data, size_t nbytes);
-    bool count(size_t entries, uint8_t fixed, uint8_t wide);
-    bool begin(uint8_t code, size_t* mark);
-    bool end(size_t mark);
-    bool far_extension(PyObject* object, Code code);
-    bool enter(int depth);
-    bool changed(const char* kind);
-    bool fail(char kind, PyObject* key, PyObject* container);
-    void tell_path();
-    PyObject* frame();
-
-    bool byte(uint8_t value) {
-        unsigned char* at = out_.extend(1);
-        if (at == nullptr) return false;
-        *at = value;
-        return true;
-    }
-    template <typename T>
-    bool tagged(uint8_t tag, T value) {
-        unsigned char* at = out_.extend(1 + sizeof(T));
-        if (at == nullptr) return false;
-        *at = tag;
-        const T wire = swapped(value);
-        std::memcpy(at + 1, &wire, sizeof(T));
-        return true;
-    }
-
-    PyObject* fallback_;
-    PyObject* buffers_ = nullptr;  // list of memoryviews, made for the first one
-    PyObject* path_ = nullptr;     // list of (kind, key, container), innermost first, made on failure
-    Output out_;
-};
 
 bool Encoder::value(PyObject* object, int depth) {
     PyTypeObject* type = Py_TYPE(object);
@@ -184,15 +87,22 @@ bool Encoder::string(PyObject* object) {
     return ok && blob(reinterpret_cast<const unsigned char*>(text), nbytes);
 }
 
-bool Encoder::far(PyObject* object) {
+bool Encoder::far(PyObject* object, FarKind kind) {
     if (buffers_ == nullptr && (buffers_ = PyList_New(0)) == nullptr) return false;
     Ref view(PyMemoryView_FromObject(object));
-    return view && PyList_Append(buffers_, view.get()) == 0;
+    if (!view || PyList_Append(buffers_, view.get()) < 0) return false;
+    try {
+        kinds_.push_back(static_cast<char>(kind));
+    } catch (const std::bad_alloc&) {
+        return PyErr_NoMemory() != nullptr;
+    }
+    return true;
 }
 
 bool Encoder::far_extension(PyObject* object, Code code) {
     size_t mark = 0;
-    return begin(code, &mark) && end(mark) && far(object);
+    const FarKind kind = code == kFarBytes ? kBytesKind : kByteArrayKind;
+    return begin(code, &mark) && end(mark) && far(object, kind);
 }
 
 bool Encoder::bytes(PyObject* object) {
@@ -343,7 +253,7 @@ bool Encoder::described(PyObject* description, int depth) {
     if (code < kFirstData) return value(body, depth + 1) && end(mark);
     View view;
     if (!view.acquire(body)) return false;
-    if (view.size() >= kInlineLimit) return byte(0xc0) && end(mark) && far(body);
+    if (view.size() >= kInlineLimit) return byte(0xc0) && end(mark) && far(body, kDataKind);
     return tagged<uint16_t>(0xc5, static_cast<uint16_t>(view.size())) && blob(view.data(), view.size()) && end(mark);
 }
 
@@ -371,41 +281,45 @@ void Encoder::tell_path() {
     PyErr_Restore(type, error, trace);
 }
 
-PyObject* Encoder::run(PyObject* object) {
-    if (out_.extend(sizeof(Prefix)) != nullptr && value(object, 1)) {
-        PyObject* result = frame();
-        if (result != nullptr) return result;
-    }
-    tell_path();
-    return nullptr;
+bool Encoder::build(PyObject* object) {
+    return out_.extend(sizeof(Prefix)) != nullptr && value(object, 1) && finish();
 }
 
-// Appends the table of buffer lengths, fills the prefix, and returns (header, buffers, nbytes).
-PyObject* Encoder::frame() {
+// Appends the table of the buffers and fills the prefix.
+bool Encoder::finish() {
     const Py_ssize_t buffers = buffers_ == nullptr ? 0 : PyList_Size(buffers_);
     Prefix prefix{kMagic, kVersion, 0, 0, 0, out_.size() - sizeof(Prefix), static_cast<uint64_t>(buffers)};
     const size_t gap = aligned(out_.size(), 8) - out_.size();
     unsigned char* at = out_.extend(gap + 8 * static_cast<size_t>(buffers));
-    if (at == nullptr) return nullptr;
+    if (at == nullptr) return false;
     std::memset(at, 0, gap);
     at += gap;
     prefix.total = out_.size();
     for (Py_ssize_t i = 0; i < buffers; ++i, at += 8) {
         View view;
-        if (!view.acquire(PyList_GetItem(buffers_, i))) return nullptr;
-        const uint64_t nbytes = view.size();
-        std::memcpy(at, &nbytes, sizeof(nbytes));
-        prefix.total = aligned(prefix.total) + nbytes;
+        if (!view.acquire(PyList_GetItem(buffers_, i))) return false;
+        const uint64_t kind = static_cast<unsigned char>(kinds_[static_cast<size_t>(i)]);
+        const uint64_t entry = view.size() | kind << kKindShift;
+        std::memcpy(at, &entry, sizeof(entry));
+        prefix.total = aligned(prefix.total) + view.size();
     }
     std::memcpy(out_.data(), &prefix, sizeof(prefix));
+    nbytes_ = prefix.total;
+    return true;
+}
+
+// Returns (header, buffers, nbytes).
+PyObject* Encoder::run(PyObject* object) {
+    if (!build(object)) {
+        tell_path();
+        return nullptr;
+    }
     Ref header(PyBytes_FromStringAndSize(reinterpret_cast<char*>(out_.data()), static_cast<Py_ssize_t>(out_.size())));
     Ref views(buffers_ == nullptr ? PyTuple_New(0) : PyList_AsTuple(buffers_));
-    Ref nbytes(PyLong_FromUnsignedLongLong(prefix.total));
+    Ref nbytes(PyLong_FromUnsignedLongLong(nbytes_));
     if (!header || !views || !nbytes) return nullptr;
     return PyTuple_Pack(3, header.get(), views.get(), nbytes.get());
 }
-
-}  // namespace
 
 // encode(object, fallback)
 PyObject* encode(PyObject*, PyObject* const* args, Py_ssize_t count) {

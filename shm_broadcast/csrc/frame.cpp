@@ -9,6 +9,7 @@ struct Window {
     PyObject* owner;
     unsigned char* address;
     Py_ssize_t nbytes;
+    bool exclusive;
 };
 
 PyTypeObject* window_type = nullptr;
@@ -27,10 +28,18 @@ int window_buffer(PyObject* self, Py_buffer* view, int flags) {
 
 Py_ssize_t window_length(PyObject* self) { return reinterpret_cast<Window*>(self)->nbytes; }
 
+PyObject* window_exclusive(PyObject* self, void*) { return PyBool_FromLong(reinterpret_cast<Window*>(self)->exclusive); }
+
+PyGetSetDef window_attributes[] = {
+    {"exclusive", window_exclusive, nullptr, "Whether nothing else uses this memory.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
 PyType_Slot window_slots[] = {
     {Py_tp_dealloc, reinterpret_cast<void*>(window_dealloc)},
     {Py_bf_getbuffer, reinterpret_cast<void*>(window_buffer)},
     {Py_sq_length, reinterpret_cast<void*>(window_length)},
+    {Py_tp_getset, window_attributes},
     {0, nullptr},
 };
 
@@ -93,7 +102,7 @@ bool expect_arguments(const char* function, Py_ssize_t got, Py_ssize_t wanted) {
     return false;
 }
 
-PyObject* make_window(PyObject* owner, unsigned char* address, size_t nbytes) {
+PyObject* make_window(PyObject* owner, unsigned char* address, size_t nbytes, bool exclusive) {
     const auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(window_type, Py_tp_alloc));
     PyObject* self = allocate(window_type, 0);
     if (self == nullptr) return nullptr;
@@ -102,6 +111,7 @@ PyObject* make_window(PyObject* owner, unsigned char* address, size_t nbytes) {
     window->owner = owner;
     window->address = address;
     window->nbytes = static_cast<Py_ssize_t>(nbytes);
+    window->exclusive = exclusive;
     return self;
 }
 
@@ -110,7 +120,7 @@ PyObject* window(PyObject*, PyObject* const* args, Py_ssize_t count) {
     unsigned char* address = nullptr;
     size_t nbytes = 0;
     if (!expect_arguments("window", count, 3) || !read_span(args + 1, &address, &nbytes)) return nullptr;
-    return make_window(args[0], address, nbytes);
+    return make_window(args[0], address, nbytes, false);
 }
 
 // copy_into(address, nbytes, source)

@@ -185,9 +185,7 @@ PyObject* ring_wait(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Ring& ring = mapped.ring();
     if (!ring.has_data(index) && !ring.ended(index) && (spin_ns > 0 || park_ns > 0)) {
         Py_BEGIN_ALLOW_THREADS
-        if (spin_ns == 0 || !ring.spin(index, ring::now_ns() + spin_ns)) {
-            if (park_ns > 0) ring.park(index, park_ns);
-        }
+        ring.wait(index, spin_ns, park_ns, 0);
         Py_END_ALLOW_THREADS
     }
     const bool ended = ring.ended(index);  // first: what was published before the end is still read
@@ -253,7 +251,7 @@ PyObject* ring_take(PyObject*, PyObject* const* args, Py_ssize_t count) {
         PyErr_SetString(PyExc_ValueError, "the ring holds no readable record");
         return nullptr;
     }
-    PyObject* window = codec::make_window(args[0], payload, record.payload_bytes);
+    PyObject* window = codec::make_window(args[0], payload, record.payload_bytes, false);
     if (window == nullptr) return nullptr;
     return Py_BuildValue("(NIKK)", window, record.flags, static_cast<unsigned long long>(record.message),
                          static_cast<unsigned long long>(record.total_bytes));

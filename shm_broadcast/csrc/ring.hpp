@@ -3,6 +3,7 @@
 #pragma once
 
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -22,6 +23,8 @@ inline constexpr size_t kLine = 64;          // a cache line: what one side writ
 inline constexpr size_t kPage = 4096;
 inline constexpr size_t kRecordHeader = 64;  // keeps payloads aligned like the codec's buffers
 inline constexpr uint32_t kMaxReaders = 1024;
+// An announced message is awaited so long: encoding takes 1 to 30 us, the copy of a whole record up to 200 us.
+inline constexpr uint64_t kAnnouncedNs = 160 * 1000;
 
 // Written once, before anybody else maps the segment.
 struct alignas(kLine) Identity {
@@ -101,10 +104,12 @@ inline void pause() {
 #endif
 }
 
-// Sleeps while `word` holds `seen`, for at most `nanoseconds`; returns on any wake-up, signal or change.
-inline void futex_wait(std::atomic<uint32_t>& word, uint32_t seen, uint64_t nanoseconds) {
+// Sleeps while `word` holds `seen`, for at most `nanoseconds`; returns on any wake-up, signal or change, and false
+// for a signal.
+inline bool futex_wait(std::atomic<uint32_t>& word, uint32_t seen, uint64_t nanoseconds) {
     timespec limit{static_cast<time_t>(nanoseconds / 1000000000ULL), static_cast<long>(nanoseconds % 1000000000ULL)};
-    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, seen, &limit, nullptr, 0);
+    return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, seen, &limit, nullptr, 0) == 0 ||
+           errno != EINTR;
 }
 
 inline void futex_wake_all(std::atomic<uint32_t>& word) {
@@ -198,7 +203,15 @@ public:
         return at + record <= capacity() ? record : capacity() - at + record;
     }
 
-    bool has_room(size_t payload) { return needed(payload) + outstanding() <= capacity(); }
+    // Asks the readers' lines, which cost a cache miss each, only when what it knows of them is not enough.
+    bool has_room(size_t payload) {
+        const uint64_t published = writer().published.load(std::memory_order_relaxed);
+        const uint64_t end = published + needed(payload);
+        if (end <= room_end_) return true;
+        const uint64_t most = outstanding();
+        room_end_ = most <= capacity() ? published - most + capacity() : published;
+        return end <= room_end_;
+    }
 
     // Whether waiting for room is in vain: the queue was closed, or a reader has left.
     bool hopeless() {
@@ -237,11 +250,23 @@ public:
             at = 0;
         }
         put_header(at, {payload, flags, 0, messages, total});
-        writer().stamp_ns.store(now_ns(), std::memory_order_relaxed);
         if (ends_message) writer().messages.store(messages, std::memory_order_relaxed);
         // SYNC payload->reader (release): header and payload are there before readers see the new end.
         writer().published.store(published + record_bytes(payload), std::memory_order_release);
+        writer().stamp_ns.store(now_ns(), std::memory_order_relaxed);
         wake_readers();
+    }
+
+    // Wakes the readers that sleep, as a message is about to come: they get up while it is encoded and copied.
+    // A hint; whoever sleeps at the publication is woken by that.
+    void announce() {
+        bool parked = false;
+        for (uint32_t i = 0; i < readers() && !parked; ++i) {
+            parked = reader(i).parked.load(std::memory_order_relaxed) != 0;
+        }
+        if (!parked) return;
+        writer().sequence.fetch_add(1, std::memory_order_relaxed);
+        futex_wake_all(writer().sequence);
     }
 
     // Changes the sequence word and wakes the readers that sleep on it.
@@ -286,7 +311,9 @@ public:
         wake_writer();
     }
 
-    // Polls until there is data, the queue has ended, or `until_ns` is past.
+    // Polls until there is data, the queue has ended, or `until_ns` is past. Yields in between, every 1 us: the writer
+    // may wait for this very core, and the scheduler would let the poller finish its slice of some ms first. (A
+    // sleeper is woken on the core of its waker, so the two share one more often than not.)
     bool spin(uint32_t index, uint64_t until_ns) {
         while (true) {
             for (int i = 0; i < 64; ++i) {
@@ -294,14 +321,34 @@ public:
                 pause();
             }
             if (now_ns() >= until_ns) return false;
+            sched_yield();
         }
     }
 
-    // Sleeps until there is data, the queue has ended, a signal came, or `nanoseconds` have passed.
-    void park(uint32_t index, uint64_t nanoseconds) {
+    bool ready(uint32_t index) { return has_data(index) || ended(index); }
+
+    // Sleeps until there is data, the queue has ended, a signal came (then false), or `nanoseconds` have passed. After
+    // an announcement it polls for the message.
+    bool park(uint32_t index, uint64_t nanoseconds) {
         const uint32_t seen = begin_park(index);
-        if (!has_data(index) && !ended(index)) futex_wait(writer().sequence, seen, nanoseconds);
+        const bool undisturbed = ready(index) || futex_wait(writer().sequence, seen, nanoseconds);
         end_park(index);
+        if (!undisturbed || writer().sequence.load(std::memory_order_relaxed) == seen) return undisturbed;
+        spin(index, now_ns() + kAnnouncedNs);
+        return true;
+    }
+
+    // Waits for data or the end: polls for `spin_ns`, then sleeps for at most `park_ns`, in naps of `nap_ns` unless
+    // that is 0: a core that wakes up now and then does not fall into the deepest sleep. False for a signal.
+    bool wait(uint32_t index, uint64_t spin_ns, uint64_t park_ns, uint64_t nap_ns) {
+        if (spin_ns > 0 && spin(index, now_ns() + spin_ns)) return true;
+        const uint64_t until = now_ns() + park_ns;
+        for (uint64_t left = park_ns; left > 0 && !ready(index);) {
+            if (!park(index, nap_ns > 0 && nap_ns < left ? nap_ns : left)) return false;
+            const uint64_t now = now_ns();
+            left = until > now ? until - now : 0;
+        }
+        return true;
     }
 
     // The first half of a park: says that `index` sleeps and returns the word's value to sleep on.
@@ -370,6 +417,7 @@ private:
     unsigned char* base_;
     size_t bytes_;
     Identity identity_{};
+    uint64_t room_end_ = 0;  // the writer may publish up to here, as far as this object knows
 };
 
 }  // namespace ring

@@ -1,0 +1,380 @@
+// The two ends of a ring as objects that keep what a message needs: an ordinary message costs one call on each side.
+// After a sleep all caches are cold and every line of code or data that is touched costs up to 100 ns, so the
+// general way through Python, 15 frames, took five times as long as the encoding, the copies and the decoding.
+#include "assembly.hpp"
+#include "encoder.hpp"
+#include "ring.hpp"
+
+#include <pthread.h>
+#include <structmember.h>
+
+#include <algorithm>
+
+namespace {
+
+using codec::Decoder;
+using codec::Encoder;
+using codec::expect_arguments;
+using codec::kUnlockedCopy;
+using codec::Ref;
+using codec::View;
+using ring::Ring;
+
+// While a message comes in parts, the writer fills the next one right now: that takes less than a sleep.
+constexpr uint64_t kNextPartNs = 60 * 1000;
+// A long message is left to Python so often, which looks for signals and deadlines.
+constexpr uint64_t kLongestCallNs = 50 * 1000 * 1000;
+// A signal that comes just before a sleep does not end it; Ctrl-C must interrupt within 0.2 s.
+constexpr uint64_t kSignalsNs = 100 * 1000 * 1000;
+
+PyObject* nothing = nullptr;       // what `receive` returns when there is no whole message
+PyObject* ring_corrupt = nullptr;  // raised when the ring's own words make no sense
+uint64_t forks = 0;                // between the process that loaded this module and this one
+
+void count_fork() { ++forks; }
+
+struct Port {
+    PyObject_HEAD
+    PyObject* hook;  // the codec's, for what is no builtin type
+    PyObject* memory;
+    View* view;
+    Ring* ring;
+    codec::Assembly* assembly;  // readers only
+    uint32_t index;             // readers only
+    uint64_t born;              // `forks` when it was made
+    unsigned long long messages;
+    unsigned long long nbytes;
+    unsigned long long waited_ns;
+    unsigned long long arrived_ns;
+    bool is_held;  // a general call is under way, or a message is lent out
+    bool is_busy;  // inside of `receive`, which may run without the GIL
+    bool is_closed;
+};
+
+Port* port_of(PyObject* self) { return reinterpret_cast<Port*>(self); }
+
+bool usable(const Port* port) { return !port->is_closed && !port->is_held && !port->is_busy && port->born == forks; }
+
+void release_memory(Port* port) {
+    delete port->assembly;
+    delete port->ring;
+    delete port->view;
+    port->assembly = nullptr;
+    port->ring = nullptr;
+    port->view = nullptr;
+    Py_CLEAR(port->memory);
+}
+
+void port_dealloc(PyObject* self) {
+    PyTypeObject* type = Py_TYPE(self);
+    release_memory(port_of(self));
+    Py_CLEAR(port_of(self)->hook);
+    reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+// Makes a port of `type` on a mapping; nullptr with an exception when it holds no ring.
+Port* make_port(PyTypeObject* type, PyObject* memory, PyObject* hook) {
+    PyObject* self = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (self == nullptr) return nullptr;
+    Ref guard(self);
+    Port* port = port_of(self);
+    port->view = new (std::nothrow) View;
+    if (port->view == nullptr) return reinterpret_cast<Port*>(PyErr_NoMemory());
+    if (!port->view->acquire(memory, PyBUF_WRITABLE)) return nullptr;
+    port->ring = new (std::nothrow) Ring(port->view->data(), port->view->size());
+    if (port->ring == nullptr) return reinterpret_cast<Port*>(PyErr_NoMemory());
+    if (!port->ring->valid()) {
+        PyErr_SetString(PyExc_ValueError, "the mapping holds no ring of this version");
+        return nullptr;
+    }
+    port->hook = Ref::borrowed(hook).release();
+    port->memory = Ref::borrowed(memory).release();
+    port->born = forks;
+    guard.release();
+    return port;
+}
+
+// WritePort(mapping, describe)
+PyObject* write_port_new(PyTypeObject* type, PyObject* args, PyObject*) {
+    PyObject *memory = nullptr, *hook = nullptr;
+    if (!PyArg_ParseTuple(args, "OO:WritePort", &memory, &hook)) return nullptr;
+    return reinterpret_cast<PyObject*>(make_port(type, memory, hook));
+}
+
+// ReadPort(mapping, reader, build)
+PyObject* read_port_new(PyTypeObject* type, PyObject* args, PyObject*) {
+    PyObject *memory = nullptr, *hook = nullptr;
+    unsigned int index = 0;
+    if (!PyArg_ParseTuple(args, "OIO:ReadPort", &memory, &index, &hook)) return nullptr;
+    Port* port = make_port(type, memory, hook);
+    if (port == nullptr) return nullptr;
+    Ref guard(reinterpret_cast<PyObject*>(port));
+    if (index >= port->ring->readers()) {
+        PyErr_Format(PyExc_ValueError, "reader %u of %u", index, port->ring->readers());
+        return nullptr;
+    }
+    port->index = index;
+    port->assembly = new (std::nothrow) codec::Assembly;
+    if (port->assembly == nullptr) return PyErr_NoMemory();
+    return guard.release();
+}
+
+// close(): nothing passes any more; the mapping goes when the call that is under way has ended.
+PyObject* port_close(PyObject* self, PyObject*) {
+    Port* port = port_of(self);
+    port->is_closed = true;
+    if (!port->is_busy) release_memory(port);
+    Py_RETURN_NONE;
+}
+
+// hold(flag): while it is set nothing passes.
+PyObject* port_hold(PyObject* self, PyObject* flag) {
+    const int held = PyObject_IsTrue(flag);
+    if (held < 0) return nullptr;
+    port_of(self)->is_held = held != 0;
+    Py_RETURN_NONE;
+}
+
+void copy_frame(unsigned char* to, const Encoder& encoder, const View* views, Py_ssize_t count) {
+    std::memcpy(to, encoder.header().data(), encoder.header().size());
+    size_t offset = encoder.header().size();
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        const size_t start = codec::aligned(offset);
+        std::memset(to + offset, 0, start - offset);
+        if (views[i].size() > 0) std::memcpy(to + start, views[i].data(), views[i].size());
+        offset = start + views[i].size();
+    }
+}
+
+// Puts an encoded message into the ring if it is short and there is room.
+bool publish(Port* port, const Encoder& encoder) {
+    constexpr Py_ssize_t kMostViews = 16;
+    const size_t total = static_cast<size_t>(encoder.nbytes());
+    const Py_ssize_t count = encoder.buffers() == nullptr ? 0 : PyList_Size(encoder.buffers());
+    Ring& ring = *port->ring;
+    if (total > kUnlockedCopy || total > ring.longest_payload() || count > kMostViews) return false;
+    if (!ring.is_aligned() || !ring.has_room(total)) return false;
+    View views[kMostViews];
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        if (!views[i].acquire(PyList_GetItem(encoder.buffers(), i))) {
+            PyErr_Clear();
+            return false;
+        }
+    }
+    copy_frame(ring.reserve(total), encoder, views, count);
+    ring.publish(total, ring::kWhole, total, true);
+    port->messages += 1;
+    port->nbytes += total;
+    return true;
+}
+
+// send(object) -> bool: whether it was sent. False leaves it to the general way, which knows how to wait, how to copy
+// without the GIL, and what to raise: here nothing was changed.
+PyObject* write_port_send(PyObject* self, PyObject* object) {
+    Port* port = port_of(self);
+    if (!usable(port)) Py_RETURN_FALSE;
+    port->ring->announce();
+    Encoder encoder(port->hook);
+    if (!encoder.build(object)) {
+        // What is no Exception, such as Ctrl-C, goes to the caller; the rest happens again on the general way.
+        if (!PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;
+        PyErr_Clear();
+        Py_RETURN_FALSE;
+    }
+    // Describing an object may have run application code.
+    return PyBool_FromLong(usable(port) && publish(port, encoder));
+}
+
+PyObject* corrupt(const char* what) {
+    PyErr_SetString(ring_corrupt, what);
+    return nullptr;
+}
+
+PyObject* none_yet() { return Ref::borrowed(nothing).release(); }
+
+// How long a call waits for each record: see `Ring::wait`.
+struct Patience {
+    uint64_t spin_ns;
+    uint64_t park_ns;
+    uint64_t nap_ns;
+};
+
+// Waits for a record: 1 when there is one, 0 when not, -1 with the exception of a signal handler.
+int wait_for_record(Port* port, Patience patience) {
+    Ring& ring = *port->ring;
+    if (ring.has_data(port->index)) return 1;
+    if (patience.spin_ns == 0 && patience.park_ns == 0) return 0;
+    const uint64_t start = ring::now_ns();
+    uint64_t now = start;
+    const uint64_t parked_from = start + patience.spin_ns, until = parked_from + patience.park_ns;
+    int status = 0;
+    while (status == 0 && now < until && !ring.ready(port->index)) {
+        const uint64_t spin = now < parked_from ? std::min(parked_from - now, kSignalsNs) : 0;
+        const uint64_t park = now + spin < parked_from ? 0 : std::min(until - now - spin, kSignalsNs);
+        Py_BEGIN_ALLOW_THREADS
+        ring.wait(port->index, spin, park, patience.nap_ns);
+        Py_END_ALLOW_THREADS
+        now = ring::now_ns();
+        if (!ring.ready(port->index)) status = PyErr_CheckSignals();
+    }
+    port->waited_ns += now - start;
+    if (status < 0) return -1;
+    if (!ring.has_data(port->index)) return 0;
+    port->arrived_ns = now;
+    return 1;
+}
+
+void count_message(Port* port, uint64_t nbytes) {
+    port->messages += 1;
+    port->nbytes += nbytes;
+}
+
+PyObject* take_whole(Port* port, const ring::RecordHeader& record, const unsigned char* payload) {
+    Decoder decoder({payload, record.payload_bytes}, port->memory, port->hook);
+    PyObject* result = decoder.run();
+    port->ring->release(port->index, record);
+    count_message(port, record.payload_bytes);
+    return result;
+}
+
+// Adds one part to the message that is under way; returns it when that was the last, `nothing` before.
+PyObject* take_part(Port* port, const ring::RecordHeader& record, const unsigned char* payload) {
+    codec::Assembly& assembly = *port->assembly;
+    if (!assembly.active()) {
+        if (record.total_bytes == 0 || record.total_bytes > PY_SSIZE_T_MAX) return corrupt("a message of no length");
+        assembly.begin(record.message, record.total_bytes);
+    }
+    if (record.message != assembly.message() || record.total_bytes != assembly.total()) {
+        return corrupt("a message ends before its last part");
+    }
+    const bool ends = record.payload_bytes == assembly.missing();
+    if (record.payload_bytes > assembly.missing() || ends != (record.flags == ring::kLastPart)) {
+        return corrupt("parts of a message do not fit together");
+    }
+    assembly.feed(payload, record.payload_bytes);
+    port->ring->release(port->index, record);
+    if (!ends) return none_yet();
+    count_message(port, assembly.total());
+    return assembly.finish(port->hook);
+}
+
+PyObject* receive(Port* port, Patience patience) {
+    uint64_t until = 0;
+    while (true) {
+        const int found = wait_for_record(port, patience);
+        if (found < 0) return nullptr;
+        if (found == 0) return none_yet();
+        ring::RecordHeader record{};
+        unsigned char* payload = nullptr;
+        if (!port->ring->next(port->index, &record, &payload)) return corrupt("the ring holds no readable record");
+        if (record.flags == ring::kWhole) {
+            if (port->assembly->active()) return corrupt("a message ends before its last part");
+            return take_whole(port, record, payload);
+        }
+        PyObject* result = take_part(port, record, payload);
+        if (result != nothing) return result;
+        Py_DECREF(result);
+        const uint64_t now = ring::now_ns();
+        if (until == 0) until = now + kLongestCallNs;
+        if (now >= until || port->is_closed) return none_yet();
+        if (patience.park_ns > 0) patience.spin_ns = std::max(patience.spin_ns, kNextPartNs);
+    }
+}
+
+// receive(spin_ns, park_ns, nap_ns) -> the next object, or NOTHING: none came in time, or this end cannot be used.
+// Exceptions of signal handlers and of the decoder leave the queue intact; RingCorrupt does not.
+PyObject* read_port_receive(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+    Port* port = port_of(self);
+    if (!expect_arguments("receive", count, 3)) return nullptr;
+    uint64_t times[3];
+    for (int i = 0; i < 3; ++i) {
+        times[i] = PyLong_AsUnsignedLongLong(args[i]);
+        if (times[i] == static_cast<uint64_t>(-1) && PyErr_Occurred()) return nullptr;
+    }
+    if (!usable(port)) return none_yet();
+    port->is_busy = true;
+    PyObject* result = receive(port, {times[0], times[1], times[2]});
+    port->is_busy = false;
+    if (port->is_closed) release_memory(port);
+    return result;
+}
+
+PyObject* read_port_assembling(PyObject* self, void*) {
+    const Port* port = port_of(self);
+    return PyBool_FromLong(port->assembly != nullptr && port->assembly->active());
+}
+
+PyObject* fork_count(PyObject*, PyObject*) { return PyLong_FromUnsignedLongLong(forks); }
+
+#define METHOD(name, function, flags) {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)), flags, nullptr}
+
+PyMethodDef write_methods[] = {
+    METHOD("send", write_port_send, METH_O),
+    METHOD("hold", port_hold, METH_O),
+    METHOD("close", port_close, METH_NOARGS),
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyMethodDef read_methods[] = {
+    METHOD("receive", read_port_receive, METH_FASTCALL),
+    METHOD("hold", port_hold, METH_O),
+    METHOD("close", port_close, METH_NOARGS),
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyMemberDef members[] = {
+    {"messages", T_ULONGLONG, offsetof(Port, messages), 0, nullptr},
+    {"nbytes", T_ULONGLONG, offsetof(Port, nbytes), 0, nullptr},
+    {"waited_ns", T_ULONGLONG, offsetof(Port, waited_ns), 0, nullptr},
+    {"arrived_ns", T_ULONGLONG, offsetof(Port, arrived_ns), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyGetSetDef read_attributes[] = {
+    {"is_assembling", read_port_assembling, nullptr, "Whether a message has come in part.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
+PyType_Slot write_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(write_port_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(port_dealloc)},
+    {Py_tp_methods, write_methods},
+    {Py_tp_members, members},
+    {0, nullptr},
+};
+
+PyType_Slot read_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(read_port_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(port_dealloc)},
+    {Py_tp_methods, read_methods},
+    {Py_tp_members, members},
+    {Py_tp_getset, read_attributes},
+    {0, nullptr},
+};
+
+PyType_Spec write_spec = {"shm_broadcast._core.WritePort", sizeof(Port), 0, Py_TPFLAGS_DEFAULT, write_slots};
+PyType_Spec read_spec = {"shm_broadcast._core.ReadPort", sizeof(Port), 0, Py_TPFLAGS_DEFAULT, read_slots};
+
+PyMethodDef functions[] = {
+    METHOD("fork_count", fork_count, METH_NOARGS),
+    {nullptr, nullptr, 0, nullptr},
+};
+
+bool add_type(PyObject* module, const char* name, PyType_Spec* spec) {
+    Ref type(PyType_FromSpec(spec));
+    return type && PyModule_AddObjectRef(module, name, type.get()) == 0;
+}
+
+}  // namespace
+
+int port_add(PyObject* module) {
+    if (PyModule_AddFunctions(module, functions) < 0) return -1;
+    if (!add_type(module, "WritePort", &write_spec) || !add_type(module, "ReadPort", &read_spec)) return -1;
+    nothing = PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&PyBaseObject_Type));
+    if (nothing == nullptr || PyModule_AddObjectRef(module, "NOTHING", nothing) < 0) return -1;
+    ring_corrupt = PyErr_NewExceptionWithDoc("shm_broadcast._core.RingCorrupt", "The ring's own words make no sense.",
+                                             nullptr, nullptr);
+    if (ring_corrupt == nullptr || PyModule_AddObjectRef(module, "RingCorrupt", ring_corrupt) < 0) return -1;
+    return pthread_atfork(nullptr, nullptr, count_fork);
+}

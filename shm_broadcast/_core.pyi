@@ -39,7 +39,7 @@ def window(owner: object, address: int, nbytes: int, /) -> Window:
 def copy_into(address: int, nbytes: int, source: Buffer, /) -> None:
     """Copy all of `source`, which must have `nbytes`, to `address`."""
 
-RING_PART: int
+RING_STREAMED: int
 
 def ring_format(mapping: Buffer, readers: int, generation: int, /) -> None:
     """Lay a ring for `readers` out in a zeroed mapping. ValueError: the mapping is too small."""
@@ -97,6 +97,9 @@ class _Port:
     nbytes: int
     waited_ns: int
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call is copying or waiting without the GIL."""
     @property
     def arrived_ns(self) -> int:
         """When the last wait ended with a record, on CLOCK_MONOTONIC."""

@@ -194,6 +194,9 @@ class RingWriter(RingEnd):
         total = message.nbytes
         with self._calls:
             self.check("enqueue")
+            while self._port.is_busy:
+                # Another thread copies a message into the ring, which takes less than 1 ms.
+                time.sleep(0.0001)
             self._port.hold(True)
             try:
                 done = _core.ring_write(self._memory, message.header, message.buffers, 0, 0, 0)
@@ -303,6 +306,7 @@ class RingWriter(RingEnd):
         if self._closing or self._forks != fork_count():
             return
         self._closing = True
+        self._port.hold(True)
         self._end(-1)
         with self._calls:
             self._release_memory()
@@ -398,7 +402,7 @@ class RingReader(RingEnd):
             window, flags, _, total = _core.ring_take(self._memory, self._index)
         except ValueError as error:
             self._raise_corrupt(call, error)
-        if flags != 0:
+        if flags not in (0, _core.RING_STREAMED):
             return None
         self._port.messages += 1
         self._port.nbytes += total

@@ -53,7 +53,8 @@ class Segment:
         """Map `descriptor`, which this object owns from now on."""
         self.descriptor = descriptor
         self.nbytes = nbytes
-        self.memory = mmap.mmap(descriptor, nbytes)
+        # Populated: the first touch of a page costs 1 us or more, which the first messages would pay.
+        self.memory = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:

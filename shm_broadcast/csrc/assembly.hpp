@@ -9,8 +9,8 @@ namespace codec {
 
 class Assembly {
 public:
-    Assembly() = default;
-    ~Assembly() { clear(); }
+    Assembly();
+    ~Assembly();
     Assembly(const Assembly&) = delete;
     Assembly& operator=(const Assembly&) = delete;
 

@@ -64,6 +64,12 @@ inline T swapped(T value) {
     else return value;
 }
 
+// Bytes at an address.
+struct Span {
+    const unsigned char* data;
+    size_t nbytes;
+};
+
 // Owns one reference.
 class Ref {
 public:

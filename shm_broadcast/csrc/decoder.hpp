@@ -5,12 +5,6 @@
 
 namespace codec {
 
-// Bytes at an address.
-struct Span {
-    const unsigned char* data;
-    size_t nbytes;
-};
-
 // A buffer that stands in memory of its own, outside of the frame.
 struct FarBuffer {
     PyObject* object;  // bytes, bytearray, or an exclusive window

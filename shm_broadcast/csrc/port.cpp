@@ -3,6 +3,7 @@
 // general way through Python, 15 frames, took five times as long as the encoding, the copies and the decoding.
 #include "assembly.hpp"
 #include "encoder.hpp"
+#include "pieces.hpp"
 #include "ring.hpp"
 
 #include <pthread.h>
@@ -24,6 +25,8 @@ using ring::Ring;
 constexpr uint64_t kNextPartNs = 60 * 1000;
 // A long message is left to Python so often, which looks for signals and deadlines.
 constexpr uint64_t kLongestCallNs = 50 * 1000 * 1000;
+// So much of a long message is copied before readers are told: 3 us, a tenth of what a reader needs to begin.
+constexpr size_t kStreamedBytes = 32 * 1024;
 // A signal that comes just before a sleep does not end it; Ctrl-C must interrupt within 0.2 s.
 constexpr uint64_t kSignalsNs = 100 * 1000 * 1000;
 
@@ -136,37 +139,46 @@ PyObject* port_hold(PyObject* self, PyObject* flag) {
     Py_RETURN_NONE;
 }
 
-void copy_frame(unsigned char* to, const Encoder& encoder, const View* views, Py_ssize_t count) {
-    std::memcpy(to, encoder.header().data(), encoder.header().size());
-    size_t offset = encoder.header().size();
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        const size_t start = codec::aligned(offset);
-        std::memset(to + offset, 0, start - offset);
-        if (views[i].size() > 0) std::memcpy(to + start, views[i].data(), views[i].size());
-        offset = start + views[i].size();
+// Copies a long message into the ring, without the GIL; readers copy behind us.
+void stream(Ring& ring, const codec::Pieces& pieces) {
+    const size_t total = pieces.total();
+    unsigned char* to = ring.reserve(total);
+    ring.begin_stream(total);
+    for (size_t done = 0; done < total;) {
+        const size_t bytes = std::min(kStreamedBytes, total - done);
+        pieces.copy(to + done, done, bytes);
+        done += bytes;
+        ring.fill(done);
     }
+    ring.end_stream();
 }
 
-// Puts an encoded message into the ring if it is short and there is room.
+// Puts an encoded message into the ring if it fits in one record and there is room.
 bool publish(Port* port, const Encoder& encoder) {
-    constexpr Py_ssize_t kMostViews = 16;
-    const size_t total = static_cast<size_t>(encoder.nbytes());
-    const Py_ssize_t count = encoder.buffers() == nullptr ? 0 : PyList_Size(encoder.buffers());
     Ring& ring = *port->ring;
-    if (total > kUnlockedCopy || total > ring.longest_payload() || count > kMostViews) return false;
-    if (!ring.is_aligned() || !ring.has_room(total)) return false;
-    View views[kMostViews];
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        if (!views[i].acquire(PyList_GetItem(encoder.buffers(), i))) {
-            PyErr_Clear();
-            return false;
-        }
+    codec::Pieces pieces;
+    if (encoder.nbytes() > ring.longest_payload() || !ring.is_aligned()) return false;
+    if (!pieces.acquire({encoder.header().data(), encoder.header().size()}, encoder.buffers())) {
+        PyErr_Clear();
+        return false;
     }
-    copy_frame(ring.reserve(total), encoder, views, count);
-    ring.publish(total, ring::kWhole, total, true);
+    const size_t total = pieces.total();
+    if (!ring.has_room(total)) return false;
+    if (total <= kUnlockedCopy) {
+        pieces.copy(ring.reserve(total), 0, total);
+        ring.publish(total, ring::kWhole, total, true);
+    } else {
+        port->is_busy = true;
+        Py_BEGIN_ALLOW_THREADS
+        stream(ring, pieces);
+        Py_END_ALLOW_THREADS
+        port->is_busy = false;
+    }
     port->messages += 1;
     port->nbytes += total;
-    return true;
+    if (!port->is_closed) return !port->is_held;
+    release_memory(port);
+    return false;
 }
 
 // send(object) -> bool: whether it was sent. False leaves it to the general way, which knows how to wait, how to copy
@@ -200,27 +212,29 @@ struct Patience {
     uint64_t nap_ns;
 };
 
-// Waits for a record: 1 when there is one, 0 when not, -1 with the exception of a signal handler.
-int wait_for_record(Port* port, Patience patience) {
+// Waits until `done` or the end: 1 when it is done, 0 when not, -1 with the exception of a signal handler.
+template <typename Done>
+int wait_until(Port* port, Patience patience, Done done) {
     Ring& ring = *port->ring;
-    if (ring.has_data(port->index)) return 1;
+    if (done()) return 1;
     if (patience.spin_ns == 0 && patience.park_ns == 0) return 0;
+    const auto ready = [&] { return done() || ring.ended(port->index); };
     const uint64_t start = ring::now_ns();
     uint64_t now = start;
     const uint64_t parked_from = start + patience.spin_ns, until = parked_from + patience.park_ns;
     int status = 0;
-    while (status == 0 && now < until && !ring.ready(port->index)) {
+    while (status == 0 && now < until && !ready()) {
         const uint64_t spin = now < parked_from ? std::min(parked_from - now, kSignalsNs) : 0;
         const uint64_t park = now + spin < parked_from ? 0 : std::min(until - now - spin, kSignalsNs);
         Py_BEGIN_ALLOW_THREADS
-        ring.wait(port->index, spin, park, patience.nap_ns);
+        ring.wait(port->index, spin, park, patience.nap_ns, ready);
         Py_END_ALLOW_THREADS
         now = ring::now_ns();
-        if (!ring.ready(port->index)) status = PyErr_CheckSignals();
+        if (!ready()) status = PyErr_CheckSignals();
     }
     port->waited_ns += now - start;
     if (status < 0) return -1;
-    if (!ring.has_data(port->index)) return 0;
+    if (!done()) return 0;
     port->arrived_ns = now;
     return 1;
 }
@@ -236,6 +250,20 @@ PyObject* take_whole(Port* port, const ring::RecordHeader& record, const unsigne
     port->ring->release(port->index, record);
     count_message(port, record.payload_bytes);
     return result;
+}
+
+// Copies a streamed record as far as it is there; returns the message when that is all, `nothing` before.
+PyObject* take_streamed(Port* port, const ring::RecordHeader& record, const unsigned char* payload) {
+    codec::Assembly& assembly = *port->assembly;
+    if (!assembly.active()) assembly.begin(record.message, record.payload_bytes);
+    const uint64_t taken = assembly.total() - assembly.missing();
+    const uint64_t available = port->ring->available(port->index, record);
+    if (assembly.total() != record.payload_bytes || available < taken) return corrupt("a streamed record changed");
+    assembly.feed(payload + taken, available - taken);
+    if (available < record.payload_bytes) return none_yet();
+    port->ring->release(port->index, record);
+    count_message(port, record.payload_bytes);
+    return assembly.finish(port->hook);
 }
 
 // Adds one part to the message that is under way; returns it when that was the last, `nothing` before.
@@ -259,27 +287,41 @@ PyObject* take_part(Port* port, const ring::RecordHeader& record, const unsigned
     return assembly.finish(port->hook);
 }
 
+// Takes what is there of the next record, which is there in part at least.
+PyObject* take(Port* port, const ring::RecordHeader& record, const unsigned char* payload) {
+    const bool active = port->assembly->active();
+    switch (record.flags) {
+        case ring::kWhole: return active ? corrupt("a message ends before its last part") : take_whole(port, record, payload);
+        case ring::kStreamed: return take_streamed(port, record, payload);
+        default: return take_part(port, record, payload);
+    }
+}
+
 PyObject* receive(Port* port, Patience patience) {
+    Ring& ring = *port->ring;
+    const uint32_t index = port->index;
+    const bool waits = patience.spin_ns > 0 || patience.park_ns > 0;
     uint64_t until = 0;
-    while (true) {
-        const int found = wait_for_record(port, patience);
-        if (found < 0) return nullptr;
-        if (found == 0) return none_yet();
-        ring::RecordHeader record{};
+    ring::RecordHeader record{};
+    int found = wait_until(port, patience, [&] { return ring.has_data(index); });
+    while (found > 0) {
         unsigned char* payload = nullptr;
-        if (!port->ring->next(port->index, &record, &payload)) return corrupt("the ring holds no readable record");
-        if (record.flags == ring::kWhole) {
-            if (port->assembly->active()) return corrupt("a message ends before its last part");
-            return take_whole(port, record, payload);
-        }
-        PyObject* result = take_part(port, record, payload);
+        if (!ring.next(index, &record, &payload)) return corrupt("the ring holds no readable record");
+        PyObject* result = take(port, record, payload);
         if (result != nothing) return result;
         Py_DECREF(result);
         const uint64_t now = ring::now_ns();
         if (until == 0) until = now + kLongestCallNs;
-        if (now >= until || port->is_closed) return none_yet();
-        if (patience.park_ns > 0) patience.spin_ns = std::max(patience.spin_ns, kNextPartNs);
+        if (!waits || now >= until || port->is_closed) break;
+        patience.spin_ns = std::max(patience.spin_ns, kNextPartNs);
+        // More of a streamed record, or the next part.
+        const uint64_t taken = port->assembly->total() - port->assembly->missing();
+        const bool streams = record.flags == ring::kStreamed;
+        found = wait_until(port, patience, [&] {
+            return streams ? ring.available(index, record) > taken : ring.has_data(index);
+        });
     }
+    return found < 0 ? nullptr : none_yet();
 }
 
 // receive(spin_ns, park_ns, nap_ns) -> the next object, or NOTHING: none came in time, or this end cannot be used.
@@ -324,6 +366,7 @@ PyMethodDef read_methods[] = {
 };
 
 PyMemberDef members[] = {
+    {"is_busy", T_BOOL, offsetof(Port, is_busy), READONLY, nullptr},
     {"messages", T_ULONGLONG, offsetof(Port, messages), 0, nullptr},
     {"nbytes", T_ULONGLONG, offsetof(Port, nbytes), 0, nullptr},
     {"waited_ns", T_ULONGLONG, offsetof(Port, waited_ns), 0, nullptr},

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "codec.hpp"
+#include "pieces.hpp"
 
 namespace {
 
@@ -54,55 +54,6 @@ bool read_reader(const Ring& ring, PyObject* object, uint32_t* index) {
     return true;
 }
 
-// A frame in pieces: the header, then each buffer at the next multiple of kAlignment.
-class Pieces {
-public:
-    bool acquire(PyObject* header, PyObject* buffers) {
-        const Py_ssize_t count = tuple_size(buffers);
-        if (count < 0) return false;
-        views_ = new (std::nothrow) View[static_cast<size_t>(count) + 1];
-        if (views_ == nullptr) {
-            PyErr_NoMemory();
-            return false;
-        }
-        count_ = static_cast<size_t>(count) + 1;
-        if (!views_[0].acquire(header)) return false;
-        total_ = views_[0].size();
-        for (size_t i = 1; i < count_; ++i) {
-            if (!views_[i].acquire(PyTuple_GetItem(buffers, static_cast<Py_ssize_t>(i - 1)))) return false;
-            total_ = codec::aligned(total_) + views_[i].size();
-        }
-        return true;
-    }
-    ~Pieces() { delete[] views_; }
-    size_t total() const { return total_; }
-
-    // Copies [from, from + bytes) of the frame to `to`.
-    void copy(unsigned char* to, size_t from, size_t bytes) const {
-        size_t start = 0;
-        for (size_t i = 0; i < count_ && bytes > 0; ++i) {
-            const size_t aligned = i == 0 ? 0 : codec::aligned(start);
-            if (from < aligned && from >= start) {
-                const size_t gap = std::min(aligned - from, bytes);
-                std::memset(to, 0, gap);
-                to += gap, from += gap, bytes -= gap;
-            }
-            const size_t end = aligned + views_[i].size();
-            if (bytes > 0 && from >= aligned && from < end) {
-                const size_t length = std::min(end - from, bytes);
-                std::memcpy(to, views_[i].data() + (from - aligned), length);
-                to += length, from += length, bytes -= length;
-            }
-            start = end;
-        }
-    }
-
-private:
-    View* views_ = nullptr;
-    size_t count_ = 0;
-    size_t total_ = 0;
-};
-
 // ring_format(mapping, readers, generation)
 PyObject* ring_format(PyObject*, PyObject* const* args, Py_ssize_t count) {
     View view;
@@ -131,10 +82,12 @@ PyObject* ring_facts(PyObject*, PyObject* const* args, Py_ssize_t count) {
 // Publishes what there is room for; when there is none, waits once, for at most spin_ns + park_ns.
 PyObject* ring_write(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Mapped mapped;
-    Pieces pieces;
+    View header;
+    codec::Pieces pieces;
     uint64_t done = 0, spin_ns = 0, park_ns = 0;
     if (!expect_arguments("ring_write", count, 6) || !mapped.acquire(args[0])) return nullptr;
-    if (!pieces.acquire(args[1], args[2])) return nullptr;
+    if (!header.acquire(args[1]) || tuple_size(args[2]) < 0) return nullptr;
+    if (!pieces.acquire({header.data(), header.size()}, args[2])) return nullptr;
     if (!read_unsigned(args[3], &done) || !read_unsigned(args[4], &spin_ns) || !read_unsigned(args[5], &park_ns))
         return nullptr;
     const size_t total = pieces.total();
@@ -183,13 +136,15 @@ PyObject* ring_wait(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!read_reader(mapped.ring(), args[1], &index)) return nullptr;
     if (!read_unsigned(args[2], &spin_ns) || !read_unsigned(args[3], &park_ns)) return nullptr;
     Ring& ring = mapped.ring();
-    if (!ring.has_data(index) && !ring.ended(index) && (spin_ns > 0 || park_ns > 0)) {
+    const auto ready = [&] { return ring.has_whole_record(index) || ring.ended(index); };
+    if ((spin_ns > 0 || park_ns > 0) && !ready()) {
         Py_BEGIN_ALLOW_THREADS
-        ring.wait(index, spin_ns, park_ns, 0);
+        ring.wait(index, spin_ns, park_ns, 0, ready);
         Py_END_ALLOW_THREADS
     }
     const bool ended = ring.ended(index);  // first: what was published before the end is still read
-    return PyLong_FromLong(ring.has_data(index) ? 1 : ended ? 2 : 0);
+    const bool streaming = ring.has_data(index) && !ring.has_whole_record(index);
+    return PyLong_FromLong(ring.has_whole_record(index) ? 1 : ended && !streaming ? 2 : 0);
 }
 
 // ring_wait_any(mappings, readers, spin_ns, park_ns): waits until one of several rings has data or has ended.
@@ -213,7 +168,7 @@ PyObject* ring_wait_any(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const auto ready = [&] {
         for (Py_ssize_t i = 0; i < rings; ++i) {
             Ring& ring = mapped[i].ring();
-            if (ring.has_data(readers[i]) || ring.ended(readers[i])) return true;
+            if (ring.has_whole_record(readers[i]) || ring.ended(readers[i])) return true;
         }
         return false;
     };
@@ -247,7 +202,7 @@ PyObject* ring_take(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Ring& ring = mapped.ring();
     ring::RecordHeader record{};
     unsigned char* payload = nullptr;
-    if (!ring.has_data(index) || !ring.next(index, &record, &payload)) {
+    if (!ring.has_whole_record(index) || !ring.next(index, &record, &payload)) {
         PyErr_SetString(PyExc_ValueError, "the ring holds no readable record");
         return nullptr;
     }
@@ -266,7 +221,7 @@ PyObject* ring_release(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Ring& ring = mapped.ring();
     ring::RecordHeader record{};
     unsigned char* payload = nullptr;
-    if (!ring.has_data(index) || !ring.next(index, &record, &payload)) {
+    if (!ring.has_whole_record(index) || !ring.next(index, &record, &payload)) {
         PyErr_SetString(PyExc_ValueError, "the ring holds no readable record");
         return nullptr;
     }
@@ -341,5 +296,5 @@ PyMethodDef functions[] = {
 
 int ring_add(PyObject* module) {
     if (PyModule_AddFunctions(module, functions) < 0) return -1;
-    return PyModule_AddIntConstant(module, "RING_PART", ring::kPart);
+    return PyModule_AddIntConstant(module, "RING_STREAMED", ring::kStreamed);
 }

@@ -43,6 +43,7 @@ struct alignas(kLine) WriterLine {
     std::atomic<uint64_t> stamp_ns;   // CLOCK_MONOTONIC of the latest publication
     std::atomic<uint32_t> sequence;   // futex word: changes with every publication and with every close
     std::atomic<uint32_t> closed;     // the writer has closed the queue
+    std::atomic<uint64_t> filled;     // position up to which the streamed record at the end is filled in
 };
 
 // How the writer waits for room.
@@ -62,9 +63,10 @@ struct alignas(kLine) ReaderLine {
 
 enum ReaderState : uint32_t { kAbsent = 0, kAttached = 1, kLeft = 2 };
 
-enum RecordFlags : uint32_t { kWhole = 0, kSkip = 1, kPart = 2, kLastPart = 3 };
+enum RecordFlags : uint32_t { kWhole = 0, kSkip = 1, kPart = 2, kLastPart = 3, kStreamed = 4 };
 
-// In front of each payload. A skip record fills the end of the data area: its payload has no content.
+// In front of each payload. A streamed record is published before its payload is there: readers copy behind the writer,
+// as far as `filled` says. A skip record fills the end of the data area: its payload has no content.
 struct RecordHeader {
     uint64_t payload_bytes;
     uint32_t flags;
@@ -257,6 +259,28 @@ public:
         wake_readers();
     }
 
+    // Publishes a record that is filled in afterwards, at `reserve(payload)` as it was before; there is room.
+    void begin_stream(size_t payload) {
+        const uint64_t published = writer().published.load(std::memory_order_relaxed);
+        stream_start_ = published + needed(payload) - record_bytes(payload) + kRecordHeader;
+        // Readers see this with the publication.
+        writer().filled.store(stream_start_, std::memory_order_relaxed);
+        publish(payload, kStreamed, payload, false);
+    }
+
+    // Says that the first `bytes` of the payload are there.
+    void fill(uint64_t bytes) {
+        // SYNC fill->reader (release): what is announced as filled in is there.
+        writer().filled.store(stream_start_ + bytes, std::memory_order_release);
+    }
+
+    // Says that the message is whole; all of it is filled in. Wakes the readers that went to sleep meanwhile.
+    void end_stream() {
+        const uint64_t messages = writer().messages.load(std::memory_order_relaxed) + 1;
+        writer().messages.store(messages, std::memory_order_relaxed);
+        wake_readers();
+    }
+
     // Wakes the readers that sleep, as a message is about to come: they get up while it is encoded and copied.
     // A hint; whoever sleeps at the publication is woken by that.
     void announce() {
@@ -311,13 +335,14 @@ public:
         wake_writer();
     }
 
-    // Polls until there is data, the queue has ended, or `until_ns` is past. Yields in between, every 1 us: the writer
+    // Polls until `done`, or `until_ns` is past. Yields in between, every 1 us: the writer
     // may wait for this very core, and the scheduler would let the poller finish its slice of some ms first. (A
     // sleeper is woken on the core of its waker, so the two share one more often than not.)
-    bool spin(uint32_t index, uint64_t until_ns) {
+    template <typename Done>
+    bool spin(Done done, uint64_t until_ns) {
         while (true) {
             for (int i = 0; i < 64; ++i) {
-                if (has_data(index) || ended(index)) return true;
+                if (done()) return true;
                 pause();
             }
             if (now_ns() >= until_ns) return false;
@@ -327,24 +352,44 @@ public:
 
     bool ready(uint32_t index) { return has_data(index) || ended(index); }
 
-    // Sleeps until there is data, the queue has ended, a signal came (then false), or `nanoseconds` have passed. After
-    // an announcement it polls for the message.
-    bool park(uint32_t index, uint64_t nanoseconds) {
+    // How many bytes of the payload of `record`, the next one of `index`, are there.
+    uint64_t available(uint32_t index, const RecordHeader& record) {
+        if (record.flags != kStreamed) return record.payload_bytes;
+        const uint64_t start = reader(index).consumed.load(std::memory_order_relaxed) + kRecordHeader;
+        // SYNC fill->reader (acquire): behind what the writer has filled in.
+        const uint64_t filled = writer().filled.load(std::memory_order_acquire);
+        // A later streamed record has moved it on: then this one is whole.
+        return filled < start ? 0 : filled - start < record.payload_bytes ? filled - start : record.payload_bytes;
+    }
+
+    // Whether the next record is there as a whole; false also where it makes no sense.
+    bool has_whole_record(uint32_t index) {
+        RecordHeader record{};
+        unsigned char* payload = nullptr;
+        return has_data(index) &&
+               (!next(index, &record, &payload) || available(index, record) == record.payload_bytes);
+    }
+
+    // Sleeps until `done`, which changes with the sequence word, a signal came (then false), or `nanoseconds` have
+    // passed. After an announcement it polls for the message.
+    template <typename Done>
+    bool park(uint32_t index, uint64_t nanoseconds, Done done) {
         const uint32_t seen = begin_park(index);
-        const bool undisturbed = ready(index) || futex_wait(writer().sequence, seen, nanoseconds);
+        const bool undisturbed = done() || futex_wait(writer().sequence, seen, nanoseconds);
         end_park(index);
         if (!undisturbed || writer().sequence.load(std::memory_order_relaxed) == seen) return undisturbed;
-        spin(index, now_ns() + kAnnouncedNs);
+        spin(done, now_ns() + kAnnouncedNs);
         return true;
     }
 
-    // Waits for data or the end: polls for `spin_ns`, then sleeps for at most `park_ns`, in naps of `nap_ns` unless
+    // Waits until `done`: polls for `spin_ns`, then sleeps for at most `park_ns`, in naps of `nap_ns` unless
     // that is 0: a core that wakes up now and then does not fall into the deepest sleep. False for a signal.
-    bool wait(uint32_t index, uint64_t spin_ns, uint64_t park_ns, uint64_t nap_ns) {
-        if (spin_ns > 0 && spin(index, now_ns() + spin_ns)) return true;
+    template <typename Done>
+    bool wait(uint32_t index, uint64_t spin_ns, uint64_t park_ns, uint64_t nap_ns, Done done) {
+        if (spin_ns > 0 && spin(done, now_ns() + spin_ns)) return true;
         const uint64_t until = now_ns() + park_ns;
-        for (uint64_t left = park_ns; left > 0 && !ready(index);) {
-            if (!park(index, nap_ns > 0 && nap_ns < left ? nap_ns : left)) return false;
+        for (uint64_t left = park_ns; left > 0 && !done();) {
+            if (!park(index, nap_ns > 0 && nap_ns < left ? nap_ns : left, done)) return false;
             const uint64_t now = now_ns();
             left = until > now ? until - now : 0;
         }
@@ -382,7 +427,7 @@ public:
     void release(uint32_t index, const RecordHeader& record) {
         ReaderLine& line = reader(index);
         const uint64_t consumed = line.consumed.load(std::memory_order_relaxed);
-        if (record.flags == kWhole || record.flags == kLastPart) {
+        if (record.flags != kPart) {
             line.messages.store(record.message, std::memory_order_relaxed);
         }
         line.progress_ns.store(now_ns(), std::memory_order_relaxed);
@@ -409,7 +454,7 @@ private:
         if (position % kLine != 0 || available < kRecordHeader || available > capacity()) return false;
         std::memcpy(record, data() + position, sizeof *record);
         const uint64_t room = capacity() - position - kRecordHeader;
-        if (record->flags > kLastPart || record->payload_bytes > room) return false;
+        if (record->flags > kStreamed || record->payload_bytes > room) return false;
         return rounded(record->payload_bytes, kLine) + kRecordHeader <= available;
     }
 
@@ -417,7 +462,8 @@ private:
     unsigned char* base_;
     size_t bytes_;
     Identity identity_{};
-    uint64_t room_end_ = 0;  // the writer may publish up to here, as far as this object knows
+    uint64_t stream_start_ = 0;  // position of the payload of the record that is being streamed
+    uint64_t room_end_ = 0;      // the writer may publish up to here, as far as this object knows
 };
 
 }  // namespace ring

@@ -8,7 +8,7 @@ creation fail on all of them; nobody falls back alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -182,6 +182,10 @@ class Broadcaster:
         self.writer = writer
         self._health = health
         self._timeout_s = timeout_s
+        self._dequeue = end.dequeue if isinstance(end, (QueueReader, HostQueueReader)) else None
+        # Sends what is short and fits at once; False leaves it to `send`, which knows how to wait and what to raise.
+        # The queue is closed with its group and when that breaks, so nothing need be checked before.
+        self.send_now: Callable[[Any], bool] | None = end.send_now if isinstance(end, QueueWriter) else None
 
     @property
     def carries_tensors(self) -> bool:
@@ -203,11 +207,10 @@ class Broadcaster:
 
     def receive(self, timeout_s: float | None, type_: Any) -> Any:
         """Return the writer's next object; only on the others."""
-        end = self.end
-        if not isinstance(end, (QueueReader, HostQueueReader)):
+        if self._dequeue is None:
             raise UsageError(f"{self._health.where('broadcast_object')}: this rank's end writes")
         try:
-            return end.dequeue(timeout_s, type_)
+            return self._dequeue(timeout_s, type_)
         except CommError as error:
             blamed = self._blamed(error)
             if blamed is error:

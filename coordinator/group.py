@@ -139,6 +139,8 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
         self._dispatched_counts = None
         self._queues: HostQueues | SharedQueues = SharedQueues(parts.host, parts.health, settings)
         self._broadcaster: Broadcaster | None = None
+        self._queue_src: int | None = None
+        self._send_now: Callable[[Any], bool] = bool
         self.mq_broadcaster: Writer | Reader | None = None
 
     # ------------------------------------------------------------------ who and where
@@ -244,6 +246,8 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
         self._broadcaster = Broadcaster(
             self.mq_broadcaster, writer_rank, self._health, self.settings.timeout_s
         )
+        if self._broadcaster.send_now is not None:
+            self._queue_src, self._send_now = writer_rank, self._broadcaster.send_now
 
     def make_sibling_device_group(self, group_desc: str | None = None) -> dist.ProcessGroup:
         """Create another process group of this group's ranks and backend. Collective.
@@ -304,6 +308,7 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
         self._cpu_group = None
         self._device_group = None
         self.mq_broadcaster = self._broadcaster = None
+        self._queue_src = None
 
     def __enter__(self) -> Self:
         """Return the group itself."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +38,9 @@ class GroupPlanes:
     device_communicator: DeviceCommunicator
     _host: HostPlane
     _broadcaster: Broadcaster | None
+    # On the writer of the broadcaster's queue its rank in the group; None elsewhere.
+    _queue_src: int | None = None
+    _send_now: Callable[[Any], bool]
     _health: GroupHealth
     _cpu_group: dist.ProcessGroup | None
     _device_group: dist.ProcessGroup | None

@@ -8,6 +8,7 @@ address; everything else, and every torch function, works on it as on any proces
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final, TypeAlias, cast
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from shm_broadcast.errors import CapabilityError, InternalError
+from shm_broadcast.liveness import fork_count
 
 BACKEND: Final = "gloo_at_address"
 
@@ -70,14 +72,36 @@ def _create(backend_options: Any, options: GlooOptions | None) -> ProcessGroupGl
     if options is None:
         options = GlooOptions(_world_address[0] if _world_address else LOOPBACK)
     gloo = cast("Any", ProcessGroupGloo)._Options()
-    gloo._devices = [ProcessGroupGloo.create_device(hostname=options.address)]
+    device = _device_at(options.address)
+    gloo._devices = [device.gloo]
     gloo._timeout = backend_options.timeout
     gloo._threads = _GLOO_THREADS
     backend = ProcessGroupGloo(
         backend_options.store, backend_options.group_rank, backend_options.group_size, gloo
     )
     options.backend = cast("GlooBackend", backend)
+    _users[options.backend] = device
     return backend
+
+
+class _Device:
+    """One Gloo device and those who use it."""
+
+    def __init__(self, address: str) -> None:
+        self.gloo = ProcessGroupGloo.create_device(hostname=address)
+
+
+# Each device has a thread that wakes up a hundred times a second for ever, 0.15 % of a core, so all groups of a
+# process share one; it goes with the last of them. A forked child, which has no threads, needs its own.
+_devices: Final[weakref.WeakValueDictionary[tuple[str, int], _Device]] = weakref.WeakValueDictionary()
+_users: Final[weakref.WeakKeyDictionary[GlooBackend, _Device]] = weakref.WeakKeyDictionary()
+
+
+def _device_at(address: str) -> _Device:
+    device = _devices.get((address, fork_count()))
+    if device is None:
+        device = _devices[address, fork_count()] = _Device(address)
+    return device
 
 
 def new_gloo_group(

@@ -59,7 +59,8 @@ class QueueWriter:
         self._ring = ring
         self._remote = remote
         self._handover = handover
-        self._send = ring.send if isinstance(remote, NoRemote) else _leave_it
+        # Sends an object that is short and fits at once, in one native call; False leaves it to `enqueue`.
+        self.send_now = ring.send if isinstance(remote, NoRemote) else _leave_it
 
     @classmethod
     def create(
@@ -163,7 +164,7 @@ class QueueWriter:
             PeerLostError: A reader whose room is needed, or any remote one, is gone. The queue is unusable.
             ClosedError: The queue was closed.
         """
-        if self._send(obj):
+        if self.send_now(obj):
             return
         message = codec.encode(obj)
         # Room at the remote readers first, which sends nothing: a message goes to all readers or to none.
@@ -230,6 +231,7 @@ class QueueReader:
         """Use `open`."""
         self.handle = handle
         self._ring = ring
+        self._read = ring.read
 
     @classmethod
     def open(
@@ -300,7 +302,7 @@ class QueueReader:
             PeerLostError: The writer died, and everything it wrote has been read.
             ClosedError: The writer closed the queue and everything has been read, or this end was closed.
         """
-        return self._ring.read(timeout_s, type)
+        return self._read(timeout_s, type)
 
     def try_dequeue(self) -> tuple[bool, Any]:
         """Return (True, the next object), or (False, None) if none is there, or not whole yet. Does not wait.

@@ -89,7 +89,7 @@ def ring_state(mapping: Buffer, /) -> tuple[int, int, int, int, tuple[tuple[int,
 
 NOTHING: object
 
-class RingCorrupt(Exception):
+class RingCorrupt(Exception):  # noqa: N818 - not an error of ours: `InternalError` is raised for it
     """The ring's own words make no sense: nothing behind them can be found."""
 
 class _Port:
@@ -113,7 +113,9 @@ class _Port:
 class WritePort(_Port):
     """The writing end of a ring for what is short and fits at once."""
 
-    def __new__(cls, mapping: Buffer, describe: Callable[[object], tuple[int, object, object]], /) -> Self: ...
+    def __new__(
+        cls, mapping: Buffer, describe: Callable[[object], tuple[int, object, object]], /
+    ) -> Self: ...
     def send(self, obj: object, /) -> bool:
         """Encode and publish an object; False, with nothing changed, leaves it to the general way."""
 

@@ -173,7 +173,7 @@ def decode(frame: bytes | bytearray | memoryview, type: Any = None, *, copy: boo
     _check_frame(frame)
     try:
         value = _core.decode(frame, build_owned if copy else _build_aliased)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - raises
         raise_decode_error(error)
     return value if type is None or type is Any else convert(value, type)
 

@@ -100,12 +100,15 @@ class RemoteSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Check every field."""
         if type(self.high_water_bytes) is not int or self.high_water_bytes < _MIN_HIGH_WATER:
             raise SettingsError(
-                f"high_water_bytes is {self.high_water_bytes!r}, but must be an int of at least {_MIN_HIGH_WATER}"
+                f"remote.high_water_bytes is {self.high_water_bytes!r}, but must be an int of at least "
+                f"{_MIN_HIGH_WATER}"
             )
-        positive_seconds("heartbeat_s", self.heartbeat_s)
-        if positive_seconds("lost_after_s", self.lost_after_s) < 3 * self.heartbeat_s:
+        for field in ("heartbeat_s", "lost_after_s"):
+            seconds = positive_seconds(f"remote.{field}", getattr(self, field))
+            msgspec.structs.force_setattr(self, field, seconds)
+        if self.lost_after_s < 3 * self.heartbeat_s:
             raise SettingsError(
-                f"lost_after_s is {self.lost_after_s!r}, but must be at least three times heartbeat_s, "
+                f"remote.lost_after_s is {self.lost_after_s!r}, but must be at least three times heartbeat_s, "
                 f"{self.heartbeat_s!r}: one late heartbeat is no death"
             )
 

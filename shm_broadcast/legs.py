@@ -40,8 +40,8 @@ class RemoteLeg(Protocol):
     def added_to(self, local: QueueStatistics) -> QueueStatistics:
         """Return the statistics of the local leg with those of this one."""
 
-    def close(self) -> None:
-        """End the leg."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """End the leg, within about `timeout_s` if that is given."""
 
 
 class NoRemote:
@@ -65,7 +65,7 @@ class NoRemote:
         """Return them as they are."""
         return local
 
-    def close(self) -> None:
+    def close(self, timeout_s: float | None = None) -> None:
         """Do nothing."""
 
 

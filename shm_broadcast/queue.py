@@ -176,12 +176,17 @@ class QueueWriter:
         """Return what was written, and how far each reader is."""
         return self._remote.added_to(self._ring.statistics())
 
-    def close(self) -> None:
-        """End the queue: readers get what was written, then `ClosedError`. Idempotent."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """End the queue: readers get what was written, then `ClosedError`. Idempotent.
+
+        Args:
+            timeout_s: How long readers on other hosts have to take what was written, at most the remote
+                settings' `lost_after_s`, which is the default. Who has not by then gets a `PeerLostError`.
+        """
         if self._handover is not None:
             self._handover.close()
         self._ring.close()
-        self._remote.close()
+        self._remote.close(timeout_s)
 
     def __enter__(self) -> Self:
         """Return the writer."""

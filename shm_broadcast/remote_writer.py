@@ -423,12 +423,15 @@ class RemoteWriter:
     def _end(self) -> zmq.Frame:
         return zmq.Frame(pack(Kind.END, self._ledger.last.number + 1))
 
-    def close(self) -> None:
+    def close(self, timeout_s: float | None = None) -> None:
         """End the queue: readers get what was written, then `ClosedError`. Idempotent; wakes a waiting call.
 
-        Waits until every reader's process has everything, but at most for `lost_after_s`: who has not by then
-        gets a `PeerLostError` in place of the `ClosedError`.
+        Waits until every reader's process has everything, but at most for `lost_after_s` or `timeout_s`: who has
+        not by then gets a `PeerLostError` in place of the `ClosedError`.
         """
+        patience_s = (
+            self._remote.lost_after_s if timeout_s is None else min(self._remote.lost_after_s, timeout_s)
+        )
         if self._forks != fork_count():
             return
         with self._changed:
@@ -437,7 +440,7 @@ class RemoteWriter:
             self._is_closing = True
             self._push_to_all(self._end())
             self._changed.notify_all()
-            self._changed.wait_for(self._has_everybody_everything, self._remote.lost_after_s)
+            self._changed.wait_for(self._has_everybody_everything, patience_s)
             self._is_stopping = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()

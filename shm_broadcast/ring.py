@@ -162,11 +162,7 @@ class RingEnd:
 
 
 # How long a writer spins and then parks before it looks around again, in ns.
-_WRITER_STAGES: Final[dict[str, tuple[int, int]]] = {
-    "spin": (SLICE_NS, 0),
-    "adaptive": (SHORT_SPIN_NS, SLICE_NS),
-    "park": (0, SLICE_NS),
-}
+_WRITER_STAGES: Final = {"spin": (SLICE_NS, 0), "adaptive": (SHORT_SPIN_NS, SLICE_NS), "park": (0, SLICE_NS)}
 
 
 class RingWriter(RingEnd):
@@ -212,7 +208,7 @@ class RingWriter(RingEnd):
                     self._fail(error)
                 raise
             finally:
-                self._port.hold(self._cause is not None)
+                self._port.hold(self._closing or self._cause is not None)
             if self._closing:
                 # The other thread may have ended the queue before this message was in it.
                 raise ClosedError(f"{self._where('enqueue')}: the queue was closed during the call")
@@ -315,6 +311,8 @@ class RingWriter(RingEnd):
 class RingReader(RingEnd):
     """One reading end of a ring."""
 
+    _port: _core.ReadPort
+
     def __init__(
         self,
         name: str,
@@ -347,7 +345,7 @@ class RingReader(RingEnd):
                     value = self._await("dequeue", timeout_s, self._port.receive)
         except (CommError, _core.RingCorrupt) as error:
             self._raise("dequeue", error)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raises
             codec.raise_decode_error(error)
         return value if type_ is None else codec.convert(value, type_)
 
@@ -364,7 +362,7 @@ class RingReader(RingEnd):
                 return False, None
         except (CommError, _core.RingCorrupt) as error:
             self._raise("try_dequeue", error)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raises
             codec.raise_decode_error(error)
 
     def _raise(self, call: str, error: CommError | _core.RingCorrupt) -> NoReturn:
@@ -424,9 +422,7 @@ class RingReader(RingEnd):
 
     def _check_lease(self, call: str) -> None:
         if self._is_leasing:
-            raise UsageError(
-                f"{self._where(call)}: a lease is open; what it lent is still the next message"
-            )
+            raise UsageError(f"{self._where(call)}: a lease is open; what it lent is still the next message")
 
     def _check_end(self, call: str, status: int) -> None:
         if status == _ENDED:
@@ -479,8 +475,7 @@ class RingReader(RingEnd):
                 raise ClosedError(f"{self._where(call)}: the queue was closed while the call waited")
             status = self._status(call)
             self._check_end(call, status)
-            if status != _DATA:
-                self.raise_if_lost(call)
+            self.raise_if_lost(call)
             if limit is not None and now >= limit:
                 what = "end of the message" if self._port.is_assembling else "message"
                 raise CommTimeoutError(

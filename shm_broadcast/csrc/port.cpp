@@ -108,16 +108,16 @@ PyObject* write_port_new(PyTypeObject* type, PyObject* args, PyObject*) {
 // ReadPort(mapping, reader, build)
 PyObject* read_port_new(PyTypeObject* type, PyObject* args, PyObject*) {
     PyObject *memory = nullptr, *hook = nullptr;
-    unsigned int index = 0;
-    if (!PyArg_ParseTuple(args, "OIO:ReadPort", &memory, &index, &hook)) return nullptr;
+    Py_ssize_t index = 0;
+    if (!PyArg_ParseTuple(args, "OnO:ReadPort", &memory, &index, &hook)) return nullptr;
     Port* port = make_port(type, memory, hook);
     if (port == nullptr) return nullptr;
     Ref guard(reinterpret_cast<PyObject*>(port));
-    if (index >= port->ring->readers()) {
-        PyErr_Format(PyExc_ValueError, "reader %u of %u", index, port->ring->readers());
+    if (index < 0 || index >= static_cast<Py_ssize_t>(port->ring->readers())) {
+        PyErr_Format(PyExc_ValueError, "reader %zd of %u", index, port->ring->readers());
         return nullptr;
     }
-    port->index = index;
+    port->index = static_cast<uint32_t>(index);
     port->assembly = new (std::nothrow) codec::Assembly;
     if (port->assembly == nullptr) return PyErr_NoMemory();
     return guard.release();

@@ -263,8 +263,8 @@ public:
     void begin_stream(size_t payload) {
         const uint64_t published = writer().published.load(std::memory_order_relaxed);
         stream_start_ = published + needed(payload) - record_bytes(payload) + kRecordHeader;
-        // Readers see this with the publication.
-        writer().filled.store(stream_start_, std::memory_order_relaxed);
+        // SYNC fill->reader (release): also for the streamed record before, whose readers may see this store only.
+        writer().filled.store(stream_start_, std::memory_order_release);
         publish(payload, kStreamed, payload, false);
     }
 

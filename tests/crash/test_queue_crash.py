@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from shm_broadcast import _core
 from shm_broadcast.handle import QueueHandle
 from shm_broadcast.queue import QueueReader
 from shm_broadcast.segment import take_over
 from tests.harness import run_ranks
 from tests.queue_ranks import Meeting, blob, ended_with, offer, take
-from tests.queues import fill, find_sockets, segments_of
+from tests.queues import fill, find_sockets, memory_of, segments_of
 
 # The promise is one second; a loaded machine gets more. After a kill the calls themselves have no limit.
 PROMPT_S = 10.0
@@ -243,6 +244,49 @@ def test_a_forked_child_does_not_keep_a_dead_reader_alive() -> None:
     found = run_ranks(outlived_by_a_child, 2, expect_dead=[1])[0]
     assert (found["kind"], found["ranks"]) == ("PeerLostError", [1])
     assert ", dead, " in found["text"]
+
+
+# --- death within a stream -------------------------------------------------------------------------------------
+
+
+def dies_within_a_stream(rank: int, world_size: int, directory: Path, is_read_before: bool) -> dict[str, Any]:
+    """Rank 0 sends a message whose second half is gone from under it: that kills it in the midst of the copy."""
+    meeting, nbytes = Meeting(directory), 4 << 20
+    if rank == 0:
+        place = Path(directory) / "content"
+        place.write_bytes(bytes(nbytes))
+        content = np.memmap(place, np.uint8, "r+")
+        with offer(meeting, [1, 2], 16 << 20) as writer:
+            writer.wait_until_ready(30.0)
+            writer.enqueue("whole")
+            os.truncate(place, nbytes // 2)
+            meeting.mark("written")
+            if is_read_before:
+                meeting.wait("read-1")
+                meeting.wait("read-2")
+                time.sleep(0.05)
+            writer.enqueue(content.view(np.ndarray))
+    with take(meeting, rank) as reader:
+        meeting.wait("written")
+        if not is_read_before:
+            time.sleep(0.3)
+        whole = reader.dequeue(30.0)
+        meeting.mark(f"read-{rank}")
+        found = ended_with(reader.dequeue)
+        published, messages, _, _, readers = _core.ring_state(memory_of(reader))
+        consumed = readers[rank - 1][0]
+    return {**found, "whole": whole, "published": published, "consumed": consumed, "messages": messages}
+
+
+@pytest.mark.guarantee("B13", "B22")
+@pytest.mark.parametrize("is_read_before", [True, False], ids=["while readers wait", "before readers look"])
+def test_a_writer_killed_within_a_stream_leaves_nothing_of_it(is_read_before: bool) -> None:
+    """Half of a streamed message is in the ring when its writer dies: readers get what was whole, and are told."""
+    found = run_ranks(dies_within_a_stream, 3, is_read_before, expect_dead=[0])
+    for told in found[1:]:
+        assert (told["whole"], told["kind"], told["ranks"]) == ("whole", "PeerLostError", [0]), told
+        assert told["messages"] == 1
+        assert told["published"] - told["consumed"] > 4 << 20, "the stream was not under way"
 
 
 # --- stress ----------------------------------------------------------------------------------------------------

@@ -2,14 +2,15 @@
 
 import mmap
 import struct
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shm_broadcast import _core
-from shm_broadcast.errors import CommError, GroupBrokenError, InternalError
+from shm_broadcast import _core, codec
+from shm_broadcast.errors import CommError, CommTimeoutError, GroupBrokenError, InternalError
 from shm_broadcast.settings import MIN_RING_BYTES
 from tests.queues import PAGE, RECORD_HEADER, bare_ring, memory_of, queue
 
@@ -22,7 +23,7 @@ IDENTITY = {
     "data bytes": (24, "Q"),
 }
 GENERATION = 32
-PUBLISHED, WRITER_MESSAGES, STAMP, SEQUENCE, CLOSED = 64, 72, 80, 88, 92
+PUBLISHED, WRITER_MESSAGES, STAMP, SEQUENCE, CLOSED, FILLED = 64, 72, 80, 88, 92, 96
 SPACE_WORD, SPACE_WAITING = 128, 132
 CONSUMED, READER_MESSAGES, PROGRESS, PARKED, STATE = 192, 200, 208, 216, 220
 RECORD = {"payload bytes": (0, "Q"), "flags": (8, "I"), "message": (16, "Q"), "total bytes": (24, "Q")}
@@ -59,6 +60,7 @@ def test_every_field_stands_where_the_layout_says() -> None:
     assert (get(memory, SEQUENCE, "I"), get(memory, CLOSED, "I")) == (1, 0)
     assert [get(memory, PAGE + offset, form) for offset, form in RECORD.values()] == [3, 0, 1, 3]
     assert memory[PAGE + RECORD_HEADER : PAGE + RECORD_HEADER + 3] == b"abc"
+    assert get(memory, FILLED, "Q") == 0
     _core.ring_take(memory, 1)
     _core.ring_release(memory, 1)
     second = 64
@@ -71,6 +73,17 @@ def test_every_field_stands_where_the_layout_says() -> None:
     _core.ring_end(memory, -1)
     assert get(memory, CLOSED, "I") == 1
     assert [get(memory, offset, "I") for offset in (SPACE_WORD, SPACE_WAITING, PARKED)] == [0, 0, 0]
+
+
+@pytest.mark.guarantee("B8")
+def test_a_streamed_record_says_how_far_it_is_filled() -> None:
+    """A long message has flag 4, and `filled` stands behind its payload when all of it is there."""
+    memory = bare_ring(64 * PAGE)
+    assert _core.WritePort(memory, codec.describe).send(bytes(100_000))
+    nbytes = codec.encode(bytes(100_000)).nbytes
+    assert [get(memory, PAGE + offset, form) for offset, form in RECORD.values()] == [nbytes, 4, 1, nbytes]
+    assert get(memory, FILLED, "Q") == RECORD_HEADER + nbytes
+    assert _core.RING_STREAMED == 4
 
 
 @pytest.mark.guarantee("B10")
@@ -103,21 +116,32 @@ def test_a_ring_with_a_wrong_identity_is_refused(name: str, value: int) -> None:
 
 @pytest.mark.guarantee("B10")
 @pytest.mark.parametrize("name", IDENTITY)
-def test_an_identity_that_changes_later_breaks_both_ends(name: str) -> None:
-    """Overwritten memory is an `InternalError`, then `GroupBrokenError`; both ends can still be closed."""
-    with queue() as (writer, [reader]):
+@pytest.mark.parametrize("nbytes", [1, 100_000, 1_000_000], ids=["whole", "streamed", "parts"])
+def test_an_identity_that_changes_later_does_no_harm(name: str, nbytes: int) -> None:
+    """Each end read it once: messages pass right or end in an error of ours, statistics see it, both ends close."""
+    with queue(ring_bytes=64 * PAGE) as (writer, [reader]):
         offset, form = IDENTITY[name]
         put(memory_of(writer), offset, form, 77)
-        for call in (lambda: writer.enqueue(1, 1.0), lambda: reader.dequeue(1.0), writer.statistics):
+        for number in range(4):
+            message = bytes([number]) * nbytes
+            sent = outcome_of(partial(writer.enqueue, message, 0.0))
+            assert sent is None or isinstance(sent, (CommTimeoutError, InternalError, GroupBrokenError)), sent
+            received = outcome_of(lambda: reader.dequeue(0.0))
+            if sent is None and not isinstance(received, CommError):
+                assert received == message
+            else:
+                allowed = (CommTimeoutError, InternalError, GroupBrokenError)
+                assert isinstance(received, allowed), received
+        for end in (writer, reader):
             with pytest.raises((InternalError, GroupBrokenError)):
-                call()
+                end.statistics()
         for call in (lambda: writer.enqueue(1), reader.dequeue, reader.try_dequeue):
             with pytest.raises(GroupBrokenError):
                 call()
 
 
 @pytest.mark.guarantee("B10")
-@pytest.mark.parametrize("where", ["published", "consumed", *RECORD])
+@pytest.mark.parametrize("where", ["published", "consumed", "filled", *RECORD])
 @pytest.mark.parametrize("value", WRONG)
 def test_an_overwritten_field_gives_an_error_or_a_message(where: str, value: int) -> None:
     """Whatever stands in the words of the protocol, each call returns in time with an error of ours or an object."""
@@ -129,11 +153,38 @@ def test_an_overwritten_field_gives_an_error_or_a_message(where: str, value: int
             offset, form = RECORD[where]
             put(memory, PAGE + offset, form, value)
         else:
-            put(memory, {"published": PUBLISHED, "consumed": CONSUMED}[where], "Q", value)
+            offset = {"published": PUBLISHED, "consumed": CONSUMED, "filled": FILLED}[where]
+            put(memory, offset, "Q", value)
         for _ in range(4):
             outcomes = [outcome_of(lambda: reader.dequeue(0.0)), outcome_of(lambda: writer.enqueue(1, 0.0))]
             assert all(isinstance(each, (CommError, list, int, type(None))) for each in outcomes), outcomes
         reader.statistics()
+
+
+@pytest.mark.guarantee("B10")
+@pytest.mark.parametrize("where", ["published", "consumed", "filled", *RECORD])
+def test_an_overwritten_field_of_a_streamed_record_gives_an_error_or_a_message(where: str) -> None:
+    """The same holds while a long message is copied behind the writer, also when it changes half way."""
+    offset, form = {
+        "published": (PUBLISHED, "Q"),
+        "consumed": (CONSUMED, "Q"),
+        "filled": (FILLED, "Q"),
+        **{name: (PAGE + offset, form) for name, (offset, form) in RECORD.items()},
+    }[where]
+    for value in WRONG:
+        with queue(ring_bytes=64 * PAGE) as (writer, [reader]):
+            memory = memory_of(writer)
+            writer.enqueue(bytes(80_000))
+            put(memory, FILLED, "Q", get(memory, FILLED, "Q") - 10_000)
+            assert reader.try_dequeue() == (False, None)
+            put(memory, offset, form, value)
+            for _ in range(4):
+                for each in (
+                    outcome_of(partial(reader.dequeue, 0.0)),
+                    outcome_of(partial(writer.enqueue, 1, 0.0)),
+                ):
+                    assert isinstance(each, (CommError, bytes, int, type(None))), each
+            reader.statistics()
 
 
 def outcome_of(call: Any) -> Any:
@@ -163,7 +214,7 @@ def test_parts_that_do_not_fit_together_are_an_error(field: str, value: int) -> 
             reader.dequeue(1.0)
 
 
-@given(st.binary(min_size=24, max_size=24), st.integers(0, 3), st.integers(1, 5))
+@given(st.binary(min_size=24, max_size=24), st.integers(0, 5), st.integers(1, 5))
 def test_random_record_headers_stay_inside_of_the_mapping(words: bytes, flags: int, records: int) -> None:
     """A window that is handed out never reaches beyond what was published."""
     memory = bare_ring()

@@ -28,10 +28,16 @@ PER_BYTE = 250
 """Bytes of memory at most for each byte received, beside a fixed 64 KiB."""
 
 
-def frame_of(tree: bytes, *buffers: bytes) -> bytes:
-    """Return a frame with this tree and these buffers."""
+DATA, BYTES, BYTEARRAY = 0, 1, 2
+"""What a buffer becomes, as its entry in the table says."""
+
+
+def frame_of(tree: bytes, *buffers: bytes, kinds: tuple[int, ...] = ()) -> bytes:
+    """Return a frame with this tree and these buffers, which are bytes unless `kinds` says otherwise."""
+    kinds = kinds or (BYTES,) * len(buffers)
     table = -len(tree) % 8 + len(tree) + 32
-    body = tree.ljust(table - 32, b"\0") + b"".join(struct.pack("<Q", len(b)) for b in buffers)
+    entries = [len(buffer) | kind << 56 for buffer, kind in zip(buffers, kinds, strict=True)]
+    body = tree.ljust(table - 32, b"\0") + struct.pack(f"<{len(entries)}Q", *entries)
     frame = bytearray(bytes(32) + body)
     for buffer in buffers:
         frame += bytes(-len(frame) % 64) + buffer
@@ -68,6 +74,10 @@ def refused(frame: bytes) -> str:
             decode(frame, copy=copy)
         reason = str(caught.value)
     return reason
+
+
+FAR_ARRAY = hook(64, ["<i2", 2], b"\xc0")
+"""An array whose data is the next buffer."""
 
 
 @pytest.fixture(autouse=True)
@@ -212,8 +222,19 @@ def test_a_malformed_tree_is_refused(name: str) -> None:
 def test_frames_of_this_file_are_right() -> None:
     """The helpers of this file build frames that the codec accepts when nothing is wrong with them."""
     assert decode(frame_of(packed([1, "a"]))) == [1, "a"]
-    assert decode(frame_of(b"\x92" + ext(5, b"") + ext(6, b""), b"abc", b"")) == [b"abc", bytearray()]
+    frame = frame_of(b"\x92" + ext(5, b"") + ext(6, b""), b"abc", b"", kinds=(BYTES, BYTEARRAY))
+    assert decode(frame) == [b"abc", bytearray()]
     assert decode(frame_of(array("<i2", [2], b"\1\0\2\0"))).tolist() == [1, 2]
+    assert decode(frame_of(FAR_ARRAY, b"\1\0\2\0", kinds=(DATA,))).tolist() == [1, 2]
+
+
+@pytest.mark.guarantee("C10")
+@pytest.mark.parametrize("kind", [DATA, BYTES, BYTEARRAY, 3, 128, 255])
+def test_a_buffer_of_another_kind_than_the_tree_says_is_refused(kind: int) -> None:
+    """A buffer is used as what its entry in the table says, or not at all."""
+    for right, tree in ((DATA, FAR_ARRAY), (BYTES, ext(5, b"")), (BYTEARRAY, ext(6, b""))):
+        if kind != right:
+            assert "another kind" in refused(frame_of(tree, b"abcd", kinds=(kind,)))
 
 
 PREFIXES = {
@@ -246,9 +267,13 @@ def test_malformed_tables_are_refused() -> None:
     """Buffer lengths that are too short, too long or huge, and padding that is not zero, are refused."""
     message = encode([b"x" * 3000, b"y" * 3000])
     table = len(message.header) - 16
-    for nbytes in (0, 2999, 3100, 1 << 40, (1 << 64) - 1, (1 << 64) - 64):
+    for nbytes in (0, 2999, 3100, 1 << 40, (1 << 56) - 1, (1 << 56) - 64):
         frame = bytearray(message.to_bytes())
-        struct.pack_into("<Q", frame, table, nbytes)
+        struct.pack_into("<Q", frame, table, nbytes | BYTES << 56)
+        assert "buffer" in refused(bytes(frame)) or "padding" in refused(bytes(frame))
+    for entry in (3000, (1 << 64) - 1, (1 << 64) - 64):
+        frame = bytearray(message.to_bytes())
+        struct.pack_into("<Q", frame, table, entry)
         refused(bytes(frame))
     frame = bytearray(message.to_bytes())
     frame[len(message.header) + 3000] = 1
@@ -325,7 +350,8 @@ def test_every_flipped_byte_is_harmless() -> None:
 @given(st.binary(max_size=200), st.lists(st.binary(max_size=80), max_size=3))
 def test_random_trees_are_harmless(tree: bytes, buffers: list[bytes]) -> None:
     """Random bytes as the tree of a frame, or as a whole frame, give an object or a DecodeError."""
-    tried(frame_of(tree, *buffers))
+    for kind in (DATA, BYTES, BYTEARRAY):
+        tried(frame_of(tree, *buffers, kinds=(kind,) * len(buffers)))
     tried(tree)
 
 

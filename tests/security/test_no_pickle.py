@@ -111,11 +111,9 @@ def use_everything(rank: int, world_size: int, directory: Path) -> list[str]:
             queue.enqueue(STEP)
         else:
             assert queue.dequeue() == STEP
-        single: Any = tp.create_single_reader_mq_broadcasters(0)
-        if tp.rank_in_group == 0:
-            assert [each.dequeue() for each in single] == [STEP]
-        else:
-            single[0].enqueue(STEP)
+        answer, answers = tp.create_single_reader_mq_broadcasters(0)
+        answer.enqueue(STEP)
+        assert [each.dequeue() for each in answers] == ([STEP, STEP] if tp.rank_in_group == 0 else [])
         tp.all_reduce(small())
         tp.all_gather(small())
         tp.broadcast(small())

@@ -45,7 +45,10 @@ def test_the_frame_is_as_documented() -> None:
     magic, version, flags, total, tree, buffers = struct.unpack_from("<4sB3sQQQ", frame)
     assert (magic, version, flags, total, buffers) == (b"GCBC", 1, bytes(3), len(frame), 4)
     table = (32 + tree + 7) // 8 * 8
-    lengths = struct.unpack_from("<4Q", frame, table)
+    entries = struct.unpack_from("<4Q", frame, table)
+    # The top byte of an entry says what its buffer becomes: bytes, data, a bytearray, data.
+    assert [entry >> 56 for entry in entries] == [1, 0, 2, 0]
+    lengths = tuple(entry & (1 << 56) - 1 for entry in entries)
     assert lengths == tuple(view.nbytes for view in message.buffers) == (5000, 12000, 2049, 6216)
     assert len(message.header) == table + 32
     offset = len(message.header)

@@ -14,6 +14,7 @@ import torch
 from coordinator import (
     ClosedError,
     DisagreementError,
+    ExternalWriter,
     GroupBrokenError,
     GroupCoordinator,
     ParallelGroups,
@@ -348,8 +349,22 @@ def test_queues_have_their_roles(group: FakeGroupCoordinator) -> None:
     reader: Any = group.create_mq_broadcaster(0)
     with pytest.raises(UsageError, match="nothing is there"):
         reader.dequeue()
-    assert len(group.create_single_reader_mq_broadcasters(1)) == 2
-    assert len(group.create_single_reader_mq_broadcasters(0)) == 1
+    own, readers = group.create_single_reader_mq_broadcasters(1)
+    own.enqueue(("answer", 1))
+    with pytest.raises(UsageError, match="Unknown"):
+        own.enqueue(Unknown())
+    assert readers[1].dequeue() == ("answer", 1)
+    for each in readers:
+        with pytest.raises(UsageError, match="nothing is there"):
+            each.dequeue()
+    other, none = group.create_single_reader_mq_broadcasters(0)
+    other.enqueue("nobody reads it")
+    assert (len(readers), none) == (3, [])
+    outside = ExternalWriter(bytes(100), bytes(32))
+    reader = group.create_mq_broadcaster(1, outside)
+    assert not hasattr(reader, "enqueue")
+    with pytest.raises(UsageError, match="must be an ExternalWriter"):
+        group.create_mq_broadcaster(0, outside.key)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="writer_rank is 3"):
         group.create_mq_broadcaster(3)
 

@@ -176,19 +176,24 @@ def test_ctrl_c_interrupts_every_wait(mode: WaitMode, role: str) -> None:
 
 
 @pytest.mark.guarantee("B6")
-@pytest.mark.parametrize(("nbytes", "breaks"), [(10, False), (3 * MIN_RING_BYTES, True)])
+@pytest.mark.parametrize(("nbytes", "breaks"), [(20_000, False), (100_000, False), (10**6, True)])
 def test_ctrl_c_during_a_copy_tears_nothing(
     nbytes: int, breaks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A signal with parts of a message in the ring breaks the queue; a message in one record is there or is not."""
-    with queue() as (writer, [reader]):
+    with queue(ring_bytes=4 * MIN_RING_BYTES) as (writer, [reader]):
+        sent, _ = fill(writer, bytes(15_000))
         ring_write = _core.ring_write
 
         def interrupted(*arguments: Any) -> int:
+            # Room for the message, or for a part of it, comes while the call waits.
+            for _ in range(sent):
+                assert reader.dequeue(1.0) == bytes(15_000)
             ring_write(*arguments)
             raise KeyboardInterrupt
 
         monkeypatch.setattr(_core, "ring_write", interrupted)
+        # A full ring leaves the message to the general way.
         with pytest.raises(KeyboardInterrupt):
             writer.enqueue(bytes(nbytes), 1.0)
         monkeypatch.undo()
@@ -198,6 +203,32 @@ def test_ctrl_c_during_a_copy_tears_nothing(
         else:
             writer.enqueue("next", 1.0)
             assert [reader.dequeue(1.0), reader.dequeue(1.0)] == [bytes(nbytes), "next"]
+
+
+@pytest.mark.guarantee("B6", "B22")
+@pytest.mark.parametrize("nbytes", [10, 8 << 20])
+def test_ctrl_c_within_an_ordinary_call_tears_nothing(nbytes: int) -> None:
+    """Whenever the signal comes, the message is there whole or is not there, and the queue goes on."""
+    message = bytes(range(256)) * (nbytes // 256 + 1)
+    with queue(ring_bytes=32 << 20) as (writer, [reader]):
+        for turn in range(20):
+            main = threading.main_thread().ident or 0
+            timer = threading.Timer(turn * 0.0004, signal.pthread_kill, (main, signal.SIGINT))
+            sent = 0
+            try:
+                timer.start()
+                while True:
+                    writer.enqueue((turn, sent, message), 10.0)
+                    sent += 1
+                    assert reader.dequeue(10.0) == (turn, sent - 1, message)
+            except KeyboardInterrupt:
+                timer.join()
+            left = []
+            while (found := reader.try_dequeue())[0]:
+                left.append(found[1])
+            assert left in ([], [(turn, sent, message)], [(turn, sent - 1, message)])
+            writer.enqueue("next", 1.0)
+            assert reader.dequeue(1.0) == "next"
 
 
 # --- closing ---------------------------------------------------------------------------------------------------
@@ -245,6 +276,23 @@ def test_close_from_another_thread_wakes_a_waiting_call(mode: WaitMode) -> None:
         time.sleep(0.1)
         readers[0].close()
     assert isinstance(waited[0], ClosedError)
+
+
+@pytest.mark.guarantee("B7")
+def test_nothing_is_sent_behind_a_close_from_another_thread() -> None:
+    """A call that was ended by `close` is not followed by one that succeeds, however soon it comes."""
+    with queue() as (writer, _):
+        fill(writer, bytes(10_000))
+
+        def wait_and_try_again() -> list[bool]:
+            with pytest.raises(ClosedError):
+                writer.enqueue(bytes(10_000))
+            return [writer.send_now(1) for _ in range(3)]
+
+        with background(wait_and_try_again) as outcome:
+            time.sleep(0.1)
+            writer.close()
+        assert outcome == [[False, False, False]]
 
 
 @pytest.mark.guarantee("B7")

@@ -17,6 +17,7 @@ from coordinator.settings import (
     LaunchEnvironment,
     differences,
 )
+from shm_broadcast.endpoint import RemoteSettings
 from shm_broadcast.errors import SettingsError
 from shm_broadcast.settings import MIN_RING_BYTES, BroadcastSettings
 
@@ -40,11 +41,18 @@ SETTINGS = st.builds(
     create_timeout_s=st.floats(0.001, 1e6),
     destroy_timeout_s=st.floats(0.001, 1e6),
     interface=st.sampled_from([None, "eth0", "ib1"]),
+    remote_ports=st.sampled_from([None, "29600-29699", "1-65535"]),
     broadcast=st.builds(
         BroadcastSettings,
         wait=st.sampled_from(["adaptive", "spin", "park"]),
         ring_bytes=st.integers(MIN_RING_BYTES, 2**40),
         warn_after_s=st.floats(0.001, 1e6),
+    ),
+    remote=st.builds(
+        RemoteSettings,
+        high_water_bytes=st.integers(64 << 10, 2**40),
+        heartbeat_s=st.floats(0.001, 30.0),
+        lost_after_s=st.floats(90.0, 1e6),
     ),
 )
 
@@ -67,6 +75,8 @@ def test_defaults() -> None:
     assert (settings.timeout_s, settings.create_timeout_s, settings.destroy_timeout_s) == (600.0, 300.0, 5.0)
     assert settings.interface is None
     assert settings.broadcast == BroadcastSettings(wait="adaptive", ring_bytes=4 << 20, warn_after_s=60.0)
+    assert settings.remote == RemoteSettings(high_water_bytes=64 << 20, heartbeat_s=0.2, lost_after_s=0.8)
+    assert (settings.remote_ports, settings.remote_port_range) == (None, None)
 
 
 @given(SETTINGS)
@@ -97,6 +107,29 @@ def test_a_section_may_be_given_in_part() -> None:
     assert type(settings.timeout_s) is float
 
 
+def test_fields_of_a_section_may_limit_each_other() -> None:
+    """A variable that only goes together with another one is taken with it, in any order, and refused alone."""
+    lost, beat = "GROUP_COORDINATOR_REMOTE__LOST_AFTER_S", "GROUP_COORDINATOR_REMOTE__HEARTBEAT_S"
+    for environ in ({lost: "9", beat: "3"}, {beat: "3", lost: "9"}):
+        remote = CoordinatorSettings.from_env(environ).remote
+        assert (remote.lost_after_s, remote.heartbeat_s) == (9.0, 3.0)
+    with pytest.raises(SettingsError, match=f"{beat}='3': remote.lost_after_s is 0.8, .* three times"):
+        CoordinatorSettings.from_env({beat: "3"})
+    with pytest.raises(
+        SettingsError, match=f"environment variables {beat}, {lost}: remote.lost_after_s is 0.7"
+    ):
+        CoordinatorSettings.from_env({beat: "0.26", lost: "0.7"})
+    mixed = CoordinatorSettings.resolve({lost: "9"}, remote={"heartbeat_s": 2})
+    assert (mixed.remote.lost_after_s, mixed.remote.heartbeat_s) == (9.0, 2.0)
+
+
+def test_ports_are_a_range() -> None:
+    """The text becomes the first and the last port that queues may take."""
+    settings = CoordinatorSettings.from_env({"GROUP_COORDINATOR_REMOTE_PORTS": "29600-29699"})
+    assert settings.remote_port_range == (29600, 29699)
+    assert CoordinatorSettings(remote_ports="7000-7000").remote_port_range == (7000, 7000)
+
+
 def test_the_environment_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a mapping the process's environment is read, at the call."""
     monkeypatch.setenv("GROUP_COORDINATOR_TIMEOUT_S", "12.5")
@@ -113,6 +146,8 @@ def test_the_environment_of_the_process_is_the_default(monkeypatch: pytest.Monke
         ("GROUP_COORDINATOR_RING_BYTES", "GROUP_COORDINATOR_BROADCAST__RING_BYTES"),
         ("GROUP_COORDINATOR_INTERFAC", "GROUP_COORDINATOR_INTERFACE"),
         ("GROUP_COORDINATOR_BROADCAST", "GROUP_COORDINATOR_BROADCAST__WAIT"),
+        ("GROUP_COORDINATOR_REMOTE_PORT", "GROUP_COORDINATOR_REMOTE_PORTS"),
+        ("GROUP_COORDINATOR_REMOTE_HEARTBEAT_S", "GROUP_COORDINATOR_REMOTE__HEARTBEAT_S"),
     ],
 )
 def test_an_unknown_variable_is_refused(name: str, suggestion: str) -> None:
@@ -129,6 +164,8 @@ def test_an_unknown_argument_is_refused() -> None:
         CoordinatorSettings.resolve({}, timeout=3)
     with pytest.raises(SettingsError, match="section 'broadcast' 'ring_byte'; did you mean 'ring_bytes'"):
         CoordinatorSettings.resolve({}, broadcast={"ring_byte": 3})
+    with pytest.raises(SettingsError, match="section 'remote' 'heartbeat'; did you mean 'heartbeat_s'"):
+        CoordinatorSettings.resolve({}, remote={"heartbeat": 3})
 
 
 @pytest.mark.parametrize(
@@ -155,6 +192,16 @@ def test_an_unknown_argument_is_refused() -> None:
         ("BROADCAST__RING_BYTES", "65535"),
         ("BROADCAST__RING_BYTES", "-4194304"),
         ("BROADCAST__WARN_AFTER_S", "0"),
+        ("REMOTE_PORTS", "29600"),
+        ("REMOTE_PORTS", "29600-29599"),
+        ("REMOTE_PORTS", "0-10"),
+        ("REMOTE_PORTS", "1-65536"),
+        ("REMOTE_PORTS", "1 - 2"),
+        ("REMOTE__HIGH_WATER_BYTES", "65535"),
+        ("REMOTE__HIGH_WATER_BYTES", "64MiB"),
+        ("REMOTE__HEARTBEAT_S", "0"),
+        ("REMOTE__HEARTBEAT_S", "nan"),
+        ("REMOTE__LOST_AFTER_S", "0.5"),
     ],
 )
 def test_a_malformed_variable_is_refused(field: str, text: str) -> None:
@@ -200,7 +247,15 @@ def test_a_malformed_broadcast_setting_is_refused(field: str, value: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("interface", 3), ("interface", ""), ("broadcast", {"wait": "spin"})]
+    ("field", "value"),
+    [
+        ("interface", 3),
+        ("interface", ""),
+        ("broadcast", {"wait": "spin"}),
+        ("remote", BroadcastSettings()),
+        ("remote_ports", (29600, 29699)),
+        ("remote_ports", "²-³"),
+    ],
 )
 def test_a_field_of_the_wrong_type_is_refused(field: str, value: Any) -> None:
     """The constructor checks types too."""
@@ -235,7 +290,9 @@ def test_every_field_counts_in_the_fingerprint() -> None:
         create_timeout_s=1,
         destroy_timeout_s=1,
         interface="eth0",
+        remote_ports="29600-29699",
         broadcast=BroadcastSettings(wait="spin", ring_bytes=MIN_RING_BYTES, warn_after_s=1),
+        remote=RemoteSettings(high_water_bytes=1 << 20, heartbeat_s=0.1, lost_after_s=2),
     )
     assert set(plain.agreed()) == {
         "timeout_s",
@@ -244,13 +301,20 @@ def test_every_field_counts_in_the_fingerprint() -> None:
         "broadcast.wait",
         "broadcast.ring_bytes",
         "broadcast.warn_after_s",
+        "remote_ports",
+        "remote.high_water_bytes",
+        "remote.heartbeat_s",
+        "remote.lost_after_s",
     }
     for field in plain.__struct_fields__:
         one = msgspec.structs.replace(plain, **{field: getattr(changed, field)})
         assert (one.fingerprint() == plain.fingerprint()) == (field in PER_RANK_FIELDS)
-    for field in plain.broadcast.__struct_fields__:
-        section = msgspec.structs.replace(plain.broadcast, **{field: getattr(changed.broadcast, field)})
-        assert msgspec.structs.replace(plain, broadcast=section).fingerprint() != plain.fingerprint()
+    for name in ("broadcast", "remote"):
+        section, other = getattr(plain, name), getattr(changed, name)
+        for field in section.__struct_fields__:
+            one_changed = msgspec.structs.replace(section, **{field: getattr(other, field)})
+            one = msgspec.structs.replace(plain, **{name: one_changed})
+            assert one.fingerprint() != plain.fingerprint()
 
 
 def test_a_fingerprint_is_stable() -> None:
@@ -261,6 +325,8 @@ def test_a_fingerprint_is_stable() -> None:
     )
     assert output.stdout.strip() == CoordinatorSettings(timeout_s=30.0).fingerprint()
     assert len(output.stdout.strip()) == 16
+    whole, parts = RemoteSettings(lost_after_s=2), RemoteSettings(lost_after_s=2.0)
+    assert CoordinatorSettings(remote=whole).fingerprint() == CoordinatorSettings(remote=parts).fingerprint()
 
 
 def test_differences_name_field_value_and_ranks() -> None:

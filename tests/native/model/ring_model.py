@@ -3,7 +3,9 @@
 One writer, one or two readers and, if wanted, a thread that closes the writer. The ring has a few units; a record
 takes one or two of them, and one that does not fit behind the others is put at the start, behind a skip. Every
 access to shared memory that `csrc/ring.hpp` makes is a step of its own, and so is each unit that is filled or
-copied. A sleeper is woken by a wake-up or, once a peer is dead, by its slice of time.
+copied. A sleeper is woken by a wake-up or, once a peer is dead, by its slice of time. If wanted, records of two
+units are streamed: published with their header alone, filled unit by unit, and copied behind that; and each message
+is announced, which wakes readers that find nothing.
 
 Not modelled: memory that is weaker than sequentially consistent (the parking protocol is written with seq_cst
 operations and fences, which make it so; the payload's edges are shown under the thread sanitizer), reading the
@@ -23,10 +25,11 @@ __all__ = ["BUGS", "NEARLY", "Outcome", "Scenario", "explore"]
 
 State = tuple[Any, ...]
 
-PUBLISHED, SEQUENCE, CLOSED, WORD, WAITING, MESSAGE, SEEN, LEFT, WRITER, CLOSER, CELLS = range(11)
-CONSUMED, PARKED, READER, READER_SEEN, NEXT = range(5)
-FIELDS = 5
-SKIP = -1
+PUBLISHED, SEQUENCE, CLOSED, WORD, WAITING, MESSAGE, SEEN, LEFT, WRITER, CLOSER, FILLED, CELLS = range(12)
+CONSUMED, PARKED, READER, READER_SEEN, NEXT, TAKEN = range(6)
+FIELDS = 6
+SKIP, HEADER = -1, -2
+NONE_TAKEN = -1  # no streamed record has been begun
 
 BUGS = (
     "readers are woken before the sequence changes",
@@ -39,6 +42,9 @@ BUGS = (
     "a close wakes the writer without changing its word",
     "room is reckoned without the skip",
     "parked flags are read before the sequence changes, and set behind the second look",
+    "a stream ends without a wake-up",
+    "a streamed record is given back before all of it is there",
+    "units are told as filled before they are",
 )
 NEARLY = (
     "parked flags are read before the sequence changes",
@@ -60,6 +66,8 @@ class Scenario(NamedTuple):
         lingers: Whether reader 0 may stop for ever with a record in its hands.
         reader_dies: Whether reader 0 may be killed at any time.
         writer_dies: Whether the writer may be killed at any time.
+        streams: Whether records of two units and more are streamed.
+        announces: Whether the writer announces each message.
         bug: One of `BUGS` or `NEARLY`, or nothing.
     """
 
@@ -72,6 +80,8 @@ class Scenario(NamedTuple):
     lingers: bool = False
     reader_dies: bool = False
     writer_dies: bool = False
+    streams: bool = False
+    announces: bool = False
     bug: str = ""
 
 
@@ -102,8 +112,8 @@ class Protocol:
     def start(self) -> State:
         """Return the state in which nothing has happened."""
         closer = ("may_close",) if self.scenario.closer else ("done",)
-        reader = (0, 0, ("look",), 0, 1)
-        writer = (0, 0, 0, 0, 0, 1, 0, 0, ("begin",), closer)
+        reader = (0, 0, ("look",), 0, 1, NONE_TAKEN)
+        writer = (0, 0, 0, 0, 0, 1, 0, 0, ("begin",), closer, 0)
         return writer + (0,) * self.scenario.units + reader * self.scenario.readers
 
     def of(self, reader: int, field: int) -> int:
@@ -151,6 +161,20 @@ class Protocol:
         """Tell whether there is a record for the reader."""
         return bool(state[PUBLISHED] != state[slot - READER + CONSUMED])
 
+    def is_streamed(self, message: int) -> bool:
+        """Tell whether a record is published before it is filled; its header says so."""
+        return self.scenario.streams and self.scenario.sizes[message - 1] > 1
+
+    def available(self, state: State, slot: int) -> int:
+        """Return the units of the reader's next record, a streamed one, that are there."""
+        filled = state[FILLED] - state[slot - READER]
+        return int(min(max(filled, 0), self.size_of(state, slot)))
+
+    def is_ready(self, state: State, slot: int) -> bool:
+        """Tell whether there is what the reader waits for: a record, or more of the one that it has begun."""
+        taken = state[slot + 3]
+        return self.has_data(state, slot) if taken == NONE_TAKEN else self.available(state, slot) > taken
+
     # ---------------------------------------------------------------- writer
 
     def at_begin(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
@@ -158,8 +182,11 @@ class Protocol:
             yield {slot: ("done",)}
         elif state[MESSAGE] > len(self.scenario.sizes):
             yield {slot: ("close", ("done",)) if self.scenario.closes else ("done",)}
+        elif self.scenario.announces and state[slot] == ("begin",):
+            yield {slot: ("announce", 0)}
         elif self.has_room(state):
-            yield {slot: ("publish",) if self.has(4) else ("fill", 0)}
+            fill = ("head", 0) if self.is_streamed(state[MESSAGE]) else ("fill", 0)
+            yield {slot: ("publish",) if self.has(4) else fill}
         elif self.gone(state):
             yield {slot: ("close", ("done",))}
         else:
@@ -182,20 +209,73 @@ class Protocol:
             yield {slot: ("unflag",)}
 
     def at_unflag(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
-        yield {slot: ("begin",), WAITING: 0}
+        yield {slot: ("begin", "once more"), WAITING: 0}
+
+    def at_announce(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        """Look for parked readers, and wake them though nothing is published."""
+        reader = state[slot][1]
+        if state[self.of(reader, PARKED)]:
+            yield {slot: ("hint",)}
+        elif reader + 1 < self.scenario.readers:
+            yield {slot: ("announce", reader + 1)}
+        else:
+            yield {slot: ("begin", "announced")}
+
+    def at_hint(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        yield {slot: ("wake", ("begin", "announced")), SEQUENCE: state[SEQUENCE] + 1}
+
+    def at_head(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        """Write what is published of a streamed record: the skip before it and its header."""
+        done, skipped = state[slot][1], self.filled(state) - self.scenario.sizes[state[MESSAGE] - 1]
+        cell = self.cell_to_fill(state, state[PUBLISHED] + done)
+        yield {
+            cell: SKIP if done < skipped else HEADER,
+            slot: ("head", done + 1) if done < skipped else ("open",),
+        }
+
+    def at_open(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        size = self.scenario.sizes[state[MESSAGE] - 1]
+        yield {slot: ("publish_stream",), FILLED: state[PUBLISHED] + self.filled(state) - size}
+
+    def at_publish_stream(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        first = ("tell", 1) if self.has(12) else ("pour", 1)
+        yield {slot: ("bump", first), PUBLISHED: state[PUBLISHED] + self.filled(state)}
+
+    def at_pour(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        """Fill one unit of a streamed record, which is published already."""
+        number, size = state[slot][1], self.scenario.sizes[state[MESSAGE] - 1]
+        # Published was moved behind it, so the room that is checked is that of the record itself.
+        cell = self.cell_to_fill(state, state[PUBLISHED] - size + number - 1)
+        told = self.behind_unit(number, size, "tell")
+        yield {cell: state[MESSAGE], slot: told if self.has(12) else ("tell", number)}
+
+    def at_tell(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        number, size = state[slot][1], self.scenario.sizes[state[MESSAGE] - 1]
+        then = ("pour", number) if self.has(12) else self.behind_unit(number, size, "pour")
+        yield {slot: then, FILLED: state[PUBLISHED] - size + number}
+
+    def behind_unit(self, number: int, size: int, first: str) -> tuple[Any, ...]:
+        """Return where the writer goes on when unit `number` of a streamed record is filled and told."""
+        if number < size:
+            return (first, number + 1)
+        return ("next",) if self.has(10) else ("bump", ("next",))
+
+    def cell_to_fill(self, state: State, position: int) -> int:
+        """Return the cell at a position that the writer fills; every reader must have given it back."""
+        for reader in range(self.scenario.readers):
+            if position - state[self.of(reader, CONSUMED)] >= self.scenario.units:
+                raise ProblemError(f"the writer overwrites what reader {reader} has still to read")
+        return int(CELLS + position % self.scenario.units)
 
     def at_fill(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
-        units, done = self.scenario.units, state[slot][1]
+        done = state[slot][1]
         size = self.scenario.sizes[state[MESSAGE] - 1]
         needed = self.filled(state)
-        cell = (state[PUBLISHED] + done) % units
-        for reader in range(self.scenario.readers):
-            if state[PUBLISHED] + done - state[self.of(reader, CONSUMED)] >= units:
-                raise ProblemError(f"the writer overwrites what reader {reader} has still to read")
+        cell = self.cell_to_fill(state, state[PUBLISHED] + done)
         content = SKIP if done < needed - size else state[MESSAGE]
         last = done + 1 == needed
         ready = ("bump", ("next",)) if self.has(4) else ("publish",)
-        yield {CELLS + cell: content, slot: ready if last else ("fill", done + 1)}
+        yield {cell: content, slot: ready if last else ("fill", done + 1)}
 
     def filled(self, state: State) -> int:
         """Return the units that are filled for the present record, whatever room was reckoned with."""
@@ -297,7 +377,7 @@ class Protocol:
         yield {slot: ("sleep",) if self.parks_late else ("second_look",), slot - 1: 1}
 
     def at_second_look(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
-        if self.has_data(state, slot) or state[CLOSED]:
+        if self.is_ready(state, slot) or state[CLOSED]:
             yield {slot: ("unpark",)}
         elif self.has(1):
             yield {slot: ("late_read",)}
@@ -321,8 +401,15 @@ class Protocol:
         units, consumed = self.scenario.units, state[slot - READER]
         if state[CELLS + consumed % units] == SKIP:
             behind = consumed + units - consumed % units
-            then: tuple[Any, ...] = ("copy", 0)
-            yield {slot: then if self.has(6) else ("waiting", then), slot - READER: behind}
+            streams = self.is_streamed(state[slot + 2])
+            then: tuple[Any, ...] = ("stream",) if streams else ("copy", 0)
+            yield {
+                slot: then if self.has(6) else ("waiting", then),
+                slot - READER: behind,
+                slot + 3: 0 if streams else NONE_TAKEN,
+            }
+        elif self.is_streamed(state[slot + 2]):
+            yield {slot: ("stream",), slot + 3: max(state[slot + 3], 0)}
         elif self.has(3):
             size = self.size_of(state, slot)
             yield {slot: ("waiting", ("late_copy", 0, consumed)), slot - READER: consumed + size}
@@ -357,6 +444,45 @@ class Protocol:
         else:
             yield {slot: ("look",), slot + 2: state[slot + 2] + 1}
 
+    def at_stream(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        """Look how much of a streamed record is there; a reader that has all of that parks."""
+        taken, consumed = state[slot + 3], state[slot - READER]
+        if self.available(state, slot) > taken:
+            if self.has(11):
+                behind = consumed + self.size_of(state, slot)
+                yield {slot: ("waiting", ("late_stream", 0, consumed)), slot - READER: behind}
+            else:
+                yield {slot: ("draw", self.available(state, slot))}
+        else:
+            yield {slot: ("ended",) if state[WRITER] == ("dead",) else ("park",)}
+
+    def at_draw(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        """Copy one unit of those that were there; with the last one of the record give it back."""
+        available, taken, consumed = state[slot][1], state[slot + 3], state[slot - READER]
+        if state[CELLS + (consumed + taken) % self.scenario.units] != state[slot + 2]:
+            raise ProblemError("a reader copies what is not of its next record")
+        if taken + 1 == self.size_of(state, slot):
+            yield {
+                slot: ("waiting", ("look",)),
+                slot - READER: consumed + taken + 1,
+                slot + 2: state[slot + 2] + 1,
+                slot + 3: NONE_TAKEN,
+            }
+        else:
+            then = ("draw", available) if taken + 1 < available else ("stream",)
+            yield {slot: then, slot + 3: taken + 1}
+
+    def at_late_stream(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
+        _, done, start = state[slot]
+        if state[FILLED] - start <= done:
+            return
+        if state[CELLS + (start + done) % self.scenario.units] != state[slot + 2]:
+            raise ProblemError("a reader copies what is not of its next record")
+        if done + 1 < self.size_of(state, slot):
+            yield {slot: ("late_stream", done + 1, start)}
+        else:
+            yield {slot: ("look",), slot + 2: state[slot + 2] + 1, slot + 3: NONE_TAKEN}
+
     def at_ended(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
         if state[slot + 2] < state[MESSAGE]:
             raise ProblemError("a reader has reached the end before everything was read")
@@ -375,7 +501,7 @@ class Protocol:
             return "the writer sleeps though it could go on"
         for reader in range(self.scenario.readers):
             slot = self.of(reader, READER)
-            if state[slot] == ("asleep",) and (self.has_data(state, slot) or state[CLOSED]):
+            if state[slot] == ("asleep",) and (self.is_ready(state, slot) or state[CLOSED]):
                 return f"reader {reader} sleeps though it could go on"
         places = {state[self.of(i, READER)][0] for i in range(self.scenario.readers)}
         idle = places <= {"asleep", "ended", "left", "dead", "lingers"}

@@ -22,12 +22,27 @@ RIGHT = {
     "the writer of two readers is killed": Scenario(
         (1, 1), units=1, readers=2, writer_dies=True, closes=False
     ),
+    "streams, wrap-around, skips, full ring": Scenario((2, 1, 2, 1, 2), streams=True),
+    "streams and an idle writer": Scenario((2, 1, 2, 2), streams=True, closes=False),
+    "two readers of a stream": Scenario((2,), units=2, readers=2, streams=True, closes=False),
+    "another thread closes within a stream": Scenario((2, 2), streams=True, closer=True),
+    "a reader leaves within a stream": Scenario((2, 1, 2, 2), streams=True, leaves=True),
+    "a reader is killed within a stream": Scenario((2, 1, 2, 2), streams=True, reader_dies=True),
+    "the writer is killed within a stream": Scenario((2, 1, 2, 2), streams=True, writer_dies=True),
+    "announced messages": Scenario((2, 1, 2, 2), announces=True, closes=False),
+    "announced messages for two readers": Scenario((1,), units=1, readers=2, announces=True),
+    "announced streams, and the writer is killed": Scenario(
+        (2, 1, 2), streams=True, announces=True, writer_dies=True
+    ),
 }
 WRONG = dict.fromkeys(BUGS, Scenario((2, 1, 2, 2), closes=False)) | {
     BUGS[5]: Scenario((2, 1)),
     BUGS[6]: Scenario((2, 1, 2, 2), closes=False, lingers=True),
     BUGS[7]: Scenario((2, 1, 2), closes=False, closer=True, lingers=True),
     BUGS[8]: Scenario((2, 2, 3), units=6),
+    BUGS[10]: Scenario((2, 1, 2, 2), closes=False, streams=True),
+    BUGS[11]: Scenario((2, 2, 2), closes=False, streams=True),
+    BUGS[12]: Scenario((2, 1), closes=False, streams=True),
 }
 
 

@@ -1,9 +1,10 @@
 // The ring's protocol with threads in the place of processes, for the sanitizers: one writer, several readers,
-// records of random lengths, every byte checked. `ring_threads READERS RECORDS SEED spin|park|mixed`.
+// records of random lengths, whole or streamed, every byte checked. `ring_threads READERS RECORDS SEED spin|park|mixed`.
 // Exit status: 0, or 1 with a text for a torn, lost, doubled or reordered record or a lost wake-up.
 #include <sched.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -20,6 +21,7 @@ using ring::Ring;
 constexpr size_t kData = 4 * ring::kPage;
 constexpr uint64_t kLost = 5'000'000'000;  // a sleep of this length is a wake-up that never came
 constexpr uint64_t kSpin = 20'000;
+constexpr size_t kStreamed = 256;
 
 std::atomic<bool> failed{false};
 
@@ -63,6 +65,9 @@ size_t length_of(uint64_t number, uint64_t seed, size_t longest) {
     return 1 + random() % (kind < 5 ? 200 : longest);
 }
 
+// Whether a record is published before it is filled in: about half of those that are long enough.
+bool is_streamed(uint64_t number, size_t length) { return length >= kStreamed && number % 2 == 0; }
+
 template <typename Call>
 void timed(Call call, uint64_t record) {
     const uint64_t start = ring::now_ns();
@@ -70,10 +75,23 @@ void timed(Call call, uint64_t record) {
     if (ring::now_ns() - start >= kLost) fail("a wake-up was lost", record);
 }
 
+void stream(Ring& ring, unsigned char* payload, size_t length, uint64_t number, Habits& habits) {
+    ring.begin_stream(length);
+    for (size_t done = 0; done < length;) {
+        const size_t step = std::min(1 + habits.below(length), length - done);
+        for (size_t i = done; i < done + step; ++i) payload[i] = expected(number, i);
+        done += step;
+        ring.fill(done);
+        habits.dawdle();
+    }
+    ring.end_stream();
+}
+
 void write_all(Ring ring, uint64_t records, uint64_t seed, Mode mode) {
     Habits habits(seed, mode);
     for (uint64_t number = 1; number <= records && !failed.load(); ++number) {
         const size_t length = length_of(number, seed, ring.longest_payload());
+        if (number % 3 == 0) ring.announce();
         while (!ring.has_room(length) && !failed.load()) {
             if (habits.parks()) {
                 timed([&] { ring.wait_for_room(length, kLost); }, number);
@@ -82,24 +100,36 @@ void write_all(Ring ring, uint64_t records, uint64_t seed, Mode mode) {
             }
         }
         unsigned char* payload = ring.reserve(length);
-        for (size_t i = 0; i < length; ++i) payload[i] = expected(number, i);
-        ring.publish(length, ring::kWhole, length, true);
+        if (is_streamed(number, length)) {
+            stream(ring, payload, length, number, habits);
+        } else {
+            for (size_t i = 0; i < length; ++i) payload[i] = expected(number, i);
+            ring.publish(length, ring::kWhole, length, true);
+        }
         habits.dawdle();
     }
     ring.close();
 }
 
+// Waits until `done`, which changes with the sequence word.
+template <typename Done>
+void await(Ring& ring, uint32_t index, uint64_t record, Habits& habits, Done done) {
+    while (!failed.load() && !done()) {
+        if (habits.parks()) {
+            timed([&] { ring.park(index, kLost, done); }, record);
+        } else {
+            ring.spin(done, ring::now_ns() + kSpin);
+        }
+    }
+}
+
 // Returns whether there is a record; false at the end of the queue.
-bool await(Ring ring, uint32_t index, uint64_t record, Habits& habits) {
+bool await_record(Ring& ring, uint32_t index, uint64_t record, Habits& habits) {
     while (!failed.load()) {
         const bool ended = ring.ended(index);
         if (ring.has_data(index)) return true;
         if (ended) return false;
-        if (habits.parks()) {
-            timed([&] { ring.park(index, kLost); }, record);
-        } else if (!ring.spin(index, ring::now_ns() + kSpin)) {
-            sched_yield();
-        }
+        await(ring, index, record, habits, [&] { return ring.ready(index); });
     }
     return false;
 }
@@ -107,16 +137,22 @@ bool await(Ring ring, uint32_t index, uint64_t record, Habits& habits) {
 void read_all(Ring ring, uint32_t index, uint64_t records, uint64_t seed, Mode mode) {
     Habits habits(seed + 77 + index, mode);
     uint64_t number = 0;
-    while (await(ring, index, number + 1, habits)) {
+    while (await_record(ring, index, number + 1, habits)) {
         ++number;
         ring::RecordHeader record{};
         unsigned char* payload = nullptr;
         if (!ring.next(index, &record, &payload)) return fail("an unreadable record", number);
         if (record.message != number) return fail("a record lost, doubled or reordered", number);
         if (record.payload_bytes != length_of(number, seed, ring.longest_payload())) return fail("a wrong length", number);
+        const bool streams = record.flags == ring::kStreamed;
+        if (streams != is_streamed(number, record.payload_bytes)) return fail("a wrong flag", number);
         habits.dawdle();
-        for (size_t i = 0; i < record.payload_bytes; ++i) {
-            if (payload[i] != expected(number, i)) return fail("a torn record", number);
+        for (uint64_t taken = 0; taken < record.payload_bytes && !failed.load();) {
+            await(ring, index, number, habits, [&] { return ring.available(index, record) > taken; });
+            const uint64_t available = ring.available(index, record);
+            for (; taken < available; ++taken) {
+                if (payload[taken] != expected(number, taken)) return fail("a torn record", number);
+            }
         }
         ring.release(index, record);
     }

@@ -16,12 +16,14 @@ DRIVER = Path(__file__).with_name("ring_threads.cpp")
 TSAN = ("-fsanitize=thread", "-Wno-tsan")  # it knows no fences: none of them guards data
 ASAN = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-D_GLIBCXX_ASSERTIONS")
 
-# The memory order of each end of the two edges that guard payloads, as it stands in the header.
+# The memory order of each end of the three edges that guard payloads, as it stands in the header.
 WEAKENED = {
     "payload->reader (release)": r"(published\.store\(published \+ .*, std::memory_order_)release",
     "payload->reader (acquire)": r"(return writer\(\)\.published\.load\(std::memory_order_)acquire",
     "room->writer (release)": r"(consumed\.store\(consumed \+ .*, std::memory_order_)release",
     "room->writer (acquire)": r"(consumed\.load\(std::memory_order_)acquire",
+    "fill->reader (release)": r"(filled\.store\(stream_start_ \+ bytes, std::memory_order_)release",
+    "fill->reader (acquire)": r"(filled\.load\(std::memory_order_)acquire",
 }
 
 

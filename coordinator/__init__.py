@@ -23,6 +23,7 @@ from coordinator.errors import (
     SettingsError,
     UsageError,
 )
+from coordinator.external_writer import ExternalWriter
 from coordinator.graph_capture import GraphCaptureContext
 from coordinator.group import GroupCoordinator
 from coordinator.groups import ParallelGroups, current_groups
@@ -61,6 +62,7 @@ __all__ = [
     "DecodeError",
     "DeviceCommunicator",
     "DisagreementError",
+    "ExternalWriter",
     "GraphCaptureContext",
     "GroupBrokenError",
     "GroupCoordinator",

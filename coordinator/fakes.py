@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from coordinator.creation import GroupParts
 from coordinator.fake_planes import FakeCommunicator, FakeHostPlane, SilentBoard
+from coordinator.fake_queues import FakeQueues
 from coordinator.group import GroupCoordinator
 from coordinator.groups import ParallelGroups
 from coordinator.host_plane import HostPlane, SoloHostPlane
-from coordinator.host_queue import HostQueues
 from coordinator.layout import Dimension, ParallelLayout, RankLists
 from coordinator.planes import GroupPlanes
 from coordinator.point_to_point import TensorDict
@@ -104,7 +104,7 @@ class FakeGroupCoordinator(GroupCoordinator):
         )
         self._bind(parts, [members], where.index or 0, "fake", settings)
         self.use_device_communicator = True
-        self._queues = HostQueues(host, position, world_size)
+        self._queues = FakeQueues(health)
         # For each peer and each dict sent to it: the tensors of which only a slice was sent.
         self._wholes: dict[int, deque[list[torch.Tensor]]] = {}
 

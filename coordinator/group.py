@@ -9,23 +9,25 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
-from coordinator.broadcaster import Broadcaster, SharedQueues
+from coordinator.broadcaster import Broadcaster
 from coordinator.creation import GroupParts, create_parts, device_of
 from coordinator.expert_parallel import ExpertParallel
+from coordinator.external_writer import ExternalWriter
 from coordinator.graph_capture import GraphCaptureContext, capture_on
 from coordinator.group_names import unique_name
-from coordinator.host_queue import HostQueues, Reader, Writer, refuse_external_writer
+from coordinator.group_queues import GroupQueues
 from coordinator.membership import find_membership, world_store
 from coordinator.object_collectives import ObjectCollectives
 from coordinator.point_to_point import PointToPoint
 from coordinator.process_groups import new_group
+from coordinator.queue_ends import Queues, Reader, Writer
 from coordinator.settings import CoordinatorSettings
 from coordinator.tensor_collectives import TensorCollectives
 from device_comm import checks
@@ -137,7 +139,7 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
         self._open_sends: deque[Handle] = deque()
         self._stated_counts = None
         self._dispatched_counts = None
-        self._queues: HostQueues | SharedQueues = SharedQueues(parts.host, parts.health, settings)
+        self._queues: Queues = GroupQueues(parts.host, parts.health, settings, parts.address)
         self._broadcaster: Broadcaster | None = None
         self._queue_src: int | None = None
         self._send_now: Callable[[Any], bool] = bool
@@ -195,36 +197,53 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
     # ------------------------------------------------------------------ queues, buffers, graphs
 
     def create_mq_broadcaster(
-        self, writer_rank: int = 0, external_writer_handle: object = None, blocking: bool = True
+        self,
+        writer_rank: int = 0,
+        external_writer_handle: ExternalWriter | None = None,
+        blocking: bool = True,
     ) -> Writer | Reader:
-        """Create a queue from rank `writer_rank` to all others. Collective.
+        """Create a queue from rank `writer_rank` to all others, or open one from outside. Collective.
+
+        Readers on the writer's host read shared memory; those on other hosts have an encrypted connection each.
 
         Args:
-            writer_rank: Rank in the group.
-            external_writer_handle: A writer outside of the group: refused in this version.
+            writer_rank: Rank in the group; without meaning if there is an external writer.
+            external_writer_handle: What a `QueueWriter` outside of the group offers, whose readers include all
+                global ranks of this group. Ranks that are given none get it from those that are.
             blocking: Whether to wait, once more, until every rank has created its end.
 
         Returns:
-            The writing end on rank `writer_rank`, the reading end elsewhere. On one host over shared memory.
+            The writing end on rank `writer_rank`, the reading end elsewhere; with an external writer the
+            reading end on every rank. It is closed with the group.
 
         Raises:
-            CapabilityError: A rank lacks the memory, or could not open its end; on every rank.
+            UsageError: The external writer cannot be used by all ranks; on every rank.
+            CapabilityError: A rank lacks the memory, or could not open its end; on every rank. The group
+                stays usable.
         """
         self._health.check_usable("create_mq_broadcaster")
         writer = checks.check_rank(writer_rank, self.world_size, "writer_rank")
-        refuse_external_writer(external_writer_handle)
-        end = self._queues.broadcast(writer)
+        end = self._queues.broadcast(writer, external_writer_handle)
         if blocking:
             self._host.barrier()
         return end
 
     def create_single_reader_mq_broadcasters(
         self, reader_rank_in_group: int = 0, blocking: bool = False
-    ) -> list[Writer | Reader]:
-        """Create a queue from every other rank to rank `reader_rank_in_group`. Collective.
+    ) -> tuple[Writer, list[Reader]]:
+        """Create a queue from every rank to rank `reader_rank_in_group`, itself included. Collective.
+
+        Args:
+            reader_rank_in_group: Rank in the group.
+            blocking: Whether to wait, once more, until every rank has created its ends.
 
         Returns:
-            On the reader the reading ends, in rank order, its own left out; elsewhere one writing end.
+            This rank's writing end; and on the reader the reading ends of all ranks' queues, in rank order,
+            for `dequeue_any` or one by one. Elsewhere the list is empty. They are closed with the group.
+
+        Raises:
+            CapabilityError: A rank lacks the memory, or could not open its end; on every rank. The group
+                stays usable.
         """
         self._health.check_usable("create_single_reader_mq_broadcasters")
         reader = checks.check_rank(reader_rank_in_group, self.world_size, "reader_rank_in_group")
@@ -302,8 +321,10 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
         """
         if not self._health.close():
             return
-        self._queues.close()
-        self._parts.destroy(self.settings.destroy_timeout_s, list(self._open_sends))
+        deadline = time.monotonic() + self.settings.destroy_timeout_s
+        self._queues.close(self.settings.destroy_timeout_s / 2)
+        left_s = max(deadline - time.monotonic(), self.settings.destroy_timeout_s / 2)
+        self._parts.destroy(left_s, list(self._open_sends))
         self._open_sends.clear()
         self._cpu_group = None
         self._device_group = None

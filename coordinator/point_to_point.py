@@ -209,7 +209,7 @@ class PointToPoint(GroupPlanes):
         if tensor_dict is None:
             raise UsageError("broadcast_tensor_dict: rank src must give a tensor dict")
         queue = self._broadcaster
-        by_queue = queue is not None and queue.writer == src and queue.carries_tensors
+        by_queue = queue is not None and queue.writer == src
         parcel = split(tensor_dict, Slicing(), WHOLE if by_queue else INLINE_BYTES)
         self._broadcast(parcel.message(), src, timeout_s, None)
         peers = [rank for rank in range(self.world_size) if rank != src]

@@ -12,6 +12,7 @@ from typing import Any, Literal, Self, get_args, get_origin
 
 import msgspec
 
+from shm_broadcast.endpoint import RemoteSettings
 from shm_broadcast.errors import SettingsError
 from shm_broadcast.settings import BroadcastSettings, positive_seconds
 
@@ -23,6 +24,12 @@ PER_RANK_FIELDS = frozenset({"interface"})
 """Fields that may differ between ranks: hosts name their network interfaces differently."""
 
 
+_SECTIONS: dict[str, type[BroadcastSettings | RemoteSettings]] = {
+    "broadcast": BroadcastSettings,
+    "remote": RemoteSettings,
+}
+
+
 class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of a process's groups.
 
@@ -32,7 +39,10 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         destroy_timeout_s: How long `destroy` waits for its peers before it leaves without them, in seconds.
         interface: Network interface for groups that span several hosts, such as "eth0"; None chooses the one
             that routes to the master. The only field that may differ between ranks.
-        broadcast: The host broadcast.
+        remote_ports: First and last TCP port at which queues wait for readers on other hosts, such as
+            "29600-29699"; each queue that has such readers takes one. None takes any free port.
+        broadcast: The queues, in so far as they run over shared memory.
+        remote: What queues do beyond that for readers on other hosts: high-water mark and heartbeats.
 
     Raises:
         SettingsError: A value is out of range; the text names the field and the value.
@@ -42,7 +52,9 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     create_timeout_s: float = 300.0
     destroy_timeout_s: float = 5.0
     interface: str | None = None
+    remote_ports: str | None = None
     broadcast: BroadcastSettings = BroadcastSettings()
+    remote: RemoteSettings = RemoteSettings()
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -54,8 +66,19 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
                 f"interface is {self.interface!r}, but must be the name of a network interface "
                 "(1 to 15 characters, neither blanks nor '/')"
             )
-        if not isinstance(self.broadcast, BroadcastSettings):
-            raise SettingsError(f"broadcast is {self.broadcast!r}, but must be BroadcastSettings")
+        if self.remote_ports is not None and _port_range(self.remote_ports) is None:
+            raise SettingsError(
+                f"remote_ports is {self.remote_ports!r}, but must be the first and the last of a range of TCP "
+                "ports from 1 to 65535, such as '29600-29699'"
+            )
+        for section, kind in _SECTIONS.items():
+            if not isinstance(getattr(self, section), kind):
+                raise SettingsError(f"{section} is {getattr(self, section)!r}, but must be {kind.__name__}")
+
+    @property
+    def remote_port_range(self) -> tuple[int, int] | None:
+        """Return the first and the last of `remote_ports`."""
+        return None if self.remote_ports is None else _port_range(self.remote_ports)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -75,8 +98,9 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
         Args:
             environ: Read instead of the process's environment; pass `{}` to ignore that.
-            overrides: Values by field. `broadcast` takes `BroadcastSettings`, which replace the whole
-                section, or a mapping, whose fields beat those of the environment.
+            overrides: Values by field. `broadcast` takes `BroadcastSettings` and `remote` takes
+                `RemoteSettings`, which replace the whole section; each also takes a mapping, whose fields beat
+                those of the environment.
 
         Raises:
             SettingsError: An argument or a variable is unknown or malformed. A variable is checked even where
@@ -84,16 +108,17 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         """
         values = _read_variables(cls, os.environ if environ is None else environ)
         _refuse_unknown(overrides, cls.__struct_fields__, "setting")
-        section = overrides.pop("broadcast", {})
-        values |= overrides
-        if isinstance(section, Mapping):
-            _refuse_unknown(section, BroadcastSettings.__struct_fields__, "setting of section 'broadcast'")
-            section = BroadcastSettings(**{**values.get("broadcast", {}), **section})
-        return cls(**{**values, "broadcast": section})
+        for name, kind in _SECTIONS.items():
+            section = overrides.pop(name, {})
+            if isinstance(section, Mapping):
+                _refuse_unknown(section, kind.__struct_fields__, f"setting of section {name!r}")
+                section = kind(**{**values.get(name, {}), **section})
+            values[name] = section
+        return cls(**{**values, **overrides})
 
-    def agreed(self) -> dict[str, str | int | float]:
+    def agreed(self) -> dict[str, str | int | float | None]:
         """Return the fields that must be equal on every rank, flat: `{"timeout_s": 600.0, "broadcast.wait": …}`."""
-        flat: dict[str, str | int | float] = {}
+        flat: dict[str, str | int | float | None] = {}
         for field, value in msgspec.to_builtins(self).items():
             if field in PER_RANK_FIELDS:
                 continue
@@ -221,17 +246,55 @@ def _read_variables(cls: type[CoordinatorSettings], environ: Mapping[str, str]) 
         field, inner, kind = variables[name]
         try:
             value = msgspec.convert(text, kind, strict=False)
-            # A section of one field: its check blames the variable even if the field is out of range.
-            part: Any = value if inner is None else BroadcastSettings(**{inner: value})
-            cls(**{field: part})
-        except (msgspec.ValidationError, SettingsError) as error:
-            choice = f"; must be one of {get_args(kind)}" if get_origin(kind) is Literal else ""
-            raise SettingsError(f"environment variable {name}={text!r}: {error}{choice}") from None
+        except msgspec.ValidationError as error:
+            raise _malformed(name, text, kind, error) from None
         if inner is None:
             values[field] = value
         else:
             values.setdefault(field, {})[inner] = value
+    for name, text in given.items():
+        field, inner, kind = variables[name]
+        try:
+            _check(cls, field, inner, values[field])
+        except SettingsError as error:
+            raise _malformed(name, text, kind, error) from None
+    for field, section in values.items():
+        if field in _SECTIONS:
+            try:
+                _SECTIONS[field](**section)
+            except SettingsError as error:
+                names = ", ".join(f"{PREFIX}{field.upper()}__{inner.upper()}" for inner in section)
+                raise SettingsError(f"environment variables {names}: {error}") from None
     return values
+
+
+def _check(cls: type[CoordinatorSettings], field: str, inner: str | None, value: Any) -> None:
+    """Raise if one variable's value is out of range; `value` is all that the environment says of its field."""
+    if inner is None:
+        cls(**{field: value})
+        return
+    kind = _SECTIONS[field]
+    try:
+        # A section of one field: its check blames the variable even if the field is out of range.
+        kind(**{inner: value[inner]})
+    except SettingsError:
+        # Not to blame if it goes with the other variables, as one field of a section limits another.
+        if len(value) > 1 and _is_accepted(kind, value):
+            return
+        raise
+
+
+def _is_accepted(kind: type[BroadcastSettings | RemoteSettings], fields: Mapping[str, Any]) -> bool:
+    try:
+        kind(**fields)
+    except SettingsError:
+        return False
+    return True
+
+
+def _malformed(name: str, text: str, kind: Any, error: Exception) -> SettingsError:
+    choice = f"; must be one of {get_args(kind)}" if get_origin(kind) is Literal else ""
+    return SettingsError(f"environment variable {name}={text!r}: {error}{choice}")
 
 
 def _refuse_unknown(names: Iterable[str], known: Iterable[str], what: str) -> None:
@@ -246,6 +309,16 @@ def _is_interface_name(name: object) -> bool:
     return (
         isinstance(name, str) and 1 <= len(name) <= 15 and "/" not in name and name == "".join(name.split())
     )
+
+
+def _port_range(text: object) -> tuple[int, int] | None:
+    """Return the two numbers of "29600-29699", or None if they are no range of ports."""
+    if not isinstance(text, str):
+        return None
+    first, dash, last = text.partition("-")
+    if not dash or not all(each.isascii() and each.isdecimal() and len(each) <= 5 for each in (first, last)):
+        return None
+    return (int(first), int(last)) if 1 <= int(first) <= int(last) <= 65535 else None
 
 
 def _optional_integer(environ: Mapping[str, str], name: str, lowest: int, highest: int) -> int | None:

@@ -8,5 +8,3 @@ TENSOR_TAG: Final = 3
 GATHER_TAG: Final = 4
 TENSOR_DICT_TAG: Final = 5
 BROADCAST_TENSOR_TAG: Final = 6
-# The first of many: each queue of a group has one of its own.
-QUEUE_TAG: Final = 7

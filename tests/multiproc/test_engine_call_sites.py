@@ -330,24 +330,26 @@ def queues(rank: int, world_size: int, directory: Path) -> None:
             else:
                 assert tp.mq_broadcaster.dequeue() == step_output(step)  # type: ignore[union-attr]
         inputs: Any = everyone.create_mq_broadcaster(writer_rank=1, blocking=False)
-        answers: Any = everyone.create_single_reader_mq_broadcasters(reader_rank_in_group=0)
+        answer, answers = everyone.create_single_reader_mq_broadcasters(reader_rank_in_group=0)
         if rank == 1:
             inputs.enqueue(("run", [1, 2]))
         else:
             assert inputs.dequeue() == ("run", [1, 2])
+        # The reader is a worker as well: its own answer takes the same way.
+        answer.enqueue(rank)
         if rank == 0:
-            assert [queue.dequeue() for queue in answers] == [1, 2, 3]
+            assert [queue.dequeue() for queue in answers] == [0, 1, 2, 3]
         else:
-            (answer,) = answers
-            answer.enqueue(rank)
-        assert "external_writer_handle" in refusal(
-            lambda: everyone.create_mq_broadcaster(external_writer_handle=object())
+            assert answers == []
+        wrong: Any = object()
+        assert "external_writer_handle must be an ExternalWriter" in refusal(
+            lambda: everyone.create_mq_broadcaster(external_writer_handle=wrong)
         )
         everyone.barrier()
 
 
 def test_queues_carry_steps_and_answers(ranks4: RankPool) -> None:
-    """One writer to many readers, and many writers to one reader."""
+    """One writer to many readers; many writers to one reader, which gets the pair that engines unpack."""
     ranks4.run(queues)
 
 

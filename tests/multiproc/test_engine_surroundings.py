@@ -170,7 +170,9 @@ def alone(group: GroupCoordinator) -> None:
     group.barrier()
     writer: Any = group.create_mq_broadcaster()
     writer.enqueue("nobody reads it")
-    assert group.create_single_reader_mq_broadcasters() == []
+    answer, answers = group.create_single_reader_mq_broadcasters()
+    answer.enqueue("to itself")
+    assert [each.dequeue() for each in answers] == ["to itself"]
     assert group.mq_broadcaster is None
     with group.graph_capture():
         pass

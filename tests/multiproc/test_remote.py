@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from shm_broadcast.endpoint import RemoteKeys
+from shm_broadcast.endpoint import RemoteKeys, RemoteSettings
 from shm_broadcast.errors import (
     ClosedError,
     CommTimeoutError,
@@ -510,6 +510,23 @@ def test_a_part_that_a_signal_lost_is_sent_again(monkeypatch: pytest.MonkeyPatch
 
 
 # --- the end --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.guarantee("R7")
+def test_close_waits_no_longer_than_it_is_told() -> None:
+    """A reader that cannot take what was written holds the writer up for `timeout_s`, not for `lost_after_s`."""
+    keys = RemoteKeys.generate()
+    patient = RemoteSettings(lost_after_s=120.0)
+    writer = QueueWriter.create("steps", remote_readers={1: keys.public}, bind_address=HERE, remote=patient)
+    with (
+        Cable(writer.handle.remote.port if writer.handle.remote else 0) as cable,
+        QueueReader.open(over(cable, writer.handle), writer.key, 1, PATIENCE_S, remote_keys=keys),
+    ):
+        cable.block()
+        writer.enqueue("lost")
+        start = time.monotonic()
+        writer.close(0.2)
+        assert 0.2 <= time.monotonic() - start < PATIENCE_S
 
 
 @pytest.mark.guarantee("R7")

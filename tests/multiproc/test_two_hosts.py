@@ -1,12 +1,6 @@
 """Two network namespaces joined by a cable stand for two hosts: loopback does not reach from one to the other."""
 
-import json
-import os
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,36 +13,12 @@ from coordinator.parallel_state import (
     init_distributed_environment,
 )
 from coordinator.settings import CoordinatorSettings
+from tests.hosts import report, run_on_two_hosts
 from tests.ports import listening_addresses
 from tests.probes import requires
 from tests.worlds import meet, new_group, outcome_of, small
 
 pytestmark = requires("network_namespaces")
-
-ROOT = Path(__file__).parent.parent.parent
-DEADLINE_S = 120.0
-
-# Two ranks in each namespace; the second namespace is that of the inner `unshare`.
-CABLE = """
-set -e
-ip link set lo up
-unshare --net sh -c '
-    ip link set lo up
-    : > "$0/ready"
-    while [ ! -e "$0/go" ]; do sleep 0.02; done
-    ip address add 10.77.0.2/24 dev far && ip link set far up
-    "$@" 2 & "$@" 3; wait
-' "$@" &
-other=$!
-while [ ! -e "$1/ready" ]; do sleep 0.02; done
-ip link add near type veth peer name far netns $other
-ip address add 10.77.0.1/24 dev near && ip link set near up
-: > "$1/go"
-directory=$1; shift
-"$@" 0 & "$@" 1
-wait
-"""
-
 
 SCENARIOS: dict[str, tuple[str, list[str | None]]] = {
     "address of the master": ("tcp://10.77.0.1:29501", [None, None]),
@@ -64,27 +34,7 @@ SCENARIOS: dict[str, tuple[str, list[str | None]]] = {
 @pytest.fixture(scope="module")
 def two_hosts() -> dict[str, list[dict[str, Any]]]:
     """Run four ranks, 0 and 1 on one host, 2 and 3 on the other, through all scenarios; return what each found."""
-    directory = Path(tempfile.mkdtemp(prefix="two-hosts-"))
-    unshare = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"])]
-    process = subprocess.Popen(
-        [*unshare, "sh", "-c", CABLE, "sh", str(directory), sys.executable, "-m", __name__, str(directory)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=DEADLINE_S)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    reports = [directory / f"report-{number}" for number in range(4)]
-    assert all(report.exists() for report in reports), output
-    ranks = [json.loads(report.read_text()) for report in reports]
-    shutil.rmtree(directory)
+    ranks = run_on_two_hosts(__name__)
     return {name: [found[name] for found in ranks] for name in SCENARIOS}
 
 
@@ -161,7 +111,7 @@ def main(directory: Path, rank: int) -> None:
     for name, (method, interfaces) in SCENARIOS.items():
         found[name] = be_a_rank(method.format(directory=directory), interfaces[rank // 2], rank)
         meet(rank, range(4), directory, name.replace(" ", "-"))
-    (directory / f"report-{rank}").write_text(json.dumps(found))
+    report(directory, rank, found)
 
 
 if __name__ == "__main__":

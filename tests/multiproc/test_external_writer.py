@@ -1,0 +1,160 @@
+"""A group's queue whose writer is no rank of it: the engine's own process, as in engines with an executor."""
+
+import copy
+import os
+import pickle
+import signal
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator import ExternalWriter
+from shm_broadcast import codec
+from shm_broadcast.endpoint import RemoteKeys
+from shm_broadcast.errors import CommError, UsageError
+from shm_broadcast.handle import KEY_BYTES, new_key
+from shm_broadcast.queue import QueueReader, QueueWriter
+from tests.harness import RankPool, run_ranks
+from tests.queue_ranks import PATIENCE_S, Meeting, ended_with, offer
+from tests.worlds import new_group, outcome_of, world
+
+STEPS = 50
+
+
+def be_engine_or_worker(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    """The last process is the engine, which joins no world and is killed in the end; the others are workers."""
+    meeting = Meeting(directory)
+    workers = world_size - 1
+    if rank == workers:
+        writer = offer(meeting, range(workers), writer=-1)
+        writer.wait_until_ready(PATIENCE_S)
+        for step in range(STEPS):
+            writer.enqueue(("step", step))
+        for worker in range(workers):
+            meeting.wait(f"read-{worker}")
+        os.kill(os.getpid(), signal.SIGKILL)
+    handle, key = map(bytes.fromhex, meeting.wait("queue--1").split())
+    with world(rank, workers, directory) as group:
+        group.enable_broadcaster()
+        own = group.mq_broadcaster
+        # One of the workers is given nothing, as on a host where the engine is not.
+        given = None if rank == 1 else ExternalWriter(handle, key)
+        steps = group.create_mq_broadcaster(0, given, blocking=rank >= 0)
+        assert isinstance(steps, QueueReader)
+        assert [steps.dequeue(PATIENCE_S) for _ in range(STEPS)] == [("step", step) for step in range(STEPS)]
+        assert group.mq_broadcaster is own
+        assert group.broadcast_object({"plan": rank}) == {"plan": 0}
+        meeting.mark(f"read-{rank}")
+        found = ended_with(lambda: steps.dequeue(PATIENCE_S))
+        # The engine's death is the caller's to judge: the group itself has lost nobody.
+        assert group.broadcast_object(["after", rank], 1) == ["after", 1]
+        return found
+
+
+@pytest.mark.guarantee("G19")
+def test_workers_read_what_a_process_outside_of_the_group_writes() -> None:
+    """Every worker gets every step, also the one that was given no handle; the engine's death ends the queue only."""
+    told = run_ranks(be_engine_or_worker, 4, expect_dead=[3])[:3]
+    assert [each["kind"] for each in told] == ["PeerLostError"] * 3, told
+
+
+def misuse(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    """Offer what cannot be used, mostly on rank 1 alone, and use the group after each."""
+    queues = [QueueWriter.create(f"engine-{rank}", readers) for readers in ([0, 1], [0, 5])]
+    good, lacking = (ExternalWriter(queue.handle, queue.key) for queue in queues)
+    gone = QueueWriter.create("gone", [0, 1])
+    late = ExternalWriter(gone.handle.to_bytes(gone.key), gone.key)
+    gone.close()
+    offers: dict[str, Any] = {
+        "no value": queues[0].handle,
+        "a rank is missing": lacking,
+        "another key": ExternalWriter(queues[0].handle.to_bytes(queues[0].key), new_key()),
+        "nobody is there": late,
+    }
+    found = {}
+    with world(rank, world_size, directory) as group:
+        for name, bad in offers.items():
+            given = bad if rank == 1 else None
+            found[name] = outcome_of(partial(group.create_mq_broadcaster, 0, given))
+            assert group.broadcast_object(name) == name
+        found["two queues"] = outcome_of(lambda: group.create_mq_broadcaster(0, good))
+        reader: Any = group.create_mq_broadcaster(0, good if rank == 1 else None)
+        if rank == 1:
+            queues[0].enqueue("used")
+        assert reader.dequeue(PATIENCE_S) == "used"
+        group.barrier()
+        with new_group(group) as other:
+            again = outcome_of(lambda: other.create_mq_broadcaster(0, good if rank == 1 else None))
+            assert again["kind"] == "CapabilityError"
+    for queue in queues:
+        queue.close()
+    return found
+
+
+@pytest.mark.guarantee("G19")
+def test_what_one_rank_cannot_use_fails_all(ranks2: RankPool) -> None:
+    """A wrong value, a handle without all ranks, a wrong key, or two queues is a `UsageError` on every rank."""
+    for each in ranks2.run(misuse):
+        kinds = {name: outcome["kind"] for name, outcome in each.items()}
+        assert kinds.pop("nobody is there") == "CapabilityError"
+        assert set(kinds.values()) == {"UsageError"}, kinds
+        assert (
+            "rank 1: external_writer_handle must be an ExternalWriter, not QueueHandle"
+            in each["no value"]["text"]
+        )
+        assert "has no readers [1], but [0, 5]" in each["a rank is missing"]["text"]
+        assert "forged, or belongs to another key" in each["another key"]["text"]
+        assert "not the same queue on ranks [0, 1]" in each["two queues"]["text"]
+
+
+def leave(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    """Destroy the group that reads; return what the writer, in rank 0's process, is told."""
+    writer = QueueWriter.create("engine", [0, 1]) if rank == 0 else None
+    with writer or nullcontext():
+        with world(rank, world_size, directory) as group:
+            group.create_mq_broadcaster(
+                0, None if writer is None else ExternalWriter(writer.handle, writer.key)
+            )
+        return {} if writer is None else ended_with(lambda: writer.enqueue(bytes(100_000), 5.0))
+
+
+@pytest.mark.guarantee("G19")
+def test_the_reading_ends_are_closed_with_the_group(ranks2: RankPool) -> None:
+    """After `destroy` the writer is told that its readers left."""
+    assert ranks2.run(leave)[0]["kind"] == "PeerLostError"
+
+
+@pytest.mark.guarantee("G19")
+def test_the_key_is_in_no_text_and_in_no_copy() -> None:
+    """Neither a text, a pickle, a copy nor a message of ours can hold it."""
+    with QueueWriter.create("steps", [0]) as queue:
+        for handle in (queue.handle, queue.handle.to_bytes(queue.key)):
+            value = ExternalWriter(handle, queue.key, RemoteKeys.generate())
+            for text in (repr(value), str(value), f"{value}", f"{[value]}"):
+                assert repr(queue.key)[2:-1] not in text
+                assert queue.key.hex() not in text
+            for spread in (pickle.dumps, copy.copy, copy.deepcopy, codec.encode):
+                with pytest.raises(UsageError):
+                    spread(value)
+            with pytest.raises(AttributeError):
+                value.key = bytes(KEY_BYTES)  # type: ignore[misc]
+        assert repr(ExternalWriter(queue.handle, queue.key)) == "<ExternalWriter 'steps'>"
+
+
+@pytest.mark.parametrize(
+    ("handle", "key", "remote_keys"),
+    [
+        ("handle", bytes(KEY_BYTES), None),
+        (b"", bytes(3), None),
+        (b"", None, None),
+        (b"", bytes(KEY_BYTES), b"k"),
+    ],
+)
+def test_parts_of_the_wrong_type_are_refused(handle: Any, key: Any, remote_keys: Any) -> None:
+    """The error does not show the key."""
+    with pytest.raises(CommError) as refused:
+        ExternalWriter(handle, key, remote_keys)
+    assert "\\x00" not in str(refused.value)

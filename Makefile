@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-NATIVE := $(wildcard shm_broadcast/csrc/*)
+NATIVE := $(wildcard shm_broadcast/csrc/* device_comm/csrc/*)
 # Half of the tests wait for processes to die, stop or time out: more of them than cores run at once.
 TEST_WORKERS ?= 4
 PIP := $(PY) -m pip --disable-pip-version-check

@@ -40,6 +40,9 @@ def native(name: str, folder: str) -> Extension:
 
 
 setup(
-    ext_modules=[native("shm_broadcast._core", "shm_broadcast/csrc")],
+    ext_modules=[
+        native("shm_broadcast._core", "shm_broadcast/csrc"),
+        native("device_comm._core", "device_comm/csrc"),
+    ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

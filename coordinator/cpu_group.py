@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from coordinator.process_groups import GlooBackend, abort_gloo
 from coordinator.transfer_tags import BROADCAST_TAG, GATHER_TAG, OBJECT_TAG
 from device_comm.base import Handle
+from device_comm.fabric import SharedMemory
 from device_comm.handles import CompletedHandle, PointToPointHandle
 from device_comm.health import GroupHealth, Operation
 from device_comm.process_group import as_bytes, backend_timeout
@@ -94,6 +95,7 @@ class CpuGroup:
         self._timeout_s = timeout_s
         self._threads = WaiterThreads(health.name)
         self._eager: dict[tuple[int, int], _EagerSends] = {}
+        self._shared: SharedMemory | None = None
         self._others = [rank for rank in range(len(self._ranks)) if rank != rank_in_group]
         health.on_abort(self.abort)
 
@@ -106,10 +108,18 @@ class CpuGroup:
             )
         return backend
 
+    def share(self, shared: SharedMemory | None) -> None:
+        """Use memory that all ranks share from now on, and own it. All ranks call this at the same point."""
+        self._shared = shared
+
     # ------------------------------------------------------------------ collectives
 
     def barrier(self, timeout_s: float | None = None) -> None:
         """Return once every rank has called this."""
+        if self._shared is not None:
+            fabric = self._shared.host
+            fabric.finish("barrier", fabric.core.barrier(), timeout_s or self._timeout_s)
+            return
         operation = self._health.begin("host", "barrier")
         deadline = timeout_s or self._timeout_s
         options = dist.BarrierOptions()
@@ -124,6 +134,9 @@ class CpuGroup:
 
     def _all_gather(self, operation: Operation, data: bytes, timeout_s: float | None) -> list[memoryview]:
         deadline = timeout_s or self._timeout_s
+        if self._shared is not None:
+            rows = self._shared.host.all_gather_bytes(operation.name, data, deadline)
+            return [rows[start : start + len(data)] for start in range(0, len(rows), len(data))]
         options = AllgatherOptions()
         options.timeout = backend_timeout(deadline)
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -355,5 +368,7 @@ class CpuGroup:
             self.abort()
         self._threads.close(timeout_s)
         self._eager.clear()
+        if self._shared is not None:
+            self._shared.close()
         # The connections close when the last reference goes; a user may keep the destroyed group.
         self._open_backend = None

@@ -25,6 +25,7 @@ from coordinator.process_groups import (
     new_group,
 )
 from coordinator.settings import CoordinatorSettings
+from device_comm import fabric
 from device_comm.base import CommunicatorContext, DeviceCommunicator, Handle
 from device_comm.health import GroupHealth
 from device_comm.process_group import ProcessGroupCommunicator
@@ -199,12 +200,17 @@ def _connect(
         gloo, device_gloo = connect_watched(connect, f"{health.name} connect", health.where("connect"), watch)
         if device_gloo is not None:
             health.on_abort(lambda: abort_gloo(device_gloo))
+        host = CpuGroup(membership.ranks, membership.rank_in_group, gloo, health, settings.timeout_s)
+        shared = fabric.connect(
+            health, membership.rank_in_group, timeout_s, lambda own: host.all_gather_bytes(own, timeout_s)
+        )
+        host.share(shared)
         factory = (
             communicator_factory(device.type, len(membership.ranks))
             if use_device_communicator
             else ProcessGroupCommunicator
         )
-        communicator = factory(_context(health, membership, device, created[1], settings))
+        communicator = factory(_context(health, membership, device, created[1], settings, shared))
     except BaseException:
         health.release()
         for group in reversed(created):
@@ -212,7 +218,7 @@ def _connect(
         raise
     parts = GroupParts(
         health=health,
-        host=CpuGroup(membership.ranks, membership.rank_in_group, gloo, health, settings.timeout_s),
+        host=host,
         communicator=communicator,
         device=device,
         cpu_group=created[0],
@@ -266,6 +272,7 @@ def _context(
     device: torch.device,
     device_group: dist.ProcessGroup | None,
     settings: CoordinatorSettings,
+    shared: fabric.SharedMemory | None = None,
 ) -> CommunicatorContext:
     return CommunicatorContext(
         name=health.name,
@@ -275,4 +282,5 @@ def _context(
         process_group=device_group,
         health=health,
         timeout_s=settings.timeout_s,
+        shared=shared,
     )

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from device_comm import checks
+from device_comm.fabric import SharedMemory
 from device_comm.health import GroupHealth
 from device_comm.reduction import ReduceOperation, check_reducible, reduce_operation
 from shm_broadcast.errors import UsageError
@@ -45,6 +46,7 @@ class CommunicatorContext:
         process_group: A torch process group of the same ranks, or None in a group of one.
         health: The group's shared state: every blocking wait goes through it.
         timeout_s: Deadline of a call that states none, in seconds.
+        shared: Memory that all ranks share, where they are on one host; it stays the caller's.
     """
 
     name: str
@@ -54,6 +56,7 @@ class CommunicatorContext:
     process_group: dist.ProcessGroup | None
     health: GroupHealth
     timeout_s: float
+    shared: SharedMemory | None = None
 
     @property
     def world_size(self) -> int:

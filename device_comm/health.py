@@ -414,7 +414,11 @@ class GroupHealth:
     def fail(self, error: CommError) -> None:
         """Break the group because of `error`, which the caller raises; the other ranks learn of it."""
         self._break(error)
-        self._board.publish(Verdict("failed", (), self.rank, "a transfer", detail=str(error)))
+        verdict = Verdict("failed", (), self.rank, "a transfer", detail=str(error))
+        if isinstance(error, PeerLostError) and error.peers:
+            detail = ", ".join(f"{rank} ({self._watch.describe(rank)})" for rank in error.peers)
+            verdict = Verdict("lost", error.peers, self.rank, "a transfer", detail=detail)
+        self._board.publish(verdict)
 
     def close(self) -> bool:
         """Refuse every later call and wake those that wait now.

@@ -15,6 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
 from device_comm.base import CommunicatorContext, DeviceCommunicator
+from device_comm.cpu import CpuCommunicator
 from device_comm.process_group import ProcessGroupCommunicator
 from device_comm.solo import SoloCommunicator
 from shm_broadcast.errors import CapabilityError, UsageError
@@ -67,7 +68,9 @@ def communicator_factory(device_type: str, world_size: int) -> CommunicatorFacto
     if device_type in _FACTORIES:
         return _FACTORIES[device_type]
     declared = _declared(tuple(sys.path)).get(device_type)
-    return ProcessGroupCommunicator if declared is None else _load(device_type, declared)
+    if declared is not None:
+        return _load(device_type, declared)
+    return CpuCommunicator if device_type == "cpu" else ProcessGroupCommunicator
 
 
 def communicator_name(device_type: str, world_size: int) -> str:

@@ -1,5 +1,6 @@
 """Every communicator keeps the contract of `DeviceCommunicator`, and the suite notices those that do not."""
 
+import dataclasses
 import gc
 import sys
 import warnings
@@ -42,40 +43,52 @@ def ranks3() -> Iterator[RankPool]:
 # --- ours -----------------------------------------------------------------------------------------------------
 
 
-def keeps_contract(rank: int, world_size: int, directory: Path, use_host: bool) -> str:
+def keeps_contract(
+    rank: int, world_size: int, directory: Path, use_host: bool, is_general: bool = False
+) -> str:
     with world(rank, world_size, directory, timeout_s=20.0) as group:
-        check_device_communicator(group.device_communicator, host=group if use_host else None)
-        return type(group.device_communicator).__name__
+        communicator = group.device_communicator
+        if is_general:
+            communicator = ProcessGroupCommunicator(dataclasses.replace(communicator.context, shared=None))
+        check_device_communicator(communicator, host=group if use_host else None)
+        return type(communicator).__name__
 
 
+@pytest.mark.parametrize("is_general", [True, False], ids=["over Gloo", "over shared memory"])
 @pytest.mark.parametrize("use_host", [True, False], ids=["by the host plane", "by itself"])
-def test_the_general_communicator_of_two_ranks(ranks2: RankPool, use_host: bool) -> None:
-    """Gloo between two ranks."""
-    assert ranks2.run(keeps_contract, use_host) == ["ProcessGroupCommunicator"] * 2
+def test_the_communicators_of_two_ranks(ranks2: RankPool, use_host: bool, is_general: bool) -> None:
+    """The general one and the one over shared memory between two ranks."""
+    name = "ProcessGroupCommunicator" if is_general else "CpuCommunicator"
+    assert ranks2.run(keeps_contract, use_host, is_general) == [name] * 2
 
 
-def keeps_contract_in_inference_mode(rank: int, world_size: int, directory: Path) -> None:
+def keeps_contract_in_inference_mode(rank: int, world_size: int, directory: Path, is_general: bool) -> None:
     with torch.inference_mode():
-        keeps_contract(rank, world_size, directory, True)
+        keeps_contract(rank, world_size, directory, True, is_general)
 
 
-def test_the_general_communicator_in_inference_mode(ranks2: RankPool) -> None:
+@pytest.mark.parametrize("is_general", [True, False], ids=["over Gloo", "over shared memory"])
+def test_the_communicators_in_inference_mode(ranks2: RankPool, is_general: bool) -> None:
     """As engines run their models."""
-    ranks2.run(keeps_contract_in_inference_mode)
+    ranks2.run(keeps_contract_in_inference_mode, is_general)
 
 
 @pytest.mark.guarantee("D1")
 @pytest.mark.guarantee("D2")
 @pytest.mark.guarantee("D3")
 @pytest.mark.guarantee("D5")
-def test_the_general_communicator_of_three_ranks(ranks3: RankPool) -> None:
-    """Gloo between three ranks, of which no size is a multiple."""
-    assert ranks3.run(keeps_contract, True) == ["ProcessGroupCommunicator"] * 3
+@pytest.mark.parametrize("is_general", [True, False], ids=["over Gloo", "over shared memory"])
+def test_the_communicators_of_three_ranks(ranks3: RankPool, is_general: bool) -> None:
+    """Between three ranks, of which no size is a multiple."""
+    name = "ProcessGroupCommunicator" if is_general else "CpuCommunicator"
+    assert ranks3.run(keeps_contract, True, is_general) == [name] * 3
 
 
-def test_the_general_communicator_of_four_ranks(ranks4: RankPool) -> None:
-    """Gloo between four ranks."""
-    assert ranks4.run(keeps_contract, True) == ["ProcessGroupCommunicator"] * 4
+@pytest.mark.parametrize("is_general", [True, False], ids=["over Gloo", "over shared memory"])
+def test_the_communicators_of_four_ranks(ranks4: RankPool, is_general: bool) -> None:
+    """Between four ranks."""
+    name = "ProcessGroupCommunicator" if is_general else "CpuCommunicator"
+    assert ranks4.run(keeps_contract, True, is_general) == [name] * 4
 
 
 DTYPES = sorted(
@@ -326,7 +339,7 @@ def test_ranks_with_different_communicators_disagree(ranks2: RankPool) -> None:
     """The choice is compared when a group is created: two algorithms would wait for each other for ever."""
     for text in ranks2.run(differs):
         assert "ThirdParty" in text
-        assert "ProcessGroupCommunicator" in text
+        assert "CpuCommunicator" in text
 
 
 def uses_declared(rank: int, world_size: int, directory: Path) -> str:

@@ -1,0 +1,75 @@
+"""Types of the native core. Addresses and lengths are the caller's to get right: they come from tensors it holds."""
+
+from typing import final
+
+from typing_extensions import Buffer
+
+TYPE_NAMES: dict[int, str]
+DONE: int
+PENDING: int
+DISAGREE: int
+CLOSED: int
+BUSY: int
+LEFT: int
+ALL_REDUCE_ONE_SHOT: int
+ALL_REDUCE_TWO_SHOT: int
+REDUCE_SCATTER: int
+ALL_GATHER: int
+GATHER: int
+SCATTER: int
+REDUCE: int
+
+def lay_out(mapping: Buffer, ranks: int, slot_bytes: int, generation: int, /) -> None:
+    """Lay a fabric out in a zeroed mapping. ValueError: the mapping is too small."""
+
+def segment_bytes(ranks: int, slot_bytes: int, /) -> int:
+    """Return how large a mapping must be."""
+
+def level() -> str:
+    """Return the vector instructions that the reductions use on this machine."""
+
+@final
+class Fabric:
+    """One rank's end of the shared memory of a group, and the call that is under way.
+
+    Each call returns a status: DONE; PENDING: not all ranks have come, go on with `resume`; DISAGREE: the ranks made
+    different calls and nothing was moved; CLOSED; BUSY: a call is under way; LEFT: a rank that has not come has
+    closed its end.
+    """
+
+    def __new__(cls, mapping: Buffer, rank: int, /) -> Fabric: ...
+    @property
+    def number(self) -> int:
+        """How many calls were begun."""
+
+    def barrier(self) -> int: ...
+    def reduce(
+        self, kind: int, source: int, result: int, elements: int, dtype: int, op: int, root: int, /
+    ) -> int: ...
+    def broadcast(self, address: int, nbytes: int, dtype: int, root: int, /) -> int: ...
+    def move(
+        self,
+        kind: int,
+        source: int,
+        result: int,
+        rows: int,
+        widths: tuple[int, ...],
+        dtype: int,
+        op: int,
+        root: int,
+        /,
+    ) -> int: ...
+    def exchange(
+        self, source: int, result: int, sent: tuple[int, ...], received: tuple[int, ...], dtype: int, /
+    ) -> int: ...
+    def resume(self, slice_ns: int, /) -> int:
+        """Go on with the call that is under way, for at most `slice_ns`."""
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have not come to the present step."""
+
+    def views(self) -> list[tuple[int, int, int, int]]:
+        """Return what each rank said about its call: number, code, count, detail."""
+
+    def close(self, breaks: bool, /) -> None:
+        """Leave: end calls that wait, and let the mapping go. `breaks`: other ranks shall complete no call any more."""

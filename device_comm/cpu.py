@@ -1,0 +1,214 @@
+"""Collectives on CPU tensors through memory that all ranks of a host share.
+
+A call is a sequence of steps: each rank copies a piece of its tensor into its slot, says so, waits until all
+have, and takes what it needs from the others' slots (`csrc/call.cpp`). An ordinary small call is one native call.
+Point-to-point transfers and what has no kernel go through the group's process group, as in the general
+communicator, which also serves groups over several hosts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import torch
+
+from device_comm import _core, fabric
+from device_comm.base import CommunicatorContext
+from device_comm.fabric import SharedMemory
+from device_comm.process_group import ProcessGroupCommunicator, as_bytes, dense, is_plain
+from device_comm.reduction import ReduceOperation
+
+# Up to this size every rank reduces everything itself: one meeting of the ranks instead of two. With two ranks both
+# ways move the same number of bytes between the cores, and one-shot has less to do.
+ONE_SHOT_BYTES: Final = 64 << 10
+_ONE_SHOT_RANKS: Final = 2
+
+_OPS: Final = {
+    operation: code
+    for code, operation in enumerate(
+        (
+            ReduceOperation.SUM,
+            ReduceOperation.MEAN,
+            ReduceOperation.PRODUCT,
+            ReduceOperation.MIN,
+            ReduceOperation.MAX,
+        )
+    )
+}
+_TYPES: Final[dict[torch.dtype, int]] = {
+    getattr(torch, name): code for code, name in _core.TYPE_NAMES.items() if hasattr(torch, name)
+}
+# What is merely moved is told by its size and, for the check, by a code of its own where it has no kernel.
+_OTHER_TYPE: Final = 0xFF
+
+
+def all_reduce_kind(nbytes: int, world_size: int) -> int:
+    """Return the algorithm of an all-reduce: a pure choice from facts that all ranks share."""
+    if world_size <= _ONE_SHOT_RANKS or nbytes <= ONE_SHOT_BYTES:
+        return _core.ALL_REDUCE_ONE_SHOT
+    return _core.ALL_REDUCE_TWO_SHOT
+
+
+class CpuCommunicator(ProcessGroupCommunicator):
+    """Collectives over shared memory where all ranks are on one host, else over the process group."""
+
+    algorithm = "shared memory"
+
+    def __init__(self, context: CommunicatorContext) -> None:
+        """Use the context's shared memory; if there is none, make it, which is collective."""
+        super().__init__(context)
+        self._own = None if context.shared is not None else self._connect()
+        shared = context.shared or self._own
+        self._fabric = None if shared is None else shared.device
+        self._core = None if self._fabric is None else self._fabric.core
+
+    def _connect(self) -> SharedMemory | None:
+        operation = self._health.begin("device", "create shared memory")
+        timeout_s = self.context.timeout_s
+
+        def exchange(own: bytes) -> list[bytes]:
+            tensor = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+            gathered = self._gather_bytes(operation, tensor, timeout_s)
+            return [bytes(row.numpy()) for row in gathered.view(self.world_size, -1)]
+
+        return fabric.connect(self._health, self.rank_in_group, timeout_s, exchange)
+
+    def destroy(self) -> None:
+        """Let the shared memory go, then the rest."""
+        if self._fabric is not None:
+            self._fabric.close()
+        if self._own is not None:
+            self._own.close()
+        super().destroy()
+
+    def _settle(self, name: str, status: int, timeout_s: float | None) -> None:
+        if status != _core.DONE and self._fabric is not None:
+            self._fabric.finish(name, status, timeout_s or self.context.timeout_s)
+
+    # ------------------------------------------------------------------ reductions
+
+    def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None) -> torch.Tensor:
+        code = _TYPES.get(input_.dtype)
+        if self._core is None or code is None:
+            return super()._all_reduce(input_, op, timeout_s)
+        source = input_ if is_plain(input_) else dense(input_)
+        result = torch.empty(source.shape, dtype=source.dtype)
+        self._reduce_into("all_reduce", source, result, code, op, timeout_s)
+        return result
+
+    def all_reduce_(
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOperation = ReduceOperation.SUM,
+        *,
+        timeout_s: float | None = None,
+    ) -> torch.Tensor:
+        """Combine the ranks' tensors in place; return `tensor`, which must not overlap itself."""
+        code = _TYPES.get(tensor.dtype) if isinstance(tensor, torch.Tensor) else None
+        if self._core is None or code is None or not is_plain(tensor):
+            return super().all_reduce_(tensor, op, timeout_s=timeout_s)
+        op = self._check_reduction("all_reduce_", tensor, op, timeout_s)
+        self._reduce_into("all_reduce_", tensor, tensor, code, op, timeout_s)
+        return tensor
+
+    def _reduce_into(
+        self,
+        name: str,
+        source: torch.Tensor,
+        result: torch.Tensor,
+        code: int,
+        op: ReduceOperation,
+        timeout_s: float | None,
+    ) -> None:
+        kind = all_reduce_kind(source.nbytes, self.world_size)
+        status = self._core.reduce(  # type: ignore[union-attr]
+            kind, source.data_ptr(), result.data_ptr(), source.numel(), code, _OPS[op], 0
+        )
+        self._settle(name, status, timeout_s)
+
+    def _reduce_scatter(
+        self,
+        input_: torch.Tensor,
+        dim: int,
+        sizes: tuple[int, ...],
+        op: ReduceOperation,
+        timeout_s: float | None,
+    ) -> torch.Tensor:
+        code = _TYPES.get(input_.dtype)
+        if self._core is None or code is None:
+            return super()._reduce_scatter(input_, dim, sizes, op, timeout_s)
+        source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
+        result = source.new_empty((*source.shape[:dim], sizes[self.rank_in_group], *source.shape[dim + 1 :]))
+        rows, widths = _columns(source, dim, sizes)
+        status = self._core.move(
+            *(_core.REDUCE_SCATTER, source.data_ptr(), result.data_ptr(), rows, widths, code, _OPS[op], 0)
+        )
+        self._settle("reduce_scatter", status, timeout_s)
+        return result
+
+    # ------------------------------------------------------------------ moving data
+
+    def _all_gather(
+        self, input_: torch.Tensor, dim: int, sizes: tuple[int, ...], timeout_s: float | None
+    ) -> torch.Tensor:
+        if self._core is None:
+            return super()._all_gather(input_, dim, sizes, timeout_s)
+        source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
+        result = source.new_empty((*source.shape[:dim], sum(sizes), *source.shape[dim + 1 :]))
+        self._gather_into("all_gather", _core.ALL_GATHER, source, result, dim, sizes, 0, timeout_s)
+        return result
+
+    def _gather(
+        self, input_: torch.Tensor, dst: int, dim: int, timeout_s: float | None
+    ) -> torch.Tensor | None:
+        if self._core is None:
+            return super()._gather(input_, dst, dim, timeout_s)
+        source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
+        sizes = (source.shape[dim],) * self.world_size
+        result = None
+        if self.rank_in_group == dst:
+            result = source.new_empty((*source.shape[:dim], sum(sizes), *source.shape[dim + 1 :]))
+        self._gather_into("gather", _core.GATHER, source, result, dim, sizes, dst, timeout_s)
+        return result
+
+    def _gather_into(
+        self,
+        name: str,
+        kind: int,
+        source: torch.Tensor,
+        result: torch.Tensor | None,
+        dim: int,
+        sizes: tuple[int, ...],
+        root: int,
+        timeout_s: float | None,
+    ) -> None:
+        rows, widths = _columns(source, dim, sizes)
+        address = 0 if result is None else result.data_ptr()
+        code = _TYPES.get(source.dtype, _OTHER_TYPE)
+        status = self._core.move(  # type: ignore[union-attr]
+            kind, source.data_ptr(), address, rows, widths, code, 0, root
+        )
+        self._settle(name, status, timeout_s)
+
+    def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
+        if self._core is None:
+            return super()._broadcast(tensor, src, timeout_s)
+        into = tensor.detach()
+        landing = into if is_plain(into) else dense(into)
+        code = _TYPES.get(tensor.dtype, _OTHER_TYPE)
+        status = self._core.broadcast(landing.data_ptr(), as_bytes(landing).numel(), code, src)
+        self._settle("broadcast", status, timeout_s)
+        if landing is not into and self.rank_in_group != src:
+            into.copy_(landing)
+        return tensor
+
+
+def _columns(tensor: torch.Tensor, dim: int, sizes: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """Return how many rows a tensor has that is concatenated along `dim`, and each rank's bytes of a row."""
+    rows = math.prod(tensor.shape[:dim])
+    inner = math.prod(tensor.shape[dim + 1 :]) * tensor.itemsize
+    return rows, tuple(size * inner for size in sizes)
+
+
+__all__ = ["ONE_SHOT_BYTES", "CpuCommunicator", "all_reduce_kind"]

@@ -1,0 +1,220 @@
+// The collectives, in steps. DESIGN.md has a table of what each moves.
+#include "call.hpp"
+
+namespace fabric {
+namespace {
+
+// Runs of columns that are shorter than this are copied in one go with their row's arithmetic.
+void copy(unsigned char* to, const unsigned char* from, size_t bytes) {
+    if (bytes > 0) std::memcpy(to, from, bytes);
+}
+
+}  // namespace
+
+void Columns::put(uint32_t rank, unsigned char* whole, const unsigned char* piece, size_t from, size_t bytes) const {
+    const size_t width = widths[rank];
+    while (bytes > 0) {
+        const size_t column = from % width;
+        const size_t run = std::min(width - column, bytes);
+        copy(whole + from / width * row_bytes + starts[rank] + column, piece, run);
+        piece += run, from += run, bytes -= run;
+    }
+}
+
+void Columns::take(uint32_t rank, const unsigned char* whole, unsigned char* piece, size_t from, size_t bytes) const {
+    const size_t width = widths[rank];
+    while (bytes > 0) {
+        const size_t column = from % width;
+        const size_t run = std::min(width - column, bytes);
+        copy(piece, whole + from / width * row_bytes + starts[rank] + column, run);
+        piece += run, from += run, bytes -= run;
+    }
+}
+
+Call::Call(Fabric& fabric, Plan plan) : fabric_(fabric), plan_(std::move(plan)), inputs_(fabric.ranks()) {
+    chunk_ = step_bytes();
+    steps_ = count_steps();
+}
+
+// Bytes of each piece that one step moves: the slot, or its share of a slot that holds a piece for each rank.
+size_t Call::step_bytes() const {
+    const size_t slot = fabric_.slot_bytes();
+    switch (plan_.kind) {
+        case Kind::kAllReduceTwoShot:  // a share for each rank, and the result of one
+            return slot / (fabric_.ranks() + 1) / kLine * kLine;
+        case Kind::kReduceScatter:
+        case Kind::kScatter:
+        case Kind::kAllToAll: return slot / fabric_.ranks() / kLine * kLine;
+        default: return slot;
+    }
+}
+
+uint64_t Call::count_steps() const {
+    size_t longest = plan_.bytes;
+    for (const Columns* columns : {&plan_.columns, &plan_.out_columns}) {
+        for (size_t r = 0; r < columns->widths.size(); ++r) {
+            longest = std::max(longest, columns->bytes_of(static_cast<uint32_t>(r)));
+        }
+    }
+    if (plan_.kind == Kind::kAllReduceTwoShot) {
+        // Each step moves one share of the data for every rank, and the results of the step before.
+        const size_t round = chunk_ * fabric_.ranks();
+        return (plan_.bytes + round - 1) / round + 1;
+    }
+    return std::max<uint64_t>(1, (longest + chunk_ - 1) / chunk_);
+}
+
+Wait Call::run(uint64_t spin_ns, uint64_t until_ns) {
+    while (at_ < steps_) {
+        if (!is_posted_) {
+            fabric_.begin();
+            publish();
+            fabric_.post(plan_.view, steps_);
+            is_posted_ = true;
+        }
+        const Wait status = fabric_.wait(spin_ns, until_ns);
+        if (status != Wait::kDone) return status;
+        if (fabric_.is_broken()) return Wait::kLeft;
+        if (!all_agree()) {
+            disagrees_ = true;
+            return Wait::kDone;
+        }
+        // Where ranks move different amounts, all take as many steps as the one that needs most.
+        if (at_ == 0) {
+            for (uint32_t r = 0; r < fabric_.ranks(); ++r) steps_ = std::max(steps_, fabric_.posted(r).steps);
+        }
+        consume();
+        is_posted_ = false;
+        ++at_;
+    }
+    return Wait::kDone;
+}
+
+bool Call::all_agree() {
+    for (uint32_t r = 0; r < fabric_.ranks(); ++r) {
+        if (fabric_.posted(r).view != plan_.view) return false;
+    }
+    return true;
+}
+
+void Call::publish() {
+    const uint32_t self = fabric_.rank();
+    unsigned char* slot = fabric_.slot(self);
+    switch (plan_.kind) {
+        case Kind::kBarrier: return;
+        case Kind::kAllReduceOneShot: return copy(slot, plan_.in + from(), length(plan_.bytes));
+        case Kind::kReduce: return copy(slot, plan_.in + from(), length(plan_.bytes));
+        case Kind::kAllReduceTwoShot: return publish_two_shot();
+        case Kind::kAllGather: return copy(slot, plan_.in + from(), length(plan_.columns.bytes_of(self)));
+        case Kind::kGather:
+            if (self != plan_.root) copy(slot, plan_.in + from(), length(plan_.columns.bytes_of(self)));
+            return;
+        case Kind::kBroadcast:
+            if (self == plan_.root) copy(slot, plan_.in + from(), length(plan_.bytes));
+            return;
+        case Kind::kScatter:
+            if (self == plan_.root) publish_columns();
+            return;
+        case Kind::kReduceScatter:
+        case Kind::kAllToAll: return publish_columns();
+    }
+}
+
+// Puts the next piece for each rank into the slot, at a multiple of the piece's size. The own one only where it does
+// not stand in one run in the input, and a reduction needs it so.
+void Call::publish_columns() {
+    const bool with_own = plan_.kind == Kind::kReduceScatter && plan_.columns.rows > 1;
+    unsigned char* slot = fabric_.slot(fabric_.rank());
+    for (uint32_t r = 0; r < fabric_.ranks(); ++r) {
+        if (r == fabric_.rank() && !with_own) continue;
+        const size_t bytes = length(plan_.columns.bytes_of(r));
+        if (bytes > 0) plan_.columns.take(r, plan_.in, slot + r * chunk_, from(), bytes);
+    }
+}
+
+// Puts the other ranks' shares of this round into the slot, and behind them the own result of the round before.
+void Call::publish_two_shot() {
+    const uint32_t self = fabric_.rank(), ranks = fabric_.ranks();
+    unsigned char* slot = fabric_.slot(self);
+    for (uint32_t r = 0; r < ranks; ++r) {
+        if (r != self) copy(slot + r * chunk_, plan_.in + share_from(at_, r), share_bytes(at_, r));
+    }
+    if (at_ > 0) copy(slot + ranks * chunk_, plan_.out + share_from(at_ - 1, self), share_bytes(at_ - 1, self));
+}
+
+void Call::consume_two_shot() {
+    const uint32_t self = fabric_.rank(), ranks = fabric_.ranks();
+    const size_t start = share_from(at_, self);
+    reduce_to(plan_.out + start, plan_.in + start, share_bytes(at_, self), self * chunk_);
+    for (uint32_t r = 0; at_ > 0 && r < ranks; ++r) {
+        if (r == self) continue;
+        copy(plan_.out + share_from(at_ - 1, r), fabric_.slot(r) + ranks * chunk_, share_bytes(at_ - 1, r));
+    }
+}
+
+// Combines `bytes` of every rank, in rank order: the own ones and those at `slot_offset` of the others' slots.
+void Call::reduce_to(unsigned char* out, const unsigned char* own, size_t bytes, size_t slot_offset) {
+    if (bytes == 0) return;
+    for (uint32_t r = 0; r < fabric_.ranks(); ++r) {
+        inputs_[r] = r == fabric_.rank() ? own : fabric_.slot(r) + slot_offset;
+    }
+    plan_.kernel(out, inputs_.data(), fabric_.ranks(), bytes / plan_.element);
+}
+
+// Puts every rank's piece into the result.
+void Call::consume_columns() {
+    for (uint32_t r = 0; r < fabric_.ranks(); ++r) {
+        const size_t bytes = length(plan_.columns.bytes_of(r));
+        const unsigned char* piece = r == fabric_.rank() ? plan_.in + from() : fabric_.slot(r);
+        if (bytes > 0) plan_.columns.put(r, plan_.out, piece, from(), bytes);
+    }
+}
+
+// Takes the piece that each rank has put into its slot for this one.
+void Call::consume_scattered() {
+    const uint32_t self = fabric_.rank();
+    const Columns& columns = plan_.kind == Kind::kAllToAll ? plan_.out_columns : plan_.columns;
+    for (uint32_t r = 0; r < fabric_.ranks(); ++r) {
+        if (plan_.kind == Kind::kScatter && r != plan_.root) continue;
+        const uint32_t piece = plan_.kind == Kind::kAllToAll ? r : self;
+        const size_t bytes = length(columns.bytes_of(piece));
+        if (bytes == 0) continue;
+        unsigned char* to = plan_.out + from() + (plan_.kind == Kind::kAllToAll ? columns.starts[r] : 0);
+        if (r == self) {
+            plan_.columns.take(self, plan_.in, to, from(), bytes);
+        } else {
+            copy(to, fabric_.slot(r) + self * chunk_, bytes);
+        }
+    }
+}
+
+void Call::consume() {
+    const uint32_t self = fabric_.rank();
+    const size_t bytes = length(plan_.bytes);
+    switch (plan_.kind) {
+        case Kind::kBarrier: return;
+        case Kind::kAllReduceOneShot: return reduce_to(plan_.out + from(), plan_.in + from(), bytes, 0);
+        case Kind::kReduce:
+            if (self == plan_.root) reduce_to(plan_.out + from(), plan_.in + from(), bytes, 0);
+            return;
+        case Kind::kAllReduceTwoShot: return consume_two_shot();
+        case Kind::kBroadcast:
+            if (self != plan_.root) copy(plan_.out + from(), fabric_.slot(plan_.root), bytes);
+            return;
+        case Kind::kAllGather: return consume_columns();
+        case Kind::kGather:
+            if (self == plan_.root) consume_columns();
+            return;
+        case Kind::kScatter:
+        case Kind::kAllToAll: return consume_scattered();
+        case Kind::kReduceScatter: {
+            const size_t own = length(plan_.columns.bytes_of(self));
+            const bool in_one_run = plan_.columns.rows == 1;
+            const unsigned char* input = in_one_run ? plan_.in + plan_.columns.starts[self] + from()
+                                                    : fabric_.slot(self) + self * chunk_;
+            return reduce_to(plan_.out + from(), input, own, self * chunk_);
+        }
+    }
+}
+
+}  // namespace fabric

@@ -1,0 +1,467 @@
+// The module `device_comm._core`: one object for the shared memory of a group and the call that is under way.
+#include <Python.h>
+#include <pthread.h>
+#include <sys/mman.h>
+
+#include <new>
+
+#include "call.hpp"
+
+namespace {
+
+using fabric::Call;
+using fabric::Fabric;
+using fabric::Kind;
+using fabric::Plan;
+using fabric::Wait;
+
+// How a call stands; equal to the constants of the module.
+enum Status : long { kDone = 0, kPending = 1, kDisagree = 2, kClosed = 3, kBusy = 4, kLeft = 5 };
+
+// A call polls and yields so long before it sleeps: what a sleep and a wake-up cost, many times over, as the others
+// usually come at once, and yielding leaves the core to whoever needs it.
+constexpr uint64_t kSpinNs = 200 * 1000;
+// A call returns to Python at least so often, which looks for signals, dead peers and the deadline.
+constexpr uint64_t kFirstSliceNs = 50 * 1000 * 1000;
+
+uint64_t forks = 0;  // between the process that loaded this module and this one
+
+void count_fork() { ++forks; }
+
+struct Object {
+    PyObject_HEAD
+    uint64_t born;  // `forks` when it was made
+    Py_buffer view;
+    bool has_view;
+    Fabric* fabric;
+    Call* call;
+    bool is_busy;
+    bool is_closed;
+    uint64_t number;  // of calls so far
+};
+
+Object* object_of(PyObject* self) { return reinterpret_cast<Object*>(self); }
+
+void release(Object* object) {
+    delete object->call;
+    delete object->fabric;
+    object->call = nullptr;
+    object->fabric = nullptr;
+    if (object->has_view) PyBuffer_Release(&object->view);
+    object->has_view = false;
+}
+
+void fabric_dealloc(PyObject* self) {
+    PyTypeObject* type = Py_TYPE(self);
+    release(object_of(self));
+    reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+// Fabric(mapping, rank)
+PyObject* fabric_new(PyTypeObject* type, PyObject* args, PyObject*) {
+    PyObject* memory = nullptr;
+    unsigned int rank = 0;
+    if (!PyArg_ParseTuple(args, "OI:Fabric", &memory, &rank)) return nullptr;
+    PyObject* self = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (self == nullptr) return nullptr;
+    Object* object = object_of(self);
+    object->born = forks;
+    object->has_view = PyObject_GetBuffer(memory, &object->view, PyBUF_WRITABLE) == 0;
+    if (object->has_view) {
+        auto* base = static_cast<unsigned char*>(object->view.buf);
+        object->fabric = new (std::nothrow) Fabric(base, static_cast<size_t>(object->view.len), rank);
+        if (object->fabric == nullptr) PyErr_NoMemory();
+        if (object->fabric != nullptr && object->fabric->valid()) return self;
+        PyErr_SetString(PyExc_ValueError, "the mapping holds no fabric of this version with this rank");
+    }
+    Py_DECREF(self);
+    return nullptr;
+}
+
+// close(breaks)
+PyObject* fabric_close(PyObject* self, PyObject* breaks) {
+    Object* object = object_of(self);
+    const int is_failure = PyObject_IsTrue(breaks);
+    if (is_failure < 0) return nullptr;
+    if (object->is_closed) Py_RETURN_NONE;
+    object->is_closed = true;
+    // A forked child must not wake its parent up for ever.
+    if (object->born == forks) object->fabric->close(is_failure != 0);
+    if (!object->is_busy) release(object);
+    Py_RETURN_NONE;
+}
+
+// Goes on with the call that is under way for at most `slice_ns`.
+PyObject* advance(Object* object, uint64_t spin_ns, uint64_t slice_ns) {
+    object->is_busy = true;
+    Wait wait;
+    Py_BEGIN_ALLOW_THREADS
+    wait = object->call->run(spin_ns, fabric::now_ns() + slice_ns);
+    Py_END_ALLOW_THREADS
+    object->is_busy = false;
+    const bool disagrees = object->call->disagrees();
+    if (wait == Wait::kDone) {
+        delete object->call;
+        object->call = nullptr;
+    }
+    if (object->is_closed) {
+        release(object);
+        return PyLong_FromLong(kClosed);
+    }
+    if (wait == Wait::kDone) return PyLong_FromLong(disagrees ? kDisagree : kDone);
+    if (wait == Wait::kLeft) return PyLong_FromLong(kLeft);
+    return PyLong_FromLong(wait == Wait::kClosed ? kClosed : kPending);
+}
+
+PyObject* start(Object* object, Plan&& plan, uint64_t code) {
+    object->number += 1;
+    plan.view.number = object->number;
+    plan.view.code = code;
+    try {
+        object->call = new Call(*object->fabric, std::move(plan));
+    } catch (const std::bad_alloc&) {
+        return PyErr_NoMemory();
+    }
+    return advance(object, kSpinNs, kFirstSliceNs);
+}
+
+// Whether a new call may begin; if not, the status to return.
+bool idle(const Object* object, long* status) {
+    const bool usable = !object->is_closed && object->born == forks;
+    *status = usable ? kBusy : kClosed;
+    return usable && !object->is_busy && object->call == nullptr;
+}
+
+bool read_unsigned(PyObject* const* args, Py_ssize_t count, uint64_t* values) {
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        values[i] = PyLong_AsUnsignedLongLong(args[i]);
+        if (values[i] == static_cast<uint64_t>(-1) && PyErr_Occurred()) return false;
+    }
+    return true;
+}
+
+bool expect(const char* name, Py_ssize_t got, Py_ssize_t wanted) {
+    if (got == wanted) return true;
+    PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, wanted, got);
+    return false;
+}
+
+bool find_kernel(uint64_t type, uint64_t op, bool streaming, Plan* plan) {
+    const auto the_type = static_cast<reduce::Type>(type);
+    const auto the_op = static_cast<reduce::Op>(op);
+    if (type < 256 && op < 256) {
+        plan->kernel = streaming ? reduce::kernel_streaming(the_op, the_type) : reduce::kernel(the_op, the_type);
+    }
+    if (plan->kernel == nullptr) {
+        PyErr_SetString(PyExc_ValueError, "there is no kernel for this dtype and reduction");
+        return false;
+    }
+    plan->element = reduce::element_bytes(the_type);
+    return true;
+}
+
+uint64_t code_of(Kind kind, uint64_t type, uint64_t op, uint64_t root) {
+    return static_cast<uint64_t>(kind) | type << 8 | op << 16 | root << 24;
+}
+
+// Results from here on are written past the caches, which would otherwise read them first.
+constexpr size_t kStreamingBytes = size_t{4} << 20;
+
+// Fresh memory costs a page fault per 4 KiB, 28 ms for 64 MiB, and 9 ms with huge pages. What has its pages already
+// is not touched, and a kernel without huge pages refuses.
+constexpr size_t kHuge = size_t{2} << 20;
+
+void prefer_huge_pages(void* memory, size_t bytes) {
+    if (bytes < 2 * kHuge) return;
+    const uintptr_t first = (reinterpret_cast<uintptr_t>(memory) + kHuge - 1) / kHuge * kHuge;
+    const uintptr_t last = (reinterpret_cast<uintptr_t>(memory) + bytes) / kHuge * kHuge;
+    if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+}
+
+// reduce(kind, in, out, elements, type, op, root) -> status
+PyObject* fabric_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+    Object* object = object_of(self);
+    uint64_t v[7];
+    long status = 0;
+    if (!expect("reduce", count, 7) || !read_unsigned(args, 7, v)) return nullptr;
+    if (!idle(object, &status)) return PyLong_FromLong(status);
+    Plan plan;
+    plan.kind = static_cast<Kind>(v[0]);
+    plan.in = reinterpret_cast<const unsigned char*>(v[1]);
+    plan.out = reinterpret_cast<unsigned char*>(v[2]);
+    plan.root = static_cast<uint32_t>(v[6]);
+    const bool streams = v[1] != v[2] && v[3] * 8 >= kStreamingBytes;
+    if (!find_kernel(v[4], v[5], streams, &plan)) return nullptr;
+    plan.bytes = v[3] * plan.element;
+    if (v[1] != v[2]) prefer_huge_pages(plan.out, plan.bytes);
+    plan.view.count = v[3];
+    return start(object, std::move(plan), code_of(plan.kind, v[4], v[5], v[6]));
+}
+
+// barrier() -> status
+PyObject* fabric_barrier(PyObject* self, PyObject*) {
+    Object* object = object_of(self);
+    long status = 0;
+    if (!idle(object, &status)) return PyLong_FromLong(status);
+    return start(object, Plan{}, code_of(Kind::kBarrier, 0, 0, 0));
+}
+
+// broadcast(address, bytes, type, root) -> status
+PyObject* fabric_broadcast(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+    Object* object = object_of(self);
+    uint64_t v[4];
+    long status = 0;
+    if (!expect("broadcast", count, 4) || !read_unsigned(args, 4, v)) return nullptr;
+    if (!idle(object, &status)) return PyLong_FromLong(status);
+    Plan plan;
+    plan.kind = Kind::kBroadcast;
+    plan.in = reinterpret_cast<const unsigned char*>(v[0]);
+    plan.out = reinterpret_cast<unsigned char*>(v[0]);
+    plan.bytes = plan.view.count = v[1];
+    plan.root = static_cast<uint32_t>(v[3]);
+    return start(object, std::move(plan), code_of(Kind::kBroadcast, v[2], 0, v[3]));
+}
+
+// Reads one width in bytes for each rank from a tuple.
+bool read_widths(PyObject* tuple, uint32_t ranks, uint64_t rows, fabric::Columns* columns) {
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != static_cast<Py_ssize_t>(ranks)) {
+        PyErr_SetString(PyExc_ValueError, "a tuple with one width for each rank is needed");
+        return false;
+    }
+    std::vector<size_t> widths(ranks);
+    for (uint32_t r = 0; r < ranks; ++r) {
+        widths[r] = PyLong_AsSize_t(PyTuple_GetItem(tuple, static_cast<Py_ssize_t>(r)));
+        if (widths[r] == static_cast<size_t>(-1) && PyErr_Occurred()) return false;
+    }
+    columns->set(rows, widths);
+    return true;
+}
+
+// A hash of what must be equal on all ranks: FNV-1a over the widths and the rows.
+uint64_t hash_of(const fabric::Columns& columns) {
+    uint64_t hash = 0xcbf29ce484222325 ^ columns.rows;
+    for (const size_t width : columns.widths) hash = (hash ^ width) * 0x100000001b3;
+    return hash;
+}
+
+// move(kind, in, out, rows, widths, type, op, root) -> status. `widths`: of each rank's run of a row, in bytes.
+PyObject* fabric_move(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+    Object* object = object_of(self);
+    uint64_t head[4], tail[3];
+    long status = 0;
+    if (!expect("move", count, 8) || !read_unsigned(args, 4, head) || !read_unsigned(args + 5, 3, tail)) return nullptr;
+    if (!idle(object, &status)) return PyLong_FromLong(status);
+    Plan plan;
+    plan.kind = static_cast<Kind>(head[0]);
+    plan.in = reinterpret_cast<const unsigned char*>(head[1]);
+    plan.out = reinterpret_cast<unsigned char*>(head[2]);
+    plan.root = static_cast<uint32_t>(tail[2]);
+    if (!read_widths(args[4], object->fabric->ranks(), head[3], &plan.columns)) return nullptr;
+    if (plan.kind == Kind::kReduceScatter && !find_kernel(tail[0], tail[1], false, &plan)) return nullptr;
+    plan.view.count = plan.columns.row_bytes * plan.columns.rows;
+    plan.view.detail = hash_of(plan.columns);
+    if (plan.kind == Kind::kAllGather) prefer_huge_pages(plan.out, plan.view.count);
+    return start(object, std::move(plan), code_of(plan.kind, tail[0], tail[1], tail[2]));
+}
+
+// exchange(in, out, sent widths, received widths, type) -> status: all-to-all
+PyObject* fabric_exchange(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+    Object* object = object_of(self);
+    uint64_t v[2], type = 0;
+    long status = 0;
+    if (!expect("exchange", count, 5) || !read_unsigned(args, 2, v) || !read_unsigned(args + 4, 1, &type)) return nullptr;
+    if (!idle(object, &status)) return PyLong_FromLong(status);
+    Plan plan;
+    plan.kind = Kind::kAllToAll;
+    plan.in = reinterpret_cast<const unsigned char*>(v[0]);
+    plan.out = reinterpret_cast<unsigned char*>(v[1]);
+    if (!read_widths(args[2], object->fabric->ranks(), 1, &plan.columns)) return nullptr;
+    if (!read_widths(args[3], object->fabric->ranks(), 1, &plan.out_columns)) return nullptr;
+    return start(object, std::move(plan), code_of(Kind::kAllToAll, type, 0, 0));
+}
+
+// resume(slice_ns) -> status of the call that is under way
+PyObject* fabric_resume(PyObject* self, PyObject* slice) {
+    Object* object = object_of(self);
+    const uint64_t slice_ns = PyLong_AsUnsignedLongLong(slice);
+    if (PyErr_Occurred()) return nullptr;
+    if (object->is_closed) return PyLong_FromLong(kClosed);
+    if (object->call == nullptr || object->is_busy) return PyLong_FromLong(kBusy);
+    return advance(object, 0, slice_ns);
+}
+
+// missing() -> ranks that have not come to the present step
+PyObject* fabric_missing(PyObject* self, PyObject*) {
+    Object* object = object_of(self);
+    PyObject* list = PyList_New(0);
+    if (list == nullptr || object->is_closed) return list;
+    for (uint32_t r = 0; r < object->fabric->ranks(); ++r) {
+        if (object->fabric->has_posted(r)) continue;
+        PyObject* rank = PyLong_FromUnsignedLong(r);
+        if (rank == nullptr || PyList_Append(list, rank) < 0) {
+            Py_XDECREF(rank);
+            Py_DECREF(list);
+            return nullptr;
+        }
+        Py_DECREF(rank);
+    }
+    return list;
+}
+
+// views() -> for each rank (number, code, count, detail) of its present call
+PyObject* fabric_views(PyObject* self, PyObject*) {
+    Object* object = object_of(self);
+    PyObject* list = PyList_New(0);
+    if (list == nullptr || object->is_closed) return list;
+    for (uint32_t r = 0; r < object->fabric->ranks(); ++r) {
+        const fabric::View view = object->fabric->posted(r).view;
+        PyObject* entry = Py_BuildValue("(KKKK)", static_cast<unsigned long long>(view.number),
+                                        static_cast<unsigned long long>(view.code),
+                                        static_cast<unsigned long long>(view.count),
+                                        static_cast<unsigned long long>(view.detail));
+        if (entry == nullptr || PyList_Append(list, entry) < 0) {
+            Py_XDECREF(entry);
+            Py_DECREF(list);
+            return nullptr;
+        }
+        Py_DECREF(entry);
+    }
+    return list;
+}
+
+PyObject* fabric_number(PyObject* self, void*) { return PyLong_FromUnsignedLongLong(object_of(self)->number); }
+
+// lay_out(mapping, ranks, slot_bytes, generation)
+PyObject* lay_out(PyObject*, PyObject* args) {
+    Py_buffer view;
+    unsigned int ranks = 0;
+    unsigned long long slot_bytes = 0, generation = 0;
+    if (!PyArg_ParseTuple(args, "w*IKK:lay_out", &view, &ranks, &slot_bytes, &generation)) return nullptr;
+    const bool ok = Fabric::format(static_cast<unsigned char*>(view.buf), static_cast<size_t>(view.len), ranks,
+                                   slot_bytes, generation);
+    PyBuffer_Release(&view);
+    if (!ok) {
+        PyErr_SetString(PyExc_ValueError, "the mapping is too small for so many ranks and slots");
+        return nullptr;
+    }
+    Py_RETURN_NONE;
+}
+
+// segment_bytes(ranks, slot_bytes)
+PyObject* segment_bytes(PyObject*, PyObject* args) {
+    unsigned int ranks = 0;
+    unsigned long long slot_bytes = 0;
+    if (!PyArg_ParseTuple(args, "IK:segment_bytes", &ranks, &slot_bytes)) return nullptr;
+    return PyLong_FromSize_t(fabric::segment_bytes(ranks, slot_bytes));
+}
+
+// Adds the dtypes that have kernels, under torch's names.
+bool add_types(PyObject* self) {
+    constexpr struct {
+        reduce::Type type;
+        const char* name;
+    } types[] = {
+        {reduce::Type::f32, "float32"},       {reduce::Type::f64, "float64"},
+        {reduce::Type::f16, "float16"},       {reduce::Type::bf16, "bfloat16"},
+        {reduce::Type::f8e4m3fn, "float8_e4m3fn"}, {reduce::Type::f8e5m2, "float8_e5m2"},
+        {reduce::Type::f8e4m3fnuz, "float8_e4m3fnuz"}, {reduce::Type::f8e5m2fnuz, "float8_e5m2fnuz"},
+        {reduce::Type::i8, "int8"},           {reduce::Type::u8, "uint8"},
+        {reduce::Type::i16, "int16"},         {reduce::Type::u16, "uint16"},
+        {reduce::Type::i32, "int32"},         {reduce::Type::u32, "uint32"},
+        {reduce::Type::i64, "int64"},         {reduce::Type::boolean, "bool"},
+        {reduce::Type::c32, "complex32"},     {reduce::Type::c64, "complex64"},
+        {reduce::Type::c128, "complex128"},
+    };
+    PyObject* names = PyDict_New();
+    if (names == nullptr) return false;
+    bool ok = true;
+    for (const auto& entry : types) {
+        PyObject* code = PyLong_FromLong(static_cast<long>(entry.type));
+        PyObject* name = PyUnicode_FromString(entry.name);
+        ok = ok && code != nullptr && name != nullptr && PyDict_SetItem(names, code, name) == 0;
+        Py_XDECREF(code);
+        Py_XDECREF(name);
+    }
+    ok = ok && PyModule_AddObjectRef(self, "TYPE_NAMES", names) == 0;
+    Py_DECREF(names);
+    return ok;
+}
+
+bool add_constants(PyObject* self) {
+    const struct {
+        const char* name;
+        long value;
+    } constants[] = {
+        {"DONE", kDone},
+        {"PENDING", kPending},
+        {"DISAGREE", kDisagree},
+        {"CLOSED", kClosed},
+        {"BUSY", kBusy},
+        {"LEFT", kLeft},
+        {"ALL_REDUCE_ONE_SHOT", static_cast<long>(Kind::kAllReduceOneShot)},
+        {"ALL_REDUCE_TWO_SHOT", static_cast<long>(Kind::kAllReduceTwoShot)},
+        {"REDUCE_SCATTER", static_cast<long>(Kind::kReduceScatter)},
+        {"ALL_GATHER", static_cast<long>(Kind::kAllGather)},
+        {"GATHER", static_cast<long>(Kind::kGather)},
+        {"SCATTER", static_cast<long>(Kind::kScatter)},
+        {"REDUCE", static_cast<long>(Kind::kReduce)},
+    };
+    for (const auto& constant : constants) {
+        if (PyModule_AddIntConstant(self, constant.name, constant.value) < 0) return false;
+    }
+    return true;
+}
+
+PyObject* level(PyObject*, PyObject*) { return PyUnicode_FromString(reduce::level()); }
+
+#define METHOD(name, function, flags) \
+    {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)), flags, nullptr}
+
+PyMethodDef methods[] = {
+    METHOD("reduce", fabric_reduce, METH_FASTCALL),   METHOD("barrier", fabric_barrier, METH_NOARGS),
+    METHOD("broadcast", fabric_broadcast, METH_FASTCALL), METHOD("move", fabric_move, METH_FASTCALL),
+    METHOD("exchange", fabric_exchange, METH_FASTCALL), METHOD("resume", fabric_resume, METH_O),
+    METHOD("missing", fabric_missing, METH_NOARGS),   METHOD("views", fabric_views, METH_NOARGS),
+    METHOD("close", fabric_close, METH_O),       {nullptr, nullptr, 0, nullptr},
+};
+
+PyGetSetDef attributes[] = {
+    {"number", fabric_number, nullptr, "Calls so far.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
+PyType_Slot slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(fabric_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(fabric_dealloc)},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, attributes},
+    {0, nullptr},
+};
+
+PyType_Spec spec = {"device_comm._core.Fabric", sizeof(Object), 0, Py_TPFLAGS_DEFAULT, slots};
+
+PyMethodDef functions[] = {
+    METHOD("lay_out", lay_out, METH_VARARGS),
+    METHOD("segment_bytes", segment_bytes, METH_VARARGS),
+    METHOD("level", level, METH_NOARGS),
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "_core", "The native core.", -1, functions, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__core() {
+    PyObject* self = PyModule_Create(&module);
+    if (self == nullptr) return nullptr;
+    PyObject* type = PyType_FromSpec(&spec);
+    if (type == nullptr || PyModule_AddObjectRef(self, "Fabric", type) < 0 || !add_types(self) || !add_constants(self) ||
+        pthread_atfork(nullptr, nullptr, count_fork) != 0) {
+        Py_XDECREF(type);
+        Py_DECREF(self);
+        return nullptr;
+    }
+    Py_DECREF(type);
+    return self;
+}

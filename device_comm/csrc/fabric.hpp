@@ -1,0 +1,225 @@
+// The shared memory of one group of ranks, and the one step of which every collective is made. No Python here, so that
+// it also runs as threads under a sanitizer. DESIGN.md holds the layout and the proof.
+#pragma once
+
+#include "../../shm_broadcast/csrc/ring.hpp"
+
+#include <algorithm>
+
+namespace fabric {
+
+using ring::futex_wait;
+using ring::futex_wake_all;
+using ring::now_ns;
+using ring::pause;
+using ring::rounded;
+
+inline constexpr uint64_t kMagic = 0x31425246434721;  // "!GCFRB1" in memory order
+inline constexpr uint32_t kVersion = 1;
+inline constexpr size_t kLine = 64;
+inline constexpr size_t kPage = 4096;
+inline constexpr uint32_t kMaxRanks = 256;
+
+// Written once, before anybody else maps the segment.
+struct alignas(kLine) Identity {
+    uint64_t magic;
+    uint32_t version;
+    uint32_t ranks;
+    uint64_t slot_bytes;
+    uint64_t data_offset;
+    uint64_t generation;
+};
+
+// Written by whoever finds that the group is broken.
+struct alignas(kLine) State {
+    std::atomic<uint32_t> broken;
+};
+
+// What a rank says about the call in which it takes a step. Ranks that disagree find out before they touch any data.
+struct View {
+    uint64_t number;  // of the call
+    uint64_t code;    // kind, dtype, reduction, root
+    uint64_t count;   // elements, or bytes
+    uint64_t detail;  // what else must be equal, as a hash
+    bool operator==(const View&) const = default;
+};
+
+// Written by one rank, read by all; one for even steps and one for odd ones.
+struct alignas(kLine) Post {
+    std::atomic<uint64_t> step;  // the step that this post is about
+    View view;
+    uint64_t steps;  // how many steps this rank needs for its part of the call
+};
+
+// How one rank sleeps.
+struct alignas(kLine) Bell {
+    std::atomic<uint32_t> word;    // futex word: changes when somebody posts while the rank sleeps
+    std::atomic<uint32_t> parked;  // the rank sleeps, or is about to
+    std::atomic<uint32_t> closed;  // the rank has left the group and posts nothing more
+};
+
+struct RankBlock {
+    Post posts[2];
+    Bell bell;
+};
+static_assert(sizeof(Identity) == kLine && sizeof(State) == kLine && sizeof(Post) == kLine && sizeof(Bell) == kLine);
+static_assert(sizeof(RankBlock) == 3 * kLine);
+
+inline size_t data_offset(uint32_t ranks) { return rounded(2 * kLine + ranks * sizeof(RankBlock), kPage); }
+inline size_t segment_bytes(uint32_t ranks, size_t slot_bytes) { return data_offset(ranks) + 2 * ranks * slot_bytes; }
+
+enum class Wait { kDone, kTime, kSignal, kClosed, kLeft };
+
+// The segment as one rank sees it. A step of a call: fill the own slot, post, wait until all have posted, read the
+// others' slots. Slots and posts are double: a rank fills those of step s when all have posted step s-1, and who has
+// posted step s-1 has finished with step s-2.
+class Fabric {
+public:
+    Fabric(unsigned char* base, size_t bytes, uint32_t rank) : base_(base), bytes_(bytes), rank_(rank) {
+        if (bytes >= kPage) identity_ = *reinterpret_cast<Identity*>(base);
+    }
+
+    // Lays out a fresh, zeroed mapping.
+    static bool format(unsigned char* base, size_t bytes, uint32_t ranks, size_t slot_bytes, uint64_t generation) {
+        if (ranks == 0 || ranks > kMaxRanks || slot_bytes < kPage || slot_bytes % kPage != 0) return false;
+        if (slot_bytes > bytes || bytes < segment_bytes(ranks, slot_bytes)) return false;
+        *reinterpret_cast<Identity*>(base) = {kMagic, kVersion, ranks, slot_bytes, data_offset(ranks), generation};
+        return true;
+    }
+
+    bool valid() const {
+        if (identity_.magic != kMagic || identity_.version != kVersion) return false;
+        if (identity_.ranks == 0 || identity_.ranks > kMaxRanks || rank_ >= identity_.ranks) return false;
+        if (identity_.slot_bytes < kPage || identity_.slot_bytes % kPage != 0) return false;
+        return identity_.slot_bytes <= bytes_ && segment_bytes(identity_.ranks, identity_.slot_bytes) <= bytes_ &&
+               identity_.data_offset == data_offset(identity_.ranks);
+    }
+
+    uint32_t ranks() const { return identity_.ranks; }
+    uint32_t rank() const { return rank_; }
+    size_t slot_bytes() const { return identity_.slot_bytes; }
+    uint64_t generation() const { return identity_.generation; }
+    uint64_t step() const { return step_; }
+
+    // The slot of `rank` for the step that is under way, or the next one before it is posted.
+    unsigned char* slot(uint32_t rank) {
+        return base_ + identity_.data_offset + (2 * rank + (next_ & 1)) * identity_.slot_bytes;
+    }
+
+    // Begins a step; `slot` is that of the new step from now on.
+    void begin() { next_ = step_ + 1; }
+
+    // Tells the others that the own slot is filled for this step.
+    void post(const View& view, uint64_t steps) {
+        step_ = next_;
+        Post& own = block(rank_).posts[step_ & 1];
+        own.view = view;
+        own.steps = steps;
+        // SYNC slot->ranks (release): slot and view are there before others see the step; and what we have read of
+        // the others' slots in the step before was read before they fill them again.
+        own.step.store(step_, std::memory_order_release);
+        std::atomic_thread_fence(std::memory_order_seq_cst);  // SYNC post->parked (seq_cst)
+        for (uint32_t r = 0; r < ranks(); ++r) {
+            if (r != rank_ && block(r).bell.parked.load(std::memory_order_relaxed) != 0) ring_bell(r);
+        }
+    }
+
+    bool has_posted(uint32_t rank) {
+        // SYNC slot->ranks (acquire): what this rank has put into its slot, and that it has finished with ours.
+        return block(rank).posts[step_ & 1].step.load(std::memory_order_acquire) >= step_;
+    }
+
+    // The lowest rank from `from` on that has not posted the step; `ranks()` if all have.
+    uint32_t first_missing(uint32_t from) {
+        while (from < ranks() && has_posted(from)) ++from;
+        return from;
+    }
+
+    // What a rank that has posted the step says about its call.
+    const Post& posted(uint32_t rank) { return block(rank).posts[step_ & 1]; }
+
+    bool is_closed() { return block(rank_).bell.closed.load(std::memory_order_relaxed) != 0; }
+
+    // Whether a rank found the group broken: then a call that could still be completed must not be, as it failed on
+    // other ranks. A rank that leaves a whole group has done its part.
+    bool is_broken() { return state().broken.load(std::memory_order_relaxed) != 0; }
+
+    // Leaves: ends the waiting of the own rank for ever, and that of the others for it.
+    void close(bool breaks) {
+        if (breaks) state().broken.store(1, std::memory_order_relaxed);
+        // SYNC leave->ranks (release): behind the last post.
+        block(rank_).bell.closed.store(1, std::memory_order_release);
+        for (uint32_t r = 0; r < ranks(); ++r) ring_bell(r);
+    }
+
+    // Whether a rank has left without posting the step.
+    bool is_left_alone() {
+        for (uint32_t r = 0; r < ranks(); ++r) {
+            // SYNC leave->ranks (acquire): who sees that a rank has left sees all that it has posted.
+            if (block(r).bell.closed.load(std::memory_order_acquire) != 0 && !has_posted(r)) return true;
+        }
+        return false;
+    }
+
+    // Waits until all have posted the step: polls and yields for `spin_ns`, then sleeps, until `until_ns` at most.
+    Wait wait(uint64_t spin_ns, uint64_t until_ns) {
+        uint32_t missing = first_missing(0);
+        if (missing == ranks()) return Wait::kDone;
+        const uint64_t spin_until = std::min(now_ns() + spin_ns, until_ns);
+        while (true) {
+            for (int i = 0; i < kPolls; ++i) {
+                missing = first_missing(missing);
+                if (missing == ranks()) return Wait::kDone;
+                pause();
+            }
+            if (is_closed()) return Wait::kClosed;
+            if (is_left_alone()) return Wait::kLeft;
+            if (now_ns() >= spin_until) break;
+            sched_yield();  // with more ranks than cores the missing one waits for this core
+        }
+        return sleep(missing, until_ns);
+    }
+
+private:
+    static constexpr int kPolls = 128;
+
+    State& state() { return *reinterpret_cast<State*>(base_ + kLine); }
+
+    RankBlock& block(uint32_t rank) { return reinterpret_cast<RankBlock*>(base_ + 2 * kLine)[rank]; }
+
+    void ring_bell(uint32_t rank) {
+        // SYNC post->parked (seq_cst): behind what the sleeper waits for.
+        block(rank).bell.word.fetch_add(1, std::memory_order_seq_cst);
+        futex_wake_all(block(rank).bell.word);
+    }
+
+    Wait sleep(uint32_t missing, uint64_t until_ns) {
+        Bell& bell = block(rank_).bell;
+        while (true) {
+            const uint32_t seen = bell.word.load(std::memory_order_relaxed);
+            bell.parked.store(1, std::memory_order_relaxed);
+            // SYNC post->parked (seq_cst): either a poster sees that we sleep, or we see its post.
+            std::atomic_thread_fence(std::memory_order_seq_cst);
+            missing = first_missing(missing);
+            const uint64_t now = now_ns();
+            const bool stops = missing == ranks() || is_left_alone() || now >= until_ns;
+            const bool signalled = !stops && !futex_wait(bell.word, seen, until_ns - now);
+            bell.parked.store(0, std::memory_order_relaxed);
+            missing = first_missing(missing);
+            if (missing == ranks()) return Wait::kDone;
+            if (is_closed()) return Wait::kClosed;
+            if (is_left_alone()) return Wait::kLeft;
+            if (signalled) return Wait::kSignal;
+            if (now_ns() >= until_ns) return Wait::kTime;
+        }
+    }
+
+    unsigned char* base_;
+    size_t bytes_;
+    uint32_t rank_;
+    Identity identity_{};
+    uint64_t step_ = 0;  // the last step that was posted here
+    uint64_t next_ = 0;  // the step whose slots are used
+};
+
+}  // namespace fabric

@@ -1,0 +1,21 @@
+// The kernels for AVX2 with F16C. Only the dispatch may call them.
+
+// Before the pragma: a function of the library that is compiled for this level here could be the copy of it
+// that the linker keeps for all.
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#include "reduce_table.hpp"
+
+#ifdef REDUCE_X86_LEVELS
+#include <immintrin.h>
+
+#pragma GCC target("avx2,f16c")
+
+#define REDUCE_LEVEL avx2
+#define REDUCE_NAME "avx2"
+#define REDUCE_WIDTH 32
+#include "reduce_kernels.hpp"
+#endif

@@ -1,0 +1,21 @@
+// The kernels for AVX-512 (F, BW, VL, DQ). Only the dispatch may call them.
+
+// Before the pragma: a function of the library that is compiled for this level here could be the copy of it
+// that the linker keeps for all.
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#include "reduce_table.hpp"
+
+#ifdef REDUCE_X86_LEVELS
+#include <immintrin.h>
+
+#pragma GCC target("avx2,f16c,avx512f,avx512bw,avx512vl,avx512dq")
+
+#define REDUCE_LEVEL avx512
+#define REDUCE_NAME "avx512"
+#define REDUCE_WIDTH 64
+#include "reduce_kernels.hpp"
+#endif

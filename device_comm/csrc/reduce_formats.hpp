@@ -1,0 +1,197 @@
+// How the elements of each type become the lanes in which they are combined, and come back.
+//
+// A format loads kBytes of a tensor as a Unit of kParts vectors of Lane, and stores such a Unit. It names how its
+// lanes are combined: as floating numbers, as integers, as truth values, as pairs that are complex numbers.
+
+#pragma once
+
+#include "reduce_vectors.hpp"
+
+namespace reduce::REDUCE_LEVEL {
+namespace {
+
+enum class Kind : std::uint8_t { kFloat, kInteger, kTruth, kComplex };
+
+template <typename V, std::size_t parts>
+struct UnitOf {
+    V part[parts];
+};
+
+// f32, f64 and the integers: combined as they are. Pairs of f32 or f64 too.
+template <typename LaneType, Kind kind>
+struct Plain {
+    using Lane = LaneType;
+    static constexpr Kind kKind = kind;
+    static constexpr std::size_t kParts = 1;
+    static constexpr std::size_t kBytes = kWidth;
+    using Unit = UnitOf<Vector<Lane>, 1>;
+
+    static Unit load(const char* from) { return {{get<Vector<Lane>>(from)}}; }
+    static void store(char* to, Unit unit, bool streaming) { put(to, unit.part[0], streaming); }
+};
+
+// Any byte but 0 is true; a result is 0 or 1.
+struct Truth {
+    using Lane = std::uint8_t;
+    static constexpr Kind kKind = Kind::kTruth;
+    static constexpr std::size_t kParts = 1;
+    static constexpr std::size_t kBytes = kWidth;
+    using Bytes = Vector<std::uint8_t>;
+    using Unit = UnitOf<Bytes, 1>;
+
+    static Unit load(const char* from) { return {{(Bytes)(get<Bytes>(from) != 0) & 1}}; }
+    static void store(char* to, Unit unit, bool streaming) { put(to, unit.part[0], streaming); }
+};
+
+// The upper half of an f32. Even and odd elements go to a vector each: no bits move between lanes.
+struct Brain {
+    using Lane = float;
+    static constexpr Kind kKind = Kind::kFloat;
+    static constexpr std::size_t kParts = 2;
+    static constexpr std::size_t kBytes = kWidth;
+    using Unit = UnitOf<F32, 2>;
+
+    static Unit load(const char* from) {
+        const U32 pair = get<U32>(from);
+        return {{(F32)(pair << 16), (F32)(pair & 0xffff0000u)}};
+    }
+
+    // To nearest, ties to even, in the upper half; the lower half is rubbish.
+    static U32 rounded(F32 value) {
+        const U32 bits = (U32)value;
+        return (bits + 0x7fffu + ((bits >> 16) & 1u)) | (U32)(value != value);
+    }
+
+    static void store(char* to, Unit unit, bool streaming) {
+        put(to, (rounded(unit.part[0]) >> 16) | (rounded(unit.part[1]) & 0xffff0000u), streaming);
+    }
+};
+
+enum class Specials : std::uint8_t {
+    kIeee,      // the highest exponent is infinity and NaN
+    kFinite,    // no infinity, NaN is all ones, what is too large becomes the largest number
+    kUnsigned,  // no infinity, no -0, NaN is the sign alone, what is too large becomes NaN
+};
+
+// A floating format of 16 bits or fewer, by integer arithmetic on lanes of 32 bits.
+template <unsigned exponent_bits, unsigned fraction_bits, unsigned bias, Specials specials>
+struct Small {
+    static constexpr unsigned kSign = 1u << (exponent_bits + fraction_bits);
+    static constexpr unsigned kCode = 2 * kSign - 1;  // all bits
+    static constexpr unsigned kShift = 23 - fraction_bits;
+    static constexpr unsigned kToSign = 31 - exponent_bits - fraction_bits;
+    static constexpr unsigned kTop = ((1u << exponent_bits) - 1) << fraction_bits;  // the highest exponent
+
+    // Bits above the code's are ignored.
+    static F32 decoded(U32 code) {
+        const U32 magnitude = code & (kSign - 1);
+        const U32 sign = (code & kSign) << kToSign;
+        // With one in the exponent's last place a subnormal number is that place's unit plus its value, exactly.
+        constexpr unsigned one = (127 - bias + 1) << 23;
+        const U32 shifted = magnitude << kShift;
+        const U32 subnormal = (U32)((F32)(shifted + one) - (F32)(U32{} + one));
+        U32 bits = magnitude < (1u << fraction_bits) ? subnormal : shifted + ((127 - bias) << 23);
+        if constexpr (specials == Specials::kIeee) {
+            const U32 quiet = (U32)(magnitude > kTop) & (1u << 22);
+            bits = magnitude < kTop ? bits : shifted | 0x7f800000u | quiet;
+        } else if constexpr (specials == Specials::kFinite) {
+            bits = magnitude == kSign - 1 ? U32{} + 0x7fc00000u : bits;
+        } else {
+            bits |= (U32)((code & kCode) == kSign) & 0x7fc00000u;
+        }
+        return (F32)(bits | sign);
+    }
+
+    // To nearest, ties to even; the code alone, with zeros above it.
+    static U32 encoded(F32 value) {
+        const U32 sign = (U32)value & 0x80000000u;
+        const U32 magnitude = (U32)value ^ sign;
+        // Signed comparisons, for which SSE2 has instructions: a magnitude is never negative.
+        const I32 order = (I32)magnitude;
+        // Added to a number whose last place is the subnormal unit, the processor rounds for us.
+        constexpr unsigned unit = (127 - bias + kShift + 1) << 23;
+        const U32 subnormal = (U32)((F32)magnitude + (F32)(U32{} + unit)) - unit;
+        const U32 odd = (magnitude >> kShift) & 1u;
+        const U32 normal = (magnitude - ((127 - bias) << 23) + ((1u << (kShift - 1)) - 1) + odd) >> kShift;
+        U32 code = order < static_cast<int>((127 - bias + 1) << 23) ? subnormal : normal;
+        if constexpr (specials == Specials::kIeee) {
+            code = order < static_cast<int>((127 + bias + 1) << 23) ? code : U32{} + kTop;
+            U32 nan = U32{} + (kSign - 1);
+            if constexpr (exponent_bits + fraction_bits > 7) {  // as F16C does: quieted, with the payload's top
+                nan = ((magnitude >> kShift) & (kSign - 1)) | kTop | (1u << (fraction_bits - 1));
+            }
+            code = order > 0x7f800000 ? nan : code;
+        } else if constexpr (specials == Specials::kFinite) {
+            // All ones in the exponent is a number here, all ones in the fraction too is not.
+            constexpr unsigned largest = ((kSign - 2) << kShift) + ((127 - bias) << 23);
+            code = order > static_cast<int>(largest) ? U32{} + (kSign - 2) : code;
+            code = order > 0x7f800000 ? U32{} + (kSign - 1) : code;
+        } else {
+            code = order < static_cast<int>((127 + bias) << 23) ? code : U32{} + kSign;
+            return code | ((U32)(code != 0) & (sign >> kToSign));
+        }
+        return code | (sign >> kToSign);
+    }
+};
+
+// Four elements of 8 bits in each lane of 32; each goes to a vector of its own.
+template <typename Code>
+struct Byte {
+    using Lane = float;
+    static constexpr Kind kKind = Kind::kFloat;
+    static constexpr std::size_t kParts = 4;
+    static constexpr std::size_t kBytes = kWidth;
+    using Unit = UnitOf<F32, 4>;
+
+    static Unit load(const char* from) {
+        const U32 four = get<U32>(from);
+        return {{Code::decoded(four), Code::decoded(four >> 8), Code::decoded(four >> 16), Code::decoded(four >> 24)}};
+    }
+
+    static void store(char* to, Unit unit, bool streaming) {
+        put(to,
+            Code::encoded(unit.part[0]) | (Code::encoded(unit.part[1]) << 8) | (Code::encoded(unit.part[2]) << 16) |
+                (Code::encoded(unit.part[3]) << 24),
+            streaming);
+    }
+};
+
+// f16 in order, so that pairs of them stay beside each other.
+template <Kind kind>
+struct Half {
+    using Lane = float;
+    static constexpr Kind kKind = kind;
+    static constexpr std::size_t kParts = 1;
+    static constexpr std::size_t kBytes = kWidth / 2;
+    using Unit = UnitOf<F32, 1>;
+    using Halves = Vector<std::uint16_t, kBytes>;
+    using Code = Small<5, 10, 15, Specials::kIeee>;
+    // The forms without a mask read an undefined vector, of which GCC warns.
+    [[maybe_unused]] static constexpr std::uint16_t kAllLanes = 0xffff;
+
+    static Unit load(const char* from) {
+        const Halves halves = get<Halves>(from);
+#if REDUCE_WIDTH == 64
+        return {{(F32)_mm512_maskz_cvtph_ps(kAllLanes, (__m256i)halves)}};
+#elif REDUCE_WIDTH == 32
+        return {{(F32)_mm256_cvtph_ps((__m128i)halves)}};
+#else
+        return {{Code::decoded(__builtin_convertvector(halves, U32))}};
+#endif
+    }
+
+    static void store(char* to, Unit unit, bool streaming) {
+        const F32 value = unit.part[0];
+#if REDUCE_WIDTH == 64
+        const auto halves = (Halves)_mm512_maskz_cvtps_ph(kAllLanes, (__m512)value, _MM_FROUND_TO_NEAREST_INT);
+#elif REDUCE_WIDTH == 32
+        const auto halves = (Halves)_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT);
+#else
+        const auto halves = __builtin_convertvector(Code::encoded(value), Halves);
+#endif
+        put(to, halves, streaming);
+    }
+};
+
+}  // namespace
+}  // namespace reduce::REDUCE_LEVEL

@@ -1,0 +1,288 @@
+"""The shared memory of a group whose ranks are all on one host: how it is made, and how a call on it is waited for."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from device_comm import _core
+from device_comm.health import GroupHealth, Operation
+from shm_broadcast.errors import (
+    CapabilityError,
+    ClosedError,
+    CommError,
+    DisagreementError,
+    InternalError,
+    UsageError,
+)
+from shm_broadcast.liveness import this_process
+from shm_broadcast.segment import Handover, Hello, Segment, take_over
+
+# Each rank has two slots of this size, through which everything passes that is longer. They fit the second-level
+# cache of a core together, so what passes costs no trip to memory.
+SLOT_BYTES: Final = 256 << 10
+
+# Those of the host plane: barriers, and objects of some KB.
+HOST_SLOT_BYTES: Final = 16 << 10
+
+# What ranks tell each other when a fabric is made fits here; texts are cut.
+_MESSAGE_BYTES: Final = 512
+_KEY_BYTES: Final = 32
+
+_OPERATIONS: Final = ("SUM", "MEAN", "PRODUCT", "MIN", "MAX")
+_KINDS: Final = (
+    *("barrier", "all_reduce", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "gather"),
+    *("scatter", "all_to_all", "reduce"),
+)
+_REDUCING: Final = frozenset({"all_reduce", "reduce_scatter", "reduce"})
+_ROOTED: Final = frozenset({"broadcast", "gather", "scatter", "reduce"})
+
+
+class _Offer(msgspec.Struct, frozen=True, array_like=True):
+    """What each rank says first: where it is; and rank 0 how to get its segment, or why there is none."""
+
+    place: str
+    address: str = ""
+    key: bytes = b""
+    generation: int = 0
+    failure: str = ""
+
+
+_offer_decoder: Final = msgspec.msgpack.Decoder(_Offer)
+
+# Returns every rank's bytes, of equal length, in rank order.
+Exchange = Callable[[bytes], Sequence[bytes | memoryview]]
+
+
+class SharedFabric:
+    """One rank's end of the shared memory of its group."""
+
+    def __init__(self, plane: str, core: _core.Fabric, health: GroupHealth) -> None:
+        """Use `connect`. `plane`: under which calls are looked up on the group's board."""
+        self.core = core
+        self._plane = plane
+        self._health = health
+        health.on_abort(self.close)
+
+    def close(self) -> None:
+        """Leave the fabric. Idempotent; calls that wait, here and elsewhere for this rank, end."""
+        self.core.close(self._health.is_broken)
+
+    def all_gather_bytes(self, name: str, own: bytes, timeout_s: float) -> memoryview:
+        """Return every rank's bytes one after the other; all ranks bring the same number."""
+        world_size = len(self._health.ranks)
+        result = bytearray(len(own) * world_size)
+        if own:
+            # Addresses without a copy, of objects that live until the call is done.
+            source = (ctypes.c_char * len(own)).from_buffer_copy(own)
+            target = (ctypes.c_char * len(result)).from_buffer(result)
+            widths = (len(own),) * world_size
+            status = self.core.move(
+                *(_core.ALL_GATHER, ctypes.addressof(source), ctypes.addressof(target), 1, widths, 0, 0, 0)
+            )
+            self.finish(name, status, timeout_s)
+            del target
+        return memoryview(result)
+
+    def finish(self, name: str, status: int, timeout_s: float) -> None:
+        """Wait for the call that `core` has begun and that is not done, or raise why it cannot be.
+
+        Raises:
+            DisagreementError: The ranks made different calls. Nothing was moved and the group is intact.
+            UsageError: Another thread is in a call.
+            Others: As `GroupHealth.wait`.
+        """
+        if status in (_core.PENDING, _core.LEFT):
+            operation = Operation(self._plane, name, self.core.number)
+            self._health.wait(operation, _PendingCall(self, name), timeout_s)
+            return
+        self.settle(name, status)
+
+    def settle(self, name: str, status: int) -> None:
+        """Raise unless `status` says that the call is done."""
+        if status == _core.DONE:
+            return
+        if status == _core.DISAGREE:
+            raise DisagreementError(
+                f"{self._health.where(name)}: the ranks made different calls: {self._views()}"
+            )
+        self._health.check_usable(name)
+        if status == _core.BUSY:
+            raise UsageError(f"{self._health.where(name)}: another thread of this rank is in a collective")
+        raise ClosedError(f"{self._health.where(name)}: the group was destroyed while the call waited")
+
+    def _views(self) -> str:
+        views = zip(self._health.ranks, self.core.views(), strict=True)
+        return "; ".join(f"rank {rank}: {_describe(*view)}" for rank, view in views)
+
+    def missing(self) -> list[int]:
+        """Return the global ranks that have not come to the present step."""
+        return [self._health.ranks[rank] for rank in self.core.missing()]
+
+
+class SharedMemory:
+    """What the ranks of a group share on one host: a fabric for each of two planes, which do not disturb each other.
+
+    Attributes:
+        device: For the collectives on CPU tensors.
+        host: For barriers and objects.
+    """
+
+    def __init__(self, segment: Segment, rank_in_group: int, health: GroupHealth) -> None:
+        """Use `connect`."""
+        world_size = len(health.ranks)
+        self._segment = segment
+        memory = memoryview(segment.memory)
+        middle = _core.segment_bytes(world_size, SLOT_BYTES)
+        self.device = SharedFabric("shared", _core.Fabric(memory[:middle], rank_in_group), health)
+        self.host = SharedFabric("shared host", _core.Fabric(memory[middle:], rank_in_group), health)
+
+    def close(self) -> None:
+        """Let the memory go. Idempotent; calls that wait in other threads end."""
+        self.device.close()
+        self.host.close()
+        self._segment.close()
+
+
+class _PendingCall:
+    """A call under way; see `Pollable`."""
+
+    def __init__(self, fabric: SharedFabric, name: str) -> None:
+        self._fabric = fabric
+        self._name = name
+
+    def poll(self, slice_s: float) -> bool:
+        status = self._fabric.core.resume(max(int(slice_s * 1e9), 0))
+        if status == _core.PENDING:
+            return False
+        if status == _core.LEFT:
+            # The board knows why; see `GroupHealth.explain`.
+            raise RuntimeError("a rank has left the group")
+        self._fabric.settle(self._name, status)
+        return True
+
+    def pending(self) -> list[int]:
+        return self._fabric.missing()
+
+
+def _describe(number: int, code: int, count: int, detail: int) -> str:
+    """Return what a rank said about its call, for people."""
+    kind = code & 0xFF
+    name = _KINDS[kind] if kind < len(_KINDS) else f"call {kind}"
+    parts = [f"{name} #{number}"]
+    dtype = code >> 8 & 0xFF
+    if name != "barrier":
+        parts.append(f"{count} {'elements' if name in _REDUCING else 'bytes'}")
+        parts.append(_core.TYPE_NAMES.get(dtype, f"dtype {dtype}"))
+    if name in _REDUCING:
+        operation = code >> 16 & 0xFF
+        parts.append(_OPERATIONS[operation] if operation < len(_OPERATIONS) else f"reduction {operation}")
+    if name in _ROOTED:
+        parts.append(f"root {code >> 24}")
+    if detail:
+        parts.append(f"layout {detail & 0xFFFF:04x}")
+    return ", ".join(parts)
+
+
+def connect(
+    health: GroupHealth, rank_in_group: int, timeout_s: float, exchange: Exchange
+) -> SharedMemory | None:
+    """Return what the group's ranks share; None, on all of them, if they are on several hosts.
+
+    Collective.
+
+    Raises:
+        CapabilityError: Rank 0 lacks the memory, or a rank could not map it; on every rank.
+    """
+    world_size = len(health.ranks)
+    handover, segment, own = _offer(world_size) if rank_in_group == 0 else (None, None, _Offer(_place()))
+    try:
+        offers = [_offer_decoder.decode(_unframed(frame)) for frame in exchange(_framed(own))]
+        if len({offer.place for offer in offers}) > 1:
+            _drop(segment)
+            return None
+        offer = offers[0]
+        failure = offer.failure
+        if not failure and segment is None:
+            segment, failure = _take(offer, rank_in_group, world_size, timeout_s)
+        failures = [
+            str(_unframed(frame), "utf-8", "replace") for frame in exchange(_framed(failure.encode()))
+        ]
+    finally:
+        if handover is not None:
+            handover.close()
+    reasons = "; ".join(dict.fromkeys(reason for reason in failures if reason))
+    if reasons:
+        _drop(segment)
+        raise CapabilityError(
+            f"{health.where('create shared memory')}: {reasons}", requirement="shared memory"
+        )
+    if segment is None:
+        raise InternalError(f"{health.where('create shared memory')}: no segment and no reason")
+    return SharedMemory(segment, rank_in_group, health)
+
+
+def _drop(segment: Segment | None) -> None:
+    if segment is not None:
+        segment.close()
+
+
+def _place() -> str:
+    """Return a name of this host as far as an abstract socket reaches."""
+    own = this_process()
+    return hashlib.sha256(f"{own.boot_id} {own.network_namespace}".encode()).hexdigest()
+
+
+def _segment_bytes(world_size: int) -> int:
+    return _core.segment_bytes(world_size, SLOT_BYTES) + _core.segment_bytes(world_size, HOST_SLOT_BYTES)
+
+
+def _offer(world_size: int) -> tuple[Handover | None, Segment | None, _Offer]:
+    try:
+        segment = Segment.create(_segment_bytes(world_size))
+    except CapabilityError as error:
+        return None, None, _Offer(_place(), failure=str(error))
+    generation = int.from_bytes(os.urandom(7))
+    middle = _core.segment_bytes(world_size, SLOT_BYTES)
+    with memoryview(segment.memory) as memory:
+        _core.lay_out(memory[:middle], world_size, SLOT_BYTES, generation)
+        _core.lay_out(memory[middle:], world_size, HOST_SLOT_BYTES, generation)
+    key = os.urandom(_KEY_BYTES)
+
+    def joined(_hello: Hello, descriptor: int) -> None:
+        # The group watches its ranks' processes already.
+        os.close(descriptor)
+
+    try:
+        handover = Handover(segment, key, set(range(1, world_size)), joined)
+    except BaseException:
+        segment.close()
+        raise
+    return handover, segment, _Offer(_place(), handover.address, key, generation)
+
+
+def _take(offer: _Offer, rank: int, world_size: int, timeout_s: float) -> tuple[Segment | None, str]:
+    """Return (segment, "") or (None, why not)."""
+    try:
+        segment, _, descriptor = take_over(
+            offer.address, offer.key, rank, _segment_bytes(world_size), timeout_s
+        )
+    except CommError as error:
+        return None, f"rank {rank} of the group: {error}"
+    os.close(descriptor)
+    return segment, ""
+
+
+def _framed(message: bytes | _Offer) -> bytes:
+    data = msgspec.msgpack.encode(message) if isinstance(message, _Offer) else message
+    data = data[: _MESSAGE_BYTES - 2]
+    return (len(data).to_bytes(2, "little") + data).ljust(_MESSAGE_BYTES, b"\0")
+
+
+def _unframed(frame: bytes | memoryview) -> bytes | memoryview:
+    return frame[2 : 2 + int.from_bytes(frame[:2], "little")]

@@ -1,0 +1,309 @@
+"""The shared memory of a group, with its ranks as threads of one process."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from device_comm import _core
+from device_comm.cpu import _OPS, _TYPES, all_reduce_kind
+from device_comm.reduction import ReduceOperation, check_reducible, reduce_in_rank_order
+from shm_broadcast.errors import UsageError
+
+SLOT = 8192
+LINE = 64
+GIVE_UP_S = 20.0
+
+
+def fabrics(ranks: int, slot: int = SLOT) -> list[_core.Fabric]:
+    """Return an end for each rank of a fresh fabric in private memory."""
+    memory = mmap.mmap(-1, _core.segment_bytes(ranks, slot))
+    _core.lay_out(memory, ranks, slot, 7)
+    return [_core.Fabric(memory, rank) for rank in range(ranks)]
+
+
+def finish(end: _core.Fabric, status: int) -> int:
+    """Go on with a call until it is no more pending."""
+    until = time.monotonic() + GIVE_UP_S
+    while status == _core.PENDING and time.monotonic() < until:
+        status = end.resume(10_000_000)
+    return status
+
+
+def everybody(ends: list[_core.Fabric], call: Callable[[int, _core.Fabric], Any]) -> list[Any]:
+    """Run `call` as every rank at once; return what each got."""
+    with ThreadPoolExecutor(len(ends)) as pool:
+        return list(pool.map(lambda rank: call(rank, ends[rank]), range(len(ends))))
+
+
+def filled(rank: int, elements: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Return random elements, equal for equal arguments."""
+    generator = torch.Generator().manual_seed(seed * 1000 + rank)
+    raw = torch.randint(0, 256, (elements * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    if dtype is torch.bool:
+        raw &= 1
+    return raw.view(dtype)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors are equal bit by bit, where NaN counts as equal to NaN."""
+    if one.dtype.is_complex:
+        parts = {4: torch.float16, 8: torch.float32, 16: torch.float64}[one.dtype.itemsize]
+        one, other = one.view(parts), other.view(parts)
+    if one.dtype.is_floating_point and one.dtype.itemsize > 1:
+        both = one.isnan() & other.isnan()
+        one, other = one.masked_fill(both, 0), other.masked_fill(both, 0)
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@settings(max_examples=60, deadline=None)
+@given(
+    ranks=st.integers(1, 5),
+    elements=st.one_of(st.integers(0, 70), st.integers(0, 6 * SLOT)),
+    dtype=st.sampled_from(sorted(_TYPES, key=str)),
+    op=st.sampled_from(list(ReduceOperation)),
+    in_place=st.booleans(),
+    two_shot=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_an_all_reduce_has_the_bits_of_the_rank_order_reference(
+    ranks: int,
+    elements: int,
+    dtype: torch.dtype,
+    op: ReduceOperation,
+    in_place: bool,
+    two_shot: bool,
+    seed: int,
+) -> None:
+    """Either algorithm gives the same bits on every rank, those of the elements combined in rank order."""
+    try:
+        check_reducible(dtype, op)
+    except UsageError:
+        return
+    inputs = [filled(rank, elements, dtype, seed) for rank in range(ranks)]
+    expected = reduce_in_rank_order(inputs, op)
+    kind = _core.ALL_REDUCE_TWO_SHOT if two_shot else _core.ALL_REDUCE_ONE_SHOT
+
+    def call(rank: int, end: _core.Fabric) -> torch.Tensor:
+        source = inputs[rank].clone()
+        result = source if in_place else torch.empty_like(source)
+        arguments = (source.data_ptr(), result.data_ptr(), elements, _TYPES[dtype], _OPS[op], 0)
+        assert finish(end, end.reduce(kind, *arguments)) == _core.DONE
+        if not in_place:
+            assert same_bits(source, inputs[rank])
+        return result
+
+    for result in everybody(fabrics(ranks), call):
+        assert same_bits(result, expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(0, 5),
+    widths=st.lists(st.integers(0, 3 * SLOT), min_size=1, max_size=4),
+    seed=st.integers(0, 9),
+)
+def test_columns_are_gathered_and_scattered(rows: int, widths: list[int], seed: int) -> None:
+    """All-gather, gather and scatter move each rank's columns of every row, of any widths."""
+    ranks = len(widths)
+    whole = filled(0, rows * sum(widths), torch.uint8, seed).view(rows, sum(widths))
+    parts = [part.contiguous() for part in whole.split(widths, dim=1)]
+
+    def call(rank: int, end: _core.Fabric) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        every, root, mine = torch.zeros_like(whole), torch.zeros_like(whole), torch.zeros_like(parts[rank])
+        own, last = parts[rank], ranks - 1
+        layout = (rows, tuple(widths), 0, 0)
+        assert (
+            finish(end, end.move(_core.ALL_GATHER, own.data_ptr(), every.data_ptr(), *layout, 0))
+            == _core.DONE
+        )
+        assert (
+            finish(end, end.move(_core.GATHER, own.data_ptr(), root.data_ptr(), *layout, last)) == _core.DONE
+        )
+        scatter = (_core.SCATTER, whole.data_ptr(), mine.data_ptr(), *layout, last)
+        assert finish(end, end.move(*scatter)) == _core.DONE
+        return every, root, mine
+
+    for rank, (every, root, mine) in enumerate(everybody(fabrics(ranks), call)):
+        assert torch.equal(every, whole)
+        assert torch.equal(root, whole if rank == ranks - 1 else torch.zeros_like(whole))
+        assert torch.equal(mine, parts[rank])
+
+
+@settings(max_examples=30, deadline=None)
+@given(table=st.lists(st.lists(st.integers(0, 2 * SLOT), min_size=3, max_size=3), min_size=3, max_size=3))
+def test_an_uneven_exchange_gives_each_rank_what_was_meant_for_it(table: list[list[int]]) -> None:
+    """All-to-all with a size of its own for every pair of ranks, also where ranks need different numbers of steps."""
+    sent = [[filled(3 * a + b, table[a][b], torch.uint8, 1) for b in range(3)] for a in range(3)]
+
+    def call(rank: int, end: _core.Fabric) -> torch.Tensor:
+        source = torch.cat(sent[rank])
+        received = tuple(table[a][rank] for a in range(3))
+        result = torch.zeros(sum(received), dtype=torch.uint8)
+        addresses = (source.data_ptr(), result.data_ptr())
+        assert finish(end, end.exchange(*addresses, tuple(table[rank]), received, 0)) == _core.DONE
+        return result
+
+    for rank, result in enumerate(everybody(fabrics(3), call)):
+        assert torch.equal(result, torch.cat([sent[a][rank] for a in range(3)]))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_reduce_scatter_has_the_bits_of_the_reference(rows: int) -> None:
+    """Each rank gets its uneven columns of the sum, over several steps."""
+    sizes, seed = (700, 0, 2500), 3
+    inputs = [filled(rank, rows * sum(sizes), torch.bfloat16, seed) for rank in range(3)]
+    expected = reduce_in_rank_order(inputs, ReduceOperation.SUM).view(rows, -1).split(sizes, dim=1)
+
+    def call(rank: int, end: _core.Fabric) -> torch.Tensor:
+        result = torch.empty(rows * sizes[rank], dtype=torch.bfloat16)
+        widths = tuple(2 * size for size in sizes)
+        addresses = (inputs[rank].data_ptr(), result.data_ptr())
+        code = _TYPES[torch.bfloat16]
+        status = end.move(_core.REDUCE_SCATTER, *addresses, rows, widths, code, _OPS[ReduceOperation.SUM], 0)
+        assert finish(end, status) == _core.DONE
+        return result
+
+    for rank, result in enumerate(everybody(fabrics(3), call)):
+        assert same_bits(result, expected[rank].reshape(-1))
+
+
+@pytest.mark.guarantee("D13")
+def test_ranks_that_make_different_calls_all_learn_it_and_go_on() -> None:
+    """Nothing is moved, every rank sees every rank's view, and the next call works."""
+    ends = fabrics(2)
+
+    def call(rank: int, end: _core.Fabric) -> tuple[int, list[tuple[int, int, int, int]], torch.Tensor]:
+        tensor = torch.full((10 + rank,), float(rank))
+        status = finish(end, end.broadcast(tensor.data_ptr(), tensor.nbytes, _TYPES[torch.float32], 0))
+        views = end.views()
+        assert finish(end, end.barrier()) == _core.DONE
+        return status, views, tensor
+
+    (first, views, _), (second, others, tensor) = everybody(ends, call)
+    assert first == second == _core.DISAGREE
+    assert views == others
+    assert [view[2] for view in views] == [40, 44]
+    assert torch.equal(tensor, torch.full((11,), 1.0))
+
+
+def test_a_rank_that_does_not_come_is_told_and_may_come_later() -> None:
+    """A call that is pending names who is missing, refuses a second one, and ends when that rank comes."""
+    ends = fabrics(3)
+    assert ends[0].barrier() == _core.PENDING
+    assert ends[0].missing() == [1, 2]
+    assert ends[0].barrier() == _core.BUSY
+    assert ends[1].barrier() == _core.PENDING
+    assert ends[0].missing() == [2]
+    assert ends[2].barrier() == _core.DONE
+    assert [finish(end, end.resume(0)) for end in ends[:2]] == [_core.DONE] * 2
+    assert ends[0].resume(0) == _core.BUSY
+
+
+def test_closing_ends_a_call_that_waits_in_another_thread() -> None:
+    """`close` wakes the sleeper at once, and every later call says that the fabric is closed."""
+    ends = fabrics(2)
+    assert ends[0].barrier() == _core.PENDING
+    outcome: list[int] = []
+    thread = threading.Thread(target=lambda: outcome.append(ends[0].resume(int(GIVE_UP_S * 1e9))))
+    thread.start()
+    time.sleep(0.2)
+    ends[0].close(False)
+    thread.join(GIVE_UP_S)
+    assert outcome == [_core.CLOSED]
+    ends[0].close(False)
+    assert ends[0].barrier() == ends[0].resume(0) == _core.CLOSED
+    assert (ends[0].missing(), ends[0].views()) == ([], [])
+
+
+def test_a_rank_that_left_ends_the_waiting_for_it_and_for_no_other() -> None:
+    """Who waits for it is told at once; a call in which it took part is completed."""
+    ends = fabrics(3)
+    assert [end.barrier() for end in ends] == [_core.PENDING, _core.PENDING, _core.DONE]
+    ends[2].close(False)
+    assert [finish(end, end.resume(0)) for end in ends[:2]] == [_core.DONE] * 2
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lambda: finish(ends[0], ends[0].barrier()))
+        assert waiting.result(GIVE_UP_S) == _core.LEFT
+    assert ends[1].barrier() == _core.LEFT
+
+
+def test_a_broken_group_completes_no_call_any_more() -> None:
+    """A rank that comes after another one gave up does not succeed where the others failed."""
+    ends = fabrics(2)
+    assert ends[0].barrier() == _core.PENDING
+    ends[0].close(True)
+    assert ends[1].barrier() == _core.LEFT
+
+
+@pytest.mark.guarantee("D14")
+def test_a_sleeping_rank_is_woken_by_the_last_to_come() -> None:
+    """A rank that has gone to sleep goes on when the others come, without polling."""
+    ends = fabrics(2)
+    assert ends[0].barrier() == _core.PENDING
+
+    def resume() -> tuple[int, float]:
+        before = time.thread_time()
+        return ends[0].resume(int(GIVE_UP_S * 1e9)), time.thread_time() - before
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(resume)
+        time.sleep(1.0)
+        assert ends[1].barrier() == _core.DONE
+        status, used_s = waiting.result(GIVE_UP_S)
+    assert status == _core.DONE
+    assert used_s < 0.1
+
+
+@pytest.mark.parametrize(
+    ("offset", "value"), [(0, 1), (8, 2), (12, 0), (12, 300), (16, 100), (16, 1 << 40), (24, 1)]
+)
+def test_a_mapping_that_is_no_fabric_is_refused(offset: int, value: int) -> None:
+    """The identity is checked against the size of the mapping before anything else is touched."""
+    memory = mmap.mmap(-1, _core.segment_bytes(2, SLOT))
+    _core.lay_out(memory, 2, SLOT, 7)
+    struct.pack_into("<I" if offset in (8, 12) else "<Q", memory, offset, value)
+    with pytest.raises(ValueError, match="no fabric of this version"):
+        _core.Fabric(memory, 0)
+
+
+def test_a_rank_outside_of_the_fabric_is_refused() -> None:
+    """As is a mapping that is too small to be laid out."""
+    memory = mmap.mmap(-1, _core.segment_bytes(2, SLOT))
+    with pytest.raises(ValueError, match="too small"):
+        _core.lay_out(memory, 3, SLOT, 7)
+    _core.lay_out(memory, 2, SLOT, 7)
+    with pytest.raises(ValueError, match="no fabric of this version"):
+        _core.Fabric(memory, 2)
+
+
+def test_every_field_stands_where_the_layout_says() -> None:
+    """A post: step, number, code, count, detail, steps; slots behind the page-aligned header."""
+    memory = mmap.mmap(-1, _core.segment_bytes(2, SLOT))
+    _core.lay_out(memory, 2, SLOT, 7)
+    ends = [_core.Fabric(memory, rank) for rank in range(2)]
+    tensor = torch.arange(8, dtype=torch.uint8)
+    assert ends[1].broadcast(tensor.data_ptr(), 8, _TYPES[torch.uint8], 1) == _core.PENDING
+    # Rank 1's post for odd steps: behind the identity, and a block of three lines for rank 0.
+    post = struct.unpack_from("<6Q", memory, 2 * LINE + 3 * LINE + LINE)
+    assert post == (1, 1, 5 | _TYPES[torch.uint8] << 8 | 1 << 24, 8, 0, 1)
+    slot = mmap.PAGESIZE + (2 * 1 + 1) * SLOT
+    assert memory[slot : slot + 8] == bytes(range(8))
+
+
+def test_the_choice_of_the_algorithm_is_pure() -> None:
+    """Two ranks always take one shot, more of them two from 64 KiB on."""
+    assert all_reduce_kind(1 << 30, 2) == _core.ALL_REDUCE_ONE_SHOT
+    assert all_reduce_kind(64 << 10, 8) == _core.ALL_REDUCE_ONE_SHOT
+    assert all_reduce_kind((64 << 10) + 1, 3) == _core.ALL_REDUCE_TWO_SHOT

@@ -289,14 +289,16 @@ class GroupHealth:
                 for rank in self.ranks
                 if rank != self.rank and (rank not in arrivals or arrivals[rank].number < operation.number)
             ]
-            if not self._board.is_reachable:
-                # Nobody can be asked. A rank that the kernel shows as stopped explains everything.
-                stopped = [rank for rank in pending if self._watch.state(rank) == "stopped"]
-                pending = stopped or pending
+        if operation.number and not self._board.is_reachable:
+            # Nobody can be asked. A rank that the kernel shows as stopped explains everything.
+            pending = self._stopped(pending) or pending
         missing = tuple(sorted(pending))
         detail = ", ".join(f"{rank} ({self._describe(rank, arrivals)})" for rank in missing)
         verdict = Verdict("timeout", missing, self.rank, str(operation), within_s, detail)
         raise self._judge(operation, verdict)
+
+    def _stopped(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        return tuple(sorted(rank for rank in ranks if self._watch.state(rank) == "stopped"))
 
     def _describe(self, rank: int, arrivals: dict[int, Arrival]) -> str:
         text = self._watch.describe(rank)
@@ -332,6 +334,14 @@ class GroupHealth:
             detail = ", ".join(f"{rank} ({self._watch.describe(rank)})" for rank in unseen)
             return self._judge(
                 operation, Verdict("lost", unseen, self.rank, str(operation), detail=f"{detail}: {error}")
+            )
+        stopped = () if self._board.is_reachable else self._stopped(pending or self.ranks)
+        if stopped:
+            # Somebody gave up waiting for it, and could not say so.
+            detail = ", ".join(f"{rank} ({self._watch.describe(rank)})" for rank in stopped)
+            waited_s = time.monotonic() - end + EXPLAIN_S
+            return self._judge(
+                operation, Verdict("timeout", stopped, self.rank, str(operation), waited_s, detail)
             )
         self._judge(operation, Verdict("failed", (), self.rank, str(operation), detail=str(error)))
         failure = NativeError(

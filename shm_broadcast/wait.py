@@ -20,24 +20,28 @@ READER_SLICE_NS: Final = 400_000_000
 # Polling this long is cheaper for both sides than a sleep and a wake-up, 5 to 20 us of processor time.
 SHORT_SPIN_NS: Final = 15_000
 
-# Linux rounds sleeps of ordinary threads up by as much as 50 us (timer slack, prctl(2)), and waking
-# takes some more: the reader gets up this much before it wants to look.
-RISE_NS: Final = 100_000
+# The reader gets up this much before it wants to look, as it learns how late it wakes: Linux rounds sleeps of ordinary
+# threads up by as much as 50 us (timer slack, prctl(2)), and waking a core takes 20 us on a quiet machine and 150 us on
+# one whose cores others use too.
+RISE_NS: Final = 80_000
+LONGEST_RISE_NS: Final = 400_000
 
-# The part of the time between two messages that may be spent polling for an expected one: 1/5, and 600 us, which
-# are 3 % of 20 ms. A third of that is used, as polling stops when the message comes.
-POLLED_PART: Final = 5
-LONGEST_WATCH_NS: Final = 600_000
+# The part of the time between two messages for which an expected one may be awaited awake: 1/3, and 1 ms. A third
+# of that is used, as the reader wakes late and stops when the message comes: 5 to 8 % of 2 ms, 1.5 % of 20 ms.
+WATCHED_PART: Final = 3
+LONGEST_WATCH_NS: Final = 1_000_000
 
 # A message is awaited from so many average deviations before it is due until so many after, and this long at least.
-_EARLY: Final = 3
+_EARLY: Final = 2
 _LATE: Final = 4
-_LEAST_EARLY_NS: Final = 50_000
+_LEAST_EARLY_NS: Final = 40_000
 
 # Weight of the latest gap in the running averages, as a shift: 1/4 follows a change within a few steps.
 _SHIFT: Final = 2
 # So many gaps must have been seen before anything is expected.
 _SAMPLES: Final = 3
+# A late wake-up is forgotten by 1/16 with each one that was less late.
+_FORGET_SHIFT: Final = 4
 # One gap counts as no more than so many deviations (and this many ns) off the average: a single pause, or a
 # machine that stood still for a moment, does not spoil what is known.
 _CLIPPED: Final = 4
@@ -48,6 +52,8 @@ _LEAST_CLIP_NS: Final = 20_000
 # core does not fall into its deepest sleep, and costs 2 % of a core at gaps of 5 ms and nothing when idle.
 _NAP_SHIFT: Final = 4
 SHORTEST_NAP_NS: Final = 500_000
+# Where messages are further apart on average, so many naps would cost more than 1 % of a core.
+LONGEST_NAPPED_GAP_NS: Final = 12_000_000
 # After so long without a message it sleeps soundly.
 NAPPING_NS: Final = 100_000_000
 
@@ -80,9 +86,15 @@ class Pacer:
         self._deviation_ns = 0
         self._samples = 0
         self._has_spun = False
+        self._lateness_ns = RISE_NS
+        self._wakes_ns = 0  # when the reader wanted to get up, if it sleeps until then
 
     def arrived(self, now_ns: int) -> None:
         """Note that a message came; called only when the reader had to wait for it."""
+        if now_ns > self._wakes_ns:
+            # It came first, so the reader was at least so late.
+            self._woke(now_ns)
+        self._wakes_ns = 0
         if self._last_ns:
             gap = now_ns - self._last_ns
             if self._samples == 0:
@@ -96,20 +108,31 @@ class Pacer:
         self._last_ns = now_ns
         self._has_spun = False
 
+    def _woke(self, now_ns: int) -> None:
+        if self._wakes_ns:
+            late = min(now_ns - self._wakes_ns, LONGEST_RISE_NS)
+            self._lateness_ns = max(late, self._lateness_ns - (self._lateness_ns >> _FORGET_SHIFT))
+            self._wakes_ns = 0
+
     def next_stage(self, now_ns: int) -> Stage:
         """Return what to do now; called again after each stage until the message is there."""
         if self._mode == "spin":
             return _SPIN_STAGE
         if self._mode == "park":
             return _PARK_STAGE
+        if now_ns >= self._wakes_ns:
+            self._woke(now_ns)
+        rise = min(max(self._lateness_ns + (self._lateness_ns >> 2), RISE_NS), LONGEST_RISE_NS)
         early = max(_EARLY * self._deviation_ns, _LEAST_EARLY_NS)
         late = max(_LATE * self._deviation_ns, _LEAST_EARLY_NS)
-        watch = RISE_NS + early + late
-        if self._samples >= _SAMPLES and watch <= min(self._gap_ns // POLLED_PART, LONGEST_WATCH_NS):
+        most = min(self._gap_ns // WATCHED_PART, LONGEST_WATCH_NS)
+        if self._samples >= _SAMPLES and rise + early + late <= most:
             due = self._last_ns + self._gap_ns
-            until_rise = due - early - RISE_NS - now_ns
+            until_rise = due - early - rise - now_ns
             if until_rise > SHORT_SPIN_NS:
-                return Stage(0, min(until_rise, READER_SLICE_NS))
+                park_ns = min(until_rise, READER_SLICE_NS)
+                self._wakes_ns = now_ns + park_ns
+                return Stage(0, park_ns)
             until_late = due + late - now_ns
             if until_late > 0:
                 self._has_spun = True
@@ -117,7 +140,7 @@ class Pacer:
         spin_ns = 0 if self._has_spun else SHORT_SPIN_NS
         self._has_spun = True
         elapsed = now_ns - self._last_ns if self._last_ns else NAPPING_NS
-        if elapsed >= NAPPING_NS:
+        if elapsed >= NAPPING_NS or self._gap_ns > LONGEST_NAPPED_GAP_NS:
             return Stage(spin_ns, READER_SLICE_NS)
         nap_ns = max(elapsed >> _NAP_SHIFT, SHORTEST_NAP_NS)
         return Stage(spin_ns, 4 * nap_ns, nap_ns)

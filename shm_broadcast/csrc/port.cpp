@@ -216,7 +216,10 @@ struct Patience {
 template <typename Done>
 int wait_until(Port* port, Patience patience, Done done) {
     Ring& ring = *port->ring;
-    if (done()) return 1;
+    if (done()) {
+        port->arrived_ns = ring.writer().stamp_ns.load(std::memory_order_relaxed);
+        return 1;
+    }
     if (patience.spin_ns == 0 && patience.park_ns == 0) return 0;
     const auto ready = [&] { return done() || ring.ended(port->index); };
     const uint64_t start = ring::now_ns();
@@ -235,7 +238,9 @@ int wait_until(Port* port, Patience patience, Done done) {
     port->waited_ns += now - start;
     if (status < 0) return -1;
     if (!done()) return 0;
-    port->arrived_ns = now;
+    // When the message was published: a reader that slept has lost some time since then.
+    const uint64_t stamp = ring.writer().stamp_ns.load(std::memory_order_relaxed);
+    port->arrived_ns = stamp > start && stamp < now ? stamp : now;
     return 1;
 }
 

@@ -181,6 +181,7 @@ def _connect(
     """Build the planes of a group of several ranks, all of which have come and agree."""
     timeout_s = settings.create_timeout_s
     created: list[dist.ProcessGroup] = []
+    shared: fabric.SharedMemory | None = None
 
     def connect() -> tuple[GlooBackend, GlooBackend | None]:
         host_group, host_gloo = new_gloo_group(membership.ranks, address, health.name, timeout_s)
@@ -213,6 +214,8 @@ def _connect(
         communicator = factory(_context(health, membership, device, created[1], settings, shared))
     except BaseException:
         health.release()
+        if shared is not None:
+            shared.close()
         for group in reversed(created):
             dist.destroy_process_group(group)
         raise

@@ -213,6 +213,9 @@ def connect(
         failures = [
             str(_unframed(frame), "utf-8", "replace") for frame in exchange(_framed(failure.encode()))
         ]
+    except BaseException:
+        _drop(segment)
+        raise
     finally:
         if handover is not None:
             handover.close()

@@ -26,8 +26,8 @@ SHORT_SPIN_NS: Final = 15_000
 RISE_NS: Final = 80_000
 LONGEST_RISE_NS: Final = 400_000
 
-# The part of the time between two messages for which an expected one may be awaited awake: 1/3, and 1 ms. A third
-# of that is used, as the reader wakes late and stops when the message comes: 5 to 8 % of 2 ms, 1.5 % of 20 ms.
+# The part of the time between two messages for which an expected one may be awaited awake: 1/3, and 1 ms. Less
+# is used, as the reader wakes late and stops when the message comes: 5 to 12 % of 2 ms, 2.4 % of 20 ms in all.
 WATCHED_PART: Final = 3
 LONGEST_WATCH_NS: Final = 1_000_000
 

@@ -1,6 +1,6 @@
 // The two ends of a ring as objects that keep what a message needs: an ordinary message costs one call on each side.
-// After a sleep all caches are cold and every line of code or data that is touched costs up to 100 ns, so the
-// general way through Python, 15 frames, took five times as long as the encoding, the copies and the decoding.
+// After a sleep all caches are cold and every line of code or data that is touched costs up to 100 ns: through the
+// general way, 15 Python frames, a tiny object took about 10 us to a polling reader, this way about 2 us.
 #include "assembly.hpp"
 #include "encoder.hpp"
 #include "pieces.hpp"
@@ -25,7 +25,7 @@ using ring::Ring;
 constexpr uint64_t kNextPartNs = 60 * 1000;
 // A long message is left to Python so often, which looks for signals and deadlines.
 constexpr uint64_t kLongestCallNs = 50 * 1000 * 1000;
-// So much of a long message is copied before readers are told: 3 us, a tenth of what a reader needs to begin.
+// So much of a long message is copied before readers are told: some microseconds of copying.
 constexpr size_t kStreamedBytes = 32 * 1024;
 // A signal that comes just before a sleep does not end it; Ctrl-C must interrupt within 0.2 s.
 constexpr uint64_t kSignalsNs = 100 * 1000 * 1000;

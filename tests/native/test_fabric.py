@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 
 from device_comm import _core
 from device_comm.cpu import _OPS, _TYPES, all_reduce_kind
+from device_comm.fabric import connect
 from device_comm.reduction import ReduceOperation, check_reducible, reduce_in_rank_order
 from shm_broadcast.errors import UsageError
 
@@ -300,6 +303,25 @@ def test_every_field_stands_where_the_layout_says() -> None:
     assert post == (1, 1, 5 | _TYPES[torch.uint8] << 8 | 1 << 24, 8, 0, 1)
     slot = mmap.PAGESIZE + (2 * 1 + 1) * SLOT
     assert memory[slot : slot + 8] == bytes(range(8))
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_a_creation_that_fails_leaves_no_descriptor(fails_at: int) -> None:
+    """Rank 0 lets its segment go when the others cannot be asked any more, before or after they were told of it."""
+    calls = 0
+
+    def exchange(own: bytes) -> list[bytes]:
+        nonlocal calls
+        calls += 1
+        if calls == fails_at:
+            raise ConnectionError
+        return [own, own]
+
+    health: Any = SimpleNamespace(ranks=(0, 1))
+    before = sorted(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConnectionError):
+        connect(health, 0, 1.0, exchange)
+    assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 def test_the_choice_of_the_algorithm_is_pure() -> None:

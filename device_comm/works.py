@@ -74,9 +74,10 @@ class WaiterThreads:
             thread = threading.Thread(
                 target=self._run, args=(inbox,), name=f"group-coordinator-{self._name}", daemon=True
             )
+            # At once, as `close` may come between and joins only what was started.
             with self._lock:
+                thread.start()
                 self._all.append(thread)
-            thread.start()
         inbox.put(job)
 
     def _run(self, inbox: SimpleQueue[Callable[[], None] | None]) -> None:
@@ -99,9 +100,10 @@ class WaiterThreads:
         for inbox in idle:
             inbox.put(None)
         deadline = time.monotonic() + timeout_s
-        for thread in self._all:
+        with self._lock:
+            ending, self._all = self._all, []
+        for thread in ending:
             thread.join(max(deadline - time.monotonic(), 0.0))
-        self._all.clear()
 
 
 class PointToPointWorks:

@@ -46,7 +46,8 @@ from coordinator.parallel_state import (
     model_parallel_is_initialized,
 )
 from coordinator.settings import CoordinatorSettings
-from device_comm.base import CommunicatorContext, DeviceCommunicator, Handle
+from device_comm.base import CommunicatorContext, DeviceCommunicator
+from device_comm.handles import Handle
 from device_comm.reduction import ReduceOperation
 from device_comm.registry import register_communicator
 from shm_broadcast.codec import register_type

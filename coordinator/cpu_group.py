@@ -18,9 +18,9 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from coordinator.process_groups import GlooBackend, abort_gloo
 from coordinator.transfer_tags import BROADCAST_TAG, GATHER_TAG, OBJECT_TAG
-from device_comm.base import Handle
+from device_comm.channels import Channels
 from device_comm.fabric import SharedMemory
-from device_comm.handles import CompletedHandle, PointToPointHandle
+from device_comm.handles import CompletedHandle, Handle, PointToPointHandle
 from device_comm.health import GroupHealth, Operation
 from device_comm.process_group import as_bytes, backend_timeout
 from device_comm.works import CollectiveWork, PointToPointWorks, WaiterThreads
@@ -176,6 +176,8 @@ class CpuGroup:
 
     def broadcast_object(self, obj: object, src: int, timeout_s: float | None, type_: Any = None) -> Any:
         """Return rank `src`'s object on every rank."""
+        if self._shared is not None:
+            return self._broadcast_shared(self._shared.channels, obj, src, timeout_s, type_)
         if self._rank == src:
             self._health.check_usable("broadcast_object")
             message = codec.encode(obj)
@@ -186,10 +188,22 @@ class CpuGroup:
         operation = self._health.begin("host", "broadcast_object")
         return self._receive_frame(operation, src, BROADCAST_TAG, timeout_s, type_)
 
+    def _broadcast_shared(
+        self, channels: Channels, obj: object, src: int, timeout_s: float | None, type_: Any
+    ) -> Any:
+        name = "broadcast_object"
+        if self._rank == src:
+            channels.send("host", name, obj, self._others, BROADCAST_TAG, timeout_s or self._timeout_s)
+            return obj
+        value = channels.recv("host", name, src, BROADCAST_TAG, timeout_s)
+        return value if type_ is None else codec.convert(value, type_)
+
     def gather_object(self, obj: object, dst: int, timeout_s: float | None = None) -> list[Any] | None:
         """Return the ranks' objects on rank `dst`, in rank order; None elsewhere."""
         self._health.check_usable("gather_object")
         deadline = timeout_s or self._timeout_s
+        if self._shared is not None:
+            return self._gather_shared(self._shared.channels, obj, dst, deadline)
         if self._rank != dst:
             message = codec.encode(obj)
             operation = self._health.begin("host", "gather_object")
@@ -206,14 +220,37 @@ class CpuGroup:
         objects[dst] = obj
         return [objects[rank] for rank in range(len(self._ranks))]
 
+    def _gather_shared(self, channels: Channels, obj: object, dst: int, timeout_s: float) -> list[Any] | None:
+        name = "gather_object"
+        if self._rank != dst:
+            channels.send("host", name, obj, (dst,), GATHER_TAG, timeout_s)
+            return None
+        objects = channels.recv_each("host", name, self._others, GATHER_TAG, timeout_s)
+        return [*objects[:dst], obj, *objects[dst:]]
+
     # ------------------------------------------------------------------ point to point
 
-    def isend_message(
-        self, message: codec.Message, peers: Sequence[int], name: str, timeout_s: float | None, tag: int
-    ) -> Handle:
-        """Start to send an encoded object to each of `peers`."""
-        operation = self._health.begin_point_to_point("host", f"{name} to {self._global(peers)}")
-        return self._start_frame(operation, message, peers, tag, timeout_s or self._timeout_s)
+    @property
+    def carries_whole(self) -> bool:
+        """Return whether objects go through shared memory, each byte copied once by each side."""
+        return self._shared is not None
+
+    def send_object(self, obj: object, dst: int, name: str, timeout_s: float | None, tag: int) -> None:
+        """Send an object to rank `dst`; return when the transport owns it."""
+        if self._shared is None:
+            self.isend_object(obj, dst, name, timeout_s, tag).wait()
+        else:
+            self._shared.channels.send("host", name, obj, (dst,), tag, timeout_s or self._timeout_s)
+
+    def isend_object(self, obj: object, dst: int, name: str, timeout_s: float | None, tag: int) -> Handle:
+        """Start to send an object to rank `dst`; its tensors must not change before that is."""
+        deadline = timeout_s or self._timeout_s
+        if self._shared is not None:
+            copies = tag == OBJECT_TAG
+            return self._shared.channels.isend("host", name, obj, dst, tag, deadline, copies)
+        message = codec.encode(obj)
+        operation = self._health.begin_point_to_point("host", f"{name} to {self._global([dst])}")
+        return self._start_frame(operation, message, [dst], tag, deadline)
 
     def recv_object(
         self,
@@ -224,6 +261,9 @@ class CpuGroup:
         tag: int = OBJECT_TAG,
     ) -> Any:
         """Receive an object from rank `src`; without a deadline this waits until there is one."""
+        if self._shared is not None:
+            value = self._shared.channels.recv("host", name, src, tag, timeout_s)
+            return value if type_ is None else codec.convert(value, type_)
         operation = self._health.begin_point_to_point("host", f"{name} from {self._global([src])}")
         return self._receive_frame(operation, src, tag, timeout_s, type_)
 
@@ -369,6 +409,6 @@ class CpuGroup:
         self._threads.close(timeout_s)
         self._eager.clear()
         if self._shared is not None:
-            self._shared.close()
+            self._shared.close(timeout_s)
         # The connections close when the last reference goes; a user may keep the destroyed group.
         self._open_backend = None

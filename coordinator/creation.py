@@ -26,7 +26,8 @@ from coordinator.process_groups import (
 )
 from coordinator.settings import CoordinatorSettings
 from device_comm import fabric
-from device_comm.base import CommunicatorContext, DeviceCommunicator, Handle
+from device_comm.base import CommunicatorContext, DeviceCommunicator
+from device_comm.handles import Handle
 from device_comm.health import GroupHealth
 from device_comm.process_group import ProcessGroupCommunicator
 from device_comm.registry import communicator_factory, communicator_name

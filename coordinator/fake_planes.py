@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from device_comm.base import CommunicatorContext, DeviceCommunicator, Handle
-from device_comm.handles import CompletedHandle
+from device_comm.base import CommunicatorContext, DeviceCommunicator
+from device_comm.handles import CompletedHandle, Handle
 from device_comm.health import Arrival, GroupHealth, Verdict
 from device_comm.process_group import dense
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
@@ -257,14 +257,19 @@ class FakeHostPlane:
         frame = codec.encode(obj).to_bytes()
         return obj if self._rank == src else codec.decode(frame, type_)
 
-    def isend_message(
-        self, message: codec.Message, peers: Sequence[int], name: str, timeout_s: float | None, tag: int
-    ) -> Handle:
-        """Keep the message for a receive from each of `peers`."""
+    @property
+    def carries_whole(self) -> bool:
+        """Return False, as on a group over several hosts."""
+        return False
+
+    def send_object(self, obj: object, dst: int, name: str, timeout_s: float | None, tag: int) -> None:
+        """Keep the object for a receive from rank `dst`."""
+        self.isend_object(obj, dst, name, timeout_s, tag)
+
+    def isend_object(self, obj: object, dst: int, name: str, timeout_s: float | None, tag: int) -> Handle:
+        """Keep the object for a receive from rank `dst`."""
         self._health.check_usable(name)
-        frame = message.to_bytes()
-        for peer in peers:
-            self._frames.setdefault((peer, tag), deque()).append(frame)
+        self._frames.setdefault((dst, tag), deque()).append(codec.encode(obj).to_bytes())
         return CompletedHandle()
 
     def recv_object(

@@ -22,7 +22,8 @@ from coordinator.point_to_point import TensorDict
 from coordinator.settings import CoordinatorSettings
 from coordinator.tensor_dict import Slicing, split
 from device_comm import checks
-from device_comm.base import CommunicatorContext, DeviceCommunicator, Handle
+from device_comm.base import CommunicatorContext, DeviceCommunicator
+from device_comm.handles import Handle
 from device_comm.health import GroupHealth
 from device_comm.process_group import dense
 from device_comm.solo import SoloCommunicator
@@ -137,6 +138,23 @@ class FakeGroupCoordinator(GroupCoordinator):
             self.mq_broadcaster = self.create_mq_broadcaster(writer_rank)
 
     # ------------------------------------------------------------------ tensor dicts
+
+    def send_tensor_dict(
+        self,
+        tensor_dict: Mapping[Any, Any],
+        dst: int | None = None,
+        all_gather_group: GroupPlanes | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> TensorDict | None:
+        """As in a real group."""
+        if self.world_size == 1:
+            return super().send_tensor_dict(
+                tensor_dict, dst, all_gather_group, all_gather_tensors, timeout_s=timeout_s
+            )
+        self.isend_tensor_dict(tensor_dict, dst, all_gather_group, all_gather_tensors, timeout_s=timeout_s)
+        return None
 
     def isend_tensor_dict(
         self,

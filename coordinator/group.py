@@ -31,7 +31,7 @@ from coordinator.queue_ends import Queues, Reader, Writer
 from coordinator.settings import CoordinatorSettings
 from coordinator.tensor_collectives import TensorCollectives
 from device_comm import checks
-from device_comm.base import Handle
+from device_comm.handles import Handle
 from shm_broadcast.errors import UsageError
 
 logger = logging.getLogger(__name__)

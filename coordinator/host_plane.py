@@ -7,9 +7,8 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from device_comm.base import Handle
+from device_comm.handles import Handle
 from device_comm.health import GroupHealth
-from shm_broadcast import codec
 from shm_broadcast.errors import UsageError
 
 
@@ -35,10 +34,15 @@ class HostPlane(Protocol):
     def broadcast_object(self, obj: object, src: int, timeout_s: float | None, type_: Any = None) -> Any:
         """Return rank `src`'s object on every rank. Collective."""
 
-    def isend_message(
-        self, message: codec.Message, peers: Sequence[int], name: str, timeout_s: float | None, tag: int
-    ) -> Handle:
-        """Start to send an encoded object to each of `peers`."""
+    @property
+    def carries_whole(self) -> bool:
+        """Return whether a message of any size is moved as fast as tensors are by themselves."""
+
+    def send_object(self, obj: object, dst: int, name: str, timeout_s: float | None, tag: int) -> None:
+        """Send an object to rank `dst`; return when the transport owns it."""
+
+    def isend_object(self, obj: object, dst: int, name: str, timeout_s: float | None, tag: int) -> Handle:
+        """Start to send an object to rank `dst`, whose tensors must not change until it is owned."""
 
     def recv_object(
         self, src: int, timeout_s: float | None = None, type_: Any = None, name: str = "", tag: int = 0
@@ -96,11 +100,19 @@ class SoloHostPlane:
         self._health.check_usable("broadcast_object")
         return obj
 
-    def isend_message(
-        self, message: codec.Message, peers: Sequence[int], name: str, timeout_s: float | None, tag: int
-    ) -> Handle:
+    @property
+    def carries_whole(self) -> bool:
+        """Return False: nothing is carried."""
+        return False
+
+    def send_object(self, obj: object, dst: int, name: str, timeout_s: float | None, tag: int) -> None:
         """Refuse: there is no peer."""
-        del message, peers, timeout_s, tag
+        del obj, dst, timeout_s, tag
+        self._refuse(name)
+
+    def isend_object(self, obj: object, dst: int, name: str, timeout_s: float | None, tag: int) -> Handle:
+        """Refuse: there is no peer."""
+        del obj, dst, timeout_s, tag
         self._refuse(name)
 
     def recv_object(

@@ -9,9 +9,7 @@ import torch.distributed as dist
 from coordinator.planes import GroupPlanes
 from coordinator.transfer_tags import OBJECT_TAG
 from device_comm import checks
-from device_comm.base import Handle
-from device_comm.handles import CompletedHandle
-from shm_broadcast import codec
+from device_comm.handles import CompletedHandle, Handle
 from shm_broadcast.errors import UsageError
 
 
@@ -105,7 +103,10 @@ class ObjectCollectives(GroupPlanes):
         Returns when the object is owned by the transport: small ones at once, whether or not the receiver
         is there already.
         """
-        self.isend_object(obj, dst, timeout_s=timeout_s).wait()
+        self._health.check_usable("send_object")
+        checks.check_timeout(timeout_s)
+        peer = checks.check_peer(dst, self.rank_in_group, self.world_size, "dst")
+        self._host.send_object(obj, peer, "send_object", timeout_s, OBJECT_TAG)
 
     def isend_object(self, obj: Any, dst: int, *, timeout_s: float | None = None) -> Handle:
         """Start to send an object to rank `dst`; it is encoded before this returns.
@@ -116,8 +117,7 @@ class ObjectCollectives(GroupPlanes):
         self._health.check_usable("send_object")
         checks.check_timeout(timeout_s)
         peer = checks.check_peer(dst, self.rank_in_group, self.world_size, "dst")
-        message = codec.encode(obj)
-        handle = self._host.isend_message(message, [peer], "send_object", timeout_s, OBJECT_TAG)
+        handle = self._host.isend_object(obj, peer, "send_object", timeout_s, OBJECT_TAG)
         if not isinstance(handle, CompletedHandle):
             self._keep_sending(handle)
         return handle

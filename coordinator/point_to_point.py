@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from coordinator.planes import GroupPlanes
 from coordinator.tensor_dict import (
-    INLINE_BYTES,
-    WHOLE,
     Landing,
     Plane,
     Slicing,
@@ -20,11 +18,11 @@ from coordinator.tensor_dict import (
     join,
     landing_places,
     split,
+    split_whole,
 )
 from coordinator.transfer_tags import BROADCAST_TENSOR_TAG, TENSOR_DICT_TAG, TENSOR_TAG
 from device_comm import checks
-from device_comm.base import Handle
-from device_comm.handles import CompletedHandle
+from device_comm.handles import CompletedHandle, Handle
 from shm_broadcast import codec
 from shm_broadcast.errors import DecodeError, DisagreementError, UsageError
 
@@ -64,12 +62,16 @@ class PointToPoint(GroupPlanes):
         Returns:
             None; in a group of one the dict itself, as nobody is there to receive it.
         """
+        self._health.check_usable("send_tensor_dict")
+        checks.check_timeout(timeout_s)
         if self.world_size == 1:
-            self._health.check_usable("send_tensor_dict")
             return tensor_dict if isinstance(tensor_dict, dict) else dict(tensor_dict)
-        for handle in self.isend_tensor_dict(
-            tensor_dict, dst, all_gather_group, all_gather_tensors, timeout_s=timeout_s
-        ):
+        peer = self._neighbour(dst, 1, "dst")
+        message, tensors = self._pack(tensor_dict, all_gather_group, all_gather_tensors)
+        if not tensors:
+            self._host.send_object(message, peer, "send_tensor_dict", timeout_s, TENSOR_DICT_TAG)
+            return None
+        for handle in self._start(message, tensors, peer, timeout_s):
             handle.wait()
         return None
 
@@ -93,10 +95,31 @@ class PointToPoint(GroupPlanes):
         if self.world_size == 1:
             return []
         peer = self._neighbour(dst, 1, "dst")
-        parcel = split(tensor_dict, _slicing(all_gather_group, all_gather_tensors))
-        message = codec.encode(parcel.message())
-        handles = [self._host.isend_message(message, [peer], "send_tensor_dict", timeout_s, TENSOR_DICT_TAG)]
-        for plane, tensor in parcel.tensors:
+        message, tensors = self._pack(tensor_dict, all_gather_group, all_gather_tensors)
+        return self._start(message, tensors, peer, timeout_s)
+
+    def _pack(
+        self,
+        tensor_dict: Mapping[Any, Any],
+        group: GroupPlanes | None,
+        overrides: Mapping[str, bool] | None,
+    ) -> tuple[object, list[tuple[Plane, torch.Tensor]]]:
+        return _pack(tensor_dict, _slicing(group, overrides), self._host.carries_whole)
+
+    def _start(
+        self,
+        message: object,
+        tensors: Sequence[tuple[Plane, torch.Tensor]],
+        peer: int,
+        timeout_s: float | None,
+    ) -> list[Handle]:
+        """Start to send what `_pack` returned."""
+        name = "send_tensor_dict"
+        handles = [self._host.isend_object(message, peer, name, timeout_s, TENSOR_DICT_TAG)]
+        if self._host.carries_whole and not isinstance(handles[0], CompletedHandle):
+            # Engines take the first handle for that of the metadata, and wait for the others alone.
+            handles.append(handles[0])
+        for plane, tensor in tensors:
             if plane == "host":
                 handles.append(self._host.isend_tensor(tensor, [peer], timeout_s, TENSOR_TAG))
             else:
@@ -142,8 +165,9 @@ class PointToPoint(GroupPlanes):
 
         Returns:
             (dict, handles, callbacks): wait for all handles, then run all callbacks, in order; only then
-            is the dict complete. The callbacks all-gather the slices, so all ranks of the all-gather
-            group run theirs. In a group of one: (None, [], []).
+            is the dict complete. CPU tensors from a rank of the same host are there at once. The callbacks
+            all-gather the slices, so all ranks of the all-gather group run theirs. In a group of one:
+            (None, [], []).
         """
         self._health.check_usable("recv_tensor_dict")
         checks.check_timeout(timeout_s)
@@ -210,10 +234,10 @@ class PointToPoint(GroupPlanes):
             raise UsageError("broadcast_tensor_dict: rank src must give a tensor dict")
         queue = self._broadcaster
         by_queue = queue is not None and queue.writer == src
-        parcel = split(tensor_dict, Slicing(), WHOLE if by_queue else INLINE_BYTES)
-        self._broadcast(parcel.message(), src, timeout_s, None)
+        message, tensors = _pack(tensor_dict, Slicing(), by_queue or self._host.carries_whole)
+        self._broadcast(message, src, timeout_s, None)
         peers = [rank for rank in range(self.world_size) if rank != src]
-        for plane, tensor in parcel.tensors:
+        for plane, tensor in tensors:
             if plane == "device":
                 self.device_communicator.broadcast(tensor, src, timeout_s=timeout_s)
             elif peers:
@@ -226,8 +250,9 @@ class PointToPoint(GroupPlanes):
         self, message: object, slicing: Slicing, receive: Callable[[Plane, torch.Tensor], None]
     ) -> Landing:
         """Return where the dict of `message` lands; if it cannot be decoded, receive what follows it and raise."""
-        metadata = message
+        metadata, given = message, None
         if isinstance(message, TensorDictMessage):
+            given = message.parts
             try:
                 metadata = codec.decode(message.tree)
             except DecodeError:
@@ -235,7 +260,7 @@ class PointToPoint(GroupPlanes):
                     receive(plane, tensor)
                 raise
         try:
-            return join(metadata, self.device, slicing)
+            return join(metadata, self.device, slicing, given)
         except DisagreementError as error:
             # The tensors are on their way and nobody will receive them: the next transfer would take them.
             self._health.fail(error)
@@ -263,6 +288,18 @@ class PointToPoint(GroupPlanes):
         if len(self._open_sends) >= MAX_OPEN_SENDS:
             self._open_sends.popleft().wait()
         self._open_sends.append(handle)
+
+
+def _pack(
+    tensor_dict: Mapping[Any, Any], slicing: Slicing, is_whole: bool
+) -> tuple[object, list[tuple[Plane, torch.Tensor]]]:
+    """Return the message of a tensor dict, and the tensors that travel beside it: with `is_whole` no CPU tensors."""
+    if not is_whole:
+        parcel = split(tensor_dict, slicing)
+        return parcel.message(), parcel.tensors
+    parcel = split_whole(tensor_dict, slicing)
+    beside = [each for each in parcel.tensors if each[0] == "device"]
+    return parcel.message(with_parts=True), beside
 
 
 def _slicing(group: GroupPlanes | None, overrides: Mapping[str, bool] | None) -> Slicing:

@@ -7,10 +7,11 @@ transport. What is left out leaves a `TensorSlot` in its place.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -56,10 +57,12 @@ class TensorDictMessage(msgspec.Struct, frozen=True):
     Attributes:
         slots: What travels beside it, in order.
         tree: The frame of the metadata.
+        parts: The tensors of the "host" slots, in order, where they travel in this message.
     """
 
     slots: list[TensorSlot]
     tree: bytes
+    parts: list[torch.Tensor] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,11 +101,19 @@ class Parcel:
     slots: list[TensorSlot]
     tensors: list[tuple[Plane, torch.Tensor]]
 
-    def message(self) -> object:
-        """Return the object that travels ahead of the tensors."""
+    def message(self, with_parts: bool = False) -> object:
+        """Return the object that travels ahead of the tensors, or with those of the host plane."""
         if not self.slots:
             return self.metadata
-        return TensorDictMessage(self.slots, codec.encode(self.metadata).to_bytes())
+        parts = [tensor for plane, tensor in self.tensors if plane == "host"] if with_parts else None
+        return TensorDictMessage(self.slots, codec.encode(self.metadata).to_bytes(), parts)
+
+
+def split_whole(tensor_dict: Mapping[Any, Any], slicing: Slicing) -> Parcel:
+    """Split a dict of which every CPU tensor travels in one message; raises as `split`."""
+    parcel = split(tensor_dict, slicing, WHOLE)
+    # The metadata beside slots is encoded by itself, so large tensors had better not be in it.
+    return split(tensor_dict, slicing) if parcel.slots else parcel
 
 
 def split(tensor_dict: Mapping[Any, Any], slicing: Slicing, inline_bytes: int = INLINE_BYTES) -> Parcel:
@@ -120,20 +131,10 @@ def split(tensor_dict: Mapping[Any, Any], slicing: Slicing, inline_bytes: int = 
         raise UsageError(f"expected a dict of tensors and other values, not {type(tensor_dict).__name__}")
     parcel = Parcel({}, [], [])
     keys: set[str] = set()
-
-    def visit(value: Any, key: str) -> Any:
-        # Other kinds of dict would not arrive as what they are.
-        if type(value) in (dict, OrderedDict):
-            return type(value)(
-                (name, visit(each, f"{key}.{name}" if key else str(name))) for name, each in value.items()
-            )
-        if not isinstance(value, torch.Tensor):
-            return value
-        keys.add(key)
-        return _place(value, slicing.slices(key, value.numel()), slicing, parcel, inline_bytes)
-
     try:
-        parcel.metadata.update(visit(dict(tensor_dict), ""))
+        is_simple = inline_bytes == WHOLE and slicing.world_size == 1 and not slicing.overrides
+        splitting = _Splitting(is_simple, parcel, slicing, inline_bytes, keys)
+        parcel.metadata.update(_split_value(dict(tensor_dict), "", splitting))
     except RecursionError as error:
         raise UsageError("the dict contains itself, or is nested too deeply") from error
     # Engines switch the slicing off for tensors that only some models have.
@@ -141,6 +142,36 @@ def split(tensor_dict: Mapping[Any, Any], slicing: Slicing, inline_bytes: int = 
     if unknown:
         raise UsageError(f"all_gather_tensors names {sorted(unknown)}, the dict's tensors are {sorted(keys)}")
     return parcel
+
+
+class _Splitting(NamedTuple):
+    """What a dict is split into, and how. Simple: every CPU tensor stays in the metadata and no key is looked up."""
+
+    is_simple: bool
+    parcel: Parcel
+    slicing: Slicing
+    inline_bytes: int
+    keys: set[str]
+
+
+def _split_value(value: Any, key: str, to: _Splitting) -> Any:
+    """Return what stands for `value` in the metadata.
+
+    No closure that calls itself: it would be a cycle, and keep the tensors until the garbage collector comes.
+    """
+    # Other kinds of dict would not arrive as what they are.
+    if type(value) in (dict, OrderedDict):
+        return type(value)(
+            (name, _split_value(each, f"{key}.{name}" if key else str(name), to))
+            for name, each in value.items()
+        )
+    if not isinstance(value, torch.Tensor):
+        return value
+    if to.is_simple and type(value) is torch.Tensor and value.is_cpu and value.layout is torch.strided:
+        # The codec does the rest, and refuses what it does not carry.
+        return value
+    to.keys.add(key)
+    return _place(value, to.slicing.slices(key, value.numel()), to.slicing, to.parcel, to.inline_bytes)
 
 
 def _place(
@@ -169,27 +200,40 @@ class Landing:
 
     Attributes:
         tensor_dict: The dict, whose tensors are filled once the transfers are complete.
+        given: What came with the metadata; None if every slot's tensor is to be received.
+        slots: Counts the slots.
         parts: Pairs (plane, contiguous tensor to receive into), in slot order.
         sliced: For each sliced tensor: what puts the gathered whole in its place.
     """
 
     tensor_dict: dict[Any, Any]
-    parts: list[tuple[Plane, torch.Tensor]]
-    sliced: list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]]
+    given: Iterator[Any] | None = None
+    slots: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    parts: list[tuple[Plane, torch.Tensor]] = dataclasses.field(default_factory=list)
+    sliced: list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]] = dataclasses.field(
+        default_factory=list
+    )
 
 
 def landing_places(message: TensorDictMessage, device: torch.device) -> list[tuple[Plane, torch.Tensor]]:
     """Allocate memory for what follows `message`."""
-    return [(slot.plane, _allocate(slot, index, device)) for index, slot in enumerate(message.slots)]
+    return [
+        (slot.plane, _allocate(slot, index, device))
+        for index, slot in enumerate(message.slots)
+        if slot.plane == "device" or message.parts is None
+    ]
 
 
-def join(metadata: object, device: torch.device, slicing: Slicing) -> Landing:
+def join(
+    metadata: object, device: torch.device, slicing: Slicing, given: Sequence[Any] | None = None
+) -> Landing:
     """Allocate what the slots of `metadata` stand for and put it in their places.
 
     Args:
         metadata: As received; changed in place.
         device: Where device tensors land.
         slicing: The receiver's idea of the all-gather optimisation.
+        given: The tensors of the "host" slots, if they came with it.
 
     Raises:
         DecodeError: The message is no tensor dict.
@@ -197,7 +241,7 @@ def join(metadata: object, device: torch.device, slicing: Slicing) -> Landing:
     """
     if not isinstance(metadata, dict):
         raise DecodeError(f"expected the metadata of a tensor dict, received {type(metadata).__name__}")
-    landing = Landing(metadata, [], [])
+    landing = Landing(metadata, None if given is None else iter(given))
     _fill(metadata, "", device, slicing, landing)
     return landing
 
@@ -216,9 +260,13 @@ def _fill(
                     f"tensor {key!r} was sent in {value.slices} slice(s), this rank expects {expected}: sender and "
                     "receiver must be given all-gather groups of one size and the same all_gather_tensors"
                 )
-            part = _allocate(value, len(landing.parts), device)
+            index = next(landing.slots)
+            if value.plane == "host" and landing.given is not None:
+                part = _check_given(value, index, next(landing.given, None))
+            else:
+                part = _allocate(value, index, device)
+                landing.parts.append((value.plane, part))
             tree[name] = part
-            landing.parts.append((value.plane, part))
             if value.slices > 1:
                 landing.sliced.append((part, _setter(tree, name, value.shape)))
 
@@ -230,14 +278,31 @@ def _setter(tree: dict[Any, Any], name: Any, shape: tuple[int, ...]) -> Callable
     return put
 
 
-def _allocate(slot: TensorSlot, index: int, device: torch.device) -> torch.Tensor:
+def _check_given(slot: TensorSlot, index: int, tensor: object) -> torch.Tensor:
+    dtype, shape = _layout_of(slot, index)
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tuple(tensor.shape) != shape:
+        raise DecodeError(f"received another tensor than its slot says: {slot}")
+    return tensor
+
+
+def _layout_of(slot: TensorSlot, index: int) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Return the dtype and the shape of what travels for a slot."""
     dtype = getattr(torch, slot.dtype, None)
     # Names that begin with a q are those of quantized tensors, which `split` refuses.
-    is_dtype = isinstance(dtype, torch.dtype) and not slot.dtype.startswith("q")
-    if not is_dtype or slot.index != index or any(size < 0 for size in slot.shape):
+    is_known = not slot.dtype.startswith("q")
+    if (
+        not isinstance(dtype, torch.dtype)
+        or not is_known
+        or slot.index != index
+        or any(size < 0 for size in slot.shape)
+    ):
         raise DecodeError(f"received a malformed tensor slot: {slot}")
+    return dtype, slot.shape if slot.slices == 1 else (math.prod(slot.shape) // slot.slices,)
+
+
+def _allocate(slot: TensorSlot, index: int, device: torch.device) -> torch.Tensor:
+    dtype, shape = _layout_of(slot, index)
     where = torch.device("cpu") if slot.plane == "host" else device
-    shape = slot.shape if slot.slices == 1 else (math.prod(slot.shape) // slot.slices,)
     try:
         return torch.empty(shape, dtype=dtype, device=where)
     except (RuntimeError, TypeError) as error:

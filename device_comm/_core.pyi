@@ -73,3 +73,28 @@ class Fabric:
 
     def close(self, breaks: bool, /) -> None:
         """Leave: end calls that wait, and let the mapping go. `breaks`: other ranks shall complete no call any more."""
+
+CHANNEL_NONE: int
+CHANNEL_MAKING: int
+CHANNEL_READY: int
+
+def channel_table_bytes(ranks: int, /) -> int:
+    """Return the size of the table of channels of a group."""
+
+def channel_claim(table: Buffer, ranks: int, src: int, dst: int, /) -> int:
+    """Return what the channel was: behind CHANNEL_NONE it is the caller who makes it."""
+
+def channel_made(table: Buffer, ranks: int, src: int, dst: int, /) -> None:
+    """Say, behind a claim, that the channel can be used."""
+
+def channel_failed(table: Buffer, ranks: int, src: int, dst: int, /) -> None:
+    """Say, behind a claim, that the channel could not be made; the next one may try."""
+
+def channel_state(table: Buffer, ranks: int, src: int, dst: int, /) -> int:
+    """Return what the channel is."""
+
+def channel_leave(table: Buffer, ranks: int, rank: int, /) -> None:
+    """Say that `rank` uses no channel any more."""
+
+def channel_left(table: Buffer, ranks: int, rank: int, /) -> bool:
+    """Return whether `rank` uses no channel any more."""

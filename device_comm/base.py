@@ -10,28 +10,19 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Final, Protocol, overload
+from typing import ClassVar, Final, overload
 
 import torch
 import torch.distributed as dist
 
 from device_comm import checks
 from device_comm.fabric import SharedMemory
+from device_comm.handles import Handle
 from device_comm.health import GroupHealth
 from device_comm.reduction import ReduceOperation, check_reducible, reduce_operation
 from shm_broadcast.errors import UsageError
 
 SUM: Final = ReduceOperation.SUM
-
-
-class Handle(Protocol):
-    """A transfer in progress."""
-
-    def is_completed(self) -> bool:
-        """Return whether the transfer is complete, without waiting. Raises what went wrong."""
-
-    def wait(self) -> None:
-        """Wait until the transfer is complete; may be called more than once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -273,7 +264,10 @@ class DeviceCommunicator(ABC):
 
     def send(self, tensor: torch.Tensor, dst: int | None = None, *, timeout_s: float | None = None) -> None:
         """Send `tensor` to rank `dst` (the next one by default); return when its memory may be reused."""
-        self.isend(tensor, dst, timeout_s=timeout_s).wait()
+        checks.check_tensor(tensor, self.device, "send")
+        checks.check_timeout(timeout_s)
+        peer = self._peer(dst, 1, "dst")
+        self._send(_movable(tensor), peer, timeout_s)
 
     def recv(
         self,
@@ -290,9 +284,7 @@ class DeviceCommunicator(ABC):
         shape, dtype = checks.check_shape(size), checks.check_dtype(dtype)
         checks.check_timeout(timeout_s)
         src = self._peer(src, -1, "src")
-        tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        self.irecv(tensor, src, timeout_s=timeout_s).wait()
-        return tensor
+        return self._recv(shape, dtype, src, timeout_s)
 
     def isend(
         self, tensor: torch.Tensor, dst: int | None = None, *, timeout_s: float | None = None
@@ -356,6 +348,16 @@ class DeviceCommunicator(ABC):
     @abstractmethod
     def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor: ...
 
+    def _send(self, tensor: torch.Tensor, dst: int, timeout_s: float | None) -> None:
+        self._isend(tensor, dst, timeout_s).wait()
+
+    def _recv(
+        self, shape: tuple[int, ...], dtype: torch.dtype, src: int, timeout_s: float | None
+    ) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        self._irecv(_movable(tensor), src, timeout_s).wait()
+        return tensor
+
     @abstractmethod
     def _isend(self, tensor: torch.Tensor, dst: int, timeout_s: float | None) -> Handle: ...
 
@@ -388,6 +390,11 @@ _WITHOUT_KERNELS: Final = frozenset(
     for bits in range(1, 8)
     if hasattr(torch, f"{kind}{bits}")
 )
+
+
+def movable_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype as which tensors of `dtype` are moved."""
+    return torch.uint8 if dtype in _WITHOUT_KERNELS else dtype
 
 
 def _movable(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -11,6 +12,7 @@ from typing import Final
 import msgspec
 
 from device_comm import _core
+from device_comm.channels import Channels, room_bytes
 from device_comm.health import GroupHealth, Operation
 from shm_broadcast.errors import (
     CapabilityError,
@@ -126,26 +128,30 @@ class SharedFabric:
 
 
 class SharedMemory:
-    """What the ranks of a group share on one host: a fabric for each of two planes, which do not disturb each other.
+    """What the ranks of a group share on one host; nothing in it disturbs the others.
 
     Attributes:
         device: For the collectives on CPU tensors.
-        host: For barriers and objects.
+        host: For barriers and gathered objects.
+        channels: From each rank to each other.
     """
 
     def __init__(self, segment: Segment, rank_in_group: int, health: GroupHealth) -> None:
         """Use `connect`."""
-        world_size = len(health.ranks)
         self._segment = segment
         memory = memoryview(segment.memory)
-        middle = _core.segment_bytes(world_size, SLOT_BYTES)
+        middle, behind, _ = _layout(len(health.ranks))
         self.device = SharedFabric("shared", _core.Fabric(memory[:middle], rank_in_group), health)
-        self.host = SharedFabric("shared host", _core.Fabric(memory[middle:], rank_in_group), health)
+        self.host = SharedFabric("shared host", _core.Fabric(memory[middle:behind], rank_in_group), health)
+        self.channels = Channels(segment, memory[behind:], segment.nbytes, health, rank_in_group)
+        health.on_abort(self.channels.close)
 
-    def close(self) -> None:
-        """Let the memory go. Idempotent; calls that wait in other threads end."""
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Let the memory go, within about `timeout_s`. Idempotent; calls that wait in other threads end."""
         self.device.close()
         self.host.close()
+        self.channels.close()
+        self.channels.end_threads(timeout_s)
         self._segment.close()
 
 
@@ -200,7 +206,7 @@ def connect(
         CapabilityError: Rank 0 lacks the memory, or a rank could not map it; on every rank.
     """
     world_size = len(health.ranks)
-    handover, segment, own = _offer(world_size) if rank_in_group == 0 else (None, None, _Offer(_place()))
+    handover, segment, own = _offer(world_size) if rank_in_group == 0 else (None, None, _Offer(place()))
     try:
         offers = [_offer_decoder.decode(_unframed(frame)) for frame in exchange(_framed(own))]
         if len({offer.place for offer in offers}) > 1:
@@ -235,26 +241,30 @@ def _drop(segment: Segment | None) -> None:
         segment.close()
 
 
-def _place() -> str:
+def place() -> str:
     """Return a name of this host as far as an abstract socket reaches."""
     own = this_process()
     return hashlib.sha256(f"{own.boot_id} {own.network_namespace}".encode()).hexdigest()
 
 
-def _segment_bytes(world_size: int) -> int:
-    return _core.segment_bytes(world_size, SLOT_BYTES) + _core.segment_bytes(world_size, HOST_SLOT_BYTES)
+def _layout(world_size: int) -> tuple[int, int, int]:
+    """Return where the fabric of the host plane begins, where the table of channels does, and where that ends."""
+    middle = _core.segment_bytes(world_size, SLOT_BYTES)
+    behind = middle + _core.segment_bytes(world_size, HOST_SLOT_BYTES)
+    end = behind + _core.channel_table_bytes(world_size)
+    return middle, behind, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _offer(world_size: int) -> tuple[Handover | None, Segment | None, _Offer]:
+    middle, behind, nbytes = _layout(world_size)
     try:
-        segment = Segment.create(_segment_bytes(world_size))
+        segment = Segment.create(nbytes, room_bytes(world_size))
     except CapabilityError as error:
-        return None, None, _Offer(_place(), failure=str(error))
+        return None, None, _Offer(place(), failure=str(error))
     generation = int.from_bytes(os.urandom(7))
-    middle = _core.segment_bytes(world_size, SLOT_BYTES)
     with memoryview(segment.memory) as memory:
         _core.lay_out(memory[:middle], world_size, SLOT_BYTES, generation)
-        _core.lay_out(memory[middle:], world_size, HOST_SLOT_BYTES, generation)
+        _core.lay_out(memory[middle:behind], world_size, HOST_SLOT_BYTES, generation)
     key = os.urandom(_KEY_BYTES)
 
     def joined(_hello: Hello, descriptor: int) -> None:
@@ -266,14 +276,14 @@ def _offer(world_size: int) -> tuple[Handover | None, Segment | None, _Offer]:
     except BaseException:
         segment.close()
         raise
-    return handover, segment, _Offer(_place(), handover.address, key, generation)
+    return handover, segment, _Offer(place(), handover.address, key, generation)
 
 
 def _take(offer: _Offer, rank: int, world_size: int, timeout_s: float) -> tuple[Segment | None, str]:
     """Return (segment, "") or (None, why not)."""
     try:
         segment, _, descriptor = take_over(
-            offer.address, offer.key, rank, _segment_bytes(world_size), timeout_s
+            offer.address, offer.key, rank, _layout(world_size)[2], timeout_s, room_bytes(world_size)
         )
     except CommError as error:
         return None, f"rank {rank} of the group: {error}"

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from device_comm.health import GroupHealth, Operation
-from device_comm.works import PointToPointWorks
+from device_comm.health import GroupHealth, Operation, Pollable
+
+
+class Handle(Protocol):
+    """A transfer in progress."""
+
+    def is_completed(self) -> bool:
+        """Return whether the transfer is complete, without waiting. Raises what went wrong."""
+
+    def wait(self) -> None:
+        """Wait until the transfer is complete; may be called more than once."""
 
 
 class CompletedHandle:
@@ -22,6 +32,13 @@ class CompletedHandle:
         """Return at once."""
 
 
+class Transfer(Pollable, Protocol):
+    """What is in flight between two ranks."""
+
+    def is_complete(self) -> bool:
+        """Return whether everything has been sent or received, without waiting. Raises what went wrong."""
+
+
 class PointToPointHandle:
     """A send or a receive in progress; owns the memory that the transport uses."""
 
@@ -29,7 +46,7 @@ class PointToPointHandle:
         self,
         health: GroupHealth,
         operation: Operation,
-        transfer: PointToPointWorks,
+        transfer: Transfer,
         timeout_s: float | None,
         landing: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
@@ -44,7 +61,7 @@ class PointToPointHandle:
         """
         self._health = health
         self._operation = operation
-        self._transfer: PointToPointWorks | None = transfer
+        self._transfer: Transfer | None = transfer
         self._timeout_s = timeout_s
         self._landing = landing
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from device_comm.base import CommunicatorContext, DeviceCommunicator, Handle
-from device_comm.handles import PointToPointHandle
+from device_comm.base import CommunicatorContext, DeviceCommunicator
+from device_comm.handles import Handle, PointToPointHandle
 from device_comm.health import FOREVER_S, GRACE_S, Operation
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from device_comm.works import CollectiveWork, PointToPointWorks, WaiterThreads

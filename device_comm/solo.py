@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from device_comm.base import DeviceCommunicator, Handle
+from device_comm.base import DeviceCommunicator
+from device_comm.handles import Handle
 from device_comm.reduction import ReduceOperation
 from shm_broadcast.errors import UsageError
 

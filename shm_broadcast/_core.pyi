@@ -39,6 +39,19 @@ def window(owner: object, address: int, nbytes: int, /) -> Window:
 def copy_into(address: int, nbytes: int, source: Buffer, /) -> None:
     """Copy all of `source`, which must have `nbytes`, to `address`."""
 
+@final
+class BlockPool:
+    """A user of the process's pool of large blocks, which is emptied when the last one closes.
+
+    Fresh memory costs a page fault per 4 KiB, more than what is done with it. At most 8 blocks, 64 MiB in all, wait
+    for their next use, in huge pages from 2 MiB on where the system has them.
+    """
+
+    def take(self, nbytes: int, /) -> Window:
+        """Return a window on memory of any content that nothing else uses; it is given back with the last view."""
+    def close(self) -> None:
+        """Use the pool no more; blocks that were taken stay valid. Idempotent."""
+
 RING_STREAMED: int
 
 def ring_format(mapping: Buffer, readers: int, generation: int, /) -> None:
@@ -54,6 +67,7 @@ def ring_write(
     done: int,
     spin_ns: int,
     park_ns: int,
+    tag: int = 0,
     /,
 ) -> int:
     """Publish the frame from byte `done` on, as far as there is room, and return how far that is.
@@ -96,6 +110,8 @@ class _Port:
     messages: int
     nbytes: int
     waited_ns: int
+    tag: int
+    """Of the next message that is sent, or of the latest whole one that was received: the application's."""
 
     @property
     def is_busy(self) -> bool:

@@ -47,44 +47,42 @@ _SPARE_BYTES: Final = 16 << 20
 
 
 class Segment:
-    """A sealed, reserved, shared mapping."""
+    """A sealed shared mapping whose pages are reserved.
+
+    What lies behind the mapping, if anything does, has no pages before one of the processes reserves and maps it.
+    """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
-        """Map `descriptor`, which this object owns from now on."""
+        """Map the first `nbytes` of `descriptor`, which this object owns from now on."""
         self.descriptor = descriptor
         self.nbytes = nbytes
         # Populated: the first touch of a page costs 1 us or more, which the first messages would pay.
         self.memory = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
     @classmethod
-    def create(cls, nbytes: int) -> Segment:
+    def create(cls, nbytes: int, later_bytes: int = 0) -> Segment:
         """Make a zeroed segment of `nbytes`, all of whose pages exist when this returns.
+
+        Args:
+            nbytes: What is reserved and mapped; a multiple of the page size if `later_bytes` follow.
+            later_bytes: Room behind it that takes no memory yet; see `reserve`.
 
         Raises:
             CapabilityError: There is too little memory; the text gives the needed and the free bytes.
         """
-        free = free_memory_bytes()
-        if nbytes + _SPARE_BYTES > free:
-            raise CapabilityError(
-                f"a shared segment needs {nbytes} bytes, {free} are free (and {_SPARE_BYTES} are left alone)",
-                requirement=f"{nbytes} bytes of memory",
-            )
         descriptor = os.memfd_create("group-coordinator", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(descriptor, 0, nbytes)
+            _reserve(descriptor, 0, nbytes)
+            if later_bytes:
+                os.ftruncate(descriptor, nbytes + later_bytes)
             fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEALS)
             return cls(descriptor, nbytes)
-        except OSError as error:
+        except BaseException:
             os.close(descriptor)
-            if error.errno not in (errno.ENOMEM, errno.ENOSPC):
-                raise
-            raise CapabilityError(
-                f"a shared segment needs {nbytes} bytes, {free_memory_bytes()} are free: {error.strerror}",
-                requirement=f"{nbytes} bytes of memory",
-            ) from error
+            raise
 
     @classmethod
-    def adopt(cls, descriptor: int, nbytes: int) -> Segment:
+    def adopt(cls, descriptor: int, nbytes: int, later_bytes: int = 0) -> Segment:
         """Map a segment that a peer handed over, once its size and seals are as they must be.
 
         Raises:
@@ -92,7 +90,7 @@ class Segment:
         """
         try:
             sealed = fcntl.fcntl(descriptor, _F_GET_SEALS) & _SEALS == _SEALS
-            if sealed and os.fstat(descriptor).st_size == nbytes:
+            if sealed and os.fstat(descriptor).st_size == nbytes + later_bytes:
                 return cls(descriptor, nbytes)
         except OSError as error:
             os.close(descriptor)
@@ -100,12 +98,42 @@ class Segment:
         os.close(descriptor)
         raise DecodeError(f"what was handed over is no sealed segment of {nbytes} bytes")
 
+    def reserve(self, offset: int, nbytes: int) -> None:
+        """Give pages of zeros to a part of what lies behind the mapping, which all processes may map then.
+
+        Raises:
+            CapabilityError: There is too little memory.
+        """
+        _reserve(self.descriptor, offset, nbytes)
+
+    def map(self, offset: int, nbytes: int) -> mmap.mmap:
+        """Map a part of what lies behind the mapping and was reserved."""
+        return mmap.mmap(self.descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=offset)
+
     def close(self) -> None:
         """Close the descriptor and let the mapping go, which lives on for views of it. Idempotent."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
             del self.memory
+
+
+def _reserve(descriptor: int, offset: int, nbytes: int) -> None:
+    free = free_memory_bytes()
+    if nbytes + _SPARE_BYTES > free:
+        raise CapabilityError(
+            f"a shared segment needs {nbytes} bytes, {free} are free (and {_SPARE_BYTES} are left alone)",
+            requirement=f"{nbytes} bytes of memory",
+        )
+    try:
+        os.posix_fallocate(descriptor, offset, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOMEM, errno.ENOSPC):
+            raise
+        raise CapabilityError(
+            f"a shared segment needs {nbytes} bytes, {free_memory_bytes()} are free: {error.strerror}",
+            requirement=f"{nbytes} bytes of memory",
+        ) from error
 
 
 def free_memory_bytes() -> int:
@@ -306,7 +334,7 @@ def _connect(owner: socket.socket, address: str, timeout_s: float) -> None:
 
 
 def take_over(
-    address: str, key: bytes, member: int, nbytes: int, timeout_s: float
+    address: str, key: bytes, member: int, nbytes: int, timeout_s: float, later_bytes: int = 0
 ) -> tuple[Segment, ProcessIdentity, int]:
     """Fetch the segment that a `Handover` offers.
 
@@ -316,6 +344,7 @@ def take_over(
         member: Which of the expected peers this is.
         nbytes: The size that the segment must have.
         timeout_s: Deadline in seconds.
+        later_bytes: What must lie behind that.
 
     Returns:
         (segment, identity of the owner's process, pidfd of it, which the caller owns).
@@ -348,7 +377,7 @@ def take_over(
         identity = _hello_decoder.decode(reply).process
         memory, watch = descriptors
         descriptors = [watch]
-        segment = Segment.adopt(memory, nbytes)
+        segment = Segment.adopt(memory, nbytes, later_bytes)
         descriptors = []
         return segment, identity, watch
     except TimeoutError as error:

@@ -16,6 +16,7 @@ from coordinator.parallel_state import (
     init_distributed_environment,
 )
 from coordinator.settings import CoordinatorSettings
+from device_comm import fabric
 
 __all__ = [
     "EVERYONE_WAITS",
@@ -47,12 +48,21 @@ def join_world(rank: int, world_size: int, directory: Path, **settings: Any) -> 
 
 
 @contextmanager
-def world(rank: int, world_size: int, directory: Path, **settings: Any) -> Iterator[GroupCoordinator]:
-    """Join a world by `directory`, yield its group, and leave it again."""
-    join_world(rank, world_size, directory, **settings)
+def world(
+    rank: int, world_size: int, directory: Path, apart: bool = False, **settings: Any
+) -> Iterator[GroupCoordinator]:
+    """Join a world by `directory`, yield its group, and leave it again.
+
+    Ranks that are `apart` take themselves to be on different hosts, so that everything goes over Gloo.
+    """
+    place = fabric.place
+    if apart:
+        fabric.place = lambda: f"host {rank}"
     try:
+        join_world(rank, world_size, directory, **settings)
         yield get_world_group()
     finally:
+        fabric.place = place
         destroy_distributed_environment()
 
 

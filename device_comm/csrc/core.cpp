@@ -6,6 +6,7 @@
 #include <new>
 
 #include "call.hpp"
+#include "module.hpp"
 
 namespace {
 
@@ -457,6 +458,7 @@ PyMODINIT_FUNC PyInit__core() {
     if (self == nullptr) return nullptr;
     PyObject* type = PyType_FromSpec(&spec);
     if (type == nullptr || PyModule_AddObjectRef(self, "Fabric", type) < 0 || !add_types(self) || !add_constants(self) ||
+        channels_add(self) < 0 ||
         pthread_atfork(nullptr, nullptr, count_fork) != 0) {
         Py_XDECREF(type);
         Py_DECREF(self);

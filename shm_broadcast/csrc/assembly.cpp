@@ -1,113 +1,17 @@
 // Frames that arrive in parts.
 #include "assembly.hpp"
 
-#include <sys/mman.h>
-
 #include <algorithm>
-#include <cstdlib>
+
+#include "blocks.hpp"
 
 namespace codec {
-namespace {
 
-constexpr size_t kHuge = size_t{2} << 20;
-constexpr size_t kPooled = size_t{64} << 10;      // smaller blocks come from malloc, which keeps them itself
-constexpr size_t kMostPooled = size_t{64} << 20;  // bytes that wait for reuse at most
-
-// Blocks that were given back and wait for their next use: fresh memory costs a page fault per 4 KiB, 3 ms for
-// 8 MiB, more than the copy. Guarded by the GIL; emptied when the last reader is closed.
-struct Block {
-    void* memory;
-    size_t nbytes;
-};
-constexpr size_t kMostBlocks = 8;
-Block pool[kMostBlocks];
-size_t pooled_blocks = 0;
-size_t pooled_bytes = 0;
-size_t users = 0;
-
-size_t block_bytes(size_t nbytes) { return aligned(nbytes, nbytes >= kHuge ? kHuge : size_t{4096}); }
-
-void drop_block(size_t index) {
-    munmap(pool[index].memory, pool[index].nbytes);
-    pooled_bytes -= pool[index].nbytes;
-    pool[index] = pool[--pooled_blocks];
-}
-
-// Maps `nbytes`; from kHuge on aligned for huge pages, which are asked for. nullptr when there is no memory.
-void* map_block(size_t nbytes) {
-    const size_t extra = nbytes >= kHuge ? kHuge : 0;
-    void* mapped = mmap(nullptr, nbytes + extra, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (mapped == MAP_FAILED) return nullptr;
-    if (extra == 0) return mapped;
-    unsigned char* first = static_cast<unsigned char*>(mapped);
-    const size_t before = aligned(reinterpret_cast<uintptr_t>(mapped), kHuge) - reinterpret_cast<uintptr_t>(mapped);
-    if (before > 0) munmap(first, before);
-    if (before < extra) munmap(first + before + nbytes, extra - before);
-    madvise(first + before, nbytes, MADV_HUGEPAGE);  // refused where there are none
-    return first + before;
-}
-
-// Returns a block of exactly block_bytes(nbytes), of any content.
-void* take_block(size_t nbytes) {
-    const size_t wanted = block_bytes(nbytes);
-    for (size_t i = 0; i < pooled_blocks; ++i) {
-        if (pool[i].nbytes != wanted) continue;
-        void* memory = pool[i].memory;
-        pooled_bytes -= wanted;
-        pool[i] = pool[--pooled_blocks];
-        return memory;
-    }
-    return map_block(wanted);
-}
-
-void give_block(void* memory, size_t nbytes) {
-    const size_t given = block_bytes(nbytes);
-    if (users == 0 || given > kMostPooled) {
-        munmap(memory, given);
-        return;
-    }
-    while (pooled_blocks == kMostBlocks || pooled_bytes + given > kMostPooled) drop_block(0);
-    pool[pooled_blocks++] = {memory, given};
-    pooled_bytes += given;
-}
-
-void free_block(PyObject* capsule) {
-    void* memory = PyCapsule_GetPointer(capsule, nullptr);
-    const size_t nbytes = reinterpret_cast<size_t>(PyCapsule_GetContext(capsule));
-    if (nbytes < kPooled) {
-        std::free(memory);
-    } else {
-        give_block(memory, nbytes);
-    }
-}
-
-// Returns a window on memory that nothing else uses; nullptr with MemoryError set.
-PyObject* new_block(size_t nbytes, unsigned char** data) {
-    void* memory = nullptr;
-    if (nbytes >= kPooled) {
-        memory = take_block(nbytes);
-    } else if (posix_memalign(&memory, kAlignment, nbytes == 0 ? 1 : nbytes) != 0) {
-        memory = nullptr;
-    }
-    if (memory == nullptr) return PyErr_NoMemory();
-    *data = static_cast<unsigned char*>(memory);
-    Ref owner(PyCapsule_New(memory, nullptr, nullptr));
-    if (!owner || PyCapsule_SetContext(owner.get(), reinterpret_cast<void*>(nbytes)) < 0 ||
-        PyCapsule_SetDestructor(owner.get(), free_block) < 0) {
-        nbytes >= kPooled ? give_block(memory, nbytes) : std::free(memory);
-        return nullptr;
-    }
-    return make_window(owner.get(), *data, nbytes, true);
-}
-
-}  // namespace
-
-Assembly::Assembly() { ++users; }
+Assembly::Assembly() { use_pool(); }
 
 Assembly::~Assembly() {
     clear();
-    if (--users > 0) return;
-    while (pooled_blocks > 0) drop_block(0);
+    leave_pool();
 }
 
 void Assembly::begin(uint64_t message, uint64_t total) {

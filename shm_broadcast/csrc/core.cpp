@@ -1,4 +1,5 @@
 // The module `shm_broadcast._core`: what each part of the native core adds to it.
+#include "blocks.hpp"
 #include "codec.hpp"
 
 int port_add(PyObject* module);
@@ -14,7 +15,7 @@ PyModuleDef core_module = {
 PyMODINIT_FUNC PyInit__core() {
     PyObject* module = PyModule_Create(&core_module);
     if (module == nullptr) return nullptr;
-    if (codec::add_codec(module) < 0 || ring_add(module) < 0 || port_add(module) != 0) {
+    if (codec::add_codec(module) < 0 || codec::blocks_add(module) < 0 || ring_add(module) < 0 || port_add(module) != 0) {
         Py_DECREF(module);
         return nullptr;
     }

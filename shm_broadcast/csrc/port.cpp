@@ -45,6 +45,7 @@ struct Port {
     codec::Assembly* assembly;  // readers only
     uint32_t index;             // readers only
     uint64_t born;              // `forks` when it was made
+    unsigned int tag;           // of the next message that is sent; of the latest that was received
     unsigned long long messages;
     unsigned long long nbytes;
     unsigned long long waited_ns;
@@ -140,10 +141,10 @@ PyObject* port_hold(PyObject* self, PyObject* flag) {
 }
 
 // Copies a long message into the ring, without the GIL; readers copy behind us.
-void stream(Ring& ring, const codec::Pieces& pieces) {
+void stream(Ring& ring, const codec::Pieces& pieces, uint32_t tag) {
     const size_t total = pieces.total();
     unsigned char* to = ring.reserve(total);
-    ring.begin_stream(total);
+    ring.begin_stream(total, tag);
     for (size_t done = 0; done < total;) {
         const size_t bytes = std::min(kStreamedBytes, total - done);
         pieces.copy(to + done, done, bytes);
@@ -157,7 +158,7 @@ void stream(Ring& ring, const codec::Pieces& pieces) {
 bool publish(Port* port, const Encoder& encoder) {
     Ring& ring = *port->ring;
     codec::Pieces pieces;
-    if (encoder.nbytes() > ring.longest_payload() || !ring.is_aligned()) return false;
+    if (encoder.nbytes() > ring.longest_payload() || !ring.is_aligned() || ring.hopeless()) return false;
     if (!pieces.acquire({encoder.header().data(), encoder.header().size()}, encoder.buffers())) {
         PyErr_Clear();
         return false;
@@ -166,11 +167,11 @@ bool publish(Port* port, const Encoder& encoder) {
     if (!ring.has_room(total)) return false;
     if (total <= kUnlockedCopy) {
         pieces.copy(ring.reserve(total), 0, total);
-        ring.publish(total, ring::kWhole, total, true);
+        ring.publish(total, ring::kWhole, total, true, port->tag);
     } else {
         port->is_busy = true;
         Py_BEGIN_ALLOW_THREADS
-        stream(ring, pieces);
+        stream(ring, pieces, port->tag);
         Py_END_ALLOW_THREADS
         port->is_busy = false;
     }
@@ -244,16 +245,17 @@ int wait_until(Port* port, Patience patience, Done done) {
     return 1;
 }
 
-void count_message(Port* port, uint64_t nbytes) {
+void count_message(Port* port, const ring::RecordHeader& record, uint64_t nbytes) {
     port->messages += 1;
     port->nbytes += nbytes;
+    port->tag = record.tag;
 }
 
 PyObject* take_whole(Port* port, const ring::RecordHeader& record, const unsigned char* payload) {
     Decoder decoder({payload, record.payload_bytes}, port->memory, port->hook);
     PyObject* result = decoder.run();
     port->ring->release(port->index, record);
-    count_message(port, record.payload_bytes);
+    count_message(port, record, record.payload_bytes);
     return result;
 }
 
@@ -267,7 +269,7 @@ PyObject* take_streamed(Port* port, const ring::RecordHeader& record, const unsi
     assembly.feed(payload + taken, available - taken);
     if (available < record.payload_bytes) return none_yet();
     port->ring->release(port->index, record);
-    count_message(port, record.payload_bytes);
+    count_message(port, record, record.payload_bytes);
     return assembly.finish(port->hook);
 }
 
@@ -288,7 +290,7 @@ PyObject* take_part(Port* port, const ring::RecordHeader& record, const unsigned
     assembly.feed(payload, record.payload_bytes);
     port->ring->release(port->index, record);
     if (!ends) return none_yet();
-    count_message(port, assembly.total());
+    count_message(port, record, assembly.total());
     return assembly.finish(port->hook);
 }
 
@@ -374,6 +376,7 @@ PyMemberDef members[] = {
     {"is_busy", T_BOOL, offsetof(Port, is_busy), READONLY, nullptr},
     {"messages", T_ULONGLONG, offsetof(Port, messages), 0, nullptr},
     {"nbytes", T_ULONGLONG, offsetof(Port, nbytes), 0, nullptr},
+    {"tag", T_UINT, offsetof(Port, tag), 0, nullptr},
     {"waited_ns", T_ULONGLONG, offsetof(Port, waited_ns), 0, nullptr},
     {"arrived_ns", T_ULONGLONG, offsetof(Port, arrived_ns), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr},

@@ -78,14 +78,18 @@ PyObject* ring_facts(PyObject*, PyObject* const* args, Py_ssize_t count) {
                          static_cast<unsigned long long>(ring.longest_payload()));
 }
 
-// ring_write(mapping, header, buffers, done, spin_ns, park_ns) -> bytes of the frame published so far.
+// One call of ring_write lasts about so long, however much it has to write: the caller looks for signals in between.
+constexpr uint64_t kLongestWriteNs = 50 * 1000 * 1000;
+
+// ring_write(mapping, header, buffers, done, spin_ns, park_ns[, tag]) -> bytes of the frame published so far.
 // Publishes what there is room for; when there is none, waits once, for at most spin_ns + park_ns.
 PyObject* ring_write(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Mapped mapped;
     View header;
     codec::Pieces pieces;
-    uint64_t done = 0, spin_ns = 0, park_ns = 0;
-    if (!expect_arguments("ring_write", count, 6) || !mapped.acquire(args[0])) return nullptr;
+    uint64_t done = 0, spin_ns = 0, park_ns = 0, tag = 0;
+    if (!expect_arguments("ring_write", count == 7 ? 6 : count, 6) || !mapped.acquire(args[0])) return nullptr;
+    if (count == 7 && !read_unsigned(args[6], &tag)) return nullptr;
     if (!header.acquire(args[1]) || tuple_size(args[2]) < 0) return nullptr;
     if (!pieces.acquire({header.data(), header.size()}, args[2])) return nullptr;
     if (!read_unsigned(args[3], &done) || !read_unsigned(args[4], &spin_ns) || !read_unsigned(args[5], &park_ns))
@@ -106,21 +110,23 @@ PyObject* ring_write(PyObject*, PyObject* const* args, Py_ssize_t count) {
     PyThreadState* state = nullptr;
     if (total - done > kUnlockedCopy) state = PyEval_SaveThread();
     bool waited = false;
+    const uint64_t until = ring::now_ns() + kLongestWriteNs;
     while (done < total) {
+        if (done > 0 && ring::now_ns() >= until) break;
         const size_t payload = std::min(part, total - static_cast<size_t>(done));
         if (!ring.has_room(payload)) {
             if (waited) break;
             waited = true;
             if (state == nullptr) state = PyEval_SaveThread();
-            const uint64_t until = ring::now_ns() + spin_ns;
-            while (!ring.has_room(payload) && ring::now_ns() < until) ring::pause();
+            const auto has_room = [&] { return ring.has_room(payload); };
+            if (spin_ns > 0) ring.spin(has_room, ring::now_ns() + spin_ns);
             if (!ring.has_room(payload)) ring.wait_for_room(payload, park_ns);
             if (!ring.has_room(payload)) break;
         }
         pieces.copy(ring.reserve(payload), static_cast<size_t>(done), payload);
         done += payload;
         const uint32_t flags = whole ? ring::kWhole : done == total ? ring::kLastPart : ring::kPart;
-        ring.publish(payload, flags, total, done == total);
+        ring.publish(payload, flags, total, done == total, static_cast<uint32_t>(tag));
         waited = false;
     }
     if (state != nullptr) PyEval_RestoreThread(state);

@@ -70,7 +70,7 @@ enum RecordFlags : uint32_t { kWhole = 0, kSkip = 1, kPart = 2, kLastPart = 3, k
 struct RecordHeader {
     uint64_t payload_bytes;
     uint32_t flags;
-    uint32_t reserved;
+    uint32_t tag;          // the application's, equal in all parts of a message
     uint64_t message;      // number of the message, from 1
     uint64_t total_bytes;  // of the whole message, where it travels in parts
 };
@@ -242,7 +242,7 @@ public:
     }
 
     // Publishes the payload filled in at `reserve(payload)`.
-    void publish(size_t payload, uint32_t flags, uint64_t total, bool ends_message) {
+    void publish(size_t payload, uint32_t flags, uint64_t total, bool ends_message, uint32_t tag = 0) {
         uint64_t published = writer().published.load(std::memory_order_relaxed);
         const uint64_t messages = writer().messages.load(std::memory_order_relaxed) + 1;
         uint64_t at = published % capacity() / kLine * kLine;
@@ -251,7 +251,7 @@ public:
             published += capacity() - at;
             at = 0;
         }
-        put_header(at, {payload, flags, 0, messages, total});
+        put_header(at, {payload, flags, tag, messages, total});
         if (ends_message) writer().messages.store(messages, std::memory_order_relaxed);
         // SYNC payload->reader (release): header and payload are there before readers see the new end.
         writer().published.store(published + record_bytes(payload), std::memory_order_release);
@@ -260,12 +260,12 @@ public:
     }
 
     // Publishes a record that is filled in afterwards, at `reserve(payload)` as it was before; there is room.
-    void begin_stream(size_t payload) {
+    void begin_stream(size_t payload, uint32_t tag = 0) {
         const uint64_t published = writer().published.load(std::memory_order_relaxed);
         stream_start_ = published + needed(payload) - record_bytes(payload) + kRecordHeader;
         // SYNC fill->reader (release): also for the streamed record before, whose readers may see this store only.
         writer().filled.store(stream_start_, std::memory_order_release);
-        publish(payload, kStreamed, payload, false);
+        publish(payload, kStreamed, payload, false, tag);
     }
 
     // Says that the first `bytes` of the payload are there.

@@ -18,6 +18,7 @@ import torch
 
 from coordinator.group import GroupCoordinator
 from coordinator.transfer_tags import BROADCAST_TAG, GATHER_TAG, OBJECT_TAG, TENSOR_DICT_TAG
+from shm_broadcast import _core
 from shm_broadcast.codec import encode, register_type
 from tests.harness import RankPool
 from tests.worlds import meet, outcome_of, world
@@ -58,9 +59,14 @@ NAMES = [
 ]
 
 
-def send_raw(group: GroupCoordinator, frame: bytes | bytearray, peers: list[int], tag: int) -> None:
-    data = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
-    group._host.isend_tensor(data, peers, None, tag).wait()
+def send_raw(group: GroupCoordinator, frame: bytes | bytearray, peer: int, tag: int) -> None:
+    shared = getattr(group._host, "_shared")  # noqa: B009 - of the host plane of a group on one host
+    if shared is None:
+        data = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+        group._host.isend_tensor(data, [peer], None, tag).wait()
+    else:
+        memory = shared.channels._outlet(peer, "raw").memory
+        assert _core.ring_write(memory, bytes(frame), (), 0, 0, 0, tag) == len(frame)
 
 
 RECEIVES: dict[str, tuple[int, Callable[[GroupCoordinator], Any], Callable[[GroupCoordinator], Any]]] = {
@@ -84,13 +90,15 @@ RECEIVES: dict[str, tuple[int, Callable[[GroupCoordinator], Any], Callable[[Grou
 """By name the tag, what rank 1 calls to receive, and how rank 0 sends it something good."""
 
 
-def refuse_and_go_on(rank: int, world_size: int, directory: Path, name: str, frame: str) -> list[Any]:
+def refuse_and_go_on(
+    rank: int, world_size: int, directory: Path, name: str, frame: str, apart: bool
+) -> list[Any]:
     tag, receive, send = RECEIVES[name]
     if rank == 0:
         register_type(Unknown, name="tests.security.Unknown")
-    with world(rank, world_size, directory) as group:
+    with world(rank, world_size, directory, apart) as group:
         if rank == 0:
-            send_raw(group, frames()[frame], [1], tag)
+            send_raw(group, frames()[frame], 1, tag)
             send(group)
             group.barrier()
             return []
@@ -102,18 +110,21 @@ def refuse_and_go_on(rank: int, world_size: int, directory: Path, name: str, fra
 
 @pytest.mark.parametrize("frame", NAMES)
 @pytest.mark.parametrize("name", RECEIVES)
-def test_the_message_after_a_refused_one_arrives(ranks2: RankPool, name: str, frame: str) -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_message_after_a_refused_one_arrives(
+    ranks2: RankPool, name: str, frame: str, apart: bool
+) -> None:
     """The receiver raises `DecodeError`, and takes the next message as if nothing had been."""
-    refused, received = ranks2.run(refuse_and_go_on, name, frame)[1]
+    refused, received = ranks2.run(refuse_and_go_on, name, frame, apart)[1]
     assert refused["kind"] == "DecodeError", refused
     assert received == GOOD
 
 
-def one_bad_in_a_gather(rank: int, world_size: int, directory: Path) -> list[Any]:
-    with world(rank, world_size, directory) as group:
+def one_bad_in_a_gather(rank: int, world_size: int, directory: Path, apart: bool) -> list[Any]:
+    with world(rank, world_size, directory, apart) as group:
         found = []
         if rank == 2:
-            send_raw(group, b"garbage", [0], GATHER_TAG)
+            send_raw(group, b"garbage", 0, GATHER_TAG)
             # The plane counts collectives; this rank takes part in one without its method.
             group._health.begin("host", "gather_object")
         else:
@@ -123,9 +134,10 @@ def one_bad_in_a_gather(rank: int, world_size: int, directory: Path) -> list[Any
         return found
 
 
-def test_one_bad_frame_in_a_gather_leaves_none_of_the_others_behind(ranks4: RankPool) -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_one_bad_frame_in_a_gather_leaves_none_of_the_others_behind(ranks4: RankPool, apart: bool) -> None:
     """Rank 0 raises after it took everybody's frame: the next gather gets the next ones."""
-    found = ranks4.run(one_bad_in_a_gather)
+    found = ranks4.run(one_bad_in_a_gather, apart)
     assert found[0] == ["DecodeError", [0, 1, 2, 3], [0, 1, 2, 3]]
     assert found[1] == ["NoneType", None, [0, 1, 2, 3]]
 
@@ -150,11 +162,11 @@ def test_a_bad_frame_in_an_all_gather_is_refused_by_every_rank(ranks2: RankPool,
 
 
 def claims_too_much(rank: int, world_size: int, directory: Path, length: int) -> list[Any]:
-    with world(rank, world_size, directory) as group:
+    with world(rank, world_size, directory, apart=True) as group:
         if rank == 0:
             frame = bytearray(encode(bytes(1 << 17)).to_bytes()[: 64 << 10])
             frame[8:16] = struct.pack("<Q", length)
-            send_raw(group, frame, [1], OBJECT_TAG)
+            send_raw(group, frame, 1, OBJECT_TAG)
             meet(rank, range(world_size), directory, "refused")
             return [outcome_of(group.barrier)]
         found = outcome_of(lambda: group.recv_object(0))

@@ -1,0 +1,411 @@
+"""The two ends of a channel between two ranks of one host, and the messages that are on their way through it."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NoReturn, Protocol
+
+from shm_broadcast import _core as rings
+from shm_broadcast import codec
+from shm_broadcast.errors import CommError
+
+# A call polls and yields so long before it sleeps, as the other rank is often about to come.
+_SPIN_NS: Final = 100_000
+# A waiting call looks for what others send after so long at first, then half as often each time.
+_FIRST_LOOK_S: Final = 0.001
+# And so often while such a message is under way, or several receivers are served at once.
+_BUSY_LOOK_S: Final = 0.0002
+# A thread that writes looks so often whether the channels were closed.
+_BACKGROUND_SLICE_NS: Final = 20_000_000
+# `receive` goes on with a message that comes in parts only if it may wait at all.
+_BARELY_NS: Final = 1
+
+# Takes the place of the memory of a closed channel; every native function refuses it.
+NO_RING: Final = mmap.mmap(-1, mmap.PAGESIZE)
+
+_LEFT: Final = 2  # ring::kLeft
+_ENDED: Final = 2  # of ring_wait
+
+
+class Crossing(Protocol):
+    """What the ends ask of the channels that they belong to."""
+
+    is_closed: bool
+
+    def drain(self, busy: Inlet | None) -> bool:
+        """Take in what others send, except through `busy`; return whether something came or is under way."""
+
+    def fail_corrupt(self, peer: int, error: Exception) -> NoReturn:
+        """Raise for a channel with rank `peer` that holds no ring: it was closed, or else the group breaks."""
+
+
+class _Undecodable:
+    """Takes the place of a message that cannot be decoded, until somebody asks for it."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+class Receiving:
+    """A message that is awaited; see `Pollable`."""
+
+    def __init__(self, inlet: Inlet, tag: int, land: Callable[[Any], Any] | None) -> None:
+        """Await one of `tag`; `land` makes what is kept of it."""
+        self.inlet = inlet
+        self._tag = tag
+        self._land = land
+        self._error: Exception | None = None
+        self.value: Any = None
+        self.is_done = False
+
+    def arrive(self, value: Any) -> None:
+        """Take the message; what is wrong with it is raised by who waits."""
+        try:
+            if isinstance(value, _Undecodable):
+                codec.raise_decode_error(value.error)
+            self.value = value if self._land is None else self._land(value)
+        except CommError as error:
+            self._error = error
+        self.is_done = True
+
+    def poll(self, slice_s: float) -> bool:
+        """Wait for up to `slice_s` seconds."""
+        if not self.is_done:
+            self.inlet.await_arrival(self, slice_s)
+        if self._error is not None:
+            raise self._error
+        return self.is_done
+
+    def is_complete(self) -> bool:
+        """Return whether it is there, taking in what is. Raises what is wrong with it."""
+        return self.poll(0.0)
+
+    def pending(self) -> tuple[int, ...]:
+        """Return the sender while it is awaited."""
+        return () if self.is_done else (self.inlet.peer,)
+
+
+class Inlet:
+    """The reading end of the channel from one rank."""
+
+    def __init__(self, crossing: Crossing, memory: mmap.mmap, peer: int) -> None:
+        """Attach to a ring, into which global rank `peer` writes."""
+        self.peer = peer
+        self._crossing = crossing
+        self._memory = memory
+        self.port = rings.ReadPort(memory, 0, codec.build_owned)
+        rings.ring_attach(memory, 0)
+        self._arrived: dict[int, deque[Any]] = {}
+        self._awaited: dict[int, deque[Receiving]] = {}
+        # A handle may be waited for in any thread.
+        self._lock = threading.Lock()
+
+    def receive_now(self, tag: int) -> Any:
+        """Return the next message of `tag` if it is there, else NOTHING."""
+        if self._awaited.get(tag) or self._arrived.get(tag) or not self._lock.acquire(blocking=False):
+            return rings.NOTHING
+        try:
+            value = self._take(0, 0)
+            if value is rings.NOTHING or (self.port.tag == tag and not isinstance(value, _Undecodable)):
+                return value
+            self._sort(value)
+            return rings.NOTHING
+        finally:
+            self._lock.release()
+
+    def expect(self, tag: int, land: Callable[[Any], Any] | None) -> Receiving:
+        """Await the next message of `tag` that nobody awaits yet."""
+        receiving = Receiving(self, tag, land)
+        with self._lock:
+            arrived = self._arrived.get(tag)
+            if arrived:
+                receiving.arrive(arrived.popleft())
+            else:
+                self._awaited.setdefault(tag, deque()).append(receiving)
+        return receiving
+
+    def await_arrival(self, receiving: Receiving, slice_s: float) -> None:
+        """Take in messages for up to `slice_s` seconds, or until the one of `receiving` has come."""
+        look = _Look(self._crossing, slice_s)
+        spin_ns = _SPIN_NS if slice_s > 0 else 0
+        while not receiving.is_done:
+            park_ns = look.park_ns()
+            if not self._lock.acquire(timeout=park_ns / 1e9):
+                return
+            try:
+                if receiving.is_done:
+                    return
+                value = self._take(spin_ns, park_ns)
+                if value is not rings.NOTHING:
+                    self._sort(value)
+                    continue
+                if not self.port.is_assembling and self._has_ended():
+                    raise_left()
+            finally:
+                self._lock.release()
+            spin_ns = 0
+            if look.is_over(self):
+                return
+
+    def _has_ended(self) -> bool:
+        try:
+            return rings.ring_wait(self._memory, 0, 0, 0) == _ENDED
+        except ValueError as error:
+            self._crossing.fail_corrupt(self.peer, error)
+
+    def drain(self) -> bool:
+        """Take in what is there without waiting; return whether that was something, or is still under way."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            found = False
+            while (value := self._take(_BARELY_NS, 0)) is not rings.NOTHING:
+                self._sort(value)
+                found = True
+            return found or self.port.is_assembling
+        finally:
+            self._lock.release()
+
+    def _take(self, spin_ns: int, park_ns: int) -> Any:
+        try:
+            return self.port.receive(spin_ns, park_ns, 0)
+        except rings.RingCorrupt as error:
+            self._crossing.fail_corrupt(self.peer, error)
+        except Exception as error:  # noqa: BLE001 - raised where the message is asked for
+            return _Undecodable(error)
+
+    def _sort(self, value: Any) -> None:
+        tag = self.port.tag
+        awaited = self._awaited.get(tag)
+        if awaited:
+            awaited.popleft().arrive(value)
+        else:
+            self._arrived.setdefault(tag, deque()).append(value)
+
+    def close(self) -> None:
+        """Tell the sender that nobody reads any more."""
+        rings.ring_end(self._memory, 0)
+        self.port.close()
+        self._memory = NO_RING
+
+
+class ReceivingAll:
+    """Messages that are awaited from several ranks; see `Pollable`."""
+
+    def __init__(self, receivings: Sequence[Receiving]) -> None:
+        """Await all of them; what is wrong with one is left to who asks it."""
+        self._receivings = list(receivings)
+
+    def poll(self, slice_s: float) -> bool:
+        """Wait for up to `slice_s` seconds; the others' messages are taken in meanwhile."""
+        until = time.monotonic() + slice_s
+        for receiving in self._receivings:
+            if not receiving.is_done:
+                receiving.inlet.await_arrival(receiving, max(until - time.monotonic(), 0.0))
+        return all(receiving.is_done for receiving in self._receivings)
+
+    def pending(self) -> tuple[int, ...]:
+        """Return the senders that are still awaited."""
+        return tuple(sorted(peer for receiving in self._receivings for peer in receiving.pending()))
+
+
+class _Look:
+    """When a call that waits for one rank looks for what the others send meanwhile."""
+
+    def __init__(self, crossing: Crossing, slice_s: float) -> None:
+        self._crossing = crossing
+        self._until = time.monotonic() + slice_s
+        self._pause_s = _FIRST_LOOK_S
+
+    def park_ns(self) -> int:
+        """Return how long to sleep until then."""
+        return max(int(min(self._pause_s, self._until - time.monotonic()) * 1e9), 0)
+
+    def is_over(self, busy: Inlet | None) -> bool:
+        """Take in what others send, except through `busy`; return whether the slice is over."""
+        if self._crossing.drain(busy):
+            self._pause_s = _BUSY_LOOK_S
+        else:
+            self._pause_s *= 2
+        return time.monotonic() >= self._until
+
+
+class Sending:
+    """A message on its way into one channel; see `Pollable`."""
+
+    def __init__(self, outlet: Outlet, message: codec.Message, tag: int) -> None:
+        """Write nothing yet."""
+        self._outlet = outlet
+        self._message: codec.Message | None = message
+        self._tag = tag
+        self._done = 0
+        self._error: BaseException | None = None
+        # Set, and the memory let go, when the channel owns the whole message.
+        self.is_owned = threading.Event()
+
+    def advance(self, spin_ns: int, park_ns: int) -> bool:
+        """Write what there is room for, waiting once where there is none; return whether anything was written.
+
+        RuntimeError: The receiver has left.
+        """
+        message, memory = self._message, self._outlet.memory
+        if message is None:
+            return False
+        before = self._done
+        try:
+            if before == 0 and is_deserted(memory):
+                raise_left()
+            self._done = rings.ring_write(
+                memory, message.header, message.buffers, before, spin_ns, park_ns, self._tag
+            )
+            if self._done < message.nbytes and self._done == before and is_deserted(memory):
+                raise_left()
+        except ValueError as error:
+            self._outlet.crossing.fail_corrupt(self._outlet.peer, error)
+        if self._done == message.nbytes:
+            self._finish(None)
+        return self._done > before
+
+    def _finish(self, error: BaseException | None) -> None:
+        self._error = error
+        self._message = None
+        self._outlet.done(self)
+        self.is_owned.set()
+
+    def run(self) -> None:
+        """Write the whole message on a thread of our own; never raises."""
+        try:
+            while not self.is_owned.is_set():
+                if self._outlet.crossing.is_closed:
+                    raise_left()
+                self.advance(_SPIN_NS, _BACKGROUND_SLICE_NS)
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            self._finish(error)
+
+    def is_complete(self) -> bool:
+        """Return whether the channel owns all of it. Raises why it cannot."""
+        if self._error is not None:
+            raise self._error
+        return self.is_owned.is_set()
+
+    def poll(self, slice_s: float) -> bool:
+        """Wait for the thread that writes."""
+        look = _Look(self._outlet.crossing, slice_s)
+        while not self.is_owned.wait(look.park_ns() / 1e9):
+            if look.is_over(None):
+                break
+        return self.is_complete()
+
+    def pending(self) -> tuple[int, ...]:
+        """Return the receiver while there is no room."""
+        return () if self.is_owned.is_set() else (self._outlet.peer,)
+
+
+class Writing:
+    """Messages that the calling thread writes itself, one to each of several ranks; see `Pollable`."""
+
+    def __init__(self, crossing: Crossing, sendings: Sequence[Sending]) -> None:
+        """Each must be the first in its channel."""
+        self._crossing = crossing
+        self._open = list(sendings)
+
+    def poll(self, slice_s: float) -> bool:
+        """Write on for up to `slice_s` seconds."""
+        look = _Look(self._crossing, slice_s)
+        while self._open:
+            # With several receivers this waits for one of them, and looks after the others soon.
+            is_alone = len(self._open) == 1
+            moved = [sending.advance(0, 0) for sending in self._open] if not is_alone else []
+            self._open = [sending for sending in self._open if not sending.is_owned.is_set()]
+            if self._open and not any(moved):
+                park_ns = look.park_ns() if is_alone else int(_BUSY_LOOK_S * 1e9)
+                if not self._open[0].advance(_SPIN_NS, park_ns) and look.is_over(None):
+                    break
+                self._open = [sending for sending in self._open if not sending.is_owned.is_set()]
+        return not self._open
+
+    def pending(self) -> tuple[int, ...]:
+        """Return the receivers that make no room."""
+        return tuple(sorted(peer for sending in self._open for peer in sending.pending()))
+
+
+class Outlet:
+    """The writing end of the channel to one rank."""
+
+    def __init__(self, crossing: Crossing, memory: mmap.mmap, peer: int) -> None:
+        """Write into a ring, which global rank `peer` reads."""
+        self.peer = peer
+        self.crossing = crossing
+        self.memory = memory
+        self.port = rings.WritePort(memory, codec.describe)
+        # What is not in the channel as a whole, in order: the first is under way.
+        self._waiting: deque[Sending] = deque()
+        # Whether a thread writes what waits, until nothing does.
+        self._has_thread = False
+        self._lock = threading.Lock()
+
+    def send_now(self, obj: Any, tag: int) -> bool:
+        """Send an object that is short, fits, and has nothing before it; False leaves it to `enqueue`."""
+        if self._waiting:
+            return False
+        self.port.tag = tag
+        return self.port.send(obj)
+
+    def enqueue(
+        self, message: codec.Message, tag: int, start: Callable[[Callable[[], None]], None] | None = None
+    ) -> tuple[Sending, bool]:
+        """Add a message to those that wait.
+
+        Args:
+            message: What to send.
+            tag: Its tag.
+            start: Runs a function on a thread; None if the caller would write the message itself.
+
+        Returns:
+            The message on its way, and whether the caller has to write it now.
+        """
+        sending = Sending(self, message, tag)
+        with self._lock:
+            self._waiting.append(sending)
+            if self._has_thread:
+                return sending, False
+            self._has_thread = start is not None
+        if start is None:
+            return sending, True
+        start(self._write_waiting)
+        return sending, False
+
+    def _write_waiting(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._has_thread = False
+                    return
+                first = self._waiting[0]
+            first.run()
+
+    def done(self, sending: Sending) -> None:
+        """Forget a message that is owned by the channel, or cannot be sent."""
+        with self._lock:
+            self._waiting.remove(sending)
+
+    def close(self) -> None:
+        """Tell the receiver that nothing follows; what was written can still be read."""
+        rings.ring_end(self.memory, -1)
+        self.port.close()
+        self.memory = NO_RING
+
+
+def is_deserted(memory: mmap.mmap) -> bool:
+    """Return whether the receiver has left. ValueError: There is no ring."""
+    return bool(rings.ring_state(memory)[4][0][4] == _LEFT)
+
+
+def raise_left() -> NoReturn:
+    """Raise for a channel whose other end has left."""
+    # The board knows why; see `GroupHealth.explain`.
+    raise RuntimeError("a rank has left the group")

@@ -15,6 +15,7 @@ from coordinator.tensor_dict import (
     Plane,
     Slicing,
     TensorDictMessage,
+    is_flat,
     join,
     landing_places,
     split,
@@ -27,6 +28,8 @@ from shm_broadcast import codec
 from shm_broadcast.errors import DecodeError, DisagreementError, UsageError
 
 TensorDict = dict[Any, Any]
+
+_WHOLE_TENSORS: Final = Slicing()
 
 # Handles that nobody waits for are kept until they are complete. When so many are open, the oldest is
 # waited for: a receiver this far behind has stopped receiving.
@@ -175,13 +178,16 @@ class PointToPoint(GroupPlanes):
             return None, [], []
         peer = self._neighbour(src, -1, "src")
         slicing = _slicing(all_gather_group, all_gather_tensors)
+        message = self._host.recv_object(peer, timeout_s, None, "recv_tensor_dict", TENSOR_DICT_TAG)
+        if slicing is _WHOLE_TENSORS and self._host.carries_whole and type(message) is dict:
+            # Everything came with it: what has slots is a `TensorDictMessage` there.
+            return message, [], []
 
         def receive(plane: Plane, tensor: torch.Tensor) -> Handle:
             if plane == "host":
                 return self._host.irecv_tensor(tensor, peer, timeout_s, TENSOR_TAG)
             return self.device_communicator.irecv(tensor, peer, timeout_s=timeout_s)
 
-        message = self._host.recv_object(peer, timeout_s, None, "recv_tensor_dict", TENSOR_DICT_TAG)
         landing = self._land(message, slicing, lambda plane, tensor: receive(plane, tensor).wait())
         handles = [receive(plane, tensor) for plane, tensor in landing.parts]
         callbacks = [
@@ -234,7 +240,7 @@ class PointToPoint(GroupPlanes):
             raise UsageError("broadcast_tensor_dict: rank src must give a tensor dict")
         queue = self._broadcaster
         by_queue = queue is not None and queue.writer == src
-        message, tensors = _pack(tensor_dict, Slicing(), by_queue or self._host.carries_whole)
+        message, tensors = _pack(tensor_dict, _WHOLE_TENSORS, by_queue or self._host.carries_whole)
         self._broadcast(message, src, timeout_s, None)
         peers = [rank for rank in range(self.world_size) if rank != src]
         for plane, tensor in tensors:
@@ -297,6 +303,8 @@ def _pack(
     if not is_whole:
         parcel = split(tensor_dict, slicing)
         return parcel.message(), parcel.tensors
+    if slicing is _WHOLE_TENSORS and is_flat(tensor_dict):
+        return tensor_dict, []
     parcel = split_whole(tensor_dict, slicing)
     beside = [each for each in parcel.tensors if each[0] == "device"]
     return parcel.message(with_parts=True), beside
@@ -304,7 +312,7 @@ def _pack(
 
 def _slicing(group: GroupPlanes | None, overrides: Mapping[str, bool] | None) -> Slicing:
     if group is None:
-        return Slicing()
+        return _WHOLE_TENSORS
     if not isinstance(group, GroupPlanes):
         raise UsageError(f"all_gather_group must be a GroupCoordinator, not {type(group).__name__}")
     return Slicing(group.world_size, group.rank_in_group, dict(overrides or {}))

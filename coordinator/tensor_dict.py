@@ -109,6 +109,23 @@ class Parcel:
         return TensorDictMessage(self.slots, codec.encode(self.metadata).to_bytes(), parts)
 
 
+# What needs neither a slot nor another look.
+_LEAVES: Final = frozenset({bool, bytes, float, int, str, type(None)})
+
+
+def is_flat(tensor_dict: Mapping[Any, Any]) -> bool:
+    """Return whether a dict of CPU tensors and plain values may travel as it is; most of an engine's dicts may."""
+    if type(tensor_dict) is not dict:
+        return False
+    for value in tensor_dict.values():
+        if type(value) is torch.Tensor:
+            if not value.is_cpu or value.layout is not torch.strided:
+                return False
+        elif type(value) not in _LEAVES:
+            return False
+    return True
+
+
 def split_whole(tensor_dict: Mapping[Any, Any], slicing: Slicing) -> Parcel:
     """Split a dict of which every CPU tensor travels in one message; raises as `split`."""
     parcel = split(tensor_dict, slicing, WHOLE)

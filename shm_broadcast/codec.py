@@ -229,10 +229,13 @@ def describe(obj: object) -> Description:
     """Return what the native encoder writes for an object that is of no builtin type."""
     cls = type(obj)
     try:
+        describer = _describers.get(cls)
+        if describer is not None:
+            return describer(obj)
         entry = entry_of(cls)
         if entry is not None and entry.kind.name != ENUM:
             return describe_registered(entry, obj)
-        return (_describers.get(cls) or _describer_of(cls))(obj)
+        return _describer_of(cls)(obj)
     except MemoryError:
         raise
     except Refusal as refusal:
@@ -285,6 +288,10 @@ def _describer_of(cls: type) -> Describer:
 
 def build_owned(code: int, meta: object, body: object) -> object:
     """Build an object that owns its memory, for the native decoder."""
+    # Looked up first, as arrays and tensors come by the dozen.
+    data_builder = _data_builders.get(code)
+    if data_builder is not None:
+        return data_builder(meta, body, True)
     return _build(code, meta, body, copy=True)
 
 

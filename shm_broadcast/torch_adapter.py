@@ -61,19 +61,26 @@ def _describe_tensor(obj: torch.Tensor) -> Description:
 
 
 def _build_tensor(meta: object, body: Any, copy: bool) -> torch.Tensor:
+    nbytes = len(body)
+    if type(meta) is list and len(meta) == 2 and type(meta[0]) is str and type(meta[1]) is int:
+        # One dimension, the ordinary case among small tensors: the same checks in fewer steps.
+        dtype = _DTYPES.get(meta[0])
+        if dtype is not None and 0 < meta[1] <= nbytes and meta[1] * dtype.itemsize == nbytes:
+            if type(body) is not _core.Window or (copy and not body.exclusive):
+                tensor = torch.empty(meta[1], dtype=dtype, device=_CPU)
+                _core.copy_into(tensor.data_ptr(), nbytes, body)
+                return tensor
+            return torch.frombuffer(body, dtype=dtype)
     parts = expect(list, meta, "a tensor")
     dtype = _DTYPES.get(parts[0]) if parts and type(parts[0]) is str else None
     if dtype is None:
         raise DecodeError(f"a tensor of an unknown dtype {parts[:1]!r:.200}")
-    nbytes = len(body)
     shape = checked_shape(parts[1:], dtype.itemsize, nbytes)
     if not isinstance(body, _core.Window) or (copy and not body.exclusive) or nbytes == 0:
-        # A number takes torch 0.5 us less than a list.
-        tensor = torch.empty(shape[0] if len(shape) == 1 else shape, dtype=dtype, device=_CPU)
+        tensor = torch.empty(shape, dtype=dtype, device=_CPU)
         _core.copy_into(tensor.data_ptr(), nbytes, body)
         return tensor
-    flat = torch.frombuffer(body, dtype=dtype)
-    return flat if len(shape) == 1 else flat.view(shape)
+    return torch.frombuffer(body, dtype=dtype).view(shape)
 
 
 def _describe_dtype(obj: torch.dtype) -> Description:

@@ -22,13 +22,6 @@ def checked_shape(shape: Sequence[object], itemsize: int, nbytes: int) -> list[i
     Raises:
         DecodeError: A dimension is no natural number, there are too many, or the sizes disagree.
     """
-    if (
-        len(shape) == 1
-        and type(shape[0]) is int
-        and 0 <= shape[0] <= nbytes
-        and shape[0] * itemsize == nbytes
-    ):
-        return [shape[0]]
     if len(shape) > MAX_DIMENSIONS:
         raise DecodeError(f"an array of {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
     sizes = [size for size in shape if type(size) is int and 0 <= size <= _LARGEST]

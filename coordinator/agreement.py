@@ -51,11 +51,15 @@ class View(msgspec.Struct, frozen=True):
         facts: What must be equal on all ranks, as text by name.
         process: Who the rank is.
         address: Where it can be reached by the group's other ranks; may differ.
+        place: Equal on ranks that can share memory; may differ.
+        note: What else the others should know; may differ.
     """
 
     facts: dict[str, str]
     process: ProcessIdentity
     address: str
+    place: str = ""
+    note: str = ""
 
 
 _decoder = msgspec.json.Decoder(View)

@@ -75,18 +75,20 @@ class CpuGroup:
         self,
         ranks: Sequence[int],
         rank_in_group: int,
-        backend: GlooBackend,
+        backend: GlooBackend | None,
         health: GroupHealth,
         timeout_s: float,
+        shared: SharedMemory | None = None,
     ) -> None:
-        """Take over a Gloo backend.
+        """Take over what the ranks are connected by.
 
         Args:
             ranks: Global ranks in group order.
             rank_in_group: This process's position.
-            backend: Gloo among exactly these ranks, used by nobody else.
+            backend: Gloo among exactly these ranks, used by nobody else. Not needed where they share memory.
             health: The group's shared state.
             timeout_s: Deadline of collectives that state none.
+            shared: What all ranks share, where they are on one host.
         """
         self._ranks = tuple(ranks)
         self._rank = rank_in_group
@@ -95,7 +97,7 @@ class CpuGroup:
         self._timeout_s = timeout_s
         self._threads = WaiterThreads(health.name)
         self._eager: dict[tuple[int, int], _EagerSends] = {}
-        self._shared: SharedMemory | None = None
+        self._shared = shared
         self._others = [rank for rank in range(len(self._ranks)) if rank != rank_in_group]
         health.on_abort(self.abort)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -19,6 +20,7 @@ from coordinator.host_plane import HostPlane, SoloHostPlane
 from coordinator.membership import Membership, listening_address, master_endpoint, own_address
 from coordinator.process_groups import (
     BACKEND,
+    LOOPBACK,
     GlooBackend,
     abort_gloo,
     new_gloo_group,
@@ -32,7 +34,7 @@ from device_comm.health import GroupHealth
 from device_comm.process_group import ProcessGroupCommunicator
 from device_comm.registry import communicator_factory, communicator_name
 from device_comm.solo import SoloCommunicator
-from shm_broadcast.errors import CommError, UsageError
+from shm_broadcast.errors import CommError, InternalError, UsageError
 from shm_broadcast.liveness import PeerWatch, this_process
 
 # Ranks that run different protocols must not try to talk; raised when a message or a key changes.
@@ -77,6 +79,15 @@ class GroupParts:
         self.adopted.append(group)
         inherited.protect(group)
 
+    def open_gloo_group(self, description: str) -> dist.ProcessGroup:
+        """Create a Gloo group of the same ranks, whether or not the others do so now."""
+        name = f"{self.health.name} {description}"
+        address = self.address or LOOPBACK
+        # Not aborted with the group: that takes a connection, for which it would wait where there is none yet.
+        group, _ = new_gloo_group(self.health.ranks, address, name, self.create_timeout_s, is_lazy=True)
+        self.adopt(group)
+        return group
+
     def new_device_group(self, description: str) -> dist.ProcessGroup:
         """Create another process group of the same ranks for device tensors. Collective."""
         self.siblings += 1
@@ -96,6 +107,10 @@ class GroupParts:
         self.communicator.destroy()
         self.host.close(max(deadline - time.monotonic(), 0.5))
         self.health.release()
+        self.drop_groups()
+
+    def drop_groups(self) -> None:
+        """Give the process groups back."""
         for group in reversed(self.adopted):
             try:
                 dist.destroy_process_group(group)
@@ -141,7 +156,8 @@ def create_parts(
         "communicator": communicator_name(device.type, 2),
         **{f"setting {field}": str(value) for field, value in settings.agreed().items()},
     }
-    own = View(facts, this_process(), own_address(settings.interface, master_endpoint(store)))
+    address = own_address(settings.interface, master_endpoint(store))
+    own = View(facts, this_process(), address, fabric.place())
     views = agree(
         group_store, f"group {name!r}", membership.rank, membership.everyone, own, settings.create_timeout_s
     )
@@ -166,13 +182,46 @@ def create_parts(
             create_timeout_s=settings.create_timeout_s,
         )
     address = listening_address(members, membership.rank)
-    return _connect(health, watch, membership, device, address, backend, use_device_communicator, settings)
+    meeting = _Meeting(group_store, membership, own, members, settings.create_timeout_s)
+    return _connect(
+        health, watch, membership, meeting, device, address, backend, use_device_communicator, settings
+    )
+
+
+class _Meeting:
+    """The ranks of a group before they are connected: who is where, and what they tell each other in the store."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        membership: Membership,
+        own: View,
+        members: Mapping[int, View],
+        timeout_s: float,
+    ) -> None:
+        self.is_on_one_host = len({view.place for view in members.values()}) == 1
+        self.timeout_s = timeout_s
+        self._store = store
+        self._membership = membership
+        self._own = own
+        self._count = 0
+
+    def exchange(self, own: bytes) -> list[bytes]:
+        """Return what each rank brings, in the order of the group. Collective."""
+        self._count += 1
+        ranks = self._membership.ranks
+        store = dist.PrefixStore(f"exchange/{ranks[0]}/{self._count}", self._store)
+        view = View({}, self._own.process, self._own.address, note=base64.b64encode(own).decode())
+        what = f"the shared memory of ranks {list(ranks)}"
+        views = agree(store, what, self._membership.rank, ranks, view, self.timeout_s)
+        return [base64.b64decode(views[rank].note) for rank in ranks]
 
 
 def _connect(
     health: GroupHealth,
     watch: PeerWatch,
     membership: Membership,
+    meeting: _Meeting,
     device: torch.device,
     address: str,
     backend: str,
@@ -180,60 +229,88 @@ def _connect(
     settings: CoordinatorSettings,
 ) -> GroupParts:
     """Build the planes of a group of several ranks, all of which have come and agree."""
-    timeout_s = settings.create_timeout_s
-    created: list[dist.ProcessGroup] = []
+    factory: Callable[[CommunicatorContext], DeviceCommunicator] = (
+        communicator_factory(device.type, len(membership.ranks))
+        if use_device_communicator
+        else ProcessGroupCommunicator
+    )
+    needs_group = getattr(factory, "needs_process_group", True)
+    parts = GroupParts(
+        health=health,
+        host=SoloHostPlane(health),
+        communicator=SoloCommunicator(_context(health, membership, device, None, settings)),
+        device=device,
+        cpu_group=None,
+        device_group=None,
+        backend=backend,
+        address=address,
+        create_timeout_s=settings.create_timeout_s,
+    )
     shared: fabric.SharedMemory | None = None
-
-    def connect() -> tuple[GlooBackend, GlooBackend | None]:
-        host_group, host_gloo = new_gloo_group(membership.ranks, address, health.name, timeout_s)
-        created.append(host_group)
-        device_group, device_gloo = _connect_device_group(
-            health, backend, address, f"{health.name} device", timeout_s
-        )
-        created.append(device_group)
-        # A rank that is connected may destroy the group at once; one that still connects would take that for
-        # a failure. So nobody has it before all have.
-        options = dist.BarrierOptions()
-        options.timeout = timedelta(seconds=timeout_s)
-        host_gloo.barrier(options).wait()
-        return host_gloo, device_gloo
-
     try:
-        gloo, device_gloo = connect_watched(connect, f"{health.name} connect", health.where("connect"), watch)
-        if device_gloo is not None:
-            health.on_abort(lambda: abort_gloo(device_gloo))
-        host = CpuGroup(membership.ranks, membership.rank_in_group, gloo, health, settings.timeout_s)
-        shared = fabric.connect(
-            health, membership.rank_in_group, timeout_s, lambda own: host.all_gather_bytes(own, timeout_s)
+        gloo = None
+        if meeting.is_on_one_host:
+            shared = _share(health, membership, meeting)
+        if needs_group or shared is None:
+            gloo = _connect_groups(parts, watch, with_host=shared is None)
+        parts.host = CpuGroup(
+            membership.ranks, membership.rank_in_group, gloo, health, settings.timeout_s, shared
         )
-        host.share(shared)
-        factory = (
-            communicator_factory(device.type, len(membership.ranks))
-            if use_device_communicator
-            else ProcessGroupCommunicator
-        )
-        communicator = factory(_context(health, membership, device, created[1], settings, shared))
+        context = _context(health, membership, device, parts.device_group, settings, shared)
+        parts.communicator = factory(context)
     except BaseException:
         health.release()
         if shared is not None:
             shared.close()
-        for group in reversed(created):
-            dist.destroy_process_group(group)
+        parts.drop_groups()
         raise
-    parts = GroupParts(
-        health=health,
-        host=host,
-        communicator=communicator,
-        device=device,
-        cpu_group=created[0],
-        device_group=created[1],
-        backend=backend,
-        address=address,
-        create_timeout_s=timeout_s,
-    )
-    for group in created:
-        parts.adopt(group)
     return parts
+
+
+def _share(health: GroupHealth, membership: Membership, meeting: _Meeting) -> fabric.SharedMemory:
+    """Make the memory that all ranks of a group on one host share. Collective."""
+    timeout_s = meeting.timeout_s
+    shared = fabric.connect(health, membership.rank_in_group, timeout_s, meeting.exchange)
+    if shared is None:
+        raise InternalError(f"{health.where('create shared memory')}: one host has become several")
+    try:
+        # A rank that has its group may destroy it at once, and the store with it; so nobody has it before all
+        # need the store no more.
+        shared.host.finish("barrier", shared.host.core.barrier(), timeout_s)
+    except BaseException:
+        shared.close()
+        raise
+    return shared
+
+
+def _connect_groups(parts: GroupParts, watch: PeerWatch, with_host: bool) -> GlooBackend | None:
+    """Connect the process groups of the planes; return the host plane's backend, if it is to have one. Collective."""
+    health, timeout_s = parts.health, parts.create_timeout_s
+
+    def connect() -> tuple[GlooBackend | None, GlooBackend | None]:
+        host_gloo = None
+        if with_host:
+            parts.cpu_group, host_gloo = new_gloo_group(health.ranks, parts.address, health.name, timeout_s)
+            parts.adopt(parts.cpu_group)
+        parts.device_group, device_gloo = _connect_device_group(
+            health, parts.backend, parts.address, f"{health.name} device", timeout_s
+        )
+        parts.adopt(parts.device_group)
+        # A rank that is connected may destroy the group at once; one that still connects would take that for
+        # a failure. So nobody has it before all have.
+        options = dist.BarrierOptions()
+        options.timeout = timedelta(seconds=timeout_s)
+        last = host_gloo or device_gloo
+        if last is not None:
+            last.barrier(options).wait()
+        return host_gloo, device_gloo
+
+    host_gloo, device_gloo = connect_watched(
+        connect, f"{health.name} connect", health.where("connect"), watch
+    )
+    if device_gloo is not None:
+        health.on_abort(lambda: abort_gloo(device_gloo))
+    return host_gloo
 
 
 def device_of(backend: str, local_rank: int) -> torch.device:

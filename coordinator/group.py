@@ -26,7 +26,6 @@ from coordinator.group_queues import GroupQueues
 from coordinator.membership import find_membership, world_store
 from coordinator.object_collectives import ObjectCollectives
 from coordinator.point_to_point import PointToPoint
-from coordinator.process_groups import new_group
 from coordinator.queue_ends import Queues, Reader, Writer
 from coordinator.settings import CoordinatorSettings
 from coordinator.tensor_collectives import TensorCollectives
@@ -179,19 +178,22 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
 
     @property
     def cpu_group(self) -> dist.ProcessGroup:
-        """Return the group's own Gloo process group, for torch functions that want one."""
+        """Return the group's own Gloo process group, for torch functions that want one.
+
+        Where our own calls need none it is created when it is first asked for, which waits for nobody; its ranks
+        connect when they first talk.
+        """
         self._health.check_usable("cpu_group")
         if self._cpu_group is None:
-            self._cpu_group = new_group(self.ranks, "gloo", self.unique_name, self.settings.create_timeout_s)
-            self._parts.adopt(self._cpu_group)
+            self._cpu_group = self._parts.open_gloo_group("host")
         return self._cpu_group
 
     @property
     def device_group(self) -> dist.ProcessGroup:
-        """Return the group's process group for device tensors."""
+        """Return the group's process group for device tensors; on the CPU see `cpu_group`."""
         self._health.check_usable("device_group")
         if self._device_group is None:
-            self._device_group = self.cpu_group
+            self._device_group = self._parts.open_gloo_group("device")
         return self._device_group
 
     # ------------------------------------------------------------------ queues, buffers, graphs

@@ -37,10 +37,12 @@ class GlooOptions:
 
     Attributes:
         address: Numeric address of this host to bind to; never a wildcard.
+        is_lazy: Two ranks connect when they first talk, so that creating the group waits for nobody.
         backend: Set when the group is created.
     """
 
     address: str
+    is_lazy: bool = False
     backend: GlooBackend | None = None
 
     def created(self) -> GlooBackend:
@@ -72,7 +74,7 @@ def _create(backend_options: Any, options: GlooOptions | None) -> ProcessGroupGl
     if options is None:
         options = GlooOptions(_world_address[0] if _world_address else LOOPBACK)
     gloo = cast("Any", ProcessGroupGloo)._Options()
-    device = _device_at(options.address)
+    device = _device_at(options.address, options.is_lazy)
     gloo._devices = [device.gloo]
     gloo._timeout = backend_options.timeout
     gloo._threads = _GLOO_THREADS
@@ -87,8 +89,8 @@ def _create(backend_options: Any, options: GlooOptions | None) -> ProcessGroupGl
 class _Device:
     """One Gloo device and those who use it."""
 
-    def __init__(self, address: str) -> None:
-        self.gloo = ProcessGroupGloo.create_device(hostname=address)
+    def __init__(self, address: str, is_lazy: bool) -> None:
+        self.gloo = ProcessGroupGloo.create_device(hostname=address, lazy_init=is_lazy)
 
 
 # Each device has a thread that wakes up a hundred times a second for ever, 0.15 % of a core, so all groups of a
@@ -97,19 +99,22 @@ _devices: Final[weakref.WeakValueDictionary[tuple[str, int], _Device]] = weakref
 _users: Final[weakref.WeakKeyDictionary[GlooBackend, _Device]] = weakref.WeakKeyDictionary()
 
 
-def _device_at(address: str) -> _Device:
+def _device_at(address: str, is_lazy: bool) -> _Device:
+    if is_lazy:
+        # Two groups on one lazy device take each other's connections (torch 2.13): the second one hangs.
+        return _Device(address, is_lazy)
     device = _devices.get((address, fork_count()))
     if device is None:
-        device = _devices[address, fork_count()] = _Device(address)
+        device = _devices[address, fork_count()] = _Device(address, is_lazy)
     return device
 
 
 def new_gloo_group(
-    ranks: Sequence[int], address: str, name: str, timeout_s: float
+    ranks: Sequence[int], address: str, name: str, timeout_s: float, is_lazy: bool = False
 ) -> tuple[dist.ProcessGroup, GlooBackend]:
-    """Create a Gloo group of `ranks`, all of which call this with the same name."""
+    """Create a Gloo group of `ranks`, all of which call this with the same name; at any time if `is_lazy`."""
     register_backend()
-    options = GlooOptions(address)
+    options = GlooOptions(address, is_lazy)
     group = new_group(ranks, BACKEND, name, timeout_s, options)
     return group, options.created()
 

@@ -34,7 +34,8 @@ class CommunicatorContext:
         rank_in_group: This process's rank in the group.
         ranks: Global ranks of the group, in group order.
         device: Where the tensors live.
-        process_group: A torch process group of the same ranks, or None in a group of one.
+        process_group: A torch process group of the same ranks. None in a group of one, and where the ranks share
+            memory and the communicator's class says by `needs_process_group = False` that this is enough.
         health: The group's shared state: every blocking wait goes through it.
         timeout_s: Deadline of a call that states none, in seconds.
         shared: Memory that all ranks share, where they are on one host; it stays the caller's.

@@ -18,6 +18,7 @@ from device_comm import _core, fabric
 from device_comm.base import SUM, CommunicatorContext, movable_dtype
 from device_comm.fabric import SharedMemory
 from device_comm.handles import Handle
+from device_comm.health import Operation
 from device_comm.process_group import TENSOR_TAG, ProcessGroupCommunicator, as_bytes, dense, is_plain
 from device_comm.reduction import ReduceOperation
 from shm_broadcast._core import BlockPool
@@ -65,6 +66,7 @@ class CpuCommunicator(ProcessGroupCommunicator):
     """Collectives over shared memory where all ranks are on one host, else over the process group."""
 
     algorithm = "shared memory"
+    needs_process_group = False
 
     def __init__(self, context: CommunicatorContext) -> None:
         """Use the context's shared memory; if there is none, make it, which is collective."""
@@ -83,7 +85,7 @@ class CpuCommunicator(ProcessGroupCommunicator):
 
         def exchange(own: bytes) -> list[bytes]:
             tensor = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-            gathered = self._gather_bytes(operation, tensor, timeout_s)
+            gathered = super(CpuCommunicator, self)._gather_bytes(operation, tensor, timeout_s)
             return [bytes(row.numpy()) for row in gathered.view(self.world_size, -1)]
 
         return fabric.connect(self._health, self.rank_in_group, timeout_s, exchange)
@@ -120,9 +122,11 @@ class CpuCommunicator(ProcessGroupCommunicator):
         if type(input_) is not torch.Tensor or op is not SUM or timeout_s is not None or self._core is None:
             return super().all_reduce(input_, op, timeout_s=timeout_s)
         code = _SUMMED.get(input_.dtype)
-        nbytes = input_.nbytes
-        if code is None or nbytes >= POOLED_BYTES or not input_.is_cpu or not _is_strided(input_):
+        if code is None or not input_.is_cpu or not _is_strided(input_):
             return super().all_reduce(input_, op, timeout_s=timeout_s)
+        nbytes = input_.nbytes
+        if nbytes >= POOLED_BYTES:
+            return self._all_reduce(input_, op, timeout_s)
         result = torch.empty_like(input_)
         status = self._core.reduce(
             *(self._kind(nbytes), input_.data_ptr(), result.data_ptr(), input_.numel(), code, 0, 0)
@@ -193,6 +197,33 @@ class CpuCommunicator(ProcessGroupCommunicator):
         )
         self._settle("reduce_scatter", status, timeout_s)
         return result
+
+    # ------------------------------------------------------------------ what has no kernel is moved as bytes
+
+    def _gather_bytes(self, operation: Operation, own: torch.Tensor, timeout_s: float | None) -> torch.Tensor:
+        if self._core is None:
+            return super()._gather_bytes(operation, own, timeout_s)
+        result = own.new_empty(own.numel() * self.world_size)
+        widths = (own.numel(),) * self.world_size
+        status = self._core.move(
+            *(_core.ALL_GATHER, own.data_ptr(), result.data_ptr(), 1, widths, _OTHER_TYPE, 0, 0)
+        )
+        self._settle(operation.name, status, timeout_s)
+        return result
+
+    def _exchange(
+        self, operation: Operation, flat: torch.Tensor, counts: Sequence[int], timeout_s: float | None
+    ) -> list[torch.Tensor]:
+        if self._core is None:
+            return super()._exchange(operation, flat, counts, timeout_s)
+        own = counts[self.rank_in_group]
+        received = flat.new_empty(own * self.world_size)
+        sent = tuple(count * flat.itemsize for count in counts)
+        status = self._core.exchange(
+            flat.data_ptr(), received.data_ptr(), sent, (own * flat.itemsize,) * self.world_size, _OTHER_TYPE
+        )
+        self._settle(operation.name, status, timeout_s)
+        return list(received.view(self.world_size, own))
 
     # ------------------------------------------------------------------ moving data
 

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 import torch.distributed as dist
@@ -62,11 +62,12 @@ class ProcessGroupCommunicator(DeviceCommunicator):
     """Collectives over a torch process group; on accelerators the results are queued on the stream."""
 
     algorithm = "process group"
+    needs_process_group: ClassVar[bool] = True
 
     def __init__(self, context: CommunicatorContext) -> None:
         """Use `context.process_group`, which stays the caller's and is not destroyed here."""
         super().__init__(context)
-        if context.process_group is None:
+        if context.process_group is None and (self.needs_process_group or context.shared is None):
             raise InternalError(f"{context.name!r}: the general communicator needs a process group")
         self._open_group: dist.ProcessGroup | None = context.process_group
         self._health = context.health

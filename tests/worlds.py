@@ -1,5 +1,6 @@
 """A world and its group for the body of a rank, the ways in which a rank can wait, and what waiting ended with."""
 
+import importlib
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -17,12 +18,14 @@ from coordinator.parallel_state import (
 )
 from coordinator.settings import CoordinatorSettings
 from device_comm import fabric
+from tests.harness import RankPool
 
 __all__ = [
     "EVERYONE_WAITS",
     "FIRST_WAITS",
     "LARGE",
     "WAITS",
+    "ApartPool",
     "join_world",
     "meet",
     "new_group",
@@ -48,21 +51,12 @@ def join_world(rank: int, world_size: int, directory: Path, **settings: Any) -> 
 
 
 @contextmanager
-def world(
-    rank: int, world_size: int, directory: Path, apart: bool = False, **settings: Any
-) -> Iterator[GroupCoordinator]:
-    """Join a world by `directory`, yield its group, and leave it again.
-
-    Ranks that are `apart` take themselves to be on different hosts, so that everything goes over Gloo.
-    """
-    place = fabric.place
-    if apart:
-        fabric.place = lambda: f"host {rank}"
+def world(rank: int, world_size: int, directory: Path, **settings: Any) -> Iterator[GroupCoordinator]:
+    """Join a world by `directory`, yield its group, and leave it again."""
+    join_world(rank, world_size, directory, **settings)
     try:
-        join_world(rank, world_size, directory, **settings)
         yield get_world_group()
     finally:
-        fabric.place = place
         destroy_distributed_environment()
 
 
@@ -98,6 +92,25 @@ def meet(rank: int, ranks: Collection[int], directory: Path, place: str) -> None
     (directory / f"{place}-{rank}").touch()
     while not all((directory / f"{place}-{other}").exists() for other in ranks):
         time.sleep(0.005)
+
+
+class ApartPool:
+    """Runs bodies in a pool's ranks, which take themselves to be on different hosts: everything goes over Gloo."""
+
+    def __init__(self, pool: RankPool) -> None:
+        self._pool = pool
+
+    def run(self, body: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        """Run `body` as the pool does."""
+        return self._pool.run(_run_apart, body.__module__, body.__qualname__, *args, **options)
+
+
+def _run_apart(rank: int, world_size: int, directory: Path, module: str, name: str, *args: Any) -> Any:
+    place, fabric.place = fabric.place, lambda: f"host {rank}"
+    try:
+        return getattr(importlib.import_module(module), name)(rank, world_size, directory, *args)
+    finally:
+        fabric.place = place
 
 
 def small() -> torch.Tensor:

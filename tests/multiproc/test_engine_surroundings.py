@@ -17,6 +17,7 @@ from coordinator import (
 )
 from tests.engines import engine, refusal
 from tests.harness import RankPool, run_ranks
+from tests.worlds import new_group, world
 
 # --- torch's own functions --------------------------------------------------------------------------------------
 
@@ -68,6 +69,32 @@ def torch_functions(rank: int, world_size: int, directory: Path) -> None:
 def test_torch_functions_take_the_groups_process_groups(ranks4: RankPool) -> None:
     """`cpu_group`, `device_group` and siblings are process groups like any, beside our own calls."""
     ranks4.run(torch_functions)
+
+
+def asked_by_one_rank(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory) as first:
+        for _ in range(3):
+            with new_group(first) as group:
+                if rank == 0:
+                    assert group.cpu_group.size() == group.device_group.size() == 2
+                    assert group.cpu_group is group.cpu_group
+                    assert group.cpu_group is not group.device_group
+                group.barrier()
+        group = new_group(first)
+        if rank == 0:
+            dist.send(torch.ones(2), 1, group=group.cpu_group)
+            group.barrier()
+        else:
+            into = torch.zeros(2)
+            dist.recv(into, 0, group=group.cpu_group)
+            assert into.tolist() == [1.0, 1.0]
+            group.barrier()
+        group.destroy()
+
+
+def test_one_rank_alone_may_ask_for_its_process_group(ranks2: RankPool) -> None:
+    """Nothing waits for the others before ranks talk to each other; what was made goes with the group."""
+    ranks2.run(asked_by_one_rank)
 
 
 # --- graphs, models, subclasses ---------------------------------------------------------------------------------

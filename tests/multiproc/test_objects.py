@@ -21,7 +21,22 @@ from shm_broadcast import codec
 from tests.engines import refusal
 from tests.harness import RankPool
 from tests.unit.codec_samples import VALUES, Point, same
-from tests.worlds import world
+from tests.worlds import ApartPool, world
+
+WAYS = ["shared memory", "Gloo"]
+
+
+@pytest.fixture(params=WAYS, name="ranks2")
+def two_ranks_both_ways(request: pytest.FixtureRequest, ranks2: RankPool) -> RankPool | ApartPool:
+    """Run each test on one host, and once more on ranks that seem to be on several."""
+    return ranks2 if request.param == WAYS[0] else ApartPool(ranks2)
+
+
+@pytest.fixture(params=WAYS, name="ranks4")
+def four_ranks_both_ways(request: pytest.FixtureRequest, ranks4: RankPool) -> RankPool | ApartPool:
+    """Run each test on one host, and once more on ranks that seem to be on several."""
+    return ranks4 if request.param == WAYS[0] else ApartPool(ranks4)
+
 
 ARRAYS: dict[str, Any] = {
     "numpy arrays": [

@@ -23,7 +23,22 @@ from shm_broadcast import codec
 from tests.engines import refusal
 from tests.harness import RankPool
 from tests.unit.codec_samples import Key, same
-from tests.worlds import world
+from tests.worlds import ApartPool, world
+
+WAYS = ["shared memory", "Gloo"]
+
+
+@pytest.fixture(params=WAYS, name="ranks2")
+def two_ranks_both_ways(request: pytest.FixtureRequest, ranks2: RankPool) -> RankPool | ApartPool:
+    """Run each test on one host, and once more on ranks that seem to be on several."""
+    return ranks2 if request.param == WAYS[0] else ApartPool(ranks2)
+
+
+@pytest.fixture(params=WAYS, name="ranks4")
+def four_ranks_both_ways(request: pytest.FixtureRequest, ranks4: RankPool) -> RankPool | ApartPool:
+    """Run each test on one host, and once more on ranks that seem to be on several."""
+    return ranks4 if request.param == WAYS[0] else ApartPool(ranks4)
+
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16),

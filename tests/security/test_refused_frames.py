@@ -21,7 +21,7 @@ from coordinator.transfer_tags import BROADCAST_TAG, GATHER_TAG, OBJECT_TAG, TEN
 from shm_broadcast import _core
 from shm_broadcast.codec import encode, register_type
 from tests.harness import RankPool
-from tests.worlds import meet, outcome_of, world
+from tests.worlds import ApartPool, meet, outcome_of, world
 
 GOOD = {"next": ["good", 1]}
 
@@ -69,6 +69,11 @@ def send_raw(group: GroupCoordinator, frame: bytes | bytearray, peer: int, tag: 
         assert _core.ring_write(memory, bytes(frame), (), 0, 0, 0, tag) == len(frame)
 
 
+def way(ranks: RankPool, apart: bool) -> RankPool | ApartPool:
+    """Return the pool, or one whose ranks seem to be on different hosts."""
+    return ApartPool(ranks) if apart else ranks
+
+
 RECEIVES: dict[str, tuple[int, Callable[[GroupCoordinator], Any], Callable[[GroupCoordinator], Any]]] = {
     "recv_object": (OBJECT_TAG, lambda group: group.recv_object(0), lambda group: group.send_object(GOOD, 1)),
     "recv_tensor_dict": (
@@ -90,13 +95,11 @@ RECEIVES: dict[str, tuple[int, Callable[[GroupCoordinator], Any], Callable[[Grou
 """By name the tag, what rank 1 calls to receive, and how rank 0 sends it something good."""
 
 
-def refuse_and_go_on(
-    rank: int, world_size: int, directory: Path, name: str, frame: str, apart: bool
-) -> list[Any]:
+def refuse_and_go_on(rank: int, world_size: int, directory: Path, name: str, frame: str) -> list[Any]:
     tag, receive, send = RECEIVES[name]
     if rank == 0:
         register_type(Unknown, name="tests.security.Unknown")
-    with world(rank, world_size, directory, apart) as group:
+    with world(rank, world_size, directory) as group:
         if rank == 0:
             send_raw(group, frames()[frame], 1, tag)
             send(group)
@@ -115,13 +118,13 @@ def test_the_message_after_a_refused_one_arrives(
     ranks2: RankPool, name: str, frame: str, apart: bool
 ) -> None:
     """The receiver raises `DecodeError`, and takes the next message as if nothing had been."""
-    refused, received = ranks2.run(refuse_and_go_on, name, frame, apart)[1]
+    refused, received = way(ranks2, apart).run(refuse_and_go_on, name, frame)[1]
     assert refused["kind"] == "DecodeError", refused
     assert received == GOOD
 
 
-def one_bad_in_a_gather(rank: int, world_size: int, directory: Path, apart: bool) -> list[Any]:
-    with world(rank, world_size, directory, apart) as group:
+def one_bad_in_a_gather(rank: int, world_size: int, directory: Path) -> list[Any]:
+    with world(rank, world_size, directory) as group:
         found = []
         if rank == 2:
             send_raw(group, b"garbage", 0, GATHER_TAG)
@@ -137,7 +140,7 @@ def one_bad_in_a_gather(rank: int, world_size: int, directory: Path, apart: bool
 @pytest.mark.parametrize("apart", [False, True])
 def test_one_bad_frame_in_a_gather_leaves_none_of_the_others_behind(ranks4: RankPool, apart: bool) -> None:
     """Rank 0 raises after it took everybody's frame: the next gather gets the next ones."""
-    found = ranks4.run(one_bad_in_a_gather, apart)
+    found = way(ranks4, apart).run(one_bad_in_a_gather)
     assert found[0] == ["DecodeError", [0, 1, 2, 3], [0, 1, 2, 3]]
     assert found[1] == ["NoneType", None, [0, 1, 2, 3]]
 
@@ -162,7 +165,7 @@ def test_a_bad_frame_in_an_all_gather_is_refused_by_every_rank(ranks2: RankPool,
 
 
 def claims_too_much(rank: int, world_size: int, directory: Path, length: int) -> list[Any]:
-    with world(rank, world_size, directory, apart=True) as group:
+    with world(rank, world_size, directory) as group:
         if rank == 0:
             frame = bytearray(encode(bytes(1 << 17)).to_bytes()[: 64 << 10])
             frame[8:16] = struct.pack("<Q", length)
@@ -179,7 +182,7 @@ def test_a_frame_that_claims_more_than_there_is_memory_breaks_the_group_at_once(
     ranks2: RankPool, length: int
 ) -> None:
     """What follows it could not be told from the next message: both ranks learn that the group is unusable."""
-    (other,), (found, again) = ranks2.run(claims_too_much, length)
+    (other,), (found, again) = ApartPool(ranks2).run(claims_too_much, length)
     assert found["kind"] == "CapabilityError", found
     assert str(length) in found["text"]
     assert (again["kind"], again["cause"]) == ("GroupBrokenError", "CapabilityError")

@@ -124,7 +124,7 @@ def run_rank(rank: int, implementation: str, directory: str, cases: list[str]) -
     group: Any = Gloo()
     if implementation.startswith("ours"):
         group = get_world_group()
-        group.mq_broadcaster = group.create_mq_broadcaster()
+        group.enable_broadcaster()
     figures = {}
     for name, case in LATENCIES.items():
         if any(wanted in name for wanted in cases):

@@ -66,7 +66,13 @@ _decoder = msgspec.json.Decoder(View)
 
 
 def agree(
-    store: dist.Store, what: str, rank: int, ranks: Sequence[int], view: View, timeout_s: float
+    store: dist.Store,
+    what: str,
+    rank: int,
+    ranks: Sequence[int],
+    view: View,
+    timeout_s: float,
+    watch: PeerWatch | None = None,
 ) -> dict[int, View]:
     """Exchange views with all of `ranks`.
 
@@ -79,6 +85,7 @@ def agree(
         ranks: Global ranks that must agree.
         view: What this rank brings.
         timeout_s: Deadline in seconds.
+        watch: The other ranks' processes, where they are known before they come.
 
     Returns:
         Every rank's view, by global rank.
@@ -89,7 +96,7 @@ def agree(
         PeerLostError: A rank died meanwhile; `.peers` names it.
         NativeError: The store is gone, with a host that this rank has not seen.
     """
-    agreement = _Agreement(store, what, rank, ranks, view, timeout_s)
+    agreement = _Agreement(store, what, rank, ranks, view, timeout_s, watch)
     try:
         return run_interruptibly(agreement.exchange, f"agree on {what}", agreement.check)
     except RuntimeError as error:
@@ -109,8 +116,16 @@ class _Agreement:
     """One rank's part in one agreement; `exchange` runs on a thread of its own, as a store may hang."""
 
     def __init__(
-        self, store: dist.Store, what: str, rank: int, ranks: Sequence[int], view: View, timeout_s: float
+        self,
+        store: dist.Store,
+        what: str,
+        rank: int,
+        ranks: Sequence[int],
+        view: View,
+        timeout_s: float,
+        watch: PeerWatch | None = None,
     ) -> None:
+        self._watch = watch
         self.stop = threading.Event()
         self._store = store
         self._where = f"creating {what} (rank {rank})"
@@ -123,7 +138,9 @@ class _Agreement:
         self._known: dict[int, View] = {}
 
     def check(self) -> None:
-        """Raise if the store hangs: it does when its host is stopped. Called on the thread that waits."""
+        """Raise if a rank dies, or the store hangs as its host is stopped. Called on the thread that waits."""
+        if self._watch is not None:
+            self._raise_lost(self._watch)
         if time.monotonic() < self._silent_at:
             return
         with self._watching() as watch:
@@ -212,10 +229,13 @@ class _Agreement:
     def raise_if_lost(self) -> None:
         """Raise `PeerLostError` if a rank that was seen has died."""
         with self._watching() as watch:
-            lost = watch.lost()
-            if lost:
-                who = ", ".join(f"{other} ({watch.describe(other)})" for other in lost)
-                raise PeerLostError(f"{self._where}: lost rank(s) {who}", peers=lost)
+            self._raise_lost(watch)
+
+    def _raise_lost(self, watch: PeerWatch) -> None:
+        lost = watch.lost()
+        if lost:
+            who = ", ".join(f"{other} ({watch.describe(other)})" for other in lost)
+            raise PeerLostError(f"{self._where}: lost rank(s) {who}", peers=lost)
 
     @contextmanager
     def _watching(self) -> Iterator[PeerWatch]:

@@ -182,7 +182,7 @@ def create_parts(
             create_timeout_s=settings.create_timeout_s,
         )
     address = listening_address(members, membership.rank)
-    meeting = _Meeting(group_store, membership, own, members, settings.create_timeout_s)
+    meeting = _Meeting(group_store, membership, own, members, watch, settings.create_timeout_s)
     return _connect(
         health, watch, membership, meeting, device, address, backend, use_device_communicator, settings
     )
@@ -197,8 +197,10 @@ class _Meeting:
         membership: Membership,
         own: View,
         members: Mapping[int, View],
+        watch: PeerWatch,
         timeout_s: float,
     ) -> None:
+        self._watch = watch
         self.is_on_one_host = len({view.place for view in members.values()}) == 1
         self.timeout_s = timeout_s
         self._store = store
@@ -213,7 +215,7 @@ class _Meeting:
         store = dist.PrefixStore(f"exchange/{ranks[0]}/{self._count}", self._store)
         view = View({}, self._own.process, self._own.address, note=base64.b64encode(own).decode())
         what = f"the shared memory of ranks {list(ranks)}"
-        views = agree(store, what, self._membership.rank, ranks, view, self.timeout_s)
+        views = agree(store, what, self._membership.rank, ranks, view, self.timeout_s, self._watch)
         return [base64.b64decode(views[rank].note) for rank in ranks]
 
 

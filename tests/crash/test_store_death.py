@@ -109,7 +109,7 @@ def die_while_connecting(rank: int, world_size: int, directory: Path, what: str)
     else:
         join_world(rank, world_size, directory)
         if rank == 1:
-            replace(creation, "connect_watched", lambda *_: ENDS["killed"]())
+            replace(creation, "_share", lambda *_: ENDS["killed"]())
         found = outcome_of(lambda: new_group(get_world_group()))
     meet(rank, [0, 2], directory, "told")
     destroy_distributed_environment()

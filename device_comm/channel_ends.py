@@ -21,6 +21,8 @@ _FIRST_LOOK_S: Final = 0.001
 _BUSY_LOOK_S: Final = 0.0002
 # A thread that writes looks so often whether the channels were closed.
 _BACKGROUND_SLICE_NS: Final = 20_000_000
+# So many messages are taken in before a waiting call looks after its own again.
+_MOST_AT_ONCE: Final = 64
 # `receive` goes on with a message that comes in parts only if it may wait at all.
 _BARELY_NS: Final = 1
 
@@ -143,7 +145,8 @@ class Inlet:
                 if value is not rings.NOTHING:
                     self._sort(value)
                     continue
-                if not self.port.is_assembling and self._has_ended():
+                if self._has_ended():
+                    # Perhaps in the middle of a message, of which nothing more will come.
                     raise_left()
             finally:
                 self._lock.release()
@@ -162,11 +165,12 @@ class Inlet:
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            found = False
-            while (value := self._take(_BARELY_NS, 0)) is not rings.NOTHING:
+            for count in range(_MOST_AT_ONCE):
+                value = self._take(_BARELY_NS, 0)
+                if value is rings.NOTHING:
+                    return count > 0 or self.port.is_assembling
                 self._sort(value)
-                found = True
-            return found or self.port.is_assembling
+            return True
         finally:
             self._lock.release()
 
@@ -279,10 +283,11 @@ class Sending:
     def run(self) -> None:
         """Write the whole message on a thread of our own; never raises."""
         try:
+            spin_ns = _SPIN_NS
             while not self.is_owned.is_set():
                 if self._outlet.crossing.is_closed:
                     raise_left()
-                self.advance(_SPIN_NS, _BACKGROUND_SLICE_NS)
+                spin_ns = _SPIN_NS if self.advance(spin_ns, _BACKGROUND_SLICE_NS) else 0
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
             self._finish(error)
 

@@ -247,9 +247,11 @@ def without_memory(rank: int, world_size: int, directory: Path) -> str:
             finally:
                 segment.free_memory_bytes = free
             text = str(caught.value)
+            meet(rank, (0, 1), directory, "refused")
             group.send_object("y", 1)
         else:
-            meet(rank, (1,), directory, "waits")
+            # Not before: it would make the channel.
+            meet(rank, (0, 1), directory, "refused")
             assert group.recv_object(0) == "y"
         group.barrier()
         return text
@@ -300,6 +302,29 @@ def leaving(rank: int, world_size: int, directory: Path) -> str:
 def test_what_was_sent_before_its_sender_left_arrives(ranks2: RankPool) -> None:
     """Also on a rank that used the channel for the first time afterwards; to send there is a `PeerLostError`."""
     assert "destroyed by rank 0" in ranks2.run(leaving)[1]
+
+
+def leaves_in_the_middle(rank: int, world_size: int, directory: Path) -> list[Any]:
+    with world(rank, world_size, directory) as first:
+        group = new_group(first, destroy_timeout_s=0.4)
+        if rank == 0:
+            group.device_communicator.isend(pattern(LARGE, 1), 1)
+            group.destroy()
+            meet(rank, (0, 1), directory, "left")
+            return []
+        into = torch.empty(LARGE, dtype=torch.uint8)
+        handle = group.device_communicator.irecv(into, 0)
+        meet(rank, (0, 1), directory, "left")
+        start = time.monotonic()
+        with pytest.raises(PeerLostError):
+            handle.wait()
+        group.destroy()
+        return [time.monotonic() - start]
+
+
+def test_a_sender_that_leaves_in_the_middle_of_a_message(ranks2: RankPool) -> None:
+    """The receiver has a part of it, waits without limit for the rest, and is told at once."""
+    assert ranks2.run(leaves_in_the_middle)[1][0] < 1.0
 
 
 def silent_peer_leaves(rank: int, world_size: int, directory: Path) -> float:

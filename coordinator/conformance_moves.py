@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from coordinator.conformance import Checker
+from coordinator.conformance_exchanges import exchange_refusals, rank_refusals
 from coordinator.conformance_inputs import LAYOUTS, large_shape, raw
 from coordinator.conformance_reductions import SHAPES, first_dtype, uneven_sizes
 
@@ -294,23 +295,19 @@ def check_refusals(check: Checker) -> None:
             "numbers": lambda: it.all_gatherv([1, 2]),
             "nothing": lambda: it.all_gatherv(None),
         },
-        "gather": _rank_refusals(lambda rank: it.gather(t, rank), size),
+        "gather": rank_refusals(lambda rank: it.gather(t, rank), size),
         "broadcast": {
-            **_rank_refusals(lambda rank: it.broadcast(t, rank), size),
+            **rank_refusals(lambda rank: it.broadcast(t, rank), size),
             "a tensor that overlaps itself": lambda: it.broadcast(expanded),
         },
     }
     if size > 1:
-        attempts["reduce_scatter"]["an uneven split"] = lambda: it.reduce_scatter(
-            torch.ones(size + 1, device=device)
-        )
+        odd = torch.ones(size + 1, device=device)
+        attempts["reduce_scatter"]["an uneven split"] = lambda: it.reduce_scatter(odd)
         attempts |= _point_to_point_refusals(check, t, expanded)
+    attempts |= exchange_refusals(check, t)
     for method, each in attempts.items():
         check.check_refusals(method, each)
-
-
-def _rank_refusals(call: Callable[[Any], object], size: int) -> dict[str, Callable[[], object]]:
-    return {f"rank {rank!r}": lambda rank=rank: call(rank) for rank in (size, -1, True, 0.0, "0")}  # type: ignore[misc]
 
 
 def _point_to_point_refusals(
@@ -320,13 +317,13 @@ def _point_to_point_refusals(
     me, size = check.rank, check.world_size
     peer = (me + 1) % size
     return {
-        "send": {**_rank_refusals(lambda rank: it.send(t, rank), size), "itself": lambda: it.send(t, me)},
+        "send": {**rank_refusals(lambda rank: it.send(t, rank), size), "itself": lambda: it.send(t, me)},
         "isend": {
             "no tensor": lambda: it.isend(1, peer),
             "timeout_s -1": lambda: it.isend(t, peer, timeout_s=-1),
         },
         "recv": {
-            **_rank_refusals(lambda rank: it.recv((2,), t.dtype, rank), size),
+            **rank_refusals(lambda rank: it.recv((2,), t.dtype, rank), size),
             "itself": lambda: it.recv((2,), t.dtype, me),
             "a negative size": lambda: it.recv((-1,), t.dtype, peer),
             "size 3": lambda: it.recv(3, t.dtype, peer),

@@ -147,7 +147,8 @@ class FakeCommunicator(DeviceCommunicator):
 
     Reductions use the arithmetic and the rank order of the real ones. Where `sizes` gives other ranks more or
     fewer rows than this rank brings, they are taken to bring this rank's rows, over and over, as many as
-    they need; zeros if this rank has none.
+    they need; zeros if this rank has none. In an all-to-all each rank brings what this one sends to itself. What
+    another rank broadcasts or scatters is what is there already.
     """
 
     algorithm = "fake"
@@ -193,6 +194,40 @@ class FakeCommunicator(DeviceCommunicator):
             return None
         source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
         return torch.cat([source] * self.world_size, dim)
+
+    def _reduce(
+        self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
+    ) -> torch.Tensor | None:
+        self.context.health.check_usable("reduce")
+        return self._all_reduce(input_, op, timeout_s) if self.rank_in_group == dst else None
+
+    def _scatter(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor | None,
+        src: int,
+        dim: int,
+        sizes: tuple[int, ...],
+        timeout_s: float | None,
+    ) -> None:
+        self.context.health.check_usable("scatter")
+        if input_ is not None:
+            whole = input_.detach().reshape(input_.shape or 1)
+            part = whole.narrow(dim, sum(sizes[: self.rank_in_group]), sizes[self.rank_in_group])
+            output.detach().copy_(part.reshape(output.shape))
+
+    def _all_to_all(
+        self,
+        input_: torch.Tensor,
+        dim: int,
+        send_sizes: tuple[int, ...],
+        recv_sizes: tuple[int, ...],
+        timeout_s: float | None,
+    ) -> torch.Tensor:
+        self.context.health.check_usable("all_to_all")
+        source, rank = dense(input_.reshape(1) if input_.dim() == 0 else input_), self.rank_in_group
+        part = source.narrow(dim, sum(send_sizes[:rank]), send_sizes[rank])
+        return torch.cat([_with_rows(part, dim, size) for size in recv_sizes], dim)
 
     def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
         self.context.health.check_usable("broadcast")

@@ -120,6 +120,31 @@ class TensorCollectives(GroupPlanes):
         self._health.check_usable("all_gatherv")
         return self.device_communicator.all_gatherv(input_, dim, sizes, timeout_s=timeout_s)
 
+    def reduce(
+        self,
+        input_: torch.Tensor,
+        dst: int = 0,
+        op: ReduceOperation = SUM,
+        *,
+        timeout_s: float | None = None,
+    ) -> torch.Tensor | None:
+        """Combine the ranks' tensors with `op`, in rank order, on rank `dst`.
+
+        Unlike `torch.distributed.reduce`, which works in place.
+
+        Args:
+            input_: As in `all_reduce`; unchanged on every rank.
+            dst: The rank that gets the result.
+            op: SUM, MEAN, PRODUCT, MIN or MAX.
+            timeout_s: Deadline in seconds.
+
+        Returns:
+            On rank `dst` a new tensor of the input's shape and dtype with the bits that `all_reduce` gives, elsewhere
+            None. In a group of one: the input itself.
+        """
+        self._health.check_usable("reduce")
+        return self.device_communicator.reduce(input_, dst, op, timeout_s=timeout_s)
+
     def reduce_scatter(
         self,
         input_: torch.Tensor,
@@ -186,6 +211,68 @@ class TensorCollectives(GroupPlanes):
         """
         self._health.check_usable("gather")
         return self.device_communicator.gather(input_, dst, dim, timeout_s=timeout_s)
+
+    def scatter(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor | None = None,
+        src: int = 0,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> torch.Tensor:
+        """Split the tensor of rank `src` along `dim` over the ranks, in rank order; the opposite of `gather`.
+
+        The order of the arguments is that of `torch.distributed.scatter`; the input is one tensor, not a list.
+
+        Args:
+            output: Filled with this rank's part, in place, also in a group of one. It overlaps neither itself nor the
+                input; on all ranks the same dtype, and the same shape but for `sizes`.
+            input_: On rank `src` a tensor of the output's dtype and shape, with the sum of all sizes in dimension
+                `dim`; it is unchanged. Elsewhere it is not looked at and may be None.
+            src: The rank that brings `input_`.
+            dim: The dimension that is split.
+            sizes: `sizes[i]` is the size of dimension `dim` of the output of rank i, equal on all ranks; None when
+                all get the same.
+            timeout_s: Deadline in seconds.
+
+        Returns:
+            `output`.
+        """
+        self._health.check_usable("scatter")
+        return self.device_communicator.scatter(output, input_, src, dim, sizes, timeout_s=timeout_s)
+
+    def all_to_all(
+        self,
+        input_: torch.Tensor,
+        dim: int = 0,
+        send_sizes: Sequence[int] | None = None,
+        recv_sizes: Sequence[int] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> torch.Tensor:
+        """Send the i-th part of `input_` to rank i, and get this rank's part of every rank's.
+
+        As `torch.distributed.all_to_all_single`, with a new result.
+
+        Args:
+            input_: The same dtype on all ranks, and the same shape but for dimension `dim`.
+            dim: The dimension that is split, and along which the result is concatenated, in rank order.
+            send_sizes: How much of dimension `dim` goes to each rank (torch: `input_split_sizes`).
+            recv_sizes: How much comes from each rank (torch: `output_split_sizes`): on rank j `recv_sizes[i]` is what
+                `send_sizes[j]` is on rank i. Without both, the parts of all ranks are equal.
+            timeout_s: Deadline in seconds.
+
+        Returns:
+            A new contiguous tensor with `sum(recv_sizes)` in dimension `dim`. In a group of one: the input itself.
+
+        Raises:
+            DisagreementError: On CPU tensors: sizes sent and expected differ. On every rank, before anything is
+                moved; the group is intact.
+        """
+        self._health.check_usable("all_to_all")
+        return self.device_communicator.all_to_all(input_, dim, send_sizes, recv_sizes, timeout_s=timeout_s)
 
     def broadcast(
         self, input_: torch.Tensor, src: int = 0, *, timeout_s: float | None = None

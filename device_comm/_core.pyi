@@ -60,7 +60,14 @@ class Fabric:
         /,
     ) -> int: ...
     def exchange(
-        self, source: int, result: int, sent: tuple[int, ...], received: tuple[int, ...], dtype: int, /
+        self,
+        source: int,
+        result: int,
+        rows: int,
+        sent: tuple[int, ...],
+        received: tuple[int, ...],
+        dtype: int,
+        /,
     ) -> int: ...
     def resume(self, slice_ns: int, /) -> int:
         """Go on with the call that is under way, for at most `slice_ns`."""
@@ -70,6 +77,12 @@ class Fabric:
 
     def views(self) -> list[tuple[int, int, int, int]]:
         """Return what each rank said about its call: number, code, count, detail."""
+
+    def widths(self) -> list[tuple[tuple[int, ...], tuple[int, ...]] | None]:
+        """Return what each rank sends and expects, bytes of a row for each rank, in an exchange that was just refused.
+
+        None for a rank that made another call.
+        """
 
     def close(self, breaks: bool, /) -> None:
         """Leave: end calls that wait, and let the mapping go. `breaks`: other ranks shall complete no call any more."""

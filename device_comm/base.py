@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Final, overload
+from typing import ClassVar, Final, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -102,6 +102,23 @@ class DeviceCommunicator(ABC):
         if result is not tensor:
             tensor.detach().copy_(result)
         return tensor
+
+    def reduce(
+        self,
+        input_: torch.Tensor,
+        dst: int = 0,
+        op: ReduceOperation = SUM,
+        *,
+        timeout_s: float | None = None,
+    ) -> torch.Tensor | None:
+        """Combine the ranks' tensors on rank `dst`, to the bits of `all_reduce`; the other ranks get None.
+
+        As `gather`, and unlike `torch.distributed.reduce`, which leaves the result in the input of rank `dst`
+        and anything in those of the others.
+        """
+        op = self._check_reduction("reduce", input_, op, timeout_s)
+        checks.check_rank(dst, self.world_size, "dst")
+        return self._reduce(input_, dst, op, timeout_s)
 
     def reduce_scatter(
         self,
@@ -249,6 +266,81 @@ class DeviceCommunicator(ABC):
         result = self._gather(moved, dst, at, timeout_s)
         return None if result is None else _restored(result, moved, input_)
 
+    def scatter(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor | None = None,
+        src: int = 0,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> torch.Tensor:
+        """Split the tensor of rank `src` along `dim`; fill `output` on rank i with the i-th part, and return it.
+
+        As with `torch.distributed.scatter` the output comes first and is made by the caller: only so does a rank
+        that receives know shape and dtype before anything is sent, and it may be a view of a larger buffer. The input
+        is one tensor, as in the other calls here, where torch takes a list.
+
+        Args:
+            output: This rank's part, filled in place: it overlaps neither itself nor the input. The same dtype
+                on all ranks, and the same shape but for `sizes[i]` in dimension `dim`.
+            input_: On rank `src` all parts one after the other, unchanged; not looked at elsewhere.
+            src: The rank that brings `input_`.
+            dim: Where the parts lie one after the other; a 0-dim output counts as one of shape [1].
+            sizes: One count for each rank, equal on all of them; None when all get the same.
+            timeout_s: Deadline in seconds.
+        """
+        checks.check_tensor(output, self.device, "scatter")
+        checks.check_timeout(timeout_s)
+        checks.check_rank(src, self.world_size, "src")
+        at = checks.check_dim(dim, output)
+        own = output.shape[at] if output.dim() else 1
+        counts = (own,) * self.world_size if sizes is None else checks.check_sizes(sizes, self.world_size)
+        checks.check_own_size(output, at, counts, self.rank_in_group)
+        checks.check_writable(output, "scatter")
+        source = None
+        if self.rank_in_group == src:
+            checks.check_tensor(input_, self.device, "scatter")
+            source = cast("torch.Tensor", input_)
+            checks.check_scattered(source, output, at, counts)
+            source = _movable(source)
+        self._scatter(_movable(output), source, src, at, counts, timeout_s)
+        return output
+
+    def all_to_all(
+        self,
+        input_: torch.Tensor,
+        dim: int = 0,
+        send_sizes: Sequence[int] | None = None,
+        recv_sizes: Sequence[int] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> torch.Tensor:
+        """Send the i-th part of `input_` along `dim` to rank i; return the parts received, in rank order.
+
+        As `torch.distributed.all_to_all_single`, with a new result, and along any dimension.
+
+        Args:
+            input_: The same dtype on all ranks, and the same shape but for dimension `dim`.
+            dim: Where the parts lie one after the other.
+            send_sizes: How much of dimension `dim` goes to each rank; torch's `input_split_sizes`.
+            recv_sizes: How much of it comes from each rank, `send_sizes[this rank]` of that rank; torch's
+                `output_split_sizes`. Both or neither are given; without them all parts of all ranks are equal.
+            timeout_s: Deadline in seconds.
+
+        Returns:
+            A new tensor of the input's shape, with `sum(recv_sizes)` in dimension `dim`.
+        """
+        checks.check_tensor(input_, self.device, "all_to_all")
+        checks.check_timeout(timeout_s)
+        at = checks.check_dim(dim, input_)
+        sent, received = checks.check_exchange_sizes(
+            input_, at, send_sizes, recv_sizes, self.rank_in_group, self.world_size
+        )
+        moved = _movable(input_)
+        return _restored(self._all_to_all(moved, at, sent, received, timeout_s), moved, input_)
+
     def broadcast(
         self, tensor: torch.Tensor, src: int = 0, *, timeout_s: float | None = None
     ) -> torch.Tensor:
@@ -348,6 +440,55 @@ class DeviceCommunicator(ABC):
 
     @abstractmethod
     def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor: ...
+
+    # What follows is made of the above, so that a communicator need not have it: at the price of bytes that ranks get
+    # and drop.
+
+    def _reduce(
+        self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
+    ) -> torch.Tensor | None:
+        result = self._all_reduce(input_, op, timeout_s)
+        return result if self.rank_in_group == dst else None
+
+    def _scatter(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor | None,
+        src: int,
+        dim: int,
+        sizes: tuple[int, ...],
+        timeout_s: float | None,
+    ) -> None:
+        """Fill `output`. `input_` is None on all ranks but `src`; a 0-dim tensor counts as one of shape [1]."""
+        shape = list(output.shape) or [1]
+        shape[dim] = sum(sizes)
+        # A copy: the input may be such that nothing can be written to it.
+        whole = output.new_empty(shape)
+        if input_ is not None:
+            whole.copy_(input_.detach().reshape(shape))
+        self._broadcast(whole, src, timeout_s)
+        rank = self.rank_in_group
+        output.detach().copy_(whole.narrow(dim, sum(sizes[:rank]), sizes[rank]).view(output.shape))
+
+    def _all_to_all(
+        self,
+        input_: torch.Tensor,
+        dim: int,
+        send_sizes: tuple[int, ...],
+        recv_sizes: tuple[int, ...],
+        timeout_s: float | None,
+    ) -> torch.Tensor:
+        source = input_.detach().reshape(input_.shape or 1)
+        own = torch.tensor([[*send_sizes, *recv_sizes]], dtype=torch.int64, device=self.device)
+        table = self._all_gather(own, 0, (1,) * self.world_size, timeout_s).tolist()
+        checks.check_exchange_table(self.context.health.where("all_to_all"), self.context.ranks, table)
+        sent = [row[: self.world_size] for row in table]
+        wholes = self._all_gather(source, dim, tuple(map(sum, sent)), timeout_s)
+        rank, parts, start = self.rank_in_group, [], 0
+        for row in sent:
+            parts.append(wholes.narrow(dim, start + sum(row[:rank]), row[rank]))
+            start += sum(row)
+        return torch.cat(parts, dim)
 
     def _send(self, tensor: torch.Tensor, dst: int, timeout_s: float | None) -> None:
         self._isend(tensor, dst, timeout_s).wait()

@@ -1,7 +1,7 @@
 """Argument checks of the collectives, shared by all communicators and by the fakes.
 
 Each raises `UsageError` before anything is sent. They look at this rank's arguments alone; whether the
-ranks agree with each other is not known here.
+ranks agree with each other is not known here, but for `check_exchange_table`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shm_broadcast.errors import UsageError
+from shm_broadcast.errors import DisagreementError, UsageError
 
 
 def check_tensor(value: object, device: torch.device, name: str) -> None:
@@ -58,26 +58,27 @@ def check_dim(dim: object, tensor: torch.Tensor) -> int:
     return dim % dims
 
 
-def check_divisible(tensor: torch.Tensor, dim: int, world_size: int) -> None:
-    """Raise unless dimension `dim` can be split evenly over the ranks."""
+def check_divisible(
+    tensor: torch.Tensor, dim: int, world_size: int, remedy: str = "reduce_scatterv takes uneven sizes"
+) -> None:
+    """Raise unless dimension `dim` can be split evenly over the ranks; `remedy` says what takes another."""
     size = tensor.shape[dim] if tensor.dim() else 1
     if size % world_size:
         raise UsageError(
-            f"dimension {dim} of shape {tuple(tensor.shape)} cannot be split evenly over {world_size} ranks; "
-            "reduce_scatterv takes uneven sizes"
+            f"dimension {dim} of shape {tuple(tensor.shape)} cannot be split evenly over {world_size} ranks; {remedy}"
         )
 
 
-def check_sizes(sizes: object, world_size: int) -> tuple[int, ...]:
-    """Return `sizes` as a tuple if it holds one count for each rank."""
+def check_sizes(sizes: object, world_size: int, name: str = "sizes") -> tuple[int, ...]:
+    """Return `sizes` as a tuple if it holds one count for each rank; `name` is that of the argument."""
     if not isinstance(sizes, Sequence) or isinstance(sizes, (str, bytes)):
-        raise UsageError(f"sizes must hold one count for each rank, not {sizes!r}")
+        raise UsageError(f"{name} must hold one count for each rank, not {sizes!r}")
     counts = tuple(sizes)
     if len(counts) != world_size:
-        raise UsageError(f"sizes has {len(counts)} entries, the group has {world_size} ranks")
+        raise UsageError(f"{name} has {len(counts)} entries, the group has {world_size} ranks")
     for count in counts:
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise UsageError(f"sizes must be counts, got {count!r}")
+            raise UsageError(f"{name} must be counts, got {count!r}")
     return counts
 
 
@@ -90,13 +91,69 @@ def check_own_size(tensor: torch.Tensor, dim: int, sizes: Sequence[int], rank: i
         )
 
 
-def check_total_size(tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> None:
-    """Raise unless `sizes` adds up to dimension `dim`."""
+def check_total_size(tensor: torch.Tensor, dim: int, sizes: Sequence[int], name: str = "sizes") -> None:
+    """Raise unless `sizes`, an argument of that name, adds up to dimension `dim`."""
     size = tensor.shape[dim] if tensor.dim() else 1
     if size != sum(sizes):
         raise UsageError(
-            f"sizes add up to {sum(sizes)}, dimension {dim} of shape {tuple(tensor.shape)} has {size}"
+            f"{name} add up to {sum(sizes)}, dimension {dim} of shape {tuple(tensor.shape)} has {size}"
         )
+
+
+def check_scattered(input_: torch.Tensor, output: torch.Tensor, dim: int, sizes: Sequence[int]) -> None:
+    """Raise unless `input_` consists of the ranks' parts, of which `output` takes one; `dim` counts from the front."""
+    shape = list(output.shape) or [1]
+    shape[dim] = sum(sizes)
+    if (list(input_.shape) or [1]) != shape or input_.dtype != output.dtype:
+        raise UsageError(
+            f"scatter: for an output of shape {tuple(output.shape)} and dtype {output.dtype} and parts of sizes "
+            f"{tuple(sizes)} the input must have shape {tuple(shape)}, it has shape {tuple(input_.shape)} and dtype "
+            f"{input_.dtype}"
+        )
+    check_no_overlap(input_, output, "scatter")
+
+
+def check_exchange_sizes(
+    tensor: torch.Tensor, dim: int, send_sizes: object, recv_sizes: object, rank: int, world_size: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return how much of dimension `dim` this rank sends to each rank, and receives from each; None splits evenly."""
+    if send_sizes is None and recv_sizes is None:
+        check_divisible(tensor, dim, world_size, "send_sizes and recv_sizes may be uneven")
+        size = tensor.shape[dim] if tensor.dim() else 1
+        even = (size // world_size,) * world_size
+        return even, even
+    if send_sizes is None or recv_sizes is None:
+        raise UsageError("all_to_all: send_sizes and recv_sizes are given together, or neither")
+    sent = check_sizes(send_sizes, world_size, "send_sizes")
+    received = check_sizes(recv_sizes, world_size, "recv_sizes")
+    check_total_size(tensor, dim, sent, "send_sizes")
+    if sent[rank] != received[rank]:
+        raise UsageError(
+            f"all_to_all: this rank sends {sent[rank]} to itself by send_sizes[{rank}], but expects {received[rank]} "
+            f"from itself by recv_sizes[{rank}]"
+        )
+    return sent, received
+
+
+def check_exchange_table(where: str, ranks: Sequence[int], table: Sequence[Sequence[int]]) -> None:
+    """Raise unless each rank sends to each other what that one expects; all ranks raise the same.
+
+    Args:
+        where: The call, for the text.
+        ranks: Global ranks, in group order.
+        table: For each rank how much it sends to each, and behind that how much it expects from each.
+
+    Raises:
+        DisagreementError: They do not match. Names what every rank sends and expects.
+    """
+    size = len(ranks)
+    if all(table[a][b] == table[b][size + a] for a in range(size) for b in range(size)):
+        return
+    views = "; ".join(
+        f"rank {rank}: sends {tuple(row[:size])}, expects {tuple(row[size:])}"
+        for rank, row in zip(ranks, table, strict=True)
+    )
+    raise DisagreementError(f"{where}: the ranks send other sizes than are expected: {views}")
 
 
 def check_output(output: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:

@@ -2,8 +2,8 @@
 
 A call is a sequence of steps: each rank copies a piece of its tensor into its slot, says so, waits until all
 have, and takes what it needs from the others' slots (`csrc/call.cpp`). An ordinary small call is one native call.
-Point-to-point transfers and what has no kernel go through the group's process group, as in the general
-communicator, which also serves groups over several hosts.
+Groups over several hosts are served by `device_comm.hierarchical`, and by the general communicator where no two
+ranks share a host.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from device_comm.base import SUM, CommunicatorContext, movable_dtype
 from device_comm.fabric import SharedMemory
 from device_comm.handles import Handle
 from device_comm.health import Operation
-from device_comm.process_group import TENSOR_TAG, ProcessGroupCommunicator, as_bytes, dense, is_plain
+from device_comm.hierarchical import HierarchicalCommunicator
+from device_comm.process_group import TENSOR_TAG, as_bytes, dense, is_plain
 from device_comm.reduction import ReduceOperation
 from shm_broadcast._core import BlockPool
 from shm_broadcast.errors import DisagreementError
@@ -62,8 +63,8 @@ def all_reduce_kind(nbytes: int, world_size: int) -> int:
     return _core.ALL_REDUCE_TWO_SHOT
 
 
-class CpuCommunicator(ProcessGroupCommunicator):
-    """Collectives over shared memory where all ranks are on one host, else over the process group."""
+class CpuCommunicator(HierarchicalCommunicator):
+    """Collectives over shared memory where all ranks are on one host, else in two levels or over the process group."""
 
     algorithm = "shared memory"
     needs_process_group = False
@@ -78,6 +79,8 @@ class CpuCommunicator(ProcessGroupCommunicator):
         self._channels = None if shared is None else shared.channels
         self._is_pair = self.world_size <= _ONE_SHOT_RANKS
         self._pool = BlockPool()
+        if shared is None:
+            self._connect_hosts()
 
     def _connect(self) -> SharedMemory | None:
         operation = self._health.begin("device", "create shared memory")
@@ -177,6 +180,23 @@ class CpuCommunicator(ProcessGroupCommunicator):
         )
         self._settle(name, status, timeout_s)
 
+    def _reduce(
+        self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
+    ) -> torch.Tensor | None:
+        code = _TYPES.get(input_.dtype)
+        if self._core is None or code is None:
+            return super()._reduce(input_, dst, op, timeout_s)
+        source = input_ if is_plain(input_) else dense(input_)
+        result = None
+        if self.rank_in_group == dst:
+            result = self._fresh(source.shape, source.dtype, source.nbytes)
+        status = self._core.reduce(
+            *(_core.REDUCE, source.data_ptr(), 0 if result is None else result.data_ptr()),
+            *(source.numel(), code, _OPS[op], dst),
+        )
+        self._settle("reduce", status, timeout_s)
+        return result
+
     def _reduce_scatter(
         self,
         input_: torch.Tensor,
@@ -220,7 +240,12 @@ class CpuCommunicator(ProcessGroupCommunicator):
         received = flat.new_empty(own * self.world_size)
         sent = tuple(count * flat.itemsize for count in counts)
         status = self._core.exchange(
-            flat.data_ptr(), received.data_ptr(), sent, (own * flat.itemsize,) * self.world_size, _OTHER_TYPE
+            flat.data_ptr(),
+            received.data_ptr(),
+            1,
+            sent,
+            (own * flat.itemsize,) * self.world_size,
+            _OTHER_TYPE,
         )
         self._settle(operation.name, status, timeout_s)
         return list(received.view(self.world_size, own))
@@ -270,6 +295,48 @@ class CpuCommunicator(ProcessGroupCommunicator):
             kind, source.data_ptr(), address, rows, widths, code, 0, root
         )
         self._settle(name, status, timeout_s)
+
+    def _scatter(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor | None,
+        src: int,
+        dim: int,
+        sizes: tuple[int, ...],
+        timeout_s: float | None,
+    ) -> None:
+        if self._core is None:
+            super()._scatter(output, input_, src, dim, sizes, timeout_s)
+            return
+        into = output.detach()
+        landing = into if is_plain(into) else into.new_empty(into.shape)
+        source = None if input_ is None else dense(input_)
+        rows, widths = _columns(landing, dim, sizes)
+        code = _TYPES.get(output.dtype, _OTHER_TYPE)
+        address = 0 if source is None else source.data_ptr()
+        status = self._core.move(*(_core.SCATTER, address, landing.data_ptr(), rows, widths, code, 0, src))
+        self._settle("scatter", status, timeout_s)
+        if landing is not into:
+            into.copy_(landing)
+
+    def _all_to_all(
+        self,
+        input_: torch.Tensor,
+        dim: int,
+        send_sizes: tuple[int, ...],
+        recv_sizes: tuple[int, ...],
+        timeout_s: float | None,
+    ) -> torch.Tensor:
+        if self._core is None:
+            return super()._all_to_all(input_, dim, send_sizes, recv_sizes, timeout_s)
+        source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
+        shape = (*source.shape[:dim], sum(recv_sizes), *source.shape[dim + 1 :])
+        result = self._fresh(shape, source.dtype, math.prod(shape) * source.itemsize)
+        (rows, sent), (_, received) = (_columns(source, dim, sizes) for sizes in (send_sizes, recv_sizes))
+        code = _TYPES.get(source.dtype, _OTHER_TYPE)
+        status = self._core.exchange(source.data_ptr(), result.data_ptr(), rows, sent, received, code)
+        self._settle("all_to_all", status, timeout_s)
+        return result
 
     def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
         if self._core is None:

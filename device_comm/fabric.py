@@ -1,4 +1,4 @@
-"""The shared memory of a group whose ranks are all on one host: how it is made, and how a call on it is waited for."""
+"""The shared memory of ranks on one host, a group or a part of one: how it is made, how a call on it is waited for."""
 
 from __future__ import annotations
 
@@ -62,13 +62,23 @@ Exchange = Callable[[bytes], Sequence[bytes | memoryview]]
 
 
 class SharedFabric:
-    """One rank's end of the shared memory of its group."""
+    """One rank's end of the shared memory of its group, or of those of its ranks that are on one host."""
 
-    def __init__(self, plane: str, core: _core.Fabric, health: GroupHealth) -> None:
-        """Use `connect`. `plane`: under which calls are looked up on the group's board."""
+    def __init__(
+        self, plane: str, core: _core.Fabric, health: GroupHealth, ranks: Sequence[int] | None = None
+    ) -> None:
+        """Use `connect` or `connect_part`.
+
+        Args:
+            plane: Under which calls are looked up on the group's board.
+            core: This rank's end.
+            health: The group's shared state.
+            ranks: Global ranks that share the memory, ascending in the group; None for all of the group.
+        """
         self.core = core
         self._plane = plane
         self._health = health
+        self._ranks = health.ranks if ranks is None else tuple(ranks)
         health.on_abort(self.close)
 
     def close(self) -> None:
@@ -77,7 +87,7 @@ class SharedFabric:
 
     def all_gather_bytes(self, name: str, own: bytes, timeout_s: float) -> memoryview:
         """Return every rank's bytes one after the other; all ranks bring the same number."""
-        world_size = len(self._health.ranks)
+        world_size = len(self._ranks)
         result = bytearray(len(own) * world_size)
         if own:
             # Addresses without a copy, of objects that live until the call is done.
@@ -105,6 +115,17 @@ class SharedFabric:
             return
         self.settle(name, status)
 
+    def finish_part(self, operation: Operation, status: int, timeout_s: float) -> None:
+        """Finish a call that is one part of `operation`, in which ranks that are not here take part too.
+
+        Who is awaited here may itself wait for a rank elsewhere, so that only the board can tell who is missing.
+        Raises as `finish`.
+        """
+        if status in (_core.PENDING, _core.LEFT):
+            self._health.wait(operation, _PartOfCall(self, operation.name), timeout_s)
+            return
+        self.settle(operation.name, status)
+
     def settle(self, name: str, status: int) -> None:
         """Raise unless `status` says that the call is done."""
         if status == _core.DONE:
@@ -119,12 +140,12 @@ class SharedFabric:
         raise ClosedError(f"{self._health.where(name)}: the group was destroyed while the call waited")
 
     def _views(self) -> str:
-        views = zip(self._health.ranks, self.core.views(), strict=True)
-        return "; ".join(f"rank {rank}: {_describe(*view)}" for rank, view in views)
+        views = zip(self._ranks, self.core.views(), self.core.widths(), strict=True)
+        return "; ".join(f"rank {rank}: {_describe(*view, widths)}" for rank, view, widths in views)
 
     def missing(self) -> list[int]:
         """Return the global ranks that have not come to the present step."""
-        return [self._health.ranks[rank] for rank in self.core.missing()]
+        return [self._ranks[rank] for rank in self.core.missing()]
 
 
 class SharedMemory:
@@ -172,17 +193,33 @@ class _PendingCall:
         self._fabric.settle(self._name, status)
         return True
 
-    def pending(self) -> list[int]:
+    def pending(self) -> list[int] | None:
         return self._fabric.missing()
 
 
-def _describe(number: int, code: int, count: int, detail: int) -> str:
+class _PartOfCall(_PendingCall):
+    """One part of a call in which ranks elsewhere take part; see `Pollable`."""
+
+    def pending(self) -> None:
+        return None
+
+
+def _describe(
+    number: int, code: int, count: int, detail: int, widths: tuple[tuple[int, ...], tuple[int, ...]] | None
+) -> str:
     """Return what a rank said about its call, for people."""
     kind = code & 0xFF
     name = _KINDS[kind] if kind < len(_KINDS) else f"call {kind}"
     parts = [f"{name} #{number}"]
     dtype = code >> 8 & 0xFF
-    if name != "barrier":
+    if widths is not None:
+        sent, expected = (" + ".join(str(count * width) for width in each) for each in widths)
+        parts.append(
+            f"sends {sent} bytes and expects {expected} bytes, {_core.TYPE_NAMES.get(dtype, f'dtype {dtype}')}"
+        )
+        if count != 1:
+            parts.append(f"in {count} rows")
+    elif name != "barrier":
         parts.append(f"{count} {'elements' if name in _REDUCING else 'bytes'}")
         parts.append(_core.TYPE_NAMES.get(dtype, f"dtype {dtype}"))
     if name in _REDUCING:
@@ -205,17 +242,72 @@ def connect(
     Raises:
         CapabilityError: Rank 0 lacks the memory, or a rank could not map it; on every rank.
     """
-    world_size = len(health.ranks)
-    handover, segment, own = _offer(world_size) if rank_in_group == 0 else (None, None, _Offer(place()))
+    segment = _share(health, range(len(health.ranks)), rank_in_group, timeout_s, exchange)
+    return None if segment is None else SharedMemory(segment, rank_in_group, health)
+
+
+def places(exchange: Exchange) -> list[str]:
+    """Return where each rank of the group is, in rank order. Collective."""
+    return [str(_unframed(frame), "utf-8") for frame in exchange(_framed(place().encode()))]
+
+
+class SharedPart:
+    """What those ranks of a group share that are on one host.
+
+    Attributes:
+        device: For their part of the collectives on CPU tensors.
+    """
+
+    def __init__(self, segment: Segment, members: Sequence[int], index: int, health: GroupHealth) -> None:
+        """Use `connect_part`."""
+        self._segment = segment
+        memory = memoryview(segment.memory)[: _layout(len(members))[0]]
+        ranks = [health.ranks[member] for member in members]
+        self.device = SharedFabric("device", _core.Fabric(memory, index), health, ranks)
+
+    def close(self) -> None:
+        """Let the memory go. Idempotent; calls that wait in other threads end."""
+        self.device.close()
+        self._segment.close()
+
+
+def connect_part(
+    health: GroupHealth, rank_in_group: int, members: Sequence[int], timeout_s: float, exchange: Exchange
+) -> SharedPart | None:
+    """Return what `members` share, the ranks in the group that are on this host; None if that is this rank alone.
+
+    Collective over the whole group, each host with its own `members`, ascending.
+
+    Raises:
+        CapabilityError: On some host the memory could not be made or mapped; on every rank of the group.
+    """
+    segment = _share(health, members, rank_in_group, timeout_s, exchange)
+    if len(members) == 1:
+        return None
+    if segment is None:
+        raise InternalError(f"{health.where('create shared memory')}: one host has become several")
+    return SharedPart(segment, members, members.index(rank_in_group), health)
+
+
+def _share(
+    health: GroupHealth, members: Sequence[int], rank_in_group: int, timeout_s: float, exchange: Exchange
+) -> Segment | None:
+    """Return the memory of `members`, which the first of them makes; None if they are on several hosts.
+
+    A single member needs none, but takes part in what the group exchanges.
+    """
+    size, index = len(members), members.index(rank_in_group)
+    handover, segment, own = _offer(size) if index == 0 and size > 1 else (None, None, _Offer(place()))
     try:
         offers = [_offer_decoder.decode(_unframed(frame)) for frame in exchange(_framed(own))]
-        if len({offer.place for offer in offers}) > 1:
+        if len({offers[member].place for member in members}) > 1:
             _drop(segment)
             return None
-        offer = offers[0]
+        offer = offers[members[0]]
         failure = offer.failure
-        if not failure and segment is None:
-            segment, failure = _take(offer, rank_in_group, world_size, timeout_s)
+        if not failure and segment is None and size > 1:
+            segment, failure = _take(offer, index, size, timeout_s)
+            failure = failure and f"rank {rank_in_group} of the group: {failure}"
         failures = [
             str(_unframed(frame), "utf-8", "replace") for frame in exchange(_framed(failure.encode()))
         ]
@@ -231,9 +323,9 @@ def connect(
         raise CapabilityError(
             f"{health.where('create shared memory')}: {reasons}", requirement="shared memory"
         )
-    if segment is None:
+    if segment is None and size > 1:
         raise InternalError(f"{health.where('create shared memory')}: no segment and no reason")
-    return SharedMemory(segment, rank_in_group, health)
+    return segment
 
 
 def _drop(segment: Segment | None) -> None:
@@ -286,7 +378,7 @@ def _take(offer: _Offer, rank: int, world_size: int, timeout_s: float) -> tuple[
             offer.address, offer.key, rank, _layout(world_size)[2], timeout_s, room_bytes(world_size)
         )
     except CommError as error:
-        return None, f"rank {rank} of the group: {error}"
+        return None, str(error)
     os.close(descriptor)
     return segment, ""
 

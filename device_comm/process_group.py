@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import ClassVar, Final
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
+from device_comm import checks
 from device_comm.base import CommunicatorContext, DeviceCommunicator
 from device_comm.handles import Handle, PointToPointHandle
 from device_comm.health import FOREVER_S, GRACE_S, Operation
@@ -116,15 +118,52 @@ class ProcessGroupCommunicator(DeviceCommunicator):
     ) -> torch.Tensor:
         """Each rank reduces its share of the flat tensor, then the shares are gathered."""
         flat = source.view(-1)
-        share = -(-flat.numel() // self.world_size)
-        starts = [min(rank * share, flat.numel()) for rank in range(self.world_size + 1)]
+        starts = self._share_starts(flat.numel())
         counts = [end - start for start, end in itertools.pairwise(starts)]
-        own = flat.new_empty(share)
+        own = flat.new_empty(counts[0])
         parts = self._exchange(operation, flat, counts, timeout_s)
         if counts[self.rank_in_group]:
             own[: counts[self.rank_in_group]] = reduce_in_rank_order(parts, op)
         gathered = self._gather_bytes(operation, as_bytes(own), timeout_s)
         return gathered.view(source.dtype)[: flat.numel()]
+
+    def _reduce(
+        self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
+    ) -> torch.Tensor | None:
+        operation = self._health.begin("device", "reduce")
+        source = dense(input_)
+        is_root = self.rank_in_group == dst
+        if source.numel() == 0:
+            return torch.empty_like(source) if is_root else None
+        flat = source.view(-1)
+        others = [rank for rank in range(self.world_size) if rank != dst]
+        if source.nbytes <= ONE_SHOT_BYTES or len(others) == 1:
+            # As a gather whose root combines what comes: one transfer instead of an exchange and one.
+            if not is_root:
+                self._transfer(operation, timeout_s, sends={dst: flat})
+                return None
+            parts = flat.new_empty((self.world_size, flat.numel()))
+            parts[dst] = flat
+            self._transfer(operation, timeout_s, receives={rank: parts[rank] for rank in others})
+            return reduce_in_rank_order(list(parts), op).view(source.shape)
+        starts = self._share_starts(flat.numel())
+        parts_of_share = self._exchange(
+            operation, flat, [end - start for start, end in itertools.pairwise(starts)], timeout_s
+        )
+        own = reduce_in_rank_order(parts_of_share, op)
+        if not is_root:
+            self._transfer(operation, timeout_s, sends={dst: own})
+            return None
+        result = torch.empty_like(flat)
+        result[starts[dst] : starts[dst + 1]] = own
+        shares = {rank: result[starts[rank] : starts[rank + 1]] for rank in others}
+        self._transfer(operation, timeout_s, receives=shares)
+        return result.view(source.shape)
+
+    def _share_starts(self, elements: int) -> list[int]:
+        """Return where each rank's share of a flat tensor begins, and where the last one ends."""
+        share = -(-elements // self.world_size)
+        return [min(rank * share, elements) for rank in range(self.world_size + 1)]
 
     def _reduce_scatter(
         self,
@@ -181,6 +220,62 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         receives = {rank: parts[rank] for rank in range(self.world_size) if rank != dst}
         self._transfer(operation, timeout_s, receives=receives)
         return _concatenate(parts, dim)
+
+    def _scatter(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor | None,
+        src: int,
+        dim: int,
+        sizes: tuple[int, ...],
+        timeout_s: float | None,
+    ) -> None:
+        operation = self._health.begin("device", "scatter")
+        into = output.detach()
+        if input_ is None:
+            landing = into if is_plain(into) else into.new_empty(into.shape)
+            self._transfer(operation, timeout_s, receives={src: landing})
+            if landing is not into:
+                into.copy_(landing)
+            return
+        whole = input_.reshape(1) if input_.dim() == 0 else input_.detach()
+        starts = [0, *itertools.accumulate(sizes)]
+        parts = [whole.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=False)]
+        others = {rank: dense(part) for rank, part in enumerate(parts) if rank != src}
+        into.copy_(parts[src].reshape(into.shape))
+        self._transfer(operation, timeout_s, sends=others)
+
+    def _all_to_all(
+        self,
+        input_: torch.Tensor,
+        dim: int,
+        send_sizes: tuple[int, ...],
+        recv_sizes: tuple[int, ...],
+        timeout_s: float | None,
+    ) -> torch.Tensor:
+        operation = self._health.begin("device", "all_to_all")
+        if self._on_host:
+            self._check_table(operation, send_sizes, recv_sizes, timeout_s)
+        rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
+        result = rows.new_empty((sum(recv_sizes), *rows.shape[1:]))
+        row_bytes = math.prod(rows.shape[1:]) * rows.itemsize
+        if row_bytes:
+            sent, received = ([size * row_bytes for size in sizes] for sizes in (send_sizes, recv_sizes))
+            self._exchange_bytes(operation, as_bytes(rows), as_bytes(result), sent, received, timeout_s)
+        return result.movedim(0, dim).contiguous()
+
+    def _check_table(
+        self,
+        operation: Operation,
+        send_sizes: tuple[int, ...],
+        recv_sizes: tuple[int, ...],
+        timeout_s: float | None,
+    ) -> None:
+        """Raise on every rank if ranks send other sizes than are expected: Gloo would end the process."""
+        own = torch.tensor([*send_sizes, *recv_sizes], dtype=torch.int64)
+        table = self._gather_bytes(operation, as_bytes(own), timeout_s).view(torch.int64)
+        rows = table.view(self.world_size, -1).tolist()
+        checks.check_exchange_table(self._health.where("all_to_all"), self.context.ranks, rows)
 
     def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
         operation = self._health.begin("device", "broadcast")
@@ -268,17 +363,29 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         self, operation: Operation, flat: torch.Tensor, counts: Sequence[int], timeout_s: float | None
     ) -> list[torch.Tensor]:
         """Send `counts[i]` elements to rank i; return what each rank sent here, in rank order."""
-        deadline = timeout_s or self.context.timeout_s
-        options = dist.AllToAllOptions()
-        options.timeout = backend_timeout(deadline)
         own = counts[self.rank_in_group]
         received = flat.new_empty(own * self.world_size)
         out_bytes = [own * flat.itemsize] * self.world_size
         in_bytes = [count * flat.itemsize for count in counts]
-        with self._health.transport(operation):
-            work = self._group.alltoall_base(as_bytes(received), as_bytes(flat), out_bytes, in_bytes, options)
-        self._finish(operation, work, deadline)
+        self._exchange_bytes(operation, as_bytes(flat), as_bytes(received), in_bytes, out_bytes, timeout_s)
         return list(received.view(self.world_size, own))
+
+    def _exchange_bytes(
+        self,
+        operation: Operation,
+        source: torch.Tensor,
+        result: torch.Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+        timeout_s: float | None,
+    ) -> None:
+        """Send `sent[i]` bytes of `source` to rank i; put `received[i]` bytes from rank i into `result`."""
+        deadline = timeout_s or self.context.timeout_s
+        options = dist.AllToAllOptions()
+        options.timeout = backend_timeout(deadline)
+        with self._health.transport(operation):
+            work = self._group.alltoall_base(result, source, list(received), list(sent), options)
+        self._finish(operation, work, deadline)
 
     def _stage(self, nbytes: int) -> torch.Tensor:
         if self._staging.numel() < nbytes:

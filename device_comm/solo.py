@@ -45,6 +45,30 @@ class SoloCommunicator(DeviceCommunicator):
         del dst, dim, timeout_s
         return input_
 
+    def _scatter(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor | None,
+        src: int,
+        dim: int,
+        sizes: tuple[int, ...],
+        timeout_s: float | None,
+    ) -> None:
+        del src, dim, sizes, timeout_s
+        if input_ is not None:
+            output.detach().copy_(input_.detach().reshape(output.shape))
+
+    def _all_to_all(
+        self,
+        input_: torch.Tensor,
+        dim: int,
+        send_sizes: tuple[int, ...],
+        recv_sizes: tuple[int, ...],
+        timeout_s: float | None,
+    ) -> torch.Tensor:
+        del dim, send_sizes, recv_sizes, timeout_s
+        return input_
+
     def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
         del src, timeout_s
         return tensor

@@ -2,7 +2,7 @@
 
 import importlib
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,12 @@ __all__ = [
     "LARGE",
     "WAITS",
     "ApartPool",
+    "HostsPool",
     "join_world",
     "meet",
     "new_group",
     "outcome_of",
+    "run_at",
     "world",
 ]
 
@@ -113,6 +115,29 @@ def _run_apart(rank: int, world_size: int, directory: Path, module: str, name: s
         fabric.place = place
 
 
+class HostsPool:
+    """Runs bodies in a pool's ranks, which take themselves to be where `places` says, one name for each rank."""
+
+    def __init__(self, pool: RankPool, places: Sequence[str]) -> None:
+        self._pool = pool
+        self._places = list(places)
+
+    def run(self, body: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        """Run `body` as the pool does."""
+        return self._pool.run(run_at, self._places, body.__module__, body.__qualname__, *args, **options)
+
+
+def run_at(
+    rank: int, world_size: int, directory: Path, places: list[str], module: str, name: str, *args: Any
+) -> Any:
+    """Run a body in a rank that takes itself to be at `places[rank]`; for `run_ranks`."""
+    place, fabric.place = fabric.place, lambda: places[rank]
+    try:
+        return getattr(importlib.import_module(module), name)(rank, world_size, directory, *args)
+    finally:
+        fabric.place = place
+
+
 def small() -> torch.Tensor:
     """Return a tensor that divides evenly over 2 and 4 ranks."""
     return torch.arange(8, dtype=torch.float32)
@@ -130,6 +155,10 @@ EVERYONE_WAITS: dict[str, Wait] = {
     "all_gather": lambda group, _, s: group.all_gather(small(), timeout_s=s),
     "reduce_scatter": lambda group, _, s: group.reduce_scatter(small(), timeout_s=s),
     "broadcast": lambda group, peer, s: group.broadcast(small(), peer, timeout_s=s),
+    "scatter": lambda group, peer, s: group.scatter(
+        small()[:1], small()[: group.world_size], peer, timeout_s=s
+    ),
+    "all_to_all": lambda group, _, s: group.all_to_all(small(), timeout_s=s),
     "all_gather_object": lambda group, _, s: group.all_gather_object("x", timeout_s=s),
     "broadcast_object": lambda group, peer, s: group.broadcast_object(None, peer, timeout_s=s),
     "broadcast_tensor_dict": lambda group, peer, s: group.broadcast_tensor_dict({"x": 1}, peer, timeout_s=s),
@@ -137,6 +166,7 @@ EVERYONE_WAITS: dict[str, Wait] = {
 """Calls in which every rank waits for rank `peer` of the group."""
 
 FIRST_WAITS: dict[str, Wait] = {
+    "reduce": lambda group, _, s: group.reduce(small(), timeout_s=s),
     "gather": lambda group, _, s: group.gather(small(), timeout_s=s),
     "gather_object": lambda group, _, s: group.gather_object("x", timeout_s=s),
     "recv": lambda group, peer, s: group.recv((8,), torch.float32, peer, timeout_s=s),

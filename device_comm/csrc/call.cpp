@@ -43,8 +43,8 @@ size_t Call::step_bytes() const {
         case Kind::kAllReduceTwoShot:  // a share for each rank, and the result of one
             return slot / (fabric_.ranks() + 1) / kLine * kLine;
         case Kind::kReduceScatter:
-        case Kind::kScatter:
-        case Kind::kAllToAll: return slot / fabric_.ranks() / kLine * kLine;
+        case Kind::kScatter: return slot / fabric_.ranks() / kLine * kLine;
+        case Kind::kAllToAll: return table_offset(fabric_) / fabric_.ranks() / kLine * kLine;
         default: return slot;
     }
 }
@@ -75,7 +75,7 @@ Wait Call::run(uint64_t spin_ns, uint64_t until_ns) {
         const Wait status = fabric_.wait(spin_ns, until_ns);
         if (status != Wait::kDone) return status;
         if (fabric_.is_broken()) return Wait::kLeft;
-        if (!all_agree()) {
+        if (!all_agree() || (at_ == 0 && plan_.kind == Kind::kAllToAll && !all_match())) {
             disagrees_ = true;
             return Wait::kDone;
         }
@@ -97,6 +97,29 @@ bool Call::all_agree() {
     return true;
 }
 
+// Whether each rank sends to each other what that one expects. All ranks look at all pairs, so all find the same.
+bool Call::all_match() {
+    const uint32_t ranks = fabric_.ranks();
+    const size_t offset = table_offset(fabric_);
+    for (uint32_t from = 0; from < ranks; ++from) {
+        const auto* sent = reinterpret_cast<const uint64_t*>(fabric_.slot(from) + offset);
+        for (uint32_t to = 0; to < ranks; ++to) {
+            const auto* expected = reinterpret_cast<const uint64_t*>(fabric_.slot(to) + offset) + ranks;
+            if (sent[to] != expected[from]) return false;
+        }
+    }
+    return true;
+}
+
+void Call::publish_table() {
+    const uint32_t ranks = fabric_.ranks();
+    auto* table = reinterpret_cast<uint64_t*>(fabric_.slot(fabric_.rank()) + table_offset(fabric_));
+    for (uint32_t r = 0; r < ranks; ++r) {
+        table[r] = plan_.columns.widths[r];
+        table[ranks + r] = plan_.out_columns.widths[r];
+    }
+}
+
 void Call::publish() {
     const uint32_t self = fabric_.rank();
     unsigned char* slot = fabric_.slot(self);
@@ -115,15 +138,21 @@ void Call::publish() {
         case Kind::kScatter:
             if (self == plan_.root) publish_columns();
             return;
-        case Kind::kReduceScatter:
-        case Kind::kAllToAll: return publish_columns();
+        case Kind::kAllToAll:
+            if (at_ == 0) publish_table();
+            return publish_columns();
+        case Kind::kReduceScatter: return publish_columns();
     }
 }
 
-// Puts the next piece for each rank into the slot, at a multiple of the piece's size. The own one only where it does
-// not stand in one run in the input, and a reduction needs it so.
+// Whether the own piece goes through the slot too: it must be in one run, and is not so in an input of several rows.
+bool Call::has_own_in_slot() const {
+    return (plan_.kind == Kind::kReduceScatter || plan_.kind == Kind::kAllToAll) && plan_.columns.rows > 1;
+}
+
+// Puts the next piece for each rank into the slot, at a multiple of the piece's size.
 void Call::publish_columns() {
-    const bool with_own = plan_.kind == Kind::kReduceScatter && plan_.columns.rows > 1;
+    const bool with_own = has_own_in_slot();
     unsigned char* slot = fabric_.slot(fabric_.rank());
     for (uint32_t r = 0; r < fabric_.ranks(); ++r) {
         if (r == fabric_.rank() && !with_own) continue;
@@ -170,21 +199,26 @@ void Call::consume_columns() {
     }
 }
 
-// Takes the piece that each rank has put into its slot for this one.
+// Takes the piece that the root has put into its slot for this rank.
 void Call::consume_scattered() {
     const uint32_t self = fabric_.rank();
-    const Columns& columns = plan_.kind == Kind::kAllToAll ? plan_.out_columns : plan_.columns;
+    const size_t bytes = length(plan_.columns.bytes_of(self));
+    if (self == plan_.root) {
+        plan_.columns.take(self, plan_.in, plan_.out + from(), from(), bytes);
+    } else {
+        copy(plan_.out + from(), fabric_.slot(plan_.root) + self * chunk_, bytes);
+    }
+}
+
+// Takes the piece that each rank has put into its slot for this one.
+void Call::consume_exchanged() {
+    const uint32_t self = fabric_.rank();
     for (uint32_t r = 0; r < fabric_.ranks(); ++r) {
-        if (plan_.kind == Kind::kScatter && r != plan_.root) continue;
-        const uint32_t piece = plan_.kind == Kind::kAllToAll ? r : self;
-        const size_t bytes = length(columns.bytes_of(piece));
+        const size_t bytes = length(plan_.out_columns.bytes_of(r));
         if (bytes == 0) continue;
-        unsigned char* to = plan_.out + from() + (plan_.kind == Kind::kAllToAll ? columns.starts[r] : 0);
-        if (r == self) {
-            plan_.columns.take(self, plan_.in, to, from(), bytes);
-        } else {
-            copy(to, fabric_.slot(r) + self * chunk_, bytes);
-        }
+        const unsigned char* piece = fabric_.slot(r) + self * chunk_;
+        if (r == self && !has_own_in_slot()) piece = plan_.in + plan_.columns.starts[self] + from();
+        plan_.out_columns.put(r, plan_.out, piece, from(), bytes);
     }
 }
 
@@ -205,13 +239,12 @@ void Call::consume() {
         case Kind::kGather:
             if (self == plan_.root) consume_columns();
             return;
-        case Kind::kScatter:
-        case Kind::kAllToAll: return consume_scattered();
+        case Kind::kScatter: return consume_scattered();
+        case Kind::kAllToAll: return consume_exchanged();
         case Kind::kReduceScatter: {
             const size_t own = length(plan_.columns.bytes_of(self));
-            const bool in_one_run = plan_.columns.rows == 1;
-            const unsigned char* input = in_one_run ? plan_.in + plan_.columns.starts[self] + from()
-                                                    : fabric_.slot(self) + self * chunk_;
+            const unsigned char* input = has_own_in_slot() ? fabric_.slot(self) + self * chunk_
+                                                           : plan_.in + plan_.columns.starts[self] + from();
             return reduce_to(plan_.out + from(), input, own, self * chunk_);
         }
     }

@@ -45,6 +45,12 @@ struct Columns {
     void take(uint32_t rank, const unsigned char* whole, unsigned char* piece, size_t from, size_t bytes) const;
 };
 
+// All-to-all: where in a slot, behind the pieces, its rank says how many bytes of each row it sends to each rank, and
+// then how many it expects from each.
+inline size_t table_offset(const Fabric& fabric) {
+    return fabric.slot_bytes() - rounded(2 * fabric.ranks() * sizeof(uint64_t), kLine);
+}
+
 // What a call does; `in` and `out` are the caller's tensors, contiguous.
 struct Plan {
     Kind kind = Kind::kBarrier;
@@ -74,11 +80,15 @@ private:
     void publish();
     void consume();
     bool all_agree();
+    bool all_match();
+    bool has_own_in_slot() const;
+    void publish_table();
     void publish_columns();
     void publish_two_shot();
     void consume_two_shot();
     void consume_columns();
     void consume_scattered();
+    void consume_exchanged();
     void reduce_to(unsigned char* out, const unsigned char* own, size_t bytes, size_t slot_offset);
 
     // The part [from, from + length) of `total` bytes that belongs to the present step.

@@ -16,9 +16,6 @@ using fabric::Kind;
 using fabric::Plan;
 using fabric::Wait;
 
-// How a call stands; equal to the constants of the module.
-enum Status : long { kDone = 0, kPending = 1, kDisagree = 2, kClosed = 3, kBusy = 4, kLeft = 5 };
-
 // A call polls and yields so long before it sleeps: what a sleep and a wake-up cost, many times over, as the others
 // usually come at once, and yielding leaves the core to whoever needs it.
 constexpr uint64_t kSpinNs = 200 * 1000;
@@ -174,7 +171,7 @@ constexpr size_t kStreamingBytes = size_t{4} << 20;
 constexpr size_t kHuge = size_t{2} << 20;
 
 void prefer_huge_pages(void* memory, size_t bytes) {
-    if (bytes < 2 * kHuge) return;
+    if (memory == nullptr || bytes < 2 * kHuge) return;
     const uintptr_t first = (reinterpret_cast<uintptr_t>(memory) + kHuge - 1) / kHuge * kHuge;
     const uintptr_t last = (reinterpret_cast<uintptr_t>(memory) + bytes) / kHuge * kHuge;
     if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
@@ -266,20 +263,58 @@ PyObject* fabric_move(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     return start(object, std::move(plan), code_of(plan.kind, tail[0], tail[1], tail[2]));
 }
 
-// exchange(in, out, sent widths, received widths, type) -> status: all-to-all
+// exchange(in, out, rows, sent widths, received widths, type) -> status: all-to-all
 PyObject* fabric_exchange(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     Object* object = object_of(self);
-    uint64_t v[2], type = 0;
+    uint64_t v[3], type = 0;
     long status = 0;
-    if (!expect("exchange", count, 5) || !read_unsigned(args, 2, v) || !read_unsigned(args + 4, 1, &type)) return nullptr;
+    if (!expect("exchange", count, 6) || !read_unsigned(args, 3, v) || !read_unsigned(args + 5, 1, &type)) return nullptr;
     if (!idle(object, &status)) return PyLong_FromLong(status);
     Plan plan;
     plan.kind = Kind::kAllToAll;
     plan.in = reinterpret_cast<const unsigned char*>(v[0]);
     plan.out = reinterpret_cast<unsigned char*>(v[1]);
-    if (!read_widths(args[2], object->fabric->ranks(), 1, &plan.columns)) return nullptr;
-    if (!read_widths(args[3], object->fabric->ranks(), 1, &plan.out_columns)) return nullptr;
+    const uint32_t ranks = object->fabric->ranks();
+    if (fabric::table_offset(*object->fabric) < ranks * fabric::kLine) {
+        PyErr_SetString(PyExc_ValueError, "the slots are too small for an exchange between so many ranks");
+        return nullptr;
+    }
+    if (!read_widths(args[3], ranks, v[2], &plan.columns)) return nullptr;
+    if (!read_widths(args[4], ranks, v[2], &plan.out_columns)) return nullptr;
+    plan.view.count = v[2];
+    prefer_huge_pages(plan.out, plan.out_columns.row_bytes * v[2]);
     return start(object, std::move(plan), code_of(Kind::kAllToAll, type, 0, 0));
+}
+
+PyObject* tuple_of(const uint64_t* values, uint32_t count) {
+    PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(count));
+    for (uint32_t i = 0; tuple != nullptr && i < count; ++i) {
+        PyObject* value = PyLong_FromUnsignedLongLong(values[i]);
+        if (value == nullptr || PyTuple_SetItem(tuple, static_cast<Py_ssize_t>(i), value) < 0) Py_CLEAR(tuple);
+    }
+    return tuple;
+}
+
+// widths() -> for each rank (sent, received) if its present call is an exchange in its first step, else None
+PyObject* fabric_widths(PyObject* self, PyObject*) {
+    Object* object = object_of(self);
+    PyObject* list = PyList_New(0);
+    if (list == nullptr || object->is_closed) return list;
+    Fabric& shared = *object->fabric;
+    for (uint32_t r = 0; r < shared.ranks(); ++r) {
+        const bool is_exchange = (shared.posted(r).view.code & 0xFF) == static_cast<uint64_t>(Kind::kAllToAll);
+        const auto* table = reinterpret_cast<const uint64_t*>(shared.slot(r) + fabric::table_offset(shared));
+        PyObject* entry = is_exchange ? Py_BuildValue("(NN)", tuple_of(table, shared.ranks()),
+                                                      tuple_of(table + shared.ranks(), shared.ranks()))
+                                      : Py_NewRef(Py_None);
+        const bool ok = entry != nullptr && PyList_Append(list, entry) == 0;
+        Py_XDECREF(entry);
+        if (!ok) {
+            Py_DECREF(list);
+            return nullptr;
+        }
+    }
+    return list;
 }
 
 // resume(slice_ns) -> status of the call that is under way
@@ -357,63 +392,6 @@ PyObject* segment_bytes(PyObject*, PyObject* args) {
     return PyLong_FromSize_t(fabric::segment_bytes(ranks, slot_bytes));
 }
 
-// Adds the dtypes that have kernels, under torch's names.
-bool add_types(PyObject* self) {
-    constexpr struct {
-        reduce::Type type;
-        const char* name;
-    } types[] = {
-        {reduce::Type::f32, "float32"},       {reduce::Type::f64, "float64"},
-        {reduce::Type::f16, "float16"},       {reduce::Type::bf16, "bfloat16"},
-        {reduce::Type::f8e4m3fn, "float8_e4m3fn"}, {reduce::Type::f8e5m2, "float8_e5m2"},
-        {reduce::Type::f8e4m3fnuz, "float8_e4m3fnuz"}, {reduce::Type::f8e5m2fnuz, "float8_e5m2fnuz"},
-        {reduce::Type::i8, "int8"},           {reduce::Type::u8, "uint8"},
-        {reduce::Type::i16, "int16"},         {reduce::Type::u16, "uint16"},
-        {reduce::Type::i32, "int32"},         {reduce::Type::u32, "uint32"},
-        {reduce::Type::i64, "int64"},         {reduce::Type::boolean, "bool"},
-        {reduce::Type::c32, "complex32"},     {reduce::Type::c64, "complex64"},
-        {reduce::Type::c128, "complex128"},
-    };
-    PyObject* names = PyDict_New();
-    if (names == nullptr) return false;
-    bool ok = true;
-    for (const auto& entry : types) {
-        PyObject* code = PyLong_FromLong(static_cast<long>(entry.type));
-        PyObject* name = PyUnicode_FromString(entry.name);
-        ok = ok && code != nullptr && name != nullptr && PyDict_SetItem(names, code, name) == 0;
-        Py_XDECREF(code);
-        Py_XDECREF(name);
-    }
-    ok = ok && PyModule_AddObjectRef(self, "TYPE_NAMES", names) == 0;
-    Py_DECREF(names);
-    return ok;
-}
-
-bool add_constants(PyObject* self) {
-    const struct {
-        const char* name;
-        long value;
-    } constants[] = {
-        {"DONE", kDone},
-        {"PENDING", kPending},
-        {"DISAGREE", kDisagree},
-        {"CLOSED", kClosed},
-        {"BUSY", kBusy},
-        {"LEFT", kLeft},
-        {"ALL_REDUCE_ONE_SHOT", static_cast<long>(Kind::kAllReduceOneShot)},
-        {"ALL_REDUCE_TWO_SHOT", static_cast<long>(Kind::kAllReduceTwoShot)},
-        {"REDUCE_SCATTER", static_cast<long>(Kind::kReduceScatter)},
-        {"ALL_GATHER", static_cast<long>(Kind::kAllGather)},
-        {"GATHER", static_cast<long>(Kind::kGather)},
-        {"SCATTER", static_cast<long>(Kind::kScatter)},
-        {"REDUCE", static_cast<long>(Kind::kReduce)},
-    };
-    for (const auto& constant : constants) {
-        if (PyModule_AddIntConstant(self, constant.name, constant.value) < 0) return false;
-    }
-    return true;
-}
-
 PyObject* level(PyObject*, PyObject*) { return PyUnicode_FromString(reduce::level()); }
 
 #define METHOD(name, function, flags) \
@@ -424,7 +402,8 @@ PyMethodDef methods[] = {
     METHOD("broadcast", fabric_broadcast, METH_FASTCALL), METHOD("move", fabric_move, METH_FASTCALL),
     METHOD("exchange", fabric_exchange, METH_FASTCALL), METHOD("resume", fabric_resume, METH_O),
     METHOD("missing", fabric_missing, METH_NOARGS),   METHOD("views", fabric_views, METH_NOARGS),
-    METHOD("close", fabric_close, METH_O),       {nullptr, nullptr, 0, nullptr},
+    METHOD("widths", fabric_widths, METH_NOARGS),     METHOD("close", fabric_close, METH_O),
+    {nullptr, nullptr, 0, nullptr},
 };
 
 PyGetSetDef attributes[] = {
@@ -457,8 +436,7 @@ PyMODINIT_FUNC PyInit__core() {
     PyObject* self = PyModule_Create(&module);
     if (self == nullptr) return nullptr;
     PyObject* type = PyType_FromSpec(&spec);
-    if (type == nullptr || PyModule_AddObjectRef(self, "Fabric", type) < 0 || !add_types(self) || !add_constants(self) ||
-        channels_add(self) < 0 ||
+    if (type == nullptr || PyModule_AddObjectRef(self, "Fabric", type) < 0 || constants_add(self) < 0 || channels_add(self) < 0 ||
         pthread_atfork(nullptr, nullptr, count_fork) != 0) {
         Py_XDECREF(type);
         Py_DECREF(self);

@@ -1,6 +1,5 @@
 """Every communicator keeps the contract of `DeviceCommunicator`, and the suite notices those that do not."""
 
-import dataclasses
 import gc
 import sys
 import warnings
@@ -19,6 +18,7 @@ from coordinator.testing import (
     check_device_communicator,
 )
 from device_comm import registry
+from device_comm.base import DeviceCommunicator
 from device_comm.process_group import ProcessGroupCommunicator
 from device_comm.solo import SoloCommunicator
 from tests.conformance.wrong_communicators import (
@@ -43,13 +43,18 @@ def ranks3() -> Iterator[RankPool]:
 # --- ours -----------------------------------------------------------------------------------------------------
 
 
+def general_group(group: GroupCoordinator) -> GroupCoordinator:
+    """Create a group of the same ranks that has a process group, and the general communicator on it."""
+    ranks, settings = [group.ranks], group.settings
+    return GroupCoordinator(ranks, group.local_rank, "gloo", False, group_name="general", settings=settings)
+
+
 def keeps_contract(
     rank: int, world_size: int, directory: Path, use_host: bool, is_general: bool = False
 ) -> str:
-    with world(rank, world_size, directory, timeout_s=20.0) as group:
+    with world(rank, world_size, directory, timeout_s=20.0) as first, general_group(first) as general:
+        group = general if is_general else first
         communicator = group.device_communicator
-        if is_general:
-            communicator = ProcessGroupCommunicator(dataclasses.replace(communicator.context, shared=None))
         check_device_communicator(communicator, host=group if use_host else None)
         return type(communicator).__name__
 
@@ -135,6 +140,15 @@ def moves_every_dtype(rank: int, world_size: int, directory: Path) -> None:
             target = filled(dtype, rank)
             assert group.broadcast(target, 1) is target
             assert as_bytes(target) == both[1], dtype
+            half = len(both[0]) // 2
+            mine = slice(rank * half, (rank + 1) * half)
+            exchanged = group.all_to_all(own)
+            assert exchanged.dtype is dtype
+            assert as_bytes(exchanged) == both[0][mine] + both[1][mine], dtype
+            assert group.all_to_all(own.t(), 1).shape == (6, 4)
+            part = filled(dtype, 5)[:2]
+            assert group.scatter(part, own if rank == 1 else None, 1) is part
+            assert as_bytes(part) == both[1][mine], dtype
             handle = communicator.isend(own)
             assert as_bytes(group.recv((4, 6), dtype)) == both[1 - rank], dtype
             handle.wait()
@@ -223,7 +237,7 @@ def test_a_wrong_communicator_is_convicted(kind: type[FakeCommunicator]) -> None
 
 def convicted(rank: int, world_size: int, directory: Path, use_host: bool) -> dict[str, Any]:
     found = {}
-    with world(rank, world_size, directory, timeout_s=20.0) as group:
+    with world(rank, world_size, directory, timeout_s=20.0) as first, general_group(first) as group:
         for kind in WRONG_OVER_GLOO:
             communicator = kind(group.device_communicator.context)
             try:
@@ -244,7 +258,7 @@ def test_ranks_convict_together(ranks3: RankPool) -> None:
 
 def rounds_otherwise(rank: int, world_size: int, directory: Path) -> list[str]:
     clauses = []
-    with world(rank, world_size, directory, timeout_s=20.0) as group:
+    with world(rank, world_size, directory, timeout_s=20.0) as first, general_group(first) as group:
         check_device_communicator(
             SumsBackwards(group.device_communicator.context), host=group, exact_reductions=False
         )
@@ -263,7 +277,7 @@ def test_rounding_may_be_allowed_to_differ_but_not_between_ranks(ranks3: RankPoo
 
 
 def convicts_without_host(rank: int, world_size: int, directory: Path) -> list[Any]:
-    with world(rank, world_size, directory, timeout_s=20.0) as group:
+    with world(rank, world_size, directory, timeout_s=20.0) as first, general_group(first) as group:
         communicator = ForgetsTheLastRank(group.device_communicator.context)
         with pytest.raises(ConformanceError) as caught:
             check_device_communicator(communicator)
@@ -281,7 +295,7 @@ def test_ranks_convict_together_without_a_host_plane(ranks3: RankPool) -> None:
 
 
 def waits_in_irecv(rank: int, world_size: int, directory: Path) -> str:
-    with world(rank, world_size, directory, timeout_s=20.0) as group:
+    with world(rank, world_size, directory, timeout_s=20.0) as first, general_group(first) as group:
         communicator = BlocksInIrecv(group.device_communicator.context)
         with pytest.raises(ConformanceError) as caught:
             check_device_communicator(communicator, host=group, timeout_s=0.5)
@@ -322,6 +336,33 @@ def uses_registered(rank: int, world_size: int, directory: Path) -> list[str]:
 def test_a_registered_communicator_serves_its_device(ranks2: RankPool) -> None:
     """It serves groups of several ranks that want a device communicator, and keeps the contract there."""
     assert ranks2.run(uses_registered) == [["third party", "alone", "process group"]] * 2
+
+
+class Older(ThirdParty):
+    """Stands for one that was written before the contract had all its methods."""
+
+    _reduce = DeviceCommunicator._reduce
+    _scatter = DeviceCommunicator._scatter
+    _all_to_all = DeviceCommunicator._all_to_all
+
+
+def uses_older(rank: int, world_size: int, directory: Path) -> str:
+    with world(rank, world_size, directory, timeout_s=20.0) as first, general_group(first) as group:
+        communicator = Older(group.device_communicator.context)
+        kinds = [torch.float32, torch.bool]
+        check_device_communicator(communicator, dtypes=kinds, host=group, destroy=False)
+        with pytest.raises(DisagreementError) as caught:
+            communicator.all_to_all(torch.ones(3), 0, [1, 1, 1], [1, 1 + (rank == 0), 1])
+        assert communicator.all_reduce(torch.ones(1)).item() == world_size
+        communicator.destroy()
+        return str(caught.value).partition("expected: ")[2]
+
+
+@pytest.mark.guarantee("D12")
+def test_a_communicator_needs_few_methods_of_its_own(ranks3: RankPool) -> None:
+    """What it lacks is made of what it has, and keeps the contract."""
+    others = "; ".join(f"rank {rank}: sends (1, 1, 1), expects (1, 1, 1)" for rank in (1, 2))
+    assert ranks3.run(uses_older) == [f"rank 0: sends (1, 1, 1), expects (1, 2, 1); {others}"] * 3
 
 
 def differs(rank: int, world_size: int, directory: Path) -> str:

@@ -165,6 +165,100 @@ class HandlesNeverComplete(FakeCommunicator):
         return NeverComplete()
 
 
+class ReducesEverywhere(FakeCommunicator):
+    def _reduce(self, input_: Any, dst: int, op: Any, timeout_s: Any) -> Any:
+        return self._all_reduce(input_, op, timeout_s)
+
+
+class ReducesIntoItsInput(FakeCommunicator):
+    """As `torch.distributed.reduce` does."""
+
+    def _reduce(self, input_: Any, dst: int, op: Any, timeout_s: Any) -> Any:
+        result = super()._reduce(input_, dst, op, timeout_s)
+        return result if result is None else input_.copy_(result)
+
+
+class ReducesBySumOnly(FakeCommunicator):
+    def _reduce(self, input_: Any, dst: int, op: Any, timeout_s: Any) -> Any:
+        return super()._reduce(input_, dst, ReduceOperation.SUM, timeout_s)
+
+
+class AcceptsAnyDestination(FakeCommunicator):
+    def reduce(self, input_: Any, dst: Any = 0, op: Any = ReduceOperation.SUM, **named: Any) -> Any:
+        return super().reduce(input_, dst if dst in range(self.world_size) else 0, op, **named)
+
+
+class ScattersTheFirstPart(FakeCommunicator):
+    def _scatter(self, output: Any, input_: Any, src: int, dim: int, sizes: Any, timeout_s: Any) -> None:
+        if input_ is not None:
+            output.copy_(input_.narrow(dim, 0, sizes[self.rank_in_group]).reshape(output.shape))
+
+
+class ScattersIntoACopy(FakeCommunicator):
+    def scatter(self, output: Any, *arguments: Any, **named: Any) -> Any:
+        return super().scatter(output, *arguments, **named).clone()
+
+
+class SpoilsWhatItScatters(FakeCommunicator):
+    def _scatter(self, output: Any, input_: Any, *arguments: Any) -> None:
+        super()._scatter(output, input_, *arguments)
+        if input_ is not None:
+            input_.zero_()
+
+
+class ScattersBesides(FakeCommunicator):
+    def _scatter(self, output: Any, input_: Any, *arguments: Any) -> None:
+        if input_ is not None and not output.is_contiguous():
+            output.untyped_storage().fill_(1)
+        super()._scatter(output, input_, *arguments)
+
+
+class ScattersByList(FakeCommunicator):
+    """Demands an input on every rank."""
+
+    def scatter(self, output: Any, input_: Any = None, src: Any = 0, *rest: Any, **named: Any) -> Any:
+        if input_ is None and src in range(self.world_size) and src != self.rank_in_group:
+            raise UsageError("scatter: expected a tensor")
+        return super().scatter(output, input_, src, *rest, **named)
+
+
+class AcceptsOverlaps(FakeCommunicator):
+    def scatter(self, output: Any, input_: Any = None, *rest: Any, **named: Any) -> Any:
+        aside = input_.clone() if isinstance(input_, torch.Tensor) else input_
+        return super().scatter(output, aside, *rest, **named)
+
+
+class ExchangesEvenly(FakeCommunicator):
+    def all_to_all(
+        self, input_: Any, dim: int = 0, send_sizes: Any = None, recv_sizes: Any = None, **named: Any
+    ) -> Any:
+        return super().all_to_all(input_, dim, recv_sizes and send_sizes, recv_sizes and send_sizes, **named)
+
+
+class TakesItsFirstParts(FakeCommunicator):
+    def _all_to_all(self, input_: Any, dim: int, sent: Any, received: Any, timeout_s: Any) -> Any:
+        return input_.reshape(input_.shape or 1).narrow(dim, 0, sum(received)).clone()
+
+
+class ReturnsWhatItSends(FakeCommunicator):
+    """Where all parts are equal the input has the shape of the result."""
+
+    def _all_to_all(self, input_: Any, dim: int, sent: Any, received: Any, timeout_s: Any) -> Any:
+        return input_.copy_(super()._all_to_all(input_, dim, sent, received, timeout_s))
+
+
+class ExchangesAlongTheFirst(FakeCommunicator):
+    def _all_to_all(self, input_: Any, dim: int, *arguments: Any) -> Any:
+        return super()._all_to_all(input_.movedim(dim, 0), 0, *arguments).movedim(0, dim)
+
+
+class GuessesSizes(FakeCommunicator):
+    def all_to_all(
+        self, input_: Any, dim: int = 0, send_sizes: Any = None, recv_sizes: Any = None, **named: Any
+    ) -> Any:
+        return super().all_to_all(input_, dim, send_sizes, recv_sizes or send_sizes, **named)
+
+
 class AcceptsEverything(FakeCommunicator):
     def gather(self, input_: Any, dst: Any = 0, dim: int = -1, *, timeout_s: Any = None) -> Any:
         return self._gather(input_, dst, dim, timeout_s)
@@ -226,6 +320,21 @@ WRONG_FAKES: dict[type[FakeCommunicator], set[str]] = {
     ForgetsScatteredDestinations: {"irecv: value"},
     HandlesOnce: {"irecv: no error"},
     HandlesNeverComplete: {"irecv: handle"},
+    ReducesEverywhere: {"reduce: shape"},
+    ReducesIntoItsInput: {"reduce: input unchanged"},
+    ReducesBySumOnly: {"reduce: value", "reduce: no error"},
+    AcceptsAnyDestination: {"reduce: refusal"},
+    ScattersTheFirstPart: {"scatter: value"},
+    ScattersIntoACopy: {"scatter: returns its argument"},
+    SpoilsWhatItScatters: {"scatter: input unchanged"},
+    ScattersBesides: {"scatter: nothing else written"},
+    ScattersByList: {"scatter: no error"},
+    AcceptsOverlaps: {"scatter: refusal"},
+    ExchangesEvenly: {"all_to_all: shape"},
+    TakesItsFirstParts: {"all_to_all: value"},
+    ReturnsWhatItSends: {"all_to_all: input unchanged"},
+    ExchangesAlongTheFirst: {"all_to_all: contiguous"},
+    GuessesSizes: {"all_to_all: refusal"},
     AcceptsEverything: {"gather: refusal"},
     RaisesTypeError: {"broadcast: refusal"},
     BreaksByARefusal: {"all_reduce_: usable after a refusal"},
@@ -271,6 +380,35 @@ class ForgetsTheLastRank(ProcessGroupCommunicator):
         return super()._broadcast(tensor, src, timeout_s)
 
 
+class ReducesFromItself(ProcessGroupCommunicator):
+    """As a tree that begins at the root: the bits depend on who gets the result."""
+
+    def _reduce(self, input_: Any, dst: int, op: Any, timeout_s: Any) -> Any:
+        gathered = list(self._all_gather(input_.reshape(1, -1), 0, (1,) * self.world_size, timeout_s))
+        if self.rank_in_group != dst:
+            return None
+        return reduce_in_rank_order(gathered[dst:] + gathered[:dst], op).view(input_.shape)
+
+
+class ScattersBackwards(ProcessGroupCommunicator):
+    def _scatter(self, output: Any, input_: Any, src: int, dim: int, sizes: Any, timeout_s: Any) -> None:
+        if input_ is not None and len(set(sizes)) == 1:
+            parts = input_.reshape(input_.shape or 1).split(sizes[0] or 1, dim)
+            input_ = torch.cat(parts[::-1], dim)
+        super()._scatter(output, input_, src, dim, sizes, timeout_s)
+
+
+class ExchangesInTheOrderOfArrival(ProcessGroupCommunicator):
+    """Rank 1 puts its own part first, as that is there at once."""
+
+    def _all_to_all(self, input_: Any, dim: int, sent: Any, received: Any, timeout_s: Any) -> Any:
+        result = super()._all_to_all(input_, dim, sent, received, timeout_s)
+        if self.rank_in_group != 1 or result.numel() == 0:
+            return result
+        parts = list(result.split(list(received), dim))
+        return torch.cat([parts.pop(1), *parts], dim)
+
+
 class SendsBackwards(ProcessGroupCommunicator):
     def _isend(self, tensor: Any, dst: int, timeout_s: Any) -> Any:
         return super()._isend(tensor.flip(0) if tensor.shape == (2, 3) else tensor, dst, timeout_s)
@@ -288,6 +426,9 @@ WRONG_OVER_GLOO = {
     SumsFromItself: ("all_reduce: value", [1, 2]),
     GathersInTheWrongOrder: ("all_gather: value", [1]),
     ForgetsTheLastRank: ("broadcast: value", [2]),
+    ReducesFromItself: ("reduce: value", [1, 2]),
+    ScattersBackwards: ("scatter: value", [0, 2]),
+    ExchangesInTheOrderOfArrival: ("all_to_all: value", [1]),
     SendsBackwards: ("irecv: value", [0, 1, 2]),
 }
 """Of what each is convicted, and on which of three ranks."""

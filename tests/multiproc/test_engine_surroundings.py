@@ -166,13 +166,17 @@ def alone(group: GroupCoordinator) -> None:
         group.all_gatherv,
         group.reduce_scatter,
         group.reduce_scatterv,
+        group.reduce,
         group.gather,
+        group.all_to_all,
         group.broadcast,
         group.combine if group._dispatched_counts else group.all_reduce_,
     ):
         assert call(x) is x
     assert group.all_gatherv([x, y], 0, [2])[1] is y
     assert torch.equal(group.reduce_scatterv_into_output(x, y), x)
+    assert group.scatter(y.zero_(), x) is y
+    assert torch.equal(y, x)
     assert all(got is sent for got, sent in zip(group.dispatch(x, y), (x, y), strict=True))
     assert group.dispatch(x, y, extra_tensors=[x])[2][0] is x  # type: ignore[misc]
     assert group.combine(x) is x

@@ -155,11 +155,124 @@ def test_an_uneven_exchange_gives_each_rank_what_was_meant_for_it(table: list[li
         received = tuple(table[a][rank] for a in range(3))
         result = torch.zeros(sum(received), dtype=torch.uint8)
         addresses = (source.data_ptr(), result.data_ptr())
-        assert finish(end, end.exchange(*addresses, tuple(table[rank]), received, 0)) == _core.DONE
+        assert finish(end, end.exchange(*addresses, 1, tuple(table[rank]), received, 0)) == _core.DONE
         return result
 
     for rank, result in enumerate(everybody(fabrics(3), call)):
         assert torch.equal(result, torch.cat([sent[a][rank] for a in range(3)]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(0, 4),
+    table=st.lists(
+        st.lists(st.one_of(st.integers(0, 9), st.integers(0, SLOT)), min_size=3, max_size=3),
+        min_size=3,
+        max_size=3,
+    ),
+)
+def test_an_exchange_of_columns_gives_each_rank_its_columns_of_every_row(
+    rows: int, table: list[list[int]]
+) -> None:
+    """All-to-all along another dimension than the first, in one call or several steps."""
+    wholes = [filled(a, rows * sum(row), torch.uint8, 1).view(rows, sum(row)) for a, row in enumerate(table)]
+
+    def call(rank: int, end: _core.Fabric) -> torch.Tensor:
+        received = tuple(table[a][rank] for a in range(3))
+        result = torch.zeros(rows, sum(received), dtype=torch.uint8)
+        addresses = (wholes[rank].data_ptr(), result.data_ptr())
+        assert finish(end, end.exchange(*addresses, rows, tuple(table[rank]), received, 0)) == _core.DONE
+        return result
+
+    for rank, result in enumerate(everybody(fabrics(3), call)):
+        parts = [whole.split(row, 1)[rank] for whole, row in zip(wholes, table, strict=True)]
+        assert torch.equal(result, torch.cat(parts, 1))
+
+
+@pytest.mark.guarantee("D13")
+@settings(max_examples=40, deadline=None)
+@given(
+    sent=st.lists(st.integers(0, 2 * SLOT), min_size=3, max_size=3),
+    pair=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    wrong=st.integers(0, 5 * SLOT),
+    rows=st.integers(1, 2),
+)
+def test_an_exchange_whose_sizes_do_not_match_moves_nothing(
+    sent: list[int], pair: tuple[int, int], wrong: int, rows: int
+) -> None:
+    """All ranks find it, also those between which all is well, are told all sizes, and the next exchange works."""
+    table = [list(sent) for _ in range(3)]
+    table[pair[0]][pair[1]] = wrong
+    is_wrong = wrong != sent[pair[1]]
+
+    def call(rank: int, end: _core.Fabric) -> tuple[int, Any, torch.Tensor]:
+        source = torch.ones(rows * sum(table[rank]), dtype=torch.uint8)
+        result = torch.zeros(rows * 3 * sent[rank], dtype=torch.uint8)
+        addresses = (source.data_ptr(), result.data_ptr())
+        received = (sent[rank],) * 3
+        status = finish(end, end.exchange(*addresses, rows, tuple(table[rank]), received, 0))
+        widths = end.widths() if status == _core.DISAGREE else None
+        after = torch.full((3,), rank, dtype=torch.uint8)
+        answer = torch.zeros(3, dtype=torch.uint8)
+        ones = (1, 1, 1)
+        assert finish(end, end.exchange(after.data_ptr(), answer.data_ptr(), 1, ones, ones, 0)) == _core.DONE
+        assert answer.tolist() == [0, 1, 2]
+        return status, widths, result
+
+    told = [(tuple(table[rank]), (sent[rank],) * 3) for rank in range(3)]
+    for status, widths, result in everybody(fabrics(3), call):
+        assert status == (_core.DISAGREE if is_wrong else _core.DONE)
+        assert widths == (told if is_wrong else None)
+        assert bool(result.all()) or is_wrong
+        assert not (is_wrong and result.any())
+
+
+def test_widths_are_told_of_exchanges_alone() -> None:
+    """A rank that made another call has none, whatever is in its slot."""
+    ends = fabrics(2)
+    tensor = torch.arange(8, dtype=torch.uint8)
+
+    def call(rank: int, end: _core.Fabric) -> Any:
+        address = tensor.data_ptr()
+        begun = end.exchange(address, address, 1, (0, 4), (0, 4), 0) if rank else end.barrier()
+        assert finish(end, begun) == _core.DISAGREE
+        return end.widths()
+
+    assert everybody(ends, call) == [[None, ((0, 4), (0, 4))]] * 2
+
+
+def test_an_exchange_between_more_ranks_than_the_slots_can_serve_is_refused() -> None:
+    """Instead of steps that move nothing."""
+    end = fabrics(200, mmap.PAGESIZE)[0]
+    with pytest.raises(ValueError, match="slots are too small"):
+        end.exchange(0, 0, 1, (0,) * 200, (0,) * 200, 0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    ranks=st.integers(1, 5),
+    elements=st.one_of(st.integers(0, 70), st.integers(0, 6 * SLOT)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int16, torch.bool]),
+    seed=st.integers(0, 9),
+)
+def test_a_reduce_has_the_bits_of_the_reference_on_its_root_alone(
+    ranks: int, elements: int, dtype: torch.dtype, seed: int
+) -> None:
+    """The others get nothing, and bring no address for it."""
+    inputs = [filled(rank, elements, dtype, seed) for rank in range(ranks)]
+    expected = reduce_in_rank_order(inputs, ReduceOperation.SUM)
+    root = seed % ranks
+
+    def call(rank: int, end: _core.Fabric) -> None:
+        source = inputs[rank].clone()
+        result = torch.empty_like(source)
+        address = result.data_ptr() if rank == root else 0
+        arguments = (source.data_ptr(), address, elements, _TYPES[dtype], _OPS[ReduceOperation.SUM], root)
+        assert finish(end, end.reduce(_core.REDUCE, *arguments)) == _core.DONE
+        assert same_bits(source, inputs[rank])
+        assert rank != root or same_bits(result, expected)
+
+    everybody(fabrics(ranks), call)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -153,6 +153,19 @@ def test_uneven_gathers(group: FakeGroupCoordinator) -> None:
     assert first.shape == second.shape == (6, 1)
 
 
+def test_calls_in_which_ranks_take_different_parts(group: FakeGroupCoordinator) -> None:
+    """The real result on this rank, of what this rank brings; from other ranks comes what is there already."""
+    assert group.reduce(TABLE, 0) is None
+    assert torch.equal(group.reduce(TABLE, 1), TABLE * 3)  # type: ignore[arg-type]
+    output = torch.zeros(4, 2)
+    assert group.scatter(output, TABLE, 1, 1) is output
+    assert torch.equal(output, TABLE[:, 2:4])
+    assert torch.equal(group.scatter(output, None, 0, 1), TABLE[:, 2:4])
+    assert torch.equal(group.all_to_all(TABLE, 1), torch.cat([TABLE[:, 2:4]] * 3, 1))
+    uneven = group.all_to_all(TABLE, 0, (1, 2, 1), (3, 2, 0))
+    assert torch.equal(uneven, torch.cat([TABLE[1:3], TABLE[1:2], TABLE[1:3]]))
+
+
 def test_results_are_new_memory(group: FakeGroupCoordinator) -> None:
     """So code that changes a result does not change its input here and only here."""
     for result in (group.all_reduce(TABLE), group.all_gather(TABLE), group.reduce_scatter(TABLE)):
@@ -178,6 +191,8 @@ def test_what_real_groups_refuse_is_refused(group: FakeGroupCoordinator) -> None
         "cannot be split evenly": lambda: group.reduce_scatter(TABLE, 0),
         "dim 2 is out of range": lambda: group.all_gather(TABLE, 2),
         "dst is 3": lambda: group.gather(TABLE, 3),
+        "must have shape": lambda: group.scatter(TABLE.clone(), TABLE, 1),
+        "send_sizes add up to 3": lambda: group.all_to_all(TABLE, 0, (1, 1, 1), (1, 1, 1)),
         "src is -1": lambda: group.broadcast(TABLE, -1),
         "no reduction": lambda: group.all_reduce(TABLE, "xor"),  # type: ignore[arg-type]
         "expected a tensor": lambda: group.all_reduce([1]),  # type: ignore[arg-type]
@@ -472,6 +487,9 @@ def test_a_group_of_one_is_as_a_real_one() -> None:
     with FakeGroupCoordinator(4, 1, ranks=[4]) as alone:
         assert alone.all_reduce(TABLE) is TABLE
         assert alone.all_gather(TABLE) is TABLE
+        assert alone.reduce(TABLE) is TABLE
+        assert alone.all_to_all(TABLE) is TABLE
+        assert torch.equal(alone.scatter(torch.zeros_like(TABLE), TABLE), TABLE)
         assert alone.broadcast_object(TABLE) is TABLE
         sent = tensor_dict()
         assert alone.broadcast_tensor_dict(sent) is sent
@@ -505,6 +523,9 @@ def test_a_destroyed_fake_refuses_every_call() -> None:
         lambda: group.cpu_group,
         group.make_sibling_device_group,
         lambda: group.device_communicator.all_reduce(TABLE),
+        lambda: group.device_communicator.reduce(TABLE),
+        lambda: group.device_communicator.scatter(TABLE.clone(), None, 1),
+        lambda: group.device_communicator.all_to_all(TABLE, 1),
         group.barrier,
         pending.wait,
     ]

@@ -1,0 +1,435 @@
+"""Collectives on CPU tensors for ranks on several hosts: shared memory inside a host, Gloo between the hosts.
+
+The first rank of each host is its leader, and only leaders talk to other hosts. A call has three parts: the ranks of a
+host bring their data together in its shared memory, the leaders swap, and each leader passes on what came. No rank
+leaves a call before all have come to it, so whoever is late is known by the group's board.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from device_comm import _core, fabric
+from device_comm.base import CommunicatorContext
+from device_comm.fabric import SharedPart
+from device_comm.leaders import Call, Leaders, Swap
+from device_comm.process_group import (
+    ProcessGroupCommunicator,
+    as_bytes,
+    dense,
+    is_plain,
+)
+from device_comm.reduction import ReduceOperation, accumulation_dtype, reduce_in_rank_order
+from device_comm.works import WaiterThreads
+from shm_broadcast.errors import DisagreementError
+
+# An all-reduce is cut into pieces of this size: while one is on its way between the hosts, the next is combined.
+PIECE_BYTES: Final = 4 << 20
+# Up to this size, and between two hosts always, each leader combines everything itself: one swap instead of two.
+ONE_SWAP_BYTES: Final = 64 << 10
+# Beyond this size more than two ranks of a host share the work of combining; else the leader does it alone.
+_SHARED_WORK_BYTES: Final = 64 << 10
+
+_OPS: Final = {
+    ReduceOperation.SUM: 0,
+    # The sum of all hosts is divided once, at the end.
+    ReduceOperation.MEAN: 0,
+    ReduceOperation.PRODUCT: 2,
+    ReduceOperation.MIN: 3,
+    ReduceOperation.MAX: 4,
+}
+_TYPES: Final[dict[torch.dtype, int]] = {
+    getattr(torch, name): code for code, name in _core.TYPE_NAMES.items() if hasattr(torch, name)
+}
+# What is merely moved is told by its size.
+_OTHER_TYPE: Final = 0xFF
+
+
+def group_by_place(places: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each host, ascending; the hosts in the order of their lowest ranks."""
+    members: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        members.setdefault(place, []).append(rank)
+    return tuple(tuple(ranks) for ranks in members.values())
+
+
+def is_hierarchical(hosts: Sequence[Sequence[int]]) -> bool:
+    """Return whether there are several hosts, at least one of them with several ranks."""
+    return len(hosts) > 1 and any(len(ranks) > 1 for ranks in hosts)
+
+
+def partial_dtype(dtype: torch.dtype, op: ReduceOperation) -> torch.dtype:
+    """Return the dtype in which a host's result goes to the other hosts: one that loses nothing."""
+    is_wider = (dtype.is_floating_point or dtype.is_complex) and op not in (
+        ReduceOperation.MIN,
+        ReduceOperation.MAX,
+    )
+    return accumulation_dtype(dtype) if is_wider else dtype
+
+
+class HierarchicalCommunicator(ProcessGroupCommunicator):
+    """Collectives in two levels, where ranks share hosts; else, and point to point, over the process group."""
+
+    def __init__(self, context: CommunicatorContext) -> None:
+        """Share nothing yet."""
+        super().__init__(context)
+        self._hierarchy: _Hierarchy | None = None
+
+    def _connect_hosts(self) -> None:
+        """Find out which ranks are on one host and, if that helps, let them share memory. Collective."""
+        operation = self._health.begin("device", "create shared memory")
+        timeout_s = self.context.timeout_s
+
+        def exchange(own: bytes) -> list[bytes]:
+            tensor = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+            gathered = super(HierarchicalCommunicator, self)._gather_bytes(operation, tensor, timeout_s)
+            return [bytes(row.numpy()) for row in gathered.view(self.world_size, -1)]
+
+        hosts = group_by_place(fabric.places(exchange))
+        if not is_hierarchical(hosts):
+            return
+        own = next(ranks for ranks in hosts if self.rank_in_group in ranks)
+        part = fabric.connect_part(self._health, self.rank_in_group, own, timeout_s, exchange)
+        self._hierarchy = _Hierarchy(self.context, self._threads, hosts, part)
+
+    def destroy(self) -> None:
+        """Let the shared memory go, then the rest."""
+        if self._hierarchy is not None:
+            self._hierarchy.close()
+        super().destroy()
+
+    def all_reduce_(
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOperation = ReduceOperation.SUM,
+        *,
+        timeout_s: float | None = None,
+    ) -> torch.Tensor:
+        """Combine the ranks' tensors in place; return `tensor`, which must not overlap itself."""
+        if self._hierarchy is None or not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
+            return super().all_reduce_(tensor, op, timeout_s=timeout_s)
+        op = self._check_reduction("all_reduce_", tensor, op, timeout_s)
+        into = tensor.detach()
+        self._hierarchy.all_reduce(self._start_call("all_reduce", timeout_s), into, into, op)
+        return tensor
+
+    def _start_call(self, name: str, timeout_s: float | None) -> Call:
+        operation = self._health.begin("device", name)
+        return Call(operation, self._group, time.monotonic() + (timeout_s or self.context.timeout_s))
+
+    def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None) -> torch.Tensor:
+        if self._hierarchy is None:
+            return super()._all_reduce(input_, op, timeout_s)
+        source = dense(input_)
+        result = torch.empty_like(source)
+        self._hierarchy.all_reduce(self._start_call("all_reduce", timeout_s), source, result, op)
+        return result
+
+    def _reduce(
+        self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
+    ) -> torch.Tensor | None:
+        if self._hierarchy is None:
+            return super()._reduce(input_, dst, op, timeout_s)
+        # As the all-reduce, to have its bits and its way to tell who is late.
+        source = dense(input_)
+        result = torch.empty_like(source)
+        call = self._start_call("reduce", timeout_s)
+        call.view = f", root {dst}"
+        self._hierarchy.all_reduce(call, source, result, op)
+        return result if self.rank_in_group == dst else None
+
+    def _reduce_scatter(
+        self,
+        input_: torch.Tensor,
+        dim: int,
+        sizes: tuple[int, ...],
+        op: ReduceOperation,
+        timeout_s: float | None,
+    ) -> torch.Tensor:
+        if self._hierarchy is None:
+            return super()._reduce_scatter(input_, dim, sizes, op, timeout_s)
+        call = self._start_call("reduce_scatter", timeout_s)
+        rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
+        result = rows.new_empty((sizes[self.rank_in_group], *rows.shape[1:]))
+        if rows.numel():
+            per_row = rows[0].numel()
+            counts = [size * per_row for size in sizes]
+            self._hierarchy.reduce_scatter(call, rows.view(-1), counts, result.view(-1), op)
+        return result.movedim(0, dim).contiguous()
+
+    def _all_gather(
+        self, input_: torch.Tensor, dim: int, sizes: tuple[int, ...], timeout_s: float | None
+    ) -> torch.Tensor:
+        if self._hierarchy is None:
+            return super()._all_gather(input_, dim, sizes, timeout_s)
+        call = self._start_call("all_gather", timeout_s)
+        source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
+        result = source.new_empty((*source.shape[:dim], sum(sizes), *source.shape[dim + 1 :]))
+        if result.numel():
+            rows = math.prod(source.shape[:dim])
+            inner = math.prod(source.shape[dim + 1 :]) * source.itemsize
+            widths = [size * inner for size in sizes]
+            self._hierarchy.all_gather(
+                call, as_bytes(source), as_bytes(result), rows, widths, _TYPES.get(source.dtype, _OTHER_TYPE)
+            )
+        return result
+
+    def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
+        if self._hierarchy is None:
+            return super()._broadcast(tensor, src, timeout_s)
+        call = self._start_call("broadcast", timeout_s)
+        if tensor.numel() == 0:
+            return tensor
+        into = tensor.detach()
+        landing = into if is_plain(into) else dense(into)
+        self._hierarchy.broadcast(call, as_bytes(landing), _TYPES.get(tensor.dtype, _OTHER_TYPE), src)
+        if landing is not into and self.rank_in_group != src:
+            into.copy_(landing)
+        return tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """A piece of an all-reduce whose partial results are on their way between the leaders.
+
+    Attributes:
+        elements: Which ones of the whole tensor.
+        ranges: Which ones of these each leader combines, one pair (start, end) for each host.
+        parts: Those of this leader, one tensor for each host; none on other ranks.
+        swap: What is in flight; None on other ranks.
+    """
+
+    elements: slice
+    ranges: Sequence[tuple[int, int]] = ()
+    parts: Sequence[torch.Tensor] = ()
+    swap: Swap | None = None
+
+
+class _Hierarchy:
+    """The two levels of one group, seen from one rank."""
+
+    def __init__(
+        self,
+        context: CommunicatorContext,
+        threads: WaiterThreads,
+        hosts: tuple[tuple[int, ...], ...],
+        part: SharedPart | None,
+    ) -> None:
+        """Take over `part`, the memory of this host; None if this rank is alone on it."""
+        self._health = context.health
+        self._rank = context.rank_in_group
+        self._world_size = context.world_size
+        self._hosts = hosts
+        self._part = part
+        self._host = next(index for index, ranks in enumerate(hosts) if self._rank in ranks)
+        self._members = hosts[self._host]
+        self._is_leader = self._rank == self._members[0]
+        self._links = Leaders(context.health, threads, [ranks[0] for ranks in hosts], self._host)
+
+    def close(self) -> None:
+        """Let the memory go. Idempotent."""
+        if self._part is not None:
+            self._part.close()
+
+    # ------------------------------------------------------------------ the two levels
+
+    def _finish(self, call: Call, status: int) -> None:
+        """Wait for a step inside this host that has begun."""
+        if status == _core.DONE or self._part is None:
+            return
+        try:
+            self._part.device.finish_part(call.operation, status, call.left_s())
+        except DisagreementError as error:
+            # The other hosts know nothing of it and would wait: here nobody can go on.
+            self._health.fail(error)
+            raise
+
+    def _partial(self, call: Call, flat: torch.Tensor, op: ReduceOperation) -> torch.Tensor:
+        """Return, to the leader, the host's elements combined in rank order; to others what is of no use."""
+        if self._part is None:
+            return flat
+        is_shared = len(self._members) > 2 and flat.nbytes > _SHARED_WORK_BYTES
+        kind = _core.ALL_REDUCE_TWO_SHOT if is_shared else _core.REDUCE
+        result = torch.empty_like(flat)
+        addresses = (flat.data_ptr(), result.data_ptr())
+        code = _TYPES[flat.dtype]
+        self._finish(call, self._part.device.core.reduce(kind, *addresses, flat.numel(), code, _OPS[op], 0))
+        return result
+
+    def _pass_on(self, call: Call, flat: torch.Tensor, code: int = _OTHER_TYPE, root: int = 0) -> None:
+        """Give the bytes of `flat` on rank `root` of the host, else its leader, to all ranks of the host."""
+        if self._part is not None and flat.numel():
+            core = self._part.device.core
+            self._finish(call, core.broadcast(flat.data_ptr(), flat.nbytes, code, root))
+
+    def _meet(self, call: Call) -> None:
+        if self._part is not None:
+            self._finish(call, self._part.device.core.barrier())
+
+    # ------------------------------------------------------------------ reductions
+
+    def all_reduce(self, call: Call, source: torch.Tensor, result: torch.Tensor, op: ReduceOperation) -> None:
+        """Combine the ranks' contiguous tensors into `result`, which may be `source`."""
+        flat, into = source.view(-1), result.view(-1)
+        call.view = f"{op.name} of {flat.numel()} elements, {flat.dtype}{call.view}"
+        wide = partial_dtype(flat.dtype, op)
+        length = PIECE_BYTES // wide.itemsize
+        before: _Piece | None = None
+        for start in range(0, flat.numel(), length):
+            partial = self._partial(call, flat[start : start + length].to(wide), op)
+            piece = self._start_piece(call, partial, slice(start, start + partial.numel()))
+            if before is not None:
+                self._finish_piece(call, before, into, op)
+            before = piece
+        if before is not None:
+            self._finish_piece(call, before, into, op)
+
+    def _start_piece(self, call: Call, partial: torch.Tensor, elements: slice) -> _Piece:
+        if not self._is_leader:
+            return _Piece(elements)
+        count, hosts = partial.numel(), len(self._hosts)
+        if hosts == 2 or partial.nbytes <= ONE_SWAP_BYTES:
+            ranges = [(0, count)] * hosts
+        else:
+            share = -(-count // hosts)
+            edges = [min(host * share, count) for host in range(hosts + 1)]
+            ranges = list(itertools.pairwise(edges))
+        first, last = ranges[self._host]
+        parts = list(partial.new_empty((hosts, last - first)))
+        parts[self._host] = partial[first:last]
+        sends = {host: partial[slice(*ranges[host])] for host in self._links.others}
+        swap = self._links.swap(call, sends, {host: parts[host] for host in self._links.others})
+        return _Piece(elements, ranges, parts, swap)
+
+    def _finish_piece(self, call: Call, piece: _Piece, into: torch.Tensor, op: ReduceOperation) -> None:
+        whole = into[piece.elements]
+        if piece.swap is not None:
+            self._links.wait(call, piece.swap)
+            own = whole[slice(*piece.ranges[self._host])]
+            # Outside of that mode torch refuses to write into tensors that were made in it.
+            with torch.inference_mode():
+                own.copy_(self._combined(piece.parts, op, whole.dtype))
+            if own.numel() < whole.numel():
+                received = {host: whole[slice(*piece.ranges[host])] for host in self._links.others}
+                self._links.wait(
+                    call, self._links.swap(call, dict.fromkeys(self._links.others, own), received)
+                )
+        self._pass_on(call, whole, _TYPES[whole.dtype])
+
+    def _combined(
+        self, parts: Sequence[torch.Tensor], op: ReduceOperation, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return the hosts' partial results combined in the order of the hosts, rounded once."""
+        is_mean = op is ReduceOperation.MEAN
+        total = reduce_in_rank_order(parts, ReduceOperation.SUM if is_mean else op)
+        if is_mean:
+            components = torch.view_as_real(total) if total.is_complex() else total
+            components.div_(components.new_full((), self._world_size))
+        return total.to(dtype)
+
+    def reduce_scatter(
+        self,
+        call: Call,
+        flat: torch.Tensor,
+        counts: Sequence[int],
+        result: torch.Tensor,
+        op: ReduceOperation,
+    ) -> None:
+        """Combine the ranks' flat tensors; this rank's `counts[rank]` elements, in rank order, go to `result`."""
+        call.view = f"{op.name} of elements {list(counts)}, {flat.dtype}"
+        partial = self._partial(call, flat.to(partial_dtype(flat.dtype, op)), op)
+        widths = tuple(counts[rank] * flat.itemsize for rank in self._members)
+        address = 0
+        if self._is_leader:
+            pieces = partial.split_with_sizes(list(counts))
+            own = [torch.cat([pieces[rank] for rank in ranks]) for ranks in self._hosts]
+            parts = list(partial.new_empty((len(self._hosts), own[self._host].numel())))
+            parts[self._host] = own[self._host]
+            sends = {host: own[host] for host in self._links.others}
+            self._links.wait(
+                call, self._links.swap(call, sends, {host: parts[host] for host in self._links.others})
+            )
+            combined = self._combined(parts, op, flat.dtype)
+            if self._part is None:
+                result.copy_(combined)
+            address = combined.data_ptr()
+        if self._part is not None:
+            move = self._part.device.core.move
+            code = _TYPES[flat.dtype]
+            self._finish(call, move(_core.SCATTER, address, result.data_ptr(), 1, widths, code, 0, 0))
+
+    # ------------------------------------------------------------------ moving data
+
+    def all_gather(
+        self,
+        call: Call,
+        source: torch.Tensor,
+        result: torch.Tensor,
+        rows: int,
+        widths: Sequence[int],
+        code: int,
+    ) -> None:
+        """Put `widths[rank]` bytes of each rank into each of the `rows` of `result`."""
+        call.view = f"{rows} rows of bytes {list(widths)}, {_core.TYPE_NAMES.get(code, 'another dtype')}"
+        order = [rank for ranks in self._hosts for rank in ranks]
+        is_in_place = rows == 1 and order == sorted(order)
+        # The hosts one after the other, of each its ranks one after the other.
+        stage = result if is_in_place else torch.empty_like(result)
+        blocks = stage.split_with_sizes([rows * sum(widths[rank] for rank in ranks) for ranks in self._hosts])
+        own = blocks[self._host]
+        if self._part is None:
+            own.copy_(source)
+        else:
+            lengths = tuple(rows * widths[rank] for rank in self._members)
+            addresses = (source.data_ptr(), own.data_ptr())
+            status = self._part.device.core.move(_core.ALL_GATHER, *addresses, 1, lengths, code, 0, 0)
+            self._finish(call, status)
+        if self._is_leader:
+            received = {host: blocks[host] for host in self._links.others}
+            self._links.wait(call, self._links.swap(call, dict.fromkeys(self._links.others, own), received))
+        start = sum(block.numel() for block in blocks[: self._host])
+        if own.numel() == stage.numel():
+            self._meet(call)
+        self._pass_on(call, stage[:start])
+        self._pass_on(call, stage[start + own.numel() :])
+        if not is_in_place:
+            parts = dict(
+                zip(order, stage.split_with_sizes([rows * widths[rank] for rank in order]), strict=True)
+            )
+            columns = [parts[rank].view(rows, widths[rank]) for rank in range(self._world_size)]
+            torch.cat(columns, 1, out=result.view(rows, -1))
+
+    def broadcast(self, call: Call, flat: torch.Tensor, code: int, src: int) -> None:
+        """Fill the bytes `flat` on every rank with those of rank `src`."""
+        call.view = f"{flat.numel()} bytes, {_core.TYPE_NAMES.get(code, 'another dtype')}, root {src}"
+        home = next(index for index, ranks in enumerate(self._hosts) if src in ranks)
+        is_home = home == self._host
+        if is_home:
+            self._pass_on(call, flat, code, self._members.index(src))
+        else:
+            self._meet(call)
+        if self._is_leader:
+            sends = dict.fromkeys(self._links.others, flat) if is_home else {}
+            receives = {} if is_home else {home: flat}
+            self._links.wait(call, self._links.swap(call, sends, receives))
+        if is_home:
+            self._meet(call)
+        else:
+            self._pass_on(call, flat, code)
+
+
+__all__ = [
+    "ONE_SWAP_BYTES",
+    "PIECE_BYTES",
+    "HierarchicalCommunicator",
+    "group_by_place",
+    "is_hierarchical",
+    "partial_dtype",
+]

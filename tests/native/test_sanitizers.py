@@ -1,10 +1,12 @@
-"""The native core passes its tests under the address and undefined-behaviour sanitizers."""
+"""The native cores pass their tests under the address and undefined-behaviour sanitizers."""
 
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,42 +14,69 @@ import pytest
 from tests.probes import requires
 
 ROOT = Path(__file__).parents[2]
-TESTS = (
-    "tests/unit/test_codec_values.py",
-    "tests/unit/test_codec_errors.py",
-    "tests/unit/test_codec_frame.py",
-    "tests/unit/test_codec_tensors.py",
-    "tests/native/test_codec_native.py",
-    "tests/security/test_codec_hostile.py",
-    "tests/native/test_ring_native.py",
-    "tests/native/test_port_native.py",
-    "tests/unit/test_ring.py",
-    "tests/unit/test_ring_waiting.py",
-    "tests/unit/test_long_messages.py",
+REDUCE_TESTS = "tests/native/reduce/test_reduce_kernels.py"
+SWEEP = f"{REDUCE_TESTS}::test_length_and_alignment_change_nothing"
+# The tests of each core in parts that take about as long as each other: they run side by side.
+QUEUE_TESTS = (
+    (
+        "tests/unit/test_codec_values.py",
+        "tests/unit/test_codec_errors.py",
+        "tests/unit/test_codec_frame.py",
+        "tests/unit/test_codec_tensors.py",
+        "tests/native/test_codec_native.py",
+        "tests/security/test_codec_hostile.py",
+    ),
+    (
+        "tests/native/test_ring_native.py",
+        "tests/native/test_port_native.py",
+        "tests/unit/test_ring.py",
+        "tests/unit/test_ring_waiting.py",
+        "tests/unit/test_long_messages.py",
+    ),
 )
+DEVICE_TESTS = (("tests/native/test_fabric.py", SWEEP), (REDUCE_TESTS, f"--deselect={SWEEP}"))
 # They measure memory, and the sanitizer keeps what was freed.
 LEFT_OUT = "not under_a_memory_limit and not used_again_and_bounded"
+REDUCE_DRIVER = ROOT / "tests" / "native" / "reduce" / "reduce_driver.cpp"
 LOAD = """
 import importlib.util, sys
-spec = importlib.util.spec_from_file_location("shm_broadcast._core", sys.argv[1])
+name, path = sys.argv[1:3]
+spec = importlib.util.spec_from_file_location(name, path)
 core = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(core)
-sys.modules["shm_broadcast._core"] = core
+sys.modules[name] = core
 """
+# The tests of the kernels call them through a library that they build; here it is the core with the same driver.
 RUN = (
     LOAD
     + """
 import pytest
-options = ["-q", "-x", "-p", "no:cacheprovider", "-k", sys.argv[2]]
-raise SystemExit(pytest.main([*options, *sys.argv[3:]]))
+
+class Kernels:
+    def pytest_collection_finish(self, session):
+        for module in {item.module for item in session.items}:
+            if module.__name__.endswith("test_reduce_kernels"):
+                assert callable(module.build)
+                module.build = lambda folder: (folder / "reduce.so").symlink_to(path)
+
+options = ["-q", "-x", "-p", "no:cacheprovider", "-k", sys.argv[3]]
+raise SystemExit(pytest.main([*options, *sys.argv[4:]], plugins=[Kernels()]))
 """
 )
-OVERFLOW = (
-    LOAD
-    + """
+OVERFLOW = """
 import ctypes
 small = ctypes.create_string_buffer(64)
-core.copy_into(ctypes.addressof(small), 128, bytes(128))
+"""
+QUEUE_OVERFLOW = LOAD + OVERFLOW + "core.copy_into(ctypes.addressof(small), 128, bytes(128))"
+# A sum of 32 float32 of one rank, into room for 16: type 0, reduction 0.
+DEVICE_OVERFLOW = (
+    LOAD
+    + OVERFLOW
+    + """
+whole = ctypes.create_string_buffer(128)
+inputs = (ctypes.c_void_p * 1)(ctypes.addressof(whole))
+one, many = ctypes.c_size_t(1), ctypes.c_size_t(32)
+ctypes.CDLL(path).reduce_run(0, 0, b"baseline", 0, small, inputs, one, many)
 """
 )
 
@@ -59,25 +88,31 @@ def runtime(compiler: str, name: str) -> str | None:
     return str(path) if path.is_absolute() and path.exists() else None
 
 
-def built(compiler: str, folder: Path) -> Path:
-    """Compile the native core with the sanitizers into `folder`."""
+def built(compiler: str, folder: Path, sources: Sequence[Path]) -> Path:
+    """Compile a native core with the sanitizers into `folder`, its files side by side."""
     library = folder / "_core.abi3.so"
-    sources = [str(path) for path in sorted((ROOT / "shm_broadcast/csrc").glob("*.cpp"))]
-    flags = ["-std=c++20", "-O1", "-g", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-strict-aliasing"]
+    flags = ["-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing"]
     checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
-    include = f"-I{sysconfig.get_path('include')}"
-    subprocess.run(
-        [compiler, *flags, *checks, "-DPy_LIMITED_API=0x030B0000", include, *sources, "-o", str(library)],
-        check=True,
-        timeout=120,
-    )
+    places = [f"-I{sysconfig.get_path('include')}", f"-I{sources[0].parent}"]
+
+    def compiled(source: Path) -> str:
+        made = str(folder / f"{source.stem}.o")
+        defines = ["-DPy_LIMITED_API=0x030B0000"]
+        command = [compiler, *flags, *checks, *defines, *places, "-c", str(source), "-o", made]
+        subprocess.run(command, check=True, timeout=240)
+        return made
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        # The last ones by name are the large ones.
+        objects = list(pool.map(compiled, sorted(sources, reverse=True)))
+    subprocess.run([compiler, "-shared", *checks, *objects, "-o", str(library)], check=True, timeout=120)
     return library
 
 
-def run(code: str, library: Path, libraries: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `code` in an interpreter with the sanitizers, the core's path as its first argument."""
+def run(code: str, libraries: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` in an interpreter with the sanitizers; a core's name and path are its first arguments."""
     return subprocess.run(
-        [sys.executable, "-c", code, str(library), *arguments],
+        [sys.executable, "-c", code, *arguments],
         cwd=ROOT,
         env={
             **os.environ,
@@ -94,17 +129,35 @@ def run(code: str, library: Path, libraries: list[str], *arguments: str) -> subp
     )
 
 
+def check(
+    folder: Path, name: str, sources: Sequence[Path], overflow: str, parts: Sequence[Sequence[str]]
+) -> None:
+    """Build a core, make sure that an overflow in it is reported, and run the parts of its tests side by side."""
+    compiler = shutil.which("g++") or "g++"
+    libraries = [path for lib in ("libasan.so", "libubsan.so") if (path := runtime(compiler, lib))]
+    assert len(libraries) == 2, "the compiler has libasan but no libubsan"
+    core = (name, str(built(compiler, folder, sources)))
+    found = run(overflow, libraries, *core)
+    assert "AddressSanitizer: heap-buffer-overflow" in found.stderr, found.stderr[-6000:]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        outcomes = pool.map(lambda tests: run(RUN, libraries, *core, LEFT_OUT, *tests), parts)
+        for clean in outcomes:
+            assert clean.returncode == 0, clean.stdout[-6000:] + clean.stderr[-6000:]
+            assert "runtime error" not in clean.stderr
+            assert " passed" in clean.stdout
+
+
 @pytest.mark.guarantee("B10", "C13")
 @requires("sanitizers")
 def test_the_codec_and_the_ring_are_clean_under_sanitizers(tmp_path: Path) -> None:
     """No test of the codec or the ring makes a sanitizer report anything, and an overflow would be reported."""
-    compiler = shutil.which("g++") or "g++"
-    libraries = [path for name in ("libasan.so", "libubsan.so") if (path := runtime(compiler, name))]
-    assert len(libraries) == 2, "the compiler has libasan but no libubsan"
-    library = built(compiler, tmp_path)
-    overflow = run(OVERFLOW, library, libraries)
-    assert "AddressSanitizer: heap-buffer-overflow" in overflow.stderr
-    clean = run(RUN, library, libraries, LEFT_OUT, *TESTS)
-    assert clean.returncode == 0, clean.stdout[-6000:] + clean.stderr[-6000:]
-    assert "runtime error" not in clean.stderr
-    assert " passed" in clean.stdout
+    sources = list((ROOT / "shm_broadcast/csrc").glob("*.cpp"))
+    check(tmp_path, "shm_broadcast._core", sources, QUEUE_OVERFLOW, QUEUE_TESTS)
+
+
+@pytest.mark.guarantee("D2", "D14")
+@requires("sanitizers")
+def test_the_fabric_and_the_reductions_are_clean_under_sanitizers(tmp_path: Path) -> None:
+    """No test of the fabric or of a kernel makes a sanitizer report anything, and an overflow would be reported."""
+    sources = [*(ROOT / "device_comm/csrc").glob("*.cpp"), REDUCE_DRIVER]
+    check(tmp_path, "device_comm._core", sources, DEVICE_OVERFLOW, DEVICE_TESTS)

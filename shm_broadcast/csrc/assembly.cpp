@@ -5,7 +5,37 @@
 
 #include "blocks.hpp"
 
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
 namespace codec {
+namespace {
+
+// Buffers from this size on are written past the caches, which would read every line first to overwrite it.
+constexpr size_t kPastCaches = size_t{4} << 20;
+
+void copy_past_caches(unsigned char* to, const unsigned char* from, size_t nbytes) {
+#if defined(__x86_64__)
+    const size_t head = std::min<size_t>(-reinterpret_cast<uintptr_t>(to) % 64, nbytes);
+    std::memcpy(to, from, head);
+    to += head, from += head, nbytes -= head;
+    for (; nbytes >= 64; to += 64, from += 64, nbytes -= 64) {
+        const __m128i* source = reinterpret_cast<const __m128i*>(from);
+        __m128i* target = reinterpret_cast<__m128i*>(to);
+        const __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);
+        const __m128i c = _mm_loadu_si128(source + 2), d = _mm_loadu_si128(source + 3);
+        _mm_stream_si128(target, a);
+        _mm_stream_si128(target + 1, b);
+        _mm_stream_si128(target + 2, c);
+        _mm_stream_si128(target + 3, d);
+    }
+    _mm_sfence();
+#endif
+    std::memcpy(to, from, nbytes);
+}
+
+}  // namespace
 
 Assembly::Assembly() { use_pool(); }
 
@@ -94,7 +124,11 @@ void Assembly::fill(const unsigned char* from, size_t nbytes) {
         }
         const size_t at = static_cast<size_t>(filled_ - std::min(filled_, starts_[current_]));
         const size_t length = std::min(buffer.nbytes - at, nbytes);
-        if (length > 0) std::memcpy(buffer.data + at, from, length);
+        if (buffer.nbytes >= kPastCaches) {
+            copy_past_caches(buffer.data + at, from, length);
+        } else if (length > 0) {
+            std::memcpy(buffer.data + at, from, length);
+        }
         from += length, nbytes -= length, filled_ += length;
         if (filled_ >= starts_[current_] && at + length == buffer.nbytes) ++current_;
     }

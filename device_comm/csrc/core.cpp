@@ -164,7 +164,7 @@ uint64_t code_of(Kind kind, uint64_t type, uint64_t op, uint64_t root) {
 }
 
 // Results from here on are written past the caches, which would otherwise read them first.
-constexpr size_t kStreamingBytes = size_t{4} << 20;
+constexpr size_t kStreamingBytes = size_t{2} << 20;
 
 // Fresh memory costs a page fault per 4 KiB, 28 ms for 64 MiB, and 9 ms with huge pages. What has its pages already
 // is not touched, and a kernel without huge pages refuses.
@@ -189,7 +189,8 @@ PyObject* fabric_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count)
     plan.in = reinterpret_cast<const unsigned char*>(v[1]);
     plan.out = reinterpret_cast<unsigned char*>(v[2]);
     plan.root = static_cast<uint32_t>(v[6]);
-    const bool streams = v[1] != v[2] && v[3] * 8 >= kStreamingBytes;
+    const size_t element = v[4] < 256 ? reduce::element_bytes(static_cast<reduce::Type>(v[4])) : 0;
+    const bool streams = v[1] != v[2] && v[3] * element >= kStreamingBytes;
     if (!find_kernel(v[4], v[5], streams, &plan)) return nullptr;
     plan.bytes = v[3] * plan.element;
     if (v[1] != v[2]) prefer_huge_pages(plan.out, plan.bytes);

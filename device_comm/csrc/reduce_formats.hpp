@@ -56,14 +56,17 @@ struct Brain {
         return {{(F32)(pair << 16), (F32)(pair & 0xffff0000u)}};
     }
 
-    // To nearest, ties to even, in the upper half; the lower half is rubbish.
-    static U32 rounded(F32 value) {
-        const U32 bits = (U32)value;
-        return (bits + 0x7fffu + ((bits >> 16) & 1u)) | (U32)(value != value);
-    }
+    // To nearest, ties to even, in the upper half; the lower half is rubbish. NaN may become anything.
+    static U32 rounded(F32 value) { return add_odd((U32)value + 0x7fffu, (U32)value, 1u << 16); }
 
     static void store(char* to, Unit unit, bool streaming) {
-        put(to, (rounded(unit.part[0]) >> 16) | (rounded(unit.part[1]) & 0xffff0000u), streaming);
+        U32 low = rounded(unit.part[0]), high = rounded(unit.part[1]);
+        // Looked for once in both: it is rare, and two operations in each cost 15 % of a sum in the caches.
+        if (__builtin_expect(has_nan(unit.part[0], unit.part[1]), 0)) {
+            low |= (U32)(unit.part[0] != unit.part[0]);
+            high |= (U32)(unit.part[1] != unit.part[1]);
+        }
+        put(to, (low >> 16) | (high & 0xffff0000u), streaming);
     }
 };
 

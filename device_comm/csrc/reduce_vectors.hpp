@@ -54,6 +54,32 @@ inline void put(char* to, V value, [[maybe_unused]] bool streaming) {
     __builtin_memcpy(to, &value, sizeof value);
 }
 
+// Whether a lane of either is NaN.
+inline bool has_nan(F32 one, F32 other) {
+#if defined(__x86_64__) && REDUCE_WIDTH >= 64
+    return _mm512_cmp_ps_mask((__m512)one, (__m512)other, _CMP_UNORD_Q) != 0;
+#elif defined(__x86_64__) && REDUCE_WIDTH >= 32
+    return _mm256_movemask_ps(_mm256_cmp_ps((__m256)one, (__m256)other, _CMP_UNORD_Q)) != 0;
+#elif defined(__x86_64__)
+    return _mm_movemask_ps(_mm_cmpunord_ps((__m128)one, (__m128)other)) != 0;
+#else
+    const I32 found = (one != one) | (other != other);
+    std::int32_t any = 0;
+    for (std::size_t lane = 0; lane < sizeof(I32) / sizeof(any); ++lane) any |= found[lane];
+    return any != 0;
+#endif
+}
+
+// `value` plus 1 in the lanes where `of` has `bit` set.
+inline U32 add_odd(U32 value, U32 of, std::uint32_t bit) {
+#if defined(__x86_64__) && REDUCE_WIDTH >= 64
+    const __mmask16 odd = _mm512_test_epi32_mask((__m512i)of, _mm512_set1_epi32(static_cast<int>(bit)));
+    return (U32)_mm512_mask_add_epi32((__m512i)value, odd, (__m512i)value, _mm512_set1_epi32(1));
+#else
+    return value - (U32)((of & bit) != 0);  // a lane that is true is -1
+#endif
+}
+
 inline void end_of_streaming() {
 #if defined(__x86_64__)
     _mm_sfence();

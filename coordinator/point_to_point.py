@@ -37,7 +37,11 @@ MAX_OPEN_SENDS: Final = 256
 
 
 class PointToPoint(GroupPlanes):
-    """Tensor dicts: one metadata message and the larger tensors beside it.
+    """Tensor dicts: between ranks of one host one message, else one of metadata and the larger tensors beside it.
+
+    On one host a send returns when shared memory owns the dict: one of up to 512 KiB at once, unless the receiver is
+    that far behind; a larger one as the receiver takes it, which it does in any point-to-point call of the group.
+    So ranks may all send first and receive then, whatever the size. Over Gloo a large send waits for its receive.
 
     Values may be tensors, nested dicts, and whatever the codec carries. CPU tensors arrive as CPU tensors;
     tensors on the group's device land on the receiver's own device.

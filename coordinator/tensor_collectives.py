@@ -284,7 +284,9 @@ class TensorCollectives(GroupPlanes):
     def send(self, tensor: torch.Tensor, dst: int | None = None, *, timeout_s: float | None = None) -> None:
         """Send a tensor to rank `dst`, by default the next one; return when its memory may be reused.
 
-        Point to point: rank `dst` calls `recv` with this rank, the tensor's shape and dtype.
+        Point to point: rank `dst` calls `recv` with this rank, the tensor's shape and dtype. On one host up to
+        512 KiB do not wait for that, and larger tensors go on while `dst` is in any point-to-point call of the group,
+        so ranks may all send first and receive then.
         """
         self._health.check_usable("send")
         self.device_communicator.send(tensor, dst, timeout_s=timeout_s)

@@ -5,6 +5,10 @@ FileStore outlives a hard exit and shows a later run its old keys. Rank 0 makes 
 moves a pointer to it into place; the others follow the pointer, check that rank 0 is alive, and take
 their seat, which in each generation can be taken once. The last to leave removes the generation, and
 rank 0 of a later run removes those whose owner is dead.
+
+Each process opens the store by a hard link of its own, and removes that when it leaves. A FileStore's destructor, which
+runs whenever the garbage collector comes, looks whether its file is there and then opens it to say that it has gone; if
+somebody removes the directory in between, it waits five minutes for the file to come back, holding the interpreter.
 """
 
 from __future__ import annotations
@@ -48,6 +52,7 @@ class DirectoryRendezvous:
         self._world_size = world_size
         self._generation: Path | None = None
         self._store: dist.Store | None = None
+        self._link: Path | None = None
 
     def join(self, timeout_s: float) -> dist.Store:
         """Return the store of this use, once rank 0 has made it.
@@ -65,7 +70,18 @@ class DirectoryRendezvous:
         return self._store
 
     def _open(self, generation: Path) -> dist.Store:
-        return dist.FileStore(str(generation / "store"), -1)
+        """Open the store by a path that nobody else uses. OSError: The generation was removed."""
+        self._unlink()
+        link = generation / f"store-{self._rank}-{secrets.token_hex(8)}"
+        link.hardlink_to(generation / "store")
+        self._link = link
+        return dist.FileStore(str(link), -1)
+
+    def _unlink(self) -> None:
+        """Remove the path of the store, before the store goes."""
+        if self._link is not None:
+            self._link.unlink(missing_ok=True)
+            self._link = None
 
     def _create(self) -> Path:
         own = this_process()
@@ -74,6 +90,7 @@ class DirectoryRendezvous:
             self._sweep(own)
             generation = self._directory / f"{_PREFIX}{secrets.token_hex(8)}"
             generation.mkdir(mode=0o700)
+            (generation / "store").touch(mode=0o600)
             (generation / "owner").write_bytes(msgspec.json.encode(Owner(own, self._world_size)))
             fresh = self._directory / f"{_POINTER}.{secrets.token_hex(8)}"
             fresh.touch(mode=0o600, exist_ok=False)
@@ -144,8 +161,12 @@ class DirectoryRendezvous:
                 f"rendezvous in {self._directory}: rank 0 was started with a world of {owner.world_size}, "
                 f"rank {self._rank} with {self._world_size}"
             )
-        store = self._open(generation)
+        try:
+            store = self._open(generation)
+        except OSError:
+            return "its last generation was removed"
         if store.add(f"seat/{self._rank}", 1) != 1:
+            self._unlink()
             return f"rank {self._rank} of the last generation has been there before"
         self._store = store
         return None
@@ -154,11 +175,14 @@ class DirectoryRendezvous:
         """Give the seat back; the last to leave removes the generation."""
         generation, store = self._generation, self._store
         self._generation = self._store = None
-        if generation is None or store is None or not generation.exists():
+        if generation is None or store is None:
             return
-        if store.add("left", 1) == self._world_size:
-            self._remove_pointer(generation)
-            shutil.rmtree(generation, ignore_errors=True)
+        try:
+            if generation.exists() and store.add("left", 1) == self._world_size:
+                self._remove_pointer(generation)
+                shutil.rmtree(generation, ignore_errors=True)
+        finally:
+            self._unlink()
 
     def _remove_pointer(self, generation: Path) -> None:
         """Remove the pointer if it leads to `generation`: rank 0 may be putting the next one there just now."""

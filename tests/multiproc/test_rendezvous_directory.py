@@ -312,3 +312,23 @@ def leftovers_that_are_none(rank: int, world_size: int, directory: Path) -> list
 def test_what_is_no_generation_of_ours_is_left_alone(ranks2: RankPool) -> None:
     """Other files and links in the directory survive, and so does what the links point to."""
     assert ranks2.run(leftovers_that_are_none) == [[[0, 1], True, True]] * 2
+
+
+def test_a_store_is_out_of_the_way_before_its_directory_can_go(tmp_path: Path) -> None:
+    """Whoever leaves removes the path by which it opened the store, which nobody else uses.
+
+    A FileStore that is collected while somebody removes its directory would wait for the file.
+    """
+    meetings = [DirectoryRendezvous(tmp_path, rank, 2) for rank in range(2)]
+    stores = [meeting.join(5.0) for meeting in meetings]
+    stores[0].set("key", "value")
+    assert stores[1].get("key") == b"value"
+    (generation,) = tmp_path.glob("generation-*")
+    links = {path.name.rsplit("-", 1)[0] for path in generation.glob("store-*")}
+    assert links == {"store-0", "store-1"}
+    meetings[0].leave()
+    assert [path.name.rsplit("-", 1)[0] for path in generation.glob("store-*")] == ["store-1"]
+    del stores[0]
+    assert stores[0].get("key") == b"value"
+    meetings[1].leave()
+    assert not list(tmp_path.iterdir())

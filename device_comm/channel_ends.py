@@ -295,7 +295,15 @@ class Sending:
         """Return whether the channel owns all of it. Raises why it cannot."""
         if self._error is not None:
             raise self._error
-        return self.is_owned.is_set()
+        if self.is_owned.is_set():
+            return True
+        try:
+            # The thread that writes may not have noticed yet.
+            if is_deserted(self._outlet.memory):
+                raise_left()
+        except ValueError as error:
+            self._outlet.crossing.fail_corrupt(self._outlet.peer, error)
+        return False
 
     def poll(self, slice_s: float) -> bool:
         """Wait for the thread that writes."""

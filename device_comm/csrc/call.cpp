@@ -4,7 +4,7 @@
 namespace fabric {
 namespace {
 
-// Runs of columns that are shorter than this are copied in one go with their row's arithmetic.
+// memcpy for pieces that may be empty, whose address may then be none.
 void copy(unsigned char* to, const unsigned char* from, size_t bytes) {
     if (bytes > 0) std::memcpy(to, from, bytes);
 }

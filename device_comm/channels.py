@@ -159,8 +159,9 @@ class Channels:
         value = inlet.receive_now(tag)
         if value is not rings.NOTHING:
             return value
+        operation = self._operation(plane, name, "from", [src])
         receiving = inlet.expect(tag, None)
-        self._health.wait(self._operation(plane, name, "from", [src]), receiving, timeout_s)
+        self._health.wait(operation, receiving, timeout_s)
         return receiving.value
 
     def recv_each(
@@ -227,11 +228,10 @@ class Channels:
         """Return the memory of the channel from `src` to `dst`, made here or by the other rank, `peer`."""
         operation = self._operation("host", f"{name}: open a channel", "with", [peer])
         place = (self._table, self._world_size, src, dst)
-        found = _core.channel_claim(*place)
-        if found == _core.CHANNEL_MAKING:
+        while (found := _core.channel_claim(*place)) == _core.CHANNEL_MAKING:
+            # Again behind each wait: who failed to make it may be trying again.
             making = _Making(self, src, dst, self._health.ranks[peer])
             self._health.wait(operation, making, _MAKING_DEADLINE_S)
-            found = _core.channel_claim(*place)
         if found == _core.CHANNEL_NONE:
             try:
                 self._segment.reserve(self._place(src, dst), _stride())

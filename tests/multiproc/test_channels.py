@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from coordinator import (
     PeerLostError,
     register_type,
 )
+from device_comm import _core
 from device_comm.handles import Handle
 from shm_broadcast import segment
 from tests.harness import RankPool
@@ -262,6 +264,27 @@ def test_too_little_memory_for_a_channel_is_told_and_can_be_tried_again(ranks2: 
     text = ranks2.run(without_memory)[0]
     assert "1000000 are free" in text
     assert str((1 << 20) + 4096) in text
+
+
+def tried_again(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory) as group:
+        if rank == 0:
+            answers = [_core.CHANNEL_MAKING, _core.CHANNEL_MAKING]
+            claim = _core.channel_claim
+            with mock.patch.object(
+                _core, "channel_claim", lambda *place: answers.pop() if answers else claim(*place)
+            ):
+                group.send_object("x", 1)
+            assert not answers
+        else:
+            meet(rank, (1,), directory, "waits")
+            time.sleep(0.2)
+            assert group.recv_object(0) == "x"
+
+
+def test_a_channel_that_the_other_rank_fails_to_make_and_tries_again(ranks2: RankPool) -> None:
+    """It is used only once it is made: between two attempts it is nobody's, and has no memory."""
+    ranks2.run(tried_again)
 
 
 def first_use_at_once(rank: int, world_size: int, directory: Path) -> None:

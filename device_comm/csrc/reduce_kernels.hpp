@@ -99,8 +99,10 @@ void part(char* out, const void* const* inputs, std::size_t ranks, std::size_t o
     __builtin_memcpy(out + offset, sofar, bytes);
 }
 
+// With everything inlined: a call for every block, which compilers prefer for the larger formats, sets up its constants
+// again each time and made bf16 and f16 sums take 1.7 times as long.
 template <typename Format, Op op>
-void run(char* out, const void* const* inputs, std::size_t ranks, std::size_t bytes, bool streaming) {
+[[gnu::flatten]] void run(char* out, const void* const* inputs, std::size_t ranks, std::size_t bytes, bool streaming) {
     constexpr std::size_t block = kUnits<Format> * Format::kBytes;
     std::size_t offset = 0;
     if (streaming) {  // up to the line from which whole lines can be written

@@ -9,7 +9,7 @@ TEST_WORKERS ?= 4
 PIP := $(PY) -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test clean
+.PHONY: help setup demo check test test-nccl clean
 
 help: ## List the words
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,6 +34,15 @@ check: $(STAMP) ## Lint, types and layer contracts
 
 test: $(STAMP) ## Run the whole test suite (no GPU needed)
 	$(PY) -m pytest -q -n $(TEST_WORKERS)
+
+test-nccl: $(STAMP) ## Run the tests of NCCL against the real library, without a device (fetches 300 MB)
+	@$(PY) -c 'from tests.probes import PROBES; raise SystemExit(PROBES["nccl"]() is not None)' \
+		|| $(PIP) install -q -c constraints.txt nvidia-nccl-cu13
+	$(PY) -m pytest -q tests/unit/test_nccl_library.py tests/unit/test_nccl_types.py tests/multiproc/test_nccl.py \
+		-n $(TEST_WORKERS)
+
+test-kernels: $(STAMP) ## Compile the CUDA kernels for every GPU, world size and dtype (no GPU needed)
+	$(PY) -m pytest -q tests/native/cuda/test_kernel_build.py tests/native/cuda/kernel_matrix.py
 
 clean: ## Remove what the other words made
 	rm -rf $(VENV) build dist *.egg-info */*.so .*_cache .hypothesis

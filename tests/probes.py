@@ -1,6 +1,7 @@
 """What a test may need that a machine may lack. The only reasons for which a test of this repository is skipped."""
 
 import functools
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -67,10 +68,20 @@ def _other_user() -> str | None:
     return None if os.geteuid() == 0 else "needs root, to act as another user"
 
 
+def _nccl() -> str | None:
+    """Look for the real libnccl, of the wheel; `make test-nccl` installs it."""
+    found = importlib.util.find_spec("nvidia")
+    folders = (found.submodule_search_locations or ()) if found is not None else ()
+    if any((Path(folder) / "nccl" / "lib" / "libnccl.so.2").is_file() for folder in folders):
+        return None
+    return "needs the wheel nvidia-nccl-cu13 or -cu12 (make test-nccl installs it)"
+
+
 PROBES: dict[str, Callable[[], str | None]] = {
     "network_namespaces": functools.cache(_network_namespaces),
     "compiler": functools.cache(_compiler),
     "sanitizers": functools.cache(_sanitizers),
     "other_user": _other_user,
+    "nccl": functools.cache(_nccl),
 }
 """Name of each thing a test may need, with the function that says what is missing, or None."""

@@ -1,0 +1,104 @@
+"""NcclCommunicator on CPU tensors, over the stub of NCCL, in the ranks of a test."""
+
+import ctypes
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coordinator.group import GroupCoordinator
+from device_comm.base import CommunicatorContext
+from device_comm.nccl import NcclCommunicator
+from device_comm.nccl_library import NcclLibrary
+from device_comm.streams import Progress
+from tests.worlds import world
+
+__all__ = ["FakeProgress", "HostStreams", "context_of", "nccl_world", "stub_of"]
+
+
+class HostStreams:
+    """Streams that are numbers and nothing else."""
+
+    def __init__(self) -> None:
+        self.number = 7
+        self.waits: list[tuple[int, int]] = []
+
+    @property
+    def current(self) -> Callable[[], int]:
+        return lambda: self.number
+
+    @contextmanager
+    def use(self, stream: Any) -> Iterator[None]:
+        before, self.number = self.number, stream
+        try:
+            yield
+        finally:
+            self.number = before
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        yield
+
+    def wait(self, waiter: int, on: int) -> None:
+        self.waits.append((waiter, on))
+
+    def is_idle(self, stream: int) -> bool:
+        return True
+
+
+class FakeProgress:
+    """Says that nothing is done while `stuck`."""
+
+    def __init__(self) -> None:
+        self.stuck = False
+        self.marks = 0
+
+    def mark(self, stream: int) -> None:
+        self.marks += 1
+
+    def is_done(self) -> bool:
+        return not self.stuck
+
+
+def stub_of(library: NcclLibrary) -> ctypes.CDLL:
+    """Return the stub itself, with its knobs."""
+    return ctypes.CDLL(library.path)
+
+
+def context_of(group: GroupCoordinator, **changes: Any) -> CommunicatorContext:
+    """Return what a device communicator of `group` is built from."""
+    context = CommunicatorContext(
+        name=group.unique_name,
+        rank_in_group=group.rank_in_group,
+        ranks=tuple(group.ranks),
+        device=torch.device("cpu"),
+        process_group=None,
+        health=group._health,
+        timeout_s=20.0,
+        exchange=group.all_gather_object,
+    )
+    return dataclasses.replace(context, **changes)
+
+
+@contextmanager
+def nccl_world(
+    rank: int,
+    world_size: int,
+    directory: Path,
+    stub: str,
+    progress: Progress | None = None,
+    **changes: Any,
+) -> Iterator[tuple[GroupCoordinator, NcclCommunicator]]:
+    """Join a world and yield its group and a communicator of its ranks over the stub."""
+    with world(rank, world_size, directory) as group:
+        library = NcclLibrary(stub)
+        communicator = NcclCommunicator(
+            context_of(group, **changes), library=library, streams=HostStreams(), progress=progress
+        )
+        try:
+            yield group, communicator
+        finally:
+            communicator.destroy()

@@ -1,0 +1,278 @@
+"""Finding, loading and calling libnccl: the stub, and the real one as far as it goes without a device."""
+
+import ctypes
+import dataclasses
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from device_comm import nccl_library
+from device_comm.base import CommunicatorContext
+from device_comm.health import GroupHealth
+from device_comm.nccl import NcclCommunicator
+from device_comm.nccl_library import (
+    FUNCTIONS,
+    RESULT_NAMES,
+    Config,
+    NcclLibrary,
+    UniqueId,
+    loaded_libraries,
+    new_config,
+    version_text,
+)
+from device_comm.nccl_types import DATA_TYPES, REDUCTIONS
+from shm_broadcast.errors import CapabilityError, InternalError, NcclError, UsageError
+from tests.harness import run_ranks
+from tests.native.nccl_stub.build import build_stub
+from tests.nccl_ranks import HostStreams
+from tests.probes import requires
+from tests.unit.test_health import FakeBoard, FakeWatch
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_stub(tmp_path_factory.mktemp("nccl"))
+
+
+def test_versions_are_read_in_both_spellings() -> None:
+    """From 2.9 on a version has five digits."""
+    assert [version_text(code) for code in (2804, 21800, 22907, 23203)] == [
+        "2.8.4",
+        "2.18.0",
+        "2.29.7",
+        "2.32.3",
+    ]
+
+
+def test_the_library_knows_its_file_and_version(stub: Path) -> None:
+    """By the loader's word, not by what was asked for."""
+    link = stub.with_name("link.so")
+    link.symlink_to(stub)
+    library = NcclLibrary(link)
+    assert (library.path, library.version, library.origin) == (str(stub), 23203, "given")
+    assert str(library) == f"NCCL 2.32.3 ({stub})"
+
+
+def test_an_error_has_all_that_is_known(stub: Path) -> None:
+    """Function, code, its name, both of the library's texts, file and version; as text and as fields."""
+    library = NcclLibrary(stub)
+    ctypes.CDLL(str(stub)).stub_fail(b"ncclGetUniqueId", 6, 1)
+    with pytest.raises(NcclError) as caught:
+        library.new_unique_id()
+    error = caught.value
+    assert (error.function, error.code, error.library) == ("ncclGetUniqueId", 6, str(library))
+    for part in (
+        "ncclGetUniqueId returned 6",
+        "ncclRemoteError",
+        "remote process exited",
+        "the stub was told to fail",
+    ):
+        assert part in str(error)
+    assert str(stub) in str(error)
+    assert "an unknown code" in str(library.error("ncclSend", 99))
+
+
+def test_what_a_library_lacks_is_named_when_it_is_called(tmp_path: Path) -> None:
+    """Loading goes well; the call says function, version needed, version there and file."""
+    library = NcclLibrary(build_stub(tmp_path, "-DWITHOUT_SPLIT", "-DWITHOUT_SUSPEND", "-DVERSION=21901"))
+    assert not library.has("ncclCommSplit")
+    assert library.has("ncclAllReduce")
+    with pytest.raises(
+        CapabilityError, match=r"ncclCommResume needs NCCL 2\.29\.7 or newer, this is NCCL 2\.19\.1"
+    ):
+        library.resume(1)
+
+
+def test_too_old_or_no_nccl_is_refused(tmp_path: Path) -> None:
+    """With what is needed; a file that is missing, another library, an old one."""
+    with pytest.raises(CapabilityError, match="cannot be loaded") as missing:
+        NcclLibrary(tmp_path / "libnccl.so.2")
+    assert missing.value.requirement == "libnccl.so.2"
+    with pytest.raises(CapabilityError, match="is no NCCL"):
+        NcclLibrary("libm.so.6")
+    with pytest.raises(CapabilityError, match=r"2\.18\.0 or newer is needed"):
+        NcclLibrary(build_stub(tmp_path, "-DVERSION=21705"))
+
+
+def test_the_library_of_the_process_comes_first(
+    tmp_path: Path, stub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the wheel's; a path beats both."""
+    maps = tmp_path / "maps"
+    maps.write_text(
+        "7f00-7f01 r-xp 00000000 08:01 1  /opt/a b/libnccl.so.2.21.5\n"
+        "7f01-7f02 r--p 00000000 08:01 1  /opt/a b/libnccl.so.2.21.5\n"
+        "7f03-7f04 r--p 00000000 08:01 2  /usr/lib/libnccl-net.so\n7f05-7f06 rw-p 00000000 00:00 0\n"
+    )
+    assert loaded_libraries(maps) == ["/opt/a b/libnccl.so.2.21.5"]
+    other = build_stub(tmp_path, name="other.so")
+    monkeypatch.setattr(nccl_library, "_of_wheels", lambda: iter([str(other)]))
+    monkeypatch.setattr(nccl_library, "loaded_libraries", list)
+    assert (NcclLibrary().path, NcclLibrary().origin) == (str(other), "wheel")
+    monkeypatch.setattr(nccl_library, "loaded_libraries", lambda: [str(stub)])
+    assert (NcclLibrary().path, NcclLibrary().origin) == (str(stub), "process")
+    assert NcclLibrary(other).path == str(other)
+
+
+def context() -> CommunicatorContext:
+    health = GroupHealth("tp:0", 0, (0, 1), FakeWatch(), FakeBoard())  # type: ignore[arg-type]
+    return CommunicatorContext(
+        name="tp:0",
+        rank_in_group=0,
+        ranks=(0, 1),
+        device=torch.device("cpu"),
+        process_group=None,
+        health=health,
+        timeout_s=1.0,
+    )
+
+
+def test_a_context_without_an_exchange_is_refused(stub: Path) -> None:
+    """There would be no way to agree on an id."""
+    with pytest.raises(InternalError, match="exchange"):
+        NcclCommunicator(context(), library=NcclLibrary(stub), streams=HostStreams())
+
+
+def test_a_forked_child_has_no_short_way(stub: Path) -> None:
+    """Its handles belong to its parent: a call there is refused before the library sees it."""
+    facts = dataclasses.replace(context(), exchange=lambda own: [own, own])
+    communicator = NcclCommunicator(facts, library=NcclLibrary(stub), streams=HostStreams())
+    connection = communicator._connection
+    connection._handle = ctypes.c_void_p(16)
+    connection.rearm()
+    assert connection.hot is not None
+    child = os.fork()
+    if child == 0:
+        try:
+            communicator.all_reduce(torch.ones(1))
+        except UsageError:
+            os._exit(0 if connection.hot is None else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+# --- the real one ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real() -> NcclLibrary:
+    return NcclLibrary(next(nccl_library._of_wheels()))
+
+
+@requires("nccl")
+def test_the_real_library_has_every_function(real: NcclLibrary) -> None:
+    """All that its version should have; and it is the wheel's."""
+    lacking = {name for name in FUNCTIONS if not real.has(name)}
+    assert lacking == {name for name, (_, since) in FUNCTIONS.items() if since > real.version}
+    assert real.path.endswith("nvidia/nccl/lib/libnccl.so.2")
+    assert real.version >= 21800
+
+
+def ids_and_errors(rank: int, world_size: int, directory: Path) -> None:
+    real = NcclLibrary(next(nccl_library._of_wheels()))
+    first, second = real.new_unique_id(), real.new_unique_id()
+    assert len(first) == 128
+    assert first != second
+    assert real.error_string(2)
+    assert real.error_string(2) != real.error_string(6)
+    if torch.cuda.is_available():
+        return
+    with pytest.raises(NcclError) as caught:
+        real.init_rank(1, first, 0, new_config())
+    error = caught.value
+    assert error.function == "ncclCommInitRankConfig"
+    assert error.code in {1, 2, 3}
+    assert "it says: " in str(error)
+    assert "cuda" in str(error).lower()
+    assert real.path in str(error)
+
+
+@requires("nccl")
+def test_the_real_library_gives_ids_and_readable_errors() -> None:
+    """Each id is new; without a device joining fails with the library's own words."""
+    # In a process of its own: NCCL goes on listening for those who have the id.
+    run_ranks(ids_and_errors, 1, check_leaks=False)
+
+
+@requires("nccl")
+@requires("compiler")
+def test_our_structures_and_numbers_are_those_of_the_header(real: NcclLibrary, tmp_path: Path) -> None:
+    """Sizes, offsets, enumerators and the parameters of every function, by a program that includes nccl.h."""
+    header = Path(real.path).parents[1] / "include"
+    for name in ("cuda_runtime.h", "cuda_fp16.h", "cuda_bf16.h"):
+        (tmp_path / name).write_text(
+            "#pragma once\ntypedef struct stream* cudaStream_t;\ntypedef struct event* cudaEvent_t;\n"
+            "#define CUDART_VERSION 13000\n"
+        )
+    fields = [name for name, *_ in Config._fields_]
+    numbers = {
+        "Int8": 0,
+        "Uint8": 1,
+        "Int32": 2,
+        "Uint32": 3,
+        "Int64": 4,
+        "Uint64": 5,
+        "Float16": 6,
+        "Float32": 7,
+    }
+    numbers |= {"Float64": 8, "Bfloat16": 9, "Float8e4m3": 10, "Float8e5m2": 11}
+    assert sorted(numbers.values()) == sorted(DATA_TYPES.values())
+    reductions = {
+        "ncclSum": "SUM",
+        "ncclProd": "PRODUCT",
+        "ncclMax": "MAX",
+        "ncclMin": "MIN",
+        "ncclAvg": "MEAN",
+    }
+    checks = [f"offsetof(ncclConfig_t, {name}) == {getattr(Config, name).offset}" for name in fields]
+    checks += [
+        f"ncclConfigMagic == 0x{new_config().magic:x}",
+        f"sizeof(ncclUniqueId) == {ctypes.sizeof(UniqueId)}",
+    ]
+    checks += [f"nccl{name} == {number}" for name, number in numbers.items()]
+    codes = {operation.name: code for operation, code in REDUCTIONS.items()}
+    checks += [f"{name} == {codes[ours]}" for name, ours in reductions.items()]
+    checks += [f"{name} == {code}" for code, name in enumerate(RESULT_NAMES)]
+    checks += ["NCCL_SUSPEND_MEM == 1", "NCCL_SPLIT_NOCOLOR == -1", "NCCL_CONFIG_UNDEF_INT == INT_MIN"]
+    kinds = {
+        ctypes.c_void_p: "void*",
+        ctypes.c_size_t: "size_t",
+        ctypes.c_int: "int",
+        UniqueId: "ncclUniqueId",
+    }
+    calls = []
+    for name, (arguments, _) in FUNCTIONS.items():
+        # A pointer parameter takes a void*, a number none: a wrong count or kind does not compile.
+        given = ", ".join(f"*({kinds[each]}*)anything" for each in arguments)  # type: ignore[index]
+        calls.append(f"  (void){name}({given});")
+    program = tmp_path / "check.c"
+    program.write_text(
+        "#include <stddef.h>\n#include <nccl.h>\n#define ncclConfigMagic NCCL_API_MAGIC\n"
+        + "".join(f'_Static_assert({check}, "{check}");\n' for check in checks)
+        + "void calls(void* anything) {\n"
+        + "\n".join(calls)
+        + "\n}\n"
+    )
+    done = subprocess.run(
+        [
+            "cc",
+            "-std=c11",
+            "-fsyntax-only",
+            "-Werror=int-conversion",
+            f"-I{tmp_path}",
+            f"-I{header}",
+            str(program),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    declared = set(re.findall(r"\b(nccl[A-Z]\w+)\(", (header / "nccl.h").read_text()))
+    assert set(FUNCTIONS) <= declared

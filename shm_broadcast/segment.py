@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -177,6 +177,12 @@ class _Visitor(NamedTuple):
     until: float
 
 
+class HasDescriptor(Protocol):
+    """What can be handed over: a `Segment`, or other memory behind a descriptor."""
+
+    descriptor: int
+
+
 class Handover:
     """Gives a segment to its expected peers, each once, and takes their pidfds in return.
 
@@ -185,7 +191,7 @@ class Handover:
     """
 
     def __init__(
-        self, segment: Segment, key: bytes, members: set[int], joined: Callable[[Hello, int], None]
+        self, segment: HasDescriptor, key: bytes, members: set[int], joined: Callable[[Hello, int], None]
     ) -> None:
         """Listen on a fresh abstract address.
 
@@ -354,6 +360,22 @@ def take_over(
         CommTimeoutError: The owner did not answer.
         DecodeError: The answer is not the owner's.
     """
+    memory, identity, watch = take_descriptor(address, key, member, timeout_s)
+    try:
+        return Segment.adopt(memory, nbytes, later_bytes), identity, watch
+    except BaseException:
+        os.close(watch)
+        raise
+
+
+def take_descriptor(
+    address: str, key: bytes, member: int, timeout_s: float
+) -> tuple[int, ProcessIdentity, int]:
+    """Fetch the descriptor that a `Handover` offers, whatever it stands for; see `take_over`.
+
+    Returns:
+        (descriptor, identity of the owner's process, pidfd of it); the caller owns both descriptors.
+    """
     descriptors: list[int] = []
     own = os.pidfd_open(os.getpid())
     try:
@@ -376,10 +398,8 @@ def take_over(
             raise DecodeError("the owner of the segment handed over no descriptors")
         identity = _hello_decoder.decode(reply).process
         memory, watch = descriptors
-        descriptors = [watch]
-        segment = Segment.adopt(memory, nbytes, later_bytes)
         descriptors = []
-        return segment, identity, watch
+        return memory, identity, watch
     except TimeoutError as error:
         raise CommTimeoutError(f"the owner of the segment did not answer within {timeout_s:.1f} s") from error
     except ConnectionError as error:

@@ -1,0 +1,230 @@
+"""What this package asks of a CUDA driver, as an interface: the real one, and the one of the tests, stand behind it.
+
+Integers go in and integers come out: addresses, handles, streams. Whatever fails is a `CudaError` with the library, the
+function and the code. An implementation serves one device, in the context that torch uses for it too, and leaves the
+calling thread's current device as it found it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from shm_broadcast.errors import UsageError
+
+__all__ = ["IPC_HANDLE_BYTES", "Driver", "PreparedLaunch"]
+
+IPC_HANDLE_BYTES: Final = 64
+"""CU_IPC_HANDLE_SIZE in cuda.h; some projects declare 128."""
+
+
+class PreparedLaunch:
+    """The arguments of a kernel, packed once; a call rewrites only the words that changed.
+
+    The driver takes an array of pointers, one for each argument, and copies what they point at before the launch
+    returns. Both the array and the storage stay where they are, so nothing is packed per call. Of one thread at a time.
+
+    Attributes:
+        words: The storage as 64-bit words. `words[word_of[i]] = value` rewrites argument i if it is an address or an
+            integer of up to 64 bits: about 0.1 us each.
+        word_of: Where each argument begins in `words`.
+        pointers: Address of the array of pointers, for the driver.
+    """
+
+    __slots__ = ("_array", "_storage", "pointers", "word_of", "words")
+
+    def __init__(self, arguments: Sequence[bytes]) -> None:
+        """Pack `arguments`, each as its type lies in memory; every one begins on a multiple of 8 bytes.
+
+        Raises:
+            UsageError: An argument is empty.
+        """
+        if not all(arguments):
+            raise UsageError("an argument of a kernel has at least one byte")
+        places: list[int] = []
+        total = 0
+        for argument in arguments:
+            places.append(total)
+            total += -(-len(argument) // 8)
+        self._storage = (ctypes.c_uint64 * max(total, 1))()
+        base = ctypes.addressof(self._storage)
+        for place, argument in zip(places, arguments, strict=True):
+            ctypes.memmove(base + 8 * place, argument, len(argument))
+        self._array = (ctypes.c_void_p * max(len(places), 1))(*(base + 8 * place for place in places))
+        self.word_of = tuple(places)
+        self.words = memoryview(self._storage).cast("B").cast("Q")
+        self.pointers = ctypes.addressof(self._array)
+
+
+class Driver(Protocol):
+    """One device, as its driver shows it to this process.
+
+    Every method raises `CudaError`; what this driver or device is too old for is a `CapabilityError`.
+    """
+
+    # --- the device -------------------------------------------------------------------------------------------
+
+    def driver_version(self) -> int:
+        """Return what cuDriverGetVersion says: 13000 is CUDA 13.0."""
+
+    def device_count(self) -> int:
+        """Return the number of devices that this process sees."""
+
+    def device_uuids(self) -> list[str]:
+        """Return the UUIDs of all devices that this process sees, by ordinal."""
+
+    def device_index(self) -> int:
+        """Return the ordinal of this device in this process."""
+
+    def device_name(self) -> str:
+        """Return the name of the model."""
+
+    def compute_capability(self) -> tuple[int, int]:
+        """Return (major, minor)."""
+
+    def multiprocessors(self) -> int:
+        """Return the number of multiprocessors."""
+
+    def total_memory(self) -> int:
+        """Return the device's memory in bytes."""
+
+    def uuid(self) -> str:
+        """Return 8-4-4-4-12 hexadecimal digits in lower case, without `GPU-` or `MIG-`; a MIG instance has its own."""
+
+    def pci_bus_id(self) -> str:
+        """Return `domain:bus:device.function` in lower case."""
+
+    def ipc_supported(self) -> bool:
+        """Return whether memory of `mem_alloc` can be handed to other processes."""
+
+    def vmm_supported(self) -> bool:
+        """Return whether virtual memory management with POSIX descriptors is there."""
+
+    def can_access_peer(self, other: int) -> bool:
+        """Return whether this device can access the memory of the device with ordinal `other`."""
+
+    def native_atomics(self, other: int) -> bool:
+        """Return whether atomics work on `other`'s memory, which NVLink can and PCIe cannot."""
+
+    def enable_peer_access(self, other: int) -> None:
+        """Let this device access memory of `other` that was allocated in this process. Idempotent."""
+
+    # --- memory -----------------------------------------------------------------------------------------------
+
+    def mem_alloc(self, nbytes: int) -> int:
+        """Return the address of new device memory whose handle can be handed to other processes."""
+
+    def mem_free(self, address: int) -> None:
+        """Free memory of `mem_alloc`."""
+
+    def memset_d32(self, address: int, value: int, count: int, stream: int) -> None:
+        """Store `count` words of 32 bits, in order with `stream`."""
+
+    def memcpy_dtoh(self, address: int, nbytes: int) -> bytes:
+        """Return bytes of device memory; waits for work on the legacy stream."""
+
+    def memcpy_htod(self, address: int, data: bytes) -> None:
+        """Write bytes to device memory; waits for work on the legacy stream."""
+
+    def memcpy_dtod(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy within what this device can address, in order with `stream`."""
+
+    def host_alloc_mapped(self, nbytes: int) -> tuple[int, int]:
+        """Return (host address, device address) of zeroed host memory that kernels can access."""
+
+    def host_free(self, host_address: int) -> None:
+        """Free memory of `host_alloc_mapped`."""
+
+    def address_range(self, address: int) -> tuple[int, int]:
+        """Return (base, bytes) of the allocation that `address` lies in."""
+
+    def is_legacy_ipc_capable(self, address: int) -> bool:
+        """Return whether `ipc_get_handle` can export the memory: what expandable segments use is not."""
+
+    def ipc_get_handle(self, address: int) -> bytes:
+        """Return the 64 bytes that name an allocation, by its base, to other processes."""
+
+    def ipc_open_handle(self, handle: bytes) -> int:
+        """Map another process's allocation, and return its base here."""
+
+    def ipc_close(self, address: int) -> None:
+        """Unmap what `ipc_open_handle` returned."""
+
+    def vmm_granularity(self) -> int:
+        """Return what sizes of `vmm_create` are multiples of."""
+
+    def vmm_create(self, nbytes: int) -> int:
+        """Return a handle of new memory that a POSIX descriptor can carry to other processes."""
+
+    def vmm_export(self, handle: int) -> int:
+        """Return a new descriptor of the memory, which the caller owns."""
+
+    def vmm_import(self, descriptor: int) -> int:
+        """Return a handle of the memory behind a descriptor, which stays the caller's."""
+
+    def vmm_map(self, handle: int, nbytes: int) -> int:
+        """Map memory for this device, to read and write, and return its address."""
+
+    def vmm_unmap(self, address: int, nbytes: int) -> None:
+        """Undo `vmm_map`."""
+
+    def vmm_release(self, handle: int) -> None:
+        """Give up a handle; the memory goes when no process holds a handle or mapping of it."""
+
+    # --- modules and launches ---------------------------------------------------------------------------------
+
+    def module_load(self, cubin: bytes) -> int:
+        """Load a compiled module."""
+
+    def module_unload(self, module: int) -> None:
+        """Unload a module. Its functions are gone."""
+
+    def module_function(self, module: int, name: str) -> int:
+        """Return the function with this name."""
+
+    def launch(
+        self,
+        function: int,
+        grid_x: int,
+        block_x: int,
+        stream: int,
+        arguments: PreparedLaunch,
+        shared_bytes: int = 0,
+    ) -> None:
+        """Launch a grid of one dimension on `stream`; allowed in capture."""
+
+    # --- streams and events -----------------------------------------------------------------------------------
+
+    def stream_create(self) -> int:
+        """Return a new stream that does not wait for the legacy stream."""
+
+    def stream_destroy(self, stream: int) -> None:
+        """Destroy a stream of `stream_create`; work on it goes on."""
+
+    def stream_synchronize(self, stream: int) -> None:
+        """Block until all work on `stream` is done."""
+
+    def stream_wait_event(self, stream: int, event: int) -> None:
+        """Let later work on `stream` wait for `event`."""
+
+    def stream_is_capturing(self, stream: int) -> bool:
+        """Return whether work on `stream` is recorded into a graph."""
+
+    def event_create(self) -> int:
+        """Return a new event without timing."""
+
+    def event_record(self, event: int, stream: int) -> None:
+        """Let `event` stand for all work given to `stream` so far."""
+
+    def event_query(self, event: int) -> bool:
+        """Return whether the work that `event` stands for is done."""
+
+    def event_destroy(self, event: int) -> None:
+        """Destroy an event."""
+
+    def context_synchronize(self) -> None:
+        """Block until all work of this process on this device is done."""
+
+    def close(self) -> None:
+        """Give the context back. What was allocated must be freed before. Idempotent."""

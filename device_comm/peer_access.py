@@ -1,0 +1,232 @@
+"""Whether what a rank writes into a peer's memory arrives there: tried, not asked, and remembered until the next boot.
+
+A driver may report that devices can reach each other while writes vanish: an IOMMU or access control services (ACS) on
+a PCIe bridge send them elsewhere. So every rank writes into every region and every rank looks into its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import msgspec
+
+from device_comm.driver import Driver
+from device_comm.peer_messages import Exchange, Remark, said, speak
+from shm_broadcast.errors import CommError, UsageError
+from shm_broadcast.liveness import this_process
+
+__all__ = ["PROBE_BYTES", "PeerVerdict", "verify_peer_access"]
+
+logger = logging.getLogger(__name__)
+
+_WORDS: Final = 64
+_PARTS: Final = 4
+
+PROBE_BYTES: Final = 4 * _WORDS * _PARTS
+"""What each rank writes into each region: 1 KiB, in four runs of different words."""
+
+_MOST_FILE_BYTES: Final = 64 << 10
+_TEXT: Final = 1900
+
+
+class PeerVerdict(msgspec.Struct, frozen=True):
+    """Whether every rank's writes reach every other rank's memory; equal on all ranks.
+
+    Attributes:
+        works: Whether they do.
+        reason: Which do not, or how it is known that they do.
+        from_cache: Whether nothing was tried this time.
+    """
+
+    works: bool
+    reason: str
+    from_cache: bool
+
+
+class _Known(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a rank knows before anything is tried.
+
+    Attributes:
+        uuid: Of its device.
+        driver_version: Of its driver.
+    """
+
+    uuid: Annotated[str, msgspec.Meta(max_length=64)]
+    driver_version: int
+
+
+class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The file of a verdict, which is only written if everything works.
+
+    Attributes:
+        version: Of this record.
+        driver_version: Of the driver, when it was tried.
+        boot_id: Of the kernel: BIOS and kernel parameters, which decide, change only between boots.
+        uuids: Devices in rank order.
+        works: True.
+    """
+
+    version: Literal[1]
+    driver_version: int
+    boot_id: str
+    uuids: tuple[str, ...]
+    works: Literal[True]
+
+
+def verify_peer_access(
+    driver: Driver,
+    rank_in_group: int,
+    ranks: Sequence[int],
+    addresses: Sequence[int],
+    exchange: Exchange,
+    cache_directory: Path | None,
+) -> PeerVerdict:
+    """Find out whether what each rank writes into each region arrives, and return what all ranks agree on.
+
+    *Collective*. *Blocks* for as long as the exchange does. *Capture*: not allowed. The first
+    `PROBE_BYTES` * world size bytes of every region are overwritten, and are zero afterwards, unless the
+    verdict comes from the cache: then nothing is touched.
+
+    The cache is used only if every rank has the verdict in its own: ranks that saw different files must not diverge.
+    Only good verdicts are kept; a machine that was mended is believed at once.
+
+    Args:
+        driver: This rank's device.
+        rank_in_group: This rank.
+        ranks: Global ranks of the group.
+        addresses: Every rank's region as mapped here, by rank in the group.
+        exchange: See `Exchange`.
+        cache_directory: Where verdicts are kept; made with mode 0700 if it does not exist. None keeps nothing.
+
+    Raises:
+        UsageError: There is not one address for each rank.
+        DecodeError: A rank told nonsense; on every rank.
+        Others: As `exchange`.
+    """
+    if len(addresses) != len(ranks):
+        raise UsageError(f"{len(addresses)} addresses for {len(ranks)} ranks")
+    devices = speak(exchange, _Known(driver.uuid(), driver.driver_version()), ranks)
+    record = _Record(
+        1, devices[rank_in_group].driver_version, this_process().boot_id, tuple(d.uuid for d in devices), True
+    )
+    path = None if cache_directory is None else _path(cache_directory, record)
+    missing = "nothing is kept" if path is None else _why_unknown(path, record)
+    if not any(remark.failure for remark in speak(exchange, Remark(missing[:_TEXT]), ranks)):
+        return PeerVerdict(True, "writes between all ranks arrived when they were tried before", True)
+    try:
+        trouble = _write(driver, rank_in_group, addresses)
+        failure = said([remark.failure for remark in speak(exchange, Remark(trouble), ranks)], ranks)
+        if not failure:
+            arrived = _look(driver, rank_in_group, ranks, addresses)
+            failure = said([remark.failure for remark in speak(exchange, Remark(arrived), ranks)], ranks)
+    finally:
+        # Nobody reads or writes any more: all have said what they saw, or the group is lost.
+        cleared = _clear(driver, rank_in_group, addresses)
+    failure = failure or said([remark.failure for remark in speak(exchange, Remark(cleared), ranks)], ranks)
+    if failure:
+        return PeerVerdict(False, f"peer access does not work: {failure}", False)
+    if path is not None:
+        _keep(path, record)
+    return PeerVerdict(True, "writes between all ranks arrived", False)
+
+
+def _word(writer: int, reader: int, part: int) -> int:
+    """Return a word that names who wrote where; its bytes differ, and neither 0 nor all ones comes out."""
+    return 0x5A000001 + (part << 20) + (writer << 12) + (reader << 4)
+
+
+def _pattern(writer: int, reader: int) -> bytes:
+    return b"".join(_word(writer, reader, part).to_bytes(4, "little") * _WORDS for part in range(_PARTS))
+
+
+def _write(driver: Driver, rank: int, addresses: Sequence[int]) -> str:
+    """Write this rank's patterns into every region, its own included; return why it could not."""
+    try:
+        for peer, address in enumerate(addresses):
+            for part in range(_PARTS):
+                place = address + PROBE_BYTES * rank + 4 * _WORDS * part
+                driver.memset_d32(place, _word(rank, peer, part), _WORDS, 0)
+        driver.context_synchronize()
+    except CommError as error:
+        return str(error)[:_TEXT]
+    return ""
+
+
+def _look(driver: Driver, rank: int, ranks: Sequence[int], addresses: Sequence[int]) -> str:
+    """Return what did not arrive in this rank's region, or cannot be read in another's."""
+    lost: list[str] = []
+    try:
+        for writer in range(len(ranks)):
+            if driver.memcpy_dtoh(addresses[rank] + PROBE_BYTES * writer, PROBE_BYTES) != _pattern(
+                writer, rank
+            ):
+                lost.append(f"what rank {ranks[writer]} wrote here did not arrive")
+            # What a peer wrote into its own region, seen from here.
+            seen = driver.memcpy_dtoh(addresses[writer] + PROBE_BYTES * writer, PROBE_BYTES)
+            if seen != _pattern(writer, writer):
+                lost.append(f"what is in the memory of rank {ranks[writer]} cannot be read here")
+    except CommError as error:
+        lost.append(str(error))
+    return "; ".join(lost)[:_TEXT]
+
+
+def _clear(driver: Driver, rank: int, addresses: Sequence[int]) -> str:
+    try:
+        driver.memset_d32(addresses[rank], 0, PROBE_BYTES // 4 * len(addresses), 0)
+        driver.context_synchronize()
+    except CommError as error:
+        return str(error)[:_TEXT]
+    return ""
+
+
+# --- the cache ------------------------------------------------------------------------------------------------
+
+
+def _path(directory: Path, record: _Record) -> Path:
+    return directory / f"peer-access-{hashlib.sha256(msgspec.json.encode(record)).hexdigest()[:24]}.json"
+
+
+def _why_unknown(path: Path, record: _Record) -> str:
+    """Return why the cache does not tell that this works; "" if it does. What is not ours is left alone and logged."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return "it was not tried before"
+    except OSError as error:
+        return _ignored(path, str(error))
+    with os.fdopen(descriptor, "rb") as file:
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o022:
+            return _ignored(path, "it is not a file that only this user can write")
+        data = file.read(_MOST_FILE_BYTES)
+    try:
+        found = msgspec.json.decode(data, type=_Record)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return _ignored(path, f"it is no verdict: {error}")
+    return "" if found == record else _ignored(path, "it is about something else")
+
+
+def _ignored(path: Path, why: str) -> str:
+    logger.warning("ignored %s: %s", path, why)
+    return f"the kept verdict was ignored: {why}"
+
+
+def _keep(path: Path, record: _Record) -> None:
+    """Write the verdict, all or nothing; ranks that do so at once write the same."""
+    part = path.with_suffix(f".{os.getpid()}.{os.urandom(4).hex()}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(record))
+        part.replace(path)
+    except OSError as error:
+        # The verdict stands; it will be found anew next time.
+        logger.warning("the verdict on peer access was not kept: %s", error)
+        part.unlink(missing_ok=True)

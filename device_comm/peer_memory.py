@@ -1,0 +1,486 @@
+"""Device memory of every rank, mapped by every other: how it is made, agreed on, and given back.
+
+See *Peer memory* in DESIGN.md. Which kind is used is agreed by all ranks, and every step that can fail on one rank is
+followed by an exchange in which all of them learn of it: so all have the memory or none has, with the same reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Sequence
+from typing import Final, TypeVar
+
+import msgspec
+
+from device_comm.driver import Driver
+from device_comm.peer_messages import (
+    BufferRecord,
+    BuffersMessage,
+    Exchange,
+    Kind,
+    OfferMessage,
+    RegionMessage,
+    Remark,
+    said,
+    speak,
+)
+from shm_broadcast.errors import (
+    CapabilityError,
+    ClosedError,
+    CommError,
+    CudaError,
+    DisagreementError,
+)
+from shm_broadcast.liveness import this_process
+from shm_broadcast.segment import Handover, Hello, take_descriptor
+
+__all__ = ["KINDS", "PeerMemory"]
+
+logger = logging.getLogger(__name__)
+
+_Message = TypeVar("_Message", bound=msgspec.Struct)
+
+KINDS: Final[tuple[Kind, ...]] = ("ipc", "vmm")
+"""Ways to share between processes, the best first: legacy IPC needs no thread and no descriptors."""
+
+_TEXT: Final = 1900
+
+
+class _Descriptor:
+    """A descriptor of device memory on its way to the peers."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+
+class PeerMemory:
+    """One region of device memory on each rank, which all ranks of the group can address; and registered buffers.
+
+    Of one thread at a time. Use `create`, and `close` when nothing that uses it is in flight any more.
+
+    Attributes:
+        kind: "local", "ipc" or "vmm"; the same on all ranks.
+        reason: Why this kind.
+        nbytes: Size of this rank's region: what was asked for, or a little more.
+        addresses: Where each rank's region is for this rank, by rank in the group, its own included.
+    """
+
+    def __init__(self, driver: Driver, rank_in_group: int, ranks: Sequence[int], exchange: Exchange) -> None:
+        """Use `create`."""
+        self.kind: Kind = "ipc"
+        self.reason = ""
+        self.nbytes = 0
+        self.addresses: tuple[int, ...] = ()
+        self._driver = driver
+        self._rank = rank_in_group
+        self._ranks = tuple(ranks)
+        self._exchange = exchange
+        # Of this rank: its region, and whether a peer may have it open.
+        self._own = 0
+        self._is_exposed = False
+        # Peers' allocations, by whose they are and how they are named: each is opened once.
+        self._opened: dict[tuple[int, bytes], int] = {}
+        # Peers' regions behind descriptors: address -> bytes.
+        self._mapped: dict[int, int] = {}
+        self._shares_buffers = False
+        self._state = "new"
+
+    @classmethod
+    def create(
+        cls,
+        driver: Driver,
+        rank_in_group: int,
+        ranks: Sequence[int],
+        nbytes: int,
+        exchange: Exchange,
+        *,
+        kinds: Sequence[Kind] = KINDS,
+        timeout_s: float = 30.0,
+        gone: Callable[[], Collection[int]] | None = None,
+    ) -> PeerMemory:
+        """Allocate a region on every rank and map all of them everywhere.
+
+        *Collective* over the group, with the same `nbytes` and `kinds`. *Blocks* for as long as `exchange` does, and
+        up to `timeout_s` for each peer whose descriptor is fetched. The memory is not zeroed.
+
+        Args:
+            driver: This rank's device.
+            rank_in_group: This rank.
+            ranks: Global ranks of the group.
+            nbytes: Least size of each region.
+            exchange: See `Exchange`.
+            kinds: The ways to try between processes, the best first.
+            timeout_s: Deadline for one peer's descriptor.
+            gone: As for `close`, if a rank is lost meanwhile.
+
+        Raises:
+            CapabilityError: No kind works between all ranks; on every rank, with the same reason. Nothing is left.
+            DisagreementError: The ranks ask for different sizes; on every rank. Nothing is left.
+            DecodeError: A rank told nonsense; on every rank.
+            Others: As `exchange`: a rank was lost meanwhile. What this rank has is given back as `close` does.
+        """
+        memory = cls(driver, rank_in_group, ranks, exchange)
+        try:
+            memory._agree(nbytes, kinds, timeout_s)
+        except BaseException:
+            # Without a barrier: either nobody has anything of ours any more, or somebody is lost.
+            memory.close(None, gone)
+            raise
+        return memory
+
+    # --- agreement --------------------------------------------------------------------------------------------
+
+    def _agree(self, nbytes: int, kinds: Sequence[Kind], timeout_s: float) -> None:
+        offers = self._speak(self._offer(nbytes, kinds))
+        sizes = {offer.nbytes for offer in offers}
+        if len(sizes) > 1:
+            raise DisagreementError(
+                f"the ranks ask for regions of different sizes: {sorted(sizes)}",
+                views={
+                    rank: f"{offer.nbytes} bytes" for rank, offer in zip(self._ranks, offers, strict=True)
+                },
+            )
+        reasons: list[str] = []
+        for kind in self._candidates(offers, kinds, reasons):
+            failure = self._attempt(kind, nbytes, timeout_s)
+            if not failure:
+                self.kind = kind
+                self.reason = "; ".join([*reasons, f"{kind}: every rank mapped every region"])
+                self._state = "open"
+                return
+            reasons.append(f"{kind}: {failure}")
+        raise CapabilityError(
+            f"the ranks {list(self._ranks)} cannot map each other's device memory: {'; '.join(reasons)}",
+            requirement="device memory that peers can map",
+        )
+
+    def _offer(self, nbytes: int, kinds: Sequence[Kind]) -> OfferMessage:
+        """Return what this rank can do, asked for before anything is tried. Never raises because of the driver."""
+        can: list[Kind] = ["local"]
+        refused: dict[Kind, str] = {}
+        for kind, ask in (("ipc", self._driver.ipc_supported), ("vmm", self._driver.vmm_supported)):
+            name: Kind = "ipc" if kind == "ipc" else "vmm"
+            if name not in kinds:
+                refused[name] = "the settings leave it out"
+                continue
+            try:
+                if ask():
+                    can.append(name)
+                else:
+                    refused[name] = "the device or its driver does not support it"
+            except CommError as error:
+                refused[name] = str(error)[:_TEXT]
+        return OfferMessage(nbytes, tuple(can), refused, this_process())
+
+    def _candidates(
+        self, offers: Sequence[OfferMessage], kinds: Sequence[Kind], reasons: list[str]
+    ) -> list[Kind]:
+        """Return what all ranks can do, the best first: a pure choice from what all of them have heard."""
+        processes = [offer.process for offer in offers]
+        self._shares_buffers = all("ipc" in offer.kinds for offer in offers)
+        if all(process == processes[0] for process in processes):
+            self._shares_buffers = True
+            reasons.append("the ranks are in one process")
+            return ["local"]
+        if len(set(processes)) < len(processes):
+            reasons.append("some ranks, but not all, are in one process")
+            return []
+        if not all(processes[0].on_same_host(process) for process in processes):
+            hosts = sorted({process.hostname for process in processes})
+            reasons.append(f"the ranks are on several hosts: {hosts}")
+            return []
+        found: list[Kind] = []
+        for kind in kinds:
+            why = said([offer.refused.get(kind, "") for offer in offers], self._ranks)
+            if why:
+                reasons.append(f"{kind}: {why}")
+            else:
+                found.append(kind)
+        return found
+
+    def _attempt(self, kind: Kind, nbytes: int, timeout_s: float) -> str:
+        """Try one kind. Return "" on every rank, or on every rank the same reason and nothing left of it."""
+        self.kind = kind
+        region, handover, descriptor = self._allocate(kind, nbytes)
+        try:
+            # From here on a peer may open it.
+            self._is_exposed = not region.failure
+            regions = self._speak(region)
+            failure = said([each.failure for each in regions], self._ranks)
+            if not failure:
+                remark = Remark(self._open_all(kind, regions, timeout_s))
+                failure = said([each.failure for each in self._speak(remark)], self._ranks)
+        finally:
+            if handover is not None:
+                handover.close()
+            if descriptor is not None:
+                os.close(descriptor)
+        if failure:
+            trouble = self._close_peers()
+            # All have closed what they had opened: only then may anybody free.
+            self._speak(Remark())
+            self._is_exposed = False
+            self._free_own(trouble)
+            _report(trouble)
+        return failure
+
+    def _allocate(self, kind: Kind, nbytes: int) -> tuple[RegionMessage, Handover | None, int | None]:
+        """Allocate; return (how peers get it or why there is none, what hands it over, its descriptor)."""
+        driver = self._driver
+        descriptor = None
+        try:
+            if kind != "vmm":
+                self._own, self.nbytes = driver.mem_alloc(nbytes), nbytes
+                if kind == "local":
+                    index = driver.device_index()
+                    return RegionMessage(nbytes=nbytes, address=self._own, device=index), None, None
+                if not driver.is_legacy_ipc_capable(self._own):
+                    return RegionMessage("its memory is not exportable by IPC"), None, None
+                return RegionMessage(nbytes=nbytes, handle=driver.ipc_get_handle(self._own)), None, None
+            granule = driver.vmm_granularity()
+            self.nbytes = -(-nbytes // granule) * granule
+            handle = driver.vmm_create(self.nbytes)
+            try:
+                self._own = driver.vmm_map(handle, self.nbytes)
+                descriptor = driver.vmm_export(handle)
+            finally:
+                # The mapping and the descriptor hold the memory.
+                driver.vmm_release(handle)
+            key = os.urandom(32)
+            others = {rank for rank in range(len(self._ranks)) if rank != self._rank}
+            handover = Handover(_Descriptor(descriptor), key, others, _let_go)
+            return RegionMessage(nbytes=self.nbytes, socket=handover.address, key=key), handover, descriptor
+        except (CommError, OSError) as error:
+            if descriptor is not None:
+                os.close(descriptor)
+            return RegionMessage(str(error)[:_TEXT]), None, None
+
+    def _open_all(self, kind: Kind, regions: Sequence[RegionMessage], timeout_s: float) -> str:
+        """Map the peers' regions; return why one could not be."""
+        addresses: list[int] = []
+        for rank, region in enumerate(regions):
+            if rank == self._rank:
+                addresses.append(self._own)
+                continue
+            try:
+                if kind == "ipc":
+                    address = self._open(rank, region.handle)
+                elif kind == "vmm":
+                    address = self._fetch(region, timeout_s)
+                else:
+                    self._driver.enable_peer_access(region.device)
+                    address = region.address
+            except (CommError, OSError) as error:
+                return f"the memory of rank {self._ranks[rank]} cannot be mapped: {error}"[:_TEXT]
+            addresses.append(address)
+        self.addresses = tuple(addresses)
+        return ""
+
+    def _open(self, rank: int, handle: bytes) -> int:
+        """Return where a peer's allocation is here; each is opened once."""
+        address = self._opened.get((rank, handle))
+        if address is None:
+            address = self._opened[rank, handle] = self._driver.ipc_open_handle(handle)
+        return address
+
+    def _fetch(self, region: RegionMessage, timeout_s: float) -> int:
+        descriptor, _, watch = take_descriptor(region.socket, region.key, self._rank, timeout_s)
+        os.close(watch)
+        try:
+            handle = self._driver.vmm_import(descriptor)
+        finally:
+            os.close(descriptor)
+        try:
+            address = self._driver.vmm_map(handle, region.nbytes)
+        finally:
+            self._driver.vmm_release(handle)
+        self._mapped[address] = region.nbytes
+        return address
+
+    # --- buffers that exist already ---------------------------------------------------------------------------
+
+    def why_not_exportable(self, address: int) -> str:
+        """Return why `register` would refuse memory of this rank, or "" if it would not. Asks only, never tries."""
+        if not self._shares_buffers:
+            return "not every rank can export memory by CUDA IPC"
+        if self.kind == "local":
+            return ""
+        try:
+            if self._driver.is_legacy_ipc_capable(address):
+                return ""
+        except CudaError as error:
+            return str(error)[:_TEXT]
+        return "its memory cannot be exported by CUDA IPC, as that of torch's expandable_segments"
+
+    def register(self, buffers: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+        """Make buffers of every rank known to all, such as the inputs of the all-reduces in a captured graph.
+
+        *Collective*, with as many buffers of the same sizes on every rank. *Blocks* for as long as the exchange does.
+        *Capture*: not allowed. Whoever owns the buffers keeps them allocated until `close`.
+
+        Args:
+            buffers: (address, bytes) of each; anywhere within an allocation.
+
+        Returns:
+            For each buffer, its address on every rank as mapped here, by rank in the group.
+
+        Raises:
+            CapabilityError: One of them cannot be exported, or not be opened; on every rank, which can go on.
+            DisagreementError: The ranks registered different sizes; on every rank, which can go on.
+            ClosedError: The memory was closed.
+        """
+        if self._state != "open":
+            raise ClosedError("the peer memory was closed")
+        messages = self._speak(self._export(buffers))
+        failure = said([message.failure for message in messages], self._ranks)
+        if failure:
+            raise CapabilityError(
+                f"a buffer cannot be registered: {failure}", requirement="memory for CUDA IPC"
+            )
+        sizes = [tuple(buffer.nbytes for buffer in message.buffers) for message in messages]
+        if len(set(sizes)) > 1:
+            views = {
+                rank: f"{len(each)} buffers of {sum(each)} bytes"
+                for rank, each in zip(self._ranks, sizes, strict=True)
+            }
+            raise DisagreementError(f"the ranks registered different buffers: {views}", views=views)
+        result: list[tuple[int, ...]] = []
+        trouble: CommError | None = None
+        try:
+            result = self._open_buffers(buffers, [message.buffers for message in messages])
+        except CommError as error:
+            trouble = error
+        remarks = self._speak(Remark("" if trouble is None else str(trouble)[:_TEXT]))
+        failure = said([remark.failure for remark in remarks], self._ranks)
+        if failure:
+            raise CapabilityError(
+                f"a registered buffer cannot be opened: {failure}", requirement="memory for CUDA IPC"
+            ) from trouble
+        return result
+
+    def _export(self, buffers: Sequence[tuple[int, int]]) -> BuffersMessage:
+        records: list[BufferRecord] = []
+        handles: dict[int, bytes] = {}
+        for address, nbytes in buffers:
+            why = self.why_not_exportable(address)
+            if why:
+                return BuffersMessage(f"{address:#x}: {why}")
+            try:
+                base, size = self._driver.address_range(address)
+                if base not in handles:
+                    is_local = self.kind == "local"
+                    handles[base] = (
+                        base.to_bytes(8, "little") if is_local else self._driver.ipc_get_handle(base)
+                    )
+                records.append(BufferRecord(handles[base], address - base, nbytes, size))
+            except CudaError as error:
+                return BuffersMessage(str(error)[:_TEXT])
+            except ValueError as error:
+                return BuffersMessage(f"{address:#x} with {nbytes} bytes: {error}")
+        return BuffersMessage("", tuple(records))
+
+    def _open_buffers(
+        self, buffers: Sequence[tuple[int, int]], records: Sequence[Sequence[BufferRecord]]
+    ) -> list[tuple[int, ...]]:
+        result = []
+        for index, (address, _) in enumerate(buffers):
+            row = []
+            for rank, of_rank in enumerate(records):
+                record = of_rank[index]
+                if rank == self._rank:
+                    row.append(address)
+                elif self.kind == "local":
+                    row.append(int.from_bytes(record.handle, "little") + record.offset)
+                else:
+                    row.append(self._open(rank, record.handle) + record.offset)
+            result.append(tuple(row))
+        return result
+
+    def _speak(self, message: _Message) -> list[_Message]:
+        return speak(self._exchange, message, self._ranks)
+
+    # --- teardown ---------------------------------------------------------------------------------------------
+
+    @property
+    def kept_bytes(self) -> int:
+        """How much of this rank's memory was left allocated, as a peer may still have it open."""
+        return self.nbytes if self._own and self._state == "closed" else 0
+
+    def close(
+        self, barrier: Callable[[], None] | None, gone: Callable[[], Collection[int]] | None = None
+    ) -> None:
+        """Synchronize, close the peers' memory, meet, free our own. Idempotent; raises nothing.
+
+        *Collective* if `barrier` is given. *Blocks* for as long as what is in flight runs (kernels have deadlines), and
+        as `barrier` does.
+
+        A peer that is dead has nothing open any more, for its driver closed it; a peer that lives may have. Legacy
+        IPC calls it undefined behaviour to free memory that is open elsewhere. So without a barrier, or if it fails,
+        memory of that kind is freed only when every other rank is among `gone`; else it stays until the process
+        ends, which is logged with its size. Call again later to try again. Memory behind descriptors is counted by
+        the driver, and is freed at once.
+
+        Args:
+            barrier: Returns when all ranks have closed their peers' memory; None if the group is broken.
+            gone: Returns the global ranks whose processes have ended.
+        """
+        trouble: list[str] = []
+        if self._state != "closed":
+            self._state = "closed"
+            _try(trouble, self._driver.context_synchronize)
+            trouble += self._close_peers()
+            if barrier is not None and _try(trouble, barrier):
+                self._is_exposed = False
+        if self._own:
+            others = {rank for rank in self._ranks if rank != self._ranks[self._rank]}
+            if self.kind == "vmm" or (gone is not None and others <= set(gone())):
+                self._is_exposed = False
+            self._free_own(trouble)
+        _report(trouble)
+
+    def _close_peers(self) -> list[str]:
+        """Unmap everything of the peers; return what went wrong."""
+        trouble: list[str] = []
+        self.addresses = ()
+        while self._opened:
+            _, address = self._opened.popitem()
+            _try(trouble, self._driver.ipc_close, address)
+        while self._mapped:
+            address, nbytes = self._mapped.popitem()
+            _try(trouble, self._driver.vmm_unmap, address, nbytes)
+        return trouble
+
+    def _free_own(self, trouble: list[str]) -> None:
+        if not self._own:
+            return
+        if self._is_exposed:
+            trouble.append(
+                f"{self.nbytes} bytes stay allocated until this process ends: a peer may have them open"
+            )
+            return
+        if self.kind == "vmm":
+            _try(trouble, self._driver.vmm_unmap, self._own, self.nbytes)
+        else:
+            _try(trouble, self._driver.mem_free, self._own)
+        self._own = 0
+
+
+def _let_go(_hello: Hello, descriptor: int) -> None:
+    # The group watches its ranks' processes already.
+    os.close(descriptor)
+
+
+def _try(trouble: list[str], step: Callable[..., object], *arguments: object) -> bool:
+    """Take one step of a teardown; what fails must not keep the later steps from being taken."""
+    try:
+        step(*arguments)
+    except (CommError, OSError) as error:
+        trouble.append(str(error))
+        return False
+    return True
+
+
+def _report(trouble: Sequence[str]) -> None:
+    if trouble:
+        logger.warning("teardown of peer memory: %s", "; ".join(trouble))

@@ -1,0 +1,284 @@
+"""A CUDA driver without a GPU, over real processes: the interface of `device_comm.driver`, strict where CUDA is.
+
+"Device memory" is host memory. What can be exported is a file in a directory that the ranks share, mapped by all of
+them; an IPC handle names that file. Kernels are a shared library that `tests/native/cuda/host_build.py` compiles from
+the same source, or Python functions. Streams are in order because every call is done when it returns, so a launch that
+waits for peers blocks its thread until they have launched too: ranks in one process need a thread each.
+
+    driver = FakeDriver(directory, rank)
+    module = driver.module_load(fake_cubin(library))     # or FakeDriver(..., kernels={"name": function})
+    driver.begin_capture(stream); ...; graph = driver.end_capture(stream); driver.replay(graph)
+    assert driver.leaks() == [] and violations(directory) == []
+
+It convicts what only crashes now and then on a device: memory freed while a peer has it open, a handle opened twice,
+an export that was not asked about, a call that capture forbids, what was never given back.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from device_comm.driver import PreparedLaunch
+from tests.fake_device import (
+    INVALID_HANDLE,
+    INVALID_VALUE,
+    LAUNCH_FAILED,
+    NOT_FOUND,
+    FakeDevice,
+    FakeFaults,
+    FakeMemory,
+    fake_devices,
+    unmap,
+)
+
+__all__ = [
+    "FakeDevice",
+    "FakeDriver",
+    "FakeFaults",
+    "FakeGraph",
+    "fake_cubin",
+    "fake_devices",
+    "violations",
+]
+
+_CUBIN_MAGIC = b"host-library:"
+
+
+class FakeGraph:
+    """What was recorded on a stream."""
+
+    def __init__(self) -> None:
+        self.steps: list[Callable[[], None]] = []
+        self.launches: list[str] = []
+
+
+def fake_cubin(library: Path | str) -> bytes:
+    """Return what `FakeDriver.module_load` takes for a compiled module: the place of a host library."""
+    return _CUBIN_MAGIC + str(library).encode()
+
+
+def violations(directory: Path) -> list[str]:
+    """Return what any rank did in the wrong order, as text."""
+    return sorted(path.read_text() for path in Path(directory).glob("violation-*"))
+
+
+class FakeDriver(FakeMemory):
+    """One rank's device. See the head of this file."""
+
+    def __init__(
+        self,
+        directory: Path,
+        rank: int,
+        *,
+        devices: Sequence[FakeDevice] | None = None,
+        device_index: int | None = None,
+        faults: FakeFaults | None = None,
+        kernels: Mapping[str, Callable[[int, int, PreparedLaunch], None] | None] | None = None,
+        library_of: Callable[[bytes], Path] | None = None,
+    ) -> None:
+        """Make the driver of a rank.
+
+        Args:
+            directory: Shared by all ranks, and new for each test.
+            rank: Names this rank's files.
+            devices: What this process sees; eight devices by default.
+            device_index: Which of them is this rank's; its rank by default.
+            faults: What goes wrong.
+            kernels: Python functions (grid, block, arguments) by name, which go before any library; None does nothing.
+            library_of: Finds the host library for a compiled module that is none of `fake_cubin`.
+        """
+        super().__init__(
+            directory,
+            rank,
+            fake_devices(8) if devices is None else devices,
+            rank if device_index is None else device_index,
+            faults or FakeFaults(),
+        )
+        self._kernels = dict(kernels or {})
+        self._library_of = library_of
+        self._modules: dict[int, Any] = {}
+        self._functions: dict[int, tuple[int, str, Any]] = {}
+        self._streams: set[int] = set()
+        self._events: set[int] = set()
+
+    # --- what tests use ---------------------------------------------------------------------------------------
+
+    def tensor(
+        self, shape: Sequence[int] | int, dtype: torch.dtype, *, padding_bytes: int = 0
+    ) -> torch.Tensor:
+        """Return a zeroed tensor in memory of torch's kind, `padding_bytes` behind the base of its allocation.
+
+        Valid until `release`. Nobody else than torch owns it: `leaks` does not count it.
+        """
+        dims = (shape,) if isinstance(shape, int) else tuple(shape)
+        count = int(torch.Size(dims).numel())
+        nbytes = padding_bytes + count * dtype.itemsize
+        address = self._create("torch", nbytes, is_exportable=not self.faults.expandable_segments)
+        buffer = (ctypes.c_char * nbytes).from_address(address)
+        if count == 0:
+            return torch.empty(dims, dtype=dtype)
+        return torch.frombuffer(buffer, dtype=dtype, count=count, offset=padding_bytes).view(dims)
+
+    def begin_capture(self, stream: int) -> None:
+        """Record what is given to `stream` from now on."""
+        if stream in self._capturing:
+            raise self._error("begin_capture", INVALID_VALUE)
+        self._capturing[stream] = FakeGraph()
+
+    def end_capture(self, stream: int) -> FakeGraph:
+        """Return what was recorded."""
+        graph: FakeGraph = self._capturing.pop(stream)
+        return graph
+
+    def replay(self, graph: FakeGraph) -> None:
+        """Do what was recorded, with the arguments of then."""
+        for step in graph.steps:
+            step()
+
+    def leaks(self) -> list[str]:
+        """Return what was not given back, torch's memory left out."""
+        found = [f"{m.kind} {m.name} of {m.nbytes} bytes" for m in self._memory.values() if m.kind != "torch"]
+        found += [f"host memory of {nbytes} bytes" for nbytes in self._host.values()]
+        found += [f"VMM handle {handle}" for handle in self._vmm]
+        found += [f"module {module}" for module in self._modules]
+        found += [f"stream {stream}" for stream in sorted(self._streams)]
+        found += [f"event {event}" for event in sorted(self._events)]
+        return sorted(found)
+
+    def release(self) -> None:
+        """Give everything back that is left, torch's memory too, without judging it."""
+        with self._lock:
+            for address in list(self._memory):
+                self._unmap(address)
+            for address, nbytes in self._host.items():
+                unmap(address, nbytes)
+            self._host.clear()
+            for handle in list(self._vmm):
+                os.close(self._vmm.pop(handle)[0])
+
+    # --- modules and launches ---------------------------------------------------------------------------------
+
+    def module_load(self, cubin: bytes) -> int:
+        self._enter("module_load", in_capture=False)
+        library = None
+        if cubin.startswith(_CUBIN_MAGIC):
+            library = ctypes.CDLL(cubin[len(_CUBIN_MAGIC) :].decode())
+        elif self._library_of is not None:
+            library = ctypes.CDLL(str(self._library_of(cubin)))
+        if library is not None:
+            library.launch.argtypes = [ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p]
+            library.launch.restype = ctypes.c_int
+        module = self._number()
+        self._modules[module] = library
+        return module
+
+    def module_unload(self, module: int) -> None:
+        self._enter("module_unload")
+        if module not in self._modules:
+            raise self._error("module_unload", INVALID_HANDLE)
+        del self._modules[module]
+        self._functions = {key: value for key, value in self._functions.items() if value[0] != module}
+
+    def module_function(self, module: int, name: str) -> int:
+        self._enter("module_function")
+        library = self._modules[module]
+        if name in self._kernels:
+            call: Any = self._kernels[name]
+        elif library is not None:
+            entry, label = library.launch, name.encode()
+
+            def call(grid_x: int, block_x: int, arguments: PreparedLaunch) -> None:
+                status = entry(label, grid_x, block_x, arguments.pointers)
+                if status:
+                    raise self._error("launch", LAUNCH_FAILED, f"{name} returned {status}")
+
+        else:
+            raise self._error("module_function", NOT_FOUND, name)
+        function = self._number()
+        self._functions[function] = module, name, call
+        return function
+
+    def launch(
+        self,
+        function: int,
+        grid_x: int,
+        block_x: int,
+        stream: int,
+        arguments: PreparedLaunch,
+        shared_bytes: int = 0,
+    ) -> None:
+        if self.faults.fail or self._closed:
+            self._enter("launch")
+        known = self._functions.get(function)
+        if known is None:
+            raise self._error("launch", INVALID_HANDLE)
+        call = known[2]
+        if stream in self._capturing:
+            graph, then = self._capturing[stream], _copy_of(arguments)
+            graph.launches.append(known[1])
+            if call is not None:
+                graph.steps.append(lambda: call(grid_x, block_x, then))
+        elif call is not None:
+            call(grid_x, block_x, arguments)
+
+    # --- streams and events -----------------------------------------------------------------------------------
+
+    def stream_create(self) -> int:
+        self._enter("stream_create")
+        stream = self._number()
+        self._streams.add(stream)
+        return stream
+
+    def stream_destroy(self, stream: int) -> None:
+        self._enter("stream_destroy")
+        if stream not in self._streams:
+            raise self._error("stream_destroy", INVALID_HANDLE)
+        self._streams.discard(stream)
+
+    def stream_synchronize(self, stream: int) -> None:
+        self._enter("stream_synchronize", in_capture=False)
+
+    def stream_wait_event(self, stream: int, event: int) -> None:
+        self._enter("stream_wait_event")
+
+    def stream_is_capturing(self, stream: int) -> bool:
+        return stream in self._capturing
+
+    def event_create(self) -> int:
+        self._enter("event_create")
+        event = self._number()
+        self._events.add(event)
+        return event
+
+    def event_record(self, event: int, stream: int) -> None:
+        self._enter("event_record")
+        if event not in self._events:
+            raise self._error("event_record", INVALID_HANDLE)
+
+    def event_query(self, event: int) -> bool:
+        self._enter("event_query")
+        return True
+
+    def event_destroy(self, event: int) -> None:
+        self._enter("event_destroy")
+        if event not in self._events:
+            raise self._error("event_destroy", INVALID_HANDLE)
+        self._events.discard(event)
+
+    def context_synchronize(self) -> None:
+        self._enter("context_synchronize", in_capture=False)
+
+    def close(self) -> None:
+        self._closed = True
+
+
+def _copy_of(arguments: PreparedLaunch) -> PreparedLaunch:
+    """Return the arguments as they are now: a graph keeps those of the capture."""
+    ends = [*arguments.word_of[1:], len(arguments.words)]
+    return PreparedLaunch(
+        [bytes(arguments.words[start:end]) for start, end in zip(arguments.word_of, ends, strict=True)]
+    )

@@ -12,6 +12,7 @@ from typing import Any, Literal, Self, get_args, get_origin
 
 import msgspec
 
+from device_comm.cuda_settings import PER_RANK_CUDA_FIELDS, CudaSettings
 from shm_broadcast.endpoint import RemoteSettings
 from shm_broadcast.errors import SettingsError
 from shm_broadcast.settings import BroadcastSettings, positive_seconds
@@ -20,13 +21,13 @@ __all__ = ["PER_RANK_FIELDS", "PREFIX", "CoordinatorSettings", "LaunchEnvironmen
 
 PREFIX = "GROUP_COORDINATOR_"
 
-PER_RANK_FIELDS = frozenset({"interface"})
-"""Fields that may differ between ranks: hosts name their network interfaces differently."""
+PER_RANK_FIELDS = frozenset({"interface", *(f"cuda.{field}" for field in PER_RANK_CUDA_FIELDS)})
+"""Fields that may differ between ranks: hosts name their network interfaces and keep their files differently."""
 
-
-_SECTIONS: dict[str, type[BroadcastSettings | RemoteSettings]] = {
+_SECTIONS: dict[str, type[BroadcastSettings | RemoteSettings | CudaSettings]] = {
     "broadcast": BroadcastSettings,
     "remote": RemoteSettings,
+    "cuda": CudaSettings,
 }
 
 
@@ -38,11 +39,12 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         create_timeout_s: How long the rendezvous and the creation of a group wait for all ranks, in seconds.
         destroy_timeout_s: How long `destroy` waits for its peers before it leaves without them, in seconds.
         interface: Network interface for groups that span several hosts, such as "eth0"; None chooses the one
-            that routes to the master. The only field that may differ between ranks.
+            that routes to the master. May differ between ranks, as may the paths in `cuda`; nothing else may.
         remote_ports: First and last TCP port at which queues wait for readers on other hosts, such as
             "29600-29699"; each queue that has such readers takes one. None takes any free port.
         broadcast: The queues, in so far as they run over shared memory.
         remote: What queues do beyond that for readers on other hosts: high-water mark and heartbeats.
+        cuda: Groups on CUDA devices: our own kernels, their memory, NCCL.
 
     Raises:
         SettingsError: A value is out of range; the text names the field and the value.
@@ -55,6 +57,7 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     remote_ports: str | None = None
     broadcast: BroadcastSettings = BroadcastSettings()
     remote: RemoteSettings = RemoteSettings()
+    cuda: CudaSettings = CudaSettings()
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -98,9 +101,9 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
         Args:
             environ: Read instead of the process's environment; pass `{}` to ignore that.
-            overrides: Values by field. `broadcast` takes `BroadcastSettings` and `remote` takes
-                `RemoteSettings`, which replace the whole section; each also takes a mapping, whose fields beat
-                those of the environment.
+            overrides: Values by field. `broadcast` takes `BroadcastSettings`, `remote` takes `RemoteSettings`
+                and `cuda` takes `CudaSettings`, which replace the whole section; each also takes a mapping,
+                whose fields beat those of the environment.
 
         Raises:
             SettingsError: An argument or a variable is unknown or malformed. A variable is checked even where
@@ -123,7 +126,11 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             if field in PER_RANK_FIELDS:
                 continue
             if isinstance(value, dict):
-                flat |= {f"{field}.{inner}": each for inner, each in value.items()}
+                flat |= {
+                    name: each
+                    for inner, each in value.items()
+                    if (name := f"{field}.{inner}") not in PER_RANK_FIELDS
+                }
             else:
                 flat[field] = value
         return flat
@@ -131,7 +138,7 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits that are equal on two ranks if and only if `agreed()` is.
 
-        Stable across processes, hosts and Python versions. `interface` does not count.
+        Stable across processes, hosts and Python versions. `PER_RANK_FIELDS` do not count.
         """
         return hashlib.sha256(msgspec.json.encode(self.agreed(), order="deterministic")).hexdigest()[:16]
 
@@ -220,6 +227,15 @@ class LaunchEnvironment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         )
 
 
+def cuda_visible_devices(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return `CUDA_VISIBLE_DEVICES`, by which CUDA chooses the devices of a process; None if it is not set.
+
+    Args:
+        environ: Read instead of the process's environment.
+    """
+    return (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+
+
 # --- the environment ------------------------------------------------------------------------------------------
 
 
@@ -284,7 +300,9 @@ def _check(cls: type[CoordinatorSettings], field: str, inner: str | None, value:
         raise
 
 
-def _is_accepted(kind: type[BroadcastSettings | RemoteSettings], fields: Mapping[str, Any]) -> bool:
+def _is_accepted(
+    kind: type[BroadcastSettings | RemoteSettings | CudaSettings], fields: Mapping[str, Any]
+) -> bool:
     try:
         kind(**fields)
     except SettingsError:

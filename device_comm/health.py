@@ -23,6 +23,7 @@ from shm_broadcast.errors import (
     CommTimeoutError,
     GroupBrokenError,
     NativeError,
+    NcclError,
     PeerLostError,
     UsageError,
 )
@@ -257,6 +258,14 @@ class GroupHealth:
                 often = VERDICT_EVERY_S if timeout_s is not None else VERDICT_IDLE_EVERY_S
                 next_verdict = waited + often
 
+    def check_peers(self, operation: Operation) -> None:
+        """Break the group and raise if a peer's process has ended; for who watches while nobody waits.
+
+        Raises:
+            PeerLostError: At least one has.
+        """
+        self._raise_if_lost(operation)
+
     def _raise_if_lost(self, operation: Operation) -> None:
         lost = self._watch.lost()
         if lost:
@@ -344,12 +353,13 @@ class GroupHealth:
                 operation, Verdict("timeout", stopped, self.rank, str(operation), waited_s, detail)
             )
         self._judge(operation, Verdict("failed", (), self.rank, str(operation), detail=str(error)))
-        failure = NativeError(
-            f"{self.where(operation)}: the transport failed though every process is alive: {error}; "
-            "the group is now unusable, destroy it",
-            library="torch.distributed",
-            function=operation.name,
-        )
+        text = f"{self.where(operation)}: the transport failed though every process is alive: {error}; "
+        text += "the group is now unusable, destroy it"
+        failure: NativeError
+        if isinstance(error, NcclError):
+            failure = NcclError(text, library=error.library, function=error.function, code=error.code)
+        else:
+            failure = NativeError(text, library="torch.distributed", function=operation.name)
         self._cause = failure
         return failure
 
@@ -429,6 +439,32 @@ class GroupHealth:
             detail = ", ".join(f"{rank} ({self._watch.describe(rank)})" for rank in error.peers)
             verdict = Verdict("lost", error.peers, self.rank, "a transfer", detail=detail)
         self._board.publish(verdict)
+
+    def lost(self) -> tuple[int, ...]:
+        """Return the global ranks whose process has ended, ascending. Does not block; from any thread."""
+        return self._watch.lost()
+
+    def blame(self, operation: str, missing: Sequence[int], within_s: float) -> CommError:
+        """Find out who is at fault where a device waited in vain, break the group, and return what to raise.
+
+        Args:
+            operation: What the device did.
+            missing: Global ranks that it waited for; empty where it cannot tell.
+            within_s: How long it waited, in seconds.
+
+        Returns:
+            `PeerLostError` if a rank is gone, the error of an earlier verdict if there is one, else
+            `CommTimeoutError` with `missing`.
+        """
+        stated = Operation("device", operation, 0)
+        verdict = self._board.verdict()
+        if verdict is not None:
+            return self._adopt(stated, verdict)
+        verdict = self._find_lost(stated)
+        if verdict is None:
+            detail = ", ".join(f"{rank} ({self._watch.describe(rank)})" for rank in missing)
+            verdict = Verdict("timeout", tuple(sorted(missing)), self.rank, operation, within_s, detail)
+        return self._judge(stated, verdict)
 
     def close(self) -> bool:
         """Refuse every later call and wake those that wait now.

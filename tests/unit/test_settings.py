@@ -1,5 +1,6 @@
 """Settings: an argument beats the environment, which beats the default; what is wrong is named."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from coordinator.settings import (
     LaunchEnvironment,
     differences,
 )
+from device_comm.cuda_settings import MIN_ARENA_BYTES, PER_RANK_CUDA_FIELDS, CudaSettings
 from shm_broadcast.endpoint import RemoteSettings
 from shm_broadcast.errors import SettingsError
 from shm_broadcast.settings import MIN_RING_BYTES, BroadcastSettings
@@ -54,6 +56,17 @@ SETTINGS = st.builds(
         heartbeat_s=st.floats(0.001, 30.0),
         lost_after_s=st.floats(90.0, 1e6),
     ),
+    cuda=st.builds(
+        CudaSettings,
+        custom_all_reduce=st.booleans(),
+        deterministic=st.booleans(),
+        arena_bytes=st.integers(16, 1 << 18).map(lambda pages: pages * 4096),
+        staging_bytes=st.integers(0, 1 << 18).map(lambda pages: pages * 4096),
+        deadline_s=st.one_of(st.none(), st.floats(0.001, 1e6)),
+        policy_file=st.sampled_from([None, "/etc/policy.json", "policy.json"]),
+        nccl_library=st.sampled_from([None, "/opt/libnccl.so.2"]),
+        kernel_cache=st.sampled_from([None, "/var/cache/kernels"]),
+    ),
 )
 
 
@@ -77,6 +90,11 @@ def test_defaults() -> None:
     assert settings.broadcast == BroadcastSettings(wait="adaptive", ring_bytes=4 << 20, warn_after_s=60.0)
     assert settings.remote == RemoteSettings(high_water_bytes=64 << 20, heartbeat_s=0.2, lost_after_s=0.8)
     assert (settings.remote_ports, settings.remote_port_range) == (None, None)
+    assert settings.cuda == CudaSettings(
+        custom_all_reduce=True, deterministic=False, arena_bytes=16 << 20, staging_bytes=32 << 20
+    )
+    cuda = settings.cuda
+    assert (cuda.deadline_s, cuda.policy_file, cuda.nccl_library, cuda.kernel_cache) == (None,) * 4
 
 
 @given(SETTINGS)
@@ -202,6 +220,15 @@ def test_an_unknown_argument_is_refused() -> None:
         ("REMOTE__HEARTBEAT_S", "0"),
         ("REMOTE__HEARTBEAT_S", "nan"),
         ("REMOTE__LOST_AFTER_S", "0.5"),
+        ("CUDA__CUSTOM_ALL_REDUCE", "perhaps"),
+        ("CUDA__DETERMINISTIC", "2"),
+        ("CUDA__ARENA_BYTES", "16MiB"),
+        ("CUDA__ARENA_BYTES", "61440"),
+        ("CUDA__ARENA_BYTES", "65537"),
+        ("CUDA__STAGING_BYTES", "-4096"),
+        ("CUDA__STAGING_BYTES", "1099511627776"),
+        ("CUDA__DEADLINE_S", "0"),
+        ("CUDA__POLICY_FILE", ""),
     ],
 )
 def test_a_malformed_variable_is_refused(field: str, text: str) -> None:
@@ -249,10 +276,33 @@ def test_a_malformed_broadcast_setting_is_refused(field: str, value: Any) -> Non
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("custom_all_reduce", 1),
+        ("deterministic", "yes"),
+        ("arena_bytes", MIN_ARENA_BYTES - 4096),
+        ("arena_bytes", MIN_ARENA_BYTES + 16),
+        ("arena_bytes", True),
+        ("arena_bytes", 2 << 30),
+        ("staging_bytes", 4096.0),
+        ("deadline_s", float("inf")),
+        ("policy_file", Path("policy.json")),
+        ("nccl_library", ""),
+        ("kernel_cache", "a\0b"),
+    ],
+)
+def test_a_malformed_cuda_setting_is_refused(field: str, value: Any) -> None:
+    """The error names the section, the field and the value."""
+    with pytest.raises(SettingsError, match=re.escape(f"cuda.{field} is {value!r}")):
+        CudaSettings(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
         ("interface", 3),
         ("interface", ""),
         ("broadcast", {"wait": "spin"}),
         ("remote", BroadcastSettings()),
+        ("cuda", {"deterministic": True}),
         ("remote_ports", (29600, 29699)),
         ("remote_ports", "²-³"),
     ],
@@ -278,7 +328,8 @@ def test_fingerprints_are_equal_if_what_must_agree_is(
 ) -> None:
     """Two fingerprints are equal exactly if all fields but the per-rank ones are."""
     assert (left.fingerprint() == right.fingerprint()) == (left.agreed() == right.agreed())
-    other = msgspec.structs.replace(left, interface="eno7")
+    paths = msgspec.structs.replace(left.cuda, policy_file="/p", nccl_library="/n", kernel_cache="/k")
+    other = msgspec.structs.replace(left, interface="eno7", cuda=paths)
     assert other.fingerprint() == left.fingerprint()
 
 
@@ -293,6 +344,16 @@ def test_every_field_counts_in_the_fingerprint() -> None:
         remote_ports="29600-29699",
         broadcast=BroadcastSettings(wait="spin", ring_bytes=MIN_RING_BYTES, warn_after_s=1),
         remote=RemoteSettings(high_water_bytes=1 << 20, heartbeat_s=0.1, lost_after_s=2),
+        cuda=CudaSettings(
+            custom_all_reduce=False,
+            deterministic=True,
+            arena_bytes=1 << 20,
+            staging_bytes=0,
+            deadline_s=1,
+            policy_file="/p",
+            nccl_library="/n",
+            kernel_cache="/k",
+        ),
     )
     assert set(plain.agreed()) == {
         "timeout_s",
@@ -305,16 +366,22 @@ def test_every_field_counts_in_the_fingerprint() -> None:
         "remote.high_water_bytes",
         "remote.heartbeat_s",
         "remote.lost_after_s",
+        "cuda.custom_all_reduce",
+        "cuda.deterministic",
+        "cuda.arena_bytes",
+        "cuda.staging_bytes",
+        "cuda.deadline_s",
     }
+    assert {"interface", *(f"cuda.{field}" for field in PER_RANK_CUDA_FIELDS)} == PER_RANK_FIELDS
     for field in plain.__struct_fields__:
         one = msgspec.structs.replace(plain, **{field: getattr(changed, field)})
         assert (one.fingerprint() == plain.fingerprint()) == (field in PER_RANK_FIELDS)
-    for name in ("broadcast", "remote"):
+    for name in ("broadcast", "remote", "cuda"):
         section, other = getattr(plain, name), getattr(changed, name)
         for field in section.__struct_fields__:
             one_changed = msgspec.structs.replace(section, **{field: getattr(other, field)})
             one = msgspec.structs.replace(plain, **{name: one_changed})
-            assert one.fingerprint() != plain.fingerprint()
+            assert (one.fingerprint() == plain.fingerprint()) == (f"{name}.{field}" in PER_RANK_FIELDS)
 
 
 def test_a_fingerprint_is_stable() -> None:

@@ -1,0 +1,85 @@
+"""Settings of the CUDA device plane. Whoever creates a group hands them over; nothing here reads the environment."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import msgspec
+
+from shm_broadcast.errors import SettingsError
+
+__all__ = ["MAX_CUSTOM_BYTES", "MIN_ARENA_BYTES", "PER_RANK_CUDA_FIELDS", "CudaSettings"]
+
+PER_RANK_CUDA_FIELDS: Final = frozenset({"policy_file", "nccl_library", "kernel_cache"})
+"""Fields that may differ between ranks: hosts keep files in different places. What a policy file says must not
+differ: its digest is agreed when a group is created."""
+
+MIN_ARENA_BYTES: Final = 64 * 1024
+"""Below this not even the activations of a small batch would fit into one push."""
+
+MAX_CUSTOM_BYTES: Final = 1 << 30
+"""Largest arena and staging area: a mistyped size must not take the memory that a model needs."""
+
+_GRANULE: Final = 4096
+
+
+class CudaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the ranks of a group on CUDA devices must agree on, and where each finds its files.
+
+    Attributes:
+        custom_all_reduce: Whether our own kernels may be used; without them everything goes through NCCL, or
+            with `deterministic` through data movement and sums in rank order.
+        deterministic: Sums of floats in rank order with one rounding, whatever the size, so that the result for
+            one row of a batch does not depend on the others: NCCL never sums floats.
+        arena_bytes: Room for one phase of a push, in bytes, of which every group holds two on each device. A
+            larger message goes in pieces or through NCCL. A multiple of 4096.
+        staging_bytes: Room for inputs that peers cannot reach where they lie, and for the results of pulls, in
+            bytes, on each device and for each group. 0 keeps pulls from being used. A multiple of 4096.
+        deadline_s: How long a kernel waits for the other ranks, in seconds; None takes the group's timeout.
+        policy_file: File of thresholds that the `tune` command wrote; None takes the built-in table. May differ
+            between ranks, its content may not.
+        nccl_library: File of the NCCL library; None takes the one that torch brings. May differ between ranks.
+        kernel_cache: Directory for compiled kernels; None takes the user's cache directory. May differ between
+            ranks.
+
+    Raises:
+        SettingsError: A value is out of range; the text names the field and the value.
+    """
+
+    custom_all_reduce: bool = True
+    deterministic: bool = False
+    arena_bytes: int = 16 << 20
+    staging_bytes: int = 32 << 20
+    deadline_s: float | None = None
+    policy_file: str | None = None
+    nccl_library: str | None = None
+    kernel_cache: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        for field in ("custom_all_reduce", "deterministic"):
+            if type(getattr(self, field)) is not bool:
+                raise SettingsError(f"cuda.{field} is {getattr(self, field)!r}, but must be True or False")
+        _check_bytes("arena_bytes", self.arena_bytes, MIN_ARENA_BYTES)
+        _check_bytes("staging_bytes", self.staging_bytes, 0)
+        if self.deadline_s is not None:
+            msgspec.structs.force_setattr(self, "deadline_s", _seconds("deadline_s", self.deadline_s))
+        for field in sorted(PER_RANK_CUDA_FIELDS):
+            path = getattr(self, field)
+            if path is not None and (not isinstance(path, str) or not path or "\0" in path):
+                raise SettingsError(f"cuda.{field} is {path!r}, but must be the path of a file or directory")
+
+
+def _check_bytes(field: str, value: object, lowest: int) -> None:
+    if type(value) is not int or not lowest <= value <= MAX_CUSTOM_BYTES or value % _GRANULE:
+        raise SettingsError(
+            f"cuda.{field} is {value!r}, but must be an int from {lowest} to {MAX_CUSTOM_BYTES}, "
+            f"a multiple of {_GRANULE}"
+        )
+
+
+def _seconds(field: str, value: object) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 and math.isfinite(value):
+        return float(value)
+    raise SettingsError(f"cuda.{field} is {value!r}, but must be a positive, finite number of seconds")

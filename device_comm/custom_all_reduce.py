@@ -1,0 +1,569 @@
+"""Our own collectives on CUDA devices, seen from the host: who may call them when, and what happens if nobody answers.
+
+The kernels and their protocol are in `csrc` and in `DESIGN.md`, under "Custom all-reduce on CUDA"; what the host does
+about streams, graphs, failures and teardown is there under "Policy and custom all-reduce: host side".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+import torch
+
+from device_comm.cuda_settings import CudaSettings
+from device_comm.custom_launches import CubinSource, Launch, Launches
+from device_comm.custom_resources import CustomResources, agree_on_policy
+from device_comm.driver import Driver
+from device_comm.health import GroupHealth
+from device_comm.kernel_layout import MAX_BLOCKS, NORM_LANES
+from device_comm.peer_messages import Exchange, Remark, said, speak
+from device_comm.policy import Algorithm, CallFacts, GroupFacts, OperationName, Plan, choose
+from device_comm.policy_table import PolicyTable
+from shm_broadcast.errors import CapabilityError, ClosedError, CommError, UsageError
+
+__all__ = ["CustomAllReduce", "CustomContext"]
+
+logger = logging.getLogger(__name__)
+
+_NAMES: Final = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_SIZES: Final = {torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
+_MOST_ROUTES: Final = 4096
+_FLUSH_PAUSE_S: Final = 0.001
+_TEXT: Final = 1900
+
+_FLOAT_WORD: Final = struct.Struct("<fI")
+_WORD: Final = struct.Struct("<Q")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CustomContext:
+    """What our own collectives are built from.
+
+    Attributes:
+        driver: This rank's device.
+        health: The group's shared state.
+        rank_in_group: This rank.
+        ranks: Global ranks, in group order.
+        exchange: Tells all ranks what each of them brings; kept for captures.
+        facts: What all ranks have found out and agreed on; `capacity` is filled in here.
+        settings: The same on all ranks but for paths.
+        timeout_s: The group's deadline in seconds.
+        cubin: Where compiled kernels come from.
+    """
+
+    driver: Driver
+    health: GroupHealth
+    rank_in_group: int
+    ranks: tuple[int, ...]
+    exchange: Exchange
+    facts: GroupFacts
+    settings: CudaSettings
+    timeout_s: float
+    cubin: CubinSource
+
+
+class _Route:
+    """How calls of one size and dtype go: `launch` is None where our kernels do not carry them."""
+
+    __slots__ = ("function_launch", "grid", "is_pull", "piece", "plan", "threads")
+
+    def __init__(self, plan: Plan, launch: Launch | None, piece: int) -> None:
+        self.plan = plan
+        self.function_launch = launch
+        self.grid = plan.grid
+        self.threads = plan.threads
+        self.piece = piece
+        self.is_pull = plan.algorithm.is_pull
+
+
+class CustomAllReduce:
+    """All-reduce, reduce-scatter, all-gather and the fused norm by our own kernels, for one group.
+
+    Methods take addresses of contiguous memory and the stream on which they are queued; they return at once. A method
+    that returns False has done nothing: the policy sends such calls another way, on all ranks alike (`plan` says
+    which, and why). All of them are of one thread at a time, as the group is.
+
+    *One stream*: two calls in flight at once would share epochs and memory, so all calls of a communicator are on one
+    stream: that of the first call, until `use_stream`. Calls on a stream that is being captured are allowed besides;
+    graphs are to be replayed in order with other calls, as with any communicator.
+
+    Attributes:
+        facts: What the policy decides by; equal on all ranks.
+        table: The policy's thresholds; equal on all ranks.
+    """
+
+    def __init__(self, context: CustomContext, table: PolicyTable, resources: CustomResources) -> None:
+        """Use `create`."""
+        self.facts = resources.facts
+        self.table = table
+        self._context = context
+        self._driver = context.driver
+        self._health = context.health
+        self._resources = resources
+        self._record = resources.record
+        self._words = resources.record.words
+        self._launches: Launches = resources.launches
+        self._inputs = resources.inputs
+        self._stream: int | None = None
+        self._capture_stream: int | None = None
+        self._is_open = True
+        self._routes: dict[tuple[str, torch.dtype, int, bool], _Route] = {}
+        self._reduce_routes: dict[tuple[torch.dtype, int], _Route] = {}
+        self._fusable: dict[tuple[torch.dtype, int, int, bool], bool] = {}
+        self._plans: dict[tuple[str, torch.dtype, int, str, bool], Plan] = {}
+        self._most_blocks = max(1, min(self.facts.multiprocessors, MAX_BLOCKS))
+        self._eps, self._eps_word = 0.0, 0
+        # Kept: methods are bound anew at each look-up.
+        self._launch = context.driver.launch
+
+    @classmethod
+    def create(cls, context: CustomContext) -> CustomAllReduce:
+        """Agree on the policy, map every rank's workspace, load a first kernel. Collective.
+
+        *Blocks* for as long as `exchange` does. Every step that can fail on one rank is followed by an exchange, so
+        all ranks have the object or none has.
+
+        Raises:
+            SettingsError: This rank's policy file cannot be used.
+            DisagreementError: Another rank's cannot, or the ranks' policy files say different things.
+            CapabilityError: The facts, the memory or the compiler of a rank forbid it; on every rank, with the
+                same reason. NCCL serves such a group.
+        """
+        obstacle = context.facts.why_not()
+        if obstacle:
+            raise CapabilityError(
+                f"{context.health.where('custom all-reduce')}: {obstacle}", requirement=obstacle
+            )
+        table = agree_on_policy(
+            context.settings, context.facts, context.ranks, context.exchange, context.health.where
+        )
+        resources = CustomResources.create(
+            driver=context.driver,
+            health=context.health,
+            rank_in_group=context.rank_in_group,
+            ranks=context.ranks,
+            exchange=context.exchange,
+            facts=context.facts,
+            settings=context.settings,
+            timeout_s=context.timeout_s,
+            cubin=context.cubin,
+        )
+        return cls(context, table, resources)
+
+    # ------------------------------------------------------------------ the policy
+
+    def plan(
+        self, operation: OperationName, dtype: torch.dtype, nbytes: int, stream: int, reduction: str = "sum"
+    ) -> Plan:
+        """Return how such a call goes, with the reason; the same on all ranks. `nbytes` as in `CallFacts`."""
+        key = (operation, dtype, nbytes, reduction, self._is_captured(stream))
+        plan = self._plans.get(key)
+        if plan is None:
+            call = CallFacts(
+                operation=operation,
+                dtype=str(dtype).removeprefix("torch."),
+                nbytes=nbytes,
+                reduction=reduction,
+                in_graph=key[4],
+            )
+            plan = choose(self.facts, call, self.table)
+            if len(self._plans) >= _MOST_ROUTES:
+                self._plans.clear()
+            self._plans[key] = plan
+        return plan
+
+    def _route(self, operation: OperationName, dtype: torch.dtype, nbytes: int, stream: int) -> _Route:
+        key = (operation, dtype, nbytes, self._is_captured(stream))
+        route = self._routes.get(key)
+        if route is None:
+            plan = self.plan(operation, dtype, nbytes, stream)
+            launch = None
+            if plan.algorithm.is_custom:
+                # All-gathers move bytes of any dtype; one module has them all.
+                name = _NAMES.get(dtype, "float32") if operation != "all_gather" else "float32"
+                launch = self._loaded(plan.algorithm.value, name, stream, operation)
+            if len(self._routes) >= _MOST_ROUTES:
+                self._routes.clear()
+                self._reduce_routes.clear()
+            route = self._routes[key] = _Route(plan, launch, plan.piece_bytes)
+        return route
+
+    def _loaded(self, kernel: str, dtype: str, stream: int, operation: str) -> Launch:
+        """Return the launch of a kernel, loaded now if need be: its peers wait for as long as the deadline lasts."""
+        if self._launches.get(kernel, dtype) is None and self._driver.stream_is_capturing(stream):
+            raise UsageError(
+                f"{self._health.where(operation)}: a kernel for {dtype} cannot be loaded while stream {stream:#x} is "
+                "captured; call begin_capture before, or make one such call"
+            )
+        return self._launches.of(kernel, dtype)
+
+    # ------------------------------------------------------------------ calls
+
+    def all_reduce(self, input_: int, output: int, count: int, dtype: torch.dtype, stream: int) -> bool:
+        """Sum the ranks' `count` elements at `input_` into `output`, which may be the same.
+
+        *Collective*, with equal `count` and `dtype`. *Capture*: allowed; within `begin_capture` the input of a pull
+        is noted, and must stay allocated as long as the graph. Both addresses are multiples of 16.
+
+        Returns:
+            Whether it was queued; False if the policy sends it elsewhere.
+
+        Raises:
+            UsageError: Another stream; an address that is no multiple of 16. Nothing was queued, the group is intact.
+            CommTimeoutError, PeerLostError: An earlier call waited in vain; the group is broken.
+        """
+        words = self._words
+        if words[0] or words[8]:
+            raise self._failed("all_reduce")
+        if stream != self._stream or self._capture_stream is not None:
+            self._admit(stream, "all_reduce")
+            route = self._route("all_reduce", dtype, count * _SIZES.get(dtype, dtype.itemsize), stream)
+        else:
+            found = self._reduce_routes.get((dtype, count))
+            if found is None:
+                found = self._route("all_reduce", dtype, count * dtype.itemsize, stream)
+                self._reduce_routes[dtype, count] = found
+            route = found
+        launch = route.function_launch
+        if launch is None:
+            return False
+        if (input_ | output) & 15:
+            raise self._misaligned("all_reduce", input_, output)
+        nbytes = count * _SIZES[dtype]
+        if route.is_pull:
+            input_ = self._inputs.note(input_, nbytes, output, stream)
+        elif nbytes > route.piece:
+            self._in_pieces(route, launch, input_, output, nbytes, _SIZES[dtype], stream)
+            return True
+        arguments, first = launch.words, launch.first
+        arguments[first] = input_
+        arguments[first + 1] = output
+        arguments[first + 2] = count
+        self._launch(launch.function, route.grid, route.threads, stream, launch.arguments)
+        return True
+
+    def _in_pieces(
+        self, route: _Route, launch: Launch, input_: int, output: int, nbytes: int, itemsize: int, stream: int
+    ) -> None:
+        words, first = launch.words, launch.first
+        for offset in range(0, nbytes, route.piece):
+            words[first] = input_ + offset
+            words[first + 1] = output + offset
+            words[first + 2] = min(route.piece, nbytes - offset) // itemsize
+            self._launch(launch.function, route.grid, route.threads, stream, launch.arguments)
+
+    def reduce_scatter(self, input_: int, output: int, count: int, dtype: torch.dtype, stream: int) -> bool:
+        """Sum the ranks' inputs; rank i gets the i-th of `world_size` parts of `count` elements, one after the other.
+
+        As `all_reduce` otherwise; `output` may be this rank's own part of the input.
+        """
+        nbytes = count * dtype.itemsize * self.facts.world_size
+        return self._simple("reduce_scatter", input_, output, count, nbytes, dtype, stream)
+
+    def all_gather(self, input_: int, output: int, nbytes: int, stream: int) -> bool:
+        """Write the ranks' `nbytes` at `input_` to `output`, one after the other in rank order.
+
+        As `all_reduce` otherwise, with any alignment; fast where all is in multiples of 8. `input_` may be this
+        rank's own part of the output.
+        """
+        return self._simple("all_gather", input_, output, nbytes, nbytes, torch.uint8, stream)
+
+    def _simple(
+        self,
+        operation: OperationName,
+        input_: int,
+        output: int,
+        count: int,
+        nbytes: int,
+        dtype: torch.dtype,
+        stream: int,
+    ) -> bool:
+        words = self._words
+        if words[0] or words[8]:
+            raise self._failed(operation)
+        if stream != self._stream or self._capture_stream is not None:
+            self._admit(stream, operation)
+        route = self._routes.get((operation, dtype, nbytes, False)) if self._capture_stream is None else None
+        if route is None:
+            route = self._route(operation, dtype, nbytes, stream)
+        launch = route.function_launch
+        if launch is None:
+            return False
+        if operation != "all_gather" and (input_ | output) & 15:
+            raise self._misaligned(operation, input_, output)
+        arguments, first = launch.words, launch.first
+        arguments[first] = input_
+        arguments[first + 1] = output
+        arguments[first + 2] = count
+        self._launch(launch.function, route.grid, route.threads, stream, launch.arguments)
+        return True
+
+    def can_fuse(self, rows: int, hidden: int, dtype: torch.dtype, stream: int) -> bool:
+        """Return whether `all_reduce_add_rms_norm` carries such a call: where a one-shot push carries the all-reduce.
+
+        The bits are those of the parts, so a deterministic group may fuse too, whatever carries its all-reduces.
+        """
+        key = (dtype, rows, hidden, self._is_captured(stream))
+        answer = self._fusable.get(key)
+        if answer is None:
+            call = CallFacts(
+                operation="all_reduce",
+                dtype=str(dtype).removeprefix("torch."),
+                nbytes=rows * hidden * dtype.itemsize,
+                in_graph=key[3],
+            )
+            facts = msgspec.structs.replace(self.facts, is_deterministic=False)
+            is_whole = hidden * dtype.itemsize % 16 == 0
+            answer = is_whole and choose(facts, call, self.table).algorithm is Algorithm.PUSH_ONE_SHOT
+            if len(self._fusable) >= _MOST_ROUTES:
+                self._fusable.clear()
+            self._fusable[key] = answer
+        return answer
+
+    def all_reduce_add_rms_norm(
+        self, addresses: Sequence[int], rows: int, hidden: int, eps: float, dtype: torch.dtype, stream: int
+    ) -> bool:
+        """Sum the ranks' inputs, add the residual, normalise each row, in one kernel.
+
+        As `all_reduce` otherwise.
+
+        Args:
+            addresses: Input, residual, weight, output, output of the sum with the residual.
+            rows: Rows of [rows, hidden].
+            hidden: Elements of a row.
+            eps: Added to the mean of the squares.
+            dtype: Of all five.
+            stream: Where it is queued.
+        """
+        words = self._words
+        if words[0] or words[8]:
+            raise self._failed("all_reduce_add_rms_norm")
+        if stream != self._stream or self._capture_stream is not None:
+            self._admit(stream, "all_reduce_add_rms_norm")
+        if not self.can_fuse(rows, hidden, dtype, stream):
+            return False
+        self._norm("push_add_rms_norm", addresses, rows, hidden, eps, dtype, stream)
+        return True
+
+    def add_rms_norm(
+        self, addresses: Sequence[int], rows: int, hidden: int, eps: float, dtype: torch.dtype, stream: int
+    ) -> None:
+        """Add the residual and normalise each row, on this rank alone; the second part of what cannot be fused."""
+        self._norm("add_rms_norm", addresses, rows, hidden, eps, dtype, stream)
+
+    def _norm(
+        self,
+        kernel: str,
+        addresses: Sequence[int],
+        rows: int,
+        hidden: int,
+        eps: float,
+        dtype: torch.dtype,
+        stream: int,
+    ) -> None:
+        input_, residual, weight, output, total = addresses
+        if (input_ | residual | weight | output | total) & 15:
+            raise self._misaligned(kernel, *addresses)
+        launch = self._launches.get(kernel, _NAMES[dtype])
+        if launch is None:
+            launch = self._loaded(kernel, _NAMES[dtype], stream, kernel)
+        words, at = launch.words, launch.first
+        words[at] = input_
+        words[at + 1] = residual
+        words[at + 2] = weight
+        words[at + 3] = output
+        words[at + 4] = total
+        words[at + 5] = rows
+        words[at + 6] = hidden
+        if eps != self._eps:
+            (self._eps_word,) = _WORD.unpack(_FLOAT_WORD.pack(eps, 0))
+            self._eps = eps
+        words[at + 7] = self._eps_word
+        # A block for each row, of one thread for each of the norm's 256 lanes.
+        self._launch(launch.function, min(rows, self._most_blocks), NORM_LANES, stream, launch.arguments)
+
+    # ------------------------------------------------------------------ streams
+
+    def use_stream(self, stream: int) -> None:
+        """Queue later calls on `stream`, behind all that was queued so far. Not collective, does not block.
+
+        Raises:
+            UsageError: One of the two streams is being captured: the order would be part of the graph.
+        """
+        self._check_open("use_stream")
+        old = self._stream
+        if old is not None and old != stream:
+            if self._driver.stream_is_capturing(old) or self._driver.stream_is_capturing(stream):
+                raise UsageError(
+                    f"{self._health.where('use_stream')}: stream {old:#x} or stream {stream:#x} is being captured"
+                )
+            event = self._driver.event_create()
+            try:
+                self._driver.event_record(event, old)
+                self._driver.stream_wait_event(stream, event)
+            finally:
+                self._driver.event_destroy(event)
+        self._stream = stream
+
+    def _is_captured(self, stream: int) -> bool:
+        """Return whether calls on `stream` go into a graph of which we know: only there inputs can be noted."""
+        return stream == self._capture_stream and self._driver.stream_is_capturing(stream)
+
+    def _admit(self, stream: int, operation: str) -> None:
+        """Refuse a second stream; bind to the first one."""
+        if self._capture_stream is None:
+            self._refuse_unfinished(operation)
+        if stream == self._stream or self._driver.stream_is_capturing(stream):
+            return
+        if self._stream is None:
+            self._stream = stream
+            return
+        raise UsageError(
+            f"{self._health.where(operation)}: on stream {stream:#x}, but this communicator is in use on stream "
+            f"{self._stream:#x}; two streams at once would mix up their data: order them and call use_stream first"
+        )
+
+    # ------------------------------------------------------------------ capture
+
+    def begin_capture(self, stream: int, dtypes: Sequence[torch.dtype] = tuple(_NAMES)) -> None:
+        """Get ready for a capture on `stream`: load every kernel that a captured call may need. Collective.
+
+        *Blocks* while kernels are compiled (once per machine), and for one exchange. Call it before the capture of
+        the stream begins; calls on the stream before that are warm-up, and run.
+
+        Raises:
+            CapabilityError: A kernel cannot be compiled or loaded on some rank; on every rank, the group is intact.
+            UsageError: A capture has been begun already, or not been finished.
+        """
+        self._check_open("begin_capture")
+        if self._capture_stream is not None:
+            raise UsageError(f"{self._health.where('begin_capture')}: a capture has begun already")
+        self._refuse_unfinished("begin_capture")
+        failure = ""
+        try:
+            for dtype in dtypes:
+                for family in self._families():
+                    self._launches.load(family, _NAMES[dtype])
+            # All-gathers of any dtype use these.
+            self._launches.load("shards", "float32")
+        except CommError as error:
+            failure = str(error)[:_TEXT]
+        self._tell("begin_capture", failure, "kernels for all ranks")
+        self._capture_stream = stream
+
+    def _families(self) -> tuple[str, ...]:
+        if self.facts.is_deterministic:
+            return ("two_shot", "shards", "norm")
+        pulls = ("pull",) if self.facts.is_exportable and self.facts.capacity.pull_two_shot else ()
+        return ("one_shot", "two_shot", "shards", "norm", *pulls)
+
+    def end_capture(self) -> None:
+        """Note no more inputs. Not collective; before `finish_capture`, which does it too. Idempotent."""
+        self._capture_stream = None
+
+    def finish_capture(self) -> None:
+        """Tell the other ranks of the captured inputs, and open theirs: only now graphs may be replayed. Collective.
+
+        *Blocks* for two exchanges.
+
+        Raises:
+            CapabilityError: A rank could not export or open an input; on every rank. Drop the graphs of this capture;
+                the group is intact.
+            DisagreementError: The ranks captured different calls; likewise.
+        """
+        self._check_open("finish_capture")
+        self._capture_stream = None
+        self._inputs.finish(self._context.exchange)
+
+    def _refuse_unfinished(self, operation: str) -> None:
+        if self._inputs.pending:
+            raise UsageError(
+                f"{self._health.where(operation)}: {self._inputs.pending} inputs were captured that the other ranks "
+                "do not know of; call finish_capture first, on all ranks"
+            )
+
+    def _tell(self, operation: str, failure: str, requirement: str) -> None:
+        """Tell all ranks how a step ended here; raise if it failed anywhere. Collective."""
+        remarks = speak(self._context.exchange, Remark(failure), self._context.ranks)
+        failed = said([remark.failure for remark in remarks], self._context.ranks)
+        if failed:
+            raise CapabilityError(f"{self._health.where(operation)}: {failed}", requirement=requirement)
+
+    # ------------------------------------------------------------------ failures
+
+    def check(self, operation: str = "check") -> None:
+        """Raise if a kernel has failed; one look at host memory.
+
+        Results count once their stream was synchronized and this did not raise afterwards.
+
+        Raises:
+            CommTimeoutError, PeerLostError: As `all_reduce`.
+        """
+        if self._words[0] or self._words[8]:
+            raise self._failed(operation)
+
+    def _check_open(self, operation: str) -> None:
+        self._health.check_usable(operation)
+        self.check(operation)
+
+    def _failed(self, operation: str) -> CommError:
+        """Find out why a kernel gave up, break the group, and return what to raise."""
+        if not self._is_open:
+            return ClosedError(f"{self._health.where(operation)}: the communicator was destroyed")
+        # Closed, or broken by something else, which ended the waiting of the kernels.
+        self._health.check_usable(operation)
+        return self._resources.explain(operation)
+
+    def _misaligned(self, operation: str, *addresses: int) -> UsageError:
+        listed = ", ".join(f"{address:#x}" for address in addresses if address & 15)
+        return UsageError(
+            f"{self._health.where(operation)}: {listed} is no multiple of 16; copy the tensor first, as the other "
+            "ranks cannot know and wait"
+        )
+
+    # ------------------------------------------------------------------ the end
+
+    def destroy(self, barrier: Callable[[], None] | None = None, timeout_s: float = 5.0) -> None:
+        """Wait for what is queued, then give everything back. Idempotent, legal in any state, raises nothing.
+
+        *Collective* if `barrier` is given. *Blocks* for up to `timeout_s` until queued calls are done, then kernels
+        that still wait are told to leave, and for `barrier`.
+
+        Args:
+            barrier: Returns when all ranks have come to it; None if the group is broken or nobody can be asked.
+                Without it memory that a living peer may have open stays until the process ends.
+            timeout_s: How long queued calls may take, in seconds.
+        """
+        if not self._is_open:
+            return
+        self._is_open = False
+        if not self._health.is_broken and self._record.is_clear:
+            self._flush(timeout_s)
+        self._resources.destroy(None if self._health.is_broken else barrier)
+        # From here on every call finds words that say so.
+        self._words = self._record.words
+        for cache in (self._routes, self._reduce_routes, self._plans, self._fusable):
+            cache.clear()
+
+    def _flush(self, timeout_s: float) -> None:
+        """Wait until the calls on our stream are done, or the deadline."""
+        stream, driver = self._stream, self._driver
+        if stream is None:
+            return
+        deadline = time.monotonic() + timeout_s
+        try:
+            event = driver.event_create()
+            try:
+                driver.event_record(event, stream)
+                while not driver.event_query(event) and time.monotonic() < deadline and not self._words[0]:
+                    time.sleep(_FLUSH_PAUSE_S)
+            finally:
+                driver.event_destroy(event)
+        except CommError as error:
+            logger.warning("%s: %s", self._health.where("destroy"), error)

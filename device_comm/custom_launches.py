@@ -1,0 +1,88 @@
+"""Kernels that are loaded and launches that are packed, so that a call rewrites three words and launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from device_comm.driver import Driver, PreparedLaunch
+from device_comm.kernels import FAMILIES, family_of
+
+__all__ = ["KERNEL_DTYPES", "CubinSource", "Launch", "Launches"]
+
+CubinSource = Callable[[str, str], bytes]
+"""(family of kernels, dtype) -> the compiled module, for the architecture and world size of the group."""
+
+KERNEL_DTYPES: Final = ("float32", "float16", "bfloat16")
+
+_WORD: Final = b"\0" * 8
+
+
+class Launch:
+    """One kernel for one dtype, ready to launch. Its last arguments are rewritten per call.
+
+    Attributes:
+        function: What the driver launches.
+        arguments: What it is launched with.
+        words: The storage of the arguments.
+        first: The word of the first argument that changes; the others follow it.
+    """
+
+    __slots__ = ("arguments", "first", "function", "words")
+
+    def __init__(self, function: int, params: bytes, changing: int) -> None:
+        """Pack `params`, where there are any, and room for `changing` words behind them."""
+        self.function = function
+        packed = [params] if params else []
+        self.arguments = PreparedLaunch([*packed, *(_WORD,) * changing])
+        self.words = self.arguments.words
+        self.first = self.arguments.word_of[len(packed)]
+
+
+class Launches:
+    """The modules and launches of one group on one device. Modules are loaded at first use; never in capture."""
+
+    def __init__(self, driver: Driver, cubin: CubinSource, params: bytes) -> None:
+        """Load nothing yet.
+
+        Args:
+            driver: The device.
+            cubin: Where compiled modules come from.
+            params: The kernels' `Params`.
+        """
+        self._driver = driver
+        self._cubin = cubin
+        self._params = params
+        self._modules: dict[tuple[str, str], int] = {}
+        self._launches: dict[tuple[str, str], Launch] = {}
+
+    def load(self, family: str, dtype: str) -> None:
+        """Compile or read a module, load it, and pack the launches of its kernels. Not in capture."""
+        if (family, dtype) in self._modules:
+            return
+        module = self._driver.module_load(self._cubin(family, dtype))
+        self._modules[family, dtype] = module
+        for kernel in FAMILIES[family]:
+            params = b"" if kernel == "add_rms_norm" else self._params
+            # The norms take five addresses, and rows, hidden and eps of 32 bits, each in a word of its own.
+            changing = 8 if kernel.endswith("add_rms_norm") else 3
+            function = self._driver.module_function(module, kernel)
+            self._launches[kernel, dtype] = Launch(function, params, changing)
+
+    def get(self, kernel: str, dtype: str) -> Launch | None:
+        """Return the launch of a kernel, if its module is loaded."""
+        return self._launches.get((kernel, dtype))
+
+    def of(self, kernel: str, dtype: str) -> Launch:
+        """Return the launch of a kernel; its module is loaded if it is not yet."""
+        found = self._launches.get((kernel, dtype))
+        if found is None:
+            self.load(family_of(kernel), dtype)
+            found = self._launches[kernel, dtype]
+        return found
+
+    def unload(self) -> None:
+        """Unload all modules. Idempotent."""
+        self._launches.clear()
+        while self._modules:
+            self._driver.module_unload(self._modules.popitem()[1])

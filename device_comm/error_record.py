@@ -1,0 +1,95 @@
+"""The word in host memory by which kernels tell of a failure, and the one by which the host ends their waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from typing import Final
+
+from device_comm.driver import Driver
+from device_comm.health import GroupHealth
+from device_comm.kernel_layout import ABORT_OFFSET, ERROR_RECORD_BYTES, KernelFailure, read_failure
+
+__all__ = ["DeathWatch", "ErrorRecord"]
+
+# How often the ranks' processes are looked at: a kernel leaves within about so long after a peer died.
+WATCH_EVERY_S: Final = 0.05
+
+_ABORT_WORD: Final = ABORT_OFFSET // 4
+
+
+class ErrorRecord:
+    """64 bytes of host memory that kernels write to, `kernel_layout` says what. Never cleared: broken is final.
+
+    Attributes:
+        words: The record as 32-bit words. While words 0 and 8 are 0 all is well; both are set once it was freed, so
+            that a call that comes too late does not launch.
+        device_address: Where kernels find it.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        """Allocate the record."""
+        self._driver = driver
+        self._host, self.device_address = driver.host_alloc_mapped(ERROR_RECORD_BYTES)
+        self.words = (
+            memoryview((ctypes.c_uint32 * (ERROR_RECORD_BYTES // 4)).from_address(self._host))
+            .cast("B")
+            .cast("I")
+        )
+        self._lock = threading.Lock()
+        self._is_freed = False
+
+    @property
+    def is_clear(self) -> bool:
+        """Return whether no kernel has failed and nobody ended their waiting."""
+        return not (self.words[0] or self.words[_ABORT_WORD])
+
+    def failure(self) -> KernelFailure | None:
+        """Return what a kernel said, if one failed."""
+        return None if self._is_freed else read_failure(bytes(self.words.cast("B")))
+
+    def abort(self) -> None:
+        """Let every kernel of this communicator on this rank leave: those that wait now, and those launched later."""
+        with self._lock:
+            if not self._is_freed:
+                self.words[_ABORT_WORD] = 1
+
+    def free(self) -> None:
+        """Free the record; no kernel may run any more. Idempotent."""
+        with self._lock:
+            if self._is_freed:
+                return
+            self._is_freed = True
+            last = bytearray(self.words.cast("B"))
+            self.words = memoryview(last).cast("I")
+            self.words[_ABORT_WORD] = 1
+        self._driver.host_free(self._host)
+
+
+class DeathWatch:
+    """A thread that ends the waiting of kernels when a peer's process ends.
+
+    A host that waits for its device (in a synchronisation, or before the interpreter comes back to us) looks after
+    nobody, and the kernel it waits for would spin until its deadline, which may be minutes.
+    """
+
+    def __init__(self, record: ErrorRecord, health: GroupHealth) -> None:
+        """Start the thread."""
+        self._record = record
+        self._health = health
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name=f"{health.name} kernels", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(WATCH_EVERY_S):
+            with contextlib.suppress(OSError):  # the watch was closed meanwhile: so are we, soon
+                if self._health.lost():
+                    self._record.abort()
+                    return
+
+    def stop(self) -> None:
+        """End the thread. Idempotent."""
+        self._stop.set()
+        self._thread.join()

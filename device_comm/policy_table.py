@@ -1,0 +1,178 @@
+"""The numbers by which algorithms are chosen, each with where it comes from.
+
+The built-in rows are public figures of others' kernels of the same algorithms: a start until the `tune` command has
+measured ours on the machine at hand. None of them was measured with our kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Final, Literal
+
+import msgspec
+
+__all__ = ["BUILT_IN", "Family", "Link", "PolicyTable", "Threshold", "family_of"]
+
+Family = Literal["ampere", "hopper", "blackwell", ""]
+Link = Literal["nvlink", "pcie"]
+AlgorithmName = Literal[
+    "push_one_shot",
+    "push_two_shot",
+    "pull_one_shot",
+    "pull_two_shot",
+    "push_reduce_scatter",
+    "push_all_gather",
+]
+
+_KIB: Final = 1 << 10
+_MIB: Final = 1 << 20
+
+
+_FAMILIES: Final[dict[int, Family]] = {8: "ampere", 9: "hopper", 10: "blackwell", 12: "blackwell"}
+
+
+def family_of(arch: str) -> Family:
+    """Return the family of "sm_90", empty for one of which nobody has published figures."""
+    major = arch.removeprefix("sm_")[:-1]
+    return _FAMILIES.get(int(major), "") if major.isascii() and major.isdecimal() else ""
+
+
+class Threshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Up to how many bytes an algorithm is used, and who says so.
+
+    Attributes:
+        operation: The collective.
+        algorithm: One of ours that can carry it.
+        family: Architectures for which the row holds.
+        link: What joins the devices.
+        min_world_size: The fewest ranks for which it holds.
+        max_world_size: The most ranks for which it holds.
+        mode: Whether it holds in CUDA graphs, outside of them, or in both.
+        max_bytes: Calls of up to so many bytes (`CallFacts.nbytes`) are carried this way.
+        source: Where the number comes from.
+    """
+
+    operation: Literal["all_reduce", "reduce_scatter", "all_gather"]
+    algorithm: AlgorithmName
+    family: Literal["ampere", "hopper", "blackwell"]
+    link: Link
+    min_world_size: int
+    max_world_size: int
+    mode: Literal["graph", "eager", "any"]
+    max_bytes: int
+    source: str
+
+    def holds(self, operation: str, family: str, link: str, world_size: int, in_graph: bool) -> bool:
+        """Return whether the row holds for such calls."""
+        return (
+            self.operation == operation
+            and self.family == family
+            and self.link == link
+            and self.min_world_size <= world_size <= self.max_world_size
+            and self.mode in ("any", "graph" if in_graph else "eager")
+        )
+
+
+class PolicyTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All thresholds that hold in a process.
+
+    Attributes:
+        thresholds: The rows; of those that hold for a call the one with the least sufficient `max_bytes` decides,
+            of equal ones the first.
+        origin: Where the table comes from: "built in", or the path of a file.
+    """
+
+    thresholds: tuple[Threshold, ...]
+    origin: str = "built in"
+
+    def rows(
+        self, operation: str, family: str, link: str, world_size: int, in_graph: bool
+    ) -> tuple[Threshold, ...]:
+        """Return the rows that hold, the smallest limit first."""
+        return _rows(self, operation, family, link, world_size, in_graph)
+
+
+@functools.lru_cache(maxsize=256)
+def _rows(
+    table: PolicyTable, operation: str, family: str, link: str, world_size: int, in_graph: bool
+) -> tuple[Threshold, ...]:
+    found = [each for each in table.thresholds if each.holds(operation, family, link, world_size, in_graph)]
+    return tuple(sorted(found, key=lambda row: row.max_bytes))
+
+
+# --- the built-in rows ------------------------------------------------------------------------------------------
+
+_TUNED: Final = "public H200/B200 tables of SGLang (sglang#31049, sglang#35192) and vLLM (vllm#44891)"
+_A100: Final = "public tables of vLLM's and SGLang's custom all-reduce for A100"
+_TWO_SHOT: Final = "upper end of the two-shot push's band (sglang#35192)"
+_PULL: Final = "public tables of registered pulls; NCCL above"
+_ONE_PULL: Final = (
+    "arithmetic: at 2 ranks a one-shot pull moves as much as a two-shot one, with a barrier less"
+)
+_PCIE: Final = (
+    "arithmetic: at 2 ranks one-shot moves no more than any other; more ranks need measuring (vllm#56128)"
+)
+_FLAGS: Final = "derived: half of the one-shot push's number, as each word travels with a flag"
+_HALF: Final = "derived: the first half of a two-shot push"
+
+_Limits = tuple[tuple[int, int, Literal["graph", "eager", "any"], int], ...]
+
+_HOPPER_ONE_SHOT: Final[_Limits] = (
+    (2, 2, "any", 8 * _MIB),
+    (3, 3, "any", 1280 * _KIB),
+    (4, 4, "graph", 384 * _KIB),
+    (4, 4, "eager", 896 * _KIB),
+    (5, 5, "any", 192 * _KIB),
+    (6, 8, "any", 128 * _KIB),
+)
+_BLACKWELL_ONE_SHOT: Final[_Limits] = (*_HOPPER_ONE_SHOT[:-1], (6, 8, "any", 256 * _KIB))
+_AMPERE_ONE_SHOT: Final[_Limits] = ((2, 4, "any", 512 * _KIB), (5, 8, "any", 256 * _KIB))
+_ONE_SHOT: Final[dict[Literal["ampere", "hopper", "blackwell"], tuple[_Limits, str]]] = {
+    "ampere": (_AMPERE_ONE_SHOT, _A100),
+    "hopper": (_HOPPER_ONE_SHOT, _TUNED),
+    "blackwell": (_BLACKWELL_ONE_SHOT, _TUNED),
+}
+
+
+def _built_in() -> tuple[Threshold, ...]:
+    rows: list[Threshold] = []
+    for family, (limits, source) in _ONE_SHOT.items():
+
+        def row(
+            operation: Literal["all_reduce", "reduce_scatter", "all_gather"],
+            algorithm: AlgorithmName,
+            limit: tuple[int, int, Literal["graph", "eager", "any"], int],
+            source: str,
+            link: Link = "nvlink",
+            family: Literal["ampere", "hopper", "blackwell"] = family,
+        ) -> None:
+            low, high, mode, most = limit
+            rows.append(
+                Threshold(
+                    operation=operation,
+                    algorithm=algorithm,
+                    family=family,
+                    link=link,
+                    min_world_size=low,
+                    max_world_size=high,
+                    mode=mode,
+                    max_bytes=most,
+                    source=source,
+                )
+            )
+
+        for limit in limits:
+            low, high, mode, most = limit
+            row("all_reduce", "push_one_shot", limit, source)
+            row("all_gather", "push_all_gather", (low, high, mode, most // 2), _FLAGS)
+        row("all_reduce", "push_two_shot", (2, 8, "any", 8 * _MIB), _TWO_SHOT)
+        row("all_reduce", "pull_one_shot", (2, 2, "graph", 32 * _MIB), _ONE_PULL)
+        row("all_reduce", "pull_two_shot", (3, 8, "graph", 32 * _MIB), _PULL)
+        row("reduce_scatter", "push_reduce_scatter", (2, 8, "any", 8 * _MIB), _HALF)
+        two_ranks = limits[0][3]
+        row("all_reduce", "push_one_shot", (2, 2, "any", two_ranks), _PCIE, "pcie")
+        row("all_gather", "push_all_gather", (2, 2, "any", two_ranks // 2), _FLAGS, "pcie")
+    return tuple(rows)
+
+
+BUILT_IN: Final = PolicyTable(thresholds=_built_in())

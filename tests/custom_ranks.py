@@ -1,0 +1,215 @@
+"""A rank with a device that needs no GPU, and our own collectives on it; the kernels run as threads."""
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from coordinator.board import StoreBoard
+from device_comm.cuda_settings import CudaSettings
+from device_comm.custom_all_reduce import CustomAllReduce, CustomContext
+from device_comm.health import GroupHealth
+from device_comm.policy import GroupFacts
+from device_comm.policy_file import MeasuredThreshold, PolicyFile, write_policy_file
+from device_comm.reduction import ReduceOperation, reduce_in_rank_order
+from shm_broadcast.errors import CapabilityError
+from shm_broadcast.liveness import PeerWatch, ProcessIdentity, this_process
+from tests.fake_cuda import FakeDriver, FakeFaults, fake_cubin, fake_devices, violations
+from tests.native.cuda.host_build import build_host_library
+
+__all__ = ["FIRST_RANK", "SMALL_POLICY", "CustomRank", "policy_file", "shuffled"]
+
+FIRST_RANK = 4
+"""The global rank of rank 0 of the group: no test passes that mixes up the two."""
+
+KIB = 1 << 10
+MULTIPROCESSORS = 4
+
+
+def policy_file(path: Path, world_size: int, **limits: int) -> str:
+    """Write thresholds such as `push_one_shot=4096` for the fake devices; return the path."""
+    rows = [
+        msgspec.convert(
+            {
+                "operation": "all_reduce",
+                "algorithm": name,
+                "world_size": world_size,
+                "mode": "any",
+                "max_bytes": most,
+            },
+            MeasuredThreshold,
+        )
+        for name, most in limits.items()
+    ]
+    content = PolicyFile(
+        version=1,
+        device_name="Fake H100",
+        arch="sm_90",
+        link="nvlink",
+        host="here",
+        driver="fake",
+        date="2026-05-31",
+        thresholds=tuple(rows),
+    )
+    write_policy_file(path, content)
+    return str(path)
+
+
+SMALL_POLICY = {
+    "push_one_shot": 2 * KIB,
+    "push_two_shot": 8 * KIB,
+    "pull_one_shot": 16 * KIB,
+    "pull_two_shot": 32 * KIB,
+}
+"""Each algorithm for sizes that threads of a host can carry."""
+
+
+class CustomRank:
+    """One rank of a group on fake devices. Use `made`, or `create` and `finish`."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        directory: Path,
+        libraries: str,
+        *,
+        faults: dict[str, Any] | None = None,
+        facts: dict[str, Any] | None = None,
+        policy: dict[str, int] | None = None,
+        broken_compiler: bool = False,
+        **settings: Any,
+    ) -> None:
+        """Meet the other ranks; nothing is made yet."""
+        self.rank, self.world_size, self.directory = rank, world_size, directory
+        self.ranks = tuple(range(FIRST_RANK, FIRST_RANK + world_size))
+        self.store = dist.FileStore(str(directory / "store"), world_size)
+        self.number = 0
+        devices = fake_devices(world_size, multiprocessors=MULTIPROCESSORS)
+        self.driver = FakeDriver(directory, rank, devices=devices, faults=FakeFaults(**(faults or {})))
+        self.libraries = Path(libraries)
+        self.broken_compiler = broken_compiler
+        processes = [
+            msgspec.msgpack.decode(each, type=ProcessIdentity)
+            for each in self.exchange(msgspec.msgpack.encode(this_process()))
+        ]
+        own = self.ranks[rank]
+        peers = {other: process for other, process in zip(self.ranks, processes, strict=True) if other != own}
+        board = StoreBoard(dist.PrefixStore("board", self.store), own, self.ranks)
+        self.health = GroupHealth("tp:0", own, self.ranks, PeerWatch(processes[rank], peers), board)
+        if policy is not None:
+            settings["policy_file"] = policy_file(directory / f"policy-{rank}.json", world_size, **policy)
+        known: dict[str, Any] = {
+            "world_size": world_size,
+            "device_name": "Fake H100",
+            "arch": "sm_90",
+            "multiprocessors": MULTIPROCESSORS,
+            "has_nvlink": True,
+            "is_verified": True,
+            "is_exportable": True,
+            "is_deterministic": settings.get("deterministic", False),
+        }
+        self.facts = GroupFacts(**{**known, **(facts or {})})
+        small = {"arena_bytes": 64 * KIB, "staging_bytes": 32 * KIB}
+        self.settings = CudaSettings(**{**small, **settings})
+        self.custom: CustomAllReduce | None = None
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes."""
+        self.number += 1
+        # Not empty: the store cannot hold that.
+        self.store.set(f"{self.number}/{self.rank}", "+" + data.hex())
+        keys = [f"{self.number}/{rank}" for rank in range(self.world_size)]
+        end = time.monotonic() + 20.0
+        while not self.store.check(keys):
+            if time.monotonic() > end:
+                raise TimeoutError(f"no answer in exchange {self.number}")
+            time.sleep(0.001)
+        return [bytes.fromhex(self.store.get(key).decode()[1:]) for key in keys]
+
+    def meet(self) -> None:
+        """Wait until all ranks are here."""
+        self.exchange(b"")
+
+    def cubin(self, family: str, dtype: str) -> bytes:
+        """Return the kernels."""
+        del family
+        if self.broken_compiler:
+            raise CapabilityError("no compiler here", requirement="a compiler")
+        return fake_cubin(build_host_library(self.world_size, dtype, self.libraries))
+
+    def create(self) -> CustomAllReduce:
+        """Make the collectives. Collective."""
+        self.custom = CustomAllReduce.create(
+            CustomContext(
+                driver=self.driver,
+                health=self.health,
+                rank_in_group=self.rank,
+                ranks=self.ranks,
+                exchange=self.exchange,
+                facts=self.facts,
+                settings=self.settings,
+                timeout_s=20.0,
+                cubin=self.cubin,
+            )
+        )
+        return self.custom
+
+    @contextmanager
+    def made(self) -> Iterator[CustomAllReduce]:
+        """Yield the collectives, and find nothing left afterwards. Collective."""
+        custom = self.create()
+        yield custom
+        self.finish()
+
+    def finish(self) -> None:
+        """Destroy, twice, and find nothing left and nothing done in the wrong order."""
+        if self.custom is not None:
+            self.custom.destroy(self.meet)
+            self.custom.destroy()
+        self.health.close()
+        self.meet()
+        assert self.driver.leaks() == []
+        assert violations(self.directory) == []
+        self.health.release()
+        self.driver.release()
+
+    def inputs(self, seed: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return what each rank brings, the same on all of them."""
+        made = torch.Generator().manual_seed(seed)
+        return [(torch.randn(count, generator=made) * 8).to(dtype) for _ in range(self.world_size)]
+
+    def reference(self, seed: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the sum of the inputs."""
+        return reduce_in_rank_order(self.inputs(seed, count, dtype), ReduceOperation.SUM)
+
+    def buffer(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return device memory."""
+        return self.driver.tensor(count, dtype)
+
+    def all_reduce(
+        self, seed: int, count: int, dtype: torch.dtype, *, stream: int = 1, in_place: bool = False
+    ) -> bool:
+        """Reduce fresh data; return whether our kernels did, after a look at every bit."""
+        assert self.custom is not None
+        input_ = self.buffer(count, dtype)
+        input_.copy_(self.inputs(seed, count, dtype)[self.rank])
+        output = input_ if in_place else self.buffer(count, dtype)
+        done = self.custom.all_reduce(input_.data_ptr(), output.data_ptr(), count, dtype, stream)
+        self.custom.check()
+        if done:
+            assert torch.equal(output, self.reference(seed, count, dtype)), (count, dtype)
+        return done
+
+
+def shuffled(sizes: Sequence[int], seed: int) -> list[int]:
+    """Return the sizes in an order that is the same on all ranks."""
+    result = list(sizes)
+    random.Random(seed).shuffle(result)
+    return result

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
+
+from device_comm.base import DeviceCommunicator
 
 
 @dataclasses.dataclass
@@ -20,23 +22,35 @@ class GraphCaptureContext:
     stream: torch.Stream | None = None
 
 
-@contextmanager
-def capture_on(device: torch.device, context: GraphCaptureContext | None) -> Iterator[GraphCaptureContext]:
-    """Yield `context`, or a new one; on devices with streams run the body on the context's stream.
+def context_for(device: torch.device, context: GraphCaptureContext | None) -> GraphCaptureContext:
+    """Return `context`, or a new one, with a stream of its own where the device has streams."""
+    if context is not None:
+        return context
+    return GraphCaptureContext(None if device.type == "cpu" else torch.Stream(device=device))
 
-    On the CPU this is a no-op that yields a context, so that code written for graphs runs.
+
+@contextmanager
+def capture_on(
+    device: torch.device,
+    communicators: Iterable[DeviceCommunicator],
+    graph_capture_context: GraphCaptureContext | None,
+) -> Iterator[GraphCaptureContext]:
+    """Yield `graph_capture_context`, or a new one; on devices with streams run the body on the context's stream.
+
+    The communicators enter in the given order, which is the same on all ranks, and leave in its reverse: leaving is
+    where they tell their ranks of what was captured. On the CPU all of this is a no-op, so that code written for
+    graphs runs.
     """
-    if device.type == "cpu":
-        yield context or GraphCaptureContext()
-        return
-    if context is None:
-        context = GraphCaptureContext(torch.Stream(device=device))
+    context = context_for(device, graph_capture_context)
     if context.stream is None:
         yield context
         return
-    current = torch.accelerator.current_stream(device.index)
-    if current != context.stream:
-        # What was queued before must be done before the capture begins on another stream.
-        context.stream.wait_stream(current)
-    with context.stream:
-        yield context
+    with ExitStack() as entered:
+        for communicator in communicators:
+            entered.enter_context(communicator.capture(context.stream))
+        current = torch.accelerator.current_stream(device.index)
+        if current != context.stream:
+            # What was queued before must be done before the capture begins on another stream.
+            context.stream.wait_stream(current)
+        with context.stream:
+            yield context

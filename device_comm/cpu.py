@@ -20,6 +20,7 @@ from device_comm.fabric import SharedMemory
 from device_comm.handles import Handle
 from device_comm.health import Operation
 from device_comm.hierarchical import HierarchicalCommunicator
+from device_comm.paths import CallPath
 from device_comm.process_group import TENSOR_TAG, as_bytes, dense, is_plain
 from device_comm.reduction import ReduceOperation
 from shm_broadcast._core import BlockPool
@@ -63,6 +64,19 @@ def all_reduce_kind(nbytes: int, world_size: int) -> int:
     return _core.ALL_REDUCE_TWO_SHOT
 
 
+def call_path(operation: str, nbytes: int, world_size: int) -> CallPath:
+    """Return how the ranks of one host carry a call on CPU tensors: a pure choice from facts that all ranks share."""
+    if operation not in ("all_reduce", "all_reduce_"):
+        return CallPath("shared memory", "every rank takes what it needs from the others' slots")
+    if world_size <= _ONE_SHOT_RANKS:
+        return CallPath("one-shot", "two ranks: both ways move as much, and this one meets once")
+    if all_reduce_kind(nbytes, world_size) == _core.ALL_REDUCE_ONE_SHOT:
+        return CallPath("one-shot", f"{nbytes} bytes are at most {ONE_SHOT_BYTES}: one meeting of the ranks")
+    return CallPath(
+        "two-shot", f"{nbytes} bytes are more than {ONE_SHOT_BYTES}: each rank combines its share"
+    )
+
+
 class CpuCommunicator(HierarchicalCommunicator):
     """Collectives over shared memory where all ranks are on one host, else in two levels or over the process group."""
 
@@ -81,6 +95,12 @@ class CpuCommunicator(HierarchicalCommunicator):
         self._pool = BlockPool()
         if shared is None:
             self._connect_hosts()
+
+    def path(self, operation: str, nbytes: int, dtype: torch.dtype) -> CallPath:
+        """Return how a call is carried."""
+        if self._core is not None:
+            return call_path(operation, nbytes, self.world_size)
+        return super().path(operation, nbytes, dtype)
 
     def _connect(self) -> SharedMemory | None:
         operation = self._health.begin("device", "create shared memory")
@@ -414,4 +434,4 @@ def _columns(tensor: torch.Tensor, dim: int, sizes: tuple[int, ...]) -> tuple[in
     return rows, tuple(size * inner for size in sizes)
 
 
-__all__ = ["ONE_SHOT_BYTES", "CpuCommunicator", "all_reduce_kind"]
+__all__ = ["ONE_SHOT_BYTES", "CpuCommunicator", "all_reduce_kind", "call_path"]

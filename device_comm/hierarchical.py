@@ -20,6 +20,7 @@ from device_comm import _core, fabric
 from device_comm.base import CommunicatorContext
 from device_comm.fabric import SharedPart
 from device_comm.leaders import Call, Leaders, Swap
+from device_comm.paths import CallPath
 from device_comm.process_group import (
     ProcessGroupCommunicator,
     as_bytes,
@@ -98,6 +99,12 @@ class HierarchicalCommunicator(ProcessGroupCommunicator):
         own = next(ranks for ranks in hosts if self.rank_in_group in ranks)
         part = fabric.connect_part(self._health, self.rank_in_group, own, timeout_s, exchange)
         self._hierarchy = _Hierarchy(self.context, self._threads, hosts, part)
+
+    def path(self, operation: str, nbytes: int, dtype: torch.dtype) -> CallPath:
+        """Return how a call is carried."""
+        if self._hierarchy is not None:
+            return CallPath("two levels", "shared memory inside of each host, Gloo between their first ranks")
+        return CallPath("gloo", "no two ranks share a host")
 
     def destroy(self) -> None:
         """Let the shared memory go, then the rest."""

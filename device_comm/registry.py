@@ -70,6 +70,11 @@ def communicator_factory(device_type: str, world_size: int) -> CommunicatorFacto
     declared = _declared(tuple(sys.path)).get(device_type)
     if declared is not None:
         return _load(device_type, declared)
+    if device_type == "cuda":
+        # Not before it is asked for: it brings the bindings of driver and library, which few processes need.
+        from device_comm.cuda import CudaCommunicator
+
+        return CudaCommunicator
     return CpuCommunicator if device_type == "cpu" else ProcessGroupCommunicator
 
 

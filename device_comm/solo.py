@@ -6,6 +6,7 @@ import torch
 
 from device_comm.base import DeviceCommunicator
 from device_comm.handles import Handle
+from device_comm.paths import CallPath
 from device_comm.reduction import ReduceOperation
 from shm_broadcast.errors import UsageError
 
@@ -14,6 +15,11 @@ class SoloCommunicator(DeviceCommunicator):
     """The null object: nothing is sent, copied or waited for. Point to point has no peer."""
 
     algorithm = "alone"
+
+    def path(self, operation: str, nbytes: int, dtype: torch.dtype) -> CallPath:
+        """Return that nothing moves."""
+        del operation, nbytes, dtype
+        return CallPath(self.algorithm, "a group of one: the result is the input")
 
     def destroy(self) -> None:
         """Nothing to release."""

@@ -42,13 +42,14 @@ from shm_broadcast.errors import UsageError
 __all__ = [
     "ConformanceError",
     "FakeCommunicator",
+    "PARTS",
     "FakeGroupCoordinator",
     "ObjectExchange",
     "check_device_communicator",
     "fake_groups",
 ]
 
-_PARTS = {
+PARTS = {
     "all_gather": check_all_gather,
     "all_gatherv": check_all_gatherv,
     "gather": check_gather,
@@ -75,6 +76,7 @@ def check_device_communicator(
     host: ObjectExchange | None = None,
     exact_reductions: bool = True,
     destroy: bool = True,
+    parts: Sequence[str] | None = None,
     timeout_s: float = 60.0,
 ) -> None:
     """Check every clause of the contract of `DeviceCommunicator`.
@@ -91,6 +93,7 @@ def check_device_communicator(
         exact_reductions: Whether sums, means and products of floating and complex types must have the bits of
             `device_comm.reduction`: rank order, float32 for narrow types. Otherwise rounding may differ.
         destroy: Whether to destroy the communicator at the end, twice.
+        parts: Names of `PARTS`, to check no others.
         timeout_s: Deadline of each receive in seconds; collectives take the group's.
 
     Raises:
@@ -104,8 +107,12 @@ def check_device_communicator(
         raise UsageError(f"dtypes must be a sequence of torch dtypes, not {dtypes!r}")
     checks.check_timeout(timeout_s)
     alike = isinstance(communicator, FakeCommunicator)
+    unknown = [name for name in parts or () if name not in PARTS]
+    if unknown:
+        raise UsageError(f"unknown parts {unknown}: choose from {', '.join(PARTS)}")
     check = Checker(communicator, chosen, host, alike=alike, exact=exact_reductions, timeout_s=timeout_s)
-    for name, part in _PARTS.items():
-        check.run_part(name, part)
+    for name, part in PARTS.items():
+        if parts is None or name in parts:
+            check.run_part(name, part)
     if destroy:
         check.run_part("destroy", check_destroy, exchange=False)

@@ -1,0 +1,214 @@
+"""`python -m coordinator info`: what a bug report needs. Reports what fails instead of failing."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+import torch
+
+from coordinator.settings import CoordinatorSettings, cuda_visible_devices
+from device_comm import _core, cpu
+from device_comm.driver import Driver
+from device_comm.nccl_library import NcclLibrary, version_text
+from device_comm.policy import CallFacts, Capacity, GroupFacts, choose
+from device_comm.policy_file import read_policy_file, table_of
+from device_comm.policy_table import BUILT_IN, PolicyTable
+from device_comm.topology import probe
+from device_comm.visible_devices import plugged_in, visible_devices
+from shm_broadcast.errors import CommError
+
+__all__ = ["collect", "show_info"]
+
+PACKAGES: Final = ("group-coordinator", "torch", "pyzmq", "msgspec", "cuda-python", "cuda-bindings", "numpy")
+GROUP_SIZES: Final = (2, 4, 8)
+SIZES: Final = (8 << 10, 256 << 10, 1 << 20, 16 << 20)
+
+
+def show_info(*, as_json: bool) -> int:
+    """Print what `collect` finds; return the exit status."""
+    found = collect()
+    if as_json:
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    else:
+        for title, section in found.items():
+            sys.stdout.write(f"{title}\n")
+            _write(section, "  ")
+    return 0
+
+
+def _write(value: Any, indent: str) -> None:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            if isinstance(inner, (Mapping, list)) and inner:
+                sys.stdout.write(f"{indent}{name}:\n")
+                _write(inner, indent + "  ")
+            else:
+                sys.stdout.write(f"{indent}{name}: {inner if inner not in ({}, []) else 'none'}\n")
+    elif isinstance(value, list):
+        for inner in value:
+            sys.stdout.write(f"{indent}{inner}\n")
+    else:
+        sys.stdout.write(f"{indent}{value}\n")
+
+
+def collect() -> dict[str, Any]:
+    """Return everything by section, in what JSON can hold."""
+    settings = _try(CoordinatorSettings.from_env)
+    drivers = _try(_drivers)
+    return {
+        "versions": {name: _version(name) for name in PACKAGES}
+        | {
+            "python": platform.python_version(),
+            "CUDA of torch": torch.version.cuda or "none (CPU build)",
+        },
+        "host": {
+            "system": f"{platform.system()} {platform.release()} on {platform.machine()}",
+            "processors": f"{len(os.sched_getaffinity(0))} for this process, {os.cpu_count()} in all",
+            "reductions on the CPU": _core.level(),
+        },
+        "settings": _settings(settings),
+        "CUDA_VISIBLE_DEVICES": _visible(cuda_visible_devices()),
+        "CUDA devices": _devices(drivers),
+        "NCCL": _try(lambda: _nccl(settings)),
+        "all_reduce on the CPU, ranks of one host": {
+            f"{size} ranks": {
+                _size(nbytes): _path(cpu.call_path("all_reduce", nbytes, size)) for nbytes in SIZES
+            }
+            for size in GROUP_SIZES
+        },
+        "all_reduce on CUDA, if every rank has a device like the first": _cuda_paths(drivers, settings),
+    }
+
+
+def _try(question: Callable[[], Any]) -> Any:
+    """Return the answer, or in one line why there is none."""
+    try:
+        return question()
+    except (CommError, OSError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _settings(settings: Any) -> Any:
+    if not isinstance(settings, CoordinatorSettings):
+        return settings
+    default, given = CoordinatorSettings().agreed(), settings.agreed()
+    changed = {name: value for name, value in given.items() if value != default.get(name)}
+    return {"fingerprint": settings.fingerprint(), "other than the defaults": changed}
+
+
+def _visible(text: str | None) -> Any:
+    if text is None:
+        return "not set"
+    seen = visible_devices(text, plugged_in())
+    return {"text": text, "shows": [each.uuid for each in seen.devices], "ended by": seen.ended or "its end"}
+
+
+def _drivers() -> list[Driver]:
+    """Return the driver of each device; an error says why CUDA cannot be used."""
+    from device_comm.cuda_driver import CudaDriver
+
+    first = CudaDriver(0)
+    return [first, *(CudaDriver(index) for index in range(1, first.device_count()))]
+
+
+def _devices(drivers: Any) -> Any:
+    if not isinstance(drivers, list):
+        return drivers
+    facts = [probe(driver) for driver in drivers]
+    devices = {
+        str(index): {
+            "name": each.name,
+            "arch": each.arch,
+            "memory": f"{each.memory_bytes / 2**30:.1f} GiB",
+            "multiprocessors": each.multiprocessors,
+            "uuid": each.uuid,
+            "bus": each.pci_bus_id,
+            "driver": each.driver_version,
+            "memory for other processes": f"CUDA IPC {_yes(each.ipc)}, descriptors {_yes(each.vmm)}",
+            "problems": dict(each.problems),
+        }
+        for index, each in enumerate(facts)
+    }
+    matrix = [
+        f"{index}: " + " ".join(_link(one, other) for other in facts) for index, one in enumerate(facts)
+    ]
+    return {**devices, "access from a device (row) to another": matrix}
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _link(one: Any, other: Any) -> str:
+    if one.uuid == other.uuid:
+        return "self"
+    link = one.links.get(other.uuid)
+    if link is None:
+        return "unknown"
+    return ("nvlink" if link.native_atomics else "pcie") if link.access else "none"
+
+
+def _nccl(settings: Any) -> dict[str, str]:
+    path = settings.cuda.nccl_library if isinstance(settings, CoordinatorSettings) else None
+    library = NcclLibrary(path)
+    return {"version": version_text(library.version), "file": str(library.path)}
+
+
+def _cuda_paths(drivers: Any, settings: Any) -> Any:
+    if not isinstance(drivers, list) or not isinstance(settings, CoordinatorSettings):
+        return "no CUDA device"
+    cuda = settings.cuda
+    facts = probe(drivers[0])
+    has_nvlink = all(link.native_atomics for uuid, link in facts.links.items() if uuid != facts.uuid)
+    # What memory would allow is told by the group; here the table decides.
+    room = Capacity(**dict.fromkeys(Capacity.__struct_fields__, cuda.arena_bytes))
+    paths = {}
+    for size in GROUP_SIZES:
+        group = GroupFacts(
+            world_size=size,
+            device_name=facts.name,
+            arch=facts.arch,
+            multiprocessors=facts.multiprocessors,
+            has_nvlink=has_nvlink and len(drivers) > 1,
+            is_verified=True,
+            is_exportable=True,
+            is_deterministic=cuda.deterministic,
+            is_enabled=cuda.custom_all_reduce,
+            capacity=room,
+        )
+        table = _try(partial(_table, cuda.policy_file, group))
+        if isinstance(table, str):
+            return table
+        paths[f"{size} ranks"] = {
+            _size(nbytes): _path(
+                choose(group, CallFacts(operation="all_reduce", dtype="bfloat16", nbytes=nbytes), table)
+            )
+            for nbytes in SIZES
+        }
+    return paths
+
+
+def _table(path: str | None, group: GroupFacts) -> PolicyTable:
+    return BUILT_IN if path is None else table_of(read_policy_file(path), group, path)
+
+
+def _path(path: Any) -> str:
+    return f"{path.algorithm}: {path.reason}"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"

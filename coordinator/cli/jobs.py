@@ -1,0 +1,199 @@
+"""What the ranks of `check` and `demo` do. Rank 0 alone prints."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from coordinator import testing
+from coordinator.group import GroupCoordinator
+from coordinator.parallel_state import (
+    destroy_distributed_environment,
+    get_world_group,
+    init_distributed_environment,
+)
+
+__all__ = ["JOBS"]
+
+# From a decode step's activations to a prefill's.
+SIZES: Final = (1 << 10, 8 << 10, 64 << 10, 1 << 20, 16 << 20)
+# Enough for a median, and 16 MiB of each take less than a second.
+REPEATS: Final = 21
+
+
+def check(rank: int, ranks: int, directory: Path, only: Sequence[str] = ()) -> int:
+    """Verify the collectives, objects, tensor dicts and queues of a group of all ranks."""
+    with _World(rank, ranks, directory) as group:
+        group.enable_broadcaster()
+        say = _speaker(rank)
+        say(
+            f"checking a group of {ranks} on {group.device}, tensors by {group.device_communicator.algorithm}"
+        )
+        failed = 0
+        for name, part in {**_contract(group), **_host_parts(group)}.items():
+            if only and name not in only:
+                continue
+            started = time.perf_counter()
+            text = ""
+            try:
+                part()
+            except (testing.ConformanceError, _WrongResultError) as wrong:
+                text = str(wrong)
+            took_ms = (time.perf_counter() - started) * 1e3
+            # All ranks go on together, and the exit status is the same on all.
+            wrongs = [each for each in group.all_gather_object(text) if each]
+            failed += bool(wrongs)
+            say(f"  {name:<28} {'WRONG' if wrongs else 'ok':<6} {took_ms:8.1f} ms")
+            for each in dict.fromkeys(wrongs):
+                say(f"    {each}")
+        say(f"{failed} of the parts are wrong" if failed else "everything is right")
+        return 1 if failed else 0
+
+
+def _contract(group: GroupCoordinator) -> dict[str, Callable[[], None]]:
+    """Return the clauses of the contract of a device communicator, each of which all ranks check."""
+    if group.world_size == 1:
+        return {}
+    communicator = group.device_communicator
+
+    def clause(name: str) -> Callable[[], None]:
+        return lambda: testing.check_device_communicator(
+            communicator, host=group, destroy=False, parts=(name,), timeout_s=30.0
+        )
+
+    return {name: clause(name) for name in testing.PARTS}
+
+
+class _WrongResultError(Exception):
+    """Something came that nobody sent."""
+
+
+def _host_parts(group: GroupCoordinator) -> dict[str, Callable[[], None]]:
+    return {
+        "barrier": group.barrier,
+        "objects": lambda: _check_objects(group),
+        "tensor dicts": lambda: _check_tensor_dicts(group),
+        "queue": lambda: _check_queue(group),
+    }
+
+
+def _demand(is_right: bool, text: str) -> None:
+    if not is_right:
+        raise _WrongResultError(text)
+
+
+def _check_objects(group: GroupCoordinator) -> None:
+    values: list[Any] = [None, True, -1, 2.5, "text", b"bytes", [1, (2, 3)], {"key": {"nested": [1]}}]
+    for src in range(group.world_size):
+        got = group.broadcast_object(values if group.rank_in_group == src else None, src)
+        _demand(got == values, f"broadcast_object from rank {src} gave {got!r}")
+    gathered = group.all_gather_object(group.rank_in_group)
+    _demand(gathered == list(range(group.world_size)), f"all_gather_object gave {gathered!r}")
+
+
+def _check_tensor_dicts(group: GroupCoordinator) -> None:
+    tensor = torch.arange(5000, dtype=torch.float32, device=group.device)
+    sent = {"hidden": tensor, "step": 7, "empty": tensor[:0]}
+    if group.world_size > 1:
+        if group.is_first_rank:
+            group.send_tensor_dict(sent, dst=1)
+        elif group.rank_in_group == 1:
+            got = group.recv_tensor_dict(src=0)
+            _demand(
+                got is not None and torch.equal(got["hidden"], tensor), "recv_tensor_dict: other values came"
+            )
+    back = group.broadcast_tensor_dict(sent if group.is_first_rank else None, 0)
+    _demand(back is not None and back["step"] == 7, f"broadcast_tensor_dict gave {back!r}")
+
+
+def _check_queue(group: GroupCoordinator) -> None:
+    for step in range(200):
+        got = group.broadcast_object({"step": step} if group.is_first_rank else None)
+        _demand(got == {"step": step}, f"message {step} of the queue was {got!r}")
+
+
+def demo(rank: int, ranks: int, directory: Path, only: Sequence[str] = ()) -> int:
+    """Show the calls of a group with their times and the way they take."""
+    del only
+    say = _speaker(rank)
+    started = time.perf_counter()
+    with _World(rank, ranks, directory) as group:
+        group.enable_broadcaster()
+        say(f"{group!r}")
+        say(
+            f"joined and created in {(time.perf_counter() - started) * 1e3:.0f} ms; times are medians on rank 0\n"
+        )
+        say(f"{'all_reduce':<24}{'size':>9}{'time':>12}{'bandwidth':>14}   path")
+        for nbytes in SIZES:
+            tensor = torch.ones(nbytes // 4, device=group.device)
+            took_s = _median_s(group, lambda tensor=tensor: group.all_reduce(tensor))  # type: ignore[misc]
+            path = group.device_communicator.path("all_reduce", nbytes, tensor.dtype)
+            say(
+                f"{'':<24}{_size(nbytes):>9}{took_s * 1e6:>9.1f} us{nbytes / took_s / 1e9:>9.2f} GB/s"
+                f"   {path.algorithm}: {path.reason}"
+            )
+        say("")
+        step = {"step": 1, "tokens": list(range(64)), "finished": []}
+        calls: dict[str, Callable[[], Any]] = {
+            "barrier": group.barrier,
+            "broadcast_object": lambda: group.broadcast_object(step),
+            "all_gather_object": lambda: group.all_gather_object(rank),
+            "broadcast_tensor_dict": lambda: group.broadcast_tensor_dict({"hidden": torch.ones(8192)}),
+        }
+        for name, call in calls.items():
+            say(f"{name:<33}{_median_s(group, call) * 1e6:>9.1f} us")
+        if ranks > 1:
+            say("\nNow run `python -m coordinator check`, and read README.md for twenty lines of your own.")
+    return 0
+
+
+def _median_s(group: GroupCoordinator, call: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(REPEATS):
+        group.barrier()
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
+
+
+class _World:
+    """All ranks as one group, for the time of a job."""
+
+    def __init__(self, rank: int, ranks: int, directory: Path) -> None:
+        self._arguments = (ranks, rank, f"file://{directory}/rendezvous")
+
+    def __enter__(self) -> GroupCoordinator:
+        ranks, rank, method = self._arguments
+        init_distributed_environment(ranks, rank, method, local_rank=rank, backend=_backend(ranks))
+        return get_world_group()
+
+    def __exit__(self, *exc_info: object) -> None:
+        destroy_distributed_environment()
+
+
+def _backend(ranks: int) -> str:
+    """Return the backend of the devices here: CUDA where every rank gets one of its own."""
+    return "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= ranks else "gloo"
+
+
+def _speaker(rank: int) -> Callable[[str], None]:
+    def say(text: str) -> None:
+        if rank == 0:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
+    return say
+
+
+JOBS: Final = {"check": check, "demo": demo}

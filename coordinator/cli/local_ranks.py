@@ -1,0 +1,142 @@
+"""Start the ranks of a command on this host, watch over them, and leave nothing behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from coordinator.errors import ClosedError, GroupBrokenError, PeerLostError
+
+__all__ = ["run_job", "run_rank"]
+
+PR_SET_PDEATHSIG = 1
+POLL_S = 0.02
+# After a first failure the other ranks get this long to say what they saw.
+GRACE_S = 3.0
+# Failures of those who merely noticed that another rank had one.
+_CONSEQUENCES = (PeerLostError, GroupBrokenError, ClosedError)
+
+
+class _Failure(msgspec.Struct):
+    """What a rank leaves behind when it fails."""
+
+    text: str
+    trace: str
+    is_consequence: bool
+    time_s: float
+
+
+def run_job(job: str, ranks: int, timeout_s: float, only: Sequence[str] = ()) -> int:
+    """Run `job` on `ranks` processes of this host until they end; return the exit status.
+
+    Args:
+        job: "check" or "demo".
+        ranks: How many.
+        timeout_s: When to give up.
+        only: Parts of the job; all without.
+    """
+    children: dict[int, subprocess.Popen[bytes]] = {}
+    previous = signal.signal(signal.SIGTERM, _leave)
+    with tempfile.TemporaryDirectory(prefix="group-coordinator-") as name:
+        directory = Path(name)
+        try:
+            for rank in range(ranks):
+                children[rank] = _start(job, rank, ranks, directory, only)
+            codes = _watch(children, timeout_s)
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        finally:
+            for child in children.values():
+                child.kill()
+            for child in children.values():
+                child.wait()
+            signal.signal(signal.SIGTERM, previous)
+        return _tell(codes, directory, timeout_s)
+
+
+def run_rank(job: str, rank: int, ranks: int, directory: Path, launcher: int, only: Sequence[str]) -> int:
+    """Be one rank of a job."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it died before the line above
+        return 1
+    try:
+        from coordinator.cli import jobs
+
+        return jobs.JOBS[job](rank, ranks, directory, only)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the launcher tells it
+        failure = _Failure(
+            f"{type(error).__name__}: {error}",
+            "".join(traceback.format_exception(error)),
+            isinstance(error, _CONSEQUENCES),
+            time.monotonic(),
+        )
+        (directory / f"rank-{rank}.failure").write_bytes(msgspec.json.encode(failure))
+        return 1
+
+
+def _start(job: str, rank: int, ranks: int, directory: Path, only: Sequence[str]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "coordinator", "rank", job, "--rank", str(rank), "--ranks", str(ranks)]
+    command += ["--directory", str(directory), "--launcher", str(os.getpid())]
+    command += [each for part in only for each in ("--only", part)]
+    # Ctrl-C reaches the launcher alone, which then ends the ranks.
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # noqa: S603
+
+
+def _leave(number: int, frame: object) -> None:
+    del frame
+    raise SystemExit(128 + number)
+
+
+def _watch(children: Mapping[int, subprocess.Popen[bytes]], timeout_s: float) -> dict[int, int | None]:
+    """Return the exit status of each rank; None for those that were still running when the time was up."""
+    end_s = time.monotonic() + timeout_s
+    has_failed = False
+    while True:
+        codes = {rank: child.poll() for rank, child in children.items()}
+        if not has_failed and any(codes.values()):
+            has_failed = True
+            end_s = min(end_s, time.monotonic() + GRACE_S)
+        if None not in codes.values() or time.monotonic() > end_s:
+            return codes
+        time.sleep(POLL_S)
+
+
+def _tell(codes: Mapping[int, int | None], directory: Path, timeout_s: float) -> int:
+    """Say what went wrong, if anything did; return the exit status."""
+    for rank, code in codes.items():
+        if code is not None and code < 0:
+            _complain(f"rank {rank} was ended by {signal.Signals(-code).name}")
+            return 1
+    failures = {}
+    for rank in codes:
+        path = directory / f"rank-{rank}.failure"
+        if path.is_file():
+            failures[rank] = msgspec.json.decode(path.read_bytes(), type=_Failure)
+    if failures:
+        first = min(failures, key=lambda rank: (failures[rank].is_consequence, failures[rank].time_s))
+        sys.stderr.write(failures[first].trace)
+        _complain(f"rank {first} failed: {failures[first].text}")
+        return 1
+    running = [rank for rank, code in codes.items() if code is None]
+    if running and not any(codes.values()):
+        _complain(f"no end within {timeout_s:g} s (--timeout); still running: {_listed(running)}")
+        return 1
+    return max(code or 0 for code in codes.values())
+
+
+def _complain(text: str) -> None:
+    sys.stderr.write(f"coordinator: error: {text}\n")
+
+
+def _listed(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -49,10 +49,18 @@ class Inputs:
     world_size: int
     device: torch.device
     alike: bool
+    # What `of` has made: the checks ask for few inputs many times, and making one takes longer than all else.
+    _made: dict[tuple[Any, ...], torch.Tensor] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False, init=False
+    )
 
     def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
         """Return the input of `rank`, in host memory."""
-        return _values(self.rank if self.alike else rank, tuple(shape), dtype, salt)
+        key = (self.rank if self.alike else rank, tuple(shape), dtype, salt)
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = _values(*key)
+        return made.clone()
 
     def own(self, shape: Sequence[int], dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
         """Return this rank's input, on the device."""

@@ -51,6 +51,9 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in list(os.environ):
         if name.startswith("GROUP_COORDINATOR_") or name in LAUNCHER_VARIABLES:
             del os.environ[name]
+    # Before any test imports torch. The threads of several runs on few cores spin for one another: the conformance
+    # suite takes four times the processor time with two. Where threads could change a result, a test asks for them.
+    os.environ.update(rank_processes.ONE_THREAD)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -108,6 +111,17 @@ def leaves_nothing_behind() -> Iterator[None]:
     )
     if leaks:
         pytest.fail("left behind:\n  " + "\n  ".join(leaks), pytrace=False)
+
+
+@pytest.fixture
+def two_torch_threads() -> Iterator[None]:
+    """Let torch divide its loops over two threads, which may change what it computes."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -80,7 +80,7 @@ def run_ranks(
             behind. No process survives.
     """
     __tracebackhide__ = True
-    with RankPool(world_size, environ=environ, fresh=fresh) as pool:
+    with RankPool(world_size, environ=environ, fresh=fresh, brief=True) as pool:
         return pool.run(
             target,
             *args,
@@ -98,12 +98,21 @@ class RankPool:
     """
 
     def __init__(
-        self, world_size: int, *, environ: Mapping[str, str] | None = None, fresh: bool = False
+        self,
+        world_size: int,
+        *,
+        environ: Mapping[str, str] | None = None,
+        fresh: bool = False,
+        brief: bool = False,
     ) -> None:
-        """Make a pool of `world_size` processes, which start with the first `run`."""
+        """Make a pool of `world_size` processes, which start with the first `run`.
+
+        With `brief` they leave out the last part of their end where it concerns torch alone: `rank_main.end_briefly`.
+        """
         self.world_size = world_size
         self._environ = dict(environ or {})
         self._fresh = fresh
+        self._brief = brief
         self._processes: list[RankProcess] = []
         self._directory: Path | None = None
 
@@ -196,7 +205,9 @@ class RankPool:
             return
         self._directory = Path(tempfile.mkdtemp(prefix="logs-"))
         for rank in range(self.world_size):
-            self._processes.append(RankProcess(rank, self._directory, self._environ, fresh=self._fresh))
+            self._processes.append(
+                RankProcess(rank, self._directory, self._environ, fresh=self._fresh, brief=self._brief)
+            )
 
 
 def _collect(

@@ -1,5 +1,6 @@
 """The harness tells what went wrong in which rank, and no process survives it."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 
+import device_comm._core
+import shm_broadcast._core
 from tests.harness import RankFailureError, RankPool, run_ranks
 from tests.leaks import TEMP_PREFIX, Snapshot, leaked_since
 
@@ -236,6 +239,36 @@ def test_a_hang_at_exit_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RankFailureError, match="hangs while it ends") as caught:
         run_ranks(hang_at_exit, 1)
     assert "sleep_for_ever" in str(caught.value)
+
+
+def abort_after_python(rank: int, world_size: int, directory: Path, with_thread: bool) -> None:
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc.abort, None)
+    if with_thread:
+        threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
+
+
+def abort_after_a_pool() -> None:
+    with RankPool(1) as pool:
+        pool.run(abort_after_python, False)
+
+
+def test_the_exit_functions_of_c_are_left_out_only_by_a_rank_of_one_thread() -> None:
+    """A rank of `run_ranks` runs them if a thread could run into what they destroy, a rank of a pool always."""
+    ended = "had returned, but then ended by signal 6"
+    run_ranks(abort_after_python, 1, False)
+    with pytest.raises(RankFailureError, match=ended):
+        run_ranks(abort_after_python, 1, True)
+    with pytest.raises(RankFailureError, match=ended):
+        abort_after_a_pool()
+
+
+def test_our_cores_have_no_exit_functions_of_c() -> None:
+    """Nothing of ours is left out when a rank leaves them out."""
+    for core in (device_comm._core, shm_broadcast._core):
+        path = core.__file__
+        assert path is not None
+        assert b"atexit" not in Path(path).read_bytes()
 
 
 def test_a_function_that_ranks_cannot_import_is_refused() -> None:

@@ -239,6 +239,8 @@ SYNC = re.compile(r"//\s*SYNC (\w+)->(\w+) \((release|acquire|seq_cst)\)")
 ORDER = re.compile(
     r"\bmemory_order(?:_|::)(?:acquire|release|acq_rel|seq_cst)\b"
     r"|\b__ATOMIC_(?:ACQUIRE|RELEASE|ACQ_REL|SEQ_CST)\b"
+    # The kernels' own: ld_acquire_sys, st_release_sys, fence_acq_rel_sys.
+    r"|\b(?:ld_acquire|st_release|fence_acq_rel)_sys\b"
 )
 SYNC_REACH = 3
 """A comment stands on the line of its operation or at most this many lines above."""

@@ -14,7 +14,7 @@ ASAN = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-D_GLIBCXX
 FLAGS = (
     "-std=c++20",
     "-O1",
-    "-g",
+    "-g1",
     "-Wall",
     "-Wextra",
     "-Werror",

@@ -1,0 +1,285 @@
+"""What the CUDA kernels and the host agree on: parameters, memory, error record, sizes. Pure arithmetic.
+
+`csrc/kernel_base.cu` holds the same numbers; a test compares the two. The protocol is in `DESIGN.md`, under
+"Custom all-reduce on CUDA".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+from shm_broadcast.errors import InternalError, UsageError
+
+__all__ = [
+    "ABORT_OFFSET",
+    "ALGORITHMS",
+    "ERROR_RECORD_BYTES",
+    "FLAGS_BYTES",
+    "KERNEL_NAMES",
+    "MAX_BLOCKS",
+    "MAX_WORLD_SIZE",
+    "MIN_WORLD_SIZE",
+    "NORM_LANES",
+    "PARAMS_BYTES",
+    "SENTINEL",
+    "STATE_BYTES",
+    "VECTOR_BYTES",
+    "KernelFailure",
+    "WorkspaceLayout",
+    "blocks_for",
+    "largest_input",
+    "pack_params",
+    "read_failure",
+    "required_arena",
+    "required_staging",
+    "work_items",
+]
+
+MAX_WORLD_SIZE: Final = 8
+MIN_WORLD_SIZE: Final = 2
+MAX_BLOCKS: Final = 256
+"""More than any GPU of today has multiprocessors (B200: 148, H200: 132), so a push grid always fits."""
+VECTOR_BYTES: Final = 16
+LINE_BYTES: Final = 128
+FLAG_LINE_BYTES: Final = LINE_BYTES
+"""A line of its own for the flags of each block: the blocks of a peer do not write to the line another one polls."""
+FLAGS_BYTES: Final = MAX_BLOCKS * FLAG_LINE_BYTES
+SENTINEL: Final = 0xFFFFFFFF
+NORM_LANES: Final = 256
+"""Lanes of the norm's sum, whatever the number of threads: see "The order of the norm's sum" in DESIGN.md."""
+
+STATE_EPOCH_OFFSET: Final = 0
+STATE_BARRIER_OFFSET: Final = 4 * MAX_BLOCKS
+STATE_POISONED_OFFSET: Final = 8 * MAX_BLOCKS
+STATE_BYTES: Final = 4096
+
+ERROR_RECORD_BYTES: Final = 64
+ABORT_OFFSET: Final = 32
+"""A u32 in the error record; the host writes 1 to make spinning kernels leave."""
+FAILURE_DEADLINE: Final = 1
+FAILURE_ABORTED: Final = 2
+FAILURE_UNREGISTERED: Final = 3
+FAILURE_REASONS: Final = {
+    FAILURE_DEADLINE: "deadline",
+    FAILURE_ABORTED: "aborted",
+    FAILURE_UNREGISTERED: "unregistered",
+}
+
+KERNEL_NAMES: Final = (
+    "none",
+    "push_one_shot",
+    "push_two_shot",
+    "push_reduce_scatter",
+    "push_all_gather",
+    "pull_one_shot",
+    "pull_two_shot",
+    "push_add_rms_norm",
+    "add_rms_norm",
+    "probe_write",
+    "probe_read",
+    "empty",
+)
+"""Every kernel; its place is the number it reports in an error record."""
+ALGORITHMS: Final = KERNEL_NAMES[1:8]
+"""The kernels that talk to peers, and so use a workspace."""
+
+# struct Params: workspace[8], state, error, deadline_ns, arena_bytes, results_offset, rank, pad.
+_PARAMS: Final = struct.Struct("<8Q5QII")
+PARAMS_BYTES: Final = _PARAMS.size
+# One 64-bit word, written at once: code, kernel, lowest missing rank, mask of missing ranks, epoch.
+_FAILURE: Final = struct.Struct("<BBBBI")
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _check_world_size(world_size: int) -> None:
+    if not MIN_WORLD_SIZE <= world_size <= MAX_WORLD_SIZE:
+        raise UsageError(f"the kernels serve 2 to {MAX_WORLD_SIZE} ranks, not {world_size}")
+
+
+def _vectors(nbytes: int) -> int:
+    """Return how many 16-byte vectors a kernel moves for `nbytes`: at least one, so that every launch meets all."""
+    return max(1, -(-nbytes // VECTOR_BYTES))
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkspaceLayout:
+    """Where everything is in a rank's workspace; equal on all ranks of a group.
+
+    Attributes:
+        world_size: Ranks of the group.
+        arena_bytes: Bytes of the arena of one phase, a multiple of 128.
+        staging_bytes: Bytes for inputs that are copied in, and the largest input of a pull; a multiple of 128.
+    """
+
+    world_size: int
+    arena_bytes: int
+    staging_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that would leave a vector across two areas."""
+        _check_world_size(self.world_size)
+        for name in ("arena_bytes", "staging_bytes"):
+            value = getattr(self, name)
+            if value < 0 or value % LINE_BYTES:
+                raise UsageError(f"{name} must be a multiple of {LINE_BYTES}, not {value}")
+
+    @property
+    def arenas_offset(self) -> int:
+        """Return where the arena of phase 0 begins; that of phase 1 follows."""
+        return FLAGS_BYTES
+
+    @property
+    def staging_offset(self) -> int:
+        """Return where inputs are copied to that peers cannot map."""
+        return FLAGS_BYTES + 2 * self.arena_bytes
+
+    @property
+    def results_offset(self) -> int:
+        """Return where a two-shot pull leaves the shard that this rank reduced."""
+        return self.staging_offset + self.staging_bytes
+
+    @property
+    def results_bytes(self) -> int:
+        """Return the bytes of the largest shard of a pull."""
+        if not self.staging_bytes:
+            return 0
+        shard = -(-_vectors(self.staging_bytes) // self.world_size) * VECTOR_BYTES
+        return _round_up(shard, LINE_BYTES)
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the bytes of the whole workspace."""
+        return self.results_offset + self.results_bytes
+
+    @property
+    def initial_words(self) -> tuple[tuple[int, int, int], ...]:
+        """Return (offset, 32-bit value, number of words) of every area that must be filled before the first launch."""
+        return (
+            (0, 0, FLAGS_BYTES // 4),
+            (self.arenas_offset, SENTINEL, 2 * self.arena_bytes // 4),
+        )
+
+
+def pack_params(
+    layout: WorkspaceLayout,
+    *,
+    workspaces: Sequence[int],
+    state: int,
+    error: int,
+    deadline_ns: int,
+    rank: int,
+) -> bytes:
+    """Return the `Params` of one rank.
+
+    Args:
+        layout: The layout of the workspaces.
+        workspaces: The address of every rank's workspace in this process, in group order.
+        state: The address of `STATE_BYTES` of device memory of this rank alone, zero at first.
+        error: The device address of the mapped error record, `ERROR_RECORD_BYTES` of zeros at first.
+        deadline_ns: How long a kernel waits for one datum, in nanoseconds.
+        rank: This rank in the group.
+    """
+    if len(workspaces) != layout.world_size:
+        raise UsageError(f"{len(workspaces)} workspaces for {layout.world_size} ranks")
+    if not 0 <= rank < layout.world_size:
+        raise UsageError(f"rank {rank} is not in a group of {layout.world_size}")
+    if not 0 < deadline_ns < 2**63:
+        raise UsageError(f"deadline_ns must be positive, not {deadline_ns}")
+    padded = [*workspaces, *(0,) * (MAX_WORLD_SIZE - len(workspaces))]
+    return _PARAMS.pack(
+        *padded, state, error, deadline_ns, layout.arena_bytes, layout.results_offset, rank, 0
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelFailure:
+    """What a kernel wrote before it gave up.
+
+    Attributes:
+        reason: "deadline", "aborted", or "unregistered": a captured pull ran before its inputs were exchanged.
+        kernel: The kernel's name.
+        missing: Ranks in the group that the thread which gave up was waiting for, ascending.
+        epoch: The number of the launch, modulo 2^32.
+    """
+
+    reason: str
+    kernel: str
+    missing: tuple[int, ...]
+    epoch: int
+
+
+def read_failure(record: bytes | bytearray | memoryview) -> KernelFailure | None:
+    """Return what the error record says; None while nothing has failed."""
+    code, kernel, _, mask, epoch = _FAILURE.unpack_from(record)
+    if code == 0:
+        return None
+    if code not in FAILURE_REASONS or kernel >= len(KERNEL_NAMES):
+        raise InternalError(f"the error record of the CUDA kernels holds {bytes(record[:8]).hex()}")
+    missing = tuple(rank for rank in range(MAX_WORLD_SIZE) if mask >> rank & 1)
+    return KernelFailure(FAILURE_REASONS[code], KERNEL_NAMES[kernel], missing, epoch)
+
+
+def required_arena(algorithm: str, nbytes: int, world_size: int) -> int:
+    """Return the bytes of an arena that a call needs, a multiple of 128; 0 for a pull.
+
+    Args:
+        algorithm: A name of `ALGORITHMS`.
+        nbytes: Bytes of the input; of the *output* for push_reduce_scatter; of one rank's part for push_all_gather.
+        world_size: Ranks of the group.
+    """
+    _check_world_size(world_size)
+    vectors = _vectors(nbytes)
+    if algorithm in ("push_one_shot", "push_add_rms_norm", "push_reduce_scatter"):
+        slots = world_size * vectors
+    elif algorithm == "push_two_shot":
+        slots = 2 * world_size * -(-vectors // world_size)
+    elif algorithm == "push_all_gather":
+        slots = world_size * max(1, -(-nbytes // 8))
+    elif algorithm in ("pull_one_shot", "pull_two_shot"):
+        slots = 0
+    else:
+        raise UsageError(f"unknown algorithm {algorithm!r}: one of {', '.join(ALGORITHMS)}")
+    return _round_up(slots * VECTOR_BYTES, LINE_BYTES)
+
+
+def required_staging(algorithm: str, nbytes: int) -> int:
+    """Return the `staging_bytes` with which a call of `nbytes` is possible, copied in or not."""
+    return _round_up(nbytes, LINE_BYTES) if algorithm.startswith("pull_") else 0
+
+
+def largest_input(algorithm: str, layout: WorkspaceLayout) -> int:
+    """Return the most `nbytes` (as in `required_arena`) that fit the workspace; 0 where nothing does."""
+    world_size = layout.world_size
+    if algorithm in ("pull_one_shot", "pull_two_shot"):
+        return layout.staging_bytes
+    if algorithm == "push_two_shot":
+        return layout.arena_bytes // (2 * world_size * VECTOR_BYTES) * world_size * VECTOR_BYTES
+    if algorithm == "push_all_gather":
+        return layout.arena_bytes // (world_size * VECTOR_BYTES) * 8
+    if required_arena(algorithm, 0, world_size):
+        return layout.arena_bytes // (world_size * VECTOR_BYTES) * VECTOR_BYTES
+    return 0
+
+
+def work_items(algorithm: str, nbytes: int, world_size: int) -> int:
+    """Return how many threads find something to do; for the fused norm give rows to `blocks_for` instead."""
+    vectors = _vectors(nbytes)
+    if algorithm in ("push_two_shot", "pull_two_shot"):
+        return -(-vectors // world_size)
+    if algorithm == "push_all_gather":
+        return max(1, -(-nbytes // 8))
+    return vectors
+
+
+def blocks_for(items: int, threads: int, most: int) -> int:
+    """Return the grid: one thread for each item, at most `most` blocks (and `MAX_BLOCKS`), at least one.
+
+    It must be equal on all ranks for the same call: `threads` and `most` have to come from what they agreed.
+    """
+    return max(1, min(-(-items // threads), most, MAX_BLOCKS))

@@ -1,0 +1,148 @@
+// Runs a grid of one rank as threads. Included behind the source of the kernels.
+#pragma once
+
+// ---- memory, what needs the kernels' types -------------------------------------------------------------------
+
+DEVICE Vector ld_vector(const void* address) {
+    Vector v;
+    std::memcpy(&v, address, sizeof v);
+    return v;
+}
+DEVICE void st_vector(void* address, const Vector& v) { std::memcpy(address, &v, sizeof v); }
+// The words one by one, from a random one on, with stalls in between: nothing orders them on a GPU either.
+DEVICE Vector ld_relaxed_sys_v4(u64 address) {
+    Vector v;
+    const u32 first = host_faults.stalls_per_million.load(std::memory_order_relaxed) ? host_random() : 0;
+    for (u32 k = 0; k < 4; ++k) {
+        host_stall();
+        const u32 w = (first + k) % 4;
+        v.word[w] = host_load(address + 4 * w);
+    }
+    return v;
+}
+DEVICE void st_relaxed_sys_v4(u64 address, const Vector& v) {
+    const u32 first = host_faults.stalls_per_million.load(std::memory_order_relaxed) ? host_random() : 0;
+    for (u32 k = 0; k < 4; ++k) {
+        host_stall();
+        const u32 w = (first + k) % 4;
+        host_store(address + 4 * w, v.word[w]);
+    }
+}
+#ifdef GC_WEAK_CLEARS  // 32 bits at a time, the flag last and first: all that the model of delays knows
+DEVICE Pairs ld_relaxed_sys_pairs(u64 address) {
+    Pairs v;
+    for (u32 k = 0; k < 2; ++k) {
+        const u64 flag = host_load(address + 8 * k + 4);
+        std::atomic_thread_fence(std::memory_order_acquire);
+        v.pair[k] = flag << 32 | host_load(address + 8 * k);
+    }
+    return v;
+}
+DEVICE void st_relaxed_sys_pairs(u64 address, const Pairs& v) {
+    for (u32 k = 0; k < 2; ++k) {
+        host_store(address + 8 * k, static_cast<u32>(v.pair[k]));
+        std::atomic_thread_fence(std::memory_order_release);
+        host_store(address + 8 * k + 4, static_cast<u32>(v.pair[k] >> 32));
+    }
+}
+#else
+DEVICE Pairs ld_relaxed_sys_pairs(u64 address) {
+    Pairs v;
+    for (u32 k = 0; k < 2; ++k) {
+        host_stall();
+        v.pair[k] = host_word<u64>(address + 8 * k).load(std::memory_order_relaxed);
+    }
+    return v;
+}
+DEVICE void st_relaxed_sys_pairs(u64 address, const Pairs& v) {
+    for (u32 k = 0; k < 2; ++k) {
+        host_stall();
+        host_word<u64>(address + 8 * k).store(v.pair[k], std::memory_order_relaxed);
+    }
+}
+#endif
+
+// ---- a launch ------------------------------------------------------------------------------------------------
+
+template <class... Arguments, std::size_t... Index>
+void host_call(void (*kernel)(Arguments...), void** args, std::index_sequence<Index...>) {
+    kernel(*static_cast<std::remove_cv_t<Arguments>*>(args[Index])...);
+}
+template <class... Arguments>
+void host_call(void (*kernel)(Arguments...), void** args) {
+    host_call(kernel, args, std::index_sequence_for<Arguments...>());
+}
+
+inline bool host_run_thread(const std::string& name, void** args) {
+#define GC_KERNEL(kernel) \
+    if (name == #kernel) return host_call(kernel, args), true
+    GC_KERNEL(push_one_shot);
+    GC_KERNEL(push_two_shot);
+    GC_KERNEL(push_reduce_scatter);
+    GC_KERNEL(push_all_gather);
+    GC_KERNEL(pull_one_shot);
+    GC_KERNEL(pull_two_shot);
+    GC_KERNEL(push_add_rms_norm);
+    GC_KERNEL(add_rms_norm);
+    GC_KERNEL(probe_write);
+    GC_KERNEL(probe_read);
+    GC_KERNEL(empty);
+#undef GC_KERNEL
+    return false;
+}
+
+// A block of 512 threads on two cores would take seconds: the grid is cut, by the same rule on all ranks.
+struct HostLimits {
+    std::atomic<unsigned> grid{2}, block{2};
+};
+inline HostLimits host_limits;
+
+inline int host_launch(const char* kernel, unsigned grid_x, unsigned block_x, unsigned grid_y, void** args) {
+    const unsigned grid = std::min<unsigned>(grid_x, host_limits.grid);
+    const unsigned block = std::min<unsigned>(block_x, host_limits.block);
+    const std::string name = kernel;
+    std::atomic<bool> known{true};
+    std::vector<std::unique_ptr<HostBlock>> blocks;
+    std::vector<std::thread> threads;
+    for (unsigned b = 0; b < grid * grid_y; ++b) blocks.push_back(std::make_unique<HostBlock>(block));
+#ifdef GC_WEAK_CLEARS
+    static std::atomic<unsigned> launches[8];
+    const Params* params = name.starts_with("push") ? static_cast<const Params*>(args[0]) : nullptr;
+    const unsigned number = params ? ++launches[params->rank] : 0;
+#endif
+    auto run = [&](unsigned b, unsigned t) {
+        threadIdx.x = t;
+        blockIdx = {b % grid, b / grid};
+        blockDim.x = block;
+        gridDim = {grid, grid_y};
+        host_block = blocks[b].get();
+#ifdef GC_WEAK_CLEARS
+        host_delay = params ? &host_delays[params->rank] : nullptr;
+        host_launch_number = number;
+        host_own = params ? params->workspace[params->rank] : 0;
+        host_own_end = params ? host_own + FLAGS_BYTES + 2 * params->arena_bytes : 0;
+#endif
+        if (!host_run_thread(name, args)) known = false;
+    };
+    for (unsigned i = 1; i < grid * grid_y * block; ++i) threads.emplace_back(run, i / block, i % block);
+    run(0, 0);
+    for (auto& thread : threads) thread.join();
+    return known ? 0 : 1;
+}
+
+extern "C" {
+// 0, or 1 for a kernel that there is not. Returns when the grid is done.
+inline __attribute__((used)) int launch(const char* kernel, unsigned grid_x, unsigned block_x, void** args) {
+    return host_launch(kernel, grid_x, block_x, 1, args);
+}
+// At most this many blocks and threads of a block run, whatever a launch asks for; at first 2 and 2.
+inline __attribute__((used)) void set_limits(unsigned grid, unsigned block) {
+    host_limits.grid = grid;
+    host_limits.block = block;
+}
+inline __attribute__((used)) void set_stalls(unsigned seed, unsigned per_million) {
+    host_faults.seed = seed;
+    host_faults.stalls_per_million = per_million;
+}
+inline __attribute__((used)) unsigned params_bytes() { return sizeof(Params); }
+}

@@ -1,0 +1,202 @@
+// What the CUDA kernels need from a GPU, for g++: a thread of a grid is a thread of this process.
+//
+// Included in front of the source. What needs its types is defined behind it, in host_launch.hpp.
+#pragma once
+#include <pthread.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <bit>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#define GC_HOST_BUILD 1
+#define DEVICE static inline
+
+struct HostIndex {
+    unsigned x = 0, y = 0;
+};
+inline thread_local HostIndex threadIdx, blockIdx, blockDim, gridDim;
+
+// ---- faults that a test asks for -----------------------------------------------------------------------------
+
+struct HostFaults {
+    std::atomic<unsigned> seed{0};
+    std::atomic<unsigned> stalls_per_million{0};  // of memory operations
+    std::atomic<unsigned> threads{0};
+};
+inline HostFaults host_faults;
+
+inline unsigned host_random() {
+    static thread_local unsigned state = 0;
+    if (!state) state = (host_faults.seed + 1 + host_faults.threads.fetch_add(1)) * 2654435761u | 1u;
+    state ^= state << 13;
+    state ^= state >> 17;
+    state ^= state << 5;
+    return state;
+}
+
+inline void host_stall() {
+    const unsigned rate = host_faults.stalls_per_million.load(std::memory_order_relaxed);
+    if (!rate || host_random() % 1000000 >= rate) return;
+    if (host_random() % 4) {
+        sched_yield();
+    } else {
+        usleep(host_random() % 200);
+    }
+}
+
+// ---- a block -------------------------------------------------------------------------------------------------
+
+struct HostBlock {
+    explicit HostBlock(unsigned threads) { pthread_barrier_init(&barrier, nullptr, threads); }
+    ~HostBlock() { pthread_barrier_destroy(&barrier); }
+    HostBlock(const HostBlock&) = delete;
+    pthread_barrier_t barrier;
+    float floats[256];
+};
+inline thread_local HostBlock* host_block = nullptr;
+
+inline float* host_shared_floats() { return host_block->floats; }
+inline void __syncthreads() {
+    if (blockDim.x > 1) pthread_barrier_wait(&host_block->barrier);
+}
+
+// ---- memory --------------------------------------------------------------------------------------------------
+
+using HostAddress = unsigned long long;
+
+template <class Word>
+std::atomic_ref<Word> host_word(HostAddress address) {
+    return std::atomic_ref<Word>(*reinterpret_cast<Word*>(address));
+}
+
+#ifdef GC_WEAK_CLEARS
+// What a rank writes into its own workspace reaches its own threads at once, but peers' writes to the same place
+// may overtake it until a fence of a later launch, or of the same thread. Only the host build with this flag shows
+// what the fence at the entry is for: x86 never delays a store that long.
+struct HostDelay {
+    struct Store {
+        unsigned value, launch;
+        unsigned* word;
+    };
+    std::mutex mutex;
+    std::map<HostAddress, Store> pending;
+};
+inline HostDelay host_delays[8];
+inline thread_local HostDelay* host_delay = nullptr;
+inline thread_local unsigned host_launch_number = 0;
+inline thread_local HostAddress host_own = 0, host_own_end = 0;
+
+inline void host_drain(bool all) {
+    if (!host_delay) return;
+    std::lock_guard guard(host_delay->mutex);
+    auto& pending = host_delay->pending;
+    for (auto each = pending.begin(); each != pending.end();) {
+        const bool due = all ? each->second.launch != host_launch_number : host_random() % 512 == 0;
+        if (!due) {
+            ++each;
+            continue;
+        }
+        host_word<unsigned>(each->first).store(each->second.value, std::memory_order_relaxed);
+        each = pending.erase(each);
+    }
+}
+
+inline unsigned host_load(HostAddress address) {
+    if (host_delay && address >= host_own && address < host_own_end) {
+        std::lock_guard guard(host_delay->mutex);
+        auto found = host_delay->pending.find(address);
+        if (found != host_delay->pending.end()) return found->second.value;
+    }
+    return host_word<unsigned>(address).load(std::memory_order_relaxed);
+}
+
+inline void host_store(HostAddress address, unsigned value) {
+    if (host_delay && address >= host_own && address < host_own_end) {
+        std::lock_guard guard(host_delay->mutex);
+        host_delay->pending[address] = {value, host_launch_number, nullptr};
+        return;
+    }
+    host_word<unsigned>(address).store(value, std::memory_order_relaxed);
+}
+#else
+inline void host_drain(bool) {}
+inline unsigned host_load(HostAddress address) {
+    return host_word<unsigned>(address).load(std::memory_order_relaxed);
+}
+inline void host_store(HostAddress address, unsigned value) {
+    host_word<unsigned>(address).store(value, std::memory_order_relaxed);
+}
+#endif
+
+struct Vector;
+struct Pairs;
+DEVICE Vector ld_vector(const void* address);
+DEVICE void st_vector(void* address, const Vector& v);
+DEVICE Vector ld_relaxed_sys_v4(HostAddress address);
+DEVICE void st_relaxed_sys_v4(HostAddress address, const Vector& v);
+DEVICE Pairs ld_relaxed_sys_pairs(HostAddress address);
+DEVICE void st_relaxed_sys_pairs(HostAddress address, const Pairs& v);
+
+DEVICE unsigned ld_relaxed_sys(HostAddress address) {
+    host_stall();
+    return host_word<unsigned>(address).load(std::memory_order_relaxed);
+}
+DEVICE void st_relaxed_sys(HostAddress address, unsigned value) {
+    host_word<unsigned>(address).store(value, std::memory_order_relaxed);
+}
+DEVICE void st_relaxed_sys_u64(HostAddress address, unsigned long long value) {
+    host_word<unsigned long long>(address).store(value, std::memory_order_relaxed);
+}
+DEVICE unsigned ld_acquire_sys(HostAddress address) {
+    host_stall();
+    return host_word<unsigned>(address).load(std::memory_order_acquire);
+}
+DEVICE void st_release_sys(HostAddress address, unsigned value) {
+    host_stall();
+    host_word<unsigned>(address).store(value, std::memory_order_release);
+}
+DEVICE void fence_acq_rel_sys() {
+#ifndef __SANITIZE_THREAD__  // it does not know fences; every access that this one orders is atomic
+    std::atomic_thread_fence(std::memory_order_acq_rel);
+#endif
+    host_drain(true);
+}
+DEVICE unsigned long long globaltimer() {
+    return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+}
+DEVICE bool first_to_set(HostAddress address) {
+    unsigned expected = 0;
+    return host_word<unsigned>(address).compare_exchange_strong(expected, 1, std::memory_order_relaxed);
+}
+DEVICE void count_up(unsigned* counter, unsigned by) {
+    std::atomic_ref<unsigned>(*counter).fetch_add(by, std::memory_order_relaxed);
+}
+DEVICE void spin_hint() {
+    host_drain(false);
+    sched_yield();
+}
+DEVICE void wait_for_the_stream() {}
+
+// ---- numbers -------------------------------------------------------------------------------------------------
+
+DEVICE float add_rn(float a, float b) { return a + b; }
+DEVICE float multiply_rn(float a, float b) { return a * b; }
+DEVICE float divide_rn(float a, float b) { return a / b; }
+DEVICE float square_root_rn(float a) { return std::sqrt(a); }
+DEVICE unsigned bits_of(float value) { return std::bit_cast<unsigned>(value); }
+DEVICE float float_of(unsigned bits) { return std::bit_cast<float>(bits); }
+DEVICE float float_of_half(unsigned short bits) { return static_cast<float>(std::bit_cast<_Float16>(bits)); }
+DEVICE unsigned short half_of(float value) { return std::bit_cast<unsigned short>(static_cast<_Float16>(value)); }

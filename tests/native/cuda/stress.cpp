@@ -1,0 +1,220 @@
+// Every rank of a group as a thread, and each of its kernels as threads of that: many launches in a row, of kernels,
+// sizes and grids that change, through stalls and the wrap of the epochs; every result is compared bit by bit with
+// a sum in rank order that is computed here from the ranks' inputs. Exits with 1 at the first difference.
+#include "shim.hpp"
+#include KERNELS
+#include "host_launch.hpp"
+
+namespace {
+
+constexpr u64 MOST_ELEMENTS = 1024;
+constexpr u64 ARENA_BYTES = 2 * WORLD_SIZE * (MOST_ELEMENTS * 4 + 16 * WORLD_SIZE) / 128 * 128 + 128;
+constexpr u64 RESULTS_BYTES = MOST_ELEMENTS * 4 + 128;
+std::atomic<bool> failed{false};
+
+u32 mixed(u32 value) {
+    value = (value ^ value >> 16) * 0x7FEB352Du;
+    value = (value ^ value >> 15) * 0x846CA68Bu;
+    return value ^ value >> 16;
+}
+
+// What the reference thinks of numbers: written apart from the kernels.
+#if DTYPE == 0
+using Bits = u32;
+double value_of(Bits bits) { return std::bit_cast<float>(bits); }
+Bits bits_from(float value) { return std::isnan(value) ? 0x7FFFFFFF : std::bit_cast<u32>(value); }
+constexpr Bits SPECIAL[] = {0xFFFFFFFF, 0x80000000, 0, 0x7F800000, 0xFF800000, 1, 0x807FFFFF, 0x7F7FFFFF, 0x7FC00001};
+#elif DTYPE == 1
+using Bits = u16;
+double value_of(Bits bits) {
+    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    const double sign = bits >> 15 ? -1.0 : 1.0;
+    if (exponent == 31) return fraction ? NAN : sign * INFINITY;
+    return sign * (exponent ? std::ldexp(1024 + fraction, exponent - 25) : std::ldexp(fraction, -24));
+}
+Bits bits_from(float value) {
+    if (std::isnan(value)) return 0x7FFF;
+    const u16 sign = std::signbit(value) ? 0x8000 : 0;
+    const double size = std::fabs(static_cast<double>(value));
+    if (size >= 65520.0) return sign | 0x7C00;
+    if (size < std::ldexp(1, -14)) return sign | static_cast<u16>(std::nearbyint(std::ldexp(size, 24)));
+    int exponent = 0;
+    std::frexp(size, &exponent);
+    // A fraction of 2048 carries into the exponent by itself.
+    return sign | static_cast<u16>(((exponent + 14) << 10) + static_cast<int>(std::nearbyint(std::ldexp(size, 11 - exponent))) - 1024);
+}
+constexpr Bits SPECIAL[] = {0xFFFF, 0xFFFF, 0x8000, 0, 0x7C00, 0xFC00, 1, 0x83FF, 0x7BFF, 0x7E01};
+#else
+using Bits = u16;
+double value_of(Bits bits) { return std::bit_cast<float>(static_cast<u32>(bits) << 16); }
+Bits bits_from(float value) {
+    if (std::isnan(value)) return 0x7FFF;
+    const u32 bits = std::bit_cast<u32>(value), cut = bits & 0xFFFF, kept = bits >> 16;
+    return static_cast<Bits>(kept + (cut > 0x8000 || (cut == 0x8000 && kept & 1)));
+}
+constexpr Bits SPECIAL[] = {0xFFFF, 0xFFFF, 0x8000, 0, 0x7F80, 0xFF80, 1, 0x807F, 0x7F7F, 0x7FC1};
+#endif
+
+constexpr u32 FINITE = 1u << 30;  // in a seed: ordinary numbers only, because one NaN is all that a norm shows
+
+Bits element(u32 seed, u32 rank, u64 i) {
+    const u32 word = mixed(seed * 977 + rank * 131071 + static_cast<u32>(i) * 8191 + 5);
+    const u32 together = mixed(seed * 31 + static_cast<u32>(i) + 3);
+    const u32 kind = seed & FINITE ? 31 : mixed(word) % 32;
+    // On all ranks: only a sum of nothing but -0 is -0.
+    if (!(seed & FINITE) && together % 16 == 0) return SPECIAL[together / 16 % (sizeof SPECIAL / sizeof *SPECIAL)];
+    if (kind < 3) return SPECIAL[word % (sizeof SPECIAL / sizeof *SPECIAL)];
+    if (kind < 6) return static_cast<Bits>(word);  // any bits
+    return bits_from((static_cast<int>(word % 20011) - 10005) * 0.37f);
+}
+
+Bits sum_of(u32 seed, u64 i) {
+    float total = static_cast<float>(value_of(element(seed, 0, i)));
+    for (u32 r = 1; r < WORLD_SIZE; ++r) total = total + static_cast<float>(value_of(element(seed, r, i)));
+    return bits_from(total);
+}
+
+struct Rank {
+    std::vector<u32> memory, state = std::vector<u32>(1024), error = std::vector<u32>(16);
+    alignas(16) Bits in[WORLD_SIZE * MOST_ELEMENTS], out[WORLD_SIZE * MOST_ELEMENTS];
+    Bits weight[MOST_ELEMENTS], residual[MOST_ELEMENTS], residual_out[MOST_ELEMENTS];
+    u64 table[WORLD_SIZE];
+    Params params = {};
+    u64 base() const { return (reinterpret_cast<u64>(memory.data()) + 127) / 128 * 128; }
+};
+std::vector<std::unique_ptr<Rank>> ranks;
+
+void set_up(u32 first_epoch, u64 deadline_ns) {
+    for (u32 r = 0; r < WORLD_SIZE; ++r) {
+        ranks.push_back(std::make_unique<Rank>());
+        Rank& rank = *ranks.back();
+        rank.memory.assign((FLAGS_BYTES + 2 * ARENA_BYTES + RESULTS_BYTES + 128) / 4, SENTINEL);
+        std::fill_n(reinterpret_cast<u32*>(rank.base()), FLAGS_BYTES / 4, first_epoch);
+        std::fill_n(rank.state.begin(), 2 * MAX_BLOCKS, first_epoch);
+    }
+    for (u32 r = 0; r < WORLD_SIZE; ++r) {
+        Params& params = ranks[r]->params;
+        for (u32 other = 0; other < WORLD_SIZE; ++other) {
+            params.workspace[other] = ranks[other]->base();
+            ranks[r]->table[other] = reinterpret_cast<u64>(ranks[other]->in);
+        }
+        params.state = reinterpret_cast<u64>(ranks[r]->state.data());
+        params.error = reinterpret_cast<u64>(ranks[r]->error.data());
+        params.deadline_ns = deadline_ns;
+        params.arena_bytes = ARENA_BYTES;
+        params.results_offset = FLAGS_BYTES + 2 * ARENA_BYTES;
+        params.rank = r;
+    }
+}
+
+bool complain(const char* kernel, u32 rank, u32 number, u64 count, u64 i, u32 got, u32 wanted) {
+    if (!failed.exchange(true)) {
+        std::printf("%s: rank %u, launch %u of %llu elements: element %llu is %x instead of %x\n", kernel, rank, number,
+                    count, i, got, wanted);
+    }
+    return false;
+}
+
+float square_sum(const Bits* row, u32 hidden) {
+    float lanes[256] = {};
+    for (u32 v = 0; v < hidden / ELEMENTS; ++v) {
+        for (u32 e = 0; e < ELEMENTS; ++e) {
+            const float value = static_cast<float>(value_of(row[v * ELEMENTS + e]));
+            lanes[v % 256] = lanes[v % 256] + value * value;
+        }
+    }
+    for (u32 half = 128; half; half /= 2) {
+        for (u32 l = 0; l < half; ++l) lanes[l] = lanes[l] + lanes[l + half];
+    }
+    return lanes[0];
+}
+
+// The fused norm against the same steps one by one, rounded where each of them rounds.
+bool norm(Rank& self, u32 number, u32 grid, u32 block) {
+    if (number % 8) number |= FINITE;
+    u32 hidden = (1 + mixed(number) % 20) * ELEMENTS, rows = 1 + mixed(number + 1) % 3;
+    const u64 count = rows * hidden;
+    float eps = 1e-5f;
+    for (u64 i = 0; i < count; ++i) {
+        self.in[i] = element(number, self.params.rank, i);
+        self.residual[i] = element(number + 77, 9, i);
+        self.weight[i] = element(number + 78, 9, i);
+    }
+    const void *in = self.in, *residual = self.residual, *weight = self.weight;
+    void *out = self.out, *residual_out = self.residual_out;
+    void* args[] = {&self.params, &in, &residual, &weight, &out, &residual_out, &rows, &hidden, &eps};
+    host_launch("push_add_rms_norm", grid, block, 1, args);
+    Bits sums[MOST_ELEMENTS];
+    for (u64 i = 0; i < count; ++i) {
+        sums[i] = bits_from(static_cast<float>(value_of(sum_of(number, i))) +
+                            static_cast<float>(value_of(self.residual[i])));
+        if (self.residual_out[i] != sums[i]) {
+            return complain("residual_out", self.params.rank, number, count, i, self.residual_out[i], sums[i]);
+        }
+    }
+    for (u64 i = 0; i < count; ++i) {
+        const float mean = square_sum(sums + i / hidden * hidden, hidden) / static_cast<float>(hidden);
+        const float scaled = static_cast<float>(value_of(sums[i])) * (1.0f / std::sqrt(mean + eps));
+        const Bits wanted = bits_from(scaled * static_cast<float>(value_of(self.weight[i % hidden])));
+        if (self.out[i] != wanted) {
+            return complain("push_add_rms_norm", self.params.rank, number, count, i, self.out[i], wanted);
+        }
+    }
+    return true;
+}
+
+const char* const KERNELS_IN_TURN[] = {"push_one_shot",   "push_two_shot", "push_reduce_scatter",
+                                       "push_all_gather", "pull_one_shot", "pull_two_shot"};
+
+bool launch_and_check(Rank& self, u32 number, const std::string& only) {
+    const u32 me = self.params.rank, choice = mixed(number * 3 + 1);
+    const u32 grid = 1 + choice % 3, block = 1 + choice / 3 % 3;
+    const u32 turn = choice / 9 % 7;
+    const u64 most = choice / 63 % 5 ? 64 : MOST_ELEMENTS;
+    u64 count = 1 + mixed(number * 5 + 2) % most;
+    for (u64 i = 0; i < WORLD_SIZE * count; ++i) self.in[i] = element(number, me, i);
+    if (only == "push_add_rms_norm" || (only.empty() && turn == 6)) return norm(self, number, grid, block);
+    const std::string kernel = only.empty() ? KERNELS_IN_TURN[turn] : only;
+    const bool pull = kernel.starts_with("pull"), gather = kernel == "push_all_gather";
+    const bool in_place = choice / 315 % 2 && (kernel == "push_one_shot" || kernel.ends_with("two_shot"));
+    const void *in = self.in, *table = self.table;
+    void* out = in_place ? self.in : self.out;
+    u64 size = gather ? count * sizeof(Bits) : count;
+    void* args[] = {&self.params, pull ? static_cast<void*>(&table) : static_cast<void*>(&in), &out, &size};
+    host_launch(kernel.c_str(), grid, block, 1, args);
+    const Bits* result = in_place ? self.in : self.out;
+    const u64 shift = kernel == "push_reduce_scatter" ? me * count : 0;
+    for (u64 i = 0; i < (gather ? WORLD_SIZE * count : count); ++i) {
+        const Bits wanted =
+            gather ? element(number, static_cast<u32>(i / count), i % count) : sum_of(number, i + shift);
+        if (result[i] != wanted) return complain(kernel.c_str(), me, number, count, i, result[i], wanted);
+    }
+    return true;
+}
+
+}  // namespace
+
+// stress LAUNCHES SEED STALLS_PER_MILLION DEADLINE_MS [KERNEL]
+int main(int argc, char** argv) {
+    if (argc < 5) return 2;
+    const u32 launches = std::atoi(argv[1]), seed = std::atoi(argv[2]);
+    const std::string only = argc > 5 ? argv[5] : "";
+    set_limits(8, 8);
+    set_stalls(seed, std::atoi(argv[3]));
+    set_up(0u - launches / 2, std::atoi(argv[4]) * 1000000ull);  // the epochs wrap half-way
+    std::vector<std::thread> threads;
+    for (auto& rank : ranks) {
+        threads.emplace_back([&, self = rank.get()] {
+            for (u32 n = 0; n < launches && !failed; ++n) {
+                const bool right = launch_and_check(*self, seed + n, only);
+                const u32 error = host_word<u32>(self->params.error).load();
+                if (error && !failed.exchange(true)) std::printf("launch %u: error word %08x\n", n, error);
+                if (!right) host_word<u32>(self->params.error + ABORT_OFFSET).store(1);
+            }
+            if (!failed) return;
+            for (auto& other : ranks) host_word<u32>(other->params.error + ABORT_OFFSET).store(1);
+        });
+    }
+    for (auto& thread : threads) thread.join();
+    return failed;
+}

@@ -1,0 +1,309 @@
+"""The CUDA kernels compile for every GPU that we name, need no local memory, and are cached safely on disk."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from device_comm import kernel_layout, kernels
+from device_comm.kernels import DTYPES, FAMILIES, KernelCache, KernelVariant, compile_kernels
+from shm_broadcast.errors import CapabilityError, CudaError, UsageError
+
+ARCHS = (75, 80, 90, 100, 120)
+# Every architecture, world size and dtype stands beside every value of the two others at least once; all 45
+# combinations take three times as long: `make test-kernels` runs them.
+LATIN = [
+    (arch, (2, 4, 8)[(a + d) % 3], dtype) for a, arch in enumerate(ARCHS) for d, dtype in enumerate(DTYPES)
+]
+ALL = list(itertools.product(ARCHS, (2, 4, 8), DTYPES))
+USAGE = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+PUSH = {
+    "push_one_shot": "one_shot",
+    "push_two_shot": "two_shot",
+    "push_reduce_scatter": "shards",
+    "push_all_gather": "shards",
+    "push_add_rms_norm": "norm",
+}
+
+
+def check_no_local_memory(arch: int, world_size: int, dtype: str) -> None:
+    """Compile all families; assert that no kernel has a stack frame or spills."""
+    for family, names in FAMILIES.items():
+        if family == "probes" and (world_size, dtype) != (2, "float32"):
+            continue  # they depend on neither
+        done = compile_kernels(KernelVariant(arch, world_size, dtype, family))
+        assert done.cubin[:4] == b"\x7fELF"
+        found = USAGE.findall(done.log)
+        assert len(found) == len(names), done.log
+        assert set(found) == {("0", "0", "0")}, done.log
+        assert "warning" not in done.log.lower(), done.log
+
+
+@pytest.mark.parametrize(("arch", "world_size", "dtype"), LATIN)
+def test_no_spill_and_no_stack(arch: int, world_size: int, dtype: str) -> None:
+    """Registers hold everything."""
+    check_no_local_memory(arch, world_size, dtype)
+
+
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each != "probes"])
+def test_the_emulation_compiles(family: str) -> None:
+    """All ranks in one launch, for tests on one GPU."""
+    done = compile_kernels(KernelVariant(90, 4, "bfloat16", family, emulate=True))
+    assert set(USAGE.findall(done.log)) == {("0", "0", "0")}, done.log
+
+
+# --- machine code ---------------------------------------------------------------------------------------------
+
+
+@cache
+def machine_code(family: str, world_size: int, dtype: str, arch: int = 90) -> dict[str, list[str]]:
+    """Return the instructions of each kernel."""
+    programs = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "bin"
+    cubin = Path(os.environ["TMPDIR"]) / f"{family}_{world_size}_{dtype}_{arch}.cubin"
+    cubin.write_bytes(compile_kernels(KernelVariant(arch, world_size, dtype, family)).cubin)
+    path = f"{programs}:{os.environ['PATH']}"
+    command = [str(programs / "cuobjdump"), "-sass", str(cubin)]
+    listing = subprocess.run(command, env={"PATH": path}, capture_output=True, text=True, check=True).stdout
+    cubin.unlink()
+    found: dict[str, list[str]] = {}
+    for line in listing.splitlines():
+        if head := re.search(r"Function : (\w+)", line):
+            current = found.setdefault(head[1], [])
+        elif code := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)", line):
+            current.append(code[1])
+    return found
+
+
+@pytest.mark.parametrize("kernel", PUSH)
+def test_push_has_one_fence_and_whole_vectors(kernel: str) -> None:
+    """One fence, at the entry, none in a loop; what peers share moves 16 bytes at a time."""
+    code = machine_code(PUSH[kernel], 8, "bfloat16")[kernel]
+    fences = [place for place, name in enumerate(code) if name.startswith("MEMBAR")]
+    assert len(fences) == 1
+    count = Counter(code)
+    shared = [place for place, name in enumerate(code) if name.endswith("128.STRONG.SYS")]
+    assert min(shared) > fences[0]
+    peers, ranks = 7, 8
+    rounds = 2 if kernel == "push_two_shot" else 1
+    # A load and a clear for each rank in each round, its own left out by a predicate; and the stores that push.
+    pushes = {
+        "push_one_shot": 5 * peers,
+        "push_two_shot": 2 * peers,
+        "push_reduce_scatter": peers,
+        "push_all_gather": peers,
+        "push_add_rms_norm": 5 * peers,
+    }[kernel]
+    assert count["LDG.E.128.STRONG.SYS"] == rounds * ranks
+    assert count["STG.E.128.STRONG.SYS"] == rounds * ranks + pushes
+    # The only 64-bit access of that kind is the error word, once for each place that waits.
+    assert count["STG.E.64.STRONG.SYS"] == rounds
+
+
+@pytest.mark.parametrize("kernel", ["pull_one_shot", "pull_two_shot"])
+def test_pull_releases_and_acquires_in_its_two_barriers(kernel: str) -> None:
+    """A release is a MEMBAR in front of the store, an acquire a CCTL.IVALL behind the load."""
+    code = machine_code("pull", 8, "bfloat16")[kernel]
+    count = Counter(code)
+    assert count["MEMBAR.ALL.SYS"] >= 2
+    assert count["CCTL.IVALL"] >= 2
+    assert count["LDG.E.128.STRONG.SYS"] >= 8
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_sum_is_contracted(dtype: str) -> None:
+    """A multiply-add rounds once where the contract rounds twice; only division and root have some inside."""
+    for family in ("one_shot", "two_shot", "shards", "pull"):
+        for kernel, code in machine_code(family, 2, dtype).items():
+            assert not [name for name in code if re.match(r"[FHD]FMA|HADD2\.BF16|HMUL2", name)], kernel
+    for kernel, code in machine_code("norm", 2, dtype).items():
+        fused = [name for name in code if name.startswith("FFMA")]
+        # mean, root and reciprocal: three short sequences, however many elements a vector has.
+        assert 0 < len(fused) < 50, kernel
+
+
+# --- layout ---------------------------------------------------------------------------------------------------
+
+
+def test_python_and_the_kernels_hold_the_same_numbers() -> None:
+    """Constants of the source equal those of kernel_layout."""
+    source = kernels.kernel_source()
+    wanted = {
+        "MAX_BLOCKS": kernel_layout.MAX_BLOCKS,
+        "FLAG_LINE_BYTES": kernel_layout.FLAG_LINE_BYTES,
+        "ABORT_OFFSET": kernel_layout.ABORT_OFFSET,
+        "NORM_LANES": kernel_layout.NORM_LANES,
+    }
+    for name, value in wanted.items():
+        assert re.search(rf"constexpr u(32|64) {name} = {value};", source), name
+    assert f"sizeof(Params) == {kernel_layout.PARAMS_BYTES}" in source
+    assert kernel_layout.STATE_BARRIER_OFFSET == 4 * kernel_layout.MAX_BLOCKS
+    assert kernel_layout.STATE_POISONED_OFFSET == 2 * 4 * kernel_layout.MAX_BLOCKS
+    numbers = re.search(r"enum Kernel : u32 \{\s*(.*?)\s*\}", source, re.DOTALL)
+    assert numbers is not None
+    names = [each.split("=")[0].strip().lower() for each in numbers[1].split(",")]
+    assert tuple(names) == kernel_layout.ALGORITHMS
+    for number, family in enumerate(FAMILIES, 1):
+        assert f"#define FAMILY_{family.upper()} {number}\n" in source
+    compiled = {name for names in FAMILIES.values() for name in names}
+    assert compiled == set(kernel_layout.KERNEL_NAMES[1:])
+
+
+@pytest.mark.parametrize("algorithm", kernel_layout.ALGORITHMS)
+@pytest.mark.parametrize("world_size", [2, 3, 7, 8])
+def test_the_largest_input_fits_and_one_more_does_not(algorithm: str, world_size: int) -> None:
+    """`largest_input` is the inverse of what a call requires."""
+    layout = kernel_layout.WorkspaceLayout(world_size, 1 << 20, 4096)
+    most = kernel_layout.largest_input(algorithm, layout)
+    assert most > 0
+    if algorithm.startswith("pull"):
+        assert kernel_layout.required_staging(algorithm, most) == layout.staging_bytes
+        assert layout.results_bytes * world_size >= most
+    else:
+        assert kernel_layout.required_arena(algorithm, most, world_size) <= layout.arena_bytes
+        assert kernel_layout.required_arena(algorithm, most + 128, world_size) > layout.arena_bytes
+    assert layout.total_bytes == layout.results_offset + layout.results_bytes
+
+
+def test_what_cannot_be_right_is_refused() -> None:
+    """Wrong sizes and names are the caller's mistake."""
+    with pytest.raises(UsageError, match="2 to 8"):
+        kernel_layout.WorkspaceLayout(9, 128)
+    with pytest.raises(UsageError, match="multiple of 128"):
+        kernel_layout.WorkspaceLayout(2, 100)
+    with pytest.raises(UsageError, match="unknown algorithm"):
+        kernel_layout.required_arena("push", 1, 2)
+    with pytest.raises(UsageError, match="family"):
+        KernelVariant(90, 2, "float32", "other")
+    with pytest.raises(UsageError, match="unknown kernel"):
+        kernels.family_of("other")
+    with pytest.raises(CapabilityError, match=r"7\.5"):
+        KernelVariant(70, 2, "float32", "pull")
+    with pytest.raises(CapabilityError, match="sm_79"):
+        compile_kernels(KernelVariant(79, 2, "float32", "probes"))
+
+
+# --- cache ----------------------------------------------------------------------------------------------------
+
+PROBES = KernelVariant(90, 2, "float32", "probes")
+
+
+@pytest.fixture(name="cache_directory")
+def a_directory(tmp_path: Path) -> Path:
+    return tmp_path / "deep" / "cache"
+
+
+def test_the_second_start_compiles_nothing(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is on disk is used as it is, by any process."""
+    first = KernelCache(cache_directory).cubin(PROBES)
+    monkeypatch.setattr(kernels, "compile_kernels", None)
+    assert KernelCache(cache_directory).cubin(PROBES) == first
+    assert [path.stat().st_mode & 0o777 for path in cache_directory.iterdir()] == [0o600]
+    assert cache_directory.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-7], lambda data: data[:60] + b"x" + data[61:], lambda _: b""]
+)
+def test_a_damaged_file_is_rebuilt(cache_directory: Path, damage: Callable[[bytes], bytes]) -> None:
+    """A checksum is verified on each read."""
+    cache_ = KernelCache(cache_directory)
+    first = cache_.cubin(PROBES)
+    path = cache_.path_of(PROBES)
+    path.write_bytes(damage(path.read_bytes()))
+    assert cache_.cubin(PROBES) == first
+    assert kernels._read(path) == first
+
+
+def test_a_planted_link_is_not_followed(cache_directory: Path, tmp_path: Path) -> None:
+    """A symbolic link in the cache is replaced, its target is left alone."""
+    cache_ = KernelCache(cache_directory)
+    target = tmp_path / "target"
+    target.write_bytes(b"mine")
+    cache_.path_of(PROBES).symlink_to(target)
+    assert cache_.cubin(PROBES)[:4] == b"\x7fELF"
+    assert target.read_bytes() == b"mine"
+    assert not cache_.path_of(PROBES).is_symlink()
+
+
+def test_an_open_directory_is_refused(tmp_path: Path) -> None:
+    """Machine code is read only from where nobody else can write."""
+    tmp_path.chmod(0o755)
+    with pytest.raises(CapabilityError, match="mode 0700"):
+        KernelCache(tmp_path)
+    tmp_path.chmod(0o700)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    with pytest.raises(CapabilityError, match="not a link"):
+        KernelCache(link)
+    (tmp_path / "file").touch()
+    with pytest.raises(CapabilityError, match="no kernel cache"):
+        KernelCache(tmp_path / "file")
+
+
+def test_ranks_that_start_together_agree(cache_directory: Path) -> None:
+    """All compile, all write, nobody reads half a file."""
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: KernelCache(cache_directory).cubin(PROBES), range(4)))
+    assert len(set(found)) == 1
+    assert len(list(cache_directory.iterdir())) == 1
+
+
+def test_the_cache_is_bounded(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files that were written first go first."""
+    monkeypatch.setattr(kernels, "MOST_FILES", 3)
+    monkeypatch.setattr(kernels, "compile_kernels", lambda _: kernels.Compiled(b"code", ""))
+    cache_ = KernelCache(cache_directory)
+    variants = [KernelVariant(90, size, "float32", "probes") for size in range(2, 8)]
+    for variant in variants:
+        cache_.cubin(variant)
+        os.utime(cache_.path_of(variant), ns=(variant.world_size, variant.world_size))
+    assert {path.name for path in cache_directory.iterdir()} == {
+        cache_.path_of(each).name for each in variants[-3:]
+    }
+
+
+def test_every_fact_is_in_the_key(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Architecture, world size, dtype, family, emulation, source and compiler each give a file of their own."""
+    cache_ = KernelCache(cache_directory)
+    variants = [
+        KernelVariant(90, 2, "float32", "pull"),
+        KernelVariant(100, 2, "float32", "pull"),
+        KernelVariant(90, 3, "float32", "pull"),
+        KernelVariant(90, 2, "float16", "pull"),
+        KernelVariant(90, 2, "float32", "norm"),
+        KernelVariant(90, 2, "float32", "pull", emulate=True),
+    ]
+    paths = {cache_.path_of(each) for each in variants}
+    monkeypatch.setattr(kernels, "kernel_source", lambda: "other")
+    paths.add(cache_.path_of(variants[0]))
+    monkeypatch.setattr(kernels, "_compiler_identity", lambda: "other")
+    paths.add(cache_.path_of(variants[0]))
+    assert len(paths) == len(variants) + 2
+
+
+def test_the_compilers_words_are_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever changes the source sees what is wrong with it."""
+    monkeypatch.setattr(kernels, "kernel_source", lambda: "this is no program")
+    with pytest.raises(CudaError, match="error: ") as caught:
+        compile_kernels(PROBES)
+    assert caught.value.function == "nvrtcCompileProgram"
+    assert "NVRTC" in caught.value.library
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without cuda-python the error says which package is missing."""
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(CapabilityError, match="cuda-python") as caught:
+        compile_kernels(PROBES)
+    assert caught.value.requirement == "cuda-python"

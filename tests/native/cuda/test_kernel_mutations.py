@@ -1,0 +1,127 @@
+"""The kernels as threads: right through stalls, wraps and changing grids, and a change for the worse is noticed."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from device_comm import kernels
+from tests.native.cuda.host_build import HERE, compile_host
+
+ROOT = HERE.parents[2]
+PATCHES = sorted((HERE / "mutations").glob("*.patch"))
+SEEDS = (1, 2)
+# How a build shows what: alone; with a model of clears that reach memory late; under ThreadSanitizer.
+NATIVE: tuple[str, ...] = ()
+WEAK = ("-DGC_WEAK_CLEARS=1",)
+TSAN = ("-fsanitize=thread", "-g1", "-Wno-tsan")
+# By default a mutation must be noticed by the plain build. Launches, kernel.
+MODES = {"fence_dropped": WEAK, "weak_clear": TSAN, "release_made_relaxed": TSAN}
+ONLY = {
+    "fence_dropped": "push_one_shot",
+    "weak_clear": "push_one_shot",
+    "release_made_relaxed": "pull_two_shot",
+    "end_barrier_dropped": "pull_one_shot",
+    "flags_compared_off_the_circle": "pull_two_shot",
+    "one_flag_unchecked": "push_all_gather",
+    "norm_sum_in_thread_order": "push_add_rms_norm",
+    "residual_not_rounded_first": "push_add_rms_norm",
+}
+DTYPE = {"norm_sum_in_thread_order": "float32"}
+"""Where not bfloat16: its rounding hides the last bits of a sum."""
+STALLS_PER_MILLION = 3000
+DEADLINE_MS = 10_000
+MUTANT_DEADLINE_MS = 300
+"""Some mutants only wait for ever: how long is up to the test."""
+
+
+def stress(
+    program: Path, launches: int, seed: int, only: str = "", deadline_ms: int = DEADLINE_MS
+) -> subprocess.CompletedProcess[str]:
+    """Run the program; its exit status tells whether every result was right."""
+    options = [str(each) for each in (launches, seed, STALLS_PER_MILLION, deadline_ms)]
+    # setarch: ThreadSanitizer of GCC 12 does not start under the address randomisation of newer Linux.
+    command = ["setarch", "-R"] if shutil.which("setarch") else []
+    command += [str(program), *options, *([only] if only else [])]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function that compiles the stress program."""
+    folder = tmp_path_factory.mktemp("stress")
+
+    def compiled(
+        name: str,
+        options: tuple[str, ...] = NATIVE,
+        source: str = "",
+        world_size: int = 3,
+        dtype: str = "bfloat16",
+    ) -> Path:
+        text = folder / f"{name}.cu"
+        text.write_text(source or kernels.kernel_source())
+        compile_host(text, "stress.cpp", folder / name, world_size, dtype, options)
+        return folder / name
+
+    return compiled
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype"), [(2, "float32"), (3, "bfloat16"), (4, "float16"), (8, "bfloat16")]
+)
+def test_thousands_of_launches_are_right(build: Callable[..., Path], world_size: int, dtype: str) -> None:
+    """All kernels in turn, through the wrap of the epochs, grids that change, stalls between any two words."""
+    program = build(f"plain_{world_size}_{dtype}", world_size=world_size, dtype=dtype)
+    for seed in SEEDS:
+        done = stress(program, 2400 // world_size, seed * 10_000)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_right_though_clears_arrive_late(build: Callable[..., Path]) -> None:
+    """The fence at the entry is enough to keep a late clear from erasing what a peer pushes."""
+    done = stress(build("weak", WEAK), 300, 5)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_data_race(build: Callable[..., Path]) -> None:
+    """ThreadSanitizer finds nothing: whatever two ranks touch is atomic, or a barrier is in between."""
+    done = stress(build("tsan", TSAN), 120, 6)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def mutated_source(patch: Path, folder: Path) -> str:
+    """Return the kernels with a patch applied."""
+    copy = folder / patch.stem
+    shutil.copytree(ROOT / "device_comm" / "csrc", copy / "device_comm" / "csrc")
+    command = ["patch", "-p1", "--batch", "--forward", "--fuzz=0", "-i", str(patch)]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{patch.name} does not apply any more:\n{done.stdout}"
+    return "".join((copy / "device_comm" / "csrc" / name).read_text() for name in kernels.FRAGMENTS)
+
+
+def test_every_patch_applies(tmp_path: Path) -> None:
+    """A mutation that no longer fits the source would test nothing."""
+    assert len(PATCHES) >= 5
+    for patch in PATCHES:
+        mutated_source(patch, tmp_path)
+
+
+def test_every_mutation_is_noticed(build: Callable[..., Path], tmp_path: Path) -> None:
+    """The same program fails for each: with a wrong result, a rank that waits for ever, or a data race."""
+
+    def survives(patch: Path) -> str | None:
+        name = patch.stem
+        source, dtype = mutated_source(patch, tmp_path), DTYPE.get(name, "bfloat16")
+        program = build(name, MODES.get(name, NATIVE), source, dtype=dtype)
+        for seed in SEEDS:
+            if stress(program, 600, seed, ONLY.get(name, ""), MUTANT_DEADLINE_MS).returncode != 0:
+                return None
+        return name
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [name for name in pool.map(survives, PATCHES) if name] == []

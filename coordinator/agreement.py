@@ -6,6 +6,7 @@ the store and raises, and those that wait look for such a failure many times a s
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -28,15 +29,18 @@ from shm_broadcast.errors import (
 )
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity
 
-# The pauses between two looks into the store: short while ranks are expected within milliseconds.
-FIRST_PAUSE_S: Final = 0.0005
+# The pauses between two looks into the store, which take 5 to 40 us each: an eighth of the time waited so far, so the
+# end is seen late by at most that. Not `store.wait`: a FileStore then looks every 10 ms; a TCPStore locks out this
+# process's other threads, and writes to stderr each time that the wait is ended to look around.
+FIRST_PAUSE_S: Final = 0.0002
 LONGEST_PAUSE_S: Final = 0.02
+PART_OF_WAIT: Final = 0.125
 # A rank that has waited this long looks for peers that died meanwhile, this often.
 WATCH_EVERY_S: Final = 0.3
 # A rank that found a failure stays this long for the others to read it: they look every `LONGEST_PAUSE_S`.
 LINGER_S: Final = 1.0
-# Outcomes of an agreement; a list of missing ranks is the third kind.
-COMPLETE: Final = "complete"
+# Outcomes of an agreement besides a list of missing ranks. The first is followed by what all ranks brought, as JSON.
+COMPLETE: Final = "complete "
 DISSENT: Final = "dissent"
 # A store that has not answered this long after the deadline hangs.
 ANSWER_S: Final = 2.0
@@ -53,6 +57,7 @@ class View(msgspec.Struct, frozen=True):
         address: Where it can be reached by the group's other ranks; may differ.
         place: Equal on ranks that can share memory; may differ.
         note: What else the others should know; may differ.
+        seat: Tells this view from all others; filled in by `agree`.
     """
 
     facts: dict[str, str]
@@ -60,9 +65,11 @@ class View(msgspec.Struct, frozen=True):
     address: str
     place: str = ""
     note: str = ""
+    seat: str = ""
 
 
 _decoder = msgspec.json.Decoder(View)
+_all_decoder = msgspec.json.Decoder(list[View])
 
 
 def agree(
@@ -131,7 +138,7 @@ class _Agreement:
         self._where = f"creating {what} (rank {rank})"
         self._rank = rank
         self._ranks = ranks
-        self._view = view
+        self._view = msgspec.structs.replace(view, seat=secrets.token_hex(8))
         self._timeout_s = timeout_s
         self._silent_at = time.monotonic() + timeout_s + ANSWER_S
         # The views of others that were seen so far; replaced, never changed.
@@ -155,27 +162,35 @@ class _Agreement:
     def exchange(self) -> dict[int, View]:
         """Bring this rank's view, wait for the others', and compare."""
         store, rank = self._store, self._rank
-        if store.add(f"seat/{rank}", 1) != 1:
-            taken = self._present([rank]).get(rank)
-            by = (
-                "another process"
-                if taken is None
-                else f"pid {taken.process.pid} on host {taken.process.hostname}"
-            )
+        own = msgspec.json.encode(self._view).decode()
+        found = store.compare_set(f"view/{rank}", "", own).decode()
+        if found != own:
+            taken = _decoder.decode(found).process
             raise DisagreementError(
-                f"{self._where}: two processes say that they are rank {rank}, this one and {by}"
+                f"{self._where}: two processes say that they are rank {rank}, this one and pid {taken.pid} "
+                f"on host {taken.hostname}"
             )
-        store.set(f"view/{rank}", msgspec.json.encode(self._view).decode())
         mine = msgspec.json.encode(self._view.facts, order="deterministic").decode()
+        outcome = ""
         if store.compare_set("proposal", "", mine).decode() != mine:
-            self._decide(DISSENT)
+            outcome = self._decide(DISSENT)
         elif store.add("agreed", 1) == len(self._ranks):
-            self._decide(COMPLETE)
-        outcome = self._await_outcome()
-        if outcome != COMPLETE:
+            outcome = self._decide(COMPLETE + self._gathered())
+        outcome = outcome or self._await_outcome()
+        if not outcome.startswith(COMPLETE):
             raise self._told(self._failure(outcome))
-        values = store.multi_get([f"view/{other}" for other in self._ranks])
-        return {other: _decoder.decode(value) for other, value in zip(self._ranks, values, strict=True)}
+        views = _all_decoder.decode(outcome.removeprefix(COMPLETE))
+        facts = self._view.facts
+        return {
+            other: msgspec.structs.replace(view, facts=facts, seat="")
+            for other, view in zip(self._ranks, views, strict=True)
+        }
+
+    def _gathered(self) -> str:
+        """Return what all ranks brought, without the facts, which are equal: so only the last to come has to ask."""
+        values = self._store.multi_get([f"view/{other}" for other in self._ranks])
+        views = [msgspec.structs.replace(_decoder.decode(value), facts={}) for value in values]
+        return msgspec.json.encode(views).decode()
 
     def _decide(self, outcome: str) -> str:
         """Set the outcome for all ranks, unless there is one; return the one that counts."""
@@ -183,7 +198,7 @@ class _Agreement:
 
     def _await_outcome(self) -> str:
         start = time.monotonic()
-        pause, next_watch = FIRST_PAUSE_S, WATCH_EVERY_S
+        next_watch = WATCH_EVERY_S
         while not self._store.check(["outcome"]):
             waited = time.monotonic() - start
             if waited >= next_watch:
@@ -195,9 +210,8 @@ class _Agreement:
                 # Who has come a moment ago is about to say that it agrees.
                 if missing or waited >= self._timeout_s + LINGER_S:
                     return self._decide(msgspec.json.encode(missing).decode())
-            if self.stop.wait(pause):
+            if self.stop.wait(min(max(waited * PART_OF_WAIT, FIRST_PAUSE_S), LONGEST_PAUSE_S)):
                 raise ClosedError(f"{self._where}: nobody waits for it any more")
-            pause = min(pause * 1.5, LONGEST_PAUSE_S)
         return self._store.get("outcome").decode()
 
     def _failure(self, outcome: str) -> CommError:

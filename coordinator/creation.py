@@ -6,13 +6,16 @@ import base64
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from datetime import timedelta
+from typing import Final
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from coordinator import inherited
-from coordinator.agreement import View, agree
+from coordinator.agreement import LINGER_S, View, agree
 from coordinator.blocking_calls import connect_watched
 from coordinator.board import StoreBoard
 from coordinator.cpu_group import CpuGroup
@@ -26,7 +29,9 @@ from coordinator.process_groups import (
     new_gloo_group,
     new_group,
 )
+from coordinator.rendezvous import world_processes
 from coordinator.settings import CoordinatorSettings
+from coordinator.start_up import CreationReport, Stopwatch
 from device_comm import fabric
 from device_comm.base import CommunicatorContext, DeviceCommunicator
 from device_comm.handles import Handle
@@ -34,14 +39,24 @@ from device_comm.health import GroupHealth
 from device_comm.process_group import ProcessGroupCommunicator
 from device_comm.registry import communicator_factory, communicator_name
 from device_comm.solo import SoloCommunicator
-from shm_broadcast.errors import CommError, InternalError, UsageError
+from shm_broadcast.errors import (
+    CapabilityError,
+    CommError,
+    GroupBrokenError,
+    InternalError,
+    PeerLostError,
+    UsageError,
+)
 from shm_broadcast.liveness import PeerWatch, this_process
 
 # Ranks that run different protocols must not try to talk; raised when a message or a key changes.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 # How long destroy pauses between two looks at sends that are still in flight.
 FLUSH_PAUSE_S = 0.002
+
+# How long a group that could not be made may take to go.
+UNDO_S = 1.0
 
 
 @dataclasses.dataclass
@@ -58,6 +73,8 @@ class GroupParts:
         backend: torch backend of the device group.
         address: Where this rank listens.
         create_timeout_s: Deadline for process groups that are created later.
+        places: Where each rank is, by global rank; equal where they can share memory.
+        report: How long the group took to create.
         siblings: How many process groups were created beside the device plane's.
         adopted: Process groups to destroy with the group.
     """
@@ -71,6 +88,8 @@ class GroupParts:
     backend: str
     address: str
     create_timeout_s: float
+    places: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    report: CreationReport | None = None
     siblings: int = 0
     adopted: list[dist.ProcessGroup] = dataclasses.field(default_factory=list)
 
@@ -85,6 +104,16 @@ class GroupParts:
         address = self.address or LOOPBACK
         # Not aborted with the group: that takes a connection, for which it would wait where there is none yet.
         group, _ = new_gloo_group(self.health.ranks, address, name, self.create_timeout_s, is_lazy=True)
+        self.adopt(group)
+        return group
+
+    def open_device_group(self) -> dist.ProcessGroup:
+        """Create the device plane's process group, which our own calls do without; it connects at its first use."""
+        if self.backend in ("gloo", BACKEND):
+            return self.open_gloo_group("device")
+        group = new_group(
+            self.health.ranks, self.backend, f"{self.health.name} device", self.create_timeout_s
+        )
         self.adopt(group)
         return group
 
@@ -133,171 +162,301 @@ def _flush(sends: Sequence[Handle], timeout_s: float) -> None:
         del gone
 
 
+@dataclasses.dataclass(frozen=True)
+class GroupPlan:
+    """One of the groups that are created together.
+
+    Attributes:
+        name: Unique, equal on all ranks of the group.
+        group_ranks: Global ranks of every group of this kind.
+        membership: This rank's place in them.
+    """
+
+    name: str
+    group_ranks: Sequence[Sequence[int]]
+    membership: Membership
+
+
 def create_parts(
+    plans: Sequence[GroupPlan],
     *,
-    name: str,
-    group_ranks: Sequence[Sequence[int]],
-    membership: Membership,
+    what: str,
+    meeting: str,
+    facts: Mapping[str, str],
     local_rank: int,
     backend: str,
     use_device_communicator: bool,
     store: dist.Store,
     settings: CoordinatorSettings,
-) -> GroupParts:
-    """Build this rank's group. Collective over all ranks of `group_ranks`."""
+    places: Mapping[int, str] | None = None,
+    agreed: Callable[[], None] | None = None,
+) -> list[GroupParts]:
+    """Build this rank's groups in one step. Collective over all ranks of every plan.
+
+    Everything that ranks must know of each other, for all of the groups, is exchanged at once: each group more costs
+    one segment, no round trip through the store.
+
+    Args:
+        plans: The groups, in the same order on all ranks.
+        what: What is being created, for errors.
+        meeting: A name under which the ranks meet, never used before.
+        facts: What all ranks must hold alike besides what every group needs.
+        local_rank: Index of this process's device on its host.
+        backend: Of the device groups.
+        use_device_communicator: Whether tensors may take a communicator made for the device.
+        store: The world's store.
+        settings: Of every group.
+        places: Where the ranks are, if that is known already.
+        agreed: Called once the ranks agree.
+    """
+    if not plans:
+        return []
     device = device_of(backend, local_rank)
-    group_store = dist.PrefixStore(f"group_coordinator/{name}", store)
-    facts = {
+    every_fact = {
+        **_facts(plans, device, backend, use_device_communicator),
+        **{f"setting {field}": str(value) for field, value in settings.agreed().items()},
+        **facts,
+    }
+    everyone = sorted({rank for plan in plans for rank in plan.membership.everyone})
+    builders = [
+        _Builder(
+            plan, dist.PrefixStore(f"group_coordinator/{plan.name}", store), device, backend, settings, places
+        )
+        for plan in plans
+    ]
+    try:
+        for builder in builders:
+            builder.prepare()
+        address = own_address(settings.interface, master_endpoint(store))
+        offers = msgspec.json.encode([builder.offer for builder in builders]).decode()
+        own = View(every_fact, this_process(), address, fabric.place(), offers)
+        place = dist.PrefixStore(f"group_coordinator/{meeting}", store)
+        rank = plans[0].membership.rank
+        started = time.perf_counter()
+        # A rank that has died since it joined the world never comes: the others need not wait for it.
+        known = {other: who for other, who in world_processes().items() if other in everyone}
+        known.pop(rank, None)
+        with closing(PeerWatch(own.process, known)) as watch:
+            views = agree(place, what, rank, everyone, own, settings.create_timeout_s, watch)
+        if agreed is not None:
+            agreed()
+        agreement_s = time.perf_counter() - started
+        for number, builder in enumerate(builders):
+            builder.meet(views, number)
+        for builder in builders:
+            builder.share()
+        together = tuple(plan.name for plan in plans)
+        return [builder.connect(use_device_communicator, agreement_s, together) for builder in builders]
+    except BaseException as error:
+        _give_up(builders, error)
+        raise
+    finally:
+        for builder in builders:
+            builder.preparation.close()
+
+
+def _facts(
+    plans: Sequence[GroupPlan], device: torch.device, backend: str, use_device_communicator: bool
+) -> dict[str, str]:
+    """Return what all ranks must hold alike to create groups."""
+    return {
         "protocol": str(PROTOCOL_VERSION),
-        "group_ranks": str([list(ranks) for ranks in group_ranks]),
+        "group_ranks": str([[list(ranks) for ranks in plan.group_ranks] for plan in plans]),
+        "groups": ", ".join(plan.name for plan in plans),
         "torch_distributed_backend": backend,
         "device type": device.type,
         "use_device_communicator": str(use_device_communicator),
         "communicator": communicator_name(device.type, 2),
-        **{f"setting {field}": str(value) for field, value in settings.agreed().items()},
     }
-    address = own_address(settings.interface, master_endpoint(store))
-    own = View(facts, this_process(), address, fabric.place())
-    views = agree(
-        group_store, f"group {name!r}", membership.rank, membership.everyone, own, settings.create_timeout_s
-    )
-    members = {rank: views[rank] for rank in membership.ranks}
-    peers = {rank: view.process for rank, view in members.items() if rank != membership.rank}
-    watch = PeerWatch(own.process, peers)
-    board = StoreBoard(
-        dist.PrefixStore(f"board/{membership.ranks[0]}", group_store), membership.rank, membership.ranks
-    )
-    health = GroupHealth(name, membership.rank, membership.ranks, watch, board)
-    if not peers:
-        context = _context(health, membership, device, None, settings)
-        return GroupParts(
-            health=health,
-            host=SoloHostPlane(health),
-            communicator=SoloCommunicator(context),
-            device=device,
-            cpu_group=None,
-            device_group=None,
-            backend=backend,
-            address=own.address,
-            create_timeout_s=settings.create_timeout_s,
-        )
-    address = listening_address(members, membership.rank)
-    meeting = _Meeting(group_store, membership, own, members, watch, settings.create_timeout_s)
-    return _connect(
-        health, watch, membership, meeting, device, address, backend, use_device_communicator, settings
-    )
 
 
-class _Meeting:
-    """The ranks of a group before they are connected: who is where, and what they tell each other in the store."""
+def _give_up(builders: Sequence[_Builder], error: BaseException) -> None:
+    """Undo what was built, and tell the ranks that wait for this one in another of the groups why it does not come."""
+    healths = [builder.health for builder in builders if builder.health is not None]
+    if isinstance(error, (CapabilityError, PeerLostError)):
+        for health in healths:
+            if not health.is_broken:
+                health.fail(error)
+    for builder in builders:
+        builder.undo()
+    if isinstance(error, CapabilityError) and healths:
+        # The store may go with this rank, and the others have to read there why.
+        time.sleep(LINGER_S)
+
+
+class _Builder:
+    """One group while it is being built."""
 
     def __init__(
         self,
+        plan: GroupPlan,
         store: dist.Store,
-        membership: Membership,
-        own: View,
-        members: Mapping[int, View],
-        watch: PeerWatch,
-        timeout_s: float,
+        device: torch.device,
+        backend: str,
+        settings: CoordinatorSettings,
+        places: Mapping[int, str] | None,
     ) -> None:
-        self._watch = watch
-        self.is_on_one_host = len({view.place for view in members.values()}) == 1
-        self.timeout_s = timeout_s
+        self.preparation = _NOTHING
+        self.health: GroupHealth | None = None
+        self._plan = plan
         self._store = store
-        self._membership = membership
-        self._own = own
-        self._count = 0
+        self._device = device
+        self._backend = backend
+        self._settings = settings
+        self._places = places
+        self._offer = b""
+        self._clock = Stopwatch()
+        self._shared: fabric.SharedMemory | None = None
+        self._parts: GroupParts | None = None
 
-    def exchange(self, own: bytes) -> list[bytes]:
-        """Return what each rank brings, in the order of the group. Collective."""
-        self._count += 1
-        ranks = self._membership.ranks
-        store = dist.PrefixStore(f"exchange/{ranks[0]}/{self._count}", self._store)
-        view = View({}, self._own.process, self._own.address, note=base64.b64encode(own).decode())
-        what = f"the shared memory of ranks {list(ranks)}"
-        views = agree(store, what, self._membership.rank, ranks, view, self.timeout_s, self._watch)
-        return [base64.b64decode(views[rank].note) for rank in ranks]
+    @property
+    def offer(self) -> str:
+        """Return what the others need to share this rank's memory, as text."""
+        return base64.b64encode(self.preparation.offer).decode()
 
+    def prepare(self) -> None:
+        """Make the group's memory, if this is the rank that does, unless its ranks are known not to share any."""
+        membership = self._plan.membership
+        known = self._places or {}
+        if len(membership.ranks) == 1 or len({known.get(rank) for rank in membership.ranks}) > 1:
+            return
+        with self._clock.phase("shared_memory"):
+            self.preparation = fabric.Preparation(len(membership.ranks), membership.rank_in_group)
 
-def _connect(
-    health: GroupHealth,
-    watch: PeerWatch,
-    membership: Membership,
-    meeting: _Meeting,
-    device: torch.device,
-    address: str,
-    backend: str,
-    use_device_communicator: bool,
-    settings: CoordinatorSettings,
-) -> GroupParts:
-    """Build the planes of a group of several ranks, all of which have come and agree."""
-    factory: Callable[[CommunicatorContext], DeviceCommunicator] = (
-        communicator_factory(device.type, len(membership.ranks))
-        if use_device_communicator
-        else ProcessGroupCommunicator
-    )
-    needs_group = getattr(factory, "needs_process_group", True)
-    parts = GroupParts(
-        health=health,
-        host=SoloHostPlane(health),
-        communicator=SoloCommunicator(_context(health, membership, device, None, settings)),
-        device=device,
-        cpu_group=None,
-        device_group=None,
-        backend=backend,
-        address=address,
-        create_timeout_s=settings.create_timeout_s,
-    )
-    shared: fabric.SharedMemory | None = None
-    try:
-        gloo = None
-        if meeting.is_on_one_host:
-            shared = _share(health, membership, meeting)
-        if needs_group or shared is None:
-            gloo = _connect_groups(parts, watch, with_host=shared is None)
-        parts.host = CpuGroup(
-            membership.ranks, membership.rank_in_group, gloo, health, settings.timeout_s, shared
+    def meet(self, views: Mapping[int, View], number: int) -> None:
+        """Take over what the ranks said; `number` says which of the offers are for this group."""
+        membership, name = self._plan.membership, self._plan.name
+        rank, first = membership.rank, membership.ranks[0]
+        members = {member: views[member] for member in membership.ranks}
+        peers = {member: view.process for member, view in members.items() if member != rank}
+        watch = PeerWatch(this_process(), peers)
+        board = StoreBoard(dist.PrefixStore(f"board/{first}", self._store), rank, membership.ranks)
+        self._watch = watch
+        self._board = board
+        health = self.health = GroupHealth(name, rank, membership.ranks, watch, board)
+        self._places = {member: view.place for member, view in members.items()}
+        self._offer = base64.b64decode(msgspec.json.decode(members[first].note, type=list[str])[number])
+        self._parts = GroupParts(
+            health=health,
+            host=SoloHostPlane(health),
+            communicator=SoloCommunicator(_context(health, membership, self._device, None, self._settings)),
+            device=self._device,
+            cpu_group=None,
+            device_group=None,
+            backend=self._backend,
+            address=listening_address(members, rank) if peers else members[rank].address,
+            create_timeout_s=self._settings.create_timeout_s,
+            places=self._places,
         )
-        context = _context(health, membership, device, parts.device_group, settings, shared)
-        parts.communicator = factory(context)
-    except BaseException:
-        health.release()
-        if shared is not None:
+
+    def share(self) -> None:
+        """Map the memory that the ranks share, if they are on one host."""
+        if len(self._plan.membership.ranks) > 1 and len(set((self._places or {}).values())) == 1:
+            with self._clock.phase("shared_memory"):
+                self._shared = _share(self)
+
+    def map(self) -> fabric.SharedMemory:
+        """Map what the first rank offers, and return once all ranks have. Collective."""
+        health, timeout_s = self.built.health, self._settings.create_timeout_s
+        if not self._offer:
+            raise InternalError(f"{health.where('create shared memory')}: nothing was offered")
+        shared = self.preparation.map(health, self._offer, timeout_s)
+        try:
+            # A rank that has its group may destroy it at once, and the store with it; so nobody has it before all
+            # need the store no more.
+            shared.host.finish("barrier", shared.host.core.barrier(), timeout_s)
+        except GroupBrokenError as error:
             shared.close()
-        parts.drop_groups()
-        raise
-    return parts
+            verdict = self._board.verdict()
+            if verdict is None:
+                raise
+            raise CapabilityError(verdict.detail, requirement="shared memory") from error
+        except BaseException:
+            shared.close()
+            raise
+        return shared
+
+    @property
+    def built(self) -> GroupParts:
+        """Return what has been built so far."""
+        if self._parts is None:
+            raise InternalError(f"group {self._plan.name!r}: its ranks have not met")
+        return self._parts
+
+    def connect(
+        self, use_device_communicator: bool, agreement_s: float, together: tuple[str, ...]
+    ) -> GroupParts:
+        """Build the planes of the group, all of whose ranks have come and agree."""
+        parts, membership = self.built, self._plan.membership
+        health, settings = parts.health, self._settings
+        if len(membership.ranks) > 1:
+            factory: Callable[[CommunicatorContext], DeviceCommunicator] = (
+                communicator_factory(self._device.type, len(membership.ranks))
+                if use_device_communicator
+                else ProcessGroupCommunicator
+            )
+            gloo = None
+            # On the CPU a group over several hosts is served by Gloo; other communicators say what they need.
+            needs_group = getattr(factory, "needs_process_group", True) or (
+                self._shared is None and self._device.type == "cpu"
+            )
+            if needs_group or self._shared is None:
+                with self._clock.phase("gloo"):
+                    gloo = _connect_groups(
+                        parts, self._watch, with_host=self._shared is None, with_device=needs_group
+                    )
+            with self._clock.phase("communicator"):
+                parts.host = CpuGroup(
+                    *(membership.ranks, membership.rank_in_group, gloo, health, settings.timeout_s),
+                    self._shared,
+                )
+                context = _context(
+                    *(health, membership, self._device, parts.device_group, settings),
+                    *(self._shared, parts.host.all_gather_object),
+                )
+                parts.communicator = factory(context)
+        seconds = {f"{name}_s": spent for name, spent in self._clock.seconds.items()}
+        parts.report = CreationReport(
+            name=health.name,
+            world_size=len(membership.ranks),
+            together=together,
+            agreement_s=agreement_s,
+            **seconds,
+        )
+        return parts
+
+    def undo(self) -> None:
+        """Give back what has been built."""
+        if self._parts is not None and self._parts.health.close():
+            self._parts.destroy(UNDO_S, [])
+            if self._shared is not None:
+                self._shared.close()
 
 
-def _share(health: GroupHealth, membership: Membership, meeting: _Meeting) -> fabric.SharedMemory:
+_NOTHING: Final = fabric.Preparation(1, 0)
+
+
+def _share(builder: _Builder) -> fabric.SharedMemory:
     """Make the memory that all ranks of a group on one host share. Collective."""
-    timeout_s = meeting.timeout_s
-    shared = fabric.connect(health, membership.rank_in_group, timeout_s, meeting.exchange)
-    if shared is None:
-        raise InternalError(f"{health.where('create shared memory')}: one host has become several")
-    try:
-        # A rank that has its group may destroy it at once, and the store with it; so nobody has it before all
-        # need the store no more.
-        shared.host.finish("barrier", shared.host.core.barrier(), timeout_s)
-    except BaseException:
-        shared.close()
-        raise
-    return shared
+    return builder.map()
 
 
-def _connect_groups(parts: GroupParts, watch: PeerWatch, with_host: bool) -> GlooBackend | None:
+def _connect_groups(
+    parts: GroupParts, watch: PeerWatch, *, with_host: bool, with_device: bool
+) -> GlooBackend | None:
     """Connect the process groups of the planes; return the host plane's backend, if it is to have one. Collective."""
     health, timeout_s = parts.health, parts.create_timeout_s
 
     def connect() -> tuple[GlooBackend | None, GlooBackend | None]:
-        host_gloo = None
+        host_gloo = device_gloo = None
         if with_host:
             parts.cpu_group, host_gloo = new_gloo_group(health.ranks, parts.address, health.name, timeout_s)
             parts.adopt(parts.cpu_group)
-        parts.device_group, device_gloo = _connect_device_group(
-            health, parts.backend, parts.address, f"{health.name} device", timeout_s
-        )
-        parts.adopt(parts.device_group)
+        if with_device:
+            parts.device_group, device_gloo = _connect_device_group(
+                health, parts.backend, parts.address, f"{health.name} device", timeout_s
+            )
+            parts.adopt(parts.device_group)
         # A rank that is connected may destroy the group at once; one that still connects would take that for
         # a failure. So nobody has it before all have.
         options = dist.BarrierOptions()
@@ -356,6 +515,7 @@ def _context(
     device_group: dist.ProcessGroup | None,
     settings: CoordinatorSettings,
     shared: fabric.SharedMemory | None = None,
+    exchange: Callable[[bytes], list[bytes]] | None = None,
 ) -> CommunicatorContext:
     return CommunicatorContext(
         name=health.name,
@@ -366,4 +526,6 @@ def _context(
         health=health,
         timeout_s=settings.timeout_s,
         shared=shared,
+        cuda=settings.cuda,
+        exchange=exchange,
     )

@@ -12,21 +12,23 @@ from typing import Final, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from coordinator.agreement import View, agree
 from coordinator.graph_capture import GraphCaptureContext, capture_on
 from coordinator.group import GroupCoordinator
-from coordinator.group_names import unique_name
-from coordinator.layout import ParallelLayout
+from coordinator.layout import Dimension, ParallelLayout, RankLists
 from coordinator.membership import world_store
+from coordinator.meshes import layout_of_mesh, mesh_of
 from coordinator.settings import CoordinatorSettings
+from coordinator.start_up import StartUpReport
 from shm_broadcast.errors import UsageError
-from shm_broadcast.liveness import this_process
 
 logger = logging.getLogger(__name__)
 
 # The order in which groups are created, and in reverse torn down. The same on all ranks.
-DIMENSIONS: Final = ("world", "tp", "cp", "pp", "dp", "ep")
+DIMENSIONS: Final[tuple[Dimension, ...]] = ("world", "tp", "cp", "pp", "dp", "ep", "rdp", "sdp")
+# Parts of `dp`: where one has the rank lists of another dimension, as without sharding both have, no name tells of it.
+_PARTS: Final = ("rdp", "sdp")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,8 @@ class ParallelGroups:
         pp: Pipeline parallel.
         dp: Data parallel.
         ep: Expert parallel: the ranks of `dp`, `cp` and `tp` of one pipeline stage, or a part of them.
+        rdp: Replicated data parallel: the ranks of `dp` that hold the same shard; without sharding all of `dp`.
+        sdp: Sharded data parallel: the ranks of `dp` that share one copy of the model; else this rank alone.
         owns_world: Whether `world` is destroyed with this record.
     """
 
@@ -54,10 +58,128 @@ class ParallelGroups:
     pp: GroupCoordinator
     dp: GroupCoordinator
     ep: GroupCoordinator
+    rdp: GroupCoordinator
+    sdp: GroupCoordinator
     owns_world: bool = True
     _entered: list[contextvars.Token[ParallelGroups | None]] = dataclasses.field(
         default_factory=list, init=False, repr=False, compare=False
     )
+    _mesh: list[DeviceMesh] = dataclasses.field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Check that rank 0 of the world leads each of its groups: what is done once is done by it."""
+        for name, group in self.by_name().items():
+            if self.world.rank_in_group == 0 and group.rank_in_group != 0:
+                raise UsageError(
+                    f"rank 0 of the world must be rank 0 of each of its groups, in {name!r} it is {group.rank_in_group}"
+                )
+
+    @classmethod
+    def from_sizes(
+        cls,
+        *,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        context_parallel_size: int = 1,
+        expert_parallel_size: int | None = None,
+        shard_size: int | None = 1,
+        local_rank: int | None = None,
+        backend: str | None = None,
+        use_message_queue_broadcaster: bool = True,
+        settings: CoordinatorSettings | None = None,
+        world: GroupCoordinator | None = None,
+    ) -> Self:
+        """Create the groups of these sizes, with as many replicas as they make. Collective over the world.
+
+        Args:
+            tensor_parallel_size: Ranks that share a layer.
+            pipeline_parallel_size: Stages.
+            context_parallel_size: Ranks that share a sequence.
+            expert_parallel_size: Ranks that share the experts; None takes all of a stage.
+            shard_size: Replicas over which the model is sharded, usually those of one host; None takes all.
+            local_rank: As of `create`, like what follows.
+            backend: As of `create`.
+            use_message_queue_broadcaster: As of `create`.
+            settings: As of `create`.
+            world: As of `create`.
+
+        Raises:
+            UsageError: The sizes do not divide the world.
+            Others: As `create`.
+        """
+        world_store()
+        layout = ParallelLayout.from_world_size(
+            dist.get_world_size(),
+            tensor=tensor_parallel_size,
+            pipeline=pipeline_parallel_size,
+            context=context_parallel_size,
+            expert=expert_parallel_size,
+        )
+        layout = dataclasses.replace(layout, shard=layout.data if shard_size is None else shard_size)
+        return cls.create(
+            layout,
+            local_rank=local_rank,
+            backend=backend,
+            use_message_queue_broadcaster=use_message_queue_broadcaster,
+            settings=settings,
+            world=world,
+        )
+
+    @classmethod
+    def from_device_mesh(
+        cls,
+        mesh: DeviceMesh,
+        *,
+        local_rank: int | None = None,
+        backend: str | None = None,
+        use_message_queue_broadcaster: bool = True,
+        settings: CoordinatorSettings | None = None,
+        world: GroupCoordinator | None = None,
+    ) -> Self:
+        """Create the groups of the dimensions of a torch mesh over all ranks. Collective over the world.
+
+        The mesh's own process groups are not used; `device_mesh` returns the mesh.
+
+        Args:
+            mesh: With dimensions named "dp" (or "rdp" and "sdp", torch's "dp_replicate" and "dp_shard"), "pp", "cp"
+                and "tp", whichever there are, in this order: ranks are numbered as `ParallelLayout` does.
+            local_rank: As of `create`, like what follows.
+            backend: As of `create`.
+            use_message_queue_broadcaster: As of `create`.
+            settings: As of `create`.
+            world: As of `create`.
+
+        Raises:
+            UsageError: The mesh has other dimensions, or another order of ranks.
+            Others: As `create`.
+        """
+        groups = cls.create(
+            layout_of_mesh(mesh),
+            local_rank=local_rank,
+            backend=backend,
+            use_message_queue_broadcaster=use_message_queue_broadcaster,
+            settings=settings,
+            world=world,
+        )
+        groups._mesh.append(mesh)  # noqa: SLF001 - ours
+        return groups
+
+    @property
+    def root(self) -> GroupCoordinator:
+        """Return the group of all ranks, by the name that fairseq2 gives it."""
+        return self.world
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Return a torch mesh over these groups, with their process groups and no others.
+
+        Its dimensions are those of "dp" (under hybrid sharding "rdp" and "sdp"), "pp", "cp" and "tp" that have more
+        than one rank; without any it has one, "dp", of one rank. On the CPU process groups are made when this is first
+        asked for, which waits for nobody, and they live as long as the groups.
+        """
+        if not self._mesh:
+            self._mesh.append(mesh_of(self.layout, self.by_name()))
+        return self._mesh[0]
 
     @classmethod
     def create(
@@ -97,36 +219,67 @@ class ParallelGroups:
         started = time.perf_counter()
         settings = settings or CoordinatorSettings.from_env()
         world = world or find_world_group()
-        if world is not None:
-            backend = backend or world.torch_distributed_backend
-            local_rank = world.local_rank if local_rank is None else local_rank
-        backend = backend or default_backend()
-        local_rank = dist.get_rank() if local_rank is None else local_rank
-        _agree_on_layout(layout, use_message_queue_broadcaster, world is None, settings)
-        tables: dict[tuple[tuple[int, ...], ...], list[str]] = {}
-        for name in DIMENSIONS:
-            tables.setdefault(layout.groups(name), []).append(name)
+        tables = group_tables(layout)
         groups: dict[str, GroupCoordinator] = {}
+        if world is not None:
+            first = next(iter(tables))
+            groups.update(dict.fromkeys(tables.pop(first), world))
         try:
-            for table, names in tables.items():
-                group = world if "world" in names else None
-                if group is None:
-                    group = GroupCoordinator(
-                        table, local_rank, backend, True, False, "=".join(names), settings=settings
-                    )
-                groups.update(dict.fromkeys(names, group))
+            facts = {
+                "use_message_queue_broadcaster": str(use_message_queue_broadcaster),
+                "creates a world group": str(world is None),
+            }
+            groups.update(
+                _create_tables(layout, tables, world, settings, facts, local_rank=local_rank, backend=backend)
+            )
             if use_message_queue_broadcaster:
                 for group in dict.fromkeys((groups["world"], groups["tp"])):
                     group.enable_broadcaster()
         except BaseException:
             _destroy(groups, keep=world)
             raise
-        logger.info("created the groups of %s in %.1f ms", layout, (time.perf_counter() - started) * 1e3)
-        return cls(layout=layout, owns_world=world is None, **groups)
+        record = cls(layout=layout, owns_world=world is None, **groups)
+        elapsed_ms = (time.perf_counter() - started) * 1e3
+        logger.info("created the groups of %s in %.1f ms; %s", layout, elapsed_ms, record.startup_report())
+        return record
+
+    def with_sharding(self, shard: int) -> Self:
+        """Return a record of these groups with other `rdp` and `sdp`. Collective over the world.
+
+        Only groups that do not exist yet are created. The result destroys all groups that this record would have
+        destroyed, and those that are new.
+
+        Args:
+            shard: As of `ParallelLayout`.
+
+        Raises:
+            UsageError: `shard` does not divide the data-parallel size. Nothing is sent.
+            Others: As `create`.
+        """
+        layout = dataclasses.replace(self.layout, shard=shard)
+        groups = self.by_name()
+        existing = {layout.groups(name): groups[name] for name in DIMENSIONS if name not in _PARTS}
+        for name in _PARTS:
+            if self.layout.groups(name) == layout.groups(name):
+                existing.setdefault(layout.groups(name), getattr(self, name))
+        missing = {
+            name: dimensions
+            for name, dimensions in group_tables(layout).items()
+            if layout.groups(dimensions[0]) not in existing
+        }
+        groups.update(
+            {name: existing[table] for name in _PARTS if (table := layout.groups(name)) in existing}
+        )
+        groups.update(_create_tables(layout, missing, self.world, self.world.settings, facts={}))
+        return dataclasses.replace(self, layout=layout, rdp=groups["rdp"], sdp=groups["sdp"])
 
     def by_name(self) -> dict[str, GroupCoordinator]:
         """Return the groups by the name of their dimension, in order of creation."""
         return {name: getattr(self, name) for name in DIMENSIONS}
+
+    def startup_report(self) -> StartUpReport:
+        """Return how long this rank took to create the groups, by group and phase; the world's group included."""
+        return StartUpReport.of([group.creation for group in dict.fromkeys(self.by_name().values())])
 
     def destroy(self) -> None:
         """Destroy the groups in reverse order of creation. Idempotent, not collective, bounded."""
@@ -137,7 +290,8 @@ class ParallelGroups:
         self, graph_capture_context: GraphCaptureContext | None = None
     ) -> Iterator[GraphCaptureContext]:
         """Capture with all groups, in the order of creation; see `GroupCoordinator.graph_capture`."""
-        with capture_on(self.world.device, graph_capture_context) as context:
+        communicators = [group.device_communicator for group in dict.fromkeys(self.by_name().values())]
+        with capture_on(self.world.device, communicators, graph_capture_context) as context:
             yield context
 
     def __enter__(self) -> Self:
@@ -160,25 +314,45 @@ class ParallelGroups:
             _current.reset(token)
 
 
-def _agree_on_layout(
-    layout: ParallelLayout, with_broadcaster: bool, with_world: bool, settings: CoordinatorSettings
-) -> None:
-    """Return once all ranks have come with the same layout.
+def group_tables(layout: ParallelLayout) -> dict[str, list[Dimension]]:
+    """Return which dimensions have a group in common, as their rank lists are equal, by the group's name.
 
-    Another layout makes other groups, in another order and of other names: without this, ranks would wait for
-    groups that nobody else ever creates.
+    The name is that of the dimensions: `world=tp`. The order is that of creation, the world's group comes first.
     """
-    facts = {
-        "layout": str(layout),
-        "use_message_queue_broadcaster": str(with_broadcaster),
-        "creates a world group": str(with_world),
-    }
-    store, rank = world_store(), dist.get_rank()
-    name = unique_name("layout", store, rank, settings.create_timeout_s)
-    ranks = range(dist.get_world_size())
-    view = View(facts, this_process(), "")
-    store = dist.PrefixStore(f"group_coordinator/{name}", store)
-    agree(store, f"the groups of {layout}", rank, ranks, view, settings.create_timeout_s)
+    tables: dict[RankLists, list[Dimension]] = {}
+    for name in DIMENSIONS:
+        tables.setdefault(layout.groups(name), []).append(name)
+    shared = tables.values()
+    return {"=".join([each for each in names if each not in _PARTS] or names): names for names in shared}
+
+
+def _create_tables(
+    layout: ParallelLayout,
+    tables: Mapping[str, list[Dimension]],
+    world: GroupCoordinator | None,
+    settings: CoordinatorSettings,
+    facts: Mapping[str, str],
+    local_rank: int | None = None,
+    backend: str | None = None,
+) -> dict[str, GroupCoordinator]:
+    """Create the groups of `tables` together; return the group of each dimension. Collective over the world."""
+    if world is not None:
+        backend = backend or world.torch_distributed_backend
+        local_rank = world.local_rank if local_rank is None else local_rank
+    created = GroupCoordinator._create_together(  # noqa: SLF001 - ours
+        {name: layout.groups(dimensions[0]) for name, dimensions in tables.items()},
+        dist.get_rank() if local_rank is None else local_rank,
+        backend or default_backend(),
+        settings,
+        what=f"the groups of {layout}",
+        # Another layout makes other groups, in another order and of other names.
+        facts={"layout": str(layout), **facts},
+        beside=world,
+    )
+    groups: dict[str, GroupCoordinator] = {}
+    for dimensions, group in zip(tables.values(), created, strict=True):
+        groups.update(dict.fromkeys(dimensions, group))
+    return groups
 
 
 def _destroy(groups: Mapping[str, GroupCoordinator], keep: GroupCoordinator | None) -> None:

@@ -7,6 +7,9 @@ Ranks are numbered as engines number them: tensor varies fastest, then context, 
 
 Experts are spread over all ranks that hold the same layers, that is over data x context x tensor within one
 pipeline stage: a token may be routed to any of them. These ranks, ascending, are cut into runs of `expert` ranks.
+
+Under hybrid sharding the replicas of one data-parallel list are cut into runs of `shard` neighbours: over a run
+(`sdp`) the model is sharded, ranks at the same place in different runs (`rdp`) hold the same shard.
 """
 
 from dataclasses import dataclass
@@ -16,8 +19,8 @@ from shm_broadcast.errors import UsageError
 
 __all__ = ["Dimension", "ParallelLayout", "RankLists"]
 
-Dimension = Literal["world", "tp", "cp", "pp", "dp", "ep"]
-"""world: everybody; tensor, context, pipeline, data and expert parallelism."""
+Dimension = Literal["world", "tp", "cp", "pp", "dp", "ep", "rdp", "sdp"]
+"""world: everybody; tensor, context, pipeline, data and expert parallelism; replicated and sharded data parallelism."""
 
 RankLists = tuple[tuple[int, ...], ...]
 
@@ -33,9 +36,11 @@ class ParallelLayout:
         expert: Ranks over which the experts of a layer are spread; None stands for all ranks of a stage,
             data x context x tensor. Must divide that number.
         context: Ranks that share the sequence.
+        shard: Replicas over which one copy of the model is sharded, usually those of one host; 1 is no sharding,
+            `data` full sharding. Must divide `data`.
 
     Raises:
-        UsageError: A size is no positive integer, or `expert` does not divide.
+        UsageError: A size is no positive integer, or `expert` or `shard` does not divide.
     """
 
     tensor: int = 1
@@ -43,11 +48,16 @@ class ParallelLayout:
     data: int = 1
     expert: int | None = None
     context: int = 1
+    shard: int = 1
 
     def __post_init__(self) -> None:
         """Check the sizes."""
-        for name in ("tensor", "pipeline", "data", "context"):
+        for name in ("tensor", "pipeline", "data", "context", "shard"):
             _check_size(name, getattr(self, name))
+        if self.data % self.shard:
+            raise UsageError(
+                f"shard={self.shard} does not divide data={self.data}; possible sizes: {_divisors(self.data)}"
+            )
         if self.expert is not None:
             _check_size("expert", self.expert)
             if self._ranks_per_stage % self.expert:
@@ -66,6 +76,7 @@ class ParallelLayout:
         pipeline: int = 1,
         expert: int | None = None,
         context: int = 1,
+        shard: int = 1,
     ) -> Self:
         """Return the layout that uses all of `world_size` ranks, with as many replicas as they make.
 
@@ -83,7 +94,7 @@ class ParallelLayout:
                 "or choose sizes whose product divides them"
             )
         data = world_size // replica
-        return cls(tensor=tensor, pipeline=pipeline, data=data, expert=expert, context=context)
+        return cls(tensor=tensor, pipeline=pipeline, data=data, expert=expert, context=context, shard=shard)
 
     @property
     def world_size(self) -> int:
@@ -108,6 +119,8 @@ class ParallelLayout:
             "pp": self.pipeline,
             "dp": self.data,
             "ep": self._ranks_per_stage if self.expert is None else self.expert,
+            "rdp": self.data // self.shard,
+            "sdp": self.shard,
         }
         if name not in sizes:
             raise UsageError(f"no dimension {name!r}; there are {', '.join(sizes)}")
@@ -167,6 +180,8 @@ class ParallelLayout:
             "pp": rank // self._stride("pp") % self.pipeline,
             "dp": rank // self._stride("dp"),
             "ep": self._position_in_stage(rank) % self.size("ep"),
+            "rdp": rank // self._stride("rdp"),
+            "sdp": rank // self._stride("sdp") % self.shard,
         }
 
     def rank_at(self, *, tp: int = 0, cp: int = 0, pp: int = 0, dp: int = 0) -> int:
@@ -193,6 +208,8 @@ class ParallelLayout:
             "cp": self.tensor,
             "pp": self.tensor * self.context,
             "dp": self.tensor * self.context * self.pipeline,
+            "sdp": self.tensor * self.context * self.pipeline,
+            "rdp": self.tensor * self.context * self.pipeline * self.shard,
         }
         return strides[name]
 

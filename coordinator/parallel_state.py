@@ -6,6 +6,7 @@ sets, overridden inside of `with groups:` or `with groups.as_current():` for the
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from coordinator.graph_capture import GraphCaptureContext, capture_on
+from coordinator.graph_capture import GraphCaptureContext, context_for
 from coordinator.group import GroupCoordinator
 from coordinator.groups import (
     ParallelGroups,
@@ -28,6 +29,8 @@ from coordinator.layout import ParallelLayout
 from coordinator.rendezvous import init_world, leave_world
 from coordinator.settings import CoordinatorSettings, LaunchEnvironment
 from shm_broadcast.errors import UsageError
+
+logger = logging.getLogger(__name__)
 
 
 def init_distributed_environment(
@@ -75,8 +78,9 @@ def init_distributed_environment(
         return
     backend = backend or default_backend()
     joined = not dist.is_initialized()
+    seconds: dict[str, float] = {}
     if joined:
-        init_world(world_size, rank, distributed_init_method, backend, settings)
+        seconds = init_world(world_size, rank, distributed_init_method, backend, settings)
     else:
         _check_same("world_size", world_size, dist.get_world_size())
         _check_same("rank", rank, dist.get_rank())
@@ -89,6 +93,9 @@ def init_distributed_environment(
         if joined:
             leave_world()
         raise
+    group.creation = group.creation.plus(**seconds)
+    if joined:
+        logger.info("joined the world of %d ranks: %s", group.world_size, group.creation)
     set_world_group(group)
 
 
@@ -195,6 +202,20 @@ def model_parallel_is_initialized() -> bool:
     return find_current_groups() is not None
 
 
+def get_current_groups() -> ParallelGroups:
+    """Return the current groups of this thread: those of the innermost `with groups:`, else the process's default.
+
+    Raises:
+        UsageError: There are none.
+    """
+    return current_groups()
+
+
+def maybe_get_current_groups() -> ParallelGroups | None:
+    """Return the current groups of this thread, or None if there are none."""
+    return find_current_groups()
+
+
 def get_world_group() -> GroupCoordinator:
     """Return the group of all ranks."""
     groups = find_current_groups()
@@ -290,7 +311,7 @@ def is_global_first_rank() -> bool:
 def graph_capture(device: torch.device) -> Iterator[GraphCaptureContext]:
     """Capture a graph in which every current group may be used; on the CPU a no-op."""
     groups = current_groups()
-    with capture_on(device, None) as context, groups.graph_capture(context):
+    with groups.graph_capture(context_for(device, None)) as context:
         yield context
 
 

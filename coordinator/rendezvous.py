@@ -12,7 +12,8 @@ import ipaddress
 import itertools
 import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Final
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from coordinator import inherited
 from coordinator.agreement import View, agree
 from coordinator.blocking_calls import connect_watched, run_interruptibly
+from coordinator.board import StoreBoard
 from coordinator.membership import listening_address, master_endpoint, own_address
 from coordinator.process_groups import (
     BACKEND,
@@ -33,10 +35,14 @@ from coordinator.process_groups import (
 )
 from coordinator.rendezvous_directory import DirectoryRendezvous
 from coordinator.settings import CoordinatorSettings, LaunchEnvironment
+from coordinator.start_up import Stopwatch
 from shm_broadcast.errors import CommTimeoutError, NativeError, SettingsError, UsageError
-from shm_broadcast.liveness import PeerWatch, fork_count, this_process
+from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, this_process
 
 _WORLD: Final = "group_coordinator/world"
+
+# Ranks usually leave together. Those for which rank 0's store is gone while they say so make torch complain on stderr.
+LEAVE_S: Final = 0.1
 
 
 @dataclasses.dataclass
@@ -47,6 +53,7 @@ class _World:
     store: dist.Store
     leave: Callable[[], None]
     fork_count: int
+    processes: Mapping[int, ProcessIdentity]
 
 
 _world: _World | None = None
@@ -73,7 +80,7 @@ class Meeting:
 
 def init_world(
     world_size: int, rank: int, init_method: str, backend: str, settings: CoordinatorSettings
-) -> None:
+) -> dict[str, float]:
     """Initialise torch.distributed for this process. Collective over the world.
 
     Blocks until every rank has come, for at most `settings.create_timeout_s`.
@@ -84,6 +91,9 @@ def init_world(
         init_method: `env://`, `tcp://HOST:PORT` where HOST is rank 0's address, or `file:///DIRECTORY`.
         backend: torch backend of the world's process group; "gloo" listens on an address chosen here.
         settings: Deadlines and the network interface.
+
+    Returns:
+        Seconds by phase of `CreationReport`.
 
     Raises:
         UsageError: The arguments contradict each other.
@@ -96,18 +106,21 @@ def init_world(
     with _lock:
         if dist.is_initialized():
             raise UsageError("torch.distributed is initialised already; it is used as it is")
-        meeting = _meet(world_size, rank, init_method, settings)
+        clock = Stopwatch()
+        with clock.phase("rendezvous"):
+            meeting = _meet(world_size, rank, init_method, settings)
         try:
-            _connect(meeting, backend, settings)
+            processes = _connect(meeting, backend, settings, clock)
         except BaseException:
             meeting.leave()
             raise
         group = dist.group.WORLD
         if group is None:
             raise UsageError("torch.distributed was destroyed while it was being initialised")
-        _world = _World(group, meeting.store, meeting.leave, fork_count())
+        _world = _World(group, meeting.store, meeting.leave, fork_count(), processes)
         inherited.protect(group)
         inherited.protect(meeting.store)
+        return clock.seconds
 
 
 def leave_world() -> None:
@@ -122,6 +135,12 @@ def leave_world() -> None:
         inherited.release(world.group)
         inherited.release(world.store)
         world.leave()
+
+
+def world_processes() -> Mapping[int, ProcessIdentity]:
+    """Return who the ranks of the present world are, by global rank; nobody if `init_world` has not made it."""
+    world = _world
+    return world.processes if world is not None and owns_world() else {}
 
 
 def owns_world() -> bool:
@@ -150,7 +169,7 @@ def _meet(world_size: int, rank: int, init_method: str, settings: CoordinatorSet
         return Meeting(meeting.join(settings.create_timeout_s), rank, world_size, meeting.leave)
     assert endpoint is not None
     store = _tcp_store(*endpoint, rank, world_size, rank == 0, settings)
-    return Meeting(store, rank, world_size, _nothing)
+    return Meeting(store, rank, world_size, _leaving(store, rank, world_size))
 
 
 def _directory_of(parts: SplitResult) -> Path | None:
@@ -187,11 +206,27 @@ def _meet_by_environment(world_size: int, rank: int, settings: CoordinatorSettin
     # The agent's store outlives a restart of the workers, and a world of this process that was left: each
     # has keys of its own.
     attempt = dist.PrefixStore(f"{launch.run_id or 'run'}/{launch.restart_count}/{next(_worlds)}", store)
-    return Meeting(attempt, launch.rank, launch.world_size, _nothing)
+    leave = _nothing if launch.use_agent_store else _leaving(attempt, launch.rank, launch.world_size)
+    return Meeting(attempt, launch.rank, launch.world_size, leave)
 
 
 def _nothing() -> None:
-    """A TCP store needs no cleaning up."""
+    """The agent's store needs no cleaning up."""
+
+
+def _leaving(store: dist.Store, rank: int, world_size: int) -> Callable[[], None]:
+    """Return how to leave a store that rank 0 serves: it stays a moment for ranks that leave at the same time."""
+    board = StoreBoard(dist.PrefixStore(_WORLD, store), rank, range(world_size))
+
+    def leave() -> None:
+        if rank:
+            board.leave()
+            return
+        end = time.monotonic() + LEAVE_S
+        while board.is_reachable and len(board.left()) < world_size - 1 and time.monotonic() < end:
+            time.sleep(0.002)
+
+    return leave
 
 
 def _tcp_store(
@@ -258,8 +293,10 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _connect(meeting: Meeting, backend: str, settings: CoordinatorSettings) -> None:
-    """Agree on the facts of the world and create its process group."""
+def _connect(
+    meeting: Meeting, backend: str, settings: CoordinatorSettings, clock: Stopwatch
+) -> dict[int, ProcessIdentity]:
+    """Agree on the facts of the world and create its process group; return who the ranks are."""
     rank, ranks = meeting.rank, range(meeting.world_size)
     own = this_process()
     facts = {
@@ -269,11 +306,15 @@ def _connect(meeting: Meeting, backend: str, settings: CoordinatorSettings) -> N
     }
     address = own_address(settings.interface, master_endpoint(meeting.store))
     world_store = dist.PrefixStore(_WORLD, meeting.store)
-    views = agree(world_store, "the world", rank, ranks, View(facts, own, address), settings.create_timeout_s)
+    with clock.phase("rendezvous"):
+        views = agree(
+            world_store, "the world", rank, ranks, View(facts, own, address), settings.create_timeout_s
+        )
     options = None
     if backend == "gloo":
         register_backend()
-        options = GlooOptions(listening_address(views, rank))
+        # Lazy: our groups do not need it, and a mesh costs each start 5 to 15 ms and a thread that never rests.
+        options = GlooOptions(listening_address(views, rank), is_lazy=True)
         set_world_address(options.address)
 
     def init() -> None:
@@ -288,6 +329,8 @@ def _connect(meeting: Meeting, backend: str, settings: CoordinatorSettings) -> N
 
     watch = PeerWatch(own, {other: view.process for other, view in views.items() if other != rank})
     try:
-        connect_watched(init, "world", f"connecting the world (rank {rank} of {len(ranks)})", watch)
+        with clock.phase("gloo"):
+            connect_watched(init, "world", f"connecting the world (rank {rank} of {len(ranks)})", watch)
     finally:
         watch.close()
+    return {other: view.process for other, view in views.items()}

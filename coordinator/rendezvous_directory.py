@@ -32,7 +32,9 @@ from shm_broadcast.liveness import ProcessIdentity, process_state, this_process
 _POINTER: Final = "current"
 _PREFIX: Final = "generation-"
 _NAME: Final = re.compile(r"generation-[0-9a-f]{16}\Z")
-_PAUSE_S: Final = 0.005
+# Between two looks: short while rank 0 is expected within milliseconds.
+_FIRST_PAUSE_S: Final = 0.0003
+_LONGEST_PAUSE_S: Final = 0.005
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -113,6 +115,7 @@ class DirectoryRendezvous:
     def _find(self, timeout_s: float) -> Path:
         """Follow the pointer until it leads to a generation in which this rank's seat is free."""
         deadline = time.monotonic() + timeout_s
+        pause_s = _FIRST_PAUSE_S
         seen = "there was no generation at all"
         while True:
             generation = self._follow()
@@ -127,7 +130,8 @@ class DirectoryRendezvous:
                     f"within {timeout_s:.1f} s ({seen})",
                     missing=(0,),
                 )
-            time.sleep(_PAUSE_S)
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.2, _LONGEST_PAUSE_S)
 
     def _follow(self) -> Path | None:
         try:

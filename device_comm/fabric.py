@@ -246,6 +246,55 @@ def connect(
     return None if segment is None else SharedMemory(segment, rank_in_group, health)
 
 
+class Preparation:
+    """What a rank does for the memory of a group before it meets the others: the first one makes it and offers it.
+
+    So all of it is there when they have met, and nothing has to be exchanged once more.
+    """
+
+    def __init__(self, world_size: int, rank_in_group: int) -> None:
+        """Make the memory, on the first rank; why it cannot be made is part of the offer."""
+        self._world_size = world_size
+        self._rank = rank_in_group
+        self._handover: Handover | None = None
+        self._segment: Segment | None = None
+        offer = _Offer(place())
+        if rank_in_group == 0 and world_size > 1:
+            self._handover, self._segment, offer = _offer(world_size)
+        self.offer: Final = b"" if rank_in_group else msgspec.msgpack.encode(offer)
+
+    def map(self, health: GroupHealth, offer: bytes, timeout_s: float) -> SharedMemory:
+        """Map what the first rank offers. The others may still fail to.
+
+        Args:
+            health: The group's shared state.
+            offer: The first rank's.
+            timeout_s: Deadline in seconds.
+
+        Raises:
+            CapabilityError: The first rank lacks the memory, or this one could not map it.
+        """
+        offered = _offer_decoder.decode(offer)
+        failure = offered.failure
+        if not failure and self._segment is None:
+            self._segment, failure = _take(offered, self._rank, self._world_size, timeout_s)
+            failure = failure and f"rank {self._rank} of the group: {failure}"
+        if failure or self._segment is None:
+            raise CapabilityError(
+                f"{health.where('create shared memory')}: {failure}", requirement="shared memory"
+            )
+        segment, self._segment = self._segment, None
+        return SharedMemory(segment, self._rank, health)
+
+    def close(self) -> None:
+        """Hand nothing over any more, and drop what nobody has mapped. Idempotent."""
+        handover, self._handover = self._handover, None
+        if handover is not None:
+            handover.close()
+        segment, self._segment = self._segment, None
+        _drop(segment)
+
+
 def places(exchange: Exchange) -> list[str]:
     """Return where each rank of the group is, in rank order. Collective."""
     return [str(_unframed(frame), "utf-8") for frame in exchange(_framed(place().encode()))]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from coordinator import ParallelGroups
 from tests.harness import RankPool, run_ranks
 from tests.worlds import meet, new_group, outcome_of, small, world
 
@@ -68,6 +69,26 @@ def worlds_in_a_row(rank: int, world_size: int, directory: Path) -> dict[str, An
     return {**found, "left": sorted(path.name for path in (directory / "rendezvous").iterdir())}
 
 
+def everything_in_a_row(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    def cycle(number: int) -> None:
+        with (
+            world(rank, world_size, directory) as first,
+            ParallelGroups.from_sizes(tensor_parallel_size=world_size, shard_size=None) as groups,
+        ):
+            assert groups.tp is first
+            part = groups.tp.create_subgroup([1, 0])
+            assert part is not None
+            use(part)
+            assert groups.tp.broadcast_object({"step": number})["step"] == number
+            part.destroy()
+
+    found = growth(cycle, 100)
+    segments = [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:group-coord" in line
+    ]
+    return {**found, "segments": segments}
+
+
 def groups_in_a_row(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
     with world(rank, world_size, directory) as first:
 
@@ -119,6 +140,14 @@ def test_thirty_worlds_in_one_process_leave_nothing(ranks2: RankPool) -> None:
     found = ranks2.run(worlds_in_a_row, timeout_s=120.0)
     assert_nothing_grew(found)
     assert found[0]["left"] == []
+
+
+@pytest.mark.guarantee("G9")
+def test_a_hundred_starts_in_one_process_leave_nothing(ranks2: RankPool) -> None:
+    """A world, its groups, a queue and a sub-group: no descriptor, thread or segment stays, nor memory."""
+    found = ranks2.run(everything_in_a_row, timeout_s=120.0)
+    assert_nothing_grew(found)
+    assert [each["segments"] for each in found] == [[], []]
 
 
 def test_thirty_groups_in_one_world_leave_nothing(ranks2: RankPool) -> None:

@@ -77,6 +77,7 @@ def keeps_contract(rank: int, world_size: int, directory: Path, native: str, set
         return communicator.path("all_reduce", 1024, torch.float32).algorithm
 
 
+@pytest.mark.guarantee("D57")
 @pytest.mark.parametrize(
     ("settings", "algorithm"),
     [
@@ -179,6 +180,7 @@ def captures(rank: int, world_size: int, directory: Path, native: str) -> list[f
         return seen
 
 
+@pytest.mark.guarantee("D59")
 def test_a_captured_graph_is_replayed_with_new_data(ranks2: RankPool, native: str) -> None:
     """Warm-up runs, capture records, replays read what the tensors hold then; a second stream is refused."""
     expected = [float(2 * step + 1) for step in range(20)]
@@ -194,6 +196,7 @@ def first_call_in_capture(rank: int, world_size: int, directory: Path, native: s
         assert it.all_reduce(torch.ones(8))[0] == 2.0
 
 
+@pytest.mark.guarantee("D59")
 def test_a_first_call_that_is_captured_is_refused(ranks2: RankPool, native: str) -> None:
     """Nothing can be exchanged in a capture; the group is intact."""
     ranks2.run(first_call_in_capture, native)
@@ -225,6 +228,7 @@ def one_rank_lacks(rank: int, world_size: int, directory: Path, native: str, fau
         logger.removeHandler(handler)
 
 
+@pytest.mark.guarantee("D58")
 @pytest.mark.parametrize("fault", ["no peer access", "writes that vanish", "no export", "no memory"])
 def test_what_one_rank_lacks_sends_all_ranks_through_nccl(ranks2: RankPool, native: str, fault: str) -> None:
     """All ranks hold the same reason, and each logs it once."""

@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 
 from coordinator import (
+    CapabilityError,
     GroupCoordinator,
     ParallelGroups,
     ParallelLayout,
+    creation,
     current_groups,
     destroy_distributed_environment,
     destroy_model_parallel,
@@ -26,6 +28,7 @@ from coordinator import (
 )
 from coordinator.groups import DIMENSIONS
 from coordinator.rendezvous_directory import DirectoryRendezvous
+from device_comm import fabric
 from tests.engines import refusal, works
 from tests.harness import RankPool
 from tests.worlds import meet, world
@@ -248,20 +251,20 @@ def test_a_second_model_has_groups_of_its_own(ranks4: RankPool) -> None:
 
 
 def cleans_up(rank: int, world_size: int, directory: Path) -> None:
-    made: list[GroupCoordinator] = []
-    real = GroupCoordinator.__init__
+    made: list[creation.GroupParts] = []
+    real = creation._Builder.connect
 
-    def failing(self: GroupCoordinator, *args: Any, **kwargs: Any) -> None:
-        if args[5].startswith("pp"):
+    def failing(self: Any, *args: Any) -> creation.GroupParts:
+        if self.built.health.name.startswith("pp"):
             raise KeyboardInterrupt
-        real(self, *args, **kwargs)
-        made.append(self)
+        made.append(real(self, *args))
+        return made[-1]
 
     with world(rank, world_size, directory) as everyone:
-        with mock.patch.object(GroupCoordinator, "__init__", failing), pytest.raises(KeyboardInterrupt):
+        with mock.patch.object(creation._Builder, "connect", failing), pytest.raises(KeyboardInterrupt):
             ParallelGroups.create(ParallelLayout(tensor=2, pipeline=2))
         assert len(made) == 2
-        assert all("destroyed" in repr(group) for group in made)
+        assert all(parts.health.is_closed for parts in made)
         works(everyone)
         with ParallelGroups.create(ParallelLayout(tensor=2, pipeline=2)) as groups:
             works(groups.tp)
@@ -270,6 +273,56 @@ def cleans_up(rank: int, world_size: int, directory: Path) -> None:
 def test_what_was_created_before_a_failure_is_destroyed(ranks4: RankPool) -> None:
     """When one group cannot be created those before it are released, the given world stays, and a retry works."""
     ranks4.run(cleans_up)
+
+
+def lacks_memory(rank: int, world_size: int, directory: Path, culprit: int) -> None:
+    """The first rank of a group makes its memory; the others map it."""
+    with world(rank, world_size, directory) as everyone:
+        refused = (None, None, fabric._Offer(fabric.place(), failure="no room"))
+        where, answer = ("_offer", refused) if culprit == 0 else ("_take", (None, "no room"))
+        patch = (
+            mock.patch.object(fabric, where, return_value=answer)
+            if rank == culprit
+            else contextlib.nullcontext()
+        )
+        with patch, pytest.raises(CapabilityError, match="no room"):
+            ParallelGroups.create(ParallelLayout(tensor=2, pipeline=2))
+        works(everyone)
+        with ParallelGroups.create(ParallelLayout(tensor=2, pipeline=2)) as groups:
+            works(groups.tp)
+            works(groups.pp)
+
+
+@pytest.mark.parametrize("culprit", [0, 3])
+def test_memory_that_one_rank_cannot_have_fails_the_creation_on_all(ranks4: RankPool, culprit: int) -> None:
+    """Also on those that share no group with it; the world stays, and a retry works."""
+    ranks4.run(lacks_memory, culprit)
+
+
+def breakdown(rank: int, world_size: int, directory: Path) -> None:
+    layout = ParallelLayout(tensor=2, pipeline=2)
+    with world(rank, world_size, directory) as everyone, ParallelGroups.create(layout) as groups:
+        assert everyone.creation.rendezvous_s > 0
+        assert everyone.creation.together == (everyone.unique_name,)
+        report = groups.startup_report()
+        assert [each.name for each in report.groups] == ["world:0", "tp=ep:0", "cp=dp:0", "pp:0"]
+        tp, pp = groups.tp.creation, groups.pp.creation
+        assert tp.together == pp.together == ("tp=ep:0", "cp=dp:0", "pp:0")
+        assert tp.agreement_s == pp.agreement_s > 0
+        assert tp.shared_memory_s > 0
+        assert tp.queue_s > 0
+        assert pp.queue_s == pp.rendezvous_s == 0
+        assert groups.cp.creation.shared_memory_s == 0
+        world_and_tp = everyone.creation.agreement_s + tp.agreement_s
+        assert report.phases["agreement"] == pytest.approx(world_and_tp)
+        assert report.total_s == pytest.approx(sum(report.phases.values()))
+        assert "tp=ep:0 (2 ranks): " in str(report)
+        assert "agreement" in str(tp)
+
+
+def test_each_group_says_what_its_creation_took(ranks4: RankPool) -> None:
+    """By phase; groups that were created together share the agreement, which counts once."""
+    ranks4.run(breakdown)
 
 
 # --- the functions that engines call ----------------------------------------------------------------------------

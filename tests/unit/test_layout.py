@@ -25,7 +25,10 @@ def layouts(draw: st.DrawFn) -> ParallelLayout:
     stage = tensor * data * context
     divisors = [each for each in range(1, stage + 1) if stage % each == 0]
     expert = draw(st.none() | st.sampled_from(divisors))
-    return ParallelLayout(tensor=tensor, pipeline=pipeline, data=data, expert=expert, context=context)
+    shard = draw(st.sampled_from([each for each in range(1, data + 1) if data % each == 0]))
+    return ParallelLayout(
+        tensor=tensor, pipeline=pipeline, data=data, expert=expert, context=context, shard=shard
+    )
 
 
 def test_eight_ranks_in_two_by_four() -> None:
@@ -74,6 +77,11 @@ def test_lists_are_those_of_an_array_with_four_axes(layout: ParallelLayout) -> N
     for name, axis in axes.items():
         lines = np.moveaxis(ranks, axis, -1).reshape(-1, shape[axis])
         assert layout.groups(name) == tuple(map(tuple, lines.tolist()))
+    parts = ranks.reshape(-1, layout.shard, *shape[1:])
+    halves: dict[Dimension, int] = {"rdp": 0, "sdp": 1}
+    for name, axis in halves.items():
+        lines = np.moveaxis(parts, axis, -1).reshape(-1, parts.shape[axis])
+        assert set(layout.groups(name)) == set(map(tuple, lines.tolist()))
     lines = ranks.swapaxes(0, 1).reshape(-1, layout.size("ep"))
     assert set(layout.groups("ep")) == set(map(tuple, lines.tolist()))
 
@@ -110,6 +118,7 @@ def test_the_data_size_follows_from_the_world(layout: ParallelLayout) -> None:
         pipeline=layout.pipeline,
         expert=layout.expert,
         context=layout.context,
+        shard=layout.shard,
     )
     assert found == layout
 

@@ -1,0 +1,72 @@
+"""torch's `DeviceMesh` and our groups: the layout of a mesh, and a mesh over groups that exist."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from coordinator.group import GroupCoordinator
+from coordinator.layout import Dimension, ParallelLayout
+from shm_broadcast.errors import UsageError
+
+# From the slowest to the fastest: the order in which `ParallelLayout` numbers ranks.
+_ORDER: Final[tuple[Dimension, ...]] = ("rdp", "sdp", "dp", "pp", "cp", "tp")
+# How torch's own examples name the parts of data parallelism.
+_ALIASES: Final[dict[str, Dimension]] = {"dp_replicate": "rdp", "dp_shard": "sdp"}
+
+
+def layout_of_mesh(mesh: DeviceMesh) -> ParallelLayout:
+    """Return the layout that has the rank lists of `mesh` in each of its dimensions.
+
+    Raises:
+        UsageError: There is none.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise UsageError(f"expected a torch DeviceMesh, not {type(mesh).__name__}")
+    names: list[Dimension] = []
+    for name in mesh.mesh_dim_names or ():
+        dimension = next((each for each in _ORDER if each == _ALIASES.get(name, name)), None)
+        if dimension is None:
+            raise UsageError(
+                f"the mesh has a dimension {name!r}; groups have "
+                f"{', '.join(_ORDER)}, and {', '.join(_ALIASES)} for two of them"
+            )
+        names.append(dimension)
+    if not names:
+        raise UsageError("the mesh's dimensions have no names: give mesh_dim_names such as ('dp', 'tp')")
+    if len(set(names)) != len(names) or ("dp" in names and not {"rdp", "sdp"}.isdisjoint(names)):
+        raise UsageError(f"the mesh names a dimension twice: {mesh.mesh_dim_names}")
+    sizes = dict(zip(names, mesh.mesh.shape, strict=True))
+    shard = sizes.get("sdp", 1)
+    layout = ParallelLayout(
+        tensor=sizes.get("tp", 1),
+        context=sizes.get("cp", 1),
+        pipeline=sizes.get("pp", 1),
+        data=sizes.get("dp", sizes.get("rdp", 1) * shard),
+        shard=shard,
+    )
+    order = sorted(names, key=_ORDER.index)
+    ranks = mesh.mesh.permute([names.index(name) for name in order]).flatten().tolist()
+    if ranks != list(range(layout.world_size)):
+        raise UsageError(
+            f"the mesh {tuple(mesh.mesh_dim_names or ())} numbers ranks {mesh.mesh.tolist()}; groups need all ranks "
+            f"of the world, ascending in the order {', '.join(order)}"
+        )
+    return layout
+
+
+def mesh_of(layout: ParallelLayout, groups: Mapping[str, GroupCoordinator]) -> DeviceMesh:
+    """Return a mesh of the dimensions that have more than one rank, over the process groups of `groups`."""
+    is_hybrid = 1 < layout.shard < layout.data
+    candidates = [name for name in _ORDER if name not in (("dp",) if is_hybrid else ("rdp", "sdp"))]
+    names = [name for name in candidates if layout.size(name) > 1] or ["dp"]
+    ranks = torch.arange(layout.world_size, dtype=torch.int).view([layout.size(name) for name in names])
+    return DeviceMesh.from_group(
+        [groups[name].device_group for name in names],
+        groups["world"].device.type,
+        mesh=ranks,
+        mesh_dim_names=tuple(names),
+    )

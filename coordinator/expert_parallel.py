@@ -1,22 +1,35 @@
-"""Expert parallelism: gather the tokens of all ranks, and give each rank the sum for its own."""
+"""Expert parallelism: bring tokens to the ranks of their experts, and give each rank the sum for its own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import overload
 
 import torch
 
 from coordinator.planes import GroupPlanes
-from device_comm import checks
+from device_comm import all2all, checks
+from device_comm.all2all import Choice, DispatchForm, ExpertPlacement, RoutedTokens
 from shm_broadcast.errors import UsageError
 
 
 class ExpertParallel(GroupPlanes):
-    """`dispatch` and `combine`.
+    """`dispatch` and `combine`, in two forms.
+
+    Without routing every rank gets every token, for experts that every rank has a part of, or a router that runs
+    behind it:
+
+        x, logits = group.dispatch(x, logits)
+        x = group.combine(experts(x, logits))
+
+    With `topk_ids` tokens go to the ranks of their experts, by an all-to-all where that saves bytes:
+
+        routed = group.dispatch(x, topk_ids=ids, topk_weights=weights, experts=256)
+        x = group.combine(experts(routed.hidden_states, routed.local_ids, routed.topk_weights), routed=routed)
 
     Ranks may hold different numbers of tokens. `token_counts` states them; otherwise `dispatch` exchanges
-    them on the host plane, and `combine` uses those of the latest `dispatch`.
+    them on the host plane, and `combine` uses those of the latest `dispatch` without routing, or those in `routed`.
     """
 
     _stated_counts: tuple[int, ...] | None
@@ -35,29 +48,111 @@ class ExpertParallel(GroupPlanes):
         finally:
             self._stated_counts = before
 
+    def place_experts(self, experts: int | Sequence[int]) -> ExpertPlacement:
+        """Say which rank has which expert, for `dispatch`. Not collective, but equal on all ranks.
+
+        Args:
+            experts: How many there are: then each rank has a block of them, in rank order, the first ranks one more
+                where they are uneven. Or for each expert the rank in the group that has it.
+
+        Raises:
+            UsageError: There is no expert, or an entry is no rank in the group.
+        """
+        if isinstance(experts, int):
+            if isinstance(experts, bool) or experts < 1:
+                raise UsageError(f"there must be at least 1 expert, not {experts!r}")
+            experts = all2all.contiguous_ranks(experts, self.world_size)
+        return ExpertPlacement(experts, self.rank_in_group, self.world_size, self.device)
+
+    @overload
     def dispatch(
         self,
         hidden_states: torch.Tensor,
         router_logits: torch.Tensor,
         is_sequence_parallel: bool = False,
         extra_tensors: Sequence[torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """Gather the tokens of all ranks, in rank order. Collective.
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]: ...
+
+    @overload
+    def dispatch(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: None = None,
+        is_sequence_parallel: bool = False,
+        extra_tensors: Sequence[torch.Tensor] | None = None,
+        *,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+        experts: int | ExpertPlacement,
+        capacity: int | None = None,
+        form: DispatchForm | None = None,
+    ) -> RoutedTokens: ...
+
+    def dispatch(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor | None = None,
+        is_sequence_parallel: bool = False,
+        extra_tensors: Sequence[torch.Tensor] | None = None,
+        *,
+        topk_ids: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        experts: int | ExpertPlacement | None = None,
+        capacity: int | None = None,
+        form: DispatchForm | None = None,
+    ) -> (
+        tuple[torch.Tensor, torch.Tensor]
+        | tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]
+        | RoutedTokens
+    ):
+        """Bring tokens to experts: all tokens to all ranks, or with `topk_ids` each to the ranks of its experts.
+
+        Collective: all ranks, with equal arguments but for the tensors and their numbers of rows.
+        Blocks until this rank's rows are there (CPU), or are queued on the current stream. Where the counts of tokens
+        or of rows are not stated, the host waits for all ranks.
+        Capture: allowed where `token_counts` states how many tokens each rank has. Without `capacity` a captured
+        routed dispatch takes the all-gather form, as a later replay may send every token anywhere.
+        Aliasing: new tensors; in a group of one the inputs themselves.
 
         Args:
-            hidden_states: [tokens, hidden]; the number of tokens may differ between ranks.
-            router_logits: [tokens, experts].
+            hidden_states: [tokens, hidden]; the number of tokens may differ between ranks, and may be 0.
+            router_logits: [tokens, experts]; without routing only.
             is_sequence_parallel: Whether this rank's tokens are its shard of a longer sequence. The tokens
-                of all ranks of this group are gathered in either case; the flag is there for call sites
+                of all ranks of this group take part in either case; the flag is there for call sites
                 that choose the group by it.
-            extra_tensors: More tensors with one row for each token, gathered alike.
+            extra_tensors: More tensors with one row for each token, moved alike.
+            topk_ids: [tokens, k] signed integers: the experts of each token; -1 is none.
+            topk_weights: [tokens, k] floating: moved along, unless it is None.
+            experts: How many experts there are, or which rank has which (`place_experts`; to be made before a capture).
+            capacity: How many rows each rank sends to each other in the all-to-all form: no count is exchanged and the
+                host waits for nothing, but the rows are padded to it. Tokens that find no room are `lost`.
+            form: The form to take; by default `device_comm.all2all.choose_form` decides by the numbers of tokens, of
+                ranks and of experts of a token.
 
         Returns:
             (hidden_states, router_logits), or with extra tensors a third element, the list of them; each
-            with the rows of all ranks. In a group of one: the inputs themselves.
+            with the rows of all ranks, in rank order. With `topk_ids` a `RoutedTokens`: its rows come in the order of
+            the ranks that they belong to, and of the tokens there, and a token comes once however many of its experts
+            are here.
+
+        Raises:
+            UsageError: Shapes or dtypes do not fit, an id is no expert, or `token_counts` states another number.
+                Nothing was sent. On an accelerator, where the host does not wait for it (a capture, or `capacity`),
+                a token with an id that is no expert is `lost` instead.
         """
         del is_sequence_parallel
+        self._keep_order("dispatch")
         self._health.check_usable("dispatch")
+        if topk_ids is not None:
+            if router_logits is not None or experts is None:
+                raise UsageError("dispatch: topk_ids needs experts, and goes without router_logits")
+            return self._dispatch_routed(
+                hidden_states, topk_ids, topk_weights, list(extra_tensors or ()), experts, capacity, form
+            )
+        if router_logits is None or any(each is not None for each in (topk_weights, experts, capacity, form)):
+            raise UsageError(
+                "dispatch: pass router_logits alone, or topk_ids with experts and what belongs to them"
+            )
         tensors = [hidden_states, router_logits, *(extra_tensors or ())]
         for tensor in tensors:
             checks.check_tensor(tensor, self.device, "dispatch")
@@ -73,21 +168,47 @@ class ExpertParallel(GroupPlanes):
             return gathered[0], gathered[1]
         return gathered[0], gathered[1], gathered[2:]
 
-    def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> torch.Tensor:
-        """Sum over ranks, and give each rank the rows of its own tokens. Collective.
+    def combine(
+        self,
+        hidden_states: torch.Tensor,
+        is_sequence_parallel: bool = False,
+        *,
+        routed: RoutedTokens | None = None,
+    ) -> torch.Tensor:
+        """Sum over ranks, and give each rank the rows of its own tokens.
+
+        Collective: all ranks, with equal hidden sizes and dtypes.
+        Blocks until this rank's result is there (CPU), or is queued on the current stream.
+        Capture: allowed, as for the `dispatch` that it belongs to.
+        Aliasing: a new tensor; without routing in a group of one: the input itself.
+        The ranks' parts are added in rank order, narrow floats in float32 with one rounding (several hosts:
+        `DESIGN.md`, D2), so repeated runs have the same bits, and on one host also both forms of routing.
 
         Args:
-            hidden_states: [tokens of all ranks, hidden]: this rank's part of every token's result.
+            hidden_states: Without routing [tokens of all ranks, hidden]: this rank's part of every token's result.
+                With it [rows, hidden]: for each of `routed`'s rows the weighted sum of its experts here; or
+                [rows, k, hidden]: the result of each expert, weighted here by `topk_weights`. What stands where no
+                expert is here (`local_ids` are -1) does not count.
             is_sequence_parallel: As in `dispatch`.
+            routed: What the routed `dispatch` returned. Several may be open at a time, and be combined in any order
+                that is the same on all ranks.
 
         Returns:
-            [tokens of this rank, hidden]. In a group of one: the input itself.
+            [tokens of this rank, hidden]. With routing 0 for a token without experts, and NaN for one that was lost.
 
         Raises:
-            UsageError: The token counts are neither stated nor known from a `dispatch`, or do not add up.
+            UsageError: The token counts are neither stated nor known from a `dispatch`, or do not add up; or the shape
+                is not that of `routed`.
         """
         del is_sequence_parallel
+        self._keep_order("combine")
         self._health.check_usable("combine")
+        if routed is not None:
+            if not isinstance(routed, RoutedTokens):
+                raise UsageError(
+                    f"combine: routed must be what dispatch returned, not {type(routed).__name__}"
+                )
+            return all2all.combine(self.device_communicator, hidden_states, routed)
         checks.check_tensor(hidden_states, self.device, "combine")
         counts = self._stated_counts or self._dispatched_counts
         if counts is None:
@@ -95,6 +216,51 @@ class ExpertParallel(GroupPlanes):
                 "combine: call dispatch first, or state the tokens of each rank with token_counts"
             )
         return self.device_communicator.reduce_scatterv(hidden_states, 0, counts)
+
+    def _dispatch_routed(
+        self,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        extra_tensors: list[torch.Tensor],
+        experts: int | ExpertPlacement,
+        capacity: int | None,
+        form: DispatchForm | None,
+    ) -> RoutedTokens:
+        placement = experts if isinstance(experts, ExpertPlacement) else self.place_experts(experts)
+        if (placement.rank_in_group, placement.world_size) != (self.rank_in_group, self.world_size):
+            raise UsageError(f"dispatch: {placement!r} belongs to another group")
+        if capacity is not None and (
+            isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1
+        ):
+            raise UsageError(f"dispatch: capacity must be a number of rows, at least 1, not {capacity!r}")
+        if form is not None and not isinstance(form, DispatchForm):
+            raise UsageError(f"dispatch: form must be a DispatchForm, not {form!r}")
+        is_captured = _is_capturing(self.device)
+        is_static = is_captured or capacity is not None
+        all2all.check_routing(
+            hidden_states, topk_ids, topk_weights, extra_tensors, placement, is_static=is_static
+        )
+        if form is DispatchForm.ALL_TO_ALL and is_captured and capacity is None:
+            raise UsageError("dispatch: an all-to-all can be captured with a stated capacity only")
+        counts = self._counts(hidden_states.shape[0])
+        choice = (
+            all2all.choose_form(counts, topk_ids.shape[1], capacity, is_static=is_static)
+            if form is None
+            else Choice(form, "the caller's")
+        )
+        return all2all.dispatch(
+            self.device_communicator,
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            extra_tensors,
+            placement,
+            counts,
+            choice,
+            capacity,
+            is_static=is_static,
+        )
 
     def _counts(self, own: int) -> tuple[int, ...]:
         if self._stated_counts is None:

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar, Final, cast, overload
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, Final, cast, overload
 
 import torch
 import torch.distributed as dist
 
-from device_comm import checks
+from device_comm import checks, rms_norm
+from device_comm.cuda_settings import CudaSettings
 from device_comm.fabric import SharedMemory
 from device_comm.handles import Handle
 from device_comm.health import GroupHealth
+from device_comm.movable import movable, movable_dtype, restored
+from device_comm.paths import CallPath
 from device_comm.reduction import ReduceOperation, check_reducible, reduce_operation
 from shm_broadcast.errors import UsageError
 
@@ -39,6 +43,9 @@ class CommunicatorContext:
         health: The group's shared state: every blocking wait goes through it.
         timeout_s: Deadline of a call that states none, in seconds.
         shared: Memory that all ranks share, where they are on one host; it stays the caller's.
+        cuda: Settings of groups on CUDA devices, equal on all ranks but for paths.
+        exchange: Takes this rank's bytes and returns those of all ranks, in group order, over the host plane: how
+            device communicators agree on facts before they can talk themselves. Collective; has its own deadline.
     """
 
     name: str
@@ -49,6 +56,8 @@ class CommunicatorContext:
     health: GroupHealth
     timeout_s: float
     shared: SharedMemory | None = None
+    cuda: CudaSettings = dataclasses.field(default_factory=CudaSettings)
+    exchange: Callable[[bytes], list[bytes]] | None = None
 
     @property
     def world_size(self) -> int:
@@ -187,6 +196,35 @@ class DeviceCommunicator(ABC):
         output.detach().copy_(result.detach().view(shape))
         return output
 
+    def all_reduce_add_rms_norm(
+        self,
+        input_: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        timeout_s: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum the ranks' tensors, add `residual`, and normalise each row by its root mean square.
+
+        The bits are those of `all_reduce`, `+` and `rms_norm` one after the other, each of which rounds once to
+        the dtype: which of them an implementation fuses cannot be seen.
+
+        Args:
+            input_: [tokens, hidden] of float32, float16 or bfloat16.
+            residual: Of the input's shape and dtype; equal on all ranks where the results shall be.
+            weight: [hidden], of the input's dtype.
+            eps: Added to the mean of the squares; at least 0.
+            timeout_s: Deadline in seconds.
+
+        Returns:
+            (the normalised rows, `all_reduce(input_) + residual`), both new, also in a group of one.
+        """
+        name = "all_reduce_add_rms_norm"
+        rms_norm.check_arguments(input_, residual, weight, eps, self.device, name)
+        checks.check_timeout(timeout_s)
+        return self._all_reduce_add_rms_norm(input_, residual, weight, eps, timeout_s)
+
     # ------------------------------------------------------------------ moving data
 
     def all_gather(
@@ -197,8 +235,8 @@ class DeviceCommunicator(ABC):
         checks.check_timeout(timeout_s)
         dim = checks.check_dim(dim, input_)
         size = input_.shape[dim] if input_.dim() else 1
-        moved = _movable(input_)
-        return _restored(self._all_gather(moved, dim, (size,) * self.world_size, timeout_s), moved, input_)
+        moved = movable(input_)
+        return restored(self._all_gather(moved, dim, (size,) * self.world_size, timeout_s), moved, input_)
 
     @overload
     def all_gatherv(
@@ -250,9 +288,9 @@ class DeviceCommunicator(ABC):
         for tensor in tensors:
             at = checks.check_dim(dim, tensor)
             own = tensor.shape[at] if tensor.dim() else 1
-            moved = _movable(tensor)
+            moved = movable(tensor)
             result = self._all_gather(moved, at, counts or (own,) * self.world_size, timeout_s)
-            results.append(_restored(result, moved, tensor))
+            results.append(restored(result, moved, tensor))
         return results[0] if isinstance(input_, torch.Tensor) else results
 
     def gather(
@@ -262,9 +300,9 @@ class DeviceCommunicator(ABC):
         checks.check_tensor(input_, self.device, "gather")
         checks.check_timeout(timeout_s)
         checks.check_rank(dst, self.world_size, "dst")
-        at, moved = checks.check_dim(dim, input_), _movable(input_)
+        at, moved = checks.check_dim(dim, input_), movable(input_)
         result = self._gather(moved, dst, at, timeout_s)
-        return None if result is None else _restored(result, moved, input_)
+        return None if result is None else restored(result, moved, input_)
 
     def scatter(
         self,
@@ -304,8 +342,8 @@ class DeviceCommunicator(ABC):
             checks.check_tensor(input_, self.device, "scatter")
             source = cast("torch.Tensor", input_)
             checks.check_scattered(source, output, at, counts)
-            source = _movable(source)
-        self._scatter(_movable(output), source, src, at, counts, timeout_s)
+            source = movable(source)
+        self._scatter(movable(output), source, src, at, counts, timeout_s)
         return output
 
     def all_to_all(
@@ -338,8 +376,8 @@ class DeviceCommunicator(ABC):
         sent, received = checks.check_exchange_sizes(
             input_, at, send_sizes, recv_sizes, self.rank_in_group, self.world_size
         )
-        moved = _movable(input_)
-        return _restored(self._all_to_all(moved, at, sent, received, timeout_s), moved, input_)
+        moved = movable(input_)
+        return restored(self._all_to_all(moved, at, sent, received, timeout_s), moved, input_)
 
     def broadcast(
         self, tensor: torch.Tensor, src: int = 0, *, timeout_s: float | None = None
@@ -352,15 +390,15 @@ class DeviceCommunicator(ABC):
         checks.check_timeout(timeout_s)
         checks.check_rank(src, self.world_size, "src")
         checks.check_writable(tensor, "broadcast")
-        moved = _movable(tensor)
-        return _restored(self._broadcast(moved, src, timeout_s), moved, tensor)
+        moved = movable(tensor)
+        return restored(self._broadcast(moved, src, timeout_s), moved, tensor)
 
     def send(self, tensor: torch.Tensor, dst: int | None = None, *, timeout_s: float | None = None) -> None:
         """Send `tensor` to rank `dst` (the next one by default); return when its memory may be reused."""
         checks.check_tensor(tensor, self.device, "send")
         checks.check_timeout(timeout_s)
         peer = self._peer(dst, 1, "dst")
-        self._send(_movable(tensor), peer, timeout_s)
+        self._send(movable(tensor), peer, timeout_s)
 
     def recv(
         self,
@@ -386,7 +424,7 @@ class DeviceCommunicator(ABC):
         checks.check_tensor(tensor, self.device, "send")
         checks.check_timeout(timeout_s)
         peer = self._peer(dst, 1, "dst")
-        return self._isend(_movable(tensor), peer, timeout_s)
+        return self._isend(movable(tensor), peer, timeout_s)
 
     def irecv(
         self, tensor: torch.Tensor, src: int | None = None, *, timeout_s: float | None = None
@@ -399,9 +437,34 @@ class DeviceCommunicator(ABC):
         checks.check_timeout(timeout_s)
         checks.check_writable(tensor, "recv")
         peer = self._peer(src, -1, "src")
-        return self._irecv(_movable(tensor), peer, timeout_s)
+        return self._irecv(movable(tensor), peer, timeout_s)
 
     # ------------------------------------------------------------------ life
+
+    def path(self, operation: str, nbytes: int, dtype: torch.dtype) -> CallPath:
+        """Return how this communicator carries a call, without making it: equal on all ranks. Not collective.
+
+        Args:
+            operation: Name of a method, such as "all_reduce".
+            nbytes: Bytes of this rank's input.
+            dtype: Its dtype.
+        """
+        del operation, nbytes, dtype
+        return CallPath(self.algorithm, "the one way of this communicator")
+
+    @contextmanager
+    def capture(self, stream: Any) -> Iterator[None]:
+        """Make calls on `stream` within the context ones that a graph can hold. Collective, at both ends.
+
+        Nothing to do where there are no graphs. Graphs may be replayed once the context has been left.
+        """
+        del stream
+        yield
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """Queue the calls made within the context as one, where that is faster; results are there when it is left."""
+        yield
 
     def prepare_buffers(self, message_bytes: int) -> None:
         """Reserve what messages of up to `message_bytes` bytes need. Collective; a hint, not a limit."""
@@ -441,8 +504,18 @@ class DeviceCommunicator(ABC):
     @abstractmethod
     def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor: ...
 
-    # What follows is made of the above, so that a communicator need not have it: at the price of bytes that ranks get
-    # and drop.
+    # What follows is made of the above, so that a communicator need not have it: at the price of more passes over
+    # memory, or of bytes that ranks get and drop.
+
+    def _all_reduce_add_rms_norm(
+        self,
+        input_: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        timeout_s: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return rms_norm.add_rms_norm(self._all_reduce(input_, SUM, timeout_s), residual, weight, eps)
 
     def _reduce(
         self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
@@ -497,7 +570,7 @@ class DeviceCommunicator(ABC):
         self, shape: tuple[int, ...], dtype: torch.dtype, src: int, timeout_s: float | None
     ) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        self._irecv(_movable(tensor), src, timeout_s).wait()
+        self._irecv(movable(tensor), src, timeout_s).wait()
         return tensor
 
     @abstractmethod
@@ -525,27 +598,4 @@ class DeviceCommunicator(ABC):
         return checks.check_peer(rank, self.rank_in_group, self.world_size, name)
 
 
-# torch can neither copy nor concatenate these; each element has a byte of its own.
-_WITHOUT_KERNELS: Final = frozenset(
-    getattr(torch, f"{kind}{bits}")
-    for kind in ("int", "uint")
-    for bits in range(1, 8)
-    if hasattr(torch, f"{kind}{bits}")
-)
-
-
-def movable_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype as which tensors of `dtype` are moved."""
-    return torch.uint8 if dtype in _WITHOUT_KERNELS else dtype
-
-
-def _movable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, or where torch has no kernels for its dtype the same memory as uint8."""
-    return tensor.view(torch.uint8) if tensor.dtype in _WITHOUT_KERNELS else tensor
-
-
-def _restored(result: torch.Tensor, moved: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-    """Return the result of moving `moved` as one of moving `original`."""
-    if result is moved:
-        return original
-    return result if moved is original else result.view(original.dtype)
+__all__ = ["SUM", "CommunicatorContext", "DeviceCommunicator", "movable_dtype"]

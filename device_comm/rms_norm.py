@@ -1,0 +1,143 @@
+"""RMSNorm with one defined order of its sum, and the addition in front of it: the reference for every kernel.
+
+The order is that of `DESIGN.md`, *Fused all-reduce, add and RMSNorm*. Each operation here is a tensor operation of
+its own, rounded once in float32, so that CPU tensors, tensors on accelerators and `csrc/all_reduce.cu` give the same
+bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import torch
+
+from device_comm import checks
+from shm_broadcast.errors import UsageError
+
+# What one row's sum of squares is split over, whatever the hardware: the bits depend on it.
+LANES: Final = 256
+# A lane takes 16 bytes at a time.
+VECTOR_BYTES: Final = 16
+
+DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
+
+# So many float32 of squares are in work at a time, 1 MiB: they are read twice, the second time from the cache.
+_BLOCK_ELEMENTS: Final = 1 << 18
+
+
+def rms_norm(input_: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Divide each row by its root mean square and multiply by `weight`; not collective.
+
+    As `torch.nn.functional.rms_norm` within rounding, but with the same bits wherever it is computed.
+
+    Args:
+        input_: [tokens, hidden] of float32, float16 or bfloat16; unchanged.
+        weight: [hidden], of the input's dtype.
+        eps: Added to the mean of the squares; at least 0.
+
+    Returns:
+        A new contiguous tensor of the input's shape and dtype, without gradient.
+
+    Raises:
+        UsageError: Shape, dtype, device or `eps` do not fit.
+    """
+    if not isinstance(input_, torch.Tensor):
+        raise UsageError(f"rms_norm: expected a tensor, not {type(input_).__name__}")
+    check_arguments(input_, None, weight, eps, input_.device, "rms_norm")
+    return _normed(input_.detach().contiguous(), weight.detach(), eps)
+
+
+def add_rms_norm(
+    input_: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `rms_norm(input_ + residual, weight, eps)` and that sum, both new, of arguments that were checked."""
+    total = torch.add(input_.detach(), residual.detach()).contiguous()
+    return _normed(total, weight.detach(), eps), total
+
+
+def check_arguments(
+    input_: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    device: torch.device,
+    name: str,
+) -> None:
+    """Raise unless the arguments of `rms_norm` or, with a residual, of `all_reduce_add_rms_norm` fit each other.
+
+    Raises:
+        UsageError: They do not. Nothing was sent.
+    """
+    checks.check_tensor(input_, device, name)
+    checks.check_tensor(weight, device, name)
+    if input_.dim() != 2 or input_.shape[1] == 0:
+        raise UsageError(f"{name}: the input must have shape [tokens, hidden], not {tuple(input_.shape)}")
+    if input_.dtype not in DTYPES:
+        raise UsageError(
+            f"{name}: the input must be of {', '.join(map(str, DTYPES))}, not of {input_.dtype}; convert it"
+        )
+    if residual is not None:
+        checks.check_tensor(residual, device, name)
+        if residual.shape != input_.shape or residual.dtype != input_.dtype:
+            raise UsageError(
+                f"{name}: the residual has shape {tuple(residual.shape)} and dtype {residual.dtype}, "
+                f"the input shape {tuple(input_.shape)} and dtype {input_.dtype}"
+            )
+    if tuple(weight.shape) != (input_.shape[1],) or weight.dtype != input_.dtype:
+        raise UsageError(
+            f"{name}: for an input of shape {tuple(input_.shape)} and dtype {input_.dtype} the weight must have shape "
+            f"[{input_.shape[1]}] and that dtype, it has shape {list(weight.shape)} and dtype {weight.dtype}"
+        )
+    is_number = isinstance(eps, (int, float)) and not isinstance(eps, bool)
+    if not is_number or not math.isfinite(eps) or eps < 0:
+        raise UsageError(f"{name}: eps must be a finite number of at least 0, not {eps!r}")
+
+
+def _normed(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    result = torch.empty_like(rows)
+    tokens, hidden = rows.shape
+    wide = weight.float()
+    step = max(1, _BLOCK_ELEMENTS // hidden)
+    for start in range(0, tokens, step):
+        block = rows[start : start + step].float()
+        total = sum_of_squares(block, VECTOR_BYTES // rows.itemsize)
+        # Divisors are tensors on the device itself: by a Python number CUDA multiplies with the reciprocal instead.
+        mean = total / total.new_full((), hidden)
+        # The root by way of float64: rounded to float32 it is the exact one, which is 4 units of float64 away from
+        # where rounding turns. torch's float32 root comes from a vector library that misses it for 1 in 6 numbers.
+        root = (mean + mean.new_full((), eps)).double().sqrt().float()
+        scale = (root.new_full((), 1) / root).unsqueeze(1)
+        result[start : start + step] = ((block * scale) * wide).to(rows.dtype)
+    return result
+
+
+def sum_of_squares(rows: torch.Tensor, vector: int) -> torch.Tensor:
+    """Return the sum of the squares of each row, in the defined order.
+
+    Args:
+        rows: [tokens, hidden] of float32.
+        vector: How many elements of the original dtype 16 bytes hold.
+
+    Returns:
+        [tokens] of float32.
+    """
+    tokens, hidden = rows.shape
+    squares = rows * rows
+    width = LANES * vector
+    turns = -(-hidden // width)
+    # A square is never -0, so a zero behind the end changes no bit of a sum.
+    padded = torch.nn.functional.pad(squares, (0, turns * width - hidden))
+    # [turn, element of the vector, token, lane]: what is added at a time lies together.
+    terms = padded.view(tokens, turns, LANES, vector).permute(1, 3, 0, 2).reshape(-1, tokens, LANES)
+    lanes = torch.zeros_like(terms[0])
+    for term in terms:
+        lanes += term
+    step = LANES // 2
+    while step:
+        lanes = lanes[:, :step] + lanes[:, step : 2 * step]
+        step //= 2
+    return lanes[:, 0]
+
+
+__all__ = ["DTYPES", "LANES", "VECTOR_BYTES", "add_rms_norm", "check_arguments", "rms_norm", "sum_of_squares"]

@@ -33,6 +33,7 @@ from coordinator.parallel_state import (
     destroy_distributed_environment,
     destroy_model_parallel,
     ensure_model_parallel_initialized,
+    get_current_groups,
     get_dp_group,
     get_ep_group,
     get_pp_group,
@@ -43,26 +44,39 @@ from coordinator.parallel_state import (
     graph_capture,
     init_distributed_environment,
     initialize_model_parallel,
+    maybe_get_current_groups,
     model_parallel_is_initialized,
 )
 from coordinator.settings import CoordinatorSettings
+from coordinator.sharding import create_fsdp_groups, create_parallel_groups
+from coordinator.start_up import CreationReport, StartUpReport
+from coordinator.tensor_messages import P2POperation
+from device_comm.all2all import DispatchForm, ExpertPlacement, RoutedTokens
+from device_comm.async_calls import CallHandle
 from device_comm.base import CommunicatorContext, DeviceCommunicator
+from device_comm.derived_reductions import BitwiseOperation, PremulSum, Reduction, premul_sum
 from device_comm.handles import Handle
 from device_comm.reduction import ReduceOperation
 from device_comm.registry import register_communicator
+from device_comm.rms_norm import rms_norm
 from shm_broadcast.codec import register_type
 
 __all__ = [
+    "BitwiseOperation",
+    "CallHandle",
     "CapabilityError",
     "ClosedError",
     "CommError",
     "CommTimeoutError",
     "CommunicatorContext",
     "CoordinatorSettings",
+    "CreationReport",
     "CudaError",
     "DecodeError",
     "DeviceCommunicator",
     "DisagreementError",
+    "DispatchForm",
+    "ExpertPlacement",
     "ExternalWriter",
     "GraphCaptureContext",
     "GroupBrokenError",
@@ -71,17 +85,25 @@ __all__ = [
     "InternalError",
     "NativeError",
     "NcclError",
+    "P2POperation",
     "ParallelGroups",
     "ParallelLayout",
     "PeerLostError",
+    "PremulSum",
     "ReduceOperation",
+    "Reduction",
+    "RoutedTokens",
     "SettingsError",
+    "StartUpReport",
     "UsageError",
     "cleanup_dist_env_and_memory",
+    "create_fsdp_groups",
+    "create_parallel_groups",
     "current_groups",
     "destroy_distributed_environment",
     "destroy_model_parallel",
     "ensure_model_parallel_initialized",
+    "get_current_groups",
     "get_dp_group",
     "get_ep_group",
     "get_pp_group",
@@ -92,7 +114,10 @@ __all__ = [
     "graph_capture",
     "init_distributed_environment",
     "initialize_model_parallel",
+    "maybe_get_current_groups",
     "model_parallel_is_initialized",
+    "premul_sum",
     "register_communicator",
     "register_type",
+    "rms_norm",
 ]

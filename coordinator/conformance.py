@@ -38,7 +38,7 @@ class ConformanceError(AssertionError):
         super().__init__(message)
         self.clause = clause
         self.call = call
-        self.ranks = tuple(ranks)
+        self.ranks: tuple[int, ...] = tuple(ranks)
 
 
 class Checker:
@@ -59,13 +59,13 @@ class Checker:
     ) -> None:
         """Check `communicator`; the arguments are those of `check_device_communicator`."""
         self.communicator = communicator
-        self.rank = communicator.rank_in_group
-        self.world_size = communicator.world_size
-        self.dtypes = tuple(dtypes)
+        self.rank: int = communicator.rank_in_group
+        self.world_size: int = communicator.world_size
+        self.dtypes: tuple[torch.dtype, ...] = tuple(dtypes)
         self.exact = exact
         self.timeout_s = timeout_s
         self.alike = alike
-        self.inputs = inputs.Inputs(self.rank, self.world_size, communicator.device, alike)
+        self.inputs: inputs.Inputs = inputs.Inputs(self.rank, self.world_size, communicator.device, alike)
         self._host = host
         self._call = "nothing"
         self._failures: list[tuple[str, str, str]] = []

@@ -237,6 +237,11 @@ class CpuGroup:
         """Return whether objects go through shared memory, each byte copied once by each side."""
         return self._shared is not None
 
+    @property
+    def channels(self) -> Channels | None:
+        """Return what carries objects between ranks that share memory; None where not all do."""
+        return None if self._shared is None else self._shared.channels
+
     def send_object(self, obj: object, dst: int, name: str, timeout_s: float | None, tag: int) -> None:
         """Send an object to rank `dst`; return when the transport owns it."""
         if self._shared is None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from device_comm.base import CommunicatorContext, DeviceCommunicator
+from device_comm.channels import Channels
 from device_comm.handles import CompletedHandle, Handle
 from device_comm.health import Arrival, GroupHealth, Verdict
 from device_comm.process_group import dense
@@ -296,6 +297,11 @@ class FakeHostPlane:
     def carries_whole(self) -> bool:
         """Return False, as on a group over several hosts."""
         return False
+
+    @property
+    def channels(self) -> Channels | None:
+        """Return None, as on a group over several hosts."""
+        return None
 
     def send_object(self, obj: object, dst: int, name: str, timeout_s: float | None, tag: int) -> None:
         """Keep the object for a receive from rank `dst`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -14,14 +14,16 @@ from coordinator.creation import GroupParts
 from coordinator.fake_planes import FakeCommunicator, FakeHostPlane, SilentBoard
 from coordinator.fake_queues import FakeQueues
 from coordinator.group import GroupCoordinator
-from coordinator.groups import ParallelGroups
+from coordinator.groups import ParallelGroups, group_tables
 from coordinator.host_plane import HostPlane, SoloHostPlane
-from coordinator.layout import Dimension, ParallelLayout, RankLists
+from coordinator.layout import ParallelLayout
 from coordinator.planes import GroupPlanes
 from coordinator.point_to_point import TensorDict
 from coordinator.settings import CoordinatorSettings
 from coordinator.tensor_dict import Slicing, split
+from coordinator.transfer_tags import SCATTER_TAG
 from device_comm import checks
+from device_comm.async_calls import CallLine
 from device_comm.base import CommunicatorContext, DeviceCommunicator
 from device_comm.handles import Handle
 from device_comm.health import GroupHealth
@@ -104,6 +106,8 @@ class FakeGroupCoordinator(GroupCoordinator):
             create_timeout_s=settings.create_timeout_s,
         )
         self._bind(parts, [members], where.index or 0, "fake", settings)
+        self._calls = CallLine(health, where, is_alone=True)
+        self._open_calls = self._calls.open
         self.use_device_communicator = True
         self._queues = FakeQueues(health)
         # For each peer and each dict sent to it: the tensors of which only a slice was sent.
@@ -130,6 +134,72 @@ class FakeGroupCoordinator(GroupCoordinator):
         return UsageError(
             f"{self._health.where(name)}: a fake group has no process group; use its methods, or a real group"
         )
+
+    def as_process_group(self) -> dist.ProcessGroup:
+        """Refuse: there is no other rank to make a process group with."""
+        raise self._no_process_group("as_process_group")
+
+    def recv_any(
+        self,
+        size: torch.Size | Sequence[int],
+        dtype: torch.dtype,
+        *,
+        tag: int = 0,
+        timeout_s: float | None = None,
+    ) -> tuple[torch.Tensor, int]:
+        """Receive the next tensor of `tag` that was sent to any rank; (the tensor, that rank), lowest ranks first.
+
+        Raises:
+            UsageError: Nothing was sent that is still to be received.
+        """
+        self._health.check_usable("recv_any")
+        refusal: UsageError | None = None
+        for src in range(self.world_size):
+            if src != self.rank_in_group:
+                try:
+                    return self.recv(size, dtype, src, tag=tag, timeout_s=timeout_s), src
+                except UsageError as nothing:
+                    refusal = nothing
+        raise refusal or UsageError("recv_any: a group of one has no other rank")
+
+    def _by_color(self, color: int | None, key: int) -> list[list[int]]:
+        """As if every rank brought this one's color and key."""
+        super()._by_color(color, key)
+        return [list(range(self.world_size))] if color is not None and color >= 0 else []
+
+    def _new_group(self, group_ranks: list[list[int]], name: str) -> GroupCoordinator:
+        ranks = next(each for each in group_ranks if self.rank in each)
+        return FakeGroupCoordinator(
+            self.rank,
+            len(ranks),
+            ranks=ranks,
+            device=self.device,
+            group_name=name,
+            settings=self.settings,
+        )
+
+    def scatter_object_list(
+        self,
+        output_list: list[Any],
+        input_list: Sequence[Any] | None = None,
+        src: int = 0,
+        *,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """As in a real group; from another rank comes a copy of what this rank passes.
+
+        Raises:
+            UsageError: This rank passes no list: there is no other rank that could.
+        """
+        checks.check_rank(src, self.world_size, "src")
+        given = None if input_list is None else codec.decode(codec.encode(list(input_list)).to_bytes())
+        if src == self.rank_in_group or given is None or len(given) != self.world_size:
+            given = input_list
+        result = super().scatter_object_list(output_list, given, self.rank_in_group, timeout_s=timeout_s)
+        for peer in range(self.world_size):
+            if peer != self.rank_in_group:
+                self._host.recv_object(peer, None, None, "scatter_object_list", SCATTER_TAG)
+        return result
 
     def enable_broadcaster(self, writer_rank: int = 0) -> None:
         """Make `mq_broadcaster`. What is broadcast does not take it: there is no rank to write or to read."""
@@ -319,14 +389,12 @@ def fake_groups(
     Raises:
         UsageError: The layout has no such rank.
     """
-    tables: dict[RankLists, list[Dimension]] = {}
-    for name in get_args(Dimension):
-        tables.setdefault(layout.groups(name), []).append(name)
+    tables = group_tables(layout)
     groups: dict[str, GroupCoordinator] = {}
-    for names in tables.values():
-        ranks = layout.group_of(names[0], rank)
+    for name, dimensions in tables.items():
+        ranks = layout.group_of(dimensions[0], rank)
         group = FakeGroupCoordinator(
-            rank, len(ranks), ranks=ranks, device=device, group_name="=".join(names), settings=settings
+            rank, len(ranks), ranks=ranks, device=device, group_name=name, settings=settings
         )
-        groups.update(dict.fromkeys(names, group))
+        groups.update(dict.fromkeys(dimensions, group))
     return ParallelGroups(layout=layout, owns_world=True, **groups)

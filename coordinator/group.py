@@ -9,34 +9,46 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
+from coordinator import compile_ops
 from coordinator.broadcaster import Broadcaster
-from coordinator.creation import GroupParts, create_parts, device_of
+from coordinator.coalesced import CoalescedCollectives
+from coordinator.creation import GroupParts, GroupPlan, create_parts, device_of
 from coordinator.expert_parallel import ExpertParallel
 from coordinator.external_writer import ExternalWriter
 from coordinator.graph_capture import GraphCaptureContext, capture_on
-from coordinator.group_names import unique_name
+from coordinator.group_names import next_names, unique_name, use_names
 from coordinator.group_queues import GroupQueues
 from coordinator.membership import find_membership, world_store
-from coordinator.object_collectives import ObjectCollectives
 from coordinator.point_to_point import PointToPoint
 from coordinator.queue_ends import Queues, Reader, Writer
+from coordinator.scalar_collectives import ScalarCollectives
 from coordinator.settings import CoordinatorSettings
-from coordinator.tensor_collectives import TensorCollectives
-from device_comm import checks
+from coordinator.start_up import CreationReport
+from coordinator.subgroups import Subgroups
+from coordinator.tensor_messages import TensorMessages
+from device_comm import base, checks
+from device_comm.async_calls import CallLine
 from device_comm.handles import Handle
 from shm_broadcast.errors import UsageError
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
-class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCollectives):
+class GroupCoordinator(
+    CoalescedCollectives,
+    ExpertParallel,
+    PointToPoint,
+    TensorMessages,
+    ScalarCollectives,
+    Subgroups,
+):
     """One group of ranks, with everything that moves between them.
 
     Creating one is collective over all ranks in `group_ranks`, in the same order on each; it blocks until
@@ -77,7 +89,6 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
             CommTimeoutError: Ranks did not come; `.missing` names them.
             PeerLostError: A rank died meanwhile.
         """
-        started = time.perf_counter()
         settings = settings or CoordinatorSettings.from_env()
         store = world_store()
         membership = find_membership(group_ranks, dist.get_rank(), dist.get_world_size())
@@ -86,10 +97,11 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
         # A number is used up only for what the other ranks also get to: mistakes are found before it.
         device_of(torch_distributed_backend, local_rank)
         name = unique_name(group_name, store, membership.rank, settings.create_timeout_s)
-        parts = create_parts(
-            name=name,
-            group_ranks=group_ranks,
-            membership=membership,
+        (parts,) = create_parts(
+            [GroupPlan(name, group_ranks, membership)],
+            what=f"group {name!r}",
+            meeting=name,
+            facts={},
             local_rank=local_rank,
             backend=torch_distributed_backend,
             use_device_communicator=use_device_communicator,
@@ -100,14 +112,71 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
         self.use_device_communicator = use_device_communicator
         if use_message_queue_broadcaster:
             self.enable_broadcaster()
+        self._log_creation()
+
+    @classmethod
+    def _create_together(
+        cls,
+        tables: Mapping[str, Sequence[Sequence[int]]],
+        local_rank: int,
+        backend: str,
+        settings: CoordinatorSettings,
+        *,
+        what: str,
+        facts: Mapping[str, str],
+        beside: GroupCoordinator | None,
+    ) -> list[Self]:
+        """Create several groups in one step: each would wait for all ranks once more by itself. Collective.
+
+        Args:
+            tables: The rank lists by the groups' names, in the same order on all ranks.
+            local_rank: As the constructor's.
+            backend: As the constructor's.
+            settings: As the constructor's.
+            what: What is being created, for errors.
+            facts: What else the ranks must hold alike.
+            beside: A group of all ranks, if there is one: it knows where they are.
+        """
+        store, rank = world_store(), dist.get_rank()
+        bases = list(tables)
+        meeting, names = next_names("layout", bases, store, rank, settings.create_timeout_s)
+        plans = [
+            GroupPlan(name, table, find_membership(table, rank, dist.get_world_size()))
+            for name, table in zip(names, tables.values(), strict=True)
+        ]
+        groups = []
+        for plan, parts in zip(
+            plans,
+            create_parts(
+                plans,
+                what=what,
+                meeting=meeting,
+                facts=facts,
+                local_rank=local_rank,
+                backend=backend,
+                use_device_communicator=True,
+                store=store,
+                settings=settings,
+                agreed=lambda: use_names(bases, store, rank, settings.create_timeout_s),
+                places=None if beside is None else beside._parts.places,  # noqa: SLF001 - ours
+            ),
+            strict=True,
+        ):
+            group = cls.__new__(cls)
+            group._bind(parts, plan.group_ranks, local_rank, backend, settings)  # noqa: SLF001 - ours
+            group.use_device_communicator = True
+            groups.append(group)
+        return groups
+
+    def _log_creation(self) -> None:
         logger.info(
-            "created group %s: rank %d of %d, device %s, tensors by %s, in %.1f ms",
-            name,
+            "created group %s: rank %d of %d, device %s, tensors by %s, in %s",
+            self.unique_name,
             self.rank_in_group,
             self.world_size,
             self.device,
             self.device_communicator.algorithm,
-            (time.perf_counter() - started) * 1e3,
+            self.creation,
         )
 
     def _bind(
@@ -119,23 +188,28 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
         settings: CoordinatorSettings,
     ) -> None:
         """Take over the parts of a group."""
-        self.unique_name = parts.health.name
-        self.rank = parts.health.rank
-        self.ranks = list(parts.health.ranks)
-        self.world_size = len(self.ranks)
-        self.rank_in_group = self.ranks.index(self.rank)
+        self.unique_name: str = parts.health.name
+        self.rank: int = parts.health.rank
+        self.ranks: list[int] = list(parts.health.ranks)
+        self.world_size: int = len(self.ranks)
+        self.rank_in_group: int = self.ranks.index(self.rank)
         self.local_rank = local_rank
-        self.group_ranks = [list(ranks) for ranks in group_ranks]
+        self.group_ranks: list[list[int]] = [list(ranks) for ranks in group_ranks]
         self.torch_distributed_backend = backend
         self.settings = settings
-        self.device = parts.device
-        self.device_communicator = parts.communicator
+        self.device: torch.device = parts.device
+        self.device_communicator: base.DeviceCommunicator = parts.communicator
+        self.creation: CreationReport = parts.report or CreationReport(
+            name=self.unique_name, world_size=self.world_size
+        )
         self._parts = parts
         self._host = parts.host
         self._health = parts.health
         self._cpu_group = parts.cpu_group
         self._device_group = parts.device_group
         self._open_sends: deque[Handle] = deque()
+        self._calls = CallLine(parts.health, parts.device, is_alone=self.world_size == 1)
+        self._open_calls = self._calls.open
         self._stated_counts = None
         self._dispatched_counts = None
         self._queues: Queues = GroupQueues(parts.host, parts.health, settings, parts.address)
@@ -143,6 +217,7 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
         self._queue_src: int | None = None
         self._send_now: Callable[[Any], bool] = bool
         self.mq_broadcaster: Writer | Reader | None = None
+        compile_ops.register_group(self)
 
     # ------------------------------------------------------------------ who and where
 
@@ -193,7 +268,7 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
         """Return the group's process group for device tensors; on the CPU see `cpu_group`."""
         self._health.check_usable("device_group")
         if self._device_group is None:
-            self._device_group = self._parts.open_gloo_group("device")
+            self._device_group = self._parts.open_device_group()
         return self._device_group
 
     # ------------------------------------------------------------------ queues, buffers, graphs
@@ -223,6 +298,7 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
             CapabilityError: A rank lacks the memory, or could not open its end; on every rank. The group
                 stays usable.
         """
+        self._keep_order("create_mq_broadcaster")
         self._health.check_usable("create_mq_broadcaster")
         writer = checks.check_rank(writer_rank, self.world_size, "writer_rank")
         end = self._queues.broadcast(writer, external_writer_handle)
@@ -247,6 +323,7 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
             CapabilityError: A rank lacks the memory, or could not open its end; on every rank. The group
                 stays usable.
         """
+        self._keep_order("create_single_reader_mq_broadcasters")
         self._health.check_usable("create_single_reader_mq_broadcasters")
         reader = checks.check_rank(reader_rank_in_group, self.world_size, "reader_rank_in_group")
         ends = self._queues.gather(reader)
@@ -263,7 +340,9 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
         self._health.check_usable("enable_broadcaster")
         if self.world_size == 1 or self._broadcaster is not None:
             return
+        started = time.perf_counter()
         self.mq_broadcaster = self.create_mq_broadcaster(writer_rank)
+        self.creation = self.creation.plus(queue=time.perf_counter() - started)
         self._broadcaster = Broadcaster(
             self.mq_broadcaster, writer_rank, self._health, self.settings.timeout_s
         )
@@ -275,6 +354,7 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
 
         For operations that shall run beside those on `device_group`. It is destroyed with this group.
         """
+        self._keep_order("make_sibling_device_group")
         self._health.check_usable("make_sibling_device_group")
         sibling = self._parts.new_device_group(group_desc or "sibling")
         self._parts.adopt(sibling)
@@ -287,6 +367,7 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
         module that has a method `prepare_communication_buffer(group)` gets it called with this group, in
         the order of `model.modules()`, which must be the same on all ranks.
         """
+        self._keep_order("prepare_communication_buffer_for_model")
         self._health.check_usable("prepare_communication_buffer_for_model")
         if not isinstance(model, torch.nn.Module):
             raise UsageError(f"expected a torch.nn.Module, not {type(model).__name__}")
@@ -306,10 +387,13 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
     ) -> Iterator[GraphCaptureContext]:
         """Enter the state in which a CUDA graph of this group's collectives can be captured.
 
-        On the CPU a no-op. Yields `graph_capture_context`, or a new one, whose stream the capture uses.
+        *Collective*, at both ends: entering connects and compiles what a capture cannot, leaving tells the other ranks
+        of the captured inputs. Only then the graph may be replayed; before, a replay breaks the group with a
+        `UsageError`. Calls on the stream before the capture itself begins are warm-up, and run. On the CPU a no-op.
+        Yields `graph_capture_context`, or a new one, whose stream the capture uses.
         """
         self._health.check_usable("graph_capture")
-        with capture_on(self.device, graph_capture_context) as context:
+        with capture_on(self.device, [self.device_communicator], graph_capture_context) as context:
             yield context
 
     # ------------------------------------------------------------------ life
@@ -323,11 +407,16 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
         """
         if not self._health.close():
             return
+        compile_ops.forget_group(self)
         deadline = time.monotonic() + self.settings.destroy_timeout_s
+        # A call that waits notices within 0.1 s that the group is closed; what does not is woken further down.
+        self._calls.close(CALLS_END_S)
         self._queues.close(self.settings.destroy_timeout_s / 2)
         left_s = max(deadline - time.monotonic(), self.settings.destroy_timeout_s / 2)
         self._parts.destroy(left_s, list(self._open_sends))
         self._open_sends.clear()
+        self._calls.close(self.settings.destroy_timeout_s / 2)
+        self._process_group = None
         self._cpu_group = None
         self._device_group = None
         self.mq_broadcaster = self._broadcaster = None
@@ -353,6 +442,9 @@ class GroupCoordinator(TensorCollectives, ExpertParallel, PointToPoint, ObjectCo
         """Refuse: a group is bound to its process."""
         raise UsageError("a GroupCoordinator cannot be copied or sent: it belongs to its process")
 
+
+# How long `destroy` waits for asynchronous calls to end by themselves.
+CALLS_END_S = 0.5
 
 # Prefill chunks of current engines hold 2,048 to 8,192 tokens; more than 64 MiB is chunked anyway.
 TOKENS_PER_MESSAGE = 2048

@@ -23,7 +23,7 @@ from coordinator.settings import CoordinatorSettings
 from coordinator.start_up import StartUpReport
 from shm_broadcast.errors import UsageError
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 # The order in which groups are created, and in reverse torn down. The same on all ranks.
 DIMENSIONS: Final[tuple[Dimension, ...]] = ("world", "tp", "cp", "pp", "dp", "ep", "rdp", "sdp")

@@ -7,6 +7,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from device_comm.channels import Channels
 from device_comm.handles import Handle
 from device_comm.health import GroupHealth
 from shm_broadcast.errors import UsageError
@@ -37,6 +38,10 @@ class HostPlane(Protocol):
     @property
     def carries_whole(self) -> bool:
         """Return whether a message of any size is moved as fast as tensors are by themselves."""
+
+    @property
+    def channels(self) -> Channels | None:
+        """Return what carries objects between ranks that share memory; None where not all do."""
 
     def send_object(self, obj: object, dst: int, name: str, timeout_s: float | None, tag: int) -> None:
         """Send an object to rank `dst`; return when the transport owns it."""
@@ -104,6 +109,11 @@ class SoloHostPlane:
     def carries_whole(self) -> bool:
         """Return False: nothing is carried."""
         return False
+
+    @property
+    def channels(self) -> Channels | None:
+        """Return None: there is no peer."""
+        return None
 
     def send_object(self, obj: object, dst: int, name: str, timeout_s: float | None, tag: int) -> None:
         """Refuse: there is no peer."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from coordinator.planes import GroupPlanes
-from coordinator.transfer_tags import OBJECT_TAG
+from coordinator.transfer_tags import OBJECT_TAG, SCATTER_TAG
 from device_comm import checks
 from device_comm.handles import CompletedHandle, Handle
+from shm_broadcast import codec
 from shm_broadcast.errors import UsageError
 
 
@@ -86,16 +88,58 @@ class ObjectCollectives(GroupPlanes):
 
     def all_gather_object(self, obj: Any, *, timeout_s: float | None = None) -> list[Any]:
         """Return every rank's object, in rank order, on every rank. Collective."""
+        self._keep_order("all_gather_object")
         self._health.check_usable("all_gather_object")
         checks.check_timeout(timeout_s)
         return self._host.all_gather_object(obj, timeout_s)
 
     def gather_object(self, obj: Any, dst: int = 0, *, timeout_s: float | None = None) -> list[Any] | None:
         """Return every rank's object, in rank order, on rank `dst`; None elsewhere. Collective."""
+        self._keep_order("gather_object")
         self._health.check_usable("gather_object")
         checks.check_timeout(timeout_s)
         checks.check_rank(dst, self.world_size, "dst")
         return self._host.gather_object(obj, dst, timeout_s)
+
+    def scatter_object_list(
+        self,
+        output_list: list[Any],
+        input_list: Sequence[Any] | None = None,
+        src: int = 0,
+        *,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Put the i-th object of rank `src`'s list into `output_list[0]` on rank i, and return it. Collective.
+
+        Args:
+            output_list: Its first element is replaced.
+            input_list: On rank `src` one object for each rank, in rank order; not looked at elsewhere.
+            src: Rank in the group.
+            timeout_s: Deadline in seconds; receivers wait without limit by default.
+
+        Raises:
+            UsageError: The output has no element, or the input not one for each rank; before anything is sent.
+        """
+        self._health.check_usable("scatter_object_list")
+        checks.check_timeout(timeout_s)
+        checks.check_rank(src, self.world_size, "src")
+        if not isinstance(output_list, list) or not output_list:
+            raise UsageError("scatter_object_list: output_list must be a list of at least one element")
+        name = "scatter_object_list"
+        if self.rank_in_group != src:
+            output_list[0] = self._host.recv_object(src, timeout_s, None, name, SCATTER_TAG)
+            return output_list[0]
+        objects = list(input_list or ())
+        if len(objects) != self.world_size:
+            raise UsageError(f"{name}: rank src must give {self.world_size} objects, not {len(objects)}")
+        # All are refused before one is sent.
+        for each in objects:
+            codec.encode(each)
+        for rank, each in enumerate(objects):
+            if rank != src:
+                self._host.send_object(each, rank, name, timeout_s, SCATTER_TAG)
+        output_list[0] = objects[src]
+        return output_list[0]
 
     def send_object(self, obj: Any, dst: int, *, timeout_s: float | None = None) -> None:
         """Send an object to rank `dst`, which calls `recv_object`.

@@ -30,7 +30,7 @@ from coordinator.rendezvous import init_world, leave_world
 from coordinator.settings import CoordinatorSettings, LaunchEnvironment
 from shm_broadcast.errors import UsageError
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 def init_distributed_environment(

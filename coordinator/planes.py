@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from coordinator.broadcaster import Broadcaster
 from coordinator.host_plane import HostPlane
+from device_comm import checks
+from device_comm.async_calls import CallHandle, CallLine
 from device_comm.base import DeviceCommunicator
 from device_comm.health import GroupHealth
+
+Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
 
 
 class GroupPlanes:
@@ -42,6 +48,9 @@ class GroupPlanes:
     _queue_src: int | None = None
     _send_now: Callable[[Any], bool]
     _health: GroupHealth
+    _calls: CallLine
+    # Those of `_calls`: while there are any, a collective that does not stand in line waits for them.
+    _open_calls: Sequence[CallHandle[Any]] = ()
     _cpu_group: dist.ProcessGroup | None
     _device_group: dist.ProcessGroup | None
 
@@ -54,3 +63,18 @@ class GroupPlanes:
             return broadcaster.receive(timeout_s, type_)
         broadcaster.send(obj, timeout_s)
         return obj
+
+    def _later(
+        self, name: str, call: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> CallHandle[Result]:
+        """Let `call`, of the device plane, be made behind all open calls; what is no tensor is refused now."""
+        self._health.check_usable(name)
+        for tensor in args[:1]:
+            checks.check_tensor(tensor, self.device, name)
+        # An accelerator queues it on the stream that is current here, and blocks nobody.
+        return self._calls.submit(name, partial(call, *args, **kwargs), at_once=self.device.type != "cpu")
+
+    def _keep_order(self, name: str) -> None:
+        """Wait for the open calls: what comes next is a collective that does not stand in line."""
+        if self._open_calls:
+            self._calls.settle(name)

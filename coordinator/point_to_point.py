@@ -129,8 +129,12 @@ class PointToPoint(GroupPlanes):
         for plane, tensor in tensors:
             if plane == "host":
                 handles.append(self._host.isend_tensor(tensor, [peer], timeout_s, TENSOR_TAG))
-            else:
-                handles.append(self.device_communicator.isend(tensor, peer, timeout_s=timeout_s))
+        on_device = [tensor for plane, tensor in tensors if plane == "device"]
+        if on_device:
+            with self.device_communicator.group():
+                handles += [
+                    self.device_communicator.isend(tensor, peer, timeout_s=timeout_s) for tensor in on_device
+                ]
         for handle in handles:
             self._keep_sending(handle)
         return handles
@@ -222,6 +226,7 @@ class PointToPoint(GroupPlanes):
         Returns:
             On rank `src` the dict itself, elsewhere a new dict of new tensors.
         """
+        self._keep_order("broadcast_tensor_dict")
         self._health.check_usable("broadcast_tensor_dict")
         checks.check_timeout(timeout_s)
         checks.check_rank(src, self.world_size, "src")
@@ -326,6 +331,7 @@ def _gatherer(
     group: GroupPlanes, part: torch.Tensor, put: Callable[[torch.Tensor], None]
 ) -> Callable[[], None]:
     def gather() -> None:
+        group._keep_order("recv_tensor_dict")  # noqa: SLF001
         if part.device.type == group.device.type:
             put(group.device_communicator.all_gather(part, dim=0))
             return

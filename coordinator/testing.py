@@ -40,9 +40,9 @@ from device_comm.base import DeviceCommunicator
 from shm_broadcast.errors import UsageError
 
 __all__ = [
+    "PARTS",
     "ConformanceError",
     "FakeCommunicator",
-    "PARTS",
     "FakeGroupCoordinator",
     "ObjectExchange",
     "check_device_communicator",

@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn, Protocol
 
 from shm_broadcast import _core as rings
 from shm_broadcast import codec
-from shm_broadcast.errors import CommError
+from shm_broadcast.errors import CommError, InternalError
 
 # A call polls and yields so long before it sleeps, as the other rank is often about to come.
 _SPIN_NS: Final = 100_000
@@ -19,6 +19,9 @@ _SPIN_NS: Final = 100_000
 _FIRST_LOOK_S: Final = 0.001
 # And so often while such a message is under way, or several receivers are served at once.
 _BUSY_LOOK_S: Final = 0.0002
+# Who waits for any of several ranks pauses so much longer after each look, up to the second figure.
+_ANY_STEP_S: Final = 0.00002
+_ANY_LONGEST_S: Final = 0.001
 # A thread that writes looks so often whether the channels were closed.
 _BACKGROUND_SLICE_NS: Final = 20_000_000
 # So many messages are taken in before a waiting call looks after its own again.
@@ -62,7 +65,7 @@ class Receiving:
         self._land = land
         self._error: Exception | None = None
         self.value: Any = None
-        self.is_done = False
+        self.is_done: bool = False
 
     def arrive(self, value: Any) -> None:
         """Take the message; what is wrong with it is raised by who waits."""
@@ -99,7 +102,7 @@ class Inlet:
         self.peer = peer
         self._crossing = crossing
         self._memory = memory
-        self.port = rings.ReadPort(memory, 0, codec.build_owned)
+        self.port: rings.ReadPort = rings.ReadPort(memory, 0, codec.build_owned)
         rings.ring_attach(memory, 0)
         self._arrived: dict[int, deque[Any]] = {}
         self._awaited: dict[int, deque[Receiving]] = {}
@@ -153,6 +156,18 @@ class Inlet:
             spin_ns = 0
             if look.is_over(self):
                 return
+
+    def take_arrived(self, tag: int) -> list[Any]:
+        """Take the oldest message of `tag` that is there and that nobody awaits; an empty list if there is none."""
+        self.drain()
+        with self._lock:
+            arrived = self._arrived.get(tag)
+            return [arrived.popleft()] if arrived else []
+
+    def has_ended(self) -> bool:
+        """Return whether nothing will come any more, and all that came was taken in."""
+        with self._lock:
+            return self._has_ended()
 
     def _has_ended(self) -> bool:
         try:
@@ -217,6 +232,48 @@ class ReceivingAll:
         return tuple(sorted(peer for receiving in self._receivings for peer in receiving.pending()))
 
 
+class ReceivingAny:
+    """A message of one tag that is awaited from several ranks, whichever sends it first; see `Pollable`."""
+
+    def __init__(self, inlets: Sequence[Inlet], tag: int, crossing: Crossing) -> None:
+        """Await it behind those of the tag that are awaited from one rank."""
+        self._inlets = list(inlets)
+        self._tag = tag
+        self._crossing = crossing
+        self._found: tuple[Inlet, Any] | None = None
+
+    def poll(self, slice_s: float) -> bool:
+        """Look at every channel for up to `slice_s` seconds."""
+        until = time.monotonic() + slice_s
+        pause_s = 0.0
+        while True:
+            for inlet in self._inlets:
+                taken = inlet.take_arrived(self._tag)
+                if taken:
+                    self._found = (inlet, taken[0])
+                    return True
+            if self._crossing.is_closed or all(inlet.has_ended() for inlet in self._inlets):
+                raise_left()
+            if time.monotonic() >= until:
+                return False
+            # One futex cannot wait for several rings; who waits for long looks a thousand times a second.
+            time.sleep(pause_s)
+            pause_s = min(pause_s + _ANY_STEP_S, _ANY_LONGEST_S)
+
+    def taken(self) -> tuple[Inlet, Any]:
+        """Return the message and where it came from. Raises what is wrong with it."""
+        if self._found is None:
+            raise InternalError("a message from any rank was taken before it had come")
+        inlet, value = self._found
+        if isinstance(value, _Undecodable):
+            codec.raise_decode_error(value.error)
+        return inlet, value
+
+    def pending(self) -> tuple[int, ...]:
+        """Return all senders: any of them might have been the one."""
+        return tuple(sorted(inlet.peer for inlet in self._inlets)) if self._found is None else ()
+
+
 class _Look:
     """When a call that waits for one rank looks for what the others send meanwhile."""
 
@@ -249,7 +306,7 @@ class Sending:
         self._done = 0
         self._error: BaseException | None = None
         # Set, and the memory let go, when the channel owns the whole message.
-        self.is_owned = threading.Event()
+        self.is_owned: threading.Event = threading.Event()
 
     def advance(self, spin_ns: int, park_ns: int) -> bool:
         """Write what there is room for, waiting once where there is none; return whether anything was written.
@@ -353,8 +410,8 @@ class Outlet:
         """Write into a ring, which global rank `peer` reads."""
         self.peer = peer
         self.crossing = crossing
-        self.memory = memory
-        self.port = rings.WritePort(memory, codec.describe)
+        self.memory: mmap.mmap = memory
+        self.port: rings.WritePort = rings.WritePort(memory, codec.describe)
         # What is not in the channel as a whole, in order: the first is under way.
         self._waiting: deque[Sending] = deque()
         # Whether a thread writes what waits, until nothing does.

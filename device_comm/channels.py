@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn
 
 from device_comm import _core
-from device_comm.channel_ends import Inlet, Outlet, ReceivingAll, Sending, Writing, raise_left
+from device_comm.channel_ends import Inlet, Outlet, ReceivingAll, ReceivingAny, Sending, Writing, raise_left
 from device_comm.handles import CompletedHandle, Handle, PointToPointHandle
 from device_comm.health import GroupHealth, Operation
 from device_comm.works import WaiterThreads
@@ -99,7 +99,7 @@ class Channels:
         self._threads = WaiterThreads(f"{health.name}-send")
         # Held while channels are opened or all are closed; a wait for one may break the group, which closes all.
         self._lock = threading.RLock()
-        self.is_closed = False
+        self.is_closed: bool = False
 
     # ------------------------------------------------------------------ sending
 
@@ -174,6 +174,17 @@ class Channels:
         for receiving in receivings:
             receiving.is_complete()
         return [receiving.value for receiving in receivings]
+
+    def recv_any(self, plane: str, name: str, tag: int, timeout_s: float | None) -> tuple[Any, int]:
+        """Return the next object of `tag` that any other rank has sent, and that rank; as `recv` otherwise.
+
+        PeerLostError: Any other rank is gone: it might have been the one.
+        """
+        operation = self._operation(plane, name, "from any of", self._others)
+        awaiting = ReceivingAny([self._inlet(src, name) for src in self._others], tag, self)
+        self._health.wait(operation, awaiting, timeout_s)
+        inlet, value = awaiting.taken()
+        return value, self._health.ranks.index(inlet.peer)
 
     def irecv(
         self, plane: str, name: str, src: int, tag: int, timeout_s: float | None, land: Callable[[Any], Any]

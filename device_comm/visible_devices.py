@@ -128,7 +128,7 @@ def plugged_in(folder: Path = Path("/proc/driver/nvidia/gpus")) -> list[Physical
         buses = sorted(folder.iterdir())
     except OSError:
         return []
-    found = []
+    found: list[PhysicalDevice] = []
     for bus in buses:
         try:
             lines = (bus / "information").read_text().splitlines()

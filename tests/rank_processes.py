@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.rank_main import STACKS_SIGNAL, Message, receive, send
 
-__all__ = ["RankProcess", "own_children", "own_descriptors", "stop_server"]
+__all__ = ["ONE_THREAD", "RankProcess", "own_children", "own_descriptors", "stop_server"]
 
 ROOT = Path(__file__).parent.parent
 SURVIVOR_GRACE_S = 2.0
@@ -98,7 +98,9 @@ class RankProcess:
         status: How it ended, as from `os.waitstatus_to_exitcode`; None while it runs.
     """
 
-    def __init__(self, number: int, directory: Path, environ: Mapping[str, str], *, fresh: bool) -> None:
+    def __init__(
+        self, number: int, directory: Path, environ: Mapping[str, str], *, fresh: bool, brief: bool
+    ) -> None:
         """Start it; `directory` gets its output and its stacks."""
         self.number = number
         self.status: int | None = None
@@ -108,6 +110,7 @@ class RankProcess:
         spawn = {
             "environ": {**os.environ, **ONE_THREAD, **environ},
             "fresh": fresh,
+            "brief": brief,
             "log": str(self._log),
             "stacks": str(self._stacks),
         }

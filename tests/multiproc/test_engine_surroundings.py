@@ -120,7 +120,7 @@ class Counting(GroupCoordinator):
         super().__init__(*args, **kwargs)
         self.reductions = 0
 
-    def all_reduce(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def all_reduce(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self.reductions += 1
         return super().all_reduce(input_, *args, **kwargs)
 

@@ -12,16 +12,20 @@ import pytest
 import torch
 
 from coordinator import (
+    BitwiseOperation,
     ClosedError,
     DisagreementError,
     ExternalWriter,
     GroupBrokenError,
     GroupCoordinator,
+    P2POperation,
     ParallelGroups,
     ParallelLayout,
     UsageError,
     current_groups,
+    functional,
     get_tp_group,
+    premul_sum,
 )
 from coordinator.tensor_dict import INLINE_BYTES
 from coordinator.testing import FakeGroupCoordinator, fake_groups
@@ -121,7 +125,7 @@ def test_a_fake_has_no_process_groups(group: FakeGroupCoordinator) -> None:
 def test_reductions(group: FakeGroupCoordinator) -> None:
     """As if every rank held the input, in the real arithmetic."""
     assert torch.equal(group.all_reduce(TABLE), TABLE * 3)
-    assert torch.equal(group.all_reduce(TABLE, "product"), TABLE**3)  # type: ignore[arg-type]
+    assert torch.equal(group.all_reduce(TABLE, "product"), TABLE**3)  # type: ignore[call-overload]
     third = torch.tensor([1 / 3], dtype=torch.bfloat16)
     assert torch.equal(group.all_reduce(third), (third.float() * 3).bfloat16())
     own = TABLE.clone()
@@ -194,8 +198,8 @@ def test_what_real_groups_refuse_is_refused(group: FakeGroupCoordinator) -> None
         "must have shape": lambda: group.scatter(TABLE.clone(), TABLE, 1),
         "send_sizes add up to 3": lambda: group.all_to_all(TABLE, 0, (1, 1, 1), (1, 1, 1)),
         "src is -1": lambda: group.broadcast(TABLE, -1),
-        "no reduction": lambda: group.all_reduce(TABLE, "xor"),  # type: ignore[arg-type]
-        "expected a tensor": lambda: group.all_reduce([1]),  # type: ignore[arg-type]
+        "no reduction": lambda: group.all_reduce(TABLE, "xor"),  # type: ignore[call-overload]
+        "expected a tensor": lambda: group.all_reduce([1]),  # type: ignore[call-overload]
         "is on meta": lambda: group.all_reduce(torch.empty(1, device="meta")),
         "timeout_s": lambda: group.barrier(0),
         "this rank itself": lambda: group.send_object(1, 1),
@@ -393,6 +397,40 @@ def test_a_broadcaster_changes_no_result(group: FakeGroupCoordinator) -> None:
     for src in range(3):
         assert group.broadcast_object("x", src) == "x"
         assert group.broadcast_tensor_dict({"x": 1}, src) == {"x": 1}
+
+
+def test_asynchronous_coalesced_and_tagged_calls(group: FakeGroupCoordinator) -> None:
+    """Made at once, without a thread; what was sent under a tag can be received from its peer, or from any."""
+    handle = group.all_reduce(TABLE, async_op=True)
+    assert handle.is_completed()
+    assert torch.equal(handle.wait(), TABLE * 3)
+    assert torch.equal(handle.get_future().wait(), TABLE * 3)
+    assert group.barrier(async_op=True).wait() is None
+    with pytest.raises(UsageError, match="cannot be split"):
+        group.reduce_scatter(TABLE, 0, async_op=True).wait()
+    assert threading.active_count() == 1
+    assert torch.equal(group.all_reduce_coalesced([TABLE, TABLE.long()])[1], TABLE.long() * 3)
+    assert torch.equal(group.all_gather_coalesced([TABLE], 1)[0], torch.cat([TABLE] * 3, 1))
+    assert torch.equal(group.all_reduce(TABLE.long(), BitwiseOperation.BOR), TABLE.long())
+    assert torch.equal(group.all_reduce(TABLE, premul_sum(0.5)), TABLE * 1.5)
+    group.send(TABLE, 2, tag=3)
+    group.batch_isend_irecv([P2POperation(verb="isend", tensor=TABLE + 1, peer=0)])
+    tensor, src = group.recv_any((4, 6), torch.float32, tag=3)
+    assert src == 2
+    assert torch.equal(tensor, TABLE)
+    assert torch.equal(group.recv_any((4, 6), torch.float32)[0], TABLE + 1)
+    with pytest.raises(UsageError, match="nothing is there"):
+        group.recv_any((4, 6), torch.float32)
+    box: list[Any] = [None]
+    assert group.scatter_object_list(box, ["a", "b", "c"], 0) == "b" == box[0]
+    group.monitored_barrier()
+    part = group.split_group([[1, 2], [0]])
+    assert isinstance(part, FakeGroupCoordinator)
+    assert part.ranks == [5, 9]
+    assert group.split_group(color=-1) is None
+    with pytest.raises(UsageError, match="no process group"):
+        group.as_process_group()
+    assert functional.all_reduce(TABLE, "sum", group)[0, 1] == 3
 
 
 # --- tensor dicts ---------------------------------------------------------------------------------------------

@@ -235,6 +235,7 @@ def test_special_values(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.guarantee("D2")
+@pytest.mark.usefixtures("two_torch_threads")
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, *COMPLEX, torch.bool], ids=str)
 def test_a_result_does_not_depend_on_where_its_element_stands(dtype: torch.dtype) -> None:
     """Vector body, tail and threads of torch's loops give the same bits: a shard is reduced as the whole is."""

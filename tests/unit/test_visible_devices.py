@@ -119,7 +119,9 @@ def test_the_kernel_driver_tells_what_is_plugged_in(tmp_path: Path) -> None:
     """By bus, whatever else stands there; nothing where there is no driver."""
     for bus, uuid in (("0000:41:00.0", "GPU-bbbb"), ("0000:01:00.0", "GPU-aaaa"), ("0000:61:00.0", "none")):
         (tmp_path / bus).mkdir()
-        (tmp_path / bus / "information").write_text(f"Model: \t NVIDIA H200\nGPU UUID: \t {uuid}\nIRQ:  \t 16\n")
+        (tmp_path / bus / "information").write_text(
+            f"Model: \t NVIDIA H200\nGPU UUID: \t {uuid}\nIRQ:  \t 16\n"
+        )
     (tmp_path / "0000:81:00.0").mkdir()
     assert [(each.ordinal, each.uuid) for each in plugged_in(tmp_path)] == [(0, "GPU-aaaa"), (1, "GPU-bbbb")]
     assert plugged_in(tmp_path / "missing") == []

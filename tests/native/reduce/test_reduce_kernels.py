@@ -231,6 +231,7 @@ def of_ranks(dtype: torch.dtype, ranks: int, length: int | None = None) -> list[
 
 
 @pytest.mark.guarantee("D2")
+@pytest.mark.usefixtures("two_torch_threads")
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_the_bits_are_those_of_the_reference(kernels: Kernels, op: ReduceOperation) -> None:
     """Special values, all values of 8 and 16 bits and all pairs of 8 give the reference's bits at all levels."""
@@ -259,6 +260,7 @@ def test_length_and_alignment_change_nothing(kernels: Kernels, streaming: bool) 
 
 
 @pytest.mark.guarantee("D2")
+@pytest.mark.usefixtures("two_torch_threads")
 def test_long_tensors_and_many_ranks(kernels: Kernels) -> None:
     """Neither a thousand ranks nor a tensor of many blocks leaves the reference."""
     generator = torch.Generator().manual_seed(1)

@@ -1,0 +1,408 @@
+"""A group as a process group of torch: what torch's functions call becomes a call of ours."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _register_process_group
+from torch.distributed.distributed_c10d import GroupName
+
+from device_comm.derived_reductions import reducer
+from device_comm.handles import Handle
+from shm_broadcast.errors import ClosedError, UsageError
+
+if TYPE_CHECKING:
+    from coordinator.group import GroupCoordinator
+    from device_comm.async_calls import CallHandle
+
+BACKEND: Final = "group_coordinator"
+
+Tensors = Sequence[torch.Tensor]
+
+
+class _Work(dist.Work):
+    """A call under way, or done, as torch waits for it."""
+
+    def __init__(self, handle: CallHandle[Any] | None = None) -> None:
+        super().__init__()
+        self._handle = handle
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the end of the call; raises what it raised."""
+        if self._handle is not None:
+            self._handle.wait(_seconds(timeout))
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether the call is done. Raises what it raised."""
+        return self._handle is None or self._handle.is_completed()
+
+    def is_success(self) -> bool:
+        """Return whether the call is done and has not failed."""
+        return self.is_completed()
+
+    def synchronize(self) -> None:
+        """Wait."""
+        self.wait()
+
+    def get_future(self) -> Any:
+        """Return torch's future of the outputs."""
+        if self._handle is not None:
+            return self._handle.get_future()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+
+class _TransferWork(dist.Work):
+    """A send or a receive."""
+
+    def __init__(self, handle: Handle) -> None:
+        super().__init__()
+        self._handle = handle
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait with the deadline that the transfer has."""
+        del timeout
+        self._handle.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether the transfer is complete."""
+        return self._handle.is_completed()
+
+
+class _AnyWork(dist.Work):
+    """A receive from any rank, which takes place when it is waited for."""
+
+    def __init__(self, receive: Callable[[], int]) -> None:
+        super().__init__()
+        self._receive: Callable[[], int] | None = receive
+        self._source = -1
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Receive; the deadline is the group's."""
+        del timeout
+        receive, self._receive = self._receive, None
+        if receive is not None:
+            self._source = receive()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether it was waited for."""
+        return self._receive is None
+
+    def _source_rank(self) -> int:
+        return self._source
+
+
+# torch's stub has other forms of each method than those that torch calls.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class CoordinatorProcessGroup(_ProcessGroup):  # type: ignore[misc]
+    """What torch calls, by torch's names; ranks here are ranks in the group."""
+
+    def __init__(self, group: GroupCoordinator) -> None:
+        """Use `register`."""
+        super().__init__(group.rank_in_group, group.world_size)
+        # torch keeps process groups until they are destroyed; a group that nobody else keeps shall go.
+        self._group = weakref.ref(group)
+        self._name = f"{group.unique_name} as a process group"
+
+    @property
+    def coordinator(self) -> GroupCoordinator:
+        """Return the group.
+
+        Raises:
+            ClosedError: It is gone.
+        """
+        group = self._group()
+        if group is None:
+            raise ClosedError(f"{self._name}: the group is gone")
+        return group
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """Return the name of the backend."""
+        return BACKEND
+
+    def getGroupName(self) -> str:  # noqa: N802 - torch's name
+        """Return the name under which torch finds the group."""
+        return self._name
+
+    def shutdown(self) -> None:
+        """Do nothing: the group ends by its own `destroy`."""
+
+    abort = shutdown
+
+    def _run(self, name: str, opts: Any, call: Callable[[float | None], Any], device: str = "cpu") -> _Work:
+        """Make a call of the group, now or in line, with the deadline that `opts` states."""
+        group = self.coordinator
+        timeout_s = None if opts is None else _seconds(opts.timeout)
+        if getattr(opts, "asyncOp", True) and device == "cpu":
+            return _Work(group._calls.submit(name, lambda: call(timeout_s)))  # noqa: SLF001 - one class in two files
+        group._keep_order(name)  # noqa: SLF001
+        group._health.check_usable(name)  # noqa: SLF001
+        call(timeout_s)
+        return _Work()
+
+    # ------------------------------------------------------------------ reductions
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> _Work:
+        """Combine in place."""
+        there = self.coordinator.device_communicator
+        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+
+        def call(timeout_s: float | None) -> list[torch.Tensor]:
+            for tensor in tensors:
+                reducer(op, there).all_reduce_(tensor, op, timeout_s=timeout_s)
+            return list(tensors)
+
+        return self._run("all_reduce", opts, call, tensors[0].device.type)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> _Work:
+        """Combine in place, in one meeting."""
+        group = self.coordinator
+        op: Any = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        handle = group.all_reduce_coalesced(list(tensors), op, async_op=True)
+
+        def put() -> None:
+            for tensor, result in zip(tensors, handle.wait(), strict=True):
+                tensor.detach().copy_(result)
+
+        return _After(handle, put)
+
+    def reduce(self, tensors: Tensors, opts: Any) -> _Work:
+        """Combine on the root, in its tensor."""
+        there = self.coordinator.device_communicator
+
+        def call(timeout_s: float | None) -> list[torch.Tensor]:
+            for tensor in tensors:
+                reducing = reducer(opts.reduceOp, there)
+                result = reducing.reduce(tensor, opts.rootRank, opts.reduceOp, timeout_s=timeout_s)
+                if result is not None:
+                    tensor.detach().copy_(result)
+            return list(tensors)
+
+        return self._run("reduce", opts, call, tensors[0].device.type)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> _Work:
+        """Combine lists of one tensor for each rank."""
+
+        def call(timeout_s: float | None) -> list[torch.Tensor]:
+            for output, parts in zip(outputs, inputs, strict=True):
+                self._scatter_sum(output, torch.stack(list(parts)), opts.reduceOp, timeout_s)
+            return list(outputs)
+
+        return self._run("reduce_scatter", opts, call, outputs[0].device.type)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input_: torch.Tensor, opts: Any = None) -> _Work:
+        """Combine, and keep this rank's part of the first dimension."""
+        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+
+        def call(timeout_s: float | None) -> torch.Tensor:
+            return self._scatter_sum(output, input_, op, timeout_s)
+
+        return self._run("reduce_scatter", opts, call, output.device.type)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:
+        """As `reduce_scatter_single`, for several."""
+        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+
+        def call(timeout_s: float | None) -> list[torch.Tensor]:
+            for output, input_ in zip(outputs, inputs, strict=True):
+                self._scatter_sum(output, input_, op, timeout_s)
+            return list(outputs)
+
+        return self._run("reduce_scatter", opts, call, outputs[0].device.type)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _scatter_sum(
+        self, output: torch.Tensor, input_: torch.Tensor, op: Any, timeout_s: float | None
+    ) -> torch.Tensor:
+        there = self.coordinator.device_communicator
+        rows = input_.reshape(self.size(), -1)
+        output.detach().copy_(
+            reducer(op, there).reduce_scatter(rows, 0, op, timeout_s=timeout_s).view(output.shape)
+        )
+        return output
+
+    # ------------------------------------------------------------------ moving data
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> _Work:
+        """Fill with the root's."""
+        there = self.coordinator.device_communicator
+
+        def call(timeout_s: float | None) -> list[torch.Tensor]:
+            return [there.broadcast(tensor, opts.rootRank, timeout_s=timeout_s) for tensor in tensors]
+
+        return self._run("broadcast", opts, call, tensors[0].device.type)
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> _Work:
+        """Fill one tensor for each rank."""
+        there = self.coordinator.device_communicator
+
+        def call(timeout_s: float | None) -> None:
+            for parts, own in zip(outputs, inputs, strict=True):
+                rows = there.all_gather(own.unsqueeze(0), 0, timeout_s=timeout_s)
+                for part, row in zip(parts, rows, strict=True):
+                    part.detach().copy_(row.view(part.shape))
+
+        return self._run("all_gather", opts, call, inputs[0].device.type)
+
+    def all_gather_single(self, output: torch.Tensor, input_: torch.Tensor, opts: Any = None) -> _Work:
+        """Fill one tensor with all ranks' in rank order."""
+        return self.all_gather_single_coalesced([output], [input_], opts)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:
+        """As `all_gather_single`, for several."""
+        there = self.coordinator.device_communicator
+
+        def call(timeout_s: float | None) -> list[torch.Tensor]:
+            for output, own in zip(outputs, inputs, strict=True):
+                rows = there.all_gather(own.reshape(1, -1), 0, timeout_s=timeout_s)
+                output.detach().copy_(rows.view(output.shape))
+            return list(outputs)
+
+        return self._run("all_gather", opts, call, inputs[0].device.type)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> _Work:
+        """Fill, on the root, one tensor for each rank."""
+        there = self.coordinator.device_communicator
+
+        def call(timeout_s: float | None) -> None:
+            rows = there.gather(inputs[0].unsqueeze(0), opts.rootRank, 0, timeout_s=timeout_s)
+            for part, row in zip(outputs[0] if outputs else (), () if rows is None else rows, strict=True):
+                part.detach().copy_(row.view(part.shape))
+
+        return self._run("gather", opts, call, inputs[0].device.type)
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> _Work:
+        """Fill with this rank's of the root's list."""
+        there = self.coordinator.device_communicator
+        source = torch.cat([each.reshape(-1) for each in inputs[0]]) if inputs else None
+
+        def call(timeout_s: float | None) -> None:
+            landing = outputs[0].detach().new_empty(outputs[0].numel())
+            there.scatter(landing, source, opts.rootRank, timeout_s=timeout_s)
+            outputs[0].detach().copy_(landing.view(outputs[0].shape))
+
+        return self._run("scatter", opts, call, outputs[0].device.type)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor,
+        output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (),
+        opts: Any = None,
+    ) -> _Work:
+        """Exchange parts of the first dimension."""
+        there, size = self.coordinator.device_communicator, self.size()
+        sent = list(input_split_sizes) or [input_.shape[0] // size] * size
+        received = list(output_split_sizes) or [output.shape[0] // size] * size
+
+        def call(timeout_s: float | None) -> torch.Tensor:
+            result = there.all_to_all(input_, 0, sent, received, timeout_s=timeout_s)
+            output.detach().copy_(result.view(output.shape))
+            return output
+
+        return self._run("all_to_all", opts, call, output.device.type)
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:
+        """Exchange tensors of one dtype."""
+        there = self.coordinator.device_communicator
+
+        def call(timeout_s: float | None) -> None:
+            sent = torch.cat([each.reshape(-1) for each in inputs])
+            counts = [[each.numel() for each in tensors] for tensors in (inputs, outputs)]
+            result = there.all_to_all(sent, 0, *counts, timeout_s=timeout_s)
+            for output, part in zip(outputs, torch.split(result, counts[1]), strict=True):
+                output.detach().copy_(part.view(output.shape))
+
+        return self._run("all_to_all", opts, call, inputs[0].device.type)
+
+    def barrier(self, opts: Any = None) -> _Work:
+        """Wait for all ranks."""
+        return self._run("barrier", opts, self.coordinator._host.barrier)  # noqa: SLF001
+
+    # ------------------------------------------------------------------ point to point
+
+    def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> _TransferWork:  # noqa: N803 - torch's name
+        """Start to send."""
+        return _TransferWork(self.coordinator.isend(tensors[0], dstRank, tag=tag))
+
+    def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> _TransferWork:  # noqa: N803 - torch's name
+        """Start to receive."""
+        return _TransferWork(self.coordinator.irecv(tensors[0], srcRank, tag=tag))
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> _AnyWork:
+        """Receive from any rank, when it is waited for."""
+        group = self.coordinator
+
+        def receive() -> int:
+            tensor, src = group.recv_any(tensors[0].shape, tensors[0].dtype, tag=tag)
+            tensors[0].detach().copy_(tensor)
+            return src
+
+        return _AnyWork(receive)
+
+
+class _After(_Work):
+    """A call whose results are put in their places by who waits for it."""
+
+    def __init__(self, handle: CallHandle[Any], put: Callable[[], None]) -> None:
+        super().__init__(handle)
+        self._put: Callable[[], None] | None = put
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the end of the call, and fill the outputs."""
+        super().wait(timeout)
+        put, self._put = self._put, None
+        if put is not None:
+            put()
+        return True
+
+
+def register(group: GroupCoordinator) -> CoordinatorProcessGroup:
+    """Make a group known to torch; `destroy` of the group ends that.
+
+    Raises:
+        UsageError: torch.distributed has no world.
+    """
+    if not dist.is_initialized():
+        raise UsageError("as_process_group: torch.distributed is not initialised")
+    made = CoordinatorProcessGroup(group)
+    torch_world: Any = dist.distributed_c10d
+    world, tag = torch_world._world, f"ptd:{made.getGroupName()}"
+    world.pg_map[made] = (BACKEND, torch_world._get_default_store())
+    world.pg_names[made] = made.getGroupName()
+    world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(group.ranks)}
+    world.pg_backend_config[made] = f"{group.device.type}:{BACKEND}"
+    world.pg_to_tag[made] = tag
+    world.tags_to_pg.setdefault(tag, []).append(made)
+    world.tags_to_pg.setdefault("", []).append(made)
+    _register_process_group(GroupName(made.getGroupName()), made)
+    group._parts.adopt(made)  # noqa: SLF001 - one class in two files
+    return made
+
+
+def _seconds(timeout: timedelta | None) -> float | None:
+    """Return what torch states as a deadline; what it leaves open is negative or zero."""
+    if timeout is None or timeout <= timedelta(0):
+        return None
+    return timeout.total_seconds()

@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "info":
         from coordinator.cli.info import show_info
 
-        return show_info(as_json=options.json)
+        return show_info(as_json=options.json, tries=not options.no_start)
     if options.command == "rank":
         from coordinator.cli.local_ranks import run_rank
 
@@ -44,6 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="{info,check,demo}")
     info = commands.add_parser("info", help="versions, devices, libraries and the way that calls would take")
     info.add_argument("--json", action="store_true", help="print one JSON object")
+    info.add_argument(
+        "--no-start", action="store_true", help="do not start two ranks to see that groups work here"
+    )
     for name, help_ in (
         ("check", "start ranks on this host and verify every collective; exit status 1 if one is wrong"),
         ("demo", "start ranks on this host and show what a group can do, with times"),
@@ -64,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
             )
     # What `check` and `demo` start; of no use to anybody else.
     rank = commands.add_parser("rank")
-    rank.add_argument("job", choices=("check", "demo"))
+    rank.add_argument("job", choices=("check", "demo", "start-up"))
     rank.add_argument("--rank", type=int, required=True)
     rank.add_argument("--ranks", type=int, required=True)
     rank.add_argument("--directory", type=Path, required=True)

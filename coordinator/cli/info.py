@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -27,13 +28,15 @@ from shm_broadcast.errors import CommError
 __all__ = ["collect", "show_info"]
 
 PACKAGES: Final = ("group-coordinator", "torch", "pyzmq", "msgspec", "cuda-python", "cuda-bindings", "numpy")
+# Two interpreters that import torch take a few seconds on a busy host.
+START_S: Final = 60.0
 GROUP_SIZES: Final = (2, 4, 8)
 SIZES: Final = (8 << 10, 256 << 10, 1 << 20, 16 << 20)
 
 
-def show_info(*, as_json: bool) -> int:
+def show_info(*, as_json: bool, tries: bool = True) -> int:
     """Print what `collect` finds; return the exit status."""
-    found = collect()
+    found = collect(tries=tries)
     if as_json:
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
     else:
@@ -58,8 +61,8 @@ def _write(value: Any, indent: str) -> None:
         sys.stdout.write(f"{indent}{value}\n")
 
 
-def collect() -> dict[str, Any]:
-    """Return everything by section, in what JSON can hold."""
+def collect(*, tries: bool = True) -> dict[str, Any]:
+    """Return everything by section, in what JSON can hold; with `tries` also how two ranks start here."""
     settings = _try(CoordinatorSettings.from_env)
     drivers = _try(_drivers)
     return {
@@ -74,6 +77,7 @@ def collect() -> dict[str, Any]:
             "reductions on the CPU": _core.level(),
         },
         "settings": _settings(settings),
+        "two ranks of this host": _start_up() if tries else "not tried",
         "CUDA_VISIBLE_DEVICES": _visible(cuda_visible_devices()),
         "CUDA devices": _devices(drivers),
         "NCCL": _try(lambda: _nccl(settings)),
@@ -115,6 +119,21 @@ def _visible(text: str | None) -> Any:
         return "not set"
     seen = visible_devices(text, plugged_in())
     return {"text": text, "shows": [each.uuid for each in seen.devices], "ended by": seen.ended or "its end"}
+
+
+def _start_up() -> list[str]:
+    """Start two ranks, create their groups, and return where the time went."""
+    from coordinator.cli.jobs import REPORT
+    from coordinator.cli.local_ranks import run_job
+
+    lines: list[str] = []
+
+    def collect_report(directory: Path) -> None:
+        if (directory / REPORT).is_file():
+            lines.extend((directory / REPORT).read_text(encoding="utf-8").splitlines())
+
+    status = run_job("start-up", 2, START_S, collect=collect_report)
+    return lines if status == 0 else [*lines, "groups could not be created: see the error above"]
 
 
 def _drivers() -> list[Driver]:

@@ -13,14 +13,17 @@ import torch
 
 from coordinator import testing
 from coordinator.group import GroupCoordinator
+from coordinator.groups import ParallelGroups
+from coordinator.layout import ParallelLayout
 from coordinator.parallel_state import (
     destroy_distributed_environment,
     get_world_group,
     init_distributed_environment,
 )
 
-__all__ = ["JOBS"]
+__all__ = ["JOBS", "REPORT"]
 
+REPORT: Final = "start-up.txt"
 # From a decode step's activations to a prefill's.
 SIZES: Final = (1 << 10, 8 << 10, 64 << 10, 1 << 20, 16 << 20)
 # Enough for a median, and 16 MiB of each take less than a second.
@@ -153,6 +156,19 @@ def demo(rank: int, ranks: int, directory: Path, only: Sequence[str] = ()) -> in
     return 0
 
 
+def start_up(rank: int, ranks: int, directory: Path, only: Sequence[str] = ()) -> int:
+    """Create a world and its groups, and leave rank 0's report of where the time went."""
+    del only
+    with _World(rank, ranks, directory):
+        layout = ParallelLayout(
+            tensor=2 if ranks % 2 == 0 else 1, pipeline=ranks // (2 if ranks % 2 == 0 else 1)
+        )
+        with ParallelGroups.create(layout) as groups:
+            if rank == 0:
+                (directory / REPORT).write_text(str(groups.startup_report()), encoding="utf-8")
+    return 0
+
+
 def _median_s(group: GroupCoordinator, call: Callable[[], Any]) -> float:
     times = []
     for _ in range(REPEATS):
@@ -196,4 +212,4 @@ def _speaker(rank: int) -> Callable[[str], None]:
     return say
 
 
-JOBS: Final = {"check": check, "demo": demo}
+JOBS: Final = {"check": check, "demo": demo, "start-up": start_up}

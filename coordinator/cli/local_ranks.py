@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -36,7 +36,13 @@ class _Failure(msgspec.Struct):
     time_s: float
 
 
-def run_job(job: str, ranks: int, timeout_s: float, only: Sequence[str] = ()) -> int:
+def run_job(
+    job: str,
+    ranks: int,
+    timeout_s: float,
+    only: Sequence[str] = (),
+    collect: Callable[[Path], None] | None = None,
+) -> int:
     """Run `job` on `ranks` processes of this host until they end; return the exit status.
 
     Args:
@@ -44,6 +50,7 @@ def run_job(job: str, ranks: int, timeout_s: float, only: Sequence[str] = ()) ->
         ranks: How many.
         timeout_s: When to give up.
         only: Parts of the job; all without.
+        collect: Gets the directory that the ranks shared, before it goes.
     """
     children: dict[int, subprocess.Popen[bytes]] = {}
     previous = signal.signal(signal.SIGTERM, _leave)
@@ -61,6 +68,8 @@ def run_job(job: str, ranks: int, timeout_s: float, only: Sequence[str] = ()) ->
             for child in children.values():
                 child.wait()
             signal.signal(signal.SIGTERM, previous)
+        if collect is not None:
+            collect(directory)
         return _tell(codes, directory, timeout_s)
 
 

@@ -8,73 +8,72 @@ import time
 
 import pytest
 
-COMMAND = [sys.executable, "-m", "coordinator"]
+from coordinator.cli import main
 
 
-def run(*arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False
-    )
-
-
-def test_info_names_versions_devices_and_paths() -> None:
-    """As text for people and as one JSON object; what is not there is said, not an error."""
-    found = json.loads(run("info", "--json").stdout)
+def test_info_names_versions_devices_and_paths(capfd: pytest.CaptureFixture[str]) -> None:
+    """As one JSON object, with two ranks that were started to see how long that takes."""
+    assert main(["info", "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
     assert found["versions"]["torch"].startswith("2.")
     assert found["all_reduce on the CPU, ranks of one host"]["4 ranks"]["8 KiB"].startswith("one-shot: ")
     assert "NCCL" in found
-    text = run("info").stdout
-    assert text.startswith("versions\n")
-    assert "fingerprint: " in text
+    assert any("agreement" in line for line in found["two ranks of this host"])
 
 
-def test_info_survives_a_setting_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bug report must be possible with the very settings that are to blame."""
+def test_info_survives_a_setting_that_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A bug report must be possible with the very settings that are to blame; as text for people."""
     monkeypatch.setenv("GROUP_COORDINATOR_TIMEOUTS", "3")
-    ended = run("info")
-    assert ended.returncode == 0
-    assert "SettingsError" in ended.stdout
-    assert "GROUP_COORDINATOR_TIMEOUT_S" in ended.stdout
+    assert main(["info", "--no-start"]) == 0
+    text = capfd.readouterr().out
+    assert text.startswith("versions\n")
+    assert "SettingsError" in text
+    assert "GROUP_COORDINATOR_TIMEOUT_S" in text
 
 
-def test_demo_shows_every_call_with_its_way() -> None:
+def test_demo_shows_every_call_with_its_way(capfd: pytest.CaptureFixture[str]) -> None:
     """Two ranks, one table."""
-    ended = run("demo")
-    assert ended.returncode == 0, ended.stderr
+    assert main(["demo"]) == 0
+    text = capfd.readouterr().out
     for word in ("1 KiB", "16 MiB", "one-shot", "broadcast_object", "barrier"):
-        assert word in ended.stdout
+        assert word in text
 
 
-def test_check_verifies_a_part_and_says_so() -> None:
-    """The parts of the contract, and what the host carries."""
-    ended = run("check", "-n", "2", "--only", "all_gather", "--only", "queue")
-    assert ended.returncode == 0, ended.stderr
-    assert "all_gather" in ended.stdout
-    assert "queue" in ended.stdout
-    assert "everything is right" in ended.stdout
+def test_check_verifies_a_part_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    """A part of the contract, and one of what the host carries."""
+    assert main(["check", "-n", "2", "--only", "all_gather", "--only", "queue"]) == 0
+    text = capfd.readouterr().out
+    assert "all_gather" in text
+    assert "queue" in text
+    assert "everything is right" in text
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [("check", "-n", "0"), ("check", "-n", "65"), ("demo", "--timeout", "-1"), ("check", "--only", "x"), ()],
+    [["check", "-n", "0"], ["check", "-n", "65"], ["demo", "--timeout", "-1"], ["check", "--only", "x"], []],
 )
-def test_a_wrong_command_line_is_told_with_status_2(arguments: tuple[str, ...]) -> None:
+def test_a_wrong_command_line_is_told_with_status_2(
+    arguments: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
     """Before anything is started."""
-    ended = run(*arguments)
-    assert ended.returncode == 2
-    assert "usage: " in ended.stderr
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: " in capfd.readouterr().err
 
 
-def test_a_deadline_that_passes_names_the_ranks_and_ends_them() -> None:
+def test_a_deadline_that_passes_names_the_ranks_and_ends_them(capfd: pytest.CaptureFixture[str]) -> None:
     """Status 1, in time."""
-    ended = run("check", "--timeout", "0.05")
-    assert ended.returncode == 1
-    assert "no end within 0.05 s (--timeout); still running: ranks 0, 1" in ended.stderr
+    assert main(["check", "--timeout", "0.05"]) == 1
+    assert "no end within 0.05 s (--timeout); still running: ranks 0, 1" in capfd.readouterr().err
 
 
 def test_ctrl_c_ends_the_ranks_too() -> None:
     """The launcher answers it, and takes its ranks along."""
-    with subprocess.Popen([*COMMAND, "check"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    command = [sys.executable, "-m", "coordinator", "check", "--only", "all_reduce"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGINT)

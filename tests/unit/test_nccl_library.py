@@ -173,11 +173,33 @@ def test_the_real_library_has_every_function(real: NcclLibrary) -> None:
     assert real.version >= 21800
 
 
+def _link(name: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{name}")
+    except OSError:
+        return ""  # that of the listing itself
+
+
+def own_listeners() -> list[str]:
+    """Return the hexadecimal addresses at which this process waits for TCP connections."""
+    links = [_link(name) for name in os.listdir("/proc/self/fd")]
+    inodes = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+    rows = [
+        line.split()
+        for protocol in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{protocol}").read_text().splitlines()[1:]
+    ]
+    return [row[1].partition(":")[0] for row in rows if row[9] in inodes and row[3] == "0A"]
+
+
 def ids_and_errors(rank: int, world_size: int, directory: Path) -> None:
     real = NcclLibrary(next(nccl_library._of_wheels()))
     first, second = real.new_unique_id(), real.new_unique_id()
     assert len(first) == 128
     assert first != second
+    # It waits for those who have the id, at one address of this host and at no wildcard.
+    assert own_listeners()
+    assert all(set(address) != {"0"} for address in own_listeners())
     assert real.error_string(2)
     assert real.error_string(2) != real.error_string(6)
     if torch.cuda.is_available():

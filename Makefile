@@ -9,7 +9,11 @@ TEST_WORKERS ?= 4
 PIP := $(PY) -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-nccl clean
+.PHONY: help setup demo bench check typecheck test test-nccl test-kernels test-gpu test-wheel api docs dist clean
+# What `make test-wheel` runs; all of it takes as long as `make test`.
+TESTS ?= tests
+# Where `make bench` leaves its figures and plots; this folder is not committed.
+BENCH_OUT ?= benchmarks/results/local
 
 help: ## List the words
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,14 +27,28 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(NATIVE)
 	@$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[test,bench,examples]'
 	@touch $@
 
+# Words that few need bring their own packages: `make docs`, `make dist`.
+$(VENV)/.installed-%: $(STAMP)
+	@$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[$*]'
+	@touch $@
+
 demo: $(STAMP) ## Run a tensor- and pipeline-parallel LLM over our groups on four processes
 	@$(PY) -m examples.tiny_llm
+
+bench: $(STAMP) ## Measure everything beside torch.distributed, in under five minutes (BENCH_OUT=DIR, BENCH_ARGS=…)
+	@$(PY) -m benchmarks run --out $(BENCH_OUT) $(BENCH_ARGS)
 
 check: $(STAMP) ## Lint, types and layer contracts
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
+
+typecheck: dist ## Ask pyright whether the type of every public name in the wheel is known
+	$(PY) -m tests.archives types
+
+api: $(STAMP) ## Write down the public API anew, once a change of it is meant
+	$(PY) -m tests.api_snapshot
 
 test: $(STAMP) ## Run the whole test suite (no GPU needed)
 	$(PY) -m pytest -q -n $(TEST_WORKERS)
@@ -44,5 +62,23 @@ test-nccl: $(STAMP) ## Run the tests of NCCL against the real library, without a
 test-kernels: $(STAMP) ## Compile the CUDA kernels for every GPU, world size and dtype (no GPU needed)
 	$(PY) -m pytest -q tests/native/cuda/test_kernel_build.py tests/native/cuda/kernel_matrix.py
 
+docs: $(VENV)/.installed-docs ## Build the site into site/ (strict: a dead link is an error)
+	$(PY) -m mkdocs build --quiet --strict
+
+dist: $(VENV)/.installed-dist ## Build the source archive and the wheel into dist/, and look whether they are complete
+	rm -rf dist
+	$(PY) -m build --no-isolation --outdir dist . > build.log 2>&1 || { cat build.log; exit 1; }
+	@rm build.log
+	$(PY) -m tests.archives contents
+
+test-wheel: dist ## Run the tests against the wheel in an environment of its own (TESTS=… selects)
+	rm -rf build/wheel-venv
+	$(PYTHON) -m venv build/wheel-venv
+	build/wheel-venv/bin/python -m pip install -q -c constraints.txt "$$(ls dist/*.whl)[test,bench,examples]"
+	build/wheel-venv/bin/python -m tests.installed -n $(TEST_WORKERS) $(TESTS)
+
+test-gpu: ## Run what one GPU can show, on a machine that has one: WHEELS=DIR for what it lacks, OUT=DIR for the report
+	tests/gpu/run.sh $(if $(WHEELS),--wheels $(WHEELS)) $(if $(OUT),--out $(OUT))
+
 clean: ## Remove what the other words made
-	rm -rf $(VENV) build dist *.egg-info */*.so .*_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info */*.so .*_cache .hypothesis

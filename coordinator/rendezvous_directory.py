@@ -166,13 +166,14 @@ class DirectoryRendezvous:
                 f"rank {self._rank} with {self._world_size}"
             )
         try:
-            store = self._open(generation)
+            # A file, not a key: a store whose file goes while it is asked waits five minutes for it to come back.
+            # Whose seat is taken keeps the generation from being removed.
+            (generation / f"seat-{self._rank}").touch(mode=0o600, exist_ok=False)
+            self._store = self._open(generation)
+        except FileExistsError:
+            return f"rank {self._rank} of the last generation has been there before"
         except OSError:
             return "its last generation was removed"
-        if store.add(f"seat/{self._rank}", 1) != 1:
-            self._unlink()
-            return f"rank {self._rank} of the last generation has been there before"
-        self._store = store
         return None
 
     def leave(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.errors import CommTimeoutError
 from coordinator.parallel_state import (
     destroy_distributed_environment,
     get_world_group,
@@ -332,3 +333,23 @@ def test_a_store_is_out_of_the_way_before_its_directory_can_go(tmp_path: Path) -
     assert stores[0].get("key") == b"value"
     meetings[1].leave()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_seat_that_is_taken_is_found_without_opening_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last generation may be removed at that moment, and a store waits minutes for a file that is gone."""
+    first, second = DirectoryRendezvous(tmp_path, 0, 2), DirectoryRendezvous(tmp_path, 1, 2)
+    first.join(5.0)
+    second.join(5.0)
+
+    def never(self: DirectoryRendezvous, generation: Path) -> None:
+        raise AssertionError(generation)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DirectoryRendezvous, "_open", never)
+        with pytest.raises(CommTimeoutError, match="rank 1 of the last generation has been there before"):
+            DirectoryRendezvous(tmp_path, 1, 2).join(0.05)
+    first.leave()
+    second.leave()
+    assert list(tmp_path.iterdir()) == []

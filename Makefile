@@ -29,7 +29,9 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(NATIVE)
 
 # Words that few need bring their own packages: `make docs`, `make dist`.
 $(VENV)/.installed-%: $(STAMP)
-	@$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[$*]'
+	@$(PY) -c 'import tomllib; \
+		print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$*"], sep="\n")' \
+		| $(PIP) install -q -c constraints.txt -r /dev/stdin
 	@touch $@
 
 demo: $(STAMP) ## Run a tensor- and pipeline-parallel LLM over our groups on four processes
@@ -63,7 +65,7 @@ test-kernels: $(STAMP) ## Compile the CUDA kernels for every GPU, world size and
 	$(PY) -m pytest -q tests/native/cuda/test_kernel_build.py tests/native/cuda/kernel_matrix.py
 
 docs: $(VENV)/.installed-docs ## Build the site into site/ (strict: a dead link is an error)
-	$(PY) -m mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 
 dist: $(VENV)/.installed-dist ## Build the source archive and the wheel into dist/, and look whether they are complete
 	rm -rf dist

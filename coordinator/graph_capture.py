@@ -26,7 +26,12 @@ def context_for(device: torch.device, context: GraphCaptureContext | None) -> Gr
     """Return `context`, or a new one, with a stream of its own where the device has streams."""
     if context is not None:
         return context
-    return GraphCaptureContext(None if device.type == "cpu" else torch.Stream(device=device))
+    if device.type == "cpu":
+        return GraphCaptureContext(None)
+    if device.type == "cuda":
+        # A plain torch.Stream does not tell its number, which our communicators and torch.cuda.graph need.
+        return GraphCaptureContext(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    return GraphCaptureContext(torch.Stream(device=device))
 
 
 @contextmanager

@@ -278,6 +278,8 @@ class FakeDriver(FakeMemory):
 
 def _copy_of(arguments: PreparedLaunch) -> PreparedLaunch:
     """Return the arguments as they are now: a graph keeps those of the capture."""
+    if not arguments.word_of:
+        return PreparedLaunch([])
     ends = [*arguments.word_of[1:], len(arguments.words)]
     return PreparedLaunch(
         [bytes(arguments.words[start:end]) for start, end in zip(arguments.word_of, ends, strict=True)]

@@ -135,6 +135,11 @@ extern "C" {
 inline __attribute__((used)) int launch(const char* kernel, unsigned grid_x, unsigned block_x, void** args) {
     return host_launch(kernel, grid_x, block_x, 1, args);
 }
+// The same for a build with -DEMULATE=1: a row of blocks for each rank.
+inline __attribute__((used)) int launch_rows(const char* kernel, unsigned grid_x, unsigned grid_y, unsigned block_x,
+                                             void** args) {
+    return host_launch(kernel, grid_x, block_x, grid_y, args);
+}
 // At most this many blocks and threads of a block run, whatever a launch asks for; at first 2 and 2.
 inline __attribute__((used)) void set_limits(unsigned grid, unsigned block) {
     host_limits.grid = grid;

@@ -1,0 +1,211 @@
+"""The GPU as the steps use it: the product's driver, and besides graphs, clocks, memory and programs of our own."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+
+from device_comm.cuda_driver import CudaDriver
+from device_comm.driver import Driver, PreparedLaunch
+from device_comm.kernels import DTYPES
+
+__all__ = [
+    "Clock",
+    "Gpu",
+    "GpuDriver",
+    "Memory",
+    "arch_of",
+    "compile_text",
+    "program_source",
+    "u32",
+    "u64",
+]
+
+
+def u32(value: int) -> bytes:
+    """Return an argument of 32 bits."""
+    return struct.pack("<I", value)
+
+
+def u64(value: int) -> bytes:
+    """Return an argument of 64 bits: an address or a count."""
+    return struct.pack("<Q", value)
+
+
+class Gpu(Driver, Protocol):
+    """What the steps need beyond `Driver`; a fake in the tests has it too."""
+
+    def begin_capture(self, stream: int) -> None:
+        """Record what this thread gives to `stream` from now on."""
+
+    def end_capture(self, stream: int) -> Any:
+        """Return the graph, ready to be launched."""
+
+    def replay(self, graph: Any, stream: int) -> None:
+        """Launch a graph."""
+
+    def forget(self, graph: Any) -> None:
+        """Give a graph back."""
+
+    def launch_cooperative(
+        self, function: int, grid: tuple[int, int], block_x: int, stream: int, arguments: PreparedLaunch
+    ) -> None:
+        """Launch block rows that all run at once."""
+
+
+class GpuDriver(CudaDriver):
+    """The product's driver of a real device, with graphs and events that tell the time."""
+
+    def begin_capture(self, stream: int) -> None:
+        # Of this thread alone: other ranks of this process go on allocating and synchronizing.
+        mode = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        self._in_context("cuStreamBeginCapture", self._stream(stream), mode)
+
+    def end_capture(self, stream: int) -> Any:
+        graph = self._in_context("cuStreamEndCapture", self._stream(stream))
+        try:
+            return self._in_context("cuGraphInstantiate", graph, 0)
+        finally:
+            self._in_context("cuGraphDestroy", graph)
+
+    def replay(self, graph: Any, stream: int) -> None:
+        self._in_context("cuGraphLaunch", graph, self._stream(stream))
+
+    def forget(self, graph: Any) -> None:
+        self._in_context("cuGraphExecDestroy", graph)
+
+    def timed_event(self) -> Any:
+        """Return an event that remembers when it was reached."""
+        return self._in_context("cuEventCreate", 0)
+
+    def mark(self, event: Any, stream: int) -> None:
+        """Let the stream reach `event`."""
+        self._in_context("cuEventRecord", event, self._stream(stream))
+
+    def microseconds(self, start: Any, end: Any) -> float:
+        """Return the time between two events that were reached."""
+        return float(self._in_context("cuEventElapsedTime", start, end)) * 1e3
+
+    def drop(self, event: Any) -> None:
+        """Give an event of `timed_event` back."""
+        self._in_context("cuEventDestroy", event)
+
+
+class Clock:
+    """Times what is given to a stream, on the device."""
+
+    def __init__(self, driver: GpuDriver, stream: int) -> None:
+        self.driver, self.stream = driver, stream
+        self._events = driver.timed_event(), driver.timed_event()
+
+    def __enter__(self) -> Self:
+        self.driver.mark(self._events[0], self.stream)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.driver.mark(self._events[1], self.stream)
+
+    def microseconds(self) -> float:
+        """Wait, and return how long the body of the context took."""
+        self.driver.stream_synchronize(self.stream)
+        return self.driver.microseconds(*self._events)
+
+    def close(self) -> None:
+        """Give the events back."""
+        for event in self._events:
+            self.driver.drop(event)
+
+
+class Memory:
+    """One allocation that is handed out in parts: nothing is allocated while kernels wait for each other.
+
+    An allocation may wait for all kernels of the process, and one of them may wait for a launch that comes later.
+    """
+
+    def __init__(self, driver: Driver, nbytes: int) -> None:
+        self.driver = driver
+        self.base = driver.mem_alloc(nbytes)
+        self.nbytes = nbytes
+        self._used = 0
+
+    def room(self, nbytes: int) -> int:
+        """Return the address of `nbytes`, a multiple of 256."""
+        address = self.base + self._used
+        self._used += -(-max(nbytes, 1) // 256) * 256
+        if self._used > self.nbytes:
+            raise MemoryError(f"{self._used} bytes of {self.nbytes}")
+        return address
+
+    def mark(self) -> int:
+        """Return a place for `back_to`."""
+        return self._used
+
+    def back_to(self, mark: int) -> None:
+        """Hand out again what was handed out since `mark`."""
+        self._used = mark
+
+    def put(self, data: torch.Tensor | bytes) -> int:
+        """Copy data in; return its address."""
+        raw = data if isinstance(data, bytes) else to_bytes(data)
+        address = self.room(len(raw))
+        self.driver.memcpy_htod(address, raw)
+        # From pageable memory the copy may return before the data has arrived, and our streams do not wait for it.
+        self.driver.stream_synchronize(0)
+        return address
+
+    def table(self, values: Sequence[int]) -> int:
+        """Copy a table of addresses in; return its own."""
+        return self.put(struct.pack(f"<{len(values)}Q", *values))
+
+    def get(self, address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a copy of `count` elements."""
+        raw = bytearray(self.driver.memcpy_dtoh(address, count * dtype.itemsize))
+        return torch.frombuffer(raw, dtype=dtype)
+
+    def free(self) -> None:
+        """Give everything back."""
+        if self.base:
+            self.driver.mem_free(self.base)
+            self.base = 0
+
+
+def to_bytes(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor of the CPU, of any dtype."""
+    return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def arch_of(driver: Driver) -> int:
+    """Return the compute capability times ten."""
+    major, minor = driver.compute_capability()
+    return 10 * major + minor
+
+
+def program_source() -> str:
+    """Return the source of what the tests launch besides the kernels."""
+    return (Path(__file__).parent / "test_programs.cu").read_text()
+
+
+def compile_text(source: str, arch: int, dtype: str, *options: str) -> bytes:
+    """Compile a source that needs no header; return the machine code."""
+    from cuda.bindings import nvrtc
+
+    def call(function: str, *arguments: Any) -> Any:
+        code, *results = getattr(nvrtc, function)(*arguments)
+        if int(code) != 0:
+            raise RuntimeError(f"{function}: {code}")
+        return results[0] if results else None
+
+    program = call("nvrtcCreateProgram", source.encode(), b"text.cu", 0, None, None)
+    chosen = [f"--gpu-architecture=sm_{arch}", f"-DDTYPE={DTYPES[dtype]}", "--std=c++17", *options]
+    (code,) = nvrtc.nvrtcCompileProgram(program, len(chosen), [each.encode() for each in chosen])
+    if int(code) != 0:
+        log = bytes(call("nvrtcGetProgramLogSize", program))
+        call("nvrtcGetProgramLog", program, log)
+        raise RuntimeError(log.decode(errors="replace"))
+    cubin = bytes(call("nvrtcGetCUBINSize", program))
+    call("nvrtcGetCUBIN", program, cubin)
+    return cubin

@@ -19,6 +19,7 @@ from coordinator.host_plane import HostPlane, SoloHostPlane
 from coordinator.layout import ParallelLayout
 from coordinator.planes import GroupPlanes
 from coordinator.point_to_point import TensorDict
+from coordinator.queue_ends import Reader, Writer
 from coordinator.settings import CoordinatorSettings
 from coordinator.tensor_dict import Slicing, split
 from coordinator.transfer_tags import SCATTER_TAG
@@ -205,7 +206,7 @@ class FakeGroupCoordinator(GroupCoordinator):
         """Make `mq_broadcaster`. What is broadcast does not take it: there is no rank to write or to read."""
         self._health.check_usable("enable_broadcaster")
         if self.world_size > 1 and self.mq_broadcaster is None:
-            self.mq_broadcaster = self.create_mq_broadcaster(writer_rank)
+            self.mq_broadcaster: Writer | Reader | None = self.create_mq_broadcaster(writer_rank)
 
     # ------------------------------------------------------------------ tensor dicts
 

@@ -19,11 +19,12 @@ are found among those that exist: a list creates none. In a graph of `torch.comp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from coordinator import compile_ops, traced_calls
 from coordinator.group import GroupCoordinator
@@ -33,12 +34,14 @@ from device_comm.base import SUM
 from device_comm.derived_reductions import Reduction
 from shm_broadcast.errors import UsageError
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 Group: TypeAlias = (
-    "GroupCoordinator | str | Sequence[int] | Sequence[Sequence[int]] | dist.ProcessGroup | DeviceMesh"
-    " | tuple[DeviceMesh, int | str]"
+    GroupCoordinator
+    | str
+    | Sequence[int]
+    | Sequence[Sequence[int]]
+    | dist.ProcessGroup
+    | DeviceMesh
+    | tuple[DeviceMesh, int | str]
 )
 
 # Between two ranks of a host this takes some 200 us; handing a call to the thread and back takes 50, on a busy machine

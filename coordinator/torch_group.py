@@ -16,6 +16,8 @@ from device_comm.derived_reductions import reducer
 from device_comm.handles import Handle
 from shm_broadcast.errors import ClosedError, UsageError
 
+__all__ = ["register"]
+
 if TYPE_CHECKING:
     from coordinator.group import GroupCoordinator
     from device_comm.async_calls import CallHandle
@@ -101,11 +103,16 @@ class _AnyWork(dist.Work):
         return self._source
 
 
-# torch's stub has other forms of each method than those that torch calls.
-_ProcessGroup: Any = dist.ProcessGroup
+if TYPE_CHECKING:
+    # torch's stub has other forms of each method than those that torch calls.
+    class _ProcessGroup:
+        def __init__(self, rank: int, size: int) -> None: ...
+        def size(self) -> int: ...
+else:
+    _ProcessGroup = dist.ProcessGroup
 
 
-class CoordinatorProcessGroup(_ProcessGroup):  # type: ignore[misc]
+class CoordinatorProcessGroup(_ProcessGroup):
     """What torch calls, by torch's names; ranks here are ranks in the group."""
 
     def __init__(self, group: GroupCoordinator) -> None:
@@ -378,7 +385,7 @@ class _After(_Work):
         return True
 
 
-def register(group: GroupCoordinator) -> CoordinatorProcessGroup:
+def register(group: GroupCoordinator) -> dist.ProcessGroup:
     """Make a group known to torch; `destroy` of the group ends that.
 
     Raises:
@@ -386,7 +393,7 @@ def register(group: GroupCoordinator) -> CoordinatorProcessGroup:
     """
     if not dist.is_initialized():
         raise UsageError("as_process_group: torch.distributed is not initialised")
-    made = CoordinatorProcessGroup(group)
+    made: Any = CoordinatorProcessGroup(group)
     torch_world: Any = dist.distributed_c10d
     world, tag = torch_world._world, f"ptd:{made.getGroupName()}"
     world.pg_map[made] = (BACKEND, torch_world._get_default_store())
@@ -398,7 +405,8 @@ def register(group: GroupCoordinator) -> CoordinatorProcessGroup:
     world.tags_to_pg.setdefault("", []).append(made)
     _register_process_group(GroupName(made.getGroupName()), made)
     group._parts.adopt(made)  # noqa: SLF001 - one class in two files
-    return made
+    registered: dist.ProcessGroup = made
+    return registered
 
 
 def _seconds(timeout: timedelta | None) -> float | None:

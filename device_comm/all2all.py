@@ -102,18 +102,22 @@ class ExpertPlacement:
         """
         if not isinstance(ranks, Sequence) or isinstance(ranks, (str, bytes)) or not ranks:
             raise UsageError(f"the experts' ranks must hold one rank for each expert, not {ranks!r}")
-        self.ranks = tuple(checks.check_rank(rank, world_size, "an expert's rank") for rank in ranks)
-        self.num_experts = len(self.ranks)
+        self.ranks: tuple[int, ...] = tuple(
+            checks.check_rank(rank, world_size, "an expert's rank") for rank in ranks
+        )
+        self.num_experts: int = len(self.ranks)
         self.world_size = world_size
         self.rank_in_group = rank_in_group
         self.device = device
-        self.local_experts = tuple(each for each, rank in enumerate(self.ranks) if rank == rank_in_group)
+        self.local_experts: tuple[int, ...] = tuple(
+            each for each, rank in enumerate(self.ranks) if rank == rank_in_group
+        )
         local = [-1] * (self.num_experts + 1)
         for index, expert in enumerate(self.local_experts):
             local[expert] = index
         # Expert -1, which is none, finds the entry behind the last: nobody's.
-        self.owners = torch.tensor([*self.ranks, world_size], device=device)
-        self.local = torch.tensor(local, device=device)
+        self.owners: torch.Tensor = torch.tensor([*self.ranks, world_size], device=device)
+        self.local: torch.Tensor = torch.tensor(local, device=device)
 
     def __repr__(self) -> str:
         """Say how many experts there are, and how many here."""

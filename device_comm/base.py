@@ -88,9 +88,9 @@ class DeviceCommunicator(ABC):
     def __init__(self, context: CommunicatorContext) -> None:
         """Bind the communicator to a group. Not collective unless an implementation says so."""
         self.context = context
-        self.device = context.device
-        self.rank_in_group = context.rank_in_group
-        self.world_size = context.world_size
+        self.device: torch.device = context.device
+        self.rank_in_group: int = context.rank_in_group
+        self.world_size: int = context.world_size
 
     # ------------------------------------------------------------------ reductions
 

@@ -31,7 +31,7 @@ from shm_broadcast.errors import CapabilityError, UsageError
 
 __all__ = ["CudaCommunicator"]
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _INEXACT: Final = (ReduceOperation.SUM, ReduceOperation.MEAN, ReduceOperation.PRODUCT)
 _PLANNED: Final = ("all_reduce", "reduce_scatter", "all_gather")

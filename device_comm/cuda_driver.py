@@ -272,6 +272,8 @@ class CudaDriver(Driver):
     def memcpy_htod(self, address: int, data: bytes) -> None:
         source = (ctypes.c_char * len(data)).from_buffer_copy(data)
         self._in_context("cuMemcpyHtoD", address, ctypes.addressof(source), len(data))
+        # From pageable memory the call may return once the data is staged; streams of ours do not wait for the rest.
+        self._in_context("cuStreamSynchronize", self._stream(0))
 
     def memcpy_dtod(self, destination: int, source: int, nbytes: int, stream: int) -> None:
         self._in_context("cuMemcpyDtoDAsync", destination, source, nbytes, self._stream(stream))

@@ -29,7 +29,7 @@ from shm_broadcast.errors import CapabilityError, ClosedError, CommError, UsageE
 
 __all__ = ["CustomAllReduce", "CustomContext"]
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _NAMES: Final = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _SIZES: Final = {torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
@@ -100,7 +100,7 @@ class CustomAllReduce:
 
     def __init__(self, context: CustomContext, table: PolicyTable, resources: CustomResources) -> None:
         """Use `create`."""
-        self.facts = resources.facts
+        self.facts: GroupFacts = resources.facts
         self.table = table
         self._context = context
         self._driver = context.driver

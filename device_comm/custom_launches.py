@@ -32,11 +32,11 @@ class Launch:
 
     def __init__(self, function: int, params: bytes, changing: int) -> None:
         """Pack `params`, where there are any, and room for `changing` words behind them."""
-        self.function = function
+        self.function: int = function
         packed = [params] if params else []
-        self.arguments = PreparedLaunch([*packed, *(_WORD,) * changing])
-        self.words = self.arguments.words
-        self.first = self.arguments.word_of[len(packed)]
+        self.arguments: PreparedLaunch = PreparedLaunch([*packed, *(_WORD,) * changing])
+        self.words: memoryview[int] = self.arguments.words
+        self.first: int = self.arguments.word_of[len(packed)]
 
 
 class Launches:

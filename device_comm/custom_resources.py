@@ -24,7 +24,7 @@ from shm_broadcast.errors import CapabilityError, CommError, DisagreementError, 
 
 __all__ = ["CustomResources", "PolicyMessage", "agree_on_policy", "capacity_of"]
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _TEXT = 1900
 # Descriptors first: their memory may be given back while a peer still has it mapped, so that leaving a group takes no

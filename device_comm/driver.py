@@ -52,9 +52,9 @@ class PreparedLaunch:
         for place, argument in zip(places, arguments, strict=True):
             ctypes.memmove(base + 8 * place, argument, len(argument))
         self._array = (ctypes.c_void_p * max(len(places), 1))(*(base + 8 * place for place in places))
-        self.word_of = tuple(places)
-        self.words = memoryview(self._storage).cast("B").cast("Q")
-        self.pointers = ctypes.addressof(self._array)
+        self.word_of: tuple[int, ...] = tuple(places)
+        self.words: memoryview[int] = memoryview(self._storage).cast("B").cast("Q")
+        self.pointers: int = ctypes.addressof(self._array)
 
 
 class Driver(Protocol):

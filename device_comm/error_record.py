@@ -31,8 +31,9 @@ class ErrorRecord:
     def __init__(self, driver: Driver) -> None:
         """Allocate the record."""
         self._driver = driver
+        self.device_address: int
         self._host, self.device_address = driver.host_alloc_mapped(ERROR_RECORD_BYTES)
-        self.words = (
+        self.words: memoryview[int] = (
             memoryview((ctypes.c_uint32 * (ERROR_RECORD_BYTES // 4)).from_address(self._host))
             .cast("B")
             .cast("I")

@@ -11,7 +11,7 @@ from shm_broadcast.errors import CapabilityError, CudaError
 
 __all__ = ["EventProgress"]
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class EventProgress:

@@ -162,9 +162,13 @@ class SharedMemory:
         self._segment = segment
         memory = memoryview(segment.memory)
         middle, behind, _ = _layout(len(health.ranks))
-        self.device = SharedFabric("shared", _core.Fabric(memory[:middle], rank_in_group), health)
-        self.host = SharedFabric("shared host", _core.Fabric(memory[middle:behind], rank_in_group), health)
-        self.channels = Channels(segment, memory[behind:], segment.nbytes, health, rank_in_group)
+        self.device: SharedFabric = SharedFabric(
+            "shared", _core.Fabric(memory[:middle], rank_in_group), health
+        )
+        self.host: SharedFabric = SharedFabric(
+            "shared host", _core.Fabric(memory[middle:behind], rank_in_group), health
+        )
+        self.channels: Channels = Channels(segment, memory[behind:], segment.nbytes, health, rank_in_group)
         health.on_abort(self.channels.close)
 
     def close(self, timeout_s: float = 1.0) -> None:
@@ -312,7 +316,7 @@ class SharedPart:
         self._segment = segment
         memory = memoryview(segment.memory)[: _layout(len(members))[0]]
         ranks = [health.ranks[member] for member in members]
-        self.device = SharedFabric("device", _core.Fabric(memory, index), health, ranks)
+        self.device: SharedFabric = SharedFabric("device", _core.Fabric(memory, index), health, ranks)
 
     def close(self) -> None:
         """Let the memory go. Idempotent; calls that wait in other threads end."""

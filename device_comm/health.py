@@ -144,7 +144,7 @@ class GroupHealth:
         """
         self.name = name
         self.rank = rank
-        self.ranks = tuple(ranks)
+        self.ranks: tuple[int, ...] = tuple(ranks)
         self._watch = watch
         self._board = board
         self._cause: BaseException | None = None

@@ -34,12 +34,12 @@ __all__ = [
     "kernel_source",
 ]
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 FRAGMENTS: Final = ("kernel_base.cu", "all_reduce.cu", "add_rms_norm.cu", "probes.cu")
 """The source, in this order, is one translation unit."""
 DTYPES: Final = {"float32": 0, "float16": 1, "bfloat16": 2}
-FAMILIES: Final = {
+FAMILIES: Final[dict[str, tuple[str, ...]]] = {
     "one_shot": ("push_one_shot",),
     "two_shot": ("push_two_shot",),
     "shards": ("push_reduce_scatter", "push_all_gather"),
@@ -226,7 +226,7 @@ class KernelCache:
         Raises:
             CapabilityError: It cannot be made, belongs to somebody else, or is open to others.
         """
-        self.directory = Path(directory)
+        self.directory: Path = Path(directory)
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = self.directory.lstat()

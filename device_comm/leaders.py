@@ -72,7 +72,7 @@ class Leaders:
         self._threads = threads
         self._leaders = list(leaders)
         self._own_host = own_host
-        self.others = [host for host in range(len(leaders)) if host != own_host]
+        self.others: list[int] = [host for host in range(len(leaders)) if host != own_host]
 
     def swap(
         self, call: Call, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]

@@ -10,7 +10,7 @@ import ctypes
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Final
 
 import torch
@@ -29,7 +29,7 @@ from shm_broadcast.errors import UsageError
 
 _SUM: Final = ctypes.c_int(SUM_CODE)
 
-open_library = functools.cache(NcclLibrary)
+open_library: Callable[[str | None], NcclLibrary] = functools.cache(NcclLibrary)
 
 
 class NcclCommunicator(NcclQueue):

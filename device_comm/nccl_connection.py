@@ -35,7 +35,7 @@ from shm_broadcast.errors import (
 
 Value = TypeVar("Value")
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 # The keeper looks this often: a dead peer is noticed in under a second, an idle group costs four looks of about
 # 10 us a second.
@@ -94,11 +94,11 @@ class NcclConnection:
         self.context = context
         self.progress = progress
         self.hot: ctypes.c_void_p | None = None
-        self.entered = 0
-        self.returned = 0
-        self.transfers = 0
-        self.call = Call("connect", None, context.timeout_s)
-        self.everyone = Call("all_reduce", None, context.timeout_s)
+        self.entered: int = 0
+        self.returned: int = 0
+        self.transfers: int = 0
+        self.call: Call = Call("connect", None, context.timeout_s)
+        self.everyone: Call = Call("all_reduce", None, context.timeout_s)
         self._exchange = context.exchange
         self._health = context.health
         self._streams = streams

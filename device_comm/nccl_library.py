@@ -141,6 +141,7 @@ class NcclLibrary:
         Raises:
             CapabilityError: There is none, it is no NCCL, or it is older than 2.18.
         """
+        self.origin: str
         library, self.origin = _load(path)
         self._functions: dict[str, ctypes._NamedFuncPointer] = {}
         for name, (arguments, _) in FUNCTIONS.items():
@@ -150,10 +151,10 @@ class NcclLibrary:
                 function.argtypes = arguments
                 function.restype = ctypes.c_char_p if name in _TEXTS else ctypes.c_int
                 self._functions[name] = function
-        self.path = _file_of(self._functions.get("ncclGetVersion")) or str(path)
+        self.path: str = _file_of(self._functions.get("ncclGetVersion")) or str(path)
         if "ncclGetVersion" not in self._functions:
             raise CapabilityError(f"{self.path} is no NCCL: it has no ncclGetVersion", requirement="libnccl")
-        self.version = 0
+        self.version: int = 0
         version = ctypes.c_int()
         self.call("ncclGetVersion", ctypes.byref(version))
         self.version = version.value

@@ -23,7 +23,7 @@ from shm_broadcast.liveness import this_process
 
 __all__ = ["PROBE_BYTES", "PeerVerdict", "verify_peer_access"]
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _WORDS: Final = 64
 _PARTS: Final = 4

@@ -37,7 +37,7 @@ from shm_broadcast.segment import Handover, Hello, take_descriptor
 
 __all__ = ["KINDS", "PeerMemory"]
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _Message = TypeVar("_Message", bound=msgspec.Struct)
 
@@ -69,8 +69,8 @@ class PeerMemory:
     def __init__(self, driver: Driver, rank_in_group: int, ranks: Sequence[int], exchange: Exchange) -> None:
         """Use `create`."""
         self.kind: Kind = "ipc"
-        self.reason = ""
-        self.nbytes = 0
+        self.reason: str = ""
+        self.nbytes: int = 0
         self.addresses: tuple[int, ...] = ()
         self._driver = driver
         self._rank = rank_in_group

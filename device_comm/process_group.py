@@ -89,7 +89,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         self._staging = self._staging.new_empty(0)
         # A user may keep the destroyed group; its connections must not live as long.
         self._open_group = None
-        self.context = dataclasses.replace(self.context, process_group=None)
+        self.context: CommunicatorContext = dataclasses.replace(self.context, process_group=None)
 
     @property
     def _group(self) -> dist.ProcessGroup:

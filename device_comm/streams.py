@@ -45,7 +45,7 @@ class TorchStreams:
 
     def __init__(self, device: torch.device) -> None:
         """Serve `device`, the current one where it has no index."""
-        self.index = torch.cuda.current_device() if device.index is None else device.index
+        self.index: int = torch.cuda.current_device() if device.index is None else device.index
         # 0.1 us; torch.cuda.current_stream() makes an object of it and takes ten times as long.
         self._current: Callable[[], int] = functools.partial(
             torch._C._cuda_getCurrentRawStream,  # type: ignore[attr-defined, unused-ignore] # noqa: SLF001

@@ -54,7 +54,7 @@ class CommTimeoutError(CommError, TimeoutError):
     def __init__(self, message: str, *, missing: Sequence[int] = ()) -> None:
         """Store the text and the ranks that did not arrive."""
         super().__init__(message)
-        self.missing = tuple(missing)
+        self.missing: tuple[int, ...] = tuple(missing)
 
 
 class PeerLostError(CommError, ConnectionError):
@@ -67,7 +67,7 @@ class PeerLostError(CommError, ConnectionError):
     def __init__(self, message: str, *, peers: Sequence[int] = ()) -> None:
         """Store the text and the ranks that are gone."""
         super().__init__(message)
-        self.peers = tuple(peers)
+        self.peers: tuple[int, ...] = tuple(peers)
 
 
 class GroupBrokenError(CommError):
@@ -84,7 +84,7 @@ class DisagreementError(CommError):
     def __init__(self, message: str, *, views: Mapping[int, str] | None = None) -> None:
         """Store the text and each rank's view."""
         super().__init__(message)
-        self.views = dict(views or {})
+        self.views: dict[int, str] = dict(views or {})
 
 
 class CapabilityError(CommError):

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -60,7 +60,7 @@ class QueueWriter:
         self._remote = remote
         self._handover = handover
         # Sends an object that is short and fits at once, in one native call; False leaves it to `enqueue`.
-        self.send_now = ring.send if isinstance(remote, NoRemote) else _leave_it
+        self.send_now: Callable[[Any], bool] = ring.send if isinstance(remote, NoRemote) else _leave_it
 
     @classmethod
     def create(

@@ -62,8 +62,8 @@ class Link:
         self.route: bytes | None = None
         self.incarnation: int | None = None
         self.process: ProcessIdentity | None = None
-        self.heard_at = 0.0
-        self.broken_at = 0.0
+        self.heard_at: float = 0.0
+        self.broken_at: float = 0.0
         self.is_lost = False
         self.has_left = False
         self.received = 0
@@ -102,7 +102,7 @@ class Ledger:
 
     def __init__(self, ranks: Iterable[int], high_water_bytes: int) -> None:
         """Begin with nothing written."""
-        self.links = {rank: Link(rank) for rank in ranks}
+        self.links: dict[int, Link] = {rank: Link(rank) for rank in ranks}
         self._high_water_bytes = high_water_bytes
         self._parts: deque[Part] = deque([Part(0, zmq.Frame(b""), 0, 0)])
 
@@ -205,7 +205,8 @@ class Inbox:
 
     def __init__(self) -> None:
         """Begin with nothing received."""
-        self.received = self.given_back = 0
+        self.received: int = 0
+        self.given_back: int = 0
         self._messages: deque[tuple[int, zmq.Frame | bytearray]] = deque()  # each with its last part
         self._assembly = bytearray()  # of the message of which not all parts have come
 

@@ -38,7 +38,7 @@ from shm_broadcast.remote_wire import Context, Kind, Record, connect, identity_o
 from shm_broadcast.settings import BroadcastSettings
 from shm_broadcast.statistics import QueueStatistics, ReaderStatistics
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 # A reader tells the writer how far it is whenever it has read this part of the high-water mark, and by heartbeats.
 _ACKNOWLEDGED_PART: Final = 8
@@ -77,7 +77,7 @@ class RemoteReader:
         """Use `open`."""
         self.name = name
         self.rank = rank
-        self.role = f"reader, rank {rank}"
+        self.role: str = f"reader, rank {rank}"
         self._endpoint = endpoint
         self._settings = settings
         self._writer = writer
@@ -110,7 +110,7 @@ class RemoteReader:
             raise
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self.descriptors = (int(self._dealer.get(zmq.FD)), self._wake)
+        self.descriptors: tuple[int, int] = (int(self._dealer.get(zmq.FD)), self._wake)
         self._poll = select.poll()
         for descriptor in self.descriptors:
             self._poll.register(descriptor, select.POLLIN)

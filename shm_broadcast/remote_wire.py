@@ -32,7 +32,7 @@ from shm_broadcast.endpoint import RemoteEndpoint, RemoteKeys, RemoteSettings, b
 from shm_broadcast.errors import CapabilityError, DecodeError, UsageError
 from shm_broadcast.liveness import ProcessIdentity
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 VERSION: Final = 1
 HEADER: Final = struct.Struct("<BB6xQQQ")
@@ -237,7 +237,7 @@ class Gatekeeper:
             ranks: The readers' ranks by public key.
         """
         self._ranks = dict(ranks)
-        self.refused = 0
+        self.refused: int = 0
         self.socket: Socket = context.socket(zmq.REP)
         self.socket.bind(_ZAP_ADDRESS)
 

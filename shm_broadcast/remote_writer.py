@@ -44,7 +44,7 @@ from shm_broadcast.remote_wire import (
 from shm_broadcast.settings import BroadcastSettings
 from shm_broadcast.statistics import QueueStatistics
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 # More threads than this do not encrypt faster than one network card sends.
 _MOST_IO_THREADS: Final = 4
@@ -87,7 +87,7 @@ class RemoteWriter:
             self._gatekeeper.socket.close(0)
             self._context.term()
             raise
-        self.endpoint = RemoteEndpoint(
+        self.endpoint: RemoteEndpoint = RemoteEndpoint(
             VERSION, place[0], port, keys.public, secrets.randbits(63), tuple(readers), remote
         )
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

@@ -30,7 +30,7 @@ from shm_broadcast.settings import BroadcastSettings
 from shm_broadcast.statistics import QueueStatistics, ReaderStatistics
 from shm_broadcast.wait import SHORT_SPIN_NS, SLICE_NS, Pacer
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _LEFT: Final = 2  # ring::kLeft
 _DATA, _ENDED = 1, 2
@@ -183,7 +183,7 @@ class RingWriter(RingEnd):
         super().__init__(name, segment, ranks, watch, settings)
         self._port = _core.WritePort(self._memory, codec.describe)
         # Sends what is short and fits at once; False leaves it to `write`.
-        self.send = self._port.send
+        self.send: Callable[[Any], bool] = self._port.send
 
     def write(self, message: codec.Message, timeout_s: float | None) -> None:
         """Publish a message; return when every byte of it is in the ring."""
@@ -325,8 +325,8 @@ class RingReader(RingEnd):
     ) -> None:
         """Take place `index` of the ring, whose writer has rank `writer`; see `RingEnd`."""
         super().__init__(name, segment, ranks, watch, settings)
-        self.rank = ranks[index]
-        self.role = f"reader, rank {self.rank}"
+        self.rank: int = ranks[index]
+        self.role: str = f"reader, rank {self.rank}"
         self._index = index
         self._writer = writer
         self._pacer = Pacer(settings.wait)

@@ -54,10 +54,10 @@ class Segment:
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         """Map the first `nbytes` of `descriptor`, which this object owns from now on."""
-        self.descriptor = descriptor
+        self.descriptor: int = descriptor
         self.nbytes = nbytes
         # Populated: the first touch of a page costs 1 us or more, which the first messages would pay.
-        self.memory = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.memory: mmap.mmap = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
     @classmethod
     def create(cls, nbytes: int, later_bytes: int = 0) -> Segment:
@@ -212,7 +212,7 @@ class Handover:
         self._forks = fork_count()
         # Held to shut the listener down, and to close it: a closed descriptor's number may be another's.
         self._lock = threading.Lock()
-        self.address = f"group-coordinator-{secrets.token_hex(16)}"
+        self.address: str = f"group-coordinator-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.setblocking(False)
         self._listener.bind("\0" + self.address)

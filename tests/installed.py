@@ -1,0 +1,62 @@
+"""Runs the tests against the packages that are installed: `python -m tests.installed [what to give to pytest]`.
+
+The tests are copied to a directory in which the three packages are links to the installed ones: whatever a test
+imports, compiles or reads is what the wheel brought, and no checkout is in reach.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("coordinator", "device_comm", "shm_broadcast")
+COPIED = (
+    "tests", "examples", "benchmarks", "docs", ".ci",
+    "pyproject.toml", "setup.py", "Makefile", "mkdocs.yml",
+    "README.md", "CHANGELOG.md", "CONTRIBUTING.md",
+)  # fmt: skip
+
+# Every test process begins like this one: in the copy, with the same path.
+PROBE = """
+import sysconfig
+from pathlib import Path
+import coordinator, coordinator.cli, device_comm._core, shm_broadcast._core
+place = Path(sysconfig.get_path("platlib")).resolve()
+for module in (coordinator, coordinator.cli, device_comm._core, shm_broadcast._core):
+    where = Path(module.__file__).resolve()
+    if not where.is_relative_to(place):
+        raise SystemExit(f"{module.__name__} comes from {where}, not from the installed wheel in {place}")
+print(f"tests of the wheel in {place}", flush=True)
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Copy the tests, check where the packages come from, run pytest; return its exit status."""
+    site = Path(sysconfig.get_path("platlib"))
+    with tempfile.TemporaryDirectory(prefix="installed-") as name:
+        tree = Path(name)
+        for each in COPIED:
+            source = ROOT / each
+            if source.is_dir():
+                shutil.copytree(source, tree / each, ignore=shutil.ignore_patterns("__pycache__"))
+            elif source.exists():
+                shutil.copy(source, tree / each)
+        for package in PACKAGES:
+            if not (site / package / "py.typed").is_file():
+                raise SystemExit(f"{package} is not installed in {site}")
+            (tree / package).symlink_to(site / package)
+        environ = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+        environ.pop("PYTHONPATH", None)
+        for command in (["-c", PROBE], ["-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]):
+            done = subprocess.run([sys.executable, *command], cwd=tree, env=environ, check=False)
+            if done.returncode:
+                return done.returncode
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

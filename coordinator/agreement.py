@@ -174,6 +174,9 @@ class _Agreement:
         outcome = ""
         if store.compare_set("proposal", "", mine).decode() != mine:
             outcome = self._decide(DISSENT)
+            if outcome.startswith(COMPLETE):
+                # The others came to an end without this rank: what they told each other is not about its groups.
+                raise self._told(self._disagreement())
         elif store.add("agreed", 1) == len(self._ranks):
             outcome = self._decide(COMPLETE + self._gathered())
         outcome = outcome or self._await_outcome()

@@ -111,7 +111,12 @@ class GroupCoordinator(
         self._bind(parts, group_ranks, local_rank, torch_distributed_backend, settings)
         self.use_device_communicator = use_device_communicator
         if use_message_queue_broadcaster:
-            self.enable_broadcaster()
+            try:
+                self.enable_broadcaster()
+            except BaseException:
+                # Nobody else has the group to destroy it.
+                self.destroy()
+                raise
         self._log_creation()
 
     @classmethod
@@ -392,6 +397,7 @@ class GroupCoordinator(
         `UsageError`. Calls on the stream before the capture itself begins are warm-up, and run. On the CPU a no-op.
         Yields `graph_capture_context`, or a new one, whose stream the capture uses.
         """
+        self._keep_order("graph_capture")
         self._health.check_usable("graph_capture")
         with capture_on(self.device, [self.device_communicator], graph_capture_context) as context:
             yield context

@@ -39,13 +39,15 @@ class Subgroups(GroupPlanes):
                 rank stands in two, and those that stand in none get None. Equal on all ranks.
             color: Instead of lists: ranks of the same color make a group; -1 stands for none.
             key: With a color: where this rank stands in its group; ranks of equal keys in the order of this group.
-            group_name: By default that of this group, with "-split".
+            group_name: Such as "eval"; by default "split". This group's own name stands before it.
 
         Returns:
             The new group, which the caller destroys; or None.
 
         Raises:
             UsageError: A rank stands twice, or is none of this group, or both or neither of the forms are given.
+            DisagreementError: The ranks of this group ask for different groups.
+            CommTimeoutError: Ranks did not come; `.missing` names them.
         """
         self._keep_order("split_group")
         self._health.check_usable("split_group")
@@ -63,10 +65,12 @@ class Subgroups(GroupPlanes):
             raise UsageError(
                 f"split_ranks must be lists that share no rank, none of them empty, not {split_ranks}"
             )
-        name = group_name or f"{self.unique_name.partition(':')[0]}-split"
-        if self.rank_in_group not in flat:
-            return None
-        return self._new_group([[self.ranks[rank] for rank in ranks] for ranks in lists], name)
+        group_ranks = [[self.ranks[rank] for rank in ranks] for ranks in lists]
+        group = self._new_group(group_ranks, group_name or "split")
+        if self.rank_in_group in flat:
+            return group
+        group.destroy()
+        return None
 
     def create_subgroup(
         self, ranks: Sequence[int], *, group_name: str | None = None
@@ -79,7 +83,7 @@ class Subgroups(GroupPlanes):
 
         Args:
             ranks: Ranks in this group, each once, in the order of the new group.
-            group_name: Such as "eval"; by default this group's name and "sub".
+            group_name: Such as "eval"; by default "sub". This group's own name stands before it.
 
         Returns:
             The group; None on the ranks that are not in it.
@@ -92,10 +96,7 @@ class Subgroups(GroupPlanes):
         self._keep_order("create_subgroup")
         self._health.check_usable("create_subgroup")
         chosen = [self.ranks[rank] for rank in self._check_members(ranks)]
-        name = group_name or f"{self.unique_name.partition(':')[0]}/sub"
-        # Each other rank has one of itself, so that all of this group's ranks agree on who is in the new one.
-        others = [[rank] for rank in self.ranks if rank not in chosen]
-        group = self._new_group([chosen, *others], name)
+        group = self._new_group([chosen], group_name or "sub")
         if self.rank in chosen:
             return group
         group.destroy()
@@ -126,14 +127,20 @@ class Subgroups(GroupPlanes):
         return [[rank for _, rank in sorted(members[each])] for each in sorted(members)]
 
     def _new_group(self, group_ranks: list[list[int]], name: str) -> GroupCoordinator:
+        """Create groups of global ranks of this group, all of whose ranks take part. Collective."""
         from coordinator.group import GroupCoordinator
 
+        # Each other rank has one of itself, so that all of this group's ranks agree on who is in the new ones.
+        taken = {rank for ranks in group_ranks for rank in ranks}
+        others = [[rank] for rank in self.ranks if rank not in taken]
+        # Groups beside this one have its name too, and all of them meet in one store: the first rank tells them apart.
+        scope = f"{self.unique_name.replace(':', '.')}@{self.ranks[0]}"
         return GroupCoordinator(
-            group_ranks,
+            [*group_ranks, *others],
             self.local_rank,
             self.torch_distributed_backend,
             self.use_device_communicator,
-            group_name=name,
+            group_name=f"{scope}/{name}",
             settings=self.settings,
         )
 

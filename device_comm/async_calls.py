@@ -6,6 +6,7 @@ All that holds for the blocking form holds here, as it is the same code: bits, d
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -17,6 +18,8 @@ import torch
 from device_comm import checks
 from device_comm.health import GroupHealth
 from shm_broadcast.errors import ClosedError, CommError, CommTimeoutError, GroupBrokenError, UsageError
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -137,10 +140,14 @@ class CallHandle(Generic[Result]):
             self._resolve(future)
 
     def _resolve(self, future: torch.futures.Future[Result]) -> None:
-        if self._error is not None:
-            future.set_exception(self._error)  # type: ignore[arg-type] # its stub says the type of a result
-        else:
-            future.set_result(self._value)
+        try:
+            if self._error is not None:
+                future.set_exception(self._error)  # type: ignore[arg-type] # its stub says the type of a result
+            else:
+                future.set_result(self._value)
+        except RuntimeError as error:
+            # Whoever holds it has completed it already; the other calls of the group must go on.
+            logger.warning("%s: its future was completed by somebody else: %s", self._name, error)
 
     def _outcome(self) -> Result:
         if self._error is not None:
@@ -197,10 +204,12 @@ class CallLine:
             # In here, as nothing may stand in line behind the end of the thread.
             self._health.check_usable(name)
             if self._thread is None:
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=self._serve, name=f"group-coordinator-{self._health.name}-calls", daemon=True
                 )
-                self._thread.start()
+                thread.start()
+                # Not before: where no thread can be started, the next call tries again.
+                self._thread = thread
             self.open.append(handle)
             self._inbox.put(handle)
         return handle

@@ -213,16 +213,21 @@ class Channels:
         outlet = self._outlets.get(peer)
         if outlet is None:
             with self._lock:
-                memory = self._open(self._rank, peer, peer, name)
-                outlet = self._outlets[peer] = Outlet(self, memory, self._health.ranks[peer])
+                outlet = self._outlets.get(peer)
+                if outlet is None:
+                    memory = self._open(self._rank, peer, peer, name)
+                    outlet = self._outlets[peer] = Outlet(self, memory, self._health.ranks[peer])
         return outlet
 
     def _inlet(self, peer: int, name: str) -> Inlet:
         inlet = self._inlets.get(peer)
         if inlet is None:
             with self._lock:
-                memory = self._open(peer, self._rank, peer, name)
-                inlet = self._inlets[peer] = Inlet(self, memory, self._health.ranks[peer])
+                # Another thread that drains may have been first: of two on one ring each would miss messages.
+                inlet = self._inlets.get(peer)
+                if inlet is None:
+                    memory = self._open(peer, self._rank, peer, name)
+                    inlet = self._inlets[peer] = Inlet(self, memory, self._health.ranks[peer])
         return inlet
 
     def _open_if_made(self, peer: int) -> Inlet | None:

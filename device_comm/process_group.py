@@ -45,8 +45,19 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor's memory holds its elements in order, with no lazy conjugation or sign."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    """Return whether the tensor's memory holds its elements in order, with no lazy conjugation or sign.
+
+    What only stands for a tensor, as the results of functional collectives do until they are used, has no memory.
+    """
+    return (
+        type(tensor) in _WITH_MEMORY
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+_WITH_MEMORY: Final = (torch.Tensor, torch.nn.Parameter)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,10 @@
 """Reductions made of other calls, coalesced calls, tags, receives from any rank, splits, a group as one of torch."""
 
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as torch_functional
@@ -13,10 +15,13 @@ from coordinator import (
     P2POperation,
     ReduceOperation,
     UsageError,
+    functional,
     premul_sum,
 )
+from coordinator.agreement import View, agree
 from coordinator.group import GroupCoordinator
-from tests.harness import RankPool
+from shm_broadcast.liveness import this_process
+from tests.harness import RankPool, run_ranks
 from tests.worlds import ApartPool, HostsPool, meet, new_group, outcome_of, world
 
 
@@ -302,10 +307,10 @@ def test_groups_are_split_by_lists_and_by_color(ranks4: RankPool) -> None:
     """Ranks in the order that lists and keys say; who is in none gets None."""
     found = ranks4.run(split)
     checks = [True, True, True]
-    assert found[0] == [[3, 0], [3, 0], [0, 2], "half:0", 2, [3, 1, 0], checks]
-    assert found[1] == [[1], [1], [1, 3], "half:0", 4, [3, 1, 0], checks]
-    assert found[2] == [None, [0, 2], "half:0", 2, None, checks]
-    assert found[3] == [[3, 0], [3, 0], [1, 3], "half:0", 4, [3, 1, 0], checks]
+    assert found[0] == [[3, 0], [3, 0], [0, 2], "world.0@0/half:0", 2, [3, 1, 0], checks]
+    assert found[1] == [[1], [1], [1, 3], "world.0@0/half:0", 4, [3, 1, 0], checks]
+    assert found[2] == [None, [0, 2], "world.0@0/half:0", 2, None, checks]
+    assert found[3] == [[3, 0], [3, 0], [1, 3], "world.0@0/half:0", 4, [3, 1, 0], checks]
 
 
 def named(new: str, old: str) -> Any:
@@ -384,3 +389,71 @@ def test_torch_functions_run_on_a_group(ranks2: RankPool) -> None:
     # What torch imports for its functional collectives keeps descriptors, with groups of torch too.
     for found in ranks2.run(torch_calls, check_leaks=False):
         assert all(found), found
+
+
+def part_of_parts(rank: int, world_size: int, directory: Path) -> list[Any]:
+    with world(rank, world_size, directory) as group:
+        pair = GroupCoordinator([[0, 1], [2, 3]], rank, "gloo", True, group_name="tp")
+        # Both pairs at once, whose groups have one name.
+        one = pair.create_subgroup([1])
+        halves = pair.split_group([[0], [1]])
+        assert halves is not None
+        found = [None if one is None else one.ranks, halves.ranks]
+        # Other ranks are left out each time.
+        for lists in ([[0, 1]], [[1, 2]], [[3, 2, 1]]):
+            part = group.split_group(lists)
+            found.append(None if part is None else part.all_gather_object(rank))
+            if part is not None:
+                part.destroy()
+        if one is not None:
+            one.destroy()
+        halves.destroy()
+        pair.destroy()
+        return found
+
+
+def test_groups_of_one_name_have_parts_of_their_own(ranks4: RankPool) -> None:
+    """Pairs that split at the same time do not meet each other, and who is left out once can be in the next."""
+    assert ranks4.run(part_of_parts) == [
+        [None, [0], [0, 1], None, None],
+        [[1], [1], [0, 1], [1, 2], [3, 2, 1]],
+        [None, [2], None, [1, 2], [3, 2, 1]],
+        [[3], [3], None, None, [3, 2, 1]],
+    ]
+
+
+def others_agreed(rank: int, world_size: int, directory: Path) -> str:
+    store = dist.FileStore(str(directory / "store"), -1)
+    view = View({"groups": "a"}, this_process(), "")
+    if rank < 2:
+        agree(store, "a", rank, [0, 1], view, 10.0)
+        (directory / f"done-{rank}").touch()
+        return ""
+    while not all((directory / f"done-{other}").exists() for other in (0, 1)):
+        time.sleep(0.002)
+    with pytest.raises(DisagreementError) as caught:
+        agree(store, "b", rank, [2, 3], View({"groups": "b"}, this_process(), ""), 10.0)
+    return str(caught.value)
+
+
+def test_who_comes_to_an_agreement_of_others_does_not_take_it_for_its_own() -> None:
+    """They held other facts, so that what they told each other is not about this rank's groups."""
+    assert "rank 2" in run_ranks(others_agreed, 3)[2]
+
+
+def lazy_inputs(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory) as group:
+        ones = torch.ones(1 << 19)
+        lazy = functional.all_reduce(ones, "sum", group)
+        assert type(lazy) is not torch.Tensor
+        assert group.all_reduce(lazy)[0] == world_size**2
+        lazy = functional.all_reduce(ones, "sum", group)
+        assert group.all_reduce_(lazy)[0] == world_size**2
+        lazy = functional.all_reduce(ones, "sum", group)
+        total = group.reduce(lazy)
+        assert rank or (total is not None and total[0] == world_size**2)
+
+
+def test_a_result_that_waits_can_be_reduced_again(ranks2: RankPool) -> None:
+    """It has no memory before it is used."""
+    ranks2.run(lazy_inputs)

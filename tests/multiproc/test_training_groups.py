@@ -94,7 +94,7 @@ def subgroups(rank: int, world_size: int, directory: Path) -> None:
         assert (part is None) == (rank in (0, 2))
         if part is not None:
             assert part.ranks == [3, 1]
-            assert part.unique_name == "world/sub:0"
+            assert part.unique_name == "world.0@0/sub:0"
             works(part)
             # Rank 0 of the part is rank 3 of the world: a source is a rank in the group.
             assert part.broadcast_flag(rank == 3) is True

@@ -110,7 +110,10 @@ def join(world_size: int, rank: int, method: str) -> GroupCoordinator:
     # Settings of the environment would make figures of different runs differ.
     settings = CoordinatorSettings.resolve({})
     init_distributed_environment(world_size, rank, method, backend=backend, settings=settings)
-    return get_world_group()
+    group = get_world_group()
+    # So that every call's way is known before it is made.
+    group.device_communicator.prepare_buffers(0)
+    return group
 
 
 def measure_all(

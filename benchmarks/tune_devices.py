@@ -27,6 +27,7 @@ from benchmarks.tuning import NCCL, Mode, Operation, Timing, thresholds_of
 from coordinator import destroy_distributed_environment, get_world_group, init_distributed_environment
 from coordinator.group import GroupCoordinator
 from coordinator.settings import CoordinatorSettings
+from device_comm.cuda import CudaCommunicator
 from device_comm.policy import GroupFacts
 from device_comm.policy_file import POLICY_VERSION, MeasuredThreshold, PolicyFile, write_policy_file
 
@@ -101,12 +102,13 @@ def run_rank(directory: Path, world_size: int, rank: int) -> None:
 
 def _facts(group: GroupCoordinator) -> GroupFacts:
     """Return what the policy knows of the group; building our kernels finds it out. Collective."""
-    communicator: Any = group.device_communicator
-    path = communicator.path("all_reduce", 4096, torch.bfloat16)
-    custom = getattr(communicator, "_custom", None)
-    if custom is None:
-        raise BenchmarkError(f"our kernels cannot run here: {path.reason}")
-    facts: GroupFacts = custom.facts
+    communicator = group.device_communicator
+    if not isinstance(communicator, CudaCommunicator):
+        raise BenchmarkError(f"the tensors of this group go by {communicator.algorithm}: nothing to tune")
+    facts = communicator.prepare_kernels()
+    if facts is None:
+        reason = communicator.path("all_reduce", 4096, torch.bfloat16).reason
+        raise BenchmarkError(f"our kernels cannot run here: {reason}")
     return facts
 
 

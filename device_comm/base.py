@@ -461,6 +461,12 @@ class DeviceCommunicator(ABC):
         del stream
         yield
 
+    def check(self) -> None:  # noqa: B027 - where calls block there is nothing to find out
+        """Raise if a call that was queued earlier has failed since. Not collective.
+
+        Where results are queued on a stream they count once it was synchronized and this did not raise.
+        """
+
     @contextmanager
     def group(self) -> Iterator[None]:
         """Queue the calls made within the context as one, where that is faster; results are there when it is left."""

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from device_comm import checks
 from device_comm.base import SUM, CommunicatorContext
 from device_comm.cuda_setup import build_custom
 from device_comm.custom_all_reduce import CustomAllReduce
@@ -23,7 +24,7 @@ from device_comm.event_progress import EventProgress
 from device_comm.nccl import NcclCommunicator
 from device_comm.nccl_library import NcclLibrary
 from device_comm.paths import CallPath
-from device_comm.policy import Algorithm, OperationName, Plan
+from device_comm.policy import Algorithm, GroupFacts, OperationName, Plan
 from device_comm.process_group import dense, is_plain
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from device_comm.streams import Streams
@@ -126,11 +127,13 @@ class CudaCommunicator(NcclCommunicator):
             logger.info("%s: through NCCL: %s", self._health.where("all_reduce"), reason)
 
     def path(self, operation: str, nbytes: int, dtype: torch.dtype) -> CallPath:
-        """Return how a call is carried. Collective if no call was made before: it builds what that needs."""
+        """Return how a call is carried; before the first call, which finds it out, "undecided". Not collective."""
         operation = operation.rstrip("_")
         if operation not in _PLANNED:
             return CallPath("nccl", "our kernels know no such call")
-        if self._own(operation) is None:
+        if not self._is_decided:
+            return CallPath("undecided", "the first call of the group finds out")
+        if self._custom is None:
             return CallPath("nccl", self._obstacle)
         plan = self._plan(operation, dtype, nbytes)  # type: ignore[arg-type]
         return CallPath(plan.algorithm.value, plan.reason)
@@ -202,7 +205,7 @@ class CudaCommunicator(NcclCommunicator):
         custom = self._own("all_reduce")
         source = dense(input_)
         if custom is not None and self._collected is None:
-            if op is SUM:
+            if op is SUM and custom.carries("all_reduce", source.dtype, source.nbytes, self._current()):
                 source = _aligned(source)
                 result = torch.empty_like(source)
                 arguments = (source.data_ptr(), result.data_ptr(), source.numel(), source.dtype)
@@ -217,9 +220,16 @@ class CudaCommunicator(NcclCommunicator):
         self, tensor: torch.Tensor, op: ReduceOperation = SUM, *, timeout_s: float | None = None
     ) -> torch.Tensor:
         """Combine the ranks' tensors in place; return `tensor`, which must not overlap itself."""
-        if not isinstance(tensor, torch.Tensor) or not is_plain(tensor) or tensor.data_ptr() & 15:
-            return super().all_reduce_(tensor, op, timeout_s=timeout_s)
         op = self._check_reduction("all_reduce_", tensor, op, timeout_s)
+        checks.check_writable(tensor, "all_reduce_")
+        if not is_plain(tensor) or tensor.data_ptr() & 15:
+            # Beside, and back: where a tensor begins is known to this rank alone, and must not choose the way.
+            if self._collected is not None:
+                raise UsageError(
+                    "all_reduce_: within `group` the tensor must be contiguous, and begin at 16 bytes"
+                )
+            tensor.detach().copy_(self._all_reduce(tensor, op, timeout_s))
+            return tensor
         custom = self._own("all_reduce_")
         if custom is not None and op is SUM and self._collected is None:
             address = tensor.data_ptr()
@@ -247,6 +257,10 @@ class CudaCommunicator(NcclCommunicator):
         self, flat: torch.Tensor, counts: tuple[int, ...], op: ReduceOperation, timeout_s: float | None
     ) -> torch.Tensor:
         """Return this rank's part of the ranks' `flat`, cut at `counts`, combined in rank order."""
+        if self._collected is not None:
+            raise UsageError(
+                "within `group` nothing can be combined in rank order: the data is not there yet"
+            )
         own = counts[self.rank_in_group]
         received = super()._all_to_all(flat, 0, counts, (own,) * self.world_size, timeout_s)
         return reduce_in_rank_order(list(received.view(self.world_size, own)), op)
@@ -276,7 +290,13 @@ class CudaCommunicator(NcclCommunicator):
             return super()._reduce_scatter(input_, dim, sizes, op, timeout_s)
         rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
         shape = (sizes[self.rank_in_group], *rows.shape[1:])
-        if custom is not None and op is SUM and is_even and self._collected is None:
+        if (
+            custom is not None
+            and op is SUM
+            and is_even
+            and self._collected is None
+            and custom.carries("reduce_scatter", rows.dtype, rows.nbytes, self._current())
+        ):
             rows = _aligned(rows)
             own = rows.new_empty(shape)
             arguments = (rows.data_ptr(), own.data_ptr(), own.numel(), own.dtype)
@@ -297,10 +317,14 @@ class CudaCommunicator(NcclCommunicator):
         eps: float,
         timeout_s: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._collected is not None:
+            raise UsageError(
+                "all_reduce_add_rms_norm cannot be called within `group`: the sum is not there yet"
+            )
         custom = self._own("all_reduce_add_rms_norm")
         rows, hidden = input_.shape
         stream = self._current()
-        if custom is None or not rows or hidden * input_.itemsize % 16 or self._collected is not None:
+        if custom is None or not rows or hidden * input_.itemsize % 16:
             return super()._all_reduce_add_rms_norm(input_, residual, weight, eps, timeout_s)
         tensors = [_aligned(dense(each)) for each in (input_, residual, weight)]
         is_fused = custom.can_fuse(rows, hidden, input_.dtype, stream)
@@ -323,6 +347,8 @@ class CudaCommunicator(NcclCommunicator):
         custom = self._own("all_gather")
         if custom is None or len(set(sizes)) != 1 or not input_.numel() or self._collected is not None:
             return super()._all_gather(input_, dim, sizes, timeout_s)
+        if not custom.carries("all_gather", torch.uint8, input_.nbytes, self._current()):
+            return super()._all_gather(input_, dim, sizes, timeout_s)
         rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
         result = rows.new_empty((sum(sizes), *rows.shape[1:]))
         if not custom.all_gather(rows.data_ptr(), result.data_ptr(), rows.nbytes, self._current()):
@@ -344,24 +370,27 @@ class CudaCommunicator(NcclCommunicator):
         if custom is None:
             yield
             return
-        before = self._current()
-        custom.use_stream(number)
-        custom.begin_capture(number)
-        self._is_capturing = True
+        bound = custom.stream
         try:
-            yield
+            custom.use_stream(number)
+            custom.begin_capture(number)
+            self._is_capturing = True
+            try:
+                yield
+            finally:
+                self._is_capturing = False
+            custom.finish_capture()
+        except BaseException:
+            custom.abandon_capture()
+            raise
         finally:
-            self._is_capturing = False
-            custom.end_capture()
-        custom.finish_capture()
-        custom.use_stream(before)
+            custom.restore_stream(bound)
 
     def use_stream(self, stream: Any) -> None:
         """Queue later calls of our kernels on `stream`, behind all that was queued so far. Not collective."""
         number = stream if isinstance(stream, int) else stream.cuda_stream
-        custom = self._own("use_stream")
-        if custom is not None:
-            custom.use_stream(number)
+        if self._custom is not None:
+            self._custom.use_stream(number)
 
     def check(self) -> None:
         """Raise if a kernel of ours has failed. Results count once their stream was synchronized and this was called.
@@ -372,16 +401,27 @@ class CudaCommunicator(NcclCommunicator):
         if self._custom is not None:
             self._custom.check()
 
+    def prepare_kernels(self) -> GroupFacts | None:
+        """Build what our kernels need now; return what the policy knows of the group, None where they cannot run.
+
+        Collective; the first call or capture does it otherwise. `path` says why they cannot.
+        """
+        custom = self._own("prepare_kernels")
+        return None if custom is None else custom.facts
+
     def prepare_buffers(self, message_bytes: int) -> None:
         """Build what our kernels need, and connect NCCL. Collective."""
-        self._own("prepare_buffers")
+        self.prepare_kernels()
         super().prepare_buffers(message_bytes)
 
     def destroy(self) -> None:
-        """End our kernels and give their memory back, then NCCL's."""
+        """End NCCL, then our kernels, and give their memory back.
+
+        NCCL first: it is aborted if it takes longer than seconds, and ours synchronize with all that runs.
+        """
+        super().destroy()
         if self._custom is not None:
             self._custom.destroy()
-        super().destroy()
         self._events.close()
         if self._opened is not None:
             self._opened.close()

@@ -470,12 +470,17 @@ class CudaDriver(Driver):
         self._direct("cuEventRecord", self._api.CUevent(event), self._stream(stream))
 
     def event_query(self, event: int) -> bool:
+        # While any thread captures in the global mode, which is torch's, a query would end its capture with an error.
+        modes = self._api.CUstreamCaptureMode
+        before = self._call("cuThreadExchangeStreamCaptureMode", modes.CU_STREAM_CAPTURE_MODE_RELAXED)
         try:
             self._direct("cuEventQuery", self._api.CUevent(event))
         except CudaError as error:
             if error.code == _NOT_READY:
                 return False
             raise
+        finally:
+            self._call("cuThreadExchangeStreamCaptureMode", before)
         return True
 
     def event_destroy(self, event: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -16,7 +17,7 @@ from device_comm.driver import Driver
 from device_comm.kernels import KernelCache, KernelVariant
 from device_comm.peer_access import PROBE_BYTES, verify_peer_access
 from device_comm.peer_memory import PeerMemory
-from device_comm.peer_messages import Exchange, Remark, said, speak
+from device_comm.peer_messages import Exchange, Kind, Remark, said, speak
 from device_comm.policy import GroupFacts
 from device_comm.topology import GroupTopology, gather_topology, probe
 from shm_broadcast.errors import CapabilityError, CommError, InternalError
@@ -35,7 +36,12 @@ def default_cache_directory() -> Path:
     """
     import pwd
 
-    return Path(pwd.getpwuid(os.geteuid()).pw_dir) / ".cache" / "group-coordinator"
+    try:
+        home = Path(pwd.getpwuid(os.geteuid()).pw_dir)
+    except KeyError:
+        # A user without a name, as some clusters give to containers. Who owns the directory is checked in any case.
+        return Path(tempfile.gettempdir()) / f"group-coordinator-{os.geteuid()}"
+    return home / ".cache" / "group-coordinator"
 
 
 def build_custom(
@@ -87,7 +93,7 @@ def _build(
     if obstacle:
         raise CapabilityError(obstacle, requirement="peer access between all devices")
     directory = _directory(context)
-    verdict = _verify(context, exchange, driver, directory)
+    verdict, kind = _verify(context, exchange, driver, directory)
     if verdict:
         raise CapabilityError(verdict, requirement="writes that arrive at peers")
     facts = GroupFacts(
@@ -97,7 +103,8 @@ def _build(
         multiprocessors=topology.multiprocessors,
         has_nvlink=_has_fast_links(topology),
         is_verified=True,
-        is_exportable=_is_exportable(context, exchange, driver),
+        # The memory of tensors goes by CUDA IPC alone, which the region that was just tried has shown to work, or not.
+        is_exportable=_is_exportable(context, exchange, driver) and kind in ("ipc", "local"),
         is_deterministic=context.cuda.deterministic,
     )
     source, trouble = cubin, ""
@@ -138,8 +145,10 @@ def _directory(context: CommunicatorContext) -> Path:
     return default_cache_directory() if chosen is None else Path(chosen)
 
 
-def _verify(context: CommunicatorContext, exchange: Exchange, driver: Driver, directory: Path) -> str:
-    """Return why writes to peers do not arrive, or "" if they do. Collective."""
+def _verify(
+    context: CommunicatorContext, exchange: Exchange, driver: Driver, directory: Path
+) -> tuple[str, Kind]:
+    """Return why writes to peers do not arrive, or "" if they do; and how memory was shared. Collective."""
     region = PeerMemory.create(
         driver,
         context.rank_in_group,
@@ -164,17 +173,17 @@ def _verify(context: CommunicatorContext, exchange: Exchange, driver: Driver, di
         raise
     finally:
         region.close(None if is_over else meet, context.health.lost)
-    return "" if verdict.works else verdict.reason
+    return "" if verdict.works else verdict.reason, region.kind
 
 
 def _is_exportable(context: CommunicatorContext, exchange: Exchange, driver: Driver) -> bool:
     """Return whether on every rank torch's allocator gives memory that peers can map. Collective."""
-    sample = torch.empty(_SAMPLE_BYTES, dtype=torch.uint8, device=context.device)
     trouble = ""
     try:
+        sample = torch.empty(_SAMPLE_BYTES, dtype=torch.uint8, device=context.device)
         if not driver.is_legacy_ipc_capable(sample.data_ptr()):
             trouble = "the allocator's memory cannot be exported (expandable segments?)"
-    except CommError as error:
+    except (CommError, RuntimeError) as error:  # torch has no memory left
         trouble = str(error)[:_TEXT]
     return not _said(Remark(trouble), context, exchange)
 

@@ -19,6 +19,7 @@ import torch
 from device_comm.cuda_settings import CudaSettings
 from device_comm.custom_launches import CubinSource, Launch, Launches
 from device_comm.custom_resources import CustomResources, agree_on_policy
+from device_comm.custom_streams import StreamBinding
 from device_comm.driver import Driver
 from device_comm.health import GroupHealth
 from device_comm.kernel_layout import MAX_BLOCKS, NORM_LANES
@@ -37,6 +38,8 @@ _MOST_ROUTES: Final = 4096
 _FLUSH_PAUSE_S: Final = 0.001
 _TEXT: Final = 1900
 
+# What the words of a record say once it is gone.
+_CLOSED: Final = (1,) * 16
 _FLOAT_WORD: Final = struct.Struct("<fI")
 _WORD: Final = struct.Struct("<Q")
 
@@ -107,10 +110,10 @@ class CustomAllReduce:
         self._health = context.health
         self._resources = resources
         self._record = resources.record
-        self._words = resources.record.words
+        self._words: Sequence[int] = resources.record.words
         self._launches: Launches = resources.launches
         self._inputs = resources.inputs
-        self._stream: int | None = None
+        self._bound = StreamBinding(context.driver, context.health.where)
         self._capture_stream: int | None = None
         self._is_open = True
         self._routes: dict[tuple[str, torch.dtype, int, bool], _Route] = {}
@@ -201,7 +204,20 @@ class CustomAllReduce:
                 f"{self._health.where(operation)}: a kernel for {dtype} cannot be loaded while stream {stream:#x} is "
                 "captured; call begin_capture before, or make one such call"
             )
-        return self._launches.of(kernel, dtype)
+        try:
+            return self._launches.of(kernel, dtype)
+        except CommError as error:
+            raise self._broken(error) from None
+
+    def _broken(self, error: CommError) -> CommError:
+        """Break the group, as this rank's kernel is missing: the peers' would take its next call for this one."""
+        self._health.fail(error)
+        return error
+
+    def carries(self, operation: OperationName, dtype: torch.dtype, nbytes: int, stream: int) -> bool:
+        """Return whether our kernels carry such a call: before memory is allocated for it."""
+        self.check(operation)
+        return self._route(operation, dtype, nbytes, stream).function_launch is not None
 
     # ------------------------------------------------------------------ calls
 
@@ -221,7 +237,7 @@ class CustomAllReduce:
         words = self._words
         if words[0] or words[8]:
             raise self._failed("all_reduce")
-        if stream != self._stream or self._capture_stream is not None:
+        if stream != self._bound.stream or self._capture_stream is not None:
             self._admit(stream, "all_reduce")
             route = self._route("all_reduce", dtype, count * _SIZES.get(dtype, dtype.itemsize), stream)
         else:
@@ -245,7 +261,10 @@ class CustomAllReduce:
         arguments[first] = input_
         arguments[first + 1] = output
         arguments[first + 2] = count
-        self._launch(launch.function, route.grid, route.threads, stream, launch.arguments)
+        try:
+            self._launch(launch.function, route.grid, route.threads, stream, launch.arguments)
+        except CommError as error:
+            raise self._broken(error) from None
         return True
 
     def _in_pieces(
@@ -256,7 +275,10 @@ class CustomAllReduce:
             words[first] = input_ + offset
             words[first + 1] = output + offset
             words[first + 2] = min(route.piece, nbytes - offset) // itemsize
-            self._launch(launch.function, route.grid, route.threads, stream, launch.arguments)
+            try:
+                self._launch(launch.function, route.grid, route.threads, stream, launch.arguments)
+            except CommError as error:
+                raise self._broken(error) from None
 
     def reduce_scatter(self, input_: int, output: int, count: int, dtype: torch.dtype, stream: int) -> bool:
         """Sum the ranks' inputs; rank i gets the i-th of `world_size` parts of `count` elements, one after the other.
@@ -287,7 +309,7 @@ class CustomAllReduce:
         words = self._words
         if words[0] or words[8]:
             raise self._failed(operation)
-        if stream != self._stream or self._capture_stream is not None:
+        if stream != self._bound.stream or self._capture_stream is not None:
             self._admit(stream, operation)
         route = self._routes.get((operation, dtype, nbytes, False)) if self._capture_stream is None else None
         if route is None:
@@ -301,7 +323,10 @@ class CustomAllReduce:
         arguments[first] = input_
         arguments[first + 1] = output
         arguments[first + 2] = count
-        self._launch(launch.function, route.grid, route.threads, stream, launch.arguments)
+        try:
+            self._launch(launch.function, route.grid, route.threads, stream, launch.arguments)
+        except CommError as error:
+            raise self._broken(error) from None
         return True
 
     def can_fuse(self, rows: int, hidden: int, dtype: torch.dtype, stream: int) -> bool:
@@ -344,7 +369,7 @@ class CustomAllReduce:
         words = self._words
         if words[0] or words[8]:
             raise self._failed("all_reduce_add_rms_norm")
-        if stream != self._stream or self._capture_stream is not None:
+        if stream != self._bound.stream or self._capture_stream is not None:
             self._admit(stream, "all_reduce_add_rms_norm")
         if not self.can_fuse(rows, hidden, dtype, stream):
             return False
@@ -386,7 +411,10 @@ class CustomAllReduce:
             self._eps = eps
         words[at + 7] = self._eps_word
         # A block for each row, of one thread for each of the norm's 256 lanes.
-        self._launch(launch.function, min(rows, self._most_blocks), NORM_LANES, stream, launch.arguments)
+        try:
+            self._launch(launch.function, min(rows, self._most_blocks), NORM_LANES, stream, launch.arguments)
+        except CommError as error:
+            raise self._broken(error) from None
 
     # ------------------------------------------------------------------ streams
 
@@ -397,19 +425,17 @@ class CustomAllReduce:
             UsageError: One of the two streams is being captured: the order would be part of the graph.
         """
         self._check_open("use_stream")
-        old = self._stream
-        if old is not None and old != stream:
-            if self._driver.stream_is_capturing(old) or self._driver.stream_is_capturing(stream):
-                raise UsageError(
-                    f"{self._health.where('use_stream')}: stream {old:#x} or stream {stream:#x} is being captured"
-                )
-            event = self._driver.event_create()
-            try:
-                self._driver.event_record(event, old)
-                self._driver.stream_wait_event(stream, event)
-            finally:
-                self._driver.event_destroy(event)
-        self._stream = stream
+        self._bound.use(stream)
+
+    @property
+    def stream(self) -> int | None:
+        """Return the stream that calls are bound to; None before the first."""
+        return self._bound.stream
+
+    def restore_stream(self, stream: int | None) -> None:
+        """Undo `use_stream`: bind to `stream` again, or to none; later calls are behind all that was queued so far."""
+        if self._is_open:
+            self._bound.restore(stream)
 
     def _is_captured(self, stream: int) -> bool:
         """Return whether calls on `stream` go into a graph of which we know: only there inputs can be noted."""
@@ -419,15 +445,7 @@ class CustomAllReduce:
         """Refuse a second stream; bind to the first one."""
         if self._capture_stream is None:
             self._refuse_unfinished(operation)
-        if stream == self._stream or self._driver.stream_is_capturing(stream):
-            return
-        if self._stream is None:
-            self._stream = stream
-            return
-        raise UsageError(
-            f"{self._health.where(operation)}: on stream {stream:#x}, but this communicator is in use on stream "
-            f"{self._stream:#x}; two streams at once would mix up their data: order them and call use_stream first"
-        )
+        self._bound.admit(stream, operation)
 
     # ------------------------------------------------------------------ capture
 
@@ -481,6 +499,11 @@ class CustomAllReduce:
         self._capture_stream = None
         self._inputs.finish(self._context.exchange)
 
+    def abandon_capture(self) -> None:
+        """Give a capture up that was left by an exception: its graphs are void. Not collective; idempotent."""
+        self._capture_stream = None
+        self._inputs.drop()
+
     def _refuse_unfinished(self, operation: str) -> None:
         if self._inputs.pending:
             raise UsageError(
@@ -505,7 +528,8 @@ class CustomAllReduce:
         Raises:
             CommTimeoutError, PeerLostError: As `all_reduce`.
         """
-        if self._words[0] or self._words[8]:
+        # Not word 8: a peer that ended in peace does not take back what has been computed.
+        if self._words[0]:
             raise self._failed(operation)
 
     def _check_open(self, operation: str) -> None:
@@ -516,6 +540,9 @@ class CustomAllReduce:
         """Find out why a kernel gave up, break the group, and return what to raise."""
         if not self._is_open:
             return ClosedError(f"{self._health.where(operation)}: the communicator was destroyed")
+        untold = self._resources.take_untold()
+        if untold is not None:
+            return untold
         # Closed, or broken by something else, which ended the waiting of the kernels.
         self._health.check_usable(operation)
         return self._resources.explain(operation)
@@ -543,17 +570,18 @@ class CustomAllReduce:
         if not self._is_open:
             return
         self._is_open = False
+        # From here on every call finds words that say so.
+        self._words = _CLOSED
+        self._bound.close()
         if not self._health.is_broken and self._record.is_clear:
             self._flush(timeout_s)
         self._resources.destroy(None if self._health.is_broken else barrier)
-        # From here on every call finds words that say so.
-        self._words = self._record.words
         for cache in (self._routes, self._reduce_routes, self._plans, self._fusable):
             cache.clear()
 
     def _flush(self, timeout_s: float) -> None:
         """Wait until the calls on our stream are done, or the deadline."""
-        stream, driver = self._stream, self._driver
+        stream, driver = self._bound.stream, self._driver
         if stream is None:
             return
         deadline = time.monotonic() + timeout_s
@@ -561,7 +589,11 @@ class CustomAllReduce:
             event = driver.event_create()
             try:
                 driver.event_record(event, stream)
-                while not driver.event_query(event) and time.monotonic() < deadline and not self._words[0]:
+                while (
+                    not driver.event_query(event)
+                    and time.monotonic() < deadline
+                    and not self._record.words[0]
+                ):
                     time.sleep(_FLUSH_PAUSE_S)
             finally:
                 driver.event_destroy(event)

@@ -115,6 +115,7 @@ class CustomResources:
         self._memory: PeerMemory | None = None
         self._state = 0
         self._watch: DeathWatch | None = None
+        self._untold: CommError | None = None
         self._within_s = 0.0
 
     @classmethod
@@ -167,7 +168,7 @@ class CustomResources:
                 f"{health.where('custom all-reduce')}: {failed}",
                 requirement="kernels and memory on all ranks",
             )
-        made._watch = DeathWatch(made.record, health)
+        made._watch = DeathWatch(made.record, health, made._kernel_failed)
         health.on_abort(made._on_abort)
         return made
 
@@ -204,6 +205,14 @@ class CustomResources:
         # A group that is merely closed lets what is queued finish; `destroy` ends it.
         if self._health.is_broken:
             self.record.abort()
+
+    def _kernel_failed(self) -> None:
+        self._untold = self.explain("a queued call")
+
+    def take_untold(self) -> CommError | None:
+        """Return what was found out while no call of ours came by, once: the next call raises it."""
+        untold, self._untold = self._untold, None
+        return untold
 
     def explain(self, operation: str) -> CommError:
         """Return what to raise where a kernel has given up, and break the group."""

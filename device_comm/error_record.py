@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+from collections.abc import Callable
 from typing import Final
 
 from device_comm.driver import Driver
@@ -75,8 +76,16 @@ class DeathWatch:
     nobody, and the kernel it waits for would spin until its deadline, which may be minutes.
     """
 
-    def __init__(self, record: ErrorRecord, health: GroupHealth) -> None:
-        """Start the thread."""
+    def __init__(self, record: ErrorRecord, health: GroupHealth, failed: Callable[[], None]) -> None:
+        """Start the thread.
+
+        Args:
+            record: Where kernels report.
+            health: Knows who is alive.
+            failed: Called once if a kernel reports a failure: whoever only replays graphs makes no call that would see
+                it.
+        """
+        self._failed = failed
         self._record = record
         self._health = health
         self._stop = threading.Event()
@@ -88,6 +97,9 @@ class DeathWatch:
             with contextlib.suppress(OSError):  # the watch was closed meanwhile: so are we, soon
                 if self._health.lost():
                     self._record.abort()
+                    return
+                if self._record.words[0]:
+                    self._failed()
                     return
 
     def stop(self) -> None:

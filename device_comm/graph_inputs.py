@@ -47,13 +47,11 @@ class CaptureMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
     Attributes:
         failure: Why it cannot share an input; empty if it can.
-        first_slot: The slot of the first input.
         sizes: How long each input is.
         inputs: Where each input lies; None for one that is copied into the staging area, which all have open.
     """
 
     failure: Annotated[str, msgspec.Meta(max_length=2000)] = ""
-    first_slot: Annotated[int, msgspec.Meta(ge=0, le=SLOTS)] = 0
     sizes: Annotated[tuple[int, ...], msgspec.Meta(max_length=SLOTS)] = ()
     inputs: Annotated[tuple[BufferRecord | None, ...], msgspec.Meta(max_length=SLOTS)] = ()
 
@@ -138,7 +136,7 @@ class GraphInputs:
         """
         notes, self._notes = self._notes, []
         first = self._used - len(notes)
-        messages = speak(exchange, self._message(first, notes), self._ranks)
+        messages = speak(exchange, self._message(notes), self._ranks)
         self._check(messages)
         failure = ""
         try:
@@ -146,6 +144,10 @@ class GraphInputs:
         except CommError as error:
             failure = str(error)[:_TEXT]
         self._raise_for([remark.failure for remark in speak(exchange, Remark(failure), self._ranks)])
+
+    def drop(self) -> None:
+        """Forget what was noted: its graph is void. The slots stay zero, which a replay reports."""
+        self._notes.clear()
 
     def close_peers(self) -> None:
         """Close what was opened of other ranks' memory. Idempotent."""
@@ -158,7 +160,7 @@ class GraphInputs:
         if table:
             self._driver.mem_free(table)
 
-    def _message(self, first: int, notes: Sequence[_Note]) -> CaptureMessage:
+    def _message(self, notes: Sequence[_Note]) -> CaptureMessage:
         handles: dict[int, bytes] = {}
         inputs: list[BufferRecord | None] = []
         try:
@@ -177,15 +179,16 @@ class GraphInputs:
             return CaptureMessage(str(error)[:_TEXT])
         except ValueError as error:
             return CaptureMessage(f"an input of {notes[len(inputs)].nbytes} bytes: {error}")
-        return CaptureMessage("", first, tuple(note.nbytes for note in notes), tuple(inputs))
+        return CaptureMessage("", tuple(note.nbytes for note in notes), tuple(inputs))
 
     def _check(self, messages: Sequence[CaptureMessage]) -> None:
         self._raise_for([message.failure for message in messages])
-        shapes = [(message.first_slot, message.sizes) for message in messages]
+        # Not the slots: each rank has its own, and after a capture that failed they differ.
+        shapes = [message.sizes for message in messages]
         if any(shape != shapes[0] for shape in shapes):
             views = {
-                rank: f"{len(sizes)} pulls from slot {first} on, of {list(sizes)[:20]} bytes"
-                for rank, (first, sizes) in zip(self._ranks, shapes, strict=True)
+                rank: f"{len(sizes)} pulls, of {list(sizes)[:20]} bytes"
+                for rank, sizes in zip(self._ranks, shapes, strict=True)
             }
             listed = "; ".join(f"rank {rank}: {view}" for rank, view in views.items())
             raise DisagreementError(

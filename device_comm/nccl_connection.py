@@ -262,7 +262,8 @@ class NcclConnection:
             except CommError as error:
                 # Whoever calls next is told: the group is broken by it, and so is this loop's reason to go on.
                 logger.warning("%s", error)
-                if not self._health.is_broken:
+                # A group that was closed has no failure: a verdict would end what its peers still do.
+                if not self._health.is_broken and not self._health.is_closed:
                     self._health.fail(error)
         if self._aborting:
             self._abort_now()

@@ -58,7 +58,12 @@ class NcclQueue(DeviceCommunicator):
         if self._collected is not None:
             yield
             return
-        self._begin("group", connects=True)
+        receives, self._receives = self._receives, []
+        try:
+            # Receives that wait stay put off, as in `_isend`: what they wait for may be the answer to this.
+            self._begin("group", connects=True)
+        finally:
+            self._receives = receives
         self._connection.hot = None
         collected = self._collected = Collected()
         try:

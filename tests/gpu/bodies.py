@@ -109,6 +109,7 @@ def expect_sum(found: torch.Tensor, inputs: list[torch.Tensor], what: str) -> No
 def eager_calls(communicator: CudaCommunicator, rounds: int) -> dict[str, str]:
     """Make eager calls of every kind; return how each size of all-reduce went."""
     rank, world = communicator.rank_in_group, communicator.world_size
+    communicator.prepare_kernels()
     paths = {}
     for count in EAGER_COUNTS:
         path = communicator.path("all_reduce", count * 2, torch.bfloat16)

@@ -1,6 +1,7 @@
 """CudaCommunicator over real processes, with a driver without a GPU, our kernels built by g++, and a stub of NCCL."""
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from coordinator.errors import UsageError
+from coordinator.errors import CommError, CudaError, GroupBrokenError, UsageError
 from coordinator.group import GroupCoordinator
 from coordinator.testing import check_device_communicator
 from device_comm.cuda import CudaCommunicator
@@ -19,7 +20,7 @@ from device_comm.nccl_library import NcclLibrary
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from device_comm.rms_norm import rms_norm
 from tests.fake_cuda import FakeDriver, FakeFaults, fake_cubin, violations
-from tests.harness import RankPool
+from tests.harness import RankPool, run_ranks
 from tests.native.cuda.host_build import build_host_library
 from tests.native.nccl_stub.build import build_stub
 from tests.nccl_ranks import HostStreams, context_of, stub_of
@@ -46,6 +47,7 @@ def cuda_world(
     directory: Path,
     native: str,
     faults: FakeFaults | None = None,
+    meets: bool = True,
     **settings: Any,
 ) -> Iterator[tuple[GroupCoordinator, CudaCommunicator, FakeDriver]]:
     """Join a world and yield its group, a communicator over the fake driver, and that."""
@@ -65,7 +67,8 @@ def cuda_world(
             yield group, communicator, driver
         finally:
             communicator.destroy()
-            group.barrier()
+            if meets:
+                group.barrier()
             assert driver.leaks() == []
             driver.release()
             assert violations(shared) == []
@@ -97,6 +100,8 @@ def test_the_contract_is_kept_whatever_carries_a_call(
 
 def every_way_has_the_same_bits(rank: int, world_size: int, directory: Path, native: str) -> list[str]:
     with cuda_world(rank, world_size, directory, native) as (_, it, _driver):
+        assert it.path("all_reduce", 4, torch.float32).algorithm == "undecided"
+        it.prepare_buffers(0)
         ways = set()
         for count in (1, 7, 1024, 4096, 9000, 20000, 40000):
             for dtype in (torch.float32, torch.bfloat16):
@@ -110,6 +115,9 @@ def every_way_has_the_same_bits(rank: int, world_size: int, directory: Path, nat
                 assert torch.equal(it.all_reduce_(inputs[rank].clone()), expected)
                 shifted = torch.cat([inputs[rank][:1], inputs[rank]])[1:]
                 assert torch.equal(it.all_reduce(shifted), expected)
+                # At an odd place on one rank alone.
+                odd = shifted if rank else inputs[rank].clone()
+                assert torch.equal(it.all_reduce_(odd), expected)
         return sorted(ways)
 
 
@@ -185,6 +193,98 @@ def test_a_captured_graph_is_replayed_with_new_data(ranks2: RankPool, native: st
     """Warm-up runs, capture records, replays read what the tensors hold then; a second stream is refused."""
     expected = [float(2 * step + 1) for step in range(20)]
     assert ranks2.run(captures, native) == [expected] * 2
+
+
+class _Left(Exception):  # noqa: N818 - no error
+    pass
+
+
+def left_by_an_exception(rank: int, world_size: int, directory: Path, native: str) -> None:
+    with cuda_world(rank, world_size, directory, native) as (_, it, driver):
+        graph_stream = driver.stream_create()
+        streams = it._streams
+        assert isinstance(streams, HostStreams)
+        own = torch.full((100,), float(rank + 1))
+        assert it.all_reduce(own)[0] == 3.0
+        for _ in range(2):
+            try:
+                with it.capture(graph_stream):
+                    streams.number = graph_stream
+                    driver.begin_capture(graph_stream)
+                    it.all_reduce(own)
+                    driver.end_capture(graph_stream)
+                    streams.number = STREAM
+                    raise _Left
+            except _Left:
+                streams.number = STREAM
+            assert it.all_reduce(own)[0] == 3.0
+        with it.capture(graph_stream):
+            pass
+        driver.stream_destroy(graph_stream)
+
+
+def test_a_capture_that_is_left_by_an_exception_leaves_the_group_as_it_was(
+    ranks2: RankPool, native: str
+) -> None:
+    """Calls go on on the stream of before, and the next capture is a new one."""
+    ranks2.run(left_by_an_exception, native)
+
+
+def replays_alone(rank: int, world_size: int, directory: Path, native: str) -> str:
+    with cuda_world(rank, world_size, directory, native, meets=False, deadline_s=0.3) as (group, it, driver):
+        graph_stream = driver.stream_create()
+        streams = it._streams
+        assert isinstance(streams, HostStreams)
+        own = torch.ones(100)
+        with it.capture(graph_stream):
+            streams.number = graph_stream
+            driver.begin_capture(graph_stream)
+            it.all_reduce(own)
+            graph = driver.end_capture(graph_stream)
+            streams.number = STREAM
+        if rank == 0:
+            driver.replay(graph)  # in vain: the other rank does not
+        started = time.monotonic()
+        while not group._health.is_broken and time.monotonic() - started < 20:
+            time.sleep(0.01)
+        driver.stream_destroy(graph_stream)
+        return "broken" if group._health.is_broken else "usable"
+
+
+def test_a_replay_that_fails_breaks_the_group_without_another_call(native: str) -> None:
+    """Whoever only replays graphs would else go on with what no kernel has computed."""
+    assert run_ranks(replays_alone, 2, native)[0] == "broken"
+
+
+def a_launch_fails(rank: int, world_size: int, directory: Path, native: str) -> None:
+    faults = FakeFaults()
+    with cuda_world(rank, world_size, directory, native, faults, meets=False, deadline_s=1.0) as (
+        _,
+        it,
+        _driver,
+    ):
+        own = torch.ones(64)
+        assert it.all_reduce(own)[0] == 2.0
+        if rank == 0:
+            custom: Any = it._custom
+
+            def launch(*arguments: object) -> None:
+                raise CudaError("launch failed", library="libcuda", function="cuLaunchKernel", code=719)
+
+            custom._launch = launch
+            with pytest.raises(CudaError, match="launch"):
+                it.all_reduce(own)
+            with pytest.raises(GroupBrokenError):
+                it.all_reduce(own)
+        else:
+            it.all_reduce(own)  # in vain
+            with pytest.raises(CommError):
+                it.all_reduce(own)
+
+
+def test_a_launch_that_fails_breaks_the_group(native: str) -> None:
+    """The next one would be taken by the peers for this one, and what they would sum nobody knows."""
+    run_ranks(a_launch_fails, 2, native)
 
 
 def first_call_in_capture(rank: int, world_size: int, directory: Path, native: str) -> None:

@@ -103,6 +103,14 @@ int cuStreamWaitEvent(void *stream, void *event, unsigned flags) { CALL("cuStrea
 int cuStreamIsCapturing(void *stream, int *status) { CALL("cuStreamIsCapturing", " %p", stream); *status = stream == (void *)700; return 0; }
 int cuEventCreate(void **event, unsigned flags) { CALL("cuEventCreate", " %u", flags); *event = (void *)800; return 0; }
 int cuEventRecord(void *event, void *stream) { CALL("cuEventRecord", " %p %p", event, stream); return 0; }
+int cuThreadExchangeStreamCaptureMode(int *mode) {
+    static int current = 0;
+    int before = current;
+    CALL("cuThreadExchangeStreamCaptureMode", " %d", *mode);
+    current = *mode;
+    *mode = before;
+    return 0;
+}
 int cuEventQuery(void *event) { CALL("cuEventQuery", " %p", event); return 600; }
 int cuEventDestroy_v2(void *event) { CALL("cuEventDestroy", " %p", event); return 0; }
 int cuCtxSynchronize(void) { CALL("cuCtxSynchronize", ""); return 0; }

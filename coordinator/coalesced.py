@@ -155,6 +155,15 @@ class CoalescedCollectives(GroupPlanes):
             for each, result in zip(waiting, results, strict=True):
                 each.value = result
 
+    def _all_reduce_coalesced_into(
+        self, tensors: Sequence[torch.Tensor], op: Reduction, timeout_s: float | None
+    ) -> CallHandle[list[torch.Tensor]]:
+        """Begin `all_reduce_coalesced` in place; the handle gives `tensors`, filled."""
+        rest = _Rest(op=op, timeout_s=timeout_s)
+        handle = self._coalesced("all_reduce_coalesced", _all_reduce_into, tensors, True, rest)
+        assert isinstance(handle, CallHandle)
+        return handle
+
     def _coalesced(
         self,
         name: str,
@@ -264,6 +273,14 @@ def _all_reduce(there: DeviceCommunicator, tensors: list[torch.Tensor], rest: _R
         for at, part in zip(places, parts, strict=True):
             results[at] = part.view(tensors[at].shape)
     return results
+
+
+def _all_reduce_into(
+    there: DeviceCommunicator, tensors: list[torch.Tensor], rest: _Rest
+) -> list[torch.Tensor]:
+    for tensor, result in zip(tensors, _all_reduce(there, tensors, rest), strict=True):
+        tensor.detach().copy_(result)
+    return tensors
 
 
 def _all_gather(there: DeviceCommunicator, tensors: list[torch.Tensor], rest: _Rest) -> list[torch.Tensor]:

@@ -197,7 +197,8 @@ def create_parts(
     one segment, no round trip through the store.
 
     Args:
-        plans: The groups, in the same order on all ranks.
+        plans: The groups, in the same order on all ranks. Without any, all ranks of the world agree on that: others may
+            hold some.
         what: What is being created, for errors.
         meeting: A name under which the ranks meet, never used before.
         facts: What all ranks must hold alike besides what every group needs.
@@ -209,15 +210,15 @@ def create_parts(
         places: Where the ranks are, if that is known already.
         agreed: Called once the ranks agree.
     """
-    if not plans:
-        return []
     device = device_of(backend, local_rank)
     every_fact = {
         **_facts(plans, device, backend, use_device_communicator),
         **{f"setting {field}": str(value) for field, value in settings.agreed().items()},
         **facts,
     }
-    everyone = sorted({rank for plan in plans for rank in plan.membership.everyone})
+    everyone = sorted({rank for plan in plans for rank in plan.membership.everyone}) or list(
+        range(dist.get_world_size())
+    )
     builders = [
         _Builder(
             plan, dist.PrefixStore(f"group_coordinator/{plan.name}", store), device, backend, settings, places
@@ -231,7 +232,7 @@ def create_parts(
         offers = msgspec.json.encode([builder.offer for builder in builders]).decode()
         own = View(every_fact, this_process(), address, fabric.place(), offers)
         place = dist.PrefixStore(f"group_coordinator/{meeting}", store)
-        rank = plans[0].membership.rank
+        rank = dist.get_rank()
         started = time.perf_counter()
         # A rank that has died since it joined the world never comes: the others need not wait for it.
         known = {other: who for other, who in world_processes().items() if other in everyone}
@@ -431,6 +432,9 @@ class _Builder:
             self._parts.destroy(UNDO_S, [])
             if self._shared is not None:
                 self._shared.close()
+        elif self._parts is None and self.health is not None and self.health.close():
+            # It failed between the two: nothing is there but the watch.
+            self.health.release()
 
 
 _NOTHING: Final = fabric.Preparation(1, 0)

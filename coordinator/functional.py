@@ -13,7 +13,8 @@ and `wait_tensor` know.
 
 `group` is a `GroupCoordinator`; or its unique name; or the global ranks of one, or of several groups that this rank is
 in one of (nested lists); or a process group, a 1-D `DeviceMesh`, or a pair (mesh, dimension), of the same ranks. Groups
-are found among those that exist: a list creates none. In a graph of `torch.compile` give the coordinator itself.
+are found among those that exist: a list creates none, and finds no fake. In a graph of `torch.compile` give the
+coordinator itself.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from coordinator import compile_ops, traced_calls
+from coordinator.fakes import FakeGroupCoordinator
 from coordinator.group import GroupCoordinator
 from coordinator.torch_group import CoordinatorProcessGroup
 from device_comm.async_calls import CallHandle
@@ -122,7 +124,12 @@ def find_group(group: Group) -> GroupCoordinator:
         return group.coordinator
     lists = _rank_lists(group)
     for each in compile_ops.live_groups():
-        if isinstance(each, GroupCoordinator) and each.ranks in lists:
+        # A fake gives results of its own, which nobody means who names real ranks.
+        if (
+            isinstance(each, GroupCoordinator)
+            and not isinstance(each, FakeGroupCoordinator)
+            and each.ranks in lists
+        ):
             return each
     raise UsageError(f"this process has no group of the ranks {lists}; create a GroupCoordinator first")
 

@@ -6,7 +6,7 @@ import contextvars
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final, Self
 
@@ -65,6 +65,10 @@ class ParallelGroups:
         default_factory=list, init=False, repr=False, compare=False
     )
     _mesh: list[DeviceMesh] = dataclasses.field(default_factory=list, init=False, repr=False, compare=False)
+    # Former `rdp` and `sdp`, which no other record destroys.
+    _retired: list[GroupCoordinator] = dataclasses.field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         """Check that rank 0 of the world leads each of its groups: what is done once is done by it."""
@@ -207,7 +211,7 @@ class ParallelGroups:
                 `init_distributed_environment` made, if any; it is not destroyed with this record.
 
         Raises:
-            UsageError: The layout does not fit the world.
+            UsageError: The layout does not fit the world, or `world` is not the group of all ranks in order.
             DisagreementError: Ranks hold different layouts or settings.
             CommTimeoutError: Ranks did not come.
         """
@@ -219,6 +223,8 @@ class ParallelGroups:
         started = time.perf_counter()
         settings = settings or CoordinatorSettings.from_env()
         world = world or find_world_group()
+        if world is not None and world.ranks != list(range(layout.world_size)):
+            raise UsageError(f"world must be the group of all ranks, ascending, not of {world.ranks}")
         tables = group_tables(layout)
         groups: dict[str, GroupCoordinator] = {}
         if world is not None:
@@ -235,10 +241,10 @@ class ParallelGroups:
             if use_message_queue_broadcaster:
                 for group in dict.fromkeys((groups["world"], groups["tp"])):
                     group.enable_broadcaster()
+            record = cls(layout=layout, owns_world=world is None, **groups)
         except BaseException:
-            _destroy(groups, keep=world)
+            _destroy(groups.values(), keep=world)
             raise
-        record = cls(layout=layout, owns_world=world is None, **groups)
         elapsed_ms = (time.perf_counter() - started) * 1e3
         logger.info("created the groups of %s in %.1f ms; %s", layout, elapsed_ms, record.startup_report())
         return record
@@ -247,13 +253,14 @@ class ParallelGroups:
         """Return a record of these groups with other `rdp` and `sdp`. Collective over the world.
 
         Only groups that do not exist yet are created. The result destroys all groups that this record would have
-        destroyed, and those that are new.
+        destroyed, also the `rdp` and `sdp` that it replaces, and those that are new.
 
         Args:
             shard: As of `ParallelLayout`.
 
         Raises:
             UsageError: `shard` does not divide the data-parallel size. Nothing is sent.
+            DisagreementError: Ranks hold different `shard`, also where one of them needs no new group.
             Others: As `create`.
         """
         layout = dataclasses.replace(self.layout, shard=shard)
@@ -271,7 +278,12 @@ class ParallelGroups:
             {name: existing[table] for name in _PARTS if (table := layout.groups(name)) in existing}
         )
         groups.update(_create_tables(layout, missing, self.world, self.world.settings, facts={}))
-        return dataclasses.replace(self, layout=layout, rdp=groups["rdp"], sdp=groups["sdp"])
+        record = dataclasses.replace(self, layout=layout, rdp=groups["rdp"], sdp=groups["sdp"])
+        kept = set(record.by_name().values())
+        record._retired.extend(  # noqa: SLF001 - ours
+            [*self._retired, *(group for group in dict.fromkeys((self.rdp, self.sdp)) if group not in kept)]
+        )
+        return record
 
     def by_name(self) -> dict[str, GroupCoordinator]:
         """Return the groups by the name of their dimension, in order of creation."""
@@ -283,7 +295,9 @@ class ParallelGroups:
 
     def destroy(self) -> None:
         """Destroy the groups in reverse order of creation. Idempotent, not collective, bounded."""
-        _destroy(self.by_name(), keep=None if self.owns_world else self.world)
+        groups = self.by_name()
+        parts = [groups.pop(name) for name in _PARTS]
+        _destroy([*groups.values(), *self._retired, *parts], keep=None if self.owns_world else self.world)
 
     @contextmanager
     def graph_capture(
@@ -355,8 +369,8 @@ def _create_tables(
     return groups
 
 
-def _destroy(groups: Mapping[str, GroupCoordinator], keep: GroupCoordinator | None) -> None:
-    for group in reversed(list(dict.fromkeys(groups.values()))):
+def _destroy(groups: Iterable[GroupCoordinator], keep: GroupCoordinator | None) -> None:
+    for group in reversed(list(dict.fromkeys(groups))):
         if group is not keep:
             group.destroy()
 

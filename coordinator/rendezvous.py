@@ -204,8 +204,10 @@ def _meet_by_environment(world_size: int, rank: int, settings: CoordinatorSettin
         launch.master_addr, launch.master_port, launch.rank, launch.world_size, serve, settings
     )
     # The agent's store outlives a restart of the workers, and a world of this process that was left: each
-    # has keys of its own.
-    attempt = dist.PrefixStore(f"{launch.run_id or 'run'}/{launch.restart_count}/{next(_worlds)}", store)
+    # has keys of its own. One that rank 0 serves is new each time, and must not be counted: a rank that gave up before
+    # rank 0 came would look elsewhere ever after.
+    number = f"/{next(_worlds)}" if launch.use_agent_store else ""
+    attempt = dist.PrefixStore(f"{launch.run_id or 'run'}/{launch.restart_count}{number}", store)
     leave = _nothing if launch.use_agent_store else _leaving(attempt, launch.rank, launch.world_size)
     return Meeting(attempt, launch.rank, launch.world_size, leave)
 

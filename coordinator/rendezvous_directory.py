@@ -161,6 +161,8 @@ class DirectoryRendezvous:
         ):
             return f"rank 0 of the last generation, pid {owner.process.pid}, is dead"
         if owner.world_size != self._world_size:
+            if self._is_past(generation, owner.world_size):
+                return f"the last generation is a world of {owner.world_size} that is not left yet"
             raise UsageError(
                 f"rendezvous in {self._directory}: rank 0 was started with a world of {owner.world_size}, "
                 f"rank {self._rank} with {self._world_size}"
@@ -175,6 +177,13 @@ class DirectoryRendezvous:
         except OSError:
             return "its last generation was removed"
         return None
+
+    def _is_past(self, generation: Path, world_size: int) -> bool:
+        """Return whether a generation of another size is an earlier run's, in which this rank has or had no place."""
+        ranks = [self._rank] if self._rank < world_size else range(1, world_size)
+        is_full = all((generation / f"seat-{rank}").exists() for rank in ranks)
+        # The last to leave moves the pointer away before it removes the seats.
+        return is_full or self._follow() != generation
 
     def leave(self) -> None:
         """Give the seat back; the last to leave removes the generation."""

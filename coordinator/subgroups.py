@@ -66,7 +66,7 @@ class Subgroups(GroupPlanes):
                 f"split_ranks must be lists that share no rank, none of them empty, not {split_ranks}"
             )
         group_ranks = [[self.ranks[rank] for rank in ranks] for ranks in lists]
-        group = self._new_group(group_ranks, group_name or "split")
+        group = self._part(group_ranks, group_name or "split")
         if self.rank_in_group in flat:
             return group
         group.destroy()
@@ -96,7 +96,7 @@ class Subgroups(GroupPlanes):
         self._keep_order("create_subgroup")
         self._health.check_usable("create_subgroup")
         chosen = [self.ranks[rank] for rank in self._check_members(ranks)]
-        group = self._new_group([chosen], group_name or "sub")
+        group = self._part([chosen], group_name or "sub")
         if self.rank in chosen:
             return group
         group.destroy()
@@ -126,21 +126,24 @@ class Subgroups(GroupPlanes):
                 members.setdefault(of_rank, []).append((place, rank))
         return [[rank for _, rank in sorted(members[each])] for each in sorted(members)]
 
-    def _new_group(self, group_ranks: list[list[int]], name: str) -> GroupCoordinator:
+    def _part(self, group_ranks: list[list[int]], name: str) -> GroupCoordinator:
         """Create groups of global ranks of this group, all of whose ranks take part. Collective."""
-        from coordinator.group import GroupCoordinator
-
         # Each other rank has one of itself, so that all of this group's ranks agree on who is in the new ones.
         taken = {rank for ranks in group_ranks for rank in ranks}
         others = [[rank] for rank in self.ranks if rank not in taken]
         # Groups beside this one have its name too, and all of them meet in one store: the first rank tells them apart.
         scope = f"{self.unique_name.replace(':', '.')}@{self.ranks[0]}"
+        return self._new_group([*group_ranks, *others], f"{scope}/{name}")
+
+    def _new_group(self, group_ranks: list[list[int]], name: str) -> GroupCoordinator:
+        from coordinator.group import GroupCoordinator
+
         return GroupCoordinator(
-            [*group_ranks, *others],
+            group_ranks,
             self.local_rank,
             self.torch_distributed_backend,
             self.use_device_communicator,
-            group_name=f"{scope}/{name}",
+            group_name=name,
             settings=self.settings,
         )
 

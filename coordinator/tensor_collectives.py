@@ -402,7 +402,6 @@ class TensorCollectives(TensorReductions):
 
         Args:
             timeout_s: Deadline in seconds.
-            async_op: Return a handle at once; see the class.
             wait_all_ranks: As in torch; without it the first late rank alone would do. All are always named.
 
         Raises:

@@ -91,7 +91,6 @@ class TensorReductions(GroupPlanes):
             weight: [hidden], of the input's dtype.
             eps: Added to the mean of the squares; at least 0.
             timeout_s: Deadline in seconds.
-            async_op: Return a handle at once; see the class.
 
         Returns:
             (normed, new_residual): the normalised rows, and `all_reduce(input_) + residual`. Both are new contiguous

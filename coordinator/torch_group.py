@@ -174,15 +174,9 @@ class CoordinatorProcessGroup(_ProcessGroup):
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> _Work:
         """Combine in place, in one meeting."""
-        group = self.coordinator
         op: Any = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        handle = group.all_reduce_coalesced(list(tensors), op, async_op=True)
-
-        def put() -> None:
-            for tensor, result in zip(tensors, handle.wait(), strict=True):
-                tensor.detach().copy_(result)
-
-        return _After(handle, put)
+        timeout_s = None if opts is None else _seconds(opts.timeout)
+        return _Work(self.coordinator._all_reduce_coalesced_into(tensors, op, timeout_s))  # noqa: SLF001 - one class in two files
 
     def reduce(self, tensors: Tensors, opts: Any) -> _Work:
         """Combine on the root, in its tensor."""
@@ -367,22 +361,6 @@ class CoordinatorProcessGroup(_ProcessGroup):
             return src
 
         return _AnyWork(receive)
-
-
-class _After(_Work):
-    """A call whose results are put in their places by who waits for it."""
-
-    def __init__(self, handle: CallHandle[Any], put: Callable[[], None]) -> None:
-        super().__init__(handle)
-        self._put: Callable[[], None] | None = put
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end of the call, and fill the outputs."""
-        super().wait(timeout)
-        put, self._put = self._put, None
-        if put is not None:
-            put()
-        return True
 
 
 def register(group: GroupCoordinator) -> dist.ProcessGroup:

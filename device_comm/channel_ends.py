@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn, Protocol
 
 from shm_broadcast import _core as rings
 from shm_broadcast import codec
-from shm_broadcast.errors import CommError, InternalError
+from shm_broadcast.errors import CommError, InternalError, NativeError
 
 # A call polls and yields so long before it sleeps, as the other rank is often about to come.
 _SPIN_NS: Final = 100_000
@@ -75,6 +75,14 @@ class Receiving:
             self.value = value if self._land is None else self._land(value)
         except CommError as error:
             self._error = error
+        except Exception as error:  # noqa: BLE001 - whoever takes the message in may wait for another one
+            # Of ours, as a waiting call would take it for a failure of the transport: the group is intact.
+            self._error = NativeError(
+                f"a message from rank {self.inlet.peer} came, but could not be put in its place: {error}",
+                library="torch",
+                function="copy_",
+            )
+            self._error.__cause__ = error
         self.is_done = True
 
     def poll(self, slice_s: float) -> bool:

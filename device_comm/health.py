@@ -9,6 +9,7 @@ board, publishes a verdict, and everybody else adopts it. A call that succeeds n
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -150,7 +151,9 @@ class GroupHealth:
         self._cause: BaseException | None = None
         self._closed = False
         self._fork_count = fork_count()
-        self._numbers: dict[str, int] = {}
+        # Taking the next number is one step of the interpreter: `begin` is called by a group's own thread too, and a
+        # lock would take longer.
+        self._numbers: dict[str, Iterator[int]] = {"host": itertools.count(1), "device": itertools.count(1)}
         self._aborts: list[Callable[[], None]] = []
         self._lock = threading.Lock()
 
@@ -200,9 +203,7 @@ class GroupHealth:
     def begin(self, plane: str, name: str) -> Operation:
         """Start a collective: check the state and count it. Raises as `check_usable`."""
         self.check_usable(name)
-        number = self._numbers.get(plane, 0) + 1
-        self._numbers[plane] = number
-        return Operation(plane, name, number)
+        return Operation(plane, name, next(self._numbers[plane]))
 
     def begin_point_to_point(self, plane: str, name: str) -> Operation:
         """Start a point-to-point call: check the state. Raises as `check_usable`."""

@@ -18,9 +18,11 @@ from coordinator import (
     DecodeError,
     DisagreementError,
     GroupCoordinator,
+    NativeError,
     PeerLostError,
     register_type,
 )
+from coordinator.transfer_tags import OBJECT_TAG
 from device_comm import _core
 from device_comm.handles import Handle
 from shm_broadcast import segment
@@ -236,6 +238,31 @@ def undecodable(rank: int, world_size: int, directory: Path) -> Any:
 def test_what_cannot_be_decoded_is_told_to_who_asks_for_it(ranks2: RankPool) -> None:
     """Not to a call that was waiting for another kind of message."""
     assert ranks2.run(undecodable)[1] == "good"
+
+
+def unplaceable(rank: int, world_size: int, directory: Path) -> Any:
+    with world(rank, world_size, directory) as group:
+        if rank == 0:
+            group.send_object("lost", 1)
+            group.send(torch.ones(3), 1)
+            group.send_object("good", 1)
+            return None
+
+        def land(received: object) -> None:
+            raise RuntimeError(f"no place for {received}")
+
+        channels = group._host.channels
+        assert channels is not None
+        handle = channels.irecv("host", "recv", 0, OBJECT_TAG, 30.0, land)
+        assert group.recv((3,), torch.float32, 0).tolist() == [1.0] * 3
+        with pytest.raises(NativeError, match="no place for lost"):
+            handle.wait()
+        return group.recv_object(0)
+
+
+def test_what_cannot_be_put_in_its_place_is_told_to_who_awaits_it(ranks2: RankPool) -> None:
+    """Not to the call that took it in, and the group is intact."""
+    assert ranks2.run(unplaceable)[1] == "good"
 
 
 def without_memory(rank: int, world_size: int, directory: Path) -> str:

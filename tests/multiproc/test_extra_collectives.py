@@ -1,6 +1,7 @@
 """Reductions made of other calls, coalesced calls, tags, receives from any rank, splits, a group as one of torch."""
 
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +317,47 @@ def test_groups_are_split_by_lists_and_by_color(ranks4: RankPool) -> None:
 def named(new: str, old: str) -> Any:
     """Return the torch function of that name, or where torch is older of the other."""
     return getattr(dist, new, None) or getattr(dist, old)
+
+
+def uncounted(rank: int, world_size: int, directory: Path) -> Any:
+    with world(rank, world_size, directory) as group:
+        first = group._health.begin("host", "barrier").number
+        under_way = group.barrier(async_op=True)
+        assert group.broadcast_object("x", 0) == "x"
+        under_way.wait()
+        return group._health.begin("host", "barrier").number - first
+
+
+def test_an_object_that_is_broadcast_beside_a_barrier_is_not_counted(ranks2: RankPool) -> None:
+    """Between hosts: which of the two comes first differs between ranks, and blame goes by the numbers."""
+    assert ApartPool(ranks2).run(uncounted) == [2, 2]
+
+
+def filled_in_the_call(rank: int, world_size: int, directory: Path) -> list[Any]:
+    with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
+        pg: Any = group.as_process_group()
+        tensors = [torch.ones(3), torch.ones(2, dtype=torch.int32)]
+        work = pg.allreduce_coalesced(tensors)
+        end = time.monotonic() + 30
+        while not work.is_completed() and time.monotonic() < end:
+            time.sleep(0.001)
+        found: list[Any] = [[each.tolist() for each in tensors]]
+        found.append(all(a is b for a, b in zip(work.get_future().value(), tensors, strict=True)))
+        work.wait()
+        everyone.barrier()
+        options = dist.AllreduceCoalescedOptions()
+        options.timeout = timedelta(seconds=0.3)
+        if rank == 0:
+            found.append(outcome_of(lambda: pg.allreduce_coalesced(tensors, options).wait())["kind"])
+        everyone.barrier()
+        return found
+
+
+def test_coalesced_outputs_are_filled_when_the_call_is_complete(ranks2: RankPool) -> None:
+    """Whoever waits, if anybody; the future gives the tensors themselves; the deadline is the one stated."""
+    first, second = ranks2.run(filled_in_the_call)
+    assert second == [[[2.0] * 3, [2, 2]], True]
+    assert first == [*second, "CommTimeoutError"]
 
 
 def torch_calls(rank: int, world_size: int, directory: Path) -> list[Any]:

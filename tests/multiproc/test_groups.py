@@ -1,6 +1,7 @@
 """Groups of a world: who is in them, how long they live, and what ranks must agree on before one exists."""
 
 import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from coordinator import (
     GroupCoordinator,
     ParallelGroups,
     ParallelLayout,
+    UsageError,
     creation,
     current_groups,
     destroy_distributed_environment,
@@ -31,7 +33,7 @@ from coordinator.rendezvous_directory import DirectoryRendezvous
 from device_comm import fabric
 from tests.engines import refusal, works
 from tests.harness import RankPool
-from tests.worlds import meet, world
+from tests.worlds import meet, new_group, world
 
 LAYOUTS = {
     "tp2pp2": {"tensor": 2, "pipeline": 2},
@@ -273,6 +275,63 @@ def cleans_up(rank: int, world_size: int, directory: Path) -> None:
 def test_what_was_created_before_a_failure_is_destroyed(ranks4: RankPool) -> None:
     """When one group cannot be created those before it are released, the given world stays, and a retry works."""
     ranks4.run(cleans_up)
+
+
+def wrong_world(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory) as everyone:
+        for ranks in ([1, 0, 2, 3], [0, 1, 2]):
+            part = everyone.create_subgroup(ranks)
+            if part is not None:
+                with part, pytest.raises(UsageError, match="all ranks"):
+                    ParallelGroups.create(ParallelLayout(tensor=2, pipeline=2), world=part)
+        made: list[Any] = []
+        real = GroupCoordinator._create_together
+
+        def watched(*args: Any, **options: Any) -> Any:
+            made.extend(real(*args, **options))
+            return list(made)
+
+        with (
+            mock.patch.object(GroupCoordinator, "_create_together", watched),
+            mock.patch.object(ParallelGroups, "__post_init__", side_effect=UsageError("no")),
+            pytest.raises(UsageError, match="no"),
+        ):
+            ParallelGroups.create(ParallelLayout(tensor=2, pipeline=2))
+        assert made
+        assert all(group._health.is_closed for group in made)
+        works(everyone)
+
+
+def test_a_world_that_is_none_is_refused_by_all(ranks4: RankPool) -> None:
+    """Before anything is created; and what was created for a record that is refused is destroyed."""
+    ranks4.run(wrong_world)
+
+
+def pidfds() -> int:
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found += "pidfd" in os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+def unreachable(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory) as everyone:
+        before = pidfds()
+        refusal = CapabilityError("loopback", requirement="an address")
+        with (
+            mock.patch.object(creation, "listening_address", side_effect=refusal),
+            pytest.raises(CapabilityError, match="loopback") as caught,
+        ):
+            new_group(everyone)
+        assert pidfds() == before
+        del caught
+        works(everyone)
+
+
+def test_a_group_without_an_address_watches_nobody_any_more(ranks2: RankPool) -> None:
+    """The processes of the others were opened to be watched; what fails then closes them."""
+    ranks2.run(unreachable)
 
 
 def lacks_memory(rank: int, world_size: int, directory: Path, culprit: int) -> None:

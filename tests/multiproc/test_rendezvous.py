@@ -1,5 +1,6 @@
 """Ranks find each other at an address, or by what a launcher tells them, and listen nowhere else."""
 
+import gc
 import os
 import socket
 import subprocess
@@ -152,6 +153,28 @@ def restarted(rank: int, world_size: int, directory: Path, port: int) -> list[An
     meet(rank, range(world_size), directory, "end")
     del agent
     return found
+
+
+def missed(rank: int, world_size: int, directory: Path, port: int) -> list[Any]:
+    environ, found = launched(rank, world_size, port), []
+    for alone in (1, 0):
+        if rank == alone:
+            found.append(try_to_join("env://", environ=environ, create_timeout_s=0.3)["kind"])
+            # The traceback keeps the store, which listens.
+            gc.collect()
+        meet(rank, range(world_size), directory, f"{alone} gave up")
+    for attempt in range(2):
+        joined = try_to_join("env://", environ=environ, create_timeout_s=10.0)
+        assert joined["kind"] == "NoneType", joined["text"]
+        found.append(use_and_leave()[0])
+        meet(rank, range(world_size), directory, f"left {attempt}")
+    return found
+
+
+def test_ranks_that_missed_each_other_can_try_again(ranks2: RankPool) -> None:
+    """One found no store, the other nobody in its own; and without an agent too one world follows another."""
+    worlds = ["CommTimeoutError", [0, 1], [0, 1]]
+    assert ranks2.run(missed, free_port()) == [worlds, worlds]
 
 
 def test_each_restart_by_the_agent_is_a_rendezvous_of_its_own(ranks2: RankPool) -> None:

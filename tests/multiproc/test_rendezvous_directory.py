@@ -216,6 +216,27 @@ def test_different_world_sizes_are_told_at_once(ranks2: RankPool) -> None:
     assert (first["kind"], first["missing"]) == ("CommTimeoutError", [1])
 
 
+def test_a_larger_world_waits_until_a_smaller_one_has_left(tmp_path: Path) -> None:
+    """Ranks that have left, and ranks that are new, do not take the last generation for the present one."""
+    old = [DirectoryRendezvous(tmp_path, rank, 2) for rank in range(2)]
+    for meeting in old:
+        meeting.join(5.0)
+    old[1].leave()
+    for rank in (1, 2):
+        with pytest.raises(CommTimeoutError, match="a world of 2 that is not left yet"):
+            DirectoryRendezvous(tmp_path, rank, 3).join(0.05)
+    old[0].leave()
+    new = [DirectoryRendezvous(tmp_path, rank, 3) for rank in range(3)]
+    for meeting in new:
+        meeting.join(5.0)
+    # And a smaller one behind a larger one.
+    with pytest.raises(CommTimeoutError, match="a world of 3 that is not left yet"):
+        DirectoryRendezvous(tmp_path, 1, 2).join(0.05)
+    for meeting in new:
+        meeting.leave()
+    assert list(tmp_path.iterdir()) == []
+
+
 def twins(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
     found = join(min(rank, 1), 3, directory, create_timeout_s=1.5)
     meet(rank, range(world_size), directory, "end")

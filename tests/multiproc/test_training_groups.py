@@ -72,6 +72,30 @@ def sharding(rank: int, world_size: int, directory: Path) -> None:
         works(root)
 
 
+def resharding(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory) as root:
+        plain = create_parallel_groups(root)
+        first = create_fsdp_groups(plain, 2)
+        last = create_fsdp_groups(first)
+        again = create_fsdp_groups(last, 2)
+        assert again.rdp is not first.rdp
+        again.destroy()
+        made = (first.rdp, first.sdp, again.rdp, again.sdp, plain.tp)
+        assert [group._health.is_closed for group in made] == [True] * 5
+        works(root)
+        with create_parallel_groups(root) as plain:
+            # Rank 0 needs no new group, as sharding over all is `dp`.
+            with pytest.raises(DisagreementError, match="shard"):
+                create_fsdp_groups(plain, 2 if rank else None)
+            works(plain.dp)
+            works(create_fsdp_groups(plain).sdp)
+
+
+def test_sharding_anew_leaks_nothing_and_is_agreed_on(ranks4: RankPool) -> None:
+    """The last record destroys the pairs that it replaced; ranks that shard differently all learn of it."""
+    ranks4.run(resharding)
+
+
 def test_a_root_and_a_size_make_the_groups_that_fairseq2_makes(ranks4: RankPool) -> None:
     """Equal rank lists share a group, the root stays, sizes that do not divide are refused on every rank."""
     ranks4.run(sizes)

@@ -627,3 +627,13 @@ def test_dimensions_of_one_table_share_a_fake() -> None:
     assert "world=tp=ep" in groups.tp.unique_name
     with pytest.raises(UsageError, match="no rank 2"):
         fake_groups(ParallelLayout(tensor=2), 2)
+
+
+def test_ranks_do_not_mean_a_fake() -> None:
+    """Somebody's fake of the same ranks would answer for the real group; by itself and by name it is found."""
+    fake = FakeGroupCoordinator(0, 2)
+    for meant in (fake, fake.unique_name):
+        assert functional.all_reduce(TABLE, "sum", meant)[0, 1] == 2
+    with pytest.raises(UsageError, match="no group of the ranks"):
+        functional.all_reduce(TABLE, "sum", [0, 1])
+    fake.destroy()

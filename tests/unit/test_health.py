@@ -1,5 +1,6 @@
 """The health of a group with a board and transports that are fakes: who is blamed for what, and what follows."""
 
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -199,6 +200,26 @@ def test_numbers_count_the_collectives_of_each_plane(group: Group) -> None:
     assert group.health.begin_point_to_point("host", "send").number == 0
     assert str(begin("host", "gather")) == "gather #3"
     assert str(Operation("host", "send to rank 5", 0)) == "send to rank 5"
+
+
+def test_numbers_of_several_threads_are_different(group: Group) -> None:
+    """A barrier under way is counted by the group's own thread while the caller's counts too."""
+    numbers: list[int] = []
+    before = sys.getswitchinterval()
+
+    def count() -> None:
+        numbers.extend([group.health.begin("host", "barrier").number for _ in range(5000)])
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=count) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert sorted(numbers) == list(range(1, 15001))
 
 
 # --- the clock ------------------------------------------------------------------------------------------------

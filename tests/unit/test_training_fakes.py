@@ -50,11 +50,8 @@ def test_a_fake_sub_group_is_a_fake() -> None:
     with FakeGroupCoordinator(5, 3, ranks=(3, 5, 9)) as group:
         part = group.create_subgroup([2, 1])
         assert isinstance(part, FakeGroupCoordinator)
-        assert (part.ranks, part.rank_in_group, part.unique_name.partition(":")[0]) == (
-            [9, 5],
-            1,
-            "fake.0@3/sub",
-        )
+        assert (part.ranks, part.rank_in_group) == ([9, 5], 1)
+        assert part.unique_name.partition("@")[2].startswith("3/sub:")
         assert part.all_reduce(torch.ones(2)).tolist() == [2, 2]
         assert group.create_subgroup([0, 2]) is None
         for wrong in ([3], [-1], [1, 1], [], [True], "1"):

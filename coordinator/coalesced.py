@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from typing import Any, Final, Literal, overload
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
+from coordinator import traced_calls
 from coordinator.planes import GroupPlanes
 from device_comm import checks
 from device_comm.async_calls import CallHandle
@@ -26,7 +28,8 @@ class CoalescedCollectives(GroupPlanes):
     """As the calls of the same name for one tensor, one result for each. Collective, with equal lists on all ranks.
 
     The tensors are copied into one, which takes one call: of reductions one for each dtype. The results are views of
-    one new tensor, so each keeps the memory of all.
+    one new tensor, so each keeps the memory of all. In a function that `torch.compile` compiles each call becomes one
+    operation of the graph (`compile_ops`), whose results are apart: that takes another copy of them.
     """
 
     @overload
@@ -58,6 +61,8 @@ class CoalescedCollectives(GroupPlanes):
         async_op: bool = False,
     ) -> list[torch.Tensor] | CallHandle[list[torch.Tensor]]:
         """Combine the ranks' tensors with `op`, in rank order; a new tensor for each."""
+        if is_dynamo_compiling() and not async_op:
+            return traced_calls.all_reduce_coalesced(self, tensors, op, timeout_s)
         return self._coalesced(
             "all_reduce_coalesced", _all_reduce, tensors, async_op, _Rest(op=op, timeout_s=timeout_s)
         )
@@ -91,6 +96,8 @@ class CoalescedCollectives(GroupPlanes):
         async_op: bool = False,
     ) -> list[torch.Tensor] | CallHandle[list[torch.Tensor]]:
         """Concatenate the ranks' tensors along `dim`, in rank order, each with its counterparts."""
+        if is_dynamo_compiling() and not async_op:
+            return traced_calls.all_gather_coalesced(self, tensors, dim, timeout_s)
         for tensor in checks.check_tensors(tensors, "all_gather_coalesced"):
             checks.check_tensor(tensor, self.device, "all_gather_coalesced")
             checks.check_dim(dim, tensor)
@@ -130,6 +137,8 @@ class CoalescedCollectives(GroupPlanes):
         async_op: bool = False,
     ) -> list[torch.Tensor] | CallHandle[list[torch.Tensor]]:
         """Combine the ranks' tensors and keep this rank's part of each along `dim`, all of which divide evenly."""
+        if is_dynamo_compiling() and not async_op:
+            return traced_calls.reduce_scatter_coalesced(self, tensors, dim, op, timeout_s)
         for tensor in checks.check_tensors(tensors, "reduce_scatter_coalesced"):
             checks.check_tensor(tensor, self.device, "reduce_scatter_coalesced")
             checks.check_divisible(tensor, checks.check_dim(dim, tensor), self.world_size)

@@ -13,8 +13,9 @@ and `wait_tensor` know.
 
 `group` is a `GroupCoordinator`; or its unique name; or the global ranks of one, or of several groups that this rank is
 in one of (nested lists); or a process group, a 1-D `DeviceMesh`, or a pair (mesh, dimension), of the same ranks. Groups
-are found among those that exist: a list creates none, and finds no fake. In a graph of `torch.compile` give the
-coordinator itself.
+are found among those that exist: a list creates none, and finds no fake.
+
+A graph of `torch.compile` takes every call as one operation (`compile_ops`). Give the coordinator itself there.
 """
 
 from __future__ import annotations
@@ -238,7 +239,10 @@ def all_to_all_single(
     overlap: bool | None = None,
 ) -> torch.Tensor:
     """Send the i-th part of the first dimension to rank i; a new tensor of what came, in rank order. Collective."""
-    there, tensor = find_group(group), wait_tensor(tensor)
+    there = group if isinstance(group, GroupCoordinator) else find_group(group)
+    if torch.compiler.is_compiling():
+        return traced_calls.all_to_all(there, tensor, 0, input_split_sizes, output_split_sizes, None)
+    tensor = wait_tensor(tensor)
     if not _overlaps(tensor, overlap):
         return there.all_to_all(tensor, 0, input_split_sizes, output_split_sizes)
     shape = list(tensor.shape) or [1]
@@ -255,7 +259,10 @@ def broadcast(
     tensor: torch.Tensor, src: int = 0, group: Group = "", *, overlap: bool | None = None
 ) -> torch.Tensor:
     """Return rank `src`'s tensor (a rank in the group), as a new one; shapes and dtypes are equal. Collective."""
-    there, tensor = find_group(group), wait_tensor(tensor)
+    there = group if isinstance(group, GroupCoordinator) else find_group(group)
+    if torch.compiler.is_compiling():
+        return traced_calls.broadcast(there, tensor, src, None)
+    tensor = wait_tensor(tensor)
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
     if not _overlaps(tensor, overlap):
         return there.broadcast(result, src)
@@ -266,22 +273,33 @@ def all_reduce_coalesced(
     tensors: Sequence[torch.Tensor], op: Reduction | str = SUM, group: Group = ""
 ) -> list[torch.Tensor]:
     """Combine several tensors of each rank, for the price of one meeting; new tensors. Collective."""
-    return find_group(group).all_reduce_coalesced([wait_tensor(each) for each in tensors], _operation(op))
+    there = group if isinstance(group, GroupCoordinator) else find_group(group)
+    operation = _operation(op)
+    if torch.compiler.is_compiling():
+        return traced_calls.all_reduce_coalesced(there, tensors, operation, None)
+    return there.all_reduce_coalesced([wait_tensor(each) for each in tensors], operation)
 
 
 def all_gather_tensor_coalesced(
     tensors: Sequence[torch.Tensor], gather_dim: int = 0, group: Group = ""
 ) -> list[torch.Tensor]:
     """Concatenate several tensors of each rank, for the price of one meeting; new tensors. Collective."""
-    return find_group(group).all_gather_coalesced([wait_tensor(each) for each in tensors], gather_dim)
+    there = group if isinstance(group, GroupCoordinator) else find_group(group)
+    if torch.compiler.is_compiling():
+        return traced_calls.all_gather_coalesced(there, tensors, gather_dim, None)
+    return there.all_gather_coalesced([wait_tensor(each) for each in tensors], gather_dim)
 
 
 def reduce_scatter_tensor_coalesced(
     tensors: Sequence[torch.Tensor], op: Reduction | str = SUM, scatter_dim: int = 0, group: Group = ""
 ) -> list[torch.Tensor]:
     """Combine several tensors and keep this rank's parts, for the price of one meeting; new tensors. Collective."""
+    there = group if isinstance(group, GroupCoordinator) else find_group(group)
+    operation = _operation(op)
+    if torch.compiler.is_compiling():
+        return traced_calls.reduce_scatter_coalesced(there, tensors, scatter_dim, operation, None)
     ready = [wait_tensor(each) for each in tensors]
-    return find_group(group).reduce_scatter_coalesced(ready, scatter_dim, _operation(op))
+    return there.reduce_scatter_coalesced(ready, scatter_dim, operation)
 
 
 def _scaled(tensor: torch.Tensor, dim: int, times: int, parts: int = 1) -> list[int]:

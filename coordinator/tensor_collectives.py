@@ -30,10 +30,10 @@ class TensorCollectives(TensorReductions):
     `async_op` waits for those that are open: so the order is the same on all ranks. Point to point, objects that are
     broadcast and queues do not wait. On an accelerator the call is queued on the current stream, as without.
 
-    `all_reduce`, `all_gather`, `reduce_scatter` and `all_reduce_add_rms_norm` can stand in a function that
-    `torch.compile` compiles, also with `fullgraph=True`: each becomes one operation of the graph (`compile_ops`), with
-    the same result. There too no gradient flows through them. What a call refuses while it is traced, `torch.compile`
-    reports in an error of its own.
+    `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` and `all_reduce_add_rms_norm` can stand in a function
+    that `torch.compile` compiles, also with `fullgraph=True`: each becomes one operation of the graph (`compile_ops`),
+    with the same result. There too no gradient flows through them. What a call refuses while it is traced,
+    `torch.compile` reports in an error of its own.
     """
 
     def _all_reduce_out_place(self, input_: torch.Tensor) -> torch.Tensor:
@@ -335,6 +335,8 @@ class TensorCollectives(TensorReductions):
             DisagreementError: On CPU tensors: sizes sent and expected differ. On every rank, before anything is
                 moved; the group is intact.
         """
+        if is_dynamo_compiling() and not async_op:
+            return traced_calls.all_to_all(self, input_, dim, send_sizes, recv_sizes, timeout_s)
         if async_op:
             return self._later(
                 "all_to_all",
@@ -368,7 +370,11 @@ class TensorCollectives(TensorReductions):
     def broadcast(
         self, input_: torch.Tensor, src: int = 0, *, timeout_s: float | None = None, async_op: bool = False
     ) -> torch.Tensor | CallHandle[torch.Tensor]:
-        """Fill `input_` on every rank with rank `src`'s, in place; return it."""
+        """Fill `input_` on every rank with rank `src`'s, in place; return it.
+
+        As it writes to its input, it is no operation of a graph: what `torch.compile` compiles takes
+        `functional.broadcast`, whose result is new.
+        """
         if async_op:
             return self._later(
                 "broadcast", self.device_communicator.broadcast, input_, src, timeout_s=timeout_s

@@ -7,10 +7,13 @@ ranks agree with each other is not known here, but for `check_exchange_table`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 
 from shm_broadcast.errors import DisagreementError, UsageError
+
+BOTH_OR_NEITHER: Final = "all_to_all: send_sizes and recv_sizes are given together, or neither"
 
 
 def check_tensor(value: object, device: torch.device, name: str) -> None:
@@ -123,7 +126,7 @@ def check_exchange_sizes(
         even = (size // world_size,) * world_size
         return even, even
     if send_sizes is None or recv_sizes is None:
-        raise UsageError("all_to_all: send_sizes and recv_sizes are given together, or neither")
+        raise UsageError(BOTH_OR_NEITHER)
     sent = check_sizes(send_sizes, world_size, "send_sizes")
     received = check_sizes(recv_sizes, world_size, "recv_sizes")
     check_total_size(tensor, dim, sent, "send_sizes")

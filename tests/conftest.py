@@ -29,6 +29,8 @@ skipped_by_rule = pytest.StashKey[bool]()
 temporary = pytest.StashKey[str]()
 
 hypothesis.settings.register_profile("steady", deadline=None, derandomize=True)
+# Under a sanitizer, where each example takes ten times as long and has run without it before.
+hypothesis.settings.register_profile("brief", deadline=None, derandomize=True, max_examples=20)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 

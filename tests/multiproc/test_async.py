@@ -150,7 +150,11 @@ def handles_of(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
         again = group.all_reduce(x, async_op=True)
 
         def waits(_: Any) -> None:
-            refused.extend([outcome_of(later.wait)["kind"], outcome_of(lambda: group.all_reduce(x))["kind"]])
+            # Where the future was complete already it runs here and now: a call would be made, on this rank alone.
+            if threading.current_thread() is not threading.main_thread():
+                refused.extend(
+                    [outcome_of(later.wait)["kind"], outcome_of(lambda: group.all_reduce(x))["kind"]]
+                )
 
         if rank == 0:
             meet(rank, [0], directory, "alone")
@@ -158,7 +162,7 @@ def handles_of(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
         later = group.all_gather(x, async_op=True)
         future.add_done_callback(waits)
         later.wait()
-        found["in a callback"] = set(refused) <= {"UsageError", "NoneType"}
+        found["in a callback"] = set(refused) <= {"UsageError"}
         failed = group.reduce_scatter(torch.ones(3), async_op=True).get_future()
         with pytest.raises(UsageError):
             failed.wait()

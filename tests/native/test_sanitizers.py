@@ -120,6 +120,7 @@ def run(code: str, libraries: list[str], *arguments: str) -> subprocess.Complete
             "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
             "UBSAN_OPTIONS": "print_stacktrace=1",
             "PYTHONMALLOC": "malloc",
+            "HYPOTHESIS_PROFILE": "brief",
             "PYTHONDONTWRITEBYTECODE": "1",
         },
         capture_output=True,

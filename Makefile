@@ -9,7 +9,7 @@ TEST_WORKERS ?= 4
 PIP := $(PY) -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench check typecheck test test-nccl test-kernels test-gpu test-wheel api docs dist clean
+.PHONY: help setup demo bench check typecheck test test-native test-nccl test-kernels test-gpu test-wheel api docs dist clean
 # What `make test-wheel` runs; all of it takes as long as `make test`.
 TESTS ?= tests
 # Where `make bench` leaves its figures and plots; this folder is not committed.
@@ -53,7 +53,10 @@ api: $(STAMP) ## Write down the public API anew, once a change of it is meant
 	$(PY) -m tests.api_snapshot
 
 test: $(STAMP) ## Run the whole test suite (no GPU needed)
-	$(PY) -m pytest -q -n $(TEST_WORKERS)
+	$(PY) -m pytest -q -n $(TEST_WORKERS) -m "not sanitized"
+
+test-native: $(STAMP) ## Run the native cores' tests under the address and undefined-behaviour sanitizers
+	$(PY) -m pytest -q -n 2 -m sanitized tests/native
 
 test-nccl: $(STAMP) ## Run the tests of NCCL against the real library, without a device (fetches 300 MB)
 	@$(PY) -c 'from tests.probes import PROBES; raise SystemExit(PROBES["nccl"]() is not None)' \

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import ClassVar, Final
@@ -57,6 +58,9 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+# How long a thread may take to notice that its transfer is complete, on a machine that is busy.
+_SETTLE_S: Final = 0.25
+
 _WITH_MEMORY: Final = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -94,6 +98,11 @@ class ProcessGroupCommunicator(DeviceCommunicator):
 
     def destroy(self) -> None:
         """End the waiting threads, drop the staging memory and let the process group go."""
+        # A thread whose transfer is complete is busy for a moment more; to abort then would end the whole group, which
+        # may outlive its communicator.
+        give_up = time.monotonic() + _SETTLE_S
+        while self._threads.is_busy and time.monotonic() < give_up:
+            time.sleep(0.001)
         if self._threads.is_busy:
             self._health.abort()
         self._threads.close(timeout_s=2.0)

@@ -27,8 +27,23 @@ def encode(
 ) -> tuple[bytes, tuple[memoryview, ...], int]:
     """Return (header, buffers, bytes of the frame); `fallback` describes what is no builtin type."""
 
-def decode(frame: Buffer, hook: Callable[[int, object, object], object], /) -> object:
-    """Return the object of `frame`; `hook` builds what is no builtin type. ValueError: no valid frame."""
+def decode(frame: Buffer, hook: Callable[[int, object, object], object], copies: bool, /) -> object:
+    """Return the object of `frame`; `hook` builds what is no builtin type. ValueError: no valid frame.
+
+    If it `copies`, arrays and tensors of the dtypes that the core knows are built by the core, not by `hook`.
+    """
+
+def numpy_dtypes(array_type: type, dtypes: tuple[tuple[str, str, object, int], ...], /) -> None:
+    """Teach the core numpy's dtypes, each as (format of the buffer protocol, name, dtype, bytes of an element)."""
+
+def torch_dtypes(
+    tensor_type: type,
+    to_dlpack: Callable[[Any], object],
+    from_dlpack: Callable[[Any], Any],
+    dtypes: tuple[tuple[str, object, object], ...],
+    /,
+) -> None:
+    """Teach the core torch's dtypes, each as (name, dtype, capsule of a tensor of it); none of them complex."""
 
 def write_frame(target: Buffer, header: bytes, buffers: tuple[memoryview, ...], /) -> int:
     """Lay out a frame at the start of `target`; return its bytes. ValueError: it does not fit."""

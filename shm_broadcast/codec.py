@@ -172,7 +172,7 @@ def decode(frame: bytes | bytearray | memoryview, type: Any = None, *, copy: boo
     """
     _check_frame(frame)
     try:
-        value = _core.decode(frame, build_owned if copy else _build_aliased)
+        value = _core.decode(frame, build_owned if copy else _build_aliased, copy)
     except Exception as error:  # noqa: BLE001 - raises
         raise_decode_error(error)
     return value if type is None or type is Any else convert(value, type)
@@ -216,7 +216,10 @@ def _name_of(wanted: Any) -> str:
 
 
 def _load(package: str) -> bool:
-    """Load the adapter of `package`; tell whether it brought anything new."""
+    """Load the adapter of `package`; tell whether it brought anything new.
+
+    Those of arrays and tensors also teach the native core the dtypes that it can handle itself.
+    """
     adapter = importlib.import_module(f"shm_broadcast.{package}_adapter")
     before = len(_describers)
     _describers.update(adapter.DESCRIBERS)

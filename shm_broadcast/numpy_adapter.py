@@ -2,6 +2,9 @@
 
 An array travels as its dtype, shape and elements in C order: strides do not. A dtype travels as a name that is
 checked against a pattern, or as the list of its fields; a dtype that holds Python objects never does.
+
+Contiguous arrays of ordinary dtypes are handled by the native core once this module is loaded, to the same bytes:
+what is here is for all others, and for what cannot be carried.
 """
 
 import re
@@ -156,6 +159,12 @@ def _describe_dtype(obj: np.dtype[Any]) -> Description:
 def _build_dtype(_meta: object, body: object) -> np.dtype[Any]:
     return _dtype_of(body)
 
+
+# The formats of the buffer protocol that name a dtype alone: the core carries arrays of these without our help.
+_core.numpy_dtypes(
+    np.ndarray,
+    tuple((char, dtype.str, dtype, dtype.itemsize) for char in "?bBhHiIlLefd" for dtype in (np.dtype(char),)),
+)
 
 _SCALARS: Final = {np.dtype(char).type for char in "?bBhHiIlLqQefdgFDGSUVMm"}
 _describers: Final[dict[type, Callable[[Any], Description]]] = {

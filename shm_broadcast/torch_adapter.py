@@ -2,12 +2,16 @@
 
 A tensor travels as its dtype, shape and elements in C order: strides, `requires_grad`, names and the sharing
 of storage between tensors do not, so a tensor that requires grad arrives detached.
+
+Contiguous tensors of ordinary dtypes are handled by the native core once this module is loaded, to the same bytes:
+what is here is for all others, and for what cannot be carried.
 """
 
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from shm_broadcast import _core
 from shm_broadcast.adapters import expect, integers
@@ -36,12 +40,32 @@ _ALL_DTYPES: Final[dict[str, torch.dtype]] = _DTYPES | {
 _ALL_NAMES: Final = {dtype: name for name, dtype in _ALL_DTYPES.items()}
 
 
+def _teach_core() -> None:
+    """Tell the native core which dtypes it can carry through DLPack, which knows nothing of conjugated tensors."""
+    # What the public function ends in, without its Python frames; where it is not, the public one does as well.
+    imports: Callable[[object], torch.Tensor] = getattr(torch._C, "_from_dlpack", from_dlpack)  # noqa: SLF001
+    rows = []
+    for name, dtype in _DTYPES.items():
+        if dtype.is_complex:
+            continue
+        sample = torch.empty(1, dtype=dtype, device=_CPU)
+        try:
+            is_carried = imports(to_dlpack(sample)).dtype is dtype
+        except (BufferError, RuntimeError):  # a dtype that DLPack, or this torch's part of it, does not have
+            continue
+        if is_carried:
+            rows.append((name, dtype, to_dlpack(sample)))
+    _core.torch_dtypes(torch.Tensor, to_dlpack, imports, tuple(rows))
+
+
 def is_device_tensor(obj: object) -> bool:
     """Tell whether `obj` is a plain tensor that is not in host memory."""
     return type(obj) is torch.Tensor and obj.device.type != "cpu"
 
 
 _CPU: Final = torch.device("cpu")  # stated, as there may be another default; text would be parsed each time
+
+_teach_core()
 
 
 def _describe_tensor(obj: torch.Tensor) -> Description:

@@ -34,7 +34,8 @@ struct Prefix {
 };
 static_assert(sizeof(Prefix) == 32);
 
-// Extension codes. From kFirstHook on, Python builds the value; from kFirstData on, the body is raw data.
+// Extension codes. From kFirstHook on, Python builds the value; from kFirstData on, the body is raw data. Those that
+// stand here by name are the ones that the core may handle itself.
 enum Code : uint8_t {
     kTuple = 1,
     kSet = 2,
@@ -45,6 +46,8 @@ enum Code : uint8_t {
     kSurrogates = 7,
     kFirstHook = 16,
     kFirstData = 64,
+    kNumpyArray = 64,
+    kTorchTensor = 80,
     kLastCode = 127,
 };
 
@@ -158,6 +161,7 @@ PyObject* copy_into(PyObject*, PyObject* const* args, Py_ssize_t count);
 
 // A window on `nbytes` at `address` that keeps `owner` alive; `exclusive`: nothing else uses these bytes.
 PyObject* make_window(PyObject* owner, unsigned char* address, size_t nbytes, bool exclusive);
+bool is_window(PyObject* object);
 
 // Adds the codec's functions, constants and types to the module; -1 with an exception on failure.
 int add_codec(PyObject* module);

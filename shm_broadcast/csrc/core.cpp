@@ -1,4 +1,5 @@
 // The module `shm_broadcast._core`: what each part of the native core adds to it.
+#include "arrays.hpp"
 #include "blocks.hpp"
 #include "codec.hpp"
 
@@ -15,7 +16,8 @@ PyModuleDef core_module = {
 PyMODINIT_FUNC PyInit__core() {
     PyObject* module = PyModule_Create(&core_module);
     if (module == nullptr) return nullptr;
-    if (codec::add_codec(module) < 0 || codec::blocks_add(module) < 0 || ring_add(module) < 0 || port_add(module) != 0) {
+    if (codec::add_codec(module) < 0 || codec::blocks_add(module) < 0 || codec::numpy_add(module) < 0 ||
+        codec::torch_add(module) < 0 || ring_add(module) < 0 || port_add(module) != 0) {
         Py_DECREF(module);
         return nullptr;
     }

@@ -109,9 +109,9 @@ bool Decoder::far(Taken* taken, FarKind kind) {
     if (from > total_ || nbytes > total_ - from) return refuse("a buffer ends after the frame") != nullptr;
     if (far_ == nullptr) {
         if (!zeros(start_ + offset_, from - offset_)) return false;
-        *taken = {{start_ + from, static_cast<size_t>(nbytes)}, nullptr};
+        *taken = {{start_ + from, static_cast<size_t>(nbytes)}, nullptr, false};
     } else {
-        *taken = {{far_->data, far_->nbytes}, far_->object};
+        *taken = {{far_->data, far_->nbytes}, far_->object, false};
         ++far_;
     }
     offset_ = from + static_cast<size_t>(nbytes);
@@ -276,7 +276,7 @@ PyObject* Decoder::extended(uint8_t code, int depth) {
 
 // Builds what consists of bytes alone.
 PyObject* Decoder::raw(uint8_t code) {
-    Taken taken{{at_, left()}, nullptr};
+    Taken taken{{at_, left()}, nullptr, true};
     if (code == kFarBytes || code == kFarByteArray) {
         if (!far(&taken, code == kFarBytes ? kBytesKind : kByteArrayKind)) return nullptr;
         if (taken.object != nullptr) return Ref::borrowed(taken.object).release();
@@ -294,7 +294,12 @@ PyObject* Decoder::raw(uint8_t code) {
 PyObject* Decoder::hooked(uint8_t code, int depth) {
     size_t entries = 0;
     if (code < kFirstHook || code > kLastCode) return refuse("an extension that this codec does not use");
-    if (!enter(depth) || !array_head(&entries)) return nullptr;
+    if (!enter(depth)) return nullptr;
+    if (copies_ && (code == kNumpyArray || code == kTorchTensor)) {
+        PyObject* result = depth < kMaxDepth ? array(code) : nullptr;
+        if (result != nullptr || PyErr_Occurred()) return result;
+    }
+    if (!array_head(&entries)) return nullptr;
     if (entries != 2) return refuse("a pair was expected");
     Ref meta(value(depth + 1));
     if (!meta) return nullptr;
@@ -305,27 +310,89 @@ PyObject* Decoder::hooked(uint8_t code, int depth) {
     return PyObject_CallFunctionObjArgs(hook_, number.get(), meta.get(), body.get(), nullptr);
 }
 
-// Takes raw data: inline bytes as `bytes`, an out-of-band buffer as a window.
-PyObject* Decoder::data() {
+// Reads an integer that is not negative; false, perhaps with an exception, for anything else.
+bool Decoder::natural_number(uint64_t* number) {
     uint8_t tag = 0;
-    size_t nbytes = 0;
-    if (!take(&tag)) return nullptr;
-    if (tag == 0xc5) return length<uint16_t>(&nbytes) ? blob(nbytes) : nullptr;
-    if (tag != 0xc0) return refuse("data was expected");
-    Taken taken{};
-    if (!far(&taken, kDataKind)) return nullptr;
-    if (taken.object != nullptr) return Ref::borrowed(taken.object).release();
-    return make_window(owner_, const_cast<unsigned char*>(taken.bytes.data), taken.bytes.nbytes, false);
+    size_t wide = 0;
+    if (!take(&tag)) return false;
+    if (tag <= 0x7f) {
+        *number = tag;
+        return true;
+    }
+    const bool ok = tag == 0xcc   ? length<uint8_t>(&wide)
+                    : tag == 0xcd ? length<uint16_t>(&wide)
+                    : tag == 0xce ? length<uint32_t>(&wide)
+                                  : tag == 0xcf && length<uint64_t>(&wide);
+    *number = wide;
+    return ok;
 }
 
-// decode(frame, hook)
+// Reads the pair [[dtype, *shape], data]; false, perhaps with an exception, for what is left to Python.
+bool Decoder::array_facts(uint8_t code, ArrayFacts* facts) {
+    size_t entries = 0;
+    if (!array_head(&entries) || entries != 2 || !array_head(&entries)) return false;
+    if (entries == 0 || entries > kMaxDimensions + 1) return false;
+    uint8_t tag = 0;
+    if (!take(&tag) || (tag & 0xe0) != 0xa0 || (tag & 0x1f) > left()) return false;
+    facts->name = {at_, static_cast<size_t>(tag & 0x1f)};
+    at_ += facts->name.nbytes;
+    uint64_t nbytes = code == kNumpyArray ? numpy_itemsize(facts->name) : torch_itemsize(facts->name);
+    facts->dimensions = static_cast<int>(entries) - 1;
+    for (int i = 0; i < facts->dimensions; ++i) {
+        uint64_t size = 0;
+        if (!natural_number(&size) || size > INT64_MAX || __builtin_mul_overflow(nbytes, size, &nbytes)) return false;
+        facts->shape[i] = static_cast<int64_t>(size);
+    }
+    return nbytes > 0 && raw_data(&facts->taken) && facts->taken.bytes.nbytes == nbytes;
+}
+
+// Builds an array or tensor without Python; nullptr without an exception, and nothing taken, for what is left to it:
+// dtypes out of the ordinary, and whatever is wrong, which Python knows how to say.
+PyObject* Decoder::array(uint8_t code) {
+    const Decoder before = *this;
+    ArrayFacts facts;
+    if (array_facts(code, &facts)) {
+        const auto build = code == kNumpyArray ? numpy_build : torch_build;
+        return build(facts.name, facts.shape, facts.dimensions, {facts.taken.bytes, facts.taken.object});
+    }
+    PyErr_Clear();
+    *this = before;
+    return nullptr;
+}
+
+// Takes raw data, inline or out of band.
+bool Decoder::raw_data(Taken* taken) {
+    uint8_t tag = 0;
+    size_t nbytes = 0;
+    if (!take(&tag)) return false;
+    if (tag == 0xc0) return far(taken, kDataKind);
+    if (tag != 0xc5) return refuse("data was expected") != nullptr;
+    if (!length<uint16_t>(&nbytes)) return false;
+    if (nbytes > left()) return refuse("bytes end after the tree") != nullptr;
+    *taken = {{at_, nbytes}, nullptr, true};
+    at_ += nbytes;
+    return true;
+}
+
+// Takes raw data as an object: inline bytes as `bytes`, an out-of-band buffer as a window.
+PyObject* Decoder::data() {
+    Taken taken{};
+    if (!raw_data(&taken)) return nullptr;
+    if (taken.object != nullptr) return Ref::borrowed(taken.object).release();
+    unsigned char* data = const_cast<unsigned char*>(taken.bytes.data);
+    const Py_ssize_t nbytes = static_cast<Py_ssize_t>(taken.bytes.nbytes);
+    if (taken.is_inline) return PyBytes_FromStringAndSize(reinterpret_cast<char*>(data), nbytes);
+    return make_window(owner_, data, taken.bytes.nbytes, false);
+}
+
+// decode(frame, hook, copies)
 PyObject* decode(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect_arguments("decode", count, 2)) return nullptr;
+    if (!expect_arguments("decode", count, 3)) return nullptr;
     View view;
     if (!view.acquire(args[0])) return nullptr;
     Ref owner(PyMemoryView_FromObject(args[0]));
     if (!owner) return nullptr;
-    Decoder decoder({view.data(), view.size()}, owner.get(), args[1]);
+    Decoder decoder({view.data(), view.size()}, owner.get(), args[1], args[2] == Py_True);
     return decoder.run();
 }
 

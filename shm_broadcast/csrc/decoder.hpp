@@ -1,7 +1,7 @@
 // The decoder: a frame, in one piece or with its buffers elsewhere, to an object tree.
 #pragma once
 
-#include "codec.hpp"
+#include "arrays.hpp"
 
 namespace codec {
 
@@ -14,9 +14,9 @@ struct FarBuffer {
 
 class Decoder {
 public:
-    // `owner` keeps the frame's bytes alive for the windows on them; nullptr: none may be made.
-    Decoder(Span frame, PyObject* owner, PyObject* hook)
-        : hook_(hook), owner_(owner), total_(frame.nbytes), start_(frame.data), readable_(frame.nbytes) {}
+    // `owner` keeps the frame's bytes alive for the windows on them.
+    Decoder(Span frame, PyObject* owner, PyObject* hook, bool copies)
+        : hook_(hook), owner_(owner), copies_(copies), total_(frame.nbytes), start_(frame.data), readable_(frame.nbytes) {}
     // A frame of `total` bytes of which `header` are in one piece, and each buffer in memory of its own.
     Decoder(Span header, size_t total, const FarBuffer* far, PyObject* hook)
         : hook_(hook), total_(total), start_(header.data), readable_(header.nbytes), far_(far) {}
@@ -26,6 +26,14 @@ private:
     struct Taken {
         Span bytes;
         PyObject* object;  // what holds them, if they stand on their own
+        bool is_inline;    // they stand in the tree
+    };
+    // What a frame says of an array, once all of it has been checked.
+    struct ArrayFacts {
+        Span name;
+        int dimensions;
+        int64_t shape[kMaxDimensions];
+        Taken taken;
     };
 
     bool prefix();
@@ -42,7 +50,11 @@ private:
     PyObject* extended(uint8_t code, int depth);
     PyObject* raw(uint8_t code);
     PyObject* hooked(uint8_t code, int depth);
+    PyObject* array(uint8_t code);
+    bool array_facts(uint8_t code, ArrayFacts* facts);
+    bool natural_number(uint64_t* number);
     PyObject* data();
+    bool raw_data(Taken* taken);
     bool far(Taken* taken, FarKind kind);
     bool array_head(size_t* entries);
     bool claim(size_t entries, size_t each);
@@ -80,6 +92,7 @@ private:
 
     PyObject* hook_;
     PyObject* owner_ = nullptr;
+    bool copies_ = true;  // arrays and tensors have memory of their own
     size_t total_;  // bytes of the frame
     const unsigned char* start_;
     size_t readable_;                 // bytes from start_ on that are in one piece

@@ -25,22 +25,24 @@ bool Encoder::value(PyObject* object, int depth) {
     return other(object, depth);
 }
 
+bool Encoder::number(long long number) {
+    if (number >= -32 && number <= 127) return byte(static_cast<uint8_t>(number));
+    if (number >= 0) {
+        if (number <= UINT8_MAX) return tagged<uint8_t>(0xcc, static_cast<uint8_t>(number));
+        if (number <= UINT16_MAX) return tagged<uint16_t>(0xcd, static_cast<uint16_t>(number));
+        if (number <= UINT32_MAX) return tagged<uint32_t>(0xce, static_cast<uint32_t>(number));
+        return tagged<uint64_t>(0xcf, static_cast<uint64_t>(number));
+    }
+    if (number >= INT8_MIN) return tagged<uint8_t>(0xd0, static_cast<uint8_t>(number));
+    if (number >= INT16_MIN) return tagged<uint16_t>(0xd1, static_cast<uint16_t>(number));
+    if (number >= INT32_MIN) return tagged<uint32_t>(0xd2, static_cast<uint32_t>(number));
+    return tagged<uint64_t>(0xd3, static_cast<uint64_t>(number));
+}
+
 bool Encoder::integer(PyObject* object, int depth) {
     int overflow = 0;
-    const long long number = PyLong_AsLongLongAndOverflow(object, &overflow);
-    if (overflow == 0) {
-        if (number >= -32 && number <= 127) return byte(static_cast<uint8_t>(number));
-        if (number >= 0) {
-            if (number <= UINT8_MAX) return tagged<uint8_t>(0xcc, static_cast<uint8_t>(number));
-            if (number <= UINT16_MAX) return tagged<uint16_t>(0xcd, static_cast<uint16_t>(number));
-            if (number <= UINT32_MAX) return tagged<uint32_t>(0xce, static_cast<uint32_t>(number));
-            return tagged<uint64_t>(0xcf, static_cast<uint64_t>(number));
-        }
-        if (number >= INT8_MIN) return tagged<uint8_t>(0xd0, static_cast<uint8_t>(number));
-        if (number >= INT16_MIN) return tagged<uint16_t>(0xd1, static_cast<uint16_t>(number));
-        if (number >= INT32_MIN) return tagged<uint32_t>(0xd2, static_cast<uint32_t>(number));
-        return tagged<uint64_t>(0xd3, static_cast<uint64_t>(number));
-    }
+    const long long small = PyLong_AsLongLongAndOverflow(object, &overflow);
+    if (overflow == 0) return number(small);
     if (overflow > 0) {
         const unsigned long long big = PyLong_AsUnsignedLongLong(object);
         if (big != static_cast<unsigned long long>(-1) || !PyErr_Occurred()) return tagged<uint64_t>(0xcf, big);
@@ -67,8 +69,8 @@ bool Encoder::blob(const unsigned char* data, size_t nbytes) {
 
 bool Encoder::string(PyObject* object) {
     Py_ssize_t length = 0;
-    const char* text = PyUnicode_AsUTF8AndSize(object, &length);
-    if (text == nullptr) {  // lone surrogates
+    const char* utf8 = PyUnicode_AsUTF8AndSize(object, &length);
+    if (utf8 == nullptr) {  // lone surrogates
         if (!PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) return false;
         PyErr_Clear();
         Ref encoded(PyUnicode_AsEncodedString(object, "utf-8", "surrogatepass"));
@@ -77,19 +79,23 @@ bool Encoder::string(PyObject* object) {
         return encoded && view.acquire(encoded.get()) && begin(kSurrogates, &mark) &&
                blob(view.data(), view.size()) && end(mark);
     }
-    const size_t nbytes = static_cast<size_t>(length);
+    return text(utf8, static_cast<size_t>(length));
+}
+
+bool Encoder::text(const char* data, size_t nbytes) {
     bool ok = false;
     if (nbytes < 32) ok = byte(static_cast<uint8_t>(0xa0 | nbytes));
     else if (nbytes <= UINT8_MAX) ok = tagged<uint8_t>(0xd9, static_cast<uint8_t>(nbytes));
     else if (nbytes <= UINT16_MAX) ok = tagged<uint16_t>(0xda, static_cast<uint16_t>(nbytes));
     else if (nbytes <= UINT32_MAX) ok = tagged<uint32_t>(0xdb, static_cast<uint32_t>(nbytes));
     else PyErr_SetString(PyExc_ValueError, "a string of more than 4294967295 bytes");
-    return ok && blob(reinterpret_cast<const unsigned char*>(text), nbytes);
+    return ok && blob(reinterpret_cast<const unsigned char*>(data), nbytes);
 }
 
 bool Encoder::far(PyObject* object, FarKind kind) {
     if (buffers_ == nullptr && (buffers_ = PyList_New(0)) == nullptr) return false;
-    Ref view(PyMemoryView_FromObject(object));
+    // A window never changes its size; of anything else a view is held, so that it cannot.
+    Ref view(is_window(object) ? Ref::borrowed(object).release() : PyMemoryView_FromObject(object));
     if (!view || PyList_Append(buffers_, view.get()) < 0) return false;
     try {
         kinds_.push_back(static_cast<char>(kind));
@@ -226,8 +232,29 @@ bool Encoder::end(size_t mark) {
     return true;
 }
 
+// Writes what the adapter's description of this array would give.
+bool Encoder::array(PyObject* object, Code code, const Array& array) {
+    size_t mark = 0;
+    if (!begin(code, &mark) || !byte(0x92) || !count(static_cast<size_t>(array.dimensions) + 1, 0x90, 0xdc)) return false;
+    if (!text(array.dtype, std::strlen(array.dtype))) return false;
+    for (int i = 0; i < array.dimensions; ++i) {
+        if (!number(array.shape[i])) return false;
+    }
+    const Span bytes = array.bytes;
+    if (bytes.nbytes < kInlineLimit) {
+        return tagged<uint16_t>(0xc5, static_cast<uint16_t>(bytes.nbytes)) && blob(bytes.data, bytes.nbytes) && end(mark);
+    }
+    Ref window(make_window(object, const_cast<unsigned char*>(bytes.data), bytes.nbytes, false));
+    return window && byte(0xc0) && end(mark) && far(window.get(), kDataKind);
+}
+
 bool Encoder::other(PyObject* object, int depth) {
     if (!enter(depth)) return false;
+    Array found;
+    if (depth < kMaxDepth) {
+        if (numpy_describe(object, &found)) return array(object, kNumpyArray, found);
+        if (torch_describe(object, &found)) return array(object, kTorchTensor, found);
+    }
     Ref description(PyObject_CallFunctionObjArgs(fallback_, object, nullptr));
     if (!description) return false;
     return described(description.get(), depth) || fail('x', object, object);
@@ -308,6 +335,21 @@ bool Encoder::finish() {
     return true;
 }
 
+namespace {
+
+// Returns a tuple of memoryviews of `buffers`, a list or nullptr.
+PyObject* views_of(PyObject* buffers) {
+    const Py_ssize_t count = buffers == nullptr ? 0 : PyList_Size(buffers);
+    Ref views(PyTuple_New(count));
+    for (Py_ssize_t i = 0; views && i < count; ++i) {
+        PyObject* view = PyMemoryView_FromObject(PyList_GetItem(buffers, i));
+        if (view == nullptr || PyTuple_SetItem(views.get(), i, view) < 0) return nullptr;
+    }
+    return views.release();
+}
+
+}  // namespace
+
 // Returns (header, buffers, nbytes).
 PyObject* Encoder::run(PyObject* object) {
     if (!build(object)) {
@@ -315,7 +357,7 @@ PyObject* Encoder::run(PyObject* object) {
         return nullptr;
     }
     Ref header(PyBytes_FromStringAndSize(reinterpret_cast<char*>(out_.data()), static_cast<Py_ssize_t>(out_.size())));
-    Ref views(buffers_ == nullptr ? PyTuple_New(0) : PyList_AsTuple(buffers_));
+    Ref views(views_of(buffers_));
     Ref nbytes(PyLong_FromUnsignedLongLong(nbytes_));
     if (!header || !views || !nbytes) return nullptr;
     return PyTuple_Pack(3, header.get(), views.get(), nbytes.get());

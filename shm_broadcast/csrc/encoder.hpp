@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "codec.hpp"
+#include "arrays.hpp"
 
 namespace codec {
 
@@ -62,12 +62,14 @@ public:
     // False with an exception; `tell_path` then leaves on it where in the object it happened.
     bool build(PyObject* object);
     const Output& header() const { return out_; }
-    PyObject* buffers() const { return buffers_; }  // a list, or nullptr for none
+    PyObject* buffers() const { return buffers_; }  // a list of what has a buffer, or nullptr for none
     uint64_t nbytes() const { return nbytes_; }      // of the whole frame
 
 private:
     bool value(PyObject* object, int depth);
     bool integer(PyObject* object, int depth);
+    bool number(long long value);
+    bool text(const char* data, size_t nbytes);
     bool string(PyObject* object);
     bool bytes(PyObject* object);
     bool byte_array(PyObject* object);
@@ -75,6 +77,7 @@ private:
     bool tuple(PyObject* object, int depth);
     bool set(PyObject* object, Code code, int depth);
     bool dict(PyObject* object, int depth);
+    bool array(PyObject* object, Code code, const Array& array);
     bool other(PyObject* object, int depth);
     bool described(PyObject* description, int depth);
     bool far(PyObject* object, FarKind kind);
@@ -106,7 +109,7 @@ private:
     }
 
     PyObject* fallback_;
-    PyObject* buffers_ = nullptr;  // list of memoryviews, made for the first one
+    PyObject* buffers_ = nullptr;  // list of windows and memoryviews, made for the first one
     PyObject* path_ = nullptr;     // list of (kind, key, container), innermost first, made on failure
     uint64_t nbytes_ = 0;
     std::string kinds_;            // FarKind of each buffer

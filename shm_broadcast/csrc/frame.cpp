@@ -115,6 +115,8 @@ PyObject* make_window(PyObject* owner, unsigned char* address, size_t nbytes, bo
     return self;
 }
 
+bool is_window(PyObject* object) { return Py_TYPE(object) == window_type; }
+
 // window(owner, address, nbytes)
 PyObject* window(PyObject*, PyObject* const* args, Py_ssize_t count) {
     unsigned char* address = nullptr;

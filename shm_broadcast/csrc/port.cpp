@@ -252,7 +252,7 @@ void count_message(Port* port, const ring::RecordHeader& record, uint64_t nbytes
 }
 
 PyObject* take_whole(Port* port, const ring::RecordHeader& record, const unsigned char* payload) {
-    Decoder decoder({payload, record.payload_bytes}, port->memory, port->hook);
+    Decoder decoder({payload, record.payload_bytes}, port->memory, port->hook, true);
     PyObject* result = decoder.run();
     port->ring->release(port->index, record);
     count_message(port, record, record.payload_bytes);

@@ -2,14 +2,18 @@
 
 import subprocess
 import sys
+import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from shm_broadcast.codec import decode, encode
-from shm_broadcast.errors import UsageError
+from shm_broadcast import _core, numpy_adapter, torch_adapter
+from shm_broadcast.codec import Message, build_owned, decode, encode
+from shm_broadcast.errors import DecodeError, UsageError
+from shm_broadcast.wire import Code
 from tests.unit.codec_samples import raw, same
 
 DTYPES = sorted(
@@ -81,6 +85,121 @@ def test_tensors_of_any_strides_arrive(name: str) -> None:
         assert arrived.shape == tensor.shape
         assert arrived.is_contiguous()
         assert torch.equal(arrived, tensor)
+
+
+def described_in_python(obj: object) -> bytes:
+    """Return the frame of an array or tensor that the adapter in Python has described."""
+    adapter = numpy_adapter if isinstance(obj, np.ndarray) else torch_adapter
+    describe = adapter.DESCRIBERS[type(obj)]
+    header, buffers, nbytes = _core.encode(object(), lambda _: describe(obj))
+    return Message(header, buffers, nbytes).to_bytes()
+
+
+def elements(obj: Any) -> bytes:
+    """Return the elements of an array or tensor in C order."""
+    return obj.tobytes() if isinstance(obj, np.ndarray) else raw(obj)
+
+
+NATIVE = [
+    *(np.zeros((2, 3), char) for char in "?bBhHiIlLefd"),
+    *(np.arange(9000, dtype=char).reshape(3, -1) for char in "bBhHiIlLefd"),
+    *(np.zeros(()), np.zeros((0, 4)), np.zeros((1,) * 32), np.asfortranarray(np.ones((1, 7)))),
+    *(
+        filled(getattr(torch, name), 3, 5)
+        for name in ("bool", "int8", "uint8", "int64", "float16", "float32")
+    ),
+    *(
+        filled(getattr(torch, name), 70, 65)
+        for name in ("bfloat16", "float64", "float8_e4m3fn", "float8_e5m2")
+    ),
+    *(torch.tensor(1.5), torch.zeros(0, 4), torch.zeros(4, 1).t(), torch.zeros((1,) * 60), torch.ones(3)[1:]),
+    torch.ones(3, requires_grad=True),
+]
+
+
+@pytest.mark.guarantee("C14")
+@pytest.mark.parametrize("obj", NATIVE, ids=lambda obj: f"{type(obj).__name__}-{obj.dtype}-{list(obj.shape)}")
+def test_the_core_writes_ordinary_arrays_as_python_would(obj: Any) -> None:
+    """An ordinary array or tensor is encoded without Python, to the bytes that its adapter would have given."""
+
+    def refuse(_obj: object) -> tuple[int, object, object]:
+        raise AssertionError("Python was asked")
+
+    encode([np.zeros(1), torch.zeros(1)])  # loads the adapters
+    header, buffers, nbytes = _core.encode(obj, refuse)
+    assert Message(header, buffers, nbytes).to_bytes() == described_in_python(obj)
+
+
+@pytest.mark.guarantee("C14")
+@pytest.mark.parametrize("obj", NATIVE, ids=lambda obj: f"{type(obj).__name__}-{obj.dtype}-{list(obj.shape)}")
+def test_the_core_builds_ordinary_arrays_as_python_would(obj: Any) -> None:
+    """An ordinary array or tensor is built without Python, equal to what its adapter builds, and writable."""
+    asked = []
+
+    def build(code: int, meta: object, body: object) -> object:
+        asked.append(code)
+        return build_owned(code, meta, body)
+
+    frame = encode(obj).to_bytes()
+    native: Any = _core.decode(frame, build, True)
+    assert asked == (
+        [] if obj.nbytes else [Code.NUMPY_ARRAY if isinstance(obj, np.ndarray) else Code.TORCH_TENSOR]
+    )
+    python: Any = _core.decode(frame, build, False)
+    assert (type(native), native.dtype, native.shape) == (type(python), python.dtype, python.shape)
+    assert elements(native) == elements(python) == elements(obj)
+    native[...] = 1
+    assert elements(python) == elements(obj)
+    assert elements(decode(frame)) == elements(obj)
+
+
+def answer(description: Any, _obj: object) -> Any:
+    """Describe anything as `description`."""
+    return description
+
+
+WRONG_SHAPES = [[3], [1, 3], [4, 2], [-4], [4.0], ["4"], [1 << 62, 4], [1 << 63], [2] * 65, [[4]]]
+
+
+@pytest.mark.guarantee("C10")
+@pytest.mark.parametrize("shape", WRONG_SHAPES, ids=str)
+@pytest.mark.parametrize("count", [4, 4096], ids=["inline", "out of band"])
+def test_a_shape_that_does_not_fit_is_refused(shape: list[Any], count: int) -> None:
+    """What the core leaves to Python, because it makes no sense, is a DecodeError that says so."""
+    for code, name, data in (
+        (Code.NUMPY_ARRAY, "|u1", np.zeros(count, np.uint8)),
+        (Code.TORCH_TENSOR, "uint8", torch.zeros(count, dtype=torch.uint8).numpy()),
+    ):
+        description = (code, [name, *shape], data)
+        frame = Message(*_core.encode(object(), partial(answer, description)))
+        with pytest.raises(DecodeError, match="dimension|shape|address space"):
+            decode(frame.to_bytes())
+
+
+def test_a_tensor_without_its_storage_is_refused() -> None:
+    """A tensor whose storage was taken away is no tensor to send, and nothing is read."""
+    tensor = torch.ones(4096)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(UsageError):
+        encode(tensor)
+
+
+def test_memory_goes_with_the_last_tensor_in_any_thread() -> None:
+    """A tensor that came may be dropped by a thread that does not hold the interpreter's lock."""
+    frames = [encode([torch.ones(size)]).to_bytes() for size in (4, 4096, 40000)]
+
+    def work() -> None:
+        for _ in range(200):
+            for frame in frames:
+                value = decode(frame)[0].requires_grad_()
+                value.sum().backward()
+                del value
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def test_a_tensor_that_requires_grad_arrives_detached() -> None:

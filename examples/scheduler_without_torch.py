@@ -57,7 +57,9 @@ def work(rank: int) -> None:
                 break
             tokens += sum(len(request.tokens) for request in plan["start"])
     # One write: where Python does not buffer, `print` writes the end of the line by itself, behind another worker's.
-    sys.stdout.write(f"worker {rank}: {tokens} tokens in {STEPS} steps; torch imported: {'torch' in sys.modules}\n")
+    sys.stdout.write(
+        f"worker {rank}: {tokens} tokens in {STEPS} steps; torch imported: {'torch' in sys.modules}\n"
+    )
 
 
 if __name__ == "__main__":

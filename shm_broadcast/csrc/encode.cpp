@@ -93,6 +93,7 @@ bool Encoder::text(const char* data, size_t nbytes) {
 }
 
 bool Encoder::far(PyObject* object, FarKind kind) {
+    stop_showing();  // its bytes stand elsewhere
     if (buffers_ == nullptr && (buffers_ = PyList_New(0)) == nullptr) return false;
     // A window never changes its size; of anything else a view is held, so that it cannot.
     Ref view(is_window(object) ? Ref::borrowed(object).release() : PyMemoryView_FromObject(object));
@@ -155,6 +156,7 @@ bool Encoder::list(PyObject* object, int depth) {
             Ref index(PyLong_FromSsize_t(i));
             return fail('i', index.get(), object);
         }
+        show();
     }
     return PyList_Size(object) == entries || changed("list");
 }
@@ -207,6 +209,7 @@ bool Encoder::dict(PyObject* object, int depth) {
         if (!guard.admit(key.get()) || !value(key.get(), depth + 1)) return fail('K', key.get(), object);
         if (!value(item.get(), depth + 1)) return fail('k', key.get(), object);
         if (PyDict_Size(object) != entries) return changed("dict");
+        show();
     }
     return seen == entries || changed("dict");
 }
@@ -218,11 +221,13 @@ bool Encoder::begin(uint8_t code, size_t* mark) {
     std::memset(at + 1, 0, 4);
     at[5] = code;
     *mark = out_.size();
+    ++open_extensions_;
     return true;
 }
 
 bool Encoder::end(size_t mark) {
     const size_t length = out_.size() - mark;
+    --open_extensions_;
     if (length > UINT32_MAX) {
         PyErr_SetString(PyExc_ValueError, "a value of more than 4294967295 encoded bytes");
         return false;
@@ -255,6 +260,7 @@ bool Encoder::other(PyObject* object, int depth) {
         if (numpy_describe(object, &found)) return array(object, kNumpyArray, found);
         if (torch_describe(object, &found)) return array(object, kTorchTensor, found);
     }
+    stop_showing();  // it may take long, send something else, or fail
     Ref description(PyObject_CallFunctionObjArgs(fallback_, object, nullptr));
     if (!description) return false;
     return described(description.get(), depth) || fail('x', object, object);

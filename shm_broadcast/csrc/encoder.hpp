@@ -49,9 +49,21 @@ private:
     size_t capacity_ = kStackBytes;
 };
 
+inline constexpr size_t kShownBytes = 128;  // fewer are not worth a store that readers wait for
+
+// Who looks on while an object is encoded.
+class Audience {
+public:
+    virtual ~Audience() = default;
+    // The first `nbytes`, less the prefix of the frame, will not change; false: show no more.
+    virtual bool show(const unsigned char* data, size_t nbytes) = 0;
+    // What was shown will not become a message.
+    virtual void stop() = 0;
+};
+
 class Encoder {
 public:
-    explicit Encoder(PyObject* fallback) : fallback_(fallback) {}
+    explicit Encoder(PyObject* fallback, Audience* audience = nullptr) : fallback_(fallback), audience_(audience) {}
     ~Encoder() {
         Py_XDECREF(buffers_);
         Py_XDECREF(path_);
@@ -92,6 +104,17 @@ private:
     void tell_path();
     bool finish();
 
+    // Behind each entry of a container. What stands in an extension, whose length is filled in at its end, waits for that.
+    void show() {
+        if (audience_ == nullptr || open_extensions_ > 0 || out_.size() - shown_ < kShownBytes) return;
+        shown_ = out_.size();
+        if (!audience_->show(out_.data(), out_.size())) audience_ = nullptr;
+    }
+    void stop_showing() {
+        if (audience_ != nullptr) audience_->stop();
+        audience_ = nullptr;
+    }
+
     bool byte(uint8_t value) {
         unsigned char* at = out_.extend(1);
         if (at == nullptr) return false;
@@ -109,6 +132,9 @@ private:
     }
 
     PyObject* fallback_;
+    Audience* audience_;
+    size_t shown_ = 0;
+    int open_extensions_ = 0;
     PyObject* buffers_ = nullptr;  // list of windows and memoryviews, made for the first one
     PyObject* path_ = nullptr;     // list of (kind, key, container), innermost first, made on failure
     uint64_t nbytes_ = 0;

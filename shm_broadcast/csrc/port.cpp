@@ -2,8 +2,9 @@
 // After a sleep all caches are cold and every line of code or data that is touched costs up to 100 ns: through the
 // general way, 15 Python frames, a tiny object took about 10 us to a polling reader, this way about 2 us.
 #include "assembly.hpp"
-#include "encoder.hpp"
+#include "draft.hpp"
 #include "pieces.hpp"
+#include "rehearsal.hpp"
 #include "ring.hpp"
 
 #include <pthread.h>
@@ -50,6 +51,9 @@ struct Port {
     unsigned long long nbytes;
     unsigned long long waited_ns;
     unsigned long long arrived_ns;
+    codec::Rehearsal* rehearsal;   // readers only
+    unsigned long long previewed;  // messages that were decoded ahead; readers only
+    uint64_t given_up;             // where a draft came to nothing, so that it is not looked at again; readers only
     bool is_held;  // a general call is under way, or a message is lent out
     bool is_busy;  // inside of `receive`, which may run without the GIL
     bool is_closed;
@@ -61,6 +65,8 @@ bool usable(const Port* port) { return !port->is_closed && !port->is_held && !po
 
 void release_memory(Port* port) {
     delete port->assembly;
+    delete port->rehearsal;
+    port->rehearsal = nullptr;
     delete port->ring;
     delete port->view;
     port->assembly = nullptr;
@@ -119,8 +125,10 @@ PyObject* read_port_new(PyTypeObject* type, PyObject* args, PyObject*) {
         return nullptr;
     }
     port->index = static_cast<uint32_t>(index);
+    port->given_up = draft::kNowhere;
     port->assembly = new (std::nothrow) codec::Assembly;
-    if (port->assembly == nullptr) return PyErr_NoMemory();
+    port->rehearsal = new (std::nothrow) codec::Rehearsal;
+    if (port->assembly == nullptr || port->rehearsal == nullptr) return PyErr_NoMemory();
     return guard.release();
 }
 
@@ -147,7 +155,8 @@ void stream(Ring& ring, const codec::Pieces& pieces, uint32_t tag) {
     ring.begin_stream(total, tag);
     for (size_t done = 0; done < total;) {
         const size_t bytes = std::min(kStreamedBytes, total - done);
-        pieces.copy(to + done, done, bytes);
+        if (done == 0) draft::Draft::lay_anew(to, pieces, 0, bytes);
+        else pieces.copy(to + done, done, bytes);
         done += bytes;
         ring.fill(done);
     }
@@ -155,7 +164,7 @@ void stream(Ring& ring, const codec::Pieces& pieces, uint32_t tag) {
 }
 
 // Puts an encoded message into the ring if it fits in one record and there is room.
-bool publish(Port* port, const Encoder& encoder) {
+bool publish(Port* port, const Encoder& encoder, draft::Draft& draft) {
     Ring& ring = *port->ring;
     codec::Pieces pieces;
     if (encoder.nbytes() > ring.longest_payload() || !ring.is_aligned() || ring.hopeless()) return false;
@@ -166,7 +175,7 @@ bool publish(Port* port, const Encoder& encoder) {
     const size_t total = pieces.total();
     if (!ring.has_room(total)) return false;
     if (total <= kUnlockedCopy) {
-        pieces.copy(ring.reserve(total), 0, total);
+        draft.lay(pieces, encoder.header());
         ring.publish(total, ring::kWhole, total, true, port->tag);
     } else {
         port->is_busy = true;
@@ -188,7 +197,8 @@ PyObject* write_port_send(PyObject* self, PyObject* object) {
     Port* port = port_of(self);
     if (!usable(port)) Py_RETURN_FALSE;
     port->ring->announce();
-    Encoder encoder(port->hook);
+    draft::Draft draft(*port->ring);
+    Encoder encoder(port->hook, draft::is_worthwhile(*port->ring) ? &draft : nullptr);
     if (!encoder.build(object)) {
         // What is no Exception, such as Ctrl-C, goes to the caller; the rest happens again on the general way.
         if (!PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;
@@ -196,7 +206,7 @@ PyObject* write_port_send(PyObject* self, PyObject* object) {
         Py_RETURN_FALSE;
     }
     // Describing an object may have run application code.
-    return PyBool_FromLong(usable(port) && publish(port, encoder));
+    return PyBool_FromLong(usable(port) && publish(port, encoder, draft));
 }
 
 PyObject* corrupt(const char* what) {
@@ -228,7 +238,9 @@ int wait_until(Port* port, Patience patience, Done done) {
     const uint64_t parked_from = start + patience.spin_ns, until = parked_from + patience.park_ns;
     int status = 0;
     while (status == 0 && now < until && !ready()) {
-        const uint64_t spin = now < parked_from ? std::min(parked_from - now, kSignalsNs) : 0;
+        const bool paused = now - port->arrived_ns >= codec::kPauseNs;
+        if (paused && now + codec::kShortestPollNs <= parked_from) port->rehearsal->perform();
+        const uint64_t spin = now < parked_from ? std::min(parked_from - now, codec::kRehearsedNs) : 0;
         const uint64_t park = now + spin < parked_from ? 0 : std::min(until - now - spin, kSignalsNs);
         Py_BEGIN_ALLOW_THREADS
         ring.wait(port->index, spin, park, patience.nap_ns, ready);
@@ -254,6 +266,7 @@ void count_message(Port* port, const ring::RecordHeader& record, uint64_t nbytes
 PyObject* take_whole(Port* port, const ring::RecordHeader& record, const unsigned char* payload) {
     Decoder decoder({payload, record.payload_bytes}, port->memory, port->hook, true);
     PyObject* result = decoder.run();
+    if (result != nullptr) port->rehearsal->remember(payload, record.payload_bytes);
     port->ring->release(port->index, record);
     count_message(port, record, record.payload_bytes);
     return result;
@@ -304,13 +317,37 @@ PyObject* take(Port* port, const ring::RecordHeader& record, const unsigned char
     }
 }
 
+// Decodes the next message while it is written; nullptr without an exception when it has to be read as any other.
+PyObject* take_ahead(Port* port) {
+    draft::Preview preview(*port->ring, port->index);
+    Decoder decoder({preview.bytes(), ring::kDraftBytes}, &preview);
+    PyObject* result = decoder.run_ahead();
+    if (result == nullptr) {
+        PyErr_Clear();
+        port->given_up = port->ring->reader(port->index).consumed.load(std::memory_order_relaxed);
+        return nullptr;
+    }
+    port->rehearsal->remember(preview.bytes(), preview.record().payload_bytes);
+    port->ring->release(port->index, preview.record());
+    count_message(port, preview.record(), preview.record().payload_bytes);
+    port->arrived_ns = ring::now_ns();
+    port->previewed += 1;
+    return result;
+}
+
 PyObject* receive(Port* port, Patience patience) {
     Ring& ring = *port->ring;
     const uint32_t index = port->index;
     const bool waits = patience.spin_ns > 0 || patience.park_ns > 0;
     uint64_t until = 0;
     ring::RecordHeader record{};
-    int found = wait_until(port, patience, [&] { return ring.has_data(index); });
+    const bool looks = waits && !port->assembly->active();
+    int found = wait_until(port, patience, [&] { return ring.has_data(index) || (looks && draft::is_offered(ring, index, port->given_up)); });
+    if (found > 0 && !ring.has_data(index)) {
+        PyObject* result = take_ahead(port);
+        if (result != nullptr) return result;
+        if (!ring.has_data(index)) return none_yet();
+    }
     while (found > 0) {
         unsigned char* payload = nullptr;
         if (!ring.next(index, &record, &payload)) return corrupt("the ring holds no readable record");
@@ -379,6 +416,7 @@ PyMemberDef members[] = {
     {"tag", T_UINT, offsetof(Port, tag), 0, nullptr},
     {"waited_ns", T_ULONGLONG, offsetof(Port, waited_ns), 0, nullptr},
     {"arrived_ns", T_ULONGLONG, offsetof(Port, arrived_ns), READONLY, nullptr},
+    {"previewed", T_ULONGLONG, offsetof(Port, previewed), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
 

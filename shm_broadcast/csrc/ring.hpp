@@ -25,6 +25,8 @@ inline constexpr size_t kRecordHeader = 64;  // keeps payloads aligned like the 
 inline constexpr uint32_t kMaxReaders = 1024;
 // An announced message is awaited so long: encoding takes 1 to 30 us, the copy of a whole record up to 200 us.
 inline constexpr uint64_t kAnnouncedNs = 160 * 1000;
+// So much of a message may be shown to readers before it is published: what follows is read when all of it is there.
+inline constexpr size_t kDraftBytes = 4096;
 
 // Written once, before anybody else maps the segment.
 struct alignas(kLine) Identity {
@@ -44,6 +46,7 @@ struct alignas(kLine) WriterLine {
     std::atomic<uint32_t> sequence;   // futex word: changes with every publication and with every close
     std::atomic<uint32_t> closed;     // the writer has closed the queue
     std::atomic<uint64_t> filled;     // position up to which the streamed record at the end is filled in
+    std::atomic<uint64_t> draft;      // bytes of the next payload that readers may look at ahead of its publication
 };
 
 // How the writer waits for room.
@@ -96,6 +99,25 @@ inline uint64_t now_ns() {
     timespec time{};
     clock_gettime(CLOCK_MONOTONIC, &time);
     return static_cast<uint64_t>(time.tv_sec) * 1000000000ULL + static_cast<uint64_t>(time.tv_nsec);
+}
+
+// Copies bytes [from, to) of `source` into a payload at `target`, word by word, as readers may be looking at the draft that
+// stands there; `from` is a multiple of 8.
+inline void put_words(unsigned char* target, const unsigned char* source, size_t from, size_t to) {
+    for (size_t at = from; at < to; at += sizeof(uint64_t)) {
+        uint64_t word = 0;
+        std::memcpy(&word, source + at, to - at < sizeof word ? to - at : sizeof word);
+        std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(target + at)).store(word, std::memory_order_relaxed);
+    }
+}
+
+// Copies bytes [from, to) of a draft to `target`; both multiples of 8.
+inline void get_words(unsigned char* target, unsigned char* source, size_t from, size_t to) {
+    for (size_t at = from; at < to; at += sizeof(uint64_t)) {
+        const uint64_t word =
+            std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(source + at)).load(std::memory_order_relaxed);
+        std::memcpy(target + at, &word, sizeof word);
+    }
 }
 
 inline void pause() {
@@ -259,6 +281,21 @@ public:
         wake_readers();
     }
 
+    // Where a payload of up to kDraftBytes will stand, so that it can be shown ahead; nullptr where there is no room, or it
+    // might have to go elsewhere. It is filled in by `put_words`.
+    unsigned char* draft_place() {
+        const uint64_t at = position();
+        if (at + record_bytes(kDraftBytes) > capacity() || !has_room(kDraftBytes)) return nullptr;
+        return data() + at + kRecordHeader;
+    }
+
+    // Says that the first `bytes` of the next payload may be looked at; 0: no more. A hint: what readers take of it they
+    // compare with what is published, so a wrong order would cost time only.
+    void show(uint64_t bytes) {
+        // SYNC draft->reader (release): what is shown is there.
+        writer().draft.store(bytes, std::memory_order_release);
+    }
+
     // Publishes a record that is filled in afterwards, at `reserve(payload)` as it was before; there is room.
     void begin_stream(size_t payload, uint32_t tag = 0) {
         const uint64_t published = writer().published.load(std::memory_order_relaxed);
@@ -368,6 +405,18 @@ public:
         unsigned char* payload = nullptr;
         return has_data(index) &&
                (!next(index, &record, &payload) || available(index, record) == record.payload_bytes);
+    }
+
+    // How much of the payload behind the last record can be looked at ahead, at `*payload`; 0: nothing, or `index` has
+    // records to read.
+    uint64_t draft(uint32_t index, unsigned char** payload) {
+        // SYNC draft->reader (acquire): behind what is shown, and behind the publications before it.
+        const uint64_t shown = writer().draft.load(std::memory_order_acquire);
+        if (shown < kLine || shown > kDraftBytes || has_data(index)) return 0;
+        const uint64_t at = reader(index).consumed.load(std::memory_order_relaxed) % capacity() / kLine * kLine;
+        if (at + record_bytes(kDraftBytes) > capacity()) return 0;
+        *payload = data() + at + kRecordHeader;
+        return shown / kLine * kLine;
     }
 
     // Sleeps until `done`, which changes with the sequence word, a signal came (then false), or `nanoseconds` have

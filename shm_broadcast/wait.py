@@ -34,7 +34,10 @@ LONGEST_WATCH_NS: Final = 1_000_000
 # A message is awaited from so many average deviations before it is due until so many after, and this long at least.
 _EARLY: Final = 2
 _LATE: Final = 4
-_LEAST_EARLY_NS: Final = 40_000
+_LEAST_EARLY_NS: Final = 80_000
+_LEAST_EARLY_PART: Final = 25
+_LEAST_LATE_NS: Final = 120_000
+_LEAST_LATE_PART: Final = 16
 
 # Weight of the latest gap in the running averages, as a shift: 1/4 follows a change within a few steps.
 _SHIFT: Final = 2
@@ -122,9 +125,9 @@ class Pacer:
             return _PARK_STAGE
         if now_ns >= self._wakes_ns:
             self._woke(now_ns)
-        rise = min(max(self._lateness_ns + (self._lateness_ns >> 2), RISE_NS), LONGEST_RISE_NS)
-        early = max(_EARLY * self._deviation_ns, _LEAST_EARLY_NS)
-        late = max(_LATE * self._deviation_ns, _LEAST_EARLY_NS)
+        rise = min(max(self._lateness_ns + (self._lateness_ns >> 1), RISE_NS), LONGEST_RISE_NS)
+        early = max(_EARLY * self._deviation_ns, min(_LEAST_EARLY_NS, self._gap_ns // _LEAST_EARLY_PART))
+        late = max(_LATE * self._deviation_ns, min(_LEAST_LATE_NS, self._gap_ns // _LEAST_LATE_PART))
         most = min(self._gap_ns // WATCHED_PART, LONGEST_WATCH_NS)
         if self._samples >= _SAMPLES and rise + early + late <= most:
             due = self._last_ns + self._gap_ns

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <new>
+#include <optional>
 #include <unordered_map>
 
 namespace codec {
@@ -122,9 +123,13 @@ private:
 // other keys are counted, and only in containers large enough to matter.
 class KeyGuard {
 public:
-    explicit KeyGuard(Py_ssize_t entries) : active_(entries > kMaxSameHash) {}
-    bool admit(PyObject* key) {
-        if (!active_) return true;
+    explicit KeyGuard(Py_ssize_t entries) {
+        if (entries > kMaxSameHash) seen_.emplace();
+    }
+    bool admit(PyObject* key) { return !seen_ || count(key); }
+
+private:
+    bool count(PyObject* key) {
         PyTypeObject* type = Py_TYPE(key);
         if (type == &PyUnicode_Type || type == &PyBytes_Type || type == &PyFloat_Type) return true;
         if (type == &PyLong_Type) {
@@ -135,7 +140,7 @@ public:
         const Py_hash_t hash = PyObject_Hash(key);
         if (hash == -1 && PyErr_Occurred()) return false;
         try {
-            if (++seen_[hash] <= kMaxSameHash) return true;
+            if (++(*seen_)[hash] <= kMaxSameHash) return true;
         } catch (const std::bad_alloc&) {
             PyErr_NoMemory();
             return false;
@@ -144,9 +149,7 @@ public:
         return false;
     }
 
-private:
-    bool active_;
-    std::unordered_map<Py_hash_t, Py_ssize_t> seen_;
+    std::optional<std::unordered_map<Py_hash_t, Py_ssize_t>> seen_;  // of large containers only
 };
 
 // A function of METH_FASTCALL; the cast is the one that CPython documents.

@@ -11,14 +11,38 @@ constexpr size_t kCacheSlots = 1024;  // at most this many short strings stay al
 
 PyObject* key_cache[kCacheSlots];
 
+// Mixes the length, the first and the last bytes: keys that differ elsewhere only take turns in one slot.
+size_t slot_of(const unsigned char* data, size_t nbytes) {
+    uint64_t first = 0, last = 0;
+    if (nbytes >= sizeof(uint64_t)) {
+        std::memcpy(&first, data, sizeof(uint64_t));
+        std::memcpy(&last, data + nbytes - sizeof(uint64_t), sizeof(uint64_t));
+    } else {
+        for (size_t i = 0; i < nbytes; ++i) first = first << 8 | data[i];
+    }
+    const uint64_t mixed = (first ^ (last << 1) ^ nbytes << 56) * 0x9e3779b97f4a7c15;  // 2^64 / golden ratio
+    return mixed >> 54;
+}
+static_assert(kCacheSlots == size_t{1} << (64 - 54));
+
+// The integers of one byte, -32 to 127, by that byte: a list of block numbers is mostly these.
+PyObject* fixed_integers[256];
+
+PyObject* fixed_integer(uint8_t tag) {
+    PyObject*& integer = fixed_integers[tag];
+    if (integer == nullptr) integer = PyLong_FromLong(static_cast<int8_t>(tag));
+    Py_XINCREF(integer);
+    return integer;
+}
+
+bool is_fixed_integer(uint8_t tag) { return tag <= 0x7f || tag >= 0xe0; }
+
 // Returns the string of these bytes; dict keys repeat, so short ones come from a cache.
 PyObject* cached_string(const unsigned char* data, size_t nbytes) {
     const char* text = reinterpret_cast<const char*>(data);
     const Py_ssize_t length = static_cast<Py_ssize_t>(nbytes);
     if (nbytes > kCachedKey) return PyUnicode_DecodeUTF8(text, length, nullptr);
-    uint64_t hash = 0xcbf29ce484222325;
-    for (size_t i = 0; i < nbytes; ++i) hash = (hash ^ data[i]) * 0x100000001b3;
-    PyObject*& slot = key_cache[(hash ^ (hash >> 32)) % kCacheSlots];
+    PyObject*& slot = key_cache[slot_of(data, nbytes)];
     if (slot != nullptr) {
         Py_ssize_t known = 0;
         const char* other = PyUnicode_AsUTF8AndSize(slot, &known);
@@ -159,7 +183,7 @@ PyObject* Decoder::list(size_t entries, int depth) {
     Ref result(PyList_New(static_cast<Py_ssize_t>(entries)));
     if (!result) return nullptr;
     for (size_t i = 0; i < entries; ++i) {
-        PyObject* item = value(depth + 1);
+        PyObject* item = left() > 0 && is_fixed_integer(*at_) ? fixed_integer(*at_++) : value(depth + 1);
         if (item == nullptr) return nullptr;
         if (PyList_SetItem(result.get(), static_cast<Py_ssize_t>(i), item) < 0) return nullptr;
     }
@@ -186,8 +210,8 @@ PyObject* Decoder::set(size_t entries, bool frozen, int depth) {
     for (size_t i = 0; i < entries; ++i) {
         Ref item(value(depth + 1));
         if (!item || !guard.admit(item.get()) || PySet_Add(result.get(), item.get()) < 0) return nullptr;
-        if (PySet_Size(result.get()) != static_cast<Py_ssize_t>(i + 1)) return refuse("an element of a set twice");
     }
+    if (PySet_Size(result.get()) != static_cast<Py_ssize_t>(entries)) return refuse("an element of a set twice");
     return result.release();
 }
 
@@ -213,15 +237,15 @@ PyObject* Decoder::dict(size_t entries, int depth) {
         if (!name || !guard.admit(name.get())) return nullptr;
         Ref item(value(depth + 1));
         if (!item || PyDict_SetItem(result.get(), name.get(), item.get()) < 0) return nullptr;
-        if (PyDict_Size(result.get()) != static_cast<Py_ssize_t>(i + 1)) return refuse("a key of a dict twice");
     }
+    if (PyDict_Size(result.get()) != static_cast<Py_ssize_t>(entries)) return refuse("a key of a dict twice");
     return result.release();
 }
 
 PyObject* Decoder::value(int depth) {
     uint8_t tag = 0;
     if (!take(&tag)) return nullptr;
-    if (tag <= 0x7f || tag >= 0xe0) return PyLong_FromLong(static_cast<int8_t>(tag));
+    if (is_fixed_integer(tag)) return fixed_integer(tag);
     if (tag <= 0x8f) return dict(tag & 0x0f, depth);
     if (tag <= 0x9f) return list(tag & 0x0f, depth);
     if (tag <= 0xbf) return string(tag & 0x1f);

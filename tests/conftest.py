@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Generator, Iterator
 
@@ -53,6 +54,10 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in list(os.environ):
         if name.startswith("GROUP_COORDINATOR_") or name in LAUNCHER_VARIABLES:
             del os.environ[name]
+    # A shell that starts a run in the background ignores Ctrl-C for it, and its processes would inherit that.
+    for number in (signal.SIGINT, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     # Before any test imports torch. The threads of several runs on few cores spin for one another: the conformance
     # suite takes four times the processor time with two. Where threads could change a result, a test asks for them.
     os.environ.update(rank_processes.ONE_THREAD)

@@ -53,10 +53,10 @@ api: $(STAMP) ## Write down the public API anew, once a change of it is meant
 	$(PY) -m tests.api_snapshot
 
 test: $(STAMP) ## Run the whole test suite (no GPU needed)
-	$(PY) -m pytest -q -n $(TEST_WORKERS) -m "not sanitized"
+	$(PY) -m pytest -q -n $(TEST_WORKERS) -m "not thorough"
 
-test-native: $(STAMP) ## Run the native cores' tests under the address and undefined-behaviour sanitizers
-	$(PY) -m pytest -q -n 2 -m sanitized tests/native
+test-native: $(STAMP) ## Run what takes minutes: the native cores under sanitizers, the kernels with mistakes in them
+	$(PY) -m pytest -q -n 2 -m thorough tests/native
 
 test-nccl: $(STAMP) ## Run the tests of NCCL against the real library, without a device (fetches 300 MB)
 	@$(PY) -c 'from tests.probes import PROBES; raise SystemExit(PROBES["nccl"]() is not None)' \

@@ -384,9 +384,12 @@ bool Decoder::array_facts(uint8_t code, ArrayFacts* facts) {
     if (entries == 0 || entries > kMaxDimensions + 1) return false;
     uint8_t tag = 0;
     if (!take(&tag) || (tag & 0xe0) != 0xa0 || (tag & 0x1f) > left()) return false;
-    facts->name = {at_, static_cast<size_t>(tag & 0x1f)};
-    at_ += facts->name.nbytes;
-    uint64_t nbytes = code == kNumpyArray ? numpy_itemsize(facts->name) : torch_itemsize(facts->name);
+    const Span name{at_, static_cast<size_t>(tag & 0x1f)};
+    at_ += name.nbytes;
+    const KnownDtype dtype = code == kNumpyArray ? numpy_dtype(name) : torch_dtype(name);
+    if (dtype.entry == nullptr) return false;
+    facts->dtype = dtype.entry;
+    uint64_t nbytes = dtype.itemsize;
     facts->dimensions = static_cast<int>(entries) - 1;
     for (int i = 0; i < facts->dimensions; ++i) {
         uint64_t size = 0;
@@ -403,7 +406,7 @@ PyObject* Decoder::array(uint8_t code) {
     ArrayFacts facts;
     if (array_facts(code, &facts)) {
         const auto build = code == kNumpyArray ? numpy_build : torch_build;
-        return build(facts.name, facts.shape, facts.dimensions, {facts.taken.bytes, facts.taken.object});
+        return build(facts.dtype, facts.shape, facts.dimensions, {facts.taken.bytes, facts.taken.object});
     }
     PyErr_Clear();
     *this = before;

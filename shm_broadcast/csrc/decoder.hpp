@@ -45,7 +45,7 @@ private:
     };
     // What a frame says of an array, once all of it has been checked.
     struct ArrayFacts {
-        Span name;
+        const void* dtype;
         int dimensions;
         int64_t shape[kMaxDimensions];
         Taken taken;

@@ -22,15 +22,19 @@ inline bool is_worthwhile(ring::Ring& ring) {
     return ring::now_ns() - ring.writer().stamp_ns.load(std::memory_order_relaxed) >= codec::kPauseNs;
 }
 
-// The writer's side: shows the lines that are complete.
+// The writer's side: shows the lines that are complete. While an object is encoded the collector or a mode of torch may run
+// code of the application, and other threads: whatever else is done with the port then takes the next turn, and the draft
+// touches the ring no more, which may even be gone.
 class Draft : public codec::Audience {
 public:
-    explicit Draft(ring::Ring& ring) : ring_(ring) {}
+    // `turn` of the port, which is this one's now.
+    Draft(ring::Ring& ring, const uint64_t& turn) : ring_(ring), port_turn_(turn), turn_(turn) {}
     ~Draft() { stop(); }
     Draft(const Draft&) = delete;
     Draft& operator=(const Draft&) = delete;
 
     bool show(const unsigned char* data, size_t nbytes) override {
+        if (port_turn_ != turn_) return false;
         if (place_ == nullptr) place_ = ring_.draft_place();
         const size_t lines = nbytes / ring::kLine * ring::kLine;
         if (place_ == nullptr || lines > ring::kDraftBytes) {
@@ -44,7 +48,7 @@ public:
     }
 
     void stop() override {
-        if (shown_ > 0) ring_.show(0);
+        if (shown_ > 0 && port_turn_ == turn_) ring_.show(0);
         shown_ = 0;
     }
 
@@ -52,7 +56,7 @@ public:
     // them in their caches.
     void lay(const codec::Pieces& pieces, const codec::Output& header) {
         const size_t total = pieces.total();
-        if (shown_ > 0 && total <= ring::kDraftBytes) {
+        if (shown_ > 0 && port_turn_ == turn_ && total <= ring::kDraftBytes) {
             ring::put_words(place_, header.data(), 0, sizeof(codec::Prefix));
             ring::put_words(place_, header.data(), shown_, total);
         } else {
@@ -72,9 +76,29 @@ public:
 
 private:
     ring::Ring& ring_;
+    const uint64_t& port_turn_;
+    const uint64_t turn_;
     unsigned char* place_ = nullptr;
     size_t shown_ = 0;
 };
+
+// So much of a long message is copied before readers are told: some microseconds of copying.
+inline constexpr size_t kStreamedBytes = 32 * 1024;
+
+// Copies a long message into the ring, without the GIL; readers copy behind us.
+inline void stream(ring::Ring& ring, const codec::Pieces& pieces, uint32_t tag) {
+    const size_t total = pieces.total();
+    unsigned char* to = ring.reserve(total);
+    ring.begin_stream(total, tag);
+    for (size_t done = 0; done < total;) {
+        const size_t bytes = std::min(kStreamedBytes, total - done);
+        if (done == 0) Draft::lay_anew(to, pieces, 0, bytes);
+        else pieces.copy(to + done, done, bytes);
+        done += bytes;
+        ring.fill(done);
+    }
+    ring.end_stream();
+}
 
 // No position of a ring.
 inline constexpr uint64_t kNowhere = UINT64_MAX;

@@ -259,6 +259,7 @@ bool Encoder::other(PyObject* object, int depth) {
     if (depth < kMaxDepth) {
         if (numpy_describe(object, &found)) return array(object, kNumpyArray, found);
         if (torch_describe(object, &found)) return array(object, kTorchTensor, found);
+        if (PyErr_Occurred()) return false;
     }
     stop_showing();  // it may take long, send something else, or fail
     Ref description(PyObject_CallFunctionObjArgs(fallback_, object, nullptr));
@@ -315,7 +316,10 @@ void Encoder::tell_path() {
 }
 
 bool Encoder::build(PyObject* object) {
-    return out_.extend(sizeof(Prefix)) != nullptr && value(object, 1) && finish();
+    unsigned char* prefix = out_.extend(sizeof(Prefix));
+    if (prefix == nullptr) return false;
+    std::memset(prefix, 0, sizeof(Prefix));  // filled in last, but it may be shown before
+    return value(object, 1) && finish();
 }
 
 // Appends the table of the buffers and fills the prefix.

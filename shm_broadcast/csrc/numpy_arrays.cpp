@@ -1,9 +1,5 @@
 // numpy's arrays through the buffer protocol, which tells format, shape and address in one call.
-#include <string>
-#include <vector>
-
 #include "arrays.hpp"
-#include "blocks.hpp"
 
 namespace codec {
 namespace {
@@ -11,25 +7,27 @@ namespace {
 // One dtype that travels by its name.
 struct Dtype {
     char format;  // of the buffer protocol, native
-    std::string name;
+    char name[kMostName];
     PyObject* dtype;
     size_t itemsize;
 };
 
 // Filled once, when the first array of this process is sent or received.
 PyTypeObject* array_type = nullptr;
-std::vector<Dtype> dtypes;
+Dtype dtypes[kMostDtypes];  // no container: nothing of ours may run when the process exits
+size_t known = 0;
 
 const Dtype* find(char format) {
-    for (const Dtype& each : dtypes) {
-        if (each.format == format) return &each;
+    for (size_t i = 0; i < known; ++i) {
+        if (dtypes[i].format == format) return &dtypes[i];
     }
     return nullptr;
 }
 
 const Dtype* find(Span name) {
-    for (const Dtype& each : dtypes) {
-        if (each.name.size() == name.nbytes && std::memcmp(each.name.data(), name.data, name.nbytes) == 0) return &each;
+    for (size_t i = 0; i < known; ++i) {
+        const char* own = dtypes[i].name;
+        if (std::strlen(own) == name.nbytes && std::memcmp(own, name.data, name.nbytes) == 0) return &dtypes[i];
     }
     return nullptr;
 }
@@ -38,19 +36,23 @@ const Dtype* find(Span name) {
 PyObject* numpy_dtypes(PyObject*, PyObject* args) {
     PyObject *type = nullptr, *rows = nullptr;
     if (!PyArg_ParseTuple(args, "OO!:numpy_dtypes", &type, &PyTuple_Type, &rows)) return nullptr;
-    std::vector<Dtype> found;
-    for (Py_ssize_t i = 0; i < PyTuple_Size(rows); ++i) {
+    Dtype found[kMostDtypes] = {};
+    const Py_ssize_t count = PyTuple_Size(rows);
+    for (Py_ssize_t i = 0; i < count && i < kMostDtypes; ++i) {
         int format = 0;
         const char* name = nullptr;
-        PyObject* dtype = nullptr;
         Py_ssize_t itemsize = 0;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(rows, i), "CsOn", &format, &name, &dtype, &itemsize)) return nullptr;
-        found.push_back({static_cast<char>(format), name, dtype, static_cast<size_t>(itemsize)});
+        if (!PyArg_ParseTuple(PyTuple_GetItem(rows, i), "CsOn", &format, &name, &found[i].dtype, &itemsize)) return nullptr;
+        if (std::strlen(name) >= kMostName) return PyErr_Format(PyExc_ValueError, "%s is too long a name", name);
+        found[i].format = static_cast<char>(format);
+        found[i].itemsize = static_cast<size_t>(itemsize);
+        std::memcpy(found[i].name, name, std::strlen(name));
     }
+    known = static_cast<size_t>(count < kMostDtypes ? count : kMostDtypes);
+    std::memcpy(dtypes, found, sizeof found);
     // Kept for good, as numpy is.
-    for (const Dtype& each : found) Py_INCREF(each.dtype);
+    for (size_t i = 0; i < known; ++i) Py_INCREF(dtypes[i].dtype);
     Py_INCREF(type);
-    dtypes = found;
     array_type = reinterpret_cast<PyTypeObject*>(type);
     Py_RETURN_NONE;
 }
@@ -73,7 +75,7 @@ bool numpy_describe(PyObject* object, Array* array) {
     const bool ok = dtype != nullptr && static_cast<size_t>(view.itemsize) == dtype->itemsize && view.ndim <= kMaxDimensions;
     if (ok) {
         array->bytes = {static_cast<const unsigned char*>(view.buf), static_cast<size_t>(view.len)};
-        array->dtype = dtype->name.c_str();
+        array->dtype = dtype->name;
         array->dimensions = view.ndim;
         for (int i = 0; i < view.ndim; ++i) array->shape[i] = view.shape[i];
     }
@@ -81,25 +83,27 @@ bool numpy_describe(PyObject* object, Array* array) {
     return ok;
 }
 
-size_t numpy_itemsize(Span name) {
+KnownDtype numpy_dtype(Span name) {
     const Dtype* dtype = find(name);
-    return dtype == nullptr ? 0 : dtype->itemsize;
+    return {dtype, dtype == nullptr ? 0 : dtype->itemsize};
 }
 
-PyObject* numpy_build(Span name, const int64_t* shape, int dimensions, ArrayBytes from) {
+PyObject* numpy_build(const void* entry, const int64_t* shape, int dimensions, ArrayBytes from) {
+    PyObject* const dtype = static_cast<const Dtype*>(entry)->dtype;
+    PyObject* const type = reinterpret_cast<PyObject*>(array_type);
     Ref sizes(PyTuple_New(dimensions));
     if (!sizes) return nullptr;
     for (int i = 0; i < dimensions; ++i) {
         PyObject* size = PyLong_FromLongLong(shape[i]);
         if (size == nullptr || PyTuple_SetItem(sizes.get(), i, size) < 0) return nullptr;
     }
-    unsigned char* memory = nullptr;
-    Ref window(from.window != nullptr ? Ref::borrowed(from.window).release() : new_block(from.bytes.nbytes, &memory));
-    if (!window) return nullptr;
-    if (memory != nullptr) std::memcpy(memory, from.bytes.data, from.bytes.nbytes);
     // ndarray(shape, dtype, buffer)
-    return PyObject_CallFunctionObjArgs(reinterpret_cast<PyObject*>(array_type), sizes.get(), find(name)->dtype,
-                                        window.get(), nullptr);
+    if (from.window != nullptr) return PyObject_CallFunctionObjArgs(type, sizes.get(), dtype, from.window, nullptr);
+    Ref array(PyObject_CallFunctionObjArgs(type, sizes.get(), dtype, nullptr));
+    View view;
+    if (!array || !view.acquire(array.get(), PyBUF_WRITABLE)) return nullptr;
+    std::memcpy(view.data(), from.bytes.data, from.bytes.nbytes);
+    return array.release();
 }
 
 int numpy_add(PyObject* module) { return PyModule_AddFunctions(module, functions); }

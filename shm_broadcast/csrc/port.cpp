@@ -26,8 +26,6 @@ using ring::Ring;
 constexpr uint64_t kNextPartNs = 60 * 1000;
 // A long message is left to Python so often, which looks for signals and deadlines.
 constexpr uint64_t kLongestCallNs = 50 * 1000 * 1000;
-// So much of a long message is copied before readers are told: some microseconds of copying.
-constexpr size_t kStreamedBytes = 32 * 1024;
 // A signal that comes just before a sleep does not end it; Ctrl-C must interrupt within 0.2 s.
 constexpr uint64_t kSignalsNs = 100 * 1000 * 1000;
 
@@ -46,6 +44,7 @@ struct Port {
     codec::Assembly* assembly;  // readers only
     uint32_t index;             // readers only
     uint64_t born;              // `forks` when it was made
+    uint64_t turn;              // changes with each use of the port that touches the ring; writers only
     unsigned int tag;           // of the next message that is sent; of the latest that was received
     unsigned long long messages;
     unsigned long long nbytes;
@@ -53,6 +52,7 @@ struct Port {
     unsigned long long arrived_ns;
     codec::Rehearsal* rehearsal;   // readers only
     unsigned long long previewed;  // messages that were decoded ahead; readers only
+    unsigned long long rehearsed;  // times that the last message was decoded again; readers only
     uint64_t given_up;             // where a draft came to nothing, so that it is not looked at again; readers only
     bool is_held;  // a general call is under way, or a message is lent out
     bool is_busy;  // inside of `receive`, which may run without the GIL
@@ -136,6 +136,7 @@ PyObject* read_port_new(PyTypeObject* type, PyObject* args, PyObject*) {
 PyObject* port_close(PyObject* self, PyObject*) {
     Port* port = port_of(self);
     port->is_closed = true;
+    ++port->turn;
     if (!port->is_busy) release_memory(port);
     Py_RETURN_NONE;
 }
@@ -145,22 +146,8 @@ PyObject* port_hold(PyObject* self, PyObject* flag) {
     const int held = PyObject_IsTrue(flag);
     if (held < 0) return nullptr;
     port_of(self)->is_held = held != 0;
+    ++port_of(self)->turn;
     Py_RETURN_NONE;
-}
-
-// Copies a long message into the ring, without the GIL; readers copy behind us.
-void stream(Ring& ring, const codec::Pieces& pieces, uint32_t tag) {
-    const size_t total = pieces.total();
-    unsigned char* to = ring.reserve(total);
-    ring.begin_stream(total, tag);
-    for (size_t done = 0; done < total;) {
-        const size_t bytes = std::min(kStreamedBytes, total - done);
-        if (done == 0) draft::Draft::lay_anew(to, pieces, 0, bytes);
-        else pieces.copy(to + done, done, bytes);
-        done += bytes;
-        ring.fill(done);
-    }
-    ring.end_stream();
 }
 
 // Puts an encoded message into the ring if it fits in one record and there is room.
@@ -180,7 +167,7 @@ bool publish(Port* port, const Encoder& encoder, draft::Draft& draft) {
     } else {
         port->is_busy = true;
         Py_BEGIN_ALLOW_THREADS
-        stream(ring, pieces, port->tag);
+        draft::stream(ring, pieces, port->tag);
         Py_END_ALLOW_THREADS
         port->is_busy = false;
     }
@@ -197,7 +184,8 @@ PyObject* write_port_send(PyObject* self, PyObject* object) {
     Port* port = port_of(self);
     if (!usable(port)) Py_RETURN_FALSE;
     port->ring->announce();
-    draft::Draft draft(*port->ring);
+    ++port->turn;
+    draft::Draft draft(*port->ring, port->turn);
     Encoder encoder(port->hook, draft::is_worthwhile(*port->ring) ? &draft : nullptr);
     if (!encoder.build(object)) {
         // What is no Exception, such as Ctrl-C, goes to the caller; the rest happens again on the general way.
@@ -239,7 +227,7 @@ int wait_until(Port* port, Patience patience, Done done) {
     int status = 0;
     while (status == 0 && now < until && !ready()) {
         const bool paused = now - port->arrived_ns >= codec::kPauseNs;
-        if (paused && now + codec::kShortestPollNs <= parked_from) port->rehearsal->perform();
+        if (paused && now + codec::kShortestPollNs <= parked_from) port->rehearsed += port->rehearsal->perform();
         const uint64_t spin = now < parked_from ? std::min(parked_from - now, codec::kRehearsedNs) : 0;
         const uint64_t park = now + spin < parked_from ? 0 : std::min(until - now - spin, kSignalsNs);
         Py_BEGIN_ALLOW_THREADS
@@ -321,6 +309,7 @@ PyObject* take(Port* port, const ring::RecordHeader& record, const unsigned char
 PyObject* take_ahead(Port* port) {
     draft::Preview preview(*port->ring, port->index);
     Decoder decoder({preview.bytes(), ring::kDraftBytes}, &preview);
+    const codec::NoCollections guard;
     PyObject* result = decoder.run_ahead();
     if (result == nullptr) {
         PyErr_Clear();
@@ -342,10 +331,13 @@ PyObject* receive(Port* port, Patience patience) {
     uint64_t until = 0;
     ring::RecordHeader record{};
     const bool looks = waits && !port->assembly->active();
+    const uint64_t before = port->arrived_ns;
     int found = wait_until(port, patience, [&] { return ring.has_data(index) || (looks && draft::is_offered(ring, index, port->given_up)); });
     if (found > 0 && !ring.has_data(index)) {
         PyObject* result = take_ahead(port);
         if (result != nullptr) return result;
+        // Nothing has arrived yet, or just now.
+        port->arrived_ns = ring.has_data(index) ? ring::now_ns() : before;
         if (!ring.has_data(index)) return none_yet();
     }
     while (found > 0) {
@@ -417,6 +409,7 @@ PyMemberDef members[] = {
     {"waited_ns", T_ULONGLONG, offsetof(Port, waited_ns), 0, nullptr},
     {"arrived_ns", T_ULONGLONG, offsetof(Port, arrived_ns), READONLY, nullptr},
     {"previewed", T_ULONGLONG, offsetof(Port, previewed), READONLY, nullptr},
+    {"rehearsed", T_ULONGLONG, offsetof(Port, rehearsed), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
 

@@ -275,6 +275,7 @@ public:
         }
         put_header(at, {payload, flags, tag, messages, total});
         if (ends_message) writer().messages.store(messages, std::memory_order_relaxed);
+        if (writer().draft.load(std::memory_order_relaxed) != 0) show(0);
         // SYNC payload->reader (release): header and payload are there before readers see the new end.
         writer().published.store(published + record_bytes(payload), std::memory_order_release);
         writer().stamp_ns.store(now_ns(), std::memory_order_relaxed);
@@ -495,7 +496,10 @@ public:
 private:
     unsigned char* data() { return base_ + identity_.data_offset; }
 
-    void put_header(uint64_t at, const RecordHeader& record) { std::memcpy(data() + at, &record, sizeof record); }
+    // Word by word: it may stand where a draft that was given up is still looked at.
+    void put_header(uint64_t at, const RecordHeader& record) {
+        put_words(data() + at, reinterpret_cast<const unsigned char*>(&record), 0, sizeof record);
+    }
 
     bool read_header(uint64_t at, uint64_t published, RecordHeader* record) {
         const uint64_t position = at % capacity();

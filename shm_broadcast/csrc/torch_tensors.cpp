@@ -1,9 +1,6 @@
 // torch's tensors through DLPack (dmlc.github.io/dlpack, version 0.8), which tells dtype, shape and address in one call
 // and makes a tensor in one: 0.3 and 0.5 us. torch.frombuffer and view take 2 us, and 5 when caches are cold.
 #include <cstdlib>
-#include <string>
-#include <vector>
-
 #include "arrays.hpp"
 
 namespace codec {
@@ -35,7 +32,7 @@ constexpr char kFresh[] = "dltensor";  // the name of a capsule that nobody has 
 
 // One dtype that travels by its name.
 struct Dtype {
-    std::string name;
+    char name[kMostName];
     PyObject* dtype;
     DlDtype dl;
 };
@@ -46,7 +43,8 @@ PyObject* to_dlpack = nullptr;
 PyObject* from_dlpack = nullptr;
 PyObject* is_neg = nullptr;     // names of what is asked of a tensor
 PyObject* dtype_name = nullptr;
-std::vector<Dtype> dtypes;
+Dtype dtypes[kMostDtypes];  // no container: nothing of ours may run when the process exits
+size_t known = 0;
 
 DlManaged* managed_of(PyObject* capsule) {
     void* pointer = PyCapsule_GetPointer(capsule, kFresh);
@@ -55,15 +53,16 @@ DlManaged* managed_of(PyObject* capsule) {
 }
 
 const Dtype* find(PyObject* dtype) {
-    for (const Dtype& each : dtypes) {
-        if (each.dtype == dtype) return &each;
+    for (size_t i = 0; i < known; ++i) {
+        if (dtypes[i].dtype == dtype) return &dtypes[i];
     }
     return nullptr;
 }
 
 const Dtype* find(Span name) {
-    for (const Dtype& each : dtypes) {
-        if (each.name.size() == name.nbytes && std::memcmp(each.name.data(), name.data, name.nbytes) == 0) return &each;
+    for (size_t i = 0; i < known; ++i) {
+        const char* own = dtypes[i].name;
+        if (std::strlen(own) == name.nbytes && std::memcmp(own, name.data, name.nbytes) == 0) return &dtypes[i];
     }
     return nullptr;
 }
@@ -73,29 +72,33 @@ const Dtype* find(Span name) {
 PyObject* torch_dtypes(PyObject*, PyObject* args) {
     PyObject *type = nullptr, *exports = nullptr, *imports = nullptr, *rows = nullptr;
     if (!PyArg_ParseTuple(args, "OOOO!:torch_dtypes", &type, &exports, &imports, &PyTuple_Type, &rows)) return nullptr;
-    std::vector<Dtype> found;
-    for (Py_ssize_t i = 0; i < PyTuple_Size(rows); ++i) {
+    Dtype found[kMostDtypes] = {};
+    size_t count = 0;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(rows) && i < kMostDtypes; ++i) {
         const char* name = nullptr;
-        PyObject *dtype = nullptr, *capsule = nullptr;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(rows, i), "sOO", &name, &dtype, &capsule)) return nullptr;
+        PyObject* capsule = nullptr;
+        Dtype& each = found[count];
+        if (!PyArg_ParseTuple(PyTuple_GetItem(rows, i), "sOO", &name, &each.dtype, &capsule)) return nullptr;
         const DlManaged* managed = managed_of(capsule);
-        if (managed == nullptr) {
-            PyErr_SetString(PyExc_ValueError, "no capsule of DLPack");
-            return nullptr;
+        if (managed == nullptr || std::strlen(name) >= kMostName) {
+            return PyErr_Format(PyExc_ValueError, "%s: no capsule of DLPack, or too long a name", name);
         }
-        if (managed->tensor.dtype.lanes == 1 && managed->tensor.dtype.bits % 8 == 0) {
-            found.push_back({name, dtype, managed->tensor.dtype});
-        }
+        if (managed->tensor.dtype.lanes != 1 || managed->tensor.dtype.bits % 8 != 0) continue;
+        each.dl = managed->tensor.dtype;
+        std::memset(each.name, 0, sizeof each.name);
+        std::memcpy(each.name, name, std::strlen(name));
+        ++count;
     }
     is_neg = PyUnicode_InternFromString("is_neg");
     dtype_name = PyUnicode_InternFromString("dtype");
     if (is_neg == nullptr || dtype_name == nullptr) return nullptr;
+    known = count;
+    std::memcpy(dtypes, found, sizeof found);
     // Kept for good, as torch is.
-    for (const Dtype& each : found) Py_INCREF(each.dtype);
+    for (size_t i = 0; i < known; ++i) Py_INCREF(dtypes[i].dtype);
     Py_INCREF(type);
     Py_INCREF(exports);
     Py_INCREF(imports);
-    dtypes = found;
     to_dlpack = exports;
     from_dlpack = imports;
     tensor_type = reinterpret_cast<PyTypeObject*>(type);
@@ -109,6 +112,9 @@ PyMethodDef functions[] = {
 
 bool is_dense(const DlTensor& tensor) {
     if (tensor.strides == nullptr) return true;
+    for (int i = 0; i < tensor.ndim; ++i) {
+        if (tensor.shape[i] == 0) return true;
+    }
     int64_t step = 1;
     for (int i = tensor.ndim - 1; i >= 0; --i) {
         if (tensor.shape[i] != 1 && tensor.strides[i] != step) return false;
@@ -126,7 +132,7 @@ bool facts_of(const DlTensor& tensor, const Dtype* dtype, Array* array) {
     }
     if (tensor.data == nullptr && nbytes > 0) return false;  // its storage was taken away
     array->bytes = {static_cast<const unsigned char*>(tensor.data) + tensor.byte_offset, nbytes};
-    array->dtype = dtype->name.c_str();
+    array->dtype = dtype->name;
     array->dimensions = tensor.ndim;
     return true;
 }
@@ -180,32 +186,29 @@ bool torch_describe(PyObject* object, Array* array) {
     if (Py_TYPE(object) != tensor_type) return false;
     // Not the dtype of DLPack, which takes int1 for int8.
     Ref type(PyObject_GetAttr(object, dtype_name));
-    const Dtype* dtype = find(type.get());
-    if (dtype == nullptr) {
-        PyErr_Clear();
-        return false;
-    }
-    Ref negated(PyObject_CallMethodObjArgs(object, is_neg, nullptr));
+    const Dtype* dtype = type ? find(type.get()) : nullptr;
+    Ref negated(dtype == nullptr ? nullptr : PyObject_CallMethodObjArgs(object, is_neg, nullptr));
     Ref capsule(negated && negated.get() == Py_False ? PyObject_CallFunctionObjArgs(to_dlpack, object, nullptr) : nullptr);
     if (!capsule) {
-        PyErr_Clear();  // sparse, on no device, a view that stands for its negative, ...
+        // Sparse, on no device, a view that stands for its negative, ... is left to Python.
+        if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();
         return false;
     }
     const DlManaged* managed = managed_of(capsule.get());
     return managed != nullptr && facts_of(managed->tensor, dtype, array);
 }
 
-size_t torch_itemsize(Span name) {
+KnownDtype torch_dtype(Span name) {
     const Dtype* dtype = find(name);
-    return dtype == nullptr ? 0 : dtype->dl.bits / 8;
+    return {dtype, dtype == nullptr ? size_t{0} : dtype->dl.bits / size_t{8}};
 }
 
-PyObject* torch_build(Span name, const int64_t* shape, int dimensions, ArrayBytes from) {
+PyObject* torch_build(const void* entry, const int64_t* shape, int dimensions, ArrayBytes from) {
     DlManaged* managed = make_managed(from, dimensions);
     if (managed == nullptr) return nullptr;
     DlTensor& tensor = managed->tensor;
     tensor.device_type = kHost;
-    tensor.dtype = find(name)->dl;
+    tensor.dtype = static_cast<const Dtype*>(entry)->dl;
     std::memcpy(tensor.shape, shape, static_cast<size_t>(dimensions) * sizeof(int64_t));
     Ref capsule(PyCapsule_New(managed, kFresh, drop_capsule));
     if (!capsule) {

@@ -149,7 +149,7 @@ def check(
 
 
 @pytest.mark.guarantee("B10", "C13")
-@pytest.mark.sanitized
+@pytest.mark.thorough
 @requires("sanitizers")
 def test_the_codec_and_the_ring_are_clean_under_sanitizers(tmp_path: Path) -> None:
     """No test of the codec or the ring makes a sanitizer report anything, and an overflow would be reported."""
@@ -158,7 +158,7 @@ def test_the_codec_and_the_ring_are_clean_under_sanitizers(tmp_path: Path) -> No
 
 
 @pytest.mark.guarantee("D2", "D14")
-@pytest.mark.sanitized
+@pytest.mark.thorough
 @requires("sanitizers")
 def test_the_fabric_and_the_reductions_are_clean_under_sanitizers(tmp_path: Path) -> None:
     """No test of the fabric or of a kernel makes a sanitizer report anything, and an overflow would be reported."""

@@ -111,6 +111,7 @@ def test_every_patch_applies(tmp_path: Path) -> None:
         mutated_source(patch, tmp_path)
 
 
+@pytest.mark.thorough
 def test_every_mutation_is_noticed(build: Callable[..., Path], tmp_path: Path) -> None:
     """The same program fails for each: with a wrong result, a rank that waits for ever, or a data race."""
 

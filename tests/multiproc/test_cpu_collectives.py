@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import threading
 from pathlib import Path
 
@@ -68,6 +70,27 @@ def sums_of_many_sizes(rank: int, world_size: int, directory: Path) -> None:
 def test_sums_of_any_size_have_the_reference_bits_on_more_ranks_than_cores(ranks4: RankPool) -> None:
     """Through one slot or many, in one shot or two, in place or not."""
     ranks4.run(sums_of_many_sizes)
+
+
+def share_one_core(rank: int, world_size: int, directory: Path) -> int:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        with world(rank, world_size, directory) as group:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+            for turn in range(300):
+                assert torch.equal(
+                    group.all_reduce(torch.full((64,), rank + turn)), torch.full((64,), 1 + 2 * turn)
+                )
+            return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+@pytest.mark.guarantee("D14")
+def test_ranks_that_share_one_core_sleep_for_each_other_now_and_then(ranks2: RankPool) -> None:
+    """Who waits for a rank on its own core sleeps, so that waking up it may get another one; the sums are right."""
+    assert sum(ranks2.run(share_one_core)) > 0
 
 
 def two_threads(rank: int, world_size: int, directory: Path) -> str:

@@ -448,6 +448,11 @@ class Outlet:
         """
         sending = Sending(self, message, tag)
         with self._lock:
+            while self.port.is_busy:
+                # Another thread copies a message into the ring, which takes less than 1 ms.
+                time.sleep(0.0001)
+            # Nothing overtakes what waits, nor what the port has begun to encode, which then comes behind it.
+            self.port.hold(True)
             self._waiting.append(sending)
             if self._has_thread:
                 return sending, False
@@ -470,6 +475,7 @@ class Outlet:
         """Forget a message that is owned by the channel, or cannot be sent."""
         with self._lock:
             self._waiting.remove(sending)
+            self.port.hold(bool(self._waiting))
 
     def close(self) -> None:
         """Tell the receiver that nothing follows; what was written can still be read."""

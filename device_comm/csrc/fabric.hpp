@@ -69,7 +69,7 @@ static_assert(sizeof(RankBlock) == 3 * kLine);
 inline size_t data_offset(uint32_t ranks) { return rounded(2 * kLine + ranks * sizeof(RankBlock), kPage); }
 inline size_t segment_bytes(uint32_t ranks, size_t slot_bytes) { return data_offset(ranks) + 2 * ranks * slot_bytes; }
 
-enum class Wait { kDone, kTime, kSignal, kClosed, kLeft };
+enum class Wait { kDone, kTime, kSignal, kClosed, kLeft, kMore };  // kMore: only inside of `wait`
 
 // The segment as one rank sees it. A step of a call: fill the own slot, post, wait until all have posted, read the
 // others' slots. Slots and posts are double: a rank fills those of step s when all have posted step s-1, and who has
@@ -180,11 +180,12 @@ public:
             is_crowded_ = shares_core(missing);
             if (is_crowded_ && start - moved_ns_ >= kMoveNs) {
                 moved_ns_ = start;
-                break;
+                const Wait status = sleep(missing, until_ns, true);
+                if (status != Wait::kMore) return status;
             }
             sched_yield();  // with more ranks than cores the missing one waits for this core
         }
-        return sleep(missing, until_ns);
+        return sleep(missing, until_ns, false);
     }
 
 private:
@@ -196,7 +197,8 @@ private:
 
     // Whether `rank` ran on this core when it took the step before.
     bool shares_core(uint32_t rank) {
-        return step_ > 1 && block(rank).posts[(step_ - 1) & 1].core.load(std::memory_order_relaxed) == sched_getcpu();
+        const int32_t core = block(rank).posts[(step_ - 1) & 1].core.load(std::memory_order_relaxed);
+        return step_ > 1 && core >= 0 && core == sched_getcpu();
     }
 
     State& state() { return *reinterpret_cast<State*>(base_ + kLine); }
@@ -209,8 +211,10 @@ private:
         futex_wake_all(block(rank).bell.word);
     }
 
-    Wait sleep(uint32_t missing, uint64_t until_ns) {
+    // Sleeps until all have posted the step; if it `moves`, until the rank that was missing has: then kMore.
+    Wait sleep(uint32_t missing, uint64_t until_ns, bool moves) {
         Bell& bell = block(rank_).bell;
+        const uint32_t first = missing;
         while (true) {
             const uint32_t seen = bell.word.load(std::memory_order_relaxed);
             bell.parked.store(1, std::memory_order_relaxed);
@@ -218,15 +222,17 @@ private:
             std::atomic_thread_fence(std::memory_order_seq_cst);
             missing = first_missing(missing);
             const uint64_t now = now_ns();
-            const bool stops = missing == ranks() || is_left_alone() || now >= until_ns;
+            const bool stops = missing == ranks() || is_closed() || is_left_alone() || now >= until_ns;
             const bool signalled = !stops && !futex_wait(bell.word, seen, until_ns - now);
             bell.parked.store(0, std::memory_order_relaxed);
+            block(rank_).posts[step_ & 1].core.store(sched_getcpu(), std::memory_order_relaxed);
             missing = first_missing(missing);
             if (missing == ranks()) return Wait::kDone;
             if (is_closed()) return Wait::kClosed;
             if (is_left_alone()) return Wait::kLeft;
             if (signalled) return Wait::kSignal;
             if (now_ns() >= until_ns) return Wait::kTime;
+            if (moves && missing != first) return Wait::kMore;
         }
     }
 

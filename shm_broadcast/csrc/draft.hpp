@@ -22,19 +22,31 @@ inline bool is_worthwhile(ring::Ring& ring) {
     return ring::now_ns() - ring.writer().stamp_ns.load(std::memory_order_relaxed) >= codec::kPauseNs;
 }
 
+// Whether a port has been used by anybody else meanwhile, or this is a forked child that must not touch it.
+class Turn {
+public:
+    Turn(const uint64_t& turn, const uint64_t& forks) : turn_(turn), forks_(forks), mine_(turn), born_(forks) {}
+    bool is_mine() const { return turn_ == mine_ && forks_ == born_; }
+
+private:
+    const uint64_t& turn_;
+    const uint64_t& forks_;
+    const uint64_t mine_;
+    const uint64_t born_;
+};
+
 // The writer's side: shows the lines that are complete. While an object is encoded the collector or a mode of torch may run
 // code of the application, and other threads: whatever else is done with the port then takes the next turn, and the draft
 // touches the ring no more, which may even be gone.
 class Draft : public codec::Audience {
 public:
-    // `turn` of the port, which is this one's now.
-    Draft(ring::Ring& ring, const uint64_t& turn) : ring_(ring), port_turn_(turn), turn_(turn) {}
+    Draft(ring::Ring& ring, Turn turn) : ring_(ring), turn_(turn) {}
     ~Draft() { stop(); }
     Draft(const Draft&) = delete;
     Draft& operator=(const Draft&) = delete;
 
     bool show(const unsigned char* data, size_t nbytes) override {
-        if (port_turn_ != turn_) return false;
+        if (!turn_.is_mine()) return false;
         if (place_ == nullptr) place_ = ring_.draft_place();
         const size_t lines = nbytes / ring::kLine * ring::kLine;
         if (place_ == nullptr || lines > ring::kDraftBytes) {
@@ -48,7 +60,7 @@ public:
     }
 
     void stop() override {
-        if (shown_ > 0 && port_turn_ == turn_) ring_.show(0);
+        if (shown_ > 0 && turn_.is_mine()) ring_.show(0);
         shown_ = 0;
     }
 
@@ -56,7 +68,7 @@ public:
     // them in their caches.
     void lay(const codec::Pieces& pieces, const codec::Output& header) {
         const size_t total = pieces.total();
-        if (shown_ > 0 && port_turn_ == turn_ && total <= ring::kDraftBytes) {
+        if (shown_ > 0 && turn_.is_mine() && total <= ring::kDraftBytes) {
             ring::put_words(place_, header.data(), 0, sizeof(codec::Prefix));
             ring::put_words(place_, header.data(), shown_, total);
         } else {
@@ -76,8 +88,7 @@ public:
 
 private:
     ring::Ring& ring_;
-    const uint64_t& port_turn_;
-    const uint64_t turn_;
+    const Turn turn_;
     unsigned char* place_ = nullptr;
     size_t shown_ = 0;
 };

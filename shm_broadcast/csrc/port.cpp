@@ -151,7 +151,7 @@ PyObject* port_hold(PyObject* self, PyObject* flag) {
 }
 
 // Puts an encoded message into the ring if it fits in one record and there is room.
-bool publish(Port* port, const Encoder& encoder, draft::Draft& draft) {
+bool publish(Port* port, const Encoder& encoder, draft::Draft& draft, uint32_t tag) {
     Ring& ring = *port->ring;
     codec::Pieces pieces;
     if (encoder.nbytes() > ring.longest_payload() || !ring.is_aligned() || ring.hopeless()) return false;
@@ -163,11 +163,13 @@ bool publish(Port* port, const Encoder& encoder, draft::Draft& draft) {
     if (!ring.has_room(total)) return false;
     if (total <= kUnlockedCopy) {
         draft.lay(pieces, encoder.header());
-        ring.publish(total, ring::kWhole, total, true, port->tag);
+        ++port->turn;  // an older send may end while a newer one encodes
+        ring.publish(total, ring::kWhole, total, true, tag);
     } else {
+        ++port->turn;
         port->is_busy = true;
         Py_BEGIN_ALLOW_THREADS
-        draft::stream(ring, pieces, port->tag);
+        draft::stream(ring, pieces, tag);
         Py_END_ALLOW_THREADS
         port->is_busy = false;
     }
@@ -185,7 +187,8 @@ PyObject* write_port_send(PyObject* self, PyObject* object) {
     if (!usable(port)) Py_RETURN_FALSE;
     port->ring->announce();
     ++port->turn;
-    draft::Draft draft(*port->ring, port->turn);
+    const uint32_t tag = port->tag;  // of this message, whatever is sent while it is encoded
+    draft::Draft draft(*port->ring, {port->turn, forks});
     Encoder encoder(port->hook, draft::is_worthwhile(*port->ring) ? &draft : nullptr);
     if (!encoder.build(object)) {
         // What is no Exception, such as Ctrl-C, goes to the caller; the rest happens again on the general way.
@@ -194,7 +197,7 @@ PyObject* write_port_send(PyObject* self, PyObject* object) {
         Py_RETURN_FALSE;
     }
     // Describing an object may have run application code.
-    return PyBool_FromLong(usable(port) && publish(port, encoder, draft));
+    return PyBool_FromLong(usable(port) && publish(port, encoder, draft, tag));
 }
 
 PyObject* corrupt(const char* what) {

@@ -2,6 +2,8 @@
 
 import gc
 import mmap
+import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +71,63 @@ def test_a_message_that_is_sent_while_another_is_encoded_comes_first(way: str) -
     assert first == other
     assert second[:2] == second[3:] == LINES
     assert memory[DRAFT : DRAFT + 8] == bytes(8)
+
+
+@pytest.mark.guarantee("B23")
+def test_a_send_may_end_while_a_younger_one_encodes() -> None:
+    """It is published where the lines of the younger one stand, which is then written anew behind it; tags are kept."""
+    began, shown = threading.Event(), threading.Event()
+
+    def describe(_obj: object) -> Any:
+        began.set()
+        assert shown.wait(10.0)
+        return 0, None, "older"
+
+    memory, _, reader = ends()
+    writer = _core.WritePort(memory, describe)
+    writer.tag = 5
+    older = threading.Thread(target=writer.send, args=([*LINES, object()],))
+    older.start()
+    assert began.wait(10.0)
+
+    def act() -> None:
+        assert memory[DRAFT : DRAFT + 8] != bytes(8)
+        writer.tag = 9
+        shown.set()
+        older.join(10.0)
+
+    message = [["c" * 50] * 20, torch.zeros(2), *LINES]
+    writer.tag = 7
+    with Acting(act):
+        assert writer.send(message)
+    assert reader.receive(0, 0, 0) == [*LINES, "older"]
+    assert reader.tag == 5
+    second = reader.receive(0, 0, 0)
+    assert (second[0], second[2:], reader.tag) == (message[0], LINES, 7)
+
+
+@pytest.mark.guarantee("B23")
+def test_a_forked_child_shows_nothing_of_what_its_parent_encodes() -> None:
+    """A child that is forked while an object is encoded leaves the ring as it was."""
+    memory, writer, reader = ends()
+    private = memory[:]
+    children: list[int] = []
+
+    def act() -> None:
+        nonlocal private
+        private = memory[:]
+        children.append(os.fork())
+        if children[0] > 0:
+            assert os.waitpid(children[0], 0)[1] == 0
+            assert memory[:] == private
+
+    message = [*LINES, torch.zeros(2), ["d" * 60] * 20]
+    with Acting(act):
+        sent = writer.send(message)
+    if children == [0]:
+        os._exit(1 if sent else 0)
+    assert sent
+    assert received(reader)[0][3] == message[3]
 
 
 @pytest.mark.guarantee("B23")

@@ -1,7 +1,9 @@
 """Types of the native core. Addresses and lengths are the caller's to get right: they come from tensors it holds."""
 
+from collections.abc import Callable
 from typing import final
 
+import torch
 from typing_extensions import Buffer
 
 TYPE_NAMES: dict[int, str]
@@ -25,6 +27,18 @@ def lay_out(mapping: Buffer, ranks: int, slot_bytes: int, generation: int, /) ->
 def segment_bytes(ranks: int, slot_bytes: int, /) -> int:
     """Return how large a mapping must be."""
 
+def ordinary_tensors(
+    tensor: type[torch.Tensor],
+    exports: Callable[[torch.Tensor], object],
+    imports: Callable[[object], torch.Tensor],
+    types: dict[torch.dtype, int],
+    /,
+) -> None:
+    """Say of what dtypes tensors are ordinary, and what makes a capsule of DLPack and what takes one.
+
+    The first call counts.
+    """
+
 def level() -> str:
     """Return the vector instructions that the reductions use on this machine."""
 
@@ -43,6 +57,18 @@ class Fabric:
         """How many calls were begun."""
 
     def barrier(self) -> int: ...
+    def all_reduce(
+        self, tensor: object, most_bytes: int, /
+    ) -> torch.Tensor | tuple[torch.Tensor, int] | None:
+        """Sum an ordinary tensor of at most `most_bytes`, one-shot.
+
+        Returns the sum; or the tensor in which it will be, with a status that is not DONE; or None if the tensor is
+        not ordinary or too long: then nothing was begun.
+        """
+
+    def all_reduce_in_place(self, tensor: object, most_bytes: int, /) -> int | None:
+        """As `all_reduce`, with the sum in place of the tensor's elements; return the status."""
+
     def reduce(
         self, kind: int, source: int, result: int, elements: int, dtype: int, op: int, root: int, /
     ) -> int: ...

@@ -72,11 +72,15 @@ public:
     // Goes on until the call is done (kDone) or cannot be for now. kDone with `disagrees()` when views differ:
     // then nothing was touched.
     Wait run(uint64_t spin_ns, uint64_t until_ns);
+    // Posts the first step and polls for a moment: whether all ranks have come to a call that has no more to do than they
+    // can wait for.
+    bool is_soon_done();
     bool disagrees() const { return disagrees_; }
 
 private:
     size_t step_bytes() const;
     uint64_t count_steps() const;
+    void post();
     void publish();
     void consume();
     bool all_agree();

@@ -5,16 +5,10 @@
 
 #include <new>
 
-#include "call.hpp"
-#include "module.hpp"
+#include "object.hpp"
 
+namespace fabric {
 namespace {
-
-using fabric::Call;
-using fabric::Fabric;
-using fabric::Kind;
-using fabric::Plan;
-using fabric::Wait;
 
 // A call polls and yields so long before it sleeps: what a sleep and a wake-up cost, many times over, as the others
 // usually come at once, and yielding leaves the core to whoever needs it.
@@ -25,20 +19,6 @@ constexpr uint64_t kFirstSliceNs = 50 * 1000 * 1000;
 uint64_t forks = 0;  // between the process that loaded this module and this one
 
 void count_fork() { ++forks; }
-
-struct Object {
-    PyObject_HEAD
-    uint64_t born;  // `forks` when it was made
-    Py_buffer view;
-    bool has_view;
-    Fabric* fabric;
-    Call* call;
-    bool is_busy;
-    bool is_closed;
-    uint64_t number;  // of calls so far
-};
-
-Object* object_of(PyObject* self) { return reinterpret_cast<Object*>(self); }
 
 void release(Object* object) {
     delete object->call;
@@ -90,13 +70,16 @@ PyObject* fabric_close(PyObject* self, PyObject* breaks) {
     Py_RETURN_NONE;
 }
 
-// Goes on with the call that is under way for at most `slice_ns`.
-PyObject* advance(Object* object, uint64_t spin_ns, uint64_t slice_ns) {
+// Goes on with the call that is under way for at most `slice_ns`; returns its status.
+long advance(Object* object, uint64_t spin_ns, uint64_t slice_ns) {
     object->is_busy = true;
-    Wait wait;
-    Py_BEGIN_ALLOW_THREADS
-    wait = object->call->run(spin_ns, fabric::now_ns() + slice_ns);
-    Py_END_ALLOW_THREADS
+    // Where the others come at once, letting the GIL go and taking it again costs as much as meeting them.
+    Wait wait = object->call->is_soon_done() ? object->call->run(0, 0) : Wait::kTime;
+    if (wait == Wait::kTime) {
+        Py_BEGIN_ALLOW_THREADS
+        wait = object->call->run(spin_ns, now_ns() + slice_ns);
+        Py_END_ALLOW_THREADS
+    }
     object->is_busy = false;
     const bool disagrees = object->call->disagrees();
     if (wait == Wait::kDone) {
@@ -105,27 +88,32 @@ PyObject* advance(Object* object, uint64_t spin_ns, uint64_t slice_ns) {
     }
     if (object->is_closed) {
         release(object);
-        return PyLong_FromLong(kClosed);
+        return kClosed;
     }
-    if (wait == Wait::kDone) return PyLong_FromLong(disagrees ? kDisagree : kDone);
-    if (wait == Wait::kLeft) return PyLong_FromLong(kLeft);
-    return PyLong_FromLong(wait == Wait::kClosed ? kClosed : kPending);
+    if (wait == Wait::kDone) return disagrees ? kDisagree : kDone;
+    if (wait == Wait::kLeft) return kLeft;
+    return wait == Wait::kClosed ? kClosed : kPending;
 }
 
-PyObject* start(Object* object, Plan&& plan, uint64_t code) {
-    object->number += 1;
-    plan.view.number = object->number;
+// What a method returns: a status, or nullptr behind an exception.
+PyObject* answer(long status) { return status < 0 ? nullptr : PyLong_FromLong(status); }
+
+}  // namespace
+
+long start(Object* object, Plan&& plan, uint64_t code) {
+    plan.view.number = object->number + 1;
     plan.view.code = code;
     try {
         object->call = new Call(*object->fabric, std::move(plan));
     } catch (const std::bad_alloc&) {
-        return PyErr_NoMemory();
+        PyErr_NoMemory();
+        return -1;
     }
+    object->number += 1;
     return advance(object, kSpinNs, kFirstSliceNs);
 }
 
-// Whether a new call may begin; if not, the status to return.
-bool idle(const Object* object, long* status) {
+bool is_idle(const Object* object, long* status) {
     const bool usable = !object->is_closed && object->born == forks;
     *status = usable ? kBusy : kClosed;
     return usable && !object->is_busy && object->call == nullptr;
@@ -159,9 +147,7 @@ bool find_kernel(uint64_t type, uint64_t op, bool streaming, Plan* plan) {
     return true;
 }
 
-uint64_t code_of(Kind kind, uint64_t type, uint64_t op, uint64_t root) {
-    return static_cast<uint64_t>(kind) | type << 8 | op << 16 | root << 24;
-}
+namespace {
 
 // Results from here on are written past the caches, which would otherwise read them first.
 constexpr size_t kStreamingBytes = size_t{2} << 20;
@@ -183,7 +169,7 @@ PyObject* fabric_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count)
     uint64_t v[7];
     long status = 0;
     if (!expect("reduce", count, 7) || !read_unsigned(args, 7, v)) return nullptr;
-    if (!idle(object, &status)) return PyLong_FromLong(status);
+    if (!is_idle(object, &status)) return PyLong_FromLong(status);
     Plan plan;
     plan.kind = static_cast<Kind>(v[0]);
     plan.in = reinterpret_cast<const unsigned char*>(v[1]);
@@ -195,15 +181,15 @@ PyObject* fabric_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count)
     plan.bytes = v[3] * plan.element;
     if (v[1] != v[2]) prefer_huge_pages(plan.out, plan.bytes);
     plan.view.count = v[3];
-    return start(object, std::move(plan), code_of(plan.kind, v[4], v[5], v[6]));
+    return answer(start(object, std::move(plan), code_of(plan.kind, v[4], v[5], v[6])));
 }
 
 // barrier() -> status
 PyObject* fabric_barrier(PyObject* self, PyObject*) {
     Object* object = object_of(self);
     long status = 0;
-    if (!idle(object, &status)) return PyLong_FromLong(status);
-    return start(object, Plan{}, code_of(Kind::kBarrier, 0, 0, 0));
+    if (!is_idle(object, &status)) return PyLong_FromLong(status);
+    return answer(start(object, Plan{}, code_of(Kind::kBarrier, 0, 0, 0)));
 }
 
 // broadcast(address, bytes, type, root) -> status
@@ -212,18 +198,18 @@ PyObject* fabric_broadcast(PyObject* self, PyObject* const* args, Py_ssize_t cou
     uint64_t v[4];
     long status = 0;
     if (!expect("broadcast", count, 4) || !read_unsigned(args, 4, v)) return nullptr;
-    if (!idle(object, &status)) return PyLong_FromLong(status);
+    if (!is_idle(object, &status)) return PyLong_FromLong(status);
     Plan plan;
     plan.kind = Kind::kBroadcast;
     plan.in = reinterpret_cast<const unsigned char*>(v[0]);
     plan.out = reinterpret_cast<unsigned char*>(v[0]);
     plan.bytes = plan.view.count = v[1];
     plan.root = static_cast<uint32_t>(v[3]);
-    return start(object, std::move(plan), code_of(Kind::kBroadcast, v[2], 0, v[3]));
+    return answer(start(object, std::move(plan), code_of(Kind::kBroadcast, v[2], 0, v[3])));
 }
 
 // Reads one width in bytes for each rank from a tuple.
-bool read_widths(PyObject* tuple, uint32_t ranks, uint64_t rows, fabric::Columns* columns) {
+bool read_widths(PyObject* tuple, uint32_t ranks, uint64_t rows, Columns* columns) {
     if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != static_cast<Py_ssize_t>(ranks)) {
         PyErr_SetString(PyExc_ValueError, "a tuple with one width for each rank is needed");
         return false;
@@ -238,7 +224,7 @@ bool read_widths(PyObject* tuple, uint32_t ranks, uint64_t rows, fabric::Columns
 }
 
 // A hash of what must be equal on all ranks: FNV-1a over the widths and the rows.
-uint64_t hash_of(const fabric::Columns& columns) {
+uint64_t hash_of(const Columns& columns) {
     uint64_t hash = 0xcbf29ce484222325 ^ columns.rows;
     for (const size_t width : columns.widths) hash = (hash ^ width) * 0x100000001b3;
     return hash;
@@ -250,7 +236,7 @@ PyObject* fabric_move(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     uint64_t head[4], tail[3];
     long status = 0;
     if (!expect("move", count, 8) || !read_unsigned(args, 4, head) || !read_unsigned(args + 5, 3, tail)) return nullptr;
-    if (!idle(object, &status)) return PyLong_FromLong(status);
+    if (!is_idle(object, &status)) return PyLong_FromLong(status);
     Plan plan;
     plan.kind = static_cast<Kind>(head[0]);
     plan.in = reinterpret_cast<const unsigned char*>(head[1]);
@@ -261,7 +247,7 @@ PyObject* fabric_move(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     plan.view.count = plan.columns.row_bytes * plan.columns.rows;
     plan.view.detail = hash_of(plan.columns);
     if (plan.kind == Kind::kAllGather) prefer_huge_pages(plan.out, plan.view.count);
-    return start(object, std::move(plan), code_of(plan.kind, tail[0], tail[1], tail[2]));
+    return answer(start(object, std::move(plan), code_of(plan.kind, tail[0], tail[1], tail[2])));
 }
 
 // exchange(in, out, rows, sent widths, received widths, type) -> status: all-to-all
@@ -270,13 +256,13 @@ PyObject* fabric_exchange(PyObject* self, PyObject* const* args, Py_ssize_t coun
     uint64_t v[3], type = 0;
     long status = 0;
     if (!expect("exchange", count, 6) || !read_unsigned(args, 3, v) || !read_unsigned(args + 5, 1, &type)) return nullptr;
-    if (!idle(object, &status)) return PyLong_FromLong(status);
+    if (!is_idle(object, &status)) return PyLong_FromLong(status);
     Plan plan;
     plan.kind = Kind::kAllToAll;
     plan.in = reinterpret_cast<const unsigned char*>(v[0]);
     plan.out = reinterpret_cast<unsigned char*>(v[1]);
     const uint32_t ranks = object->fabric->ranks();
-    if (fabric::table_offset(*object->fabric) < ranks * fabric::kLine) {
+    if (table_offset(*object->fabric) < ranks * kLine) {
         PyErr_SetString(PyExc_ValueError, "the slots are too small for an exchange between so many ranks");
         return nullptr;
     }
@@ -284,38 +270,7 @@ PyObject* fabric_exchange(PyObject* self, PyObject* const* args, Py_ssize_t coun
     if (!read_widths(args[4], ranks, v[2], &plan.out_columns)) return nullptr;
     plan.view.count = v[2];
     prefer_huge_pages(plan.out, plan.out_columns.row_bytes * v[2]);
-    return start(object, std::move(plan), code_of(Kind::kAllToAll, type, 0, 0));
-}
-
-PyObject* tuple_of(const uint64_t* values, uint32_t count) {
-    PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(count));
-    for (uint32_t i = 0; tuple != nullptr && i < count; ++i) {
-        PyObject* value = PyLong_FromUnsignedLongLong(values[i]);
-        if (value == nullptr || PyTuple_SetItem(tuple, static_cast<Py_ssize_t>(i), value) < 0) Py_CLEAR(tuple);
-    }
-    return tuple;
-}
-
-// widths() -> for each rank (sent, received) if its present call is an exchange in its first step, else None
-PyObject* fabric_widths(PyObject* self, PyObject*) {
-    Object* object = object_of(self);
-    PyObject* list = PyList_New(0);
-    if (list == nullptr || object->is_closed) return list;
-    Fabric& shared = *object->fabric;
-    for (uint32_t r = 0; r < shared.ranks(); ++r) {
-        const bool is_exchange = (shared.posted(r).view.code & 0xFF) == static_cast<uint64_t>(Kind::kAllToAll);
-        const auto* table = reinterpret_cast<const uint64_t*>(shared.slot(r) + fabric::table_offset(shared));
-        PyObject* entry = is_exchange ? Py_BuildValue("(NN)", tuple_of(table, shared.ranks()),
-                                                      tuple_of(table + shared.ranks(), shared.ranks()))
-                                      : Py_NewRef(Py_None);
-        const bool ok = entry != nullptr && PyList_Append(list, entry) == 0;
-        Py_XDECREF(entry);
-        if (!ok) {
-            Py_DECREF(list);
-            return nullptr;
-        }
-    }
-    return list;
+    return answer(start(object, std::move(plan), code_of(Kind::kAllToAll, type, 0, 0)));
 }
 
 // resume(slice_ns) -> status of the call that is under way
@@ -325,46 +280,7 @@ PyObject* fabric_resume(PyObject* self, PyObject* slice) {
     if (PyErr_Occurred()) return nullptr;
     if (object->is_closed) return PyLong_FromLong(kClosed);
     if (object->call == nullptr || object->is_busy) return PyLong_FromLong(kBusy);
-    return advance(object, 0, slice_ns);
-}
-
-// missing() -> ranks that have not come to the present step
-PyObject* fabric_missing(PyObject* self, PyObject*) {
-    Object* object = object_of(self);
-    PyObject* list = PyList_New(0);
-    if (list == nullptr || object->is_closed) return list;
-    for (uint32_t r = 0; r < object->fabric->ranks(); ++r) {
-        if (object->fabric->has_posted(r)) continue;
-        PyObject* rank = PyLong_FromUnsignedLong(r);
-        if (rank == nullptr || PyList_Append(list, rank) < 0) {
-            Py_XDECREF(rank);
-            Py_DECREF(list);
-            return nullptr;
-        }
-        Py_DECREF(rank);
-    }
-    return list;
-}
-
-// views() -> for each rank (number, code, count, detail) of its present call
-PyObject* fabric_views(PyObject* self, PyObject*) {
-    Object* object = object_of(self);
-    PyObject* list = PyList_New(0);
-    if (list == nullptr || object->is_closed) return list;
-    for (uint32_t r = 0; r < object->fabric->ranks(); ++r) {
-        const fabric::View view = object->fabric->posted(r).view;
-        PyObject* entry = Py_BuildValue("(KKKK)", static_cast<unsigned long long>(view.number),
-                                        static_cast<unsigned long long>(view.code),
-                                        static_cast<unsigned long long>(view.count),
-                                        static_cast<unsigned long long>(view.detail));
-        if (entry == nullptr || PyList_Append(list, entry) < 0) {
-            Py_XDECREF(entry);
-            Py_DECREF(list);
-            return nullptr;
-        }
-        Py_DECREF(entry);
-    }
-    return list;
+    return answer(advance(object, 0, slice_ns));
 }
 
 PyObject* fabric_number(PyObject* self, void*) { return PyLong_FromUnsignedLongLong(object_of(self)->number); }
@@ -399,11 +315,12 @@ PyObject* level(PyObject*, PyObject*) { return PyUnicode_FromString(reduce::leve
     {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)), flags, nullptr}
 
 PyMethodDef methods[] = {
+    METHOD("all_reduce", all_reduce, METH_FASTCALL), METHOD("all_reduce_in_place", all_reduce_in_place, METH_FASTCALL),
     METHOD("reduce", fabric_reduce, METH_FASTCALL),   METHOD("barrier", fabric_barrier, METH_NOARGS),
     METHOD("broadcast", fabric_broadcast, METH_FASTCALL), METHOD("move", fabric_move, METH_FASTCALL),
     METHOD("exchange", fabric_exchange, METH_FASTCALL), METHOD("resume", fabric_resume, METH_O),
-    METHOD("missing", fabric_missing, METH_NOARGS),   METHOD("views", fabric_views, METH_NOARGS),
-    METHOD("widths", fabric_widths, METH_NOARGS),     METHOD("close", fabric_close, METH_O),
+    METHOD("missing", missing, METH_NOARGS),   METHOD("views", views, METH_NOARGS),
+    METHOD("widths", widths, METH_NOARGS),     METHOD("close", fabric_close, METH_O),
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -432,13 +349,14 @@ PyMethodDef functions[] = {
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_core", "The native core.", -1, functions, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
+}  // namespace fabric
 
 PyMODINIT_FUNC PyInit__core() {
-    PyObject* self = PyModule_Create(&module);
+    PyObject* self = PyModule_Create(&fabric::module);
     if (self == nullptr) return nullptr;
-    PyObject* type = PyType_FromSpec(&spec);
+    PyObject* type = PyType_FromSpec(&fabric::spec);
     if (type == nullptr || PyModule_AddObjectRef(self, "Fabric", type) < 0 || constants_add(self) < 0 || channels_add(self) < 0 ||
-        pthread_atfork(nullptr, nullptr, count_fork) != 0) {
+        tensors_add(self) < 0 || pthread_atfork(nullptr, nullptr, fabric::count_fork) != 0) {
         Py_XDECREF(type);
         Py_DECREF(self);
         return nullptr;

@@ -163,13 +163,23 @@ public:
         return false;
     }
 
+    // Polls for some microseconds; returns whether all have posted the step.
+    bool poll() {
+        uint32_t missing = first_missing(0);
+        for (int i = 0; missing != ranks() && i < polls(); ++i) {
+            pause();
+            missing = first_missing(missing);
+        }
+        return missing == ranks();
+    }
+
     // Waits until all have posted the step: polls and yields for `spin_ns`, then sleeps, until `until_ns` at most.
     Wait wait(uint64_t spin_ns, uint64_t until_ns) {
         uint32_t missing = first_missing(0);
         if (missing == ranks()) return Wait::kDone;
         const uint64_t start = now_ns(), spin_until = std::min(start + spin_ns, until_ns);
         while (true) {
-            for (int i = 0; i < (is_crowded_ ? 1 : kPolls); ++i) {
+            for (int i = 0; i < polls(); ++i) {
                 missing = first_missing(missing);
                 if (missing == ranks()) return Wait::kDone;
                 pause();
@@ -189,7 +199,7 @@ public:
     }
 
 private:
-    static constexpr int kPolls = 128;
+    int polls() const { return is_crowded_ ? 1 : 128; }
     // Who waits for a rank that ran on the same core sleeps at once, so often: waking up it gets an idle core if there is
     // one. Where both poll and yield instead, an all-reduce of 1 KB takes 23 us in place of 3, until the kernel moves one of
     // them by itself, after 24 ms on Linux 6.18.

@@ -4,6 +4,7 @@
 #include <Python.h>
 
 int channels_add(PyObject* module);
+int tensors_add(PyObject* module);
 
 // How a call stands; equal to the constants of the module.
 enum Status : long { kDone = 0, kPending = 1, kDisagree = 2, kClosed = 3, kBusy = 4, kLeft = 5 };

@@ -11,6 +11,8 @@
 #include <optional>
 #include <unordered_map>
 
+#include "ref.hpp"
+
 namespace codec {
 
 static_assert(std::endian::native == std::endian::little, "the prefix is written in native order");
@@ -72,29 +74,6 @@ inline T swapped(T value) {
 struct Span {
     const unsigned char* data;
     size_t nbytes;
-};
-
-// Owns one reference.
-class Ref {
-public:
-    explicit Ref(PyObject* object) : object_(object) {}
-    static Ref borrowed(PyObject* object) {
-        Py_INCREF(object);
-        return Ref(object);
-    }
-    ~Ref() { Py_XDECREF(object_); }
-    Ref(const Ref&) = delete;
-    Ref& operator=(const Ref&) = delete;
-    PyObject* get() const { return object_; }
-    PyObject* release() {
-        PyObject* object = object_;
-        object_ = nullptr;
-        return object;
-    }
-    explicit operator bool() const { return object_ != nullptr; }
-
-private:
-    PyObject* object_;
 };
 
 // One C-contiguous view of an object's bytes.

@@ -35,7 +35,10 @@ QUEUE_TESTS = (
         "tests/unit/test_long_messages.py",
     ),
 )
-DEVICE_TESTS = (("tests/native/test_fabric.py", SWEEP), (REDUCE_TESTS, f"--deselect={SWEEP}"))
+DEVICE_TESTS = (
+    ("tests/native/test_fabric.py", "tests/native/test_ordinary_tensors.py", SWEEP),
+    (REDUCE_TESTS, f"--deselect={SWEEP}"),
+)
 # They measure memory, and the sanitizer keeps what was freed.
 LEFT_OUT = "not under_a_memory_limit and not used_again_and_bounded"
 REDUCE_DRIVER = ROOT / "tests" / "native" / "reduce" / "reduce_driver.cpp"

@@ -1,0 +1,251 @@
+"""Sums of tensors that the native core reads and makes by itself, with the ranks as threads of one process."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
+
+from device_comm import _core
+from device_comm.cpu import _TYPES
+from device_comm.reduction import ReduceOperation, reduce_in_rank_order
+from tests.native.test_fabric import SLOT, everybody, fabrics, filled, finish, same_bits
+
+ROOT = Path(__file__).parents[2]
+MOST = 1 << 40
+ORDINARY = [dtype for dtype in _TYPES if not dtype.is_complex and dtype is not torch.bool]
+
+# A process whose address space has no room for the result.
+SCARCE = """
+import resource, torch
+from tests.native.test_fabric import fabrics
+end = fabrics(1)[0]
+tensor = torch.empty(1 << 29, dtype=torch.uint8)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28),) * 2)
+try:
+    end.all_reduce(tensor, 1 << 40)
+except MemoryError:
+    print("no memory, calls:", end.number)
+"""
+
+
+def summed(end: _core.Fabric, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum, however long it takes."""
+    answer = end.all_reduce(tensor, MOST)
+    assert answer is not None
+    result, status = (answer, _core.DONE) if isinstance(answer, torch.Tensor) else answer
+    assert finish(end, status) == _core.DONE
+    return result
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    ranks=st.integers(1, 4),
+    shape=st.one_of(
+        st.lists(st.integers(0, 5), max_size=4), st.lists(st.integers(0, 3 * SLOT), min_size=1, max_size=1)
+    ),
+    dtype=st.sampled_from(sorted(ORDINARY, key=str)),
+    offset=st.integers(0, 3),
+    seed=st.integers(0, 9),
+)
+def test_a_sum_has_the_bits_of_the_rank_order_reference(
+    ranks: int, shape: list[int], dtype: torch.dtype, offset: int, seed: int
+) -> None:
+    """In memory of its own or in place, of any shape and alignment, in one step or several."""
+    elements = torch.Size(shape).numel()
+    inputs = [filled(rank, elements + offset, dtype, seed)[offset:].view(shape) for rank in range(ranks)]
+    expected = reduce_in_rank_order(inputs, ReduceOperation.SUM)
+
+    def call(rank: int, end: _core.Fabric) -> tuple[torch.Tensor, torch.Tensor]:
+        source = inputs[rank].clone()
+        apart = summed(end, source)
+        assert same_bits(source.reshape(-1), inputs[rank].reshape(-1))
+        assert apart.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
+        status = end.all_reduce_in_place(source, MOST)
+        assert status is not None
+        assert finish(end, status) == _core.DONE
+        return apart, source
+
+    for pair in everybody(fabrics(ranks), call):
+        for result in pair:
+            assert (type(result), result.shape, result.dtype) == (torch.Tensor, torch.Size(shape), dtype)
+            assert result.is_contiguous()
+            assert same_bits(result.reshape(-1), expected.reshape(-1))
+
+
+def test_a_result_is_a_tensor_as_any_other() -> None:
+    """It needs no gradient, can be written, computed with and sent on, and outlives what it came from."""
+    end = fabrics(1)[0]
+    tensor = torch.ones(3, 4, requires_grad=True)
+    result = summed(end, tensor)
+    end.close(False)
+    del tensor, end
+    assert not result.requires_grad
+    assert result.data_ptr() % 64 == 0
+    result[1] = 5
+    assert (result.requires_grad_() * 2).sum().item() == 2 * (8 + 20)
+    assert torch.equal(result.detach().clone()[2], torch.ones(4))
+
+
+def negated() -> torch.Tensor:
+    """Return a contiguous tensor that stands for its negative."""
+    value = torch.ones(1, dtype=torch.complex64).conj().imag
+    assert value.is_neg()
+    assert value.is_contiguous()
+    return value
+
+
+def without_memory() -> torch.Tensor:
+    """Return a tensor whose storage was taken away."""
+    value = torch.ones(100)
+    value.untyped_storage().resize_(0)
+    return value
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: "text",
+        lambda: None,
+        lambda: torch.nn.Parameter(torch.ones(4)),
+        lambda: torch.ones(4, 4).t(),
+        lambda: torch.ones(4, 4)[:, 1],
+        lambda: torch.ones(3, dtype=torch.complex64),
+        lambda: torch.ones(3, dtype=torch.bool),
+        lambda: torch.ones(3, 3).to_sparse(),
+        lambda: torch.ones(3, 3).to_sparse_csr(),
+        lambda: torch.ones(4, device="meta"),
+        lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
+        lambda: torch.ones(1025),
+        negated,
+        without_memory,
+    ],
+)
+def test_what_is_no_ordinary_tensor_begins_nothing(make: Callable[[], Any]) -> None:
+    """It is left to Python, and so is what is too long."""
+    end = fabrics(2)[0]
+    value = make()
+    assert end.all_reduce(value, 4096) is None
+    assert end.all_reduce_in_place(value, 4096) is None
+    assert end.number == 0
+
+
+def test_a_sum_that_is_pending_is_there_when_the_last_rank_has_come() -> None:
+    """The tensor is handed out at once with the status, and filled by `resume`; no other call can begin."""
+    ends = fabrics(2)
+    tensor = torch.full((9,), 1.0)
+    first = ends[0].all_reduce(tensor, MOST)
+    assert isinstance(first, tuple)
+    result, status = first
+    assert status == _core.PENDING
+    refused = ends[0].all_reduce(torch.ones(9), MOST)
+    assert isinstance(refused, tuple)
+    assert refused[1] == ends[0].all_reduce_in_place(torch.ones(9), MOST) == _core.BUSY
+    other = ends[1].all_reduce(torch.full((9,), 2.0), MOST)
+    assert finish(ends[0], status) == _core.DONE
+    assert isinstance(other, torch.Tensor)
+    assert torch.equal(result, torch.full((9,), 3.0))
+    assert torch.equal(other, result)
+
+
+@pytest.mark.guarantee("D13")
+@pytest.mark.parametrize("other", [torch.ones(8), torch.ones(9, dtype=torch.int32)])
+def test_ranks_that_sum_different_tensors_all_learn_it(other: torch.Tensor) -> None:
+    """Lengths and dtypes are compared as in every call, and the next call works."""
+
+    def call(rank: int, end: _core.Fabric) -> int:
+        tensor = other.clone() if rank else torch.ones(9)
+        status = end.all_reduce_in_place(tensor, MOST)
+        assert status is not None
+        status = finish(end, status)
+        assert bool((tensor == 1).all())
+        assert torch.equal(summed(end, torch.ones(3)), torch.full((3,), 2.0))
+        return status
+
+    assert everybody(fabrics(2), call) == [_core.DISAGREE] * 2
+
+
+class Intruder(TorchFunctionMode):
+    """Does something while the core reads a tensor."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        super().__init__()
+        self.action = action
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Act, then let torch go on."""
+        self.action()
+        return func(*args, **(kwargs or {}))
+
+
+def fail(error: BaseException) -> Callable[[], object]:
+    """Return what raises `error`."""
+
+    def action() -> object:
+        raise error
+
+    return action
+
+
+def test_code_of_the_application_that_runs_meanwhile_does_no_harm() -> None:
+    """A call that it begins is not overwritten, with an error the tensor is left to Python, Ctrl-C goes through."""
+    end, tensor = fabrics(2)[0], torch.ones(3)
+    with Intruder(fail(ValueError("no"))):
+        assert end.all_reduce(tensor, MOST) is None
+    with Intruder(fail(KeyboardInterrupt())), pytest.raises(KeyboardInterrupt):
+        end.all_reduce(tensor, MOST)
+    assert end.number == 0
+    with Intruder(end.barrier):
+        answer = end.all_reduce(tensor, MOST)
+    assert isinstance(answer, tuple)
+    assert answer[1] == _core.BUSY
+    assert end.number == 1
+    with Intruder(lambda: end.close(False)):
+        assert end.all_reduce_in_place(tensor, MOST) == _core.CLOSED
+
+
+def test_memory_of_dropped_results_is_used_again_and_bounded() -> None:
+    """Nothing stays behind of a result or of what was needed to read the input."""
+    end, tensor = fabrics(1)[0], torch.ones(50_000)
+    summed(end, tensor)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(2000):
+        summed(end, tensor)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
+
+
+def test_a_result_there_is_no_room_for_under_a_memory_limit_begins_nothing() -> None:
+    """A `MemoryError` on this rank, before it has said anything to the others."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCARCE], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.strip() == "no memory, calls: 0", done.stderr[-2000:]
+
+
+def test_results_can_be_dropped_by_another_thread() -> None:
+    """As any tensor."""
+    end, tensor = fabrics(1)[0], torch.ones(300)
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(200):
+            assert pool.submit(lambda result: result.sum().item(), summed(end, tensor)).result() == 300
+
+
+@pytest.mark.parametrize("arguments", [(), (torch.ones(2),), (torch.ones(2), -1), (torch.ones(2), "8")])
+def test_wrong_arguments_are_refused(arguments: tuple[Any, ...]) -> None:
+    """Instead of read as something else."""
+    end = fabrics(1)[0]
+    for method in (end.all_reduce, end.all_reduce_in_place):
+        with pytest.raises((TypeError, OverflowError)):
+            method(*arguments)

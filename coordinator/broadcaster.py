@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from coordinator.queue_ends import Reader, Writer
 from device_comm.health import GroupHealth
+from shm_broadcast.direct_call import direct_call
 from shm_broadcast.errors import ClosedError, CommError, CommTimeoutError, PeerLostError, UsageError
 from shm_broadcast.queue import QueueReader, QueueWriter
 
@@ -21,9 +22,17 @@ class Broadcaster:
         self._health = health
         self._timeout_s = timeout_s
         self._dequeue = end.dequeue if isinstance(end, QueueReader) else None
-        # Sends what is short and fits at once; False leaves it to `send`, which knows how to wait and what to raise.
-        # The queue is closed with its group and when that breaks, so nothing need be checked before.
-        self.send_now: Callable[[Any], bool] | None = end.send_now if isinstance(end, QueueWriter) else None
+
+    def direct_call(self, general: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Return `broadcast_object` as one native call that ends in `general` where it is no ordinary one.
+
+        The queue is closed with its group and when that breaks, so nothing need be checked before. None where the
+        queue has no such call.
+        """
+        end = self.end
+        if isinstance(end, (QueueWriter, QueueReader)):
+            return direct_call(end, self.writer, general, self._blame)
+        return None
 
     def send(self, obj: Any, timeout_s: float | None) -> None:
         """Send an object to all other ranks; only on the writer."""
@@ -33,10 +42,7 @@ class Broadcaster:
         try:
             end.enqueue(obj, timeout_s or self._timeout_s)
         except CommError as error:
-            blamed = self._blamed(error)
-            if blamed is error:
-                raise
-            raise blamed from error
+            self._blame(error)
 
     def receive(self, timeout_s: float | None, type_: Any) -> Any:
         """Return the writer's next object; only on the others."""
@@ -45,10 +51,13 @@ class Broadcaster:
         try:
             return self._dequeue(timeout_s, type_)
         except CommError as error:
-            blamed = self._blamed(error)
-            if blamed is error:
-                raise
-            raise blamed from error
+            self._blame(error)
+
+    def _blame(self, error: CommError) -> NoReturn:
+        blamed = self._blamed(error)
+        if blamed is error:
+            raise error
+        raise blamed from error
 
     def _blamed(self, error: CommError) -> CommError:
         """Return what to raise for a failure of the queue; break the group if it is one."""

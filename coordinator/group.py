@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -26,6 +26,7 @@ from coordinator.graph_capture import GraphCaptureContext, capture_on
 from coordinator.group_names import next_names, unique_name, use_names
 from coordinator.group_queues import GroupQueues
 from coordinator.membership import find_membership, world_store
+from coordinator.object_collectives import ObjectCollectives
 from coordinator.point_to_point import PointToPoint
 from coordinator.queue_ends import Queues, Reader, Writer
 from coordinator.scalar_collectives import ScalarCollectives
@@ -219,8 +220,6 @@ class GroupCoordinator(
         self._dispatched_counts = None
         self._queues: Queues = GroupQueues(parts.host, parts.health, settings, parts.address)
         self._broadcaster: Broadcaster | None = None
-        self._queue_src: int | None = None
-        self._send_now: Callable[[Any], bool] = bool
         self.mq_broadcaster: Writer | Reader | None = None
         compile_ops.register_group(self)
 
@@ -351,8 +350,11 @@ class GroupCoordinator(
         self._broadcaster = Broadcaster(
             self.mq_broadcaster, writer_rank, self._health, self.settings.timeout_s
         )
-        if self._broadcaster.send_now is not None:
-            self._queue_src, self._send_now = writer_rank, self._broadcaster.send_now
+        if type(self).broadcast_object is ObjectCollectives.broadcast_object:
+            direct = self._broadcaster.direct_call(self.broadcast_object)
+            if direct is not None:
+                # Found in front of the method: every frame that it would run through delays all workers.
+                vars(self)["broadcast_object"] = direct
 
     def make_sibling_device_group(self, group_desc: str | None = None) -> dist.ProcessGroup:
         """Create another process group of this group's ranks and backend. Collective.
@@ -426,7 +428,7 @@ class GroupCoordinator(
         self._cpu_group = None
         self._device_group = None
         self.mq_broadcaster = self._broadcaster = None
-        self._queue_src = None
+        vars(self).pop("broadcast_object", None)
 
     def __enter__(self) -> Self:
         """Return the group itself."""

@@ -46,9 +46,6 @@ class ObjectCollectives(GroupPlanes):
         Returns:
             The object: on rank `src` `obj` itself, elsewhere a copy that shares nothing.
         """
-        if src == self._queue_src and src.__class__ is int and timeout_s is None and self._send_now(obj):
-            # The ordinary message of the queue's writer: every line before this one delays all workers.
-            return obj
         self._health.check_usable("broadcast_object")
         checks.check_timeout(timeout_s)
         checks.check_rank(src, self.world_size, "src")

@@ -44,9 +44,6 @@ class GroupPlanes:
     device_communicator: DeviceCommunicator
     _host: HostPlane
     _broadcaster: Broadcaster | None
-    # On the writer of the broadcaster's queue its rank in the group; None elsewhere.
-    _queue_src: int | None = None
-    _send_now: Callable[[Any], bool]
     _health: GroupHealth
     _calls: CallLine
     # Those of `_calls`: while there are any, a collective that does not stand in line waits for them.

@@ -1,7 +1,7 @@
 """Types of the native core. Every function checks its arguments and touches no memory outside them."""
 
 from collections.abc import Callable
-from typing import Any, Self, final
+from typing import Any, NoReturn, Self, final
 
 from typing_extensions import Buffer
 
@@ -150,6 +150,19 @@ class WritePort(_Port):
     def send(self, obj: object, /) -> bool:
         """Encode and publish an object; False, with nothing changed, leaves it to the general way."""
 
+    def direct(self, source: int, general: Callable[..., Any], /) -> None:
+        """Serve a group in which the writer has rank `source`. Once; ValueError behind that, and when closed."""
+
+    def broadcast_object(
+        self,
+        obj: Any = None,
+        src: int = 0,
+        *,
+        timeout_s: float | None = None,
+        type: Any = None,  # noqa: A002
+    ) -> Any:
+        """`send` and return the object; all but ordinary calls and what `send` leaves are made by `general`."""
+
 class ReadPort(_Port):
     """The reading end of a ring."""
 
@@ -173,6 +186,30 @@ class ReadPort(_Port):
         signal handlers run. RingCorrupt: the ring is unusable. Any
         other exception is the decoder's: the message is gone, the next one can be read.
         """
+
+    def direct(
+        self,
+        source: int,
+        general: Callable[..., Any],
+        next_stage: Callable[[bool], tuple[int, int, int]],
+        refuse: Callable[[Exception], NoReturn],
+        /,
+    ) -> None:
+        """Serve a group in which the writer has rank `source`. Once; ValueError behind that, and when closed.
+
+        `next_stage(has_waited)` says before each wait how to, as for `receive`. What it raises, or `receive` does,
+        goes to `refuse` if it is an Exception.
+        """
+
+    def broadcast_object(
+        self,
+        obj: Any = None,
+        src: int = 0,
+        *,
+        timeout_s: float | None = None,
+        type: Any = None,  # noqa: A002
+    ) -> Any:
+        """`receive` until there is an object; all but ordinary calls are made by `general`."""
 
 def fork_count() -> int:
     """Return how many forks lie between the process that loaded this module and this one."""

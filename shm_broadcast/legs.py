@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from shm_broadcast import _core, codec
 from shm_broadcast.errors import CommTimeoutError
-from shm_broadcast.ring import RingReader, RingWriter
+from shm_broadcast.ring import RingWriter
+from shm_broadcast.ring_reader import RingReader
 from shm_broadcast.statistics import QueueStatistics
 from shm_broadcast.wait import SHORT_SPIN_NS, SLICE_NS
 

@@ -28,7 +28,8 @@ from shm_broadcast.errors import CommError, CommTimeoutError, DecodeError, PeerL
 from shm_broadcast.handle import KEY_BYTES, VERSION, QueueHandle, new_key
 from shm_broadcast.legs import NoRemote, NoRing, RemoteLeg, await_either
 from shm_broadcast.liveness import PeerWatch, this_process
-from shm_broadcast.ring import RingReader, RingWriter
+from shm_broadcast.ring import RingWriter
+from shm_broadcast.ring_reader import RingReader
 from shm_broadcast.segment import Handover, Hello, Segment, take_over
 from shm_broadcast.settings import BroadcastSettings
 from shm_broadcast.statistics import QueueStatistics

@@ -1,7 +1,7 @@
-"""The two ends of one ring: records in, records out, and waiting that always ends.
+"""What both ends of one ring share, and the writing one: records in, and waiting that always ends.
 
 The protocol is in the native core (`csrc/ring.hpp`) and explained in `DESIGN.md`; here are deadlines,
-dead peers, signals, `close` from another thread, and errors that name who is behind.
+dead peers, signals, `close` from another thread, and errors that name who is behind. `ring_reader.py` is the other end.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import logging
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
 from shm_broadcast import _core, codec
@@ -28,12 +27,11 @@ from shm_broadcast.liveness import PeerWatch, fork_count
 from shm_broadcast.segment import Segment
 from shm_broadcast.settings import BroadcastSettings
 from shm_broadcast.statistics import QueueStatistics, ReaderStatistics
-from shm_broadcast.wait import SHORT_SPIN_NS, SLICE_NS, Pacer
+from shm_broadcast.wait import SHORT_SPIN_NS, SLICE_NS
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 _LEFT: Final = 2  # ring::kLeft
-_DATA, _ENDED = 1, 2
 _LINE: Final = 64  # ring::kLine: records and their headers are multiples of it
 
 # Takes the place of the mapping of a closed end; every native function refuses it.
@@ -185,6 +183,14 @@ class RingWriter(RingEnd):
         # Sends what is short and fits at once; False leaves it to `write`.
         self.send: Callable[[Any], bool] = self._port.send
 
+    def direct_call(self, source: int, general: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `broadcast_object` of a group in which this rank is `source` as one native call.
+
+        It sends as `send` does, and ends in `general` where that does not.
+        """
+        self._port.direct(source, general)
+        return self._port.broadcast_object
+
     def write(self, message: codec.Message, timeout_s: float | None) -> None:
         """Publish a message; return when every byte of it is in the ring."""
         total = message.nbytes
@@ -304,210 +310,5 @@ class RingWriter(RingEnd):
         self._closing = True
         self._port.hold(True)
         self._end(-1)
-        with self._calls:
-            self._release_memory()
-
-
-class RingReader(RingEnd):
-    """One reading end of a ring."""
-
-    _port: _core.ReadPort
-
-    def __init__(
-        self,
-        name: str,
-        segment: Segment,
-        ranks: tuple[int, ...],
-        watch: PeerWatch,
-        settings: BroadcastSettings,
-        index: int,
-        writer: int = -1,
-    ) -> None:
-        """Take place `index` of the ring, whose writer has rank `writer`; see `RingEnd`."""
-        super().__init__(name, segment, ranks, watch, settings)
-        self.rank: int = ranks[index]
-        self.role: str = f"reader, rank {self.rank}"
-        self._index = index
-        self._writer = writer
-        self._pacer = Pacer(settings.wait)
-        self._noted_ns = 0
-        self._is_leasing = False
-        self._looked_ns = 0
-        self._port = _core.ReadPort(self._memory, index, codec.build_owned)
-        _core.ring_attach(self._memory, index)
-
-    def read(self, timeout_s: float | None = None, type_: Any = None) -> Any:
-        """Wait for the next message, copy it out and return its object."""
-        try:
-            with self._calls:
-                value = self._port.receive(0, 0, 0)
-                if value is _core.NOTHING:
-                    value = self._await("dequeue", timeout_s, self._port.receive)
-        except (CommError, _core.RingCorrupt) as error:
-            self._raise("dequeue", error)
-        except Exception as error:  # noqa: BLE001 - raises
-            codec.raise_decode_error(error)
-        return value if type_ is None else codec.convert(value, type_)
-
-    def try_read(self) -> tuple[bool, Any]:
-        """Return (True, the next object), or (False, None) if it is not there, or not whole yet."""
-        try:
-            with self._calls:
-                value = self._port.receive(0, 0, 0)
-                if value is not _core.NOTHING:
-                    return True, value
-                self._check_lease("try_dequeue")
-                self._check_end("try_dequeue", self._status("try_dequeue"))
-                self._look_rarely("try_dequeue")
-                return False, None
-        except (CommError, _core.RingCorrupt) as error:
-            self._raise("try_dequeue", error)
-        except Exception as error:  # noqa: BLE001 - raises
-            codec.raise_decode_error(error)
-
-    def _raise(self, call: str, error: CommError | _core.RingCorrupt) -> NoReturn:
-        if isinstance(error, CommError):
-            raise error
-        self._raise_corrupt(call, error)
-
-    @contextmanager
-    def lease(self, timeout_s: float | None) -> Iterator[Any]:
-        """Yield the next object without copying its arrays and tensors, which alias the ring until the end."""
-        with self._calls:
-            memory, index = self._memory, self._index
-            self._check_lease("lease")
-            if self._status("lease") != _DATA:
-                self._await("lease", timeout_s, self._wait)
-            window = self._take_whole("lease")
-            if window is None:
-                # It comes in parts, so there will be one copy, which nothing else uses.
-                yield self.read(timeout_s)
-                return
-            self._is_leasing = True
-            self._port.hold(True)
-            try:
-                yield codec.decode(memoryview(window), copy=False)
-            finally:
-                self._is_leasing = False
-                self._port.hold(self._cause is not None)
-                _core.ring_release(memory, index)
-
-    def _take_whole(self, call: str) -> _core.Window | None:
-        """Return a window on the next message, which is there; None if it comes in parts."""
-        if self._port.is_assembling:
-            return None
-        try:
-            window, flags, _, total = _core.ring_take(self._memory, self._index)
-        except ValueError as error:
-            self._raise_corrupt(call, error)
-        if flags not in (0, _core.RING_STREAMED):
-            return None
-        self._port.messages += 1
-        self._port.nbytes += total
-        return window
-
-    def _wait(self, spin_ns: int, park_ns: int, _nap_ns: int) -> object:
-        """Wait as `receive` does, but take nothing."""
-        park_ns = min(park_ns, SLICE_NS)
-        status = _core.ring_wait(self._memory, self._index, spin_ns, park_ns)
-        return None if status == _DATA else _core.NOTHING
-
-    def _status(self, call: str) -> int:
-        """Return _DATA, _ENDED or 0; raise if this end cannot be used."""
-        self.check(call)
-        try:
-            return _core.ring_wait(self._memory, self._index, 0, 0)
-        except ValueError as error:
-            self._raise_corrupt(call, error)
-
-    def _check_lease(self, call: str) -> None:
-        if self._is_leasing:
-            raise UsageError(f"{self._where(call)}: a lease is open; what it lent is still the next message")
-
-    def _check_end(self, call: str, status: int) -> None:
-        if status == _ENDED:
-            raise ClosedError(f"{self._where(call)}: the writer closed the queue")
-
-    def _look_rarely(self, call: str) -> None:
-        """Raise if the writer is lost; looks once in a slice, as a caller may ask a million times a second."""
-        now = time.monotonic_ns()
-        if now - self._looked_ns >= SLICE_NS:
-            self._looked_ns = now
-            self.raise_if_lost(call)
-
-    @property
-    def messages(self) -> int:
-        """How many messages this end has read."""
-        return self._port.messages
-
-    def place(self) -> tuple[mmap.mmap, int]:
-        """Return the mapping and this reader's place in it, for waiting on several rings at once."""
-        return self._memory, self._index
-
-    def poll(self) -> bool:
-        """Return whether a message is there. Does not wait."""
-        return _core.ring_wait(self._memory, self._index, 0, 0) == _DATA
-
-    def _await(self, call: str, timeout_s: float | None, take: Callable[[int, int, int], Any]) -> Any:
-        """Return what `take` returns, called until that is something; it waits for as long as it is told.
-
-        What happens behind a message's arrival counts, so what can be is done before the next wait.
-        """
-        self._check_lease(call)
-        self._check_end(call, self._status(call))
-        if self._noted_ns != self._port.arrived_ns:
-            self._noted_ns = self._port.arrived_ns
-            self._pacer.arrived(self._noted_ns)
-        start = now = time.monotonic_ns()
-        limit = None if timeout_s is None else start + int(timeout_s * 1e9)
-        next_warning = self._settings.warn_after_s
-        self._waits += 1
-        while True:
-            spin_ns, park_ns, nap_ns = self._pacer.next_stage(now)
-            if limit is not None:
-                left = max(limit - now, 0)
-                spin_ns, park_ns = min(spin_ns, left), min(park_ns, left)
-            value = take(spin_ns, park_ns, nap_ns)
-            if value is not _core.NOTHING:
-                return value
-            now = time.monotonic_ns()
-            if self._closing:
-                raise ClosedError(f"{self._where(call)}: the queue was closed while the call waited")
-            status = self._status(call)
-            self._check_end(call, status)
-            self.raise_if_lost(call)
-            if limit is not None and now >= limit:
-                what = "end of the message" if self._port.is_assembling else "message"
-                raise CommTimeoutError(
-                    f"{self._where(call)}: no {what} from {self._describe_writer()} within {timeout_s:.1f} s",
-                    missing=() if self._writer < 0 else (self._writer,),
-                )
-            waited_s = (now - start) / 1e9
-            if waited_s >= next_warning:
-                self._warn(call, waited_s, f"no message from {self._describe_writer()}")
-                next_warning += self._settings.warn_after_s
-
-    def _describe_writer(self) -> str:
-        rank = "" if self._writer < 0 else f"rank {self._writer}, "
-        return f"the writer ({rank}{self._watch.describe(self._writer)})"
-
-    def raise_if_lost(self, call: str) -> None:
-        """Raise `PeerLostError` if the writer died and nothing is left of what it wrote."""
-        if not self._watch.lost() or self.poll():
-            # What a writer published before it died is still read.
-            return
-        error = PeerLostError(
-            f"{self._where(call)}: lost {self._describe_writer()}; close the queue",
-            peers=() if self._writer < 0 else (self._writer,),
-        )
-        self._fail(error)
-        raise error
-
-    def close(self) -> None:
-        """Leave, so that the writer does not wait for this reader, and unmap. Idempotent; wakes a waiting call."""
-        if self._closing or self._forks != fork_count():
-            return
-        self._closing = True
-        self._end(self._index)
         with self._calls:
             self._release_memory()

@@ -1,20 +1,18 @@
-// The two ends of a ring as objects that keep what a message needs: an ordinary message costs one call on each side.
-// After a sleep all caches are cold and every line of code or data that is touched costs up to 100 ns: through the
-// general way, 15 Python frames, a tiny object took about 10 us to a polling reader, this way about 2 us.
-#include "assembly.hpp"
-#include "draft.hpp"
-#include "pieces.hpp"
-#include "rehearsal.hpp"
-#include "ring.hpp"
+// The types of both ends of a ring, and the writing one.
+#include "port.hpp"
 
 #include <pthread.h>
 #include <structmember.h>
 
-#include <algorithm>
+#include "pieces.hpp"
+
+namespace port {
+
+PyObject* nothing = nullptr;
+PyObject* ring_corrupt = nullptr;
 
 namespace {
 
-using codec::Decoder;
 using codec::Encoder;
 using codec::expect_arguments;
 using codec::kUnlockedCopy;
@@ -22,44 +20,11 @@ using codec::Ref;
 using codec::View;
 using ring::Ring;
 
-// While a message comes in parts, the writer fills the next one right now: that takes less than a sleep.
-constexpr uint64_t kNextPartNs = 60 * 1000;
-// A long message is left to Python so often, which looks for signals and deadlines.
-constexpr uint64_t kLongestCallNs = 50 * 1000 * 1000;
-// A signal that comes just before a sleep does not end it; Ctrl-C must interrupt within 0.2 s.
-constexpr uint64_t kSignalsNs = 100 * 1000 * 1000;
-
-PyObject* nothing = nullptr;       // what `receive` returns when there is no whole message
-PyObject* ring_corrupt = nullptr;  // raised when the ring's own words make no sense
-uint64_t forks = 0;                // between the process that loaded this module and this one
+uint64_t forks = 0;  // between the process that loaded this module and this one
 
 void count_fork() { ++forks; }
 
-struct Port {
-    PyObject_HEAD
-    PyObject* hook;  // the codec's, for what is no builtin type
-    PyObject* memory;
-    View* view;
-    Ring* ring;
-    codec::Assembly* assembly;  // readers only
-    uint32_t index;             // readers only
-    uint64_t born;              // `forks` when it was made
-    uint64_t turn;              // changes with each use of the port that touches the ring; writers only
-    unsigned int tag;           // of the next message that is sent; of the latest that was received
-    unsigned long long messages;
-    unsigned long long nbytes;
-    unsigned long long waited_ns;
-    unsigned long long arrived_ns;
-    codec::Rehearsal* rehearsal;   // readers only
-    unsigned long long previewed;  // messages that were decoded ahead; readers only
-    unsigned long long rehearsed;  // times that the last message was decoded again; readers only
-    uint64_t given_up;             // where a draft came to nothing, so that it is not looked at again; readers only
-    bool is_held;  // a general call is under way, or a message is lent out
-    bool is_busy;  // inside of `receive`, which may run without the GIL
-    bool is_closed;
-};
-
-Port* port_of(PyObject* self) { return reinterpret_cast<Port*>(self); }
+}  // namespace
 
 bool usable(const Port* port) { return !port->is_closed && !port->is_held && !port->is_busy && port->born == forks; }
 
@@ -75,10 +40,33 @@ void release_memory(Port* port) {
     Py_CLEAR(port->memory);
 }
 
+namespace {
+
+// The group behind the calls holds the port, so the collector must see what the port holds.
+int port_traverse(PyObject* self, visitproc visit, void* arg) {
+    const Port* port = port_of(self);
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(port->hook);
+    Py_VISIT(port->general);
+    Py_VISIT(port->next_stage);
+    Py_VISIT(port->refuse);
+    return 0;
+}
+
+int port_clear(PyObject* self) {
+    Port* port = port_of(self);
+    Py_CLEAR(port->hook);
+    Py_CLEAR(port->general);
+    Py_CLEAR(port->next_stage);
+    Py_CLEAR(port->refuse);
+    return 0;
+}
+
 void port_dealloc(PyObject* self) {
     PyTypeObject* type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
     release_memory(port_of(self));
-    Py_CLEAR(port_of(self)->hook);
+    port_clear(self);
     reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
@@ -180,11 +168,10 @@ bool publish(Port* port, const Encoder& encoder, draft::Draft& draft, uint32_t t
     return false;
 }
 
-// send(object) -> bool: whether it was sent. False leaves it to the general way, which knows how to wait, how to copy
-// without the GIL, and what to raise: here nothing was changed.
-PyObject* write_port_send(PyObject* self, PyObject* object) {
-    Port* port = port_of(self);
-    if (!usable(port)) Py_RETURN_FALSE;
+}  // namespace
+
+int send(Port* port, PyObject* object) {
+    if (!usable(port)) return 0;
     port->ring->announce();
     ++port->turn;
     const uint32_t tag = port->tag;  // of this message, whatever is sent while it is encoded
@@ -192,193 +179,21 @@ PyObject* write_port_send(PyObject* self, PyObject* object) {
     Encoder encoder(port->hook, draft::is_worthwhile(*port->ring) ? &draft : nullptr);
     if (!encoder.build(object)) {
         // What is no Exception, such as Ctrl-C, goes to the caller; the rest happens again on the general way.
-        if (!PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;
+        if (!PyErr_ExceptionMatches(PyExc_Exception)) return -1;
         PyErr_Clear();
-        Py_RETURN_FALSE;
+        return 0;
     }
     // Describing an object may have run application code.
-    return PyBool_FromLong(usable(port) && publish(port, encoder, draft, tag));
+    return usable(port) && publish(port, encoder, draft, tag) ? 1 : 0;
 }
 
-PyObject* corrupt(const char* what) {
-    PyErr_SetString(ring_corrupt, what);
-    return nullptr;
-}
+namespace {
 
-PyObject* none_yet() { return Ref::borrowed(nothing).release(); }
-
-// How long a call waits for each record: see `Ring::wait`.
-struct Patience {
-    uint64_t spin_ns;
-    uint64_t park_ns;
-    uint64_t nap_ns;
-};
-
-// Waits until `done` or the end: 1 when it is done, 0 when not, -1 with the exception of a signal handler.
-template <typename Done>
-int wait_until(Port* port, Patience patience, Done done) {
-    Ring& ring = *port->ring;
-    if (done()) {
-        port->arrived_ns = ring.writer().stamp_ns.load(std::memory_order_relaxed);
-        return 1;
-    }
-    if (patience.spin_ns == 0 && patience.park_ns == 0) return 0;
-    const auto ready = [&] { return done() || ring.ended(port->index); };
-    const uint64_t start = ring::now_ns();
-    uint64_t now = start;
-    const uint64_t parked_from = start + patience.spin_ns, until = parked_from + patience.park_ns;
-    int status = 0;
-    while (status == 0 && now < until && !ready()) {
-        const bool paused = now - port->arrived_ns >= codec::kPauseNs;
-        if (paused && now + codec::kShortestPollNs <= parked_from) port->rehearsed += port->rehearsal->perform();
-        const uint64_t spin = now < parked_from ? std::min(parked_from - now, codec::kRehearsedNs) : 0;
-        const uint64_t park = now + spin < parked_from ? 0 : std::min(until - now - spin, kSignalsNs);
-        Py_BEGIN_ALLOW_THREADS
-        ring.wait(port->index, spin, park, patience.nap_ns, ready);
-        Py_END_ALLOW_THREADS
-        now = ring::now_ns();
-        if (!ready()) status = PyErr_CheckSignals();
-    }
-    port->waited_ns += now - start;
-    if (status < 0) return -1;
-    if (!done()) return 0;
-    // When the message was published: a reader that slept has lost some time since then.
-    const uint64_t stamp = ring.writer().stamp_ns.load(std::memory_order_relaxed);
-    port->arrived_ns = stamp > start && stamp < now ? stamp : now;
-    return 1;
-}
-
-void count_message(Port* port, const ring::RecordHeader& record, uint64_t nbytes) {
-    port->messages += 1;
-    port->nbytes += nbytes;
-    port->tag = record.tag;
-}
-
-PyObject* take_whole(Port* port, const ring::RecordHeader& record, const unsigned char* payload) {
-    Decoder decoder({payload, record.payload_bytes}, port->memory, port->hook, true);
-    PyObject* result = decoder.run();
-    if (result != nullptr) port->rehearsal->remember(payload, record.payload_bytes);
-    port->ring->release(port->index, record);
-    count_message(port, record, record.payload_bytes);
-    return result;
-}
-
-// Copies a streamed record as far as it is there; returns the message when that is all, `nothing` before.
-PyObject* take_streamed(Port* port, const ring::RecordHeader& record, const unsigned char* payload) {
-    codec::Assembly& assembly = *port->assembly;
-    if (!assembly.active()) assembly.begin(record.message, record.payload_bytes);
-    const uint64_t taken = assembly.total() - assembly.missing();
-    const uint64_t available = port->ring->available(port->index, record);
-    if (assembly.total() != record.payload_bytes || available < taken) return corrupt("a streamed record changed");
-    assembly.feed(payload + taken, available - taken);
-    if (available < record.payload_bytes) return none_yet();
-    port->ring->release(port->index, record);
-    count_message(port, record, record.payload_bytes);
-    return assembly.finish(port->hook);
-}
-
-// Adds one part to the message that is under way; returns it when that was the last, `nothing` before.
-PyObject* take_part(Port* port, const ring::RecordHeader& record, const unsigned char* payload) {
-    codec::Assembly& assembly = *port->assembly;
-    if (!assembly.active()) {
-        if (record.total_bytes == 0 || record.total_bytes > PY_SSIZE_T_MAX) return corrupt("a message of no length");
-        assembly.begin(record.message, record.total_bytes);
-    }
-    if (record.message != assembly.message() || record.total_bytes != assembly.total()) {
-        return corrupt("a message ends before its last part");
-    }
-    const bool ends = record.payload_bytes == assembly.missing();
-    if (record.payload_bytes > assembly.missing() || ends != (record.flags == ring::kLastPart)) {
-        return corrupt("parts of a message do not fit together");
-    }
-    assembly.feed(payload, record.payload_bytes);
-    port->ring->release(port->index, record);
-    if (!ends) return none_yet();
-    count_message(port, record, assembly.total());
-    return assembly.finish(port->hook);
-}
-
-// Takes what is there of the next record, which is there in part at least.
-PyObject* take(Port* port, const ring::RecordHeader& record, const unsigned char* payload) {
-    const bool active = port->assembly->active();
-    switch (record.flags) {
-        case ring::kWhole: return active ? corrupt("a message ends before its last part") : take_whole(port, record, payload);
-        case ring::kStreamed: return take_streamed(port, record, payload);
-        default: return take_part(port, record, payload);
-    }
-}
-
-// Decodes the next message while it is written; nullptr without an exception when it has to be read as any other.
-PyObject* take_ahead(Port* port) {
-    draft::Preview preview(*port->ring, port->index);
-    Decoder decoder({preview.bytes(), ring::kDraftBytes}, &preview);
-    const codec::NoCollections guard;
-    PyObject* result = decoder.run_ahead();
-    if (result == nullptr) {
-        PyErr_Clear();
-        port->given_up = port->ring->reader(port->index).consumed.load(std::memory_order_relaxed);
-        return nullptr;
-    }
-    port->rehearsal->remember(preview.bytes(), preview.record().payload_bytes);
-    port->ring->release(port->index, preview.record());
-    count_message(port, preview.record(), preview.record().payload_bytes);
-    port->arrived_ns = ring::now_ns();
-    port->previewed += 1;
-    return result;
-}
-
-PyObject* receive(Port* port, Patience patience) {
-    Ring& ring = *port->ring;
-    const uint32_t index = port->index;
-    const bool waits = patience.spin_ns > 0 || patience.park_ns > 0;
-    uint64_t until = 0;
-    ring::RecordHeader record{};
-    const bool looks = waits && !port->assembly->active();
-    const uint64_t before = port->arrived_ns;
-    int found = wait_until(port, patience, [&] { return ring.has_data(index) || (looks && draft::is_offered(ring, index, port->given_up)); });
-    if (found > 0 && !ring.has_data(index)) {
-        PyObject* result = take_ahead(port);
-        if (result != nullptr) return result;
-        // Nothing has arrived yet, or just now.
-        port->arrived_ns = ring.has_data(index) ? ring::now_ns() : before;
-        if (!ring.has_data(index)) return none_yet();
-    }
-    while (found > 0) {
-        unsigned char* payload = nullptr;
-        if (!ring.next(index, &record, &payload)) return corrupt("the ring holds no readable record");
-        PyObject* result = take(port, record, payload);
-        if (result != nothing) return result;
-        Py_DECREF(result);
-        const uint64_t now = ring::now_ns();
-        if (until == 0) until = now + kLongestCallNs;
-        if (!waits || now >= until || port->is_closed) break;
-        patience.spin_ns = std::max(patience.spin_ns, kNextPartNs);
-        // More of a streamed record, or the next part.
-        const uint64_t taken = port->assembly->total() - port->assembly->missing();
-        const bool streams = record.flags == ring::kStreamed;
-        found = wait_until(port, patience, [&] {
-            return streams ? ring.available(index, record) > taken : ring.has_data(index);
-        });
-    }
-    return found < 0 ? nullptr : none_yet();
-}
-
-// receive(spin_ns, park_ns, nap_ns) -> the next object, or NOTHING: none came in time, or this end cannot be used.
-// Exceptions of signal handlers and of the decoder leave the queue intact; RingCorrupt does not.
-PyObject* read_port_receive(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-    Port* port = port_of(self);
-    if (!expect_arguments("receive", count, 3)) return nullptr;
-    uint64_t times[3];
-    for (int i = 0; i < 3; ++i) {
-        times[i] = PyLong_AsUnsignedLongLong(args[i]);
-        if (times[i] == static_cast<uint64_t>(-1) && PyErr_Occurred()) return nullptr;
-    }
-    if (!usable(port)) return none_yet();
-    port->is_busy = true;
-    PyObject* result = receive(port, {times[0], times[1], times[2]});
-    port->is_busy = false;
-    if (port->is_closed) release_memory(port);
-    return result;
+// send(object) -> bool: whether it was sent. False leaves it to the general way, which knows how to wait, how to copy
+// without the GIL, and what to raise: here nothing was changed.
+PyObject* write_port_send(PyObject* self, PyObject* object) {
+    const int sent = send(port_of(self), object);
+    return sent < 0 ? nullptr : PyBool_FromLong(sent);
 }
 
 PyObject* read_port_assembling(PyObject* self, void*) {
@@ -390,8 +205,13 @@ PyObject* fork_count(PyObject*, PyObject*) { return PyLong_FromUnsignedLongLong(
 
 #define METHOD(name, function, flags) {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)), flags, nullptr}
 
+constexpr char kBroadcastDoc[] = "broadcast_object($self, /, obj=None, src=0, *, timeout_s=None, type=None)\n--\n\n"
+                                 "Return rank `src`'s object on every rank; see `GroupCoordinator.broadcast_object`.";
+
 PyMethodDef write_methods[] = {
     METHOD("send", write_port_send, METH_O),
+    {"broadcast_object", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(write_port_broadcast)), METH_FASTCALL | METH_KEYWORDS, kBroadcastDoc},
+    METHOD("direct", port_direct, METH_VARARGS),
     METHOD("hold", port_hold, METH_O),
     METHOD("close", port_close, METH_NOARGS),
     {nullptr, nullptr, 0, nullptr},
@@ -399,6 +219,8 @@ PyMethodDef write_methods[] = {
 
 PyMethodDef read_methods[] = {
     METHOD("receive", read_port_receive, METH_FASTCALL),
+    {"broadcast_object", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(read_port_broadcast)), METH_FASTCALL | METH_KEYWORDS, kBroadcastDoc},
+    METHOD("direct", port_direct, METH_VARARGS),
     METHOD("hold", port_hold, METH_O),
     METHOD("close", port_close, METH_NOARGS),
     {nullptr, nullptr, 0, nullptr},
@@ -424,6 +246,8 @@ PyGetSetDef read_attributes[] = {
 PyType_Slot write_slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(write_port_new)},
     {Py_tp_dealloc, reinterpret_cast<void*>(port_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(port_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(port_clear)},
     {Py_tp_methods, write_methods},
     {Py_tp_members, members},
     {0, nullptr},
@@ -432,14 +256,17 @@ PyType_Slot write_slots[] = {
 PyType_Slot read_slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(read_port_new)},
     {Py_tp_dealloc, reinterpret_cast<void*>(port_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(port_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(port_clear)},
     {Py_tp_methods, read_methods},
     {Py_tp_members, members},
     {Py_tp_getset, read_attributes},
     {0, nullptr},
 };
 
-PyType_Spec write_spec = {"shm_broadcast._core.WritePort", sizeof(Port), 0, Py_TPFLAGS_DEFAULT, write_slots};
-PyType_Spec read_spec = {"shm_broadcast._core.ReadPort", sizeof(Port), 0, Py_TPFLAGS_DEFAULT, read_slots};
+constexpr unsigned int kFlags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
+PyType_Spec write_spec = {"shm_broadcast._core.WritePort", sizeof(Port), 0, kFlags, write_slots};
+PyType_Spec read_spec = {"shm_broadcast._core.ReadPort", sizeof(Port), 0, kFlags, read_slots};
 
 PyMethodDef functions[] = {
     METHOD("fork_count", fork_count, METH_NOARGS),
@@ -452,14 +279,15 @@ bool add_type(PyObject* module, const char* name, PyType_Spec* spec) {
 }
 
 }  // namespace
+}  // namespace port
 
 int port_add(PyObject* module) {
-    if (PyModule_AddFunctions(module, functions) < 0) return -1;
-    if (!add_type(module, "WritePort", &write_spec) || !add_type(module, "ReadPort", &read_spec)) return -1;
-    nothing = PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&PyBaseObject_Type));
-    if (nothing == nullptr || PyModule_AddObjectRef(module, "NOTHING", nothing) < 0) return -1;
-    ring_corrupt = PyErr_NewExceptionWithDoc("shm_broadcast._core.RingCorrupt", "The ring's own words make no sense.",
+    if (PyModule_AddFunctions(module, port::functions) < 0) return -1;
+    if (!port::add_type(module, "WritePort", &port::write_spec) || !port::add_type(module, "ReadPort", &port::read_spec)) return -1;
+    port::nothing = PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&PyBaseObject_Type));
+    if (port::nothing == nullptr || PyModule_AddObjectRef(module, "NOTHING", port::nothing) < 0) return -1;
+    port::ring_corrupt = PyErr_NewExceptionWithDoc("shm_broadcast._core.RingCorrupt", "The ring's own words make no sense.",
                                              nullptr, nullptr);
-    if (ring_corrupt == nullptr || PyModule_AddObjectRef(module, "RingCorrupt", ring_corrupt) < 0) return -1;
-    return pthread_atfork(nullptr, nullptr, count_fork);
+    if (port::ring_corrupt == nullptr || PyModule_AddObjectRef(module, "RingCorrupt", port::ring_corrupt) < 0) return -1;
+    return pthread_atfork(nullptr, nullptr, port::count_fork);
 }

@@ -18,6 +18,7 @@ from tests.queues import PAGE, RECORD_HEADER, memory_of
 
 LIMIT_S = 30.0
 MESSAGES = 400
+ATTEMPTS = 5
 PUBLISHED, DRAFT = 64, 104
 LINE, DRAFT_BYTES = 64, 4096
 
@@ -82,9 +83,13 @@ def pass_steps(rank: int, world_size: int, directory: Path, mode: WaitMode) -> i
 @pytest.mark.parametrize("mode", ["spin", "adaptive", "park"])
 def test_what_is_shown_ahead_changes_no_message(ranks2: RankPool, mode: WaitMode) -> None:
     """Drafts that are given up, that are of another message or that take their time cost no message and change none."""
-    previewed = ranks2.run(pass_steps, mode)
-    if mode == "spin":
-        assert previewed[1] > 0
+    # A reader that polls looks ahead, unless it never runs beside the writer, as with many others on two cores.
+    seen = [0]
+    while len(seen) <= ATTEMPTS and seen[-1] == 0:
+        seen.append(ranks2.run(pass_steps, mode)[1])
+        if mode != "spin":
+            return
+    assert seen[-1] > 0, seen
 
 
 @pytest.mark.guarantee("B23")

@@ -1,0 +1,163 @@
+"""`broadcast_object` of a group that has a queue is one native call, with the results and errors of every other way."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import BuiltinMethodType
+from typing import Any
+
+import pytest
+
+from coordinator import CoordinatorSettings, GroupCoordinator
+from shm_broadcast.errors import ClosedError, CommError, DecodeError, UsageError
+from tests.harness import RankPool
+from tests.worlds import new_group, world
+
+STEPS = 200
+SOON_S = 20.0
+
+
+def step_of(number: int) -> Any:
+    """Return an object: of builtin types, streamed, one that needs Python, one that comes in parts."""
+    kinds: tuple[Callable[[], Any], ...] = (
+        lambda: {"step": number, "reqs": [("a", 1.5)] * (number % 7)},
+        lambda: bytes(100_000 + number),
+        lambda: Path(f"/step/{number}") if number % 2 else {number, "x"},
+        lambda: None,
+    )
+    return b"x" * (3 << 20) if number % 50 == 49 else kinds[number % len(kinds)]()
+
+
+class Counting(GroupCoordinator):
+    """Has a `broadcast_object` of its own."""
+
+    calls = 0
+
+    def broadcast_object(self, *args: Any, **kwargs: Any) -> Any:
+        """Count the calls."""
+        self.calls += 1
+        return super().broadcast_object(*args, **kwargs)
+
+
+def broadcast_in_all_ways(rank: int, world_size: int, directory: Path) -> list[Any]:
+    """Send from each rank in turn, in every form of the call."""
+    with world(rank, world_size, directory) as group, new_group(group) as it:
+        before = it.broadcast_object("host plane" if rank == 1 else None, 1)
+        it.enable_broadcaster(1)
+        kinds = [type(it.broadcast_object) is BuiltinMethodType, type(group.broadcast_object)]
+        for number in range(STEPS):
+            src = 1 if number % 5 else 0
+            mine = step_of(number) if rank == src else None
+            form = number % 3
+            if form == 0:
+                received = it.broadcast_object(mine, src)
+            elif form == 1:
+                received = it.broadcast_object(mine, src=src)
+            else:
+                received = it.broadcast_object(obj=mine, src=src, timeout_s=SOON_S)
+            assert received == step_of(number)
+            assert rank != src or received is mine
+        chosen = CoordinatorSettings.resolve({})
+        counting = Counting([group.ranks], rank, "gloo", True, True, group_name="own", settings=chosen)
+        with counting:
+            assert counting.broadcast_object(["own", rank]) == ["own", 0]
+            assert counting.mq_broadcaster is not None
+        return [before, kinds[0], kinds[1] is not BuiltinMethodType, counting.calls]
+
+
+@pytest.mark.guarantee("B24")
+def test_every_form_of_the_call_gives_the_same(ranks2: RankPool) -> None:
+    """Through the queue from its writer, over the host plane from others; a subclass's own method is called."""
+    assert ranks2.run(broadcast_in_all_ways) == [["host plane", True, True, 1]] * 2
+
+
+def fail_in_all_ways(rank: int, world_size: int, directory: Path) -> list[str]:
+    """Bring what cannot be carried or decoded, then leave while another thread waits."""
+    with world(rank, world_size, directory) as group:
+        it = new_group(group)
+        it.enable_broadcaster()
+        told: list[str] = []
+
+        def note(kind: type[CommError], call: Callable[[], object]) -> None:
+            with pytest.raises(kind) as caught:
+                call()
+            told.append(f"{kind.__name__}: {caught.value}")
+
+        if rank == 0:
+            note(UsageError, lambda: it.broadcast_object(object()))
+            it.broadcast_object([1, 2])
+            it.broadcast_object(["good"])
+        else:
+            note(DecodeError, lambda: it.broadcast_object(type=dict[str, int]))
+            assert it.broadcast_object() == ["good"]
+        it.barrier()
+        direct = it.broadcast_object
+        if rank == 1:
+            failures: list[BaseException] = []
+
+            def wait() -> None:
+                try:
+                    direct()
+                except CommError as error:
+                    failures.append(error)
+
+            waiting = threading.Thread(target=wait)
+            waiting.start()
+            time.sleep(0.3)
+            it.destroy()
+            waiting.join(SOON_S)
+            assert not waiting.is_alive()
+            told.append(type(failures[0]).__name__)
+        group.barrier()
+        it.destroy()
+        assert type(it.broadcast_object) is not type(direct)
+        note(ClosedError, direct)
+        note(ClosedError, it.broadcast_object)
+        return told
+
+
+@pytest.mark.guarantee("B24")
+def test_errors_are_those_of_the_general_way(ranks2: RankPool) -> None:
+    """They name the group's call, cost what they did, and a group that is left while a thread waits ends that wait."""
+    writer, reader = ranks2.run(fail_in_all_ways)
+    assert [text.split(":")[0] for text in writer] == ["UsageError", "ClosedError", "ClosedError"]
+    assert [text.split(":")[0] for text in reader] == [
+        *("DecodeError", "ClosedError", "ClosedError", "ClosedError"),
+    ]
+    assert all("broadcast_object" in text for text in writer[1:] + reader[2:])
+
+
+def read_with_two_threads(rank: int, world_size: int, directory: Path) -> tuple[list[int], float]:
+    """Read with two threads at once; return what both got and the processor time that the waiting took."""
+    with world(rank, world_size, directory) as group, new_group(group) as it:
+        it.enable_broadcaster()
+        if rank == 0:
+            time.sleep(1.0)
+            for number in range(STEPS):
+                it.broadcast_object(number)
+            it.barrier()
+            return [], 0.0
+        got: list[int] = []
+        used = time.process_time()
+
+        def read() -> None:
+            got.extend(it.broadcast_object() for _ in range(STEPS // 2))
+
+        threads = [threading.Thread(target=read) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.8)
+        used = time.process_time() - used
+        for thread in threads:
+            thread.join(SOON_S)
+        it.barrier()
+        return got, used
+
+
+@pytest.mark.guarantee("B24")
+def test_a_second_thread_that_reads_waits_for_its_turn(ranks2: RankPool) -> None:
+    """Nothing is lost or doubled, and it does not burn a core meanwhile."""
+    _, (got, used_s) = ranks2.run(read_with_two_threads)
+    assert sorted(got) == list(range(STEPS))
+    assert used_s < 0.4

@@ -31,7 +31,7 @@ class Broadcaster:
         """
         end = self.end
         if isinstance(end, (QueueWriter, QueueReader)):
-            return direct_call(end, self.writer, general, self._blame)
+            return direct_call(end, self.writer, general, self._health.check_usable, self._blame)
         return None
 
     def send(self, obj: Any, timeout_s: float | None) -> None:

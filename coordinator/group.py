@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -26,7 +28,7 @@ from coordinator.graph_capture import GraphCaptureContext, capture_on
 from coordinator.group_names import next_names, unique_name, use_names
 from coordinator.group_queues import GroupQueues
 from coordinator.membership import find_membership, world_store
-from coordinator.object_collectives import ObjectCollectives
+from coordinator.object_collectives import ObjectCollectives, broadcast_object_of
 from coordinator.point_to_point import PointToPoint
 from coordinator.queue_ends import Queues, Reader, Writer
 from coordinator.scalar_collectives import ScalarCollectives
@@ -351,7 +353,9 @@ class GroupCoordinator(
             self.mq_broadcaster, writer_rank, self._health, self.settings.timeout_s
         )
         if type(self).broadcast_object is ObjectCollectives.broadcast_object:
-            direct = self._broadcaster.direct_call(self.broadcast_object)
+            # Not the method, which would hold the group.
+            general = partial(broadcast_object_of, weakref.ref(self))
+            direct = self._broadcaster.direct_call(general)
             if direct is not None:
                 # Found in front of the method: every frame that it would run through delays all workers.
                 vars(self)["broadcast_object"] = direct

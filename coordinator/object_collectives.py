@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from coordinator.transfer_tags import OBJECT_TAG, SCATTER_TAG
 from device_comm import checks
 from device_comm.handles import CompletedHandle, Handle
 from shm_broadcast import codec
-from shm_broadcast.errors import UsageError
+from shm_broadcast.errors import ClosedError, UsageError
 
 
 class ObjectCollectives(GroupPlanes):
@@ -183,3 +184,11 @@ class ObjectCollectives(GroupPlanes):
     def _keep_sending(self, handle: Handle) -> None:
         """Keep a handle's memory until it is complete, so that dropping the handle is harmless."""
         raise NotImplementedError
+
+
+def broadcast_object_of(alive: weakref.ref[ObjectCollectives], *args: Any, **kwargs: Any) -> Any:
+    """Broadcast on the general way of a group that may be gone."""
+    group = alive()
+    if group is None:
+        raise ClosedError("broadcast_object: its group is gone")
+    return ObjectCollectives.broadcast_object(group, *args, **kwargs)

@@ -139,7 +139,8 @@ class CpuCommunicator(HierarchicalCommunicator):
     ) -> torch.Tensor:
         """Combine the ranks' tensors; every rank gets the result, of the input's shape and dtype.
 
-        The ordinary small call is one native call.
+        The ordinary small call is one native call. The result is a tensor as any other, but for its storage,
+        which cannot be resized.
         """
         if op is SUM and timeout_s is None and self._core is not None:
             answer = self._core.all_reduce(input_, self._short_bytes)

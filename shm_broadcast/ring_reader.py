@@ -65,13 +65,18 @@ class RingReader(RingEnd):
         return value if type_ is None else codec.convert(value, type_)
 
     def direct_call(
-        self, source: int, general: Callable[..., Any], blame: Callable[[CommError], NoReturn]
+        self,
+        source: int,
+        general: Callable[..., Any],
+        check: Callable[[str], None],
+        blame: Callable[[CommError], NoReturn],
     ) -> Callable[..., Any]:
         """Return `broadcast_object` of a group as one native call, that reads as `read` does without a deadline.
 
         Args:
             source: The writer's rank in the group.
             general: What makes calls that are not ordinary ones.
+            check: Raises if the group cannot be used; called before each wait.
             blame: Raises what an error of the queue is to the group.
         """
 
@@ -81,7 +86,11 @@ class RingReader(RingEnd):
             except CommError as known:
                 blame(known)
 
-        self._port.direct(source, general, self._next_stage, refuse)
+        def next_stage(has_waited: bool) -> Stage:
+            check("broadcast_object")
+            return self._next_stage(has_waited)
+
+        self._port.direct(source, general, next_stage, refuse)
         return self._port.broadcast_object
 
     def try_read(self) -> tuple[bool, Any]:
@@ -112,21 +121,33 @@ class RingReader(RingEnd):
         with self._calls:
             memory, index = self._memory, self._index
             self._check_lease("lease")
-            if self._status("lease") != _DATA:
-                self._await("lease", timeout_s, self._wait)
+            self._await_alone(timeout_s)
             window = self._take_whole("lease")
             if window is None:
                 # It comes in parts, so there will be one copy, which nothing else uses.
+                self._port.hold(False)
                 yield self.read(timeout_s)
                 return
             self._is_leasing = True
-            self._port.hold(True)
             try:
                 yield codec.decode(memoryview(window), copy=False)
             finally:
                 self._is_leasing = False
                 self._port.hold(self._cause is not None)
                 _core.ring_release(memory, index)
+
+    def _await_alone(self, timeout_s: float | None) -> None:
+        """Wait for a message to lease, and hold the port: from then on the group's own call takes nothing."""
+        while True:
+            if self._status("lease") != _DATA:
+                self._await("lease", timeout_s, self._wait)
+            self._port.hold(True)
+            if self._port.is_busy:
+                self._port.hold(False)
+                raise UsageError(f"{self._where('lease')}: another thread waits for the next message")
+            if self.poll():
+                return
+            self._port.hold(False)
 
     def _take_whole(self, call: str) -> _core.Window | None:
         """Return a window on the next message, which is there; None if it comes in parts."""

@@ -4,8 +4,8 @@
 namespace fabric {
 namespace {
 
-// Up to this size a rank reduces or copies what a call brings in some 10 us.
-constexpr size_t kShortBytes = 64 << 10;
+// Up to this size, of all ranks together, a rank reduces or copies what a call brings in some 10 us.
+constexpr size_t kShortBytes = 128 << 10;
 
 // memcpy for pieces that may be empty, whose address may then be none.
 void copy(unsigned char* to, const unsigned char* from, size_t bytes) {
@@ -97,7 +97,7 @@ void Call::post() {
 }
 
 bool Call::is_soon_done() {
-    if (steps_ > 1 || plan_.bytes > kShortBytes || !plan_.columns.widths.empty()) return false;
+    if (steps_ > 1 || plan_.bytes * fabric_.ranks() > kShortBytes || !plan_.columns.widths.empty()) return false;
     post();
     return fabric_.poll();
 }

@@ -36,22 +36,21 @@ bool is_ordinary(const Port* port, PyObject* const* args, Py_ssize_t count, PyOb
 }
 
 // Raises what the general way would have for what was raised here.
-PyObject* refused(const Port* port) {
+PyObject* refused(PyObject* refuse) {
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;
     PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
-    Ref held_type(type), error(value), held_traceback(traceback), refuse = Ref::borrowed(port->refuse);
+    Ref held_type(type), error(value), held_traceback(traceback);
     if (traceback != nullptr) PyException_SetTraceback(value, traceback);
-    Ref ignored(PyObject_CallFunctionObjArgs(refuse.get(), value, nullptr));
+    Ref ignored(PyObject_CallFunctionObjArgs(refuse, value, nullptr));
     if (ignored) PyErr_SetString(PyExc_RuntimeError, "an error was swallowed");
     return nullptr;
 }
 
 // Asks how to wait; false with an exception if the call is to end.
-bool ask(const Port* port, bool has_waited, Patience* patience) {
-    Ref next_stage = Ref::borrowed(port->next_stage);
-    Ref stage(PyObject_CallFunctionObjArgs(next_stage.get(), has_waited ? Py_True : Py_False, nullptr));
+bool ask(PyObject* next_stage, bool has_waited, Patience* patience) {
+    Ref stage(PyObject_CallFunctionObjArgs(next_stage, has_waited ? Py_True : Py_False, nullptr));
     if (!stage) return false;
     if (!PyTuple_Check(stage.get()) || PyTuple_Size(stage.get()) != 3) {
         PyErr_SetString(PyExc_TypeError, "a stage is three durations");
@@ -74,13 +73,13 @@ PyObject* port_direct(PyObject* self, PyObject* args) {
     int source = 0;
     PyObject *general = nullptr, *next_stage = nullptr, *refuse = nullptr;
     if (!PyArg_ParseTuple(args, "iO|OO:direct", &source, &general, &next_stage, &refuse)) return nullptr;
-    const bool reads = port->assembly != nullptr;
-    if (port->is_closed || port->general != nullptr || reads != (refuse != nullptr)) {
-        PyErr_SetString(PyExc_ValueError, "the port is closed, serves a group, or needs other functions");
+    if (port->general != nullptr || port->reads != (refuse != nullptr)) {
+        PyErr_SetString(PyExc_ValueError, "the port serves a group, or needs other functions");
         return nullptr;
     }
     port->source = source;
     port->general = Py_NewRef(general);
+    if (port->is_closed) Py_RETURN_NONE;
     port->next_stage = Py_XNewRef(next_stage);
     port->refuse = Py_XNewRef(refuse);
     Py_RETURN_NONE;
@@ -99,15 +98,16 @@ PyObject* write_port_broadcast(PyObject* self, PyObject* const* args, Py_ssize_t
 // broadcast_object(obj=None, src=0, ...) -> the writer's object
 PyObject* read_port_broadcast(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* names) {
     Port* port = port_of(self);
+    if (!is_ordinary(port, args, count, names) || !usable(port)) return generally(port, args, count, names);
+    // Another thread may close the port meanwhile, which lets them go.
+    Ref next_stage = Ref::borrowed(port->next_stage), refuse = Ref::borrowed(port->refuse);
     Patience patience{0, 0, 0};
-    bool has_waited = false;
-    while (is_ordinary(port, args, count, names) && usable(port)) {
+    for (bool has_waited = false; usable(port); has_waited = true) {
         PyObject* result = receive(port, patience);
-        if (result == nullptr) return refused(port);
+        if (result == nullptr) return refused(refuse.get());
         if (result != nothing) return result;
         Py_DECREF(result);
-        if (!ask(port, has_waited, &patience)) return refused(port);
-        has_waited = true;
+        if (!ask(next_stage.get(), has_waited, &patience)) return refused(refuse.get());
     }
     return generally(port, args, count, names);
 }

@@ -112,6 +112,7 @@ PyObject* read_port_new(PyTypeObject* type, PyObject* args, PyObject*) {
         PyErr_Format(PyExc_ValueError, "reader %zd of %u", index, port->ring->readers());
         return nullptr;
     }
+    port->reads = true;
     port->index = static_cast<uint32_t>(index);
     port->given_up = draft::kNowhere;
     port->assembly = new (std::nothrow) codec::Assembly;
@@ -126,6 +127,9 @@ PyObject* port_close(PyObject* self, PyObject*) {
     port->is_closed = true;
     ++port->turn;
     if (!port->is_busy) release_memory(port);
+    // They hold the end that holds the port.
+    Py_CLEAR(port->next_stage);
+    Py_CLEAR(port->refuse);
     Py_RETURN_NONE;
 }
 

@@ -36,6 +36,7 @@ struct Port {
     bool is_held;  // a general call is under way, or a message is lent out
     bool is_busy;  // inside of `receive`, which may run without the GIL
     bool is_closed;
+    bool reads;  // this is the reading end
 };
 
 inline Port* port_of(PyObject* self) { return reinterpret_cast<Port*>(self); }

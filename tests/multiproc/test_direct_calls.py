@@ -1,7 +1,9 @@
 """`broadcast_object` of a group that has a queue is one native call, with the results and errors of every other way."""
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import BuiltinMethodType
@@ -11,6 +13,7 @@ import pytest
 
 from coordinator import CoordinatorSettings, GroupCoordinator
 from shm_broadcast.errors import ClosedError, CommError, DecodeError, UsageError
+from shm_broadcast.queue import QueueReader
 from tests.harness import RankPool
 from tests.worlds import new_group, world
 
@@ -161,3 +164,70 @@ def test_a_second_thread_that_reads_waits_for_its_turn(ranks2: RankPool) -> None
     _, (got, used_s) = ranks2.run(read_with_two_threads)
     assert sorted(got) == list(range(STEPS))
     assert used_s < 0.4
+
+
+def lease_beside_a_reader(rank: int, world_size: int, directory: Path) -> list[str]:
+    """Lease while another thread waits in the group's own call; then drop another group."""
+    with world(rank, world_size, directory) as group:
+        it = new_group(group)
+        it.enable_broadcaster()
+        told: list[str] = []
+        if rank == 0:
+            it.barrier()
+            it.broadcast_object("for the thread")
+            it.broadcast_object([2])
+        else:
+            assert isinstance(it.mq_broadcaster, QueueReader)
+            got: list[Any] = []
+            waiting = threading.Thread(target=lambda: got.append(it.broadcast_object()))
+            waiting.start()
+            time.sleep(0.3)
+
+            def lease() -> None:
+                try:
+                    with it.mq_broadcaster.lease(SOON_S) as value:  # type: ignore[union-attr]
+                        got.append(value)
+                except UsageError as error:
+                    told.append(str(error))
+
+            leasing = threading.Thread(target=lease)
+            leasing.start()
+            time.sleep(0.2)
+            it.barrier()
+            waiting.join(SOON_S)
+            leasing.join(SOON_S)
+            if told:
+                assert got == ["for the thread"]
+                lease()
+            assert sorted(got, key=str) == ["for the thread", [2]] or sorted(got, key=str) == [
+                [2],
+                "for the thread",
+            ]
+        it.barrier()
+        it.destroy()
+        return [*told, drop_without_collector(group)]
+
+
+def drop_without_collector(group: GroupCoordinator) -> str:
+    """Return whether a group that was destroyed goes by itself."""
+    it = new_group(group, "dropped")
+    it.enable_broadcaster()
+    assert it.broadcast_object([7]) == [7]
+    it.barrier()
+    it.destroy()
+    gc.collect()
+    gc.disable()
+    alive = weakref.ref(it)
+    del it
+    gone = "collected" if alive() is None else "held"
+    gc.enable()
+    return gone
+
+
+@pytest.mark.guarantee("B3", "B24")
+def test_a_lease_beside_a_waiting_thread_harms_nothing(ranks2: RankPool) -> None:
+    """It is refused or gets a message of its own; and a destroyed group needs no collector to go."""
+    writer, reader = ranks2.run(lease_beside_a_reader)
+    assert writer == ["collected"]
+    assert reader[-1] == "collected"
+    assert all("another thread" in text for text in reader[:-1])

@@ -196,9 +196,27 @@ def test_a_port_serves_one_group_with_the_functions_that_it_needs() -> None:
     writer.direct(0, unexpected)
     with pytest.raises(ValueError, match="serves a group"):
         writer.direct(0, unexpected)
+
+
+def test_a_closed_port_serves_by_the_general_way_alone() -> None:
+    """And lets go of what holds it."""
+    _, _, reader = ends()
+    general = General()
     reader.close()
-    with pytest.raises(ValueError, match="is closed"):
-        reader.direct(0, unexpected, unexpected, unexpected)
+    reader.direct(0, general, unexpected, unexpected)
+    assert reader.broadcast_object() == "general"
+
+    def next_stage(_has_waited: bool) -> NoReturn:
+        reader.close()
+        raise ValueError("closed meanwhile")
+
+    _, reader, general = served(next_stage=next_stage, refuse=refuse)
+    with pytest.raises(RefusalError, match="closed meanwhile"):
+        reader.broadcast_object()
+    alive = weakref.ref(next_stage)
+    del next_stage
+    assert alive() is None
+    assert reader.broadcast_object() == "general"
 
 
 def test_the_call_is_described_as_that_of_a_group() -> None:

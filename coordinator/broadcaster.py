@@ -26,8 +26,8 @@ class Broadcaster:
     def direct_call(self, general: Callable[..., Any]) -> Callable[..., Any] | None:
         """Return `broadcast_object` as one native call that ends in `general` where it is no ordinary one.
 
-        The queue is closed with its group and when that breaks, so nothing need be checked before. None where the
-        queue has no such call.
+        The queue is closed with its group and when that breaks, so a message is sent or taken without asking the
+        group, which is asked before each wait. None where the queue has no such call.
         """
         end = self.end
         if isinstance(end, (QueueWriter, QueueReader)):

@@ -121,20 +121,21 @@ class RingReader(RingEnd):
         with self._calls:
             memory, index = self._memory, self._index
             self._check_lease("lease")
-            self._await_alone(timeout_s)
-            window = self._take_whole("lease")
-            if window is None:
-                # It comes in parts, so there will be one copy, which nothing else uses.
-                self._port.hold(False)
-                yield self.read(timeout_s)
-                return
-            self._is_leasing = True
+            window = None
             try:
-                yield codec.decode(memoryview(window), copy=False)
+                self._await_alone(timeout_s)
+                window = self._take_whole("lease")
+                if window is not None:
+                    self._is_leasing = True
+                    yield codec.decode(memoryview(window), copy=False)
             finally:
                 self._is_leasing = False
                 self._port.hold(self._cause is not None)
-                _core.ring_release(memory, index)
+                if window is not None:
+                    _core.ring_release(memory, index)
+            if window is None:
+                # It comes in parts, so there will be one copy, which nothing else uses.
+                yield self.read(timeout_s)
 
     def _await_alone(self, timeout_s: float | None) -> None:
         """Wait for a message to lease, and hold the port: from then on the group's own call takes nothing."""

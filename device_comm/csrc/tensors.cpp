@@ -72,6 +72,14 @@ PyObject* made_alike(PyObject* capsule, size_t bytes, unsigned char** data) {
     return torch.imported(managed);
 }
 
+// Begins the sum, if no call is under way by now: reading or making a tensor may run code of the application, such as a
+// finalizer. Returns as `start`.
+long begin(Object* object, Plan&& plan, uint64_t type) {
+    long status = 0;
+    if (!is_idle(object, &status)) return status;
+    return start(object, std::move(plan), code_of(Kind::kAllReduceOneShot, type, 0, 0));
+}
+
 // What both methods return behind no exception where the tensor is not ordinary.
 PyObject* left_to_python() { return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None); }
 
@@ -79,7 +87,6 @@ PyObject* left_to_python() { return PyErr_Occurred() ? nullptr : Py_NewRef(Py_No
 
 // all_reduce(tensor, most_bytes) -> the sum, or (its place, status) if it is not there, or None: not ordinary, nothing was begun
 PyObject* all_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-    Object* object = object_of(self);
     uint64_t most = 0, type = 0;
     if (!expect("all_reduce", count, 2) || !read_unsigned(args + 1, 1, &most)) return nullptr;
     Plan plan;
@@ -87,24 +94,20 @@ PyObject* all_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     if (!capsule) return left_to_python();
     Ref result(made_alike(capsule.get(), plan.bytes, &plan.out));
     if (!result) return nullptr;
-    // Not sooner: making a tensor may run code of the application, such as a finalizer.
-    long status = 0;
-    if (is_idle(object, &status)) status = start(object, std::move(plan), code_of(Kind::kAllReduceOneShot, type, 0, 0));
+    const long status = begin(object_of(self), std::move(plan), type);
     if (status < 0) return nullptr;
     return status == kDone ? result.release() : Py_BuildValue("(Nl)", result.release(), status);
 }
 
 // all_reduce_in_place(tensor, most_bytes) -> status, or None: not ordinary, nothing was begun
 PyObject* all_reduce_in_place(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-    Object* object = object_of(self);
     uint64_t most = 0, type = 0;
     if (!expect("all_reduce_in_place", count, 2) || !read_unsigned(args + 1, 1, &most)) return nullptr;
     Plan plan;
     Ref capsule = read(args[0], most, &plan, &type);
     if (!capsule) return left_to_python();
     plan.out = const_cast<unsigned char*>(plan.in);
-    long status = 0;
-    if (is_idle(object, &status)) status = start(object, std::move(plan), code_of(Kind::kAllReduceOneShot, type, 0, 0));
+    const long status = begin(object_of(self), std::move(plan), type);
     return status < 0 ? nullptr : PyLong_FromLong(status);
 }
 

@@ -21,8 +21,10 @@ __all__ = [
     "fill",
     "find_sockets",
     "memory_of",
+    "named_memory_of",
     "queue",
     "segments_of",
+    "sockets_of",
 ]
 
 PAGE = 4096
@@ -103,15 +105,47 @@ def find_sockets() -> set[str]:
     return {line.split()[-1] for line in lines if line.split()[-1].startswith(SOCKET_PREFIX)}
 
 
+def sockets_of(pid: int | str = "self") -> set[str]:
+    """Return the abstract addresses of ours whose sockets a process holds.
+
+    Tests run side by side in one network namespace: what is bound there (`find_sockets`) may be another's.
+    """
+    targets = {target for _, target in descriptors_of(pid)}
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return {
+        words[-1]
+        for words in lines
+        if words[-1].startswith(SOCKET_PREFIX) and f"socket:[{words[6]}]" in targets
+    }
+
+
 def segments_of(pid: int | str = "self") -> list[str]:
     """Return what of our shared memory a process holds: descriptors and mappings."""
     found = [
         line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "memfd:group-coord" in line
     ]
+    found += [
+        f"descriptor {entry}: {target}"
+        for entry, target in descriptors_of(pid)
+        if "memfd:group-coord" in target
+    ]
+    return found
+
+
+def named_memory_of(pid: int | str = "self") -> set[str]:
+    """Return the files in /dev/shm that a process maps or holds open; what else stands there may be another's."""
+    mapped = {
+        line.split()[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/dev/shm/" in line
+    }
+    return mapped | {target for _, target in descriptors_of(pid) if target.startswith("/dev/shm/")}
+
+
+def descriptors_of(pid: int | str) -> list[tuple[str, str]]:
+    """Return the open descriptors of a process, each with what it refers to."""
+    found = []
     for entry in os.listdir(f"/proc/{pid}/fd"):
         try:
-            target = os.readlink(f"/proc/{pid}/fd/{entry}")
+            found.append((entry, os.readlink(f"/proc/{pid}/fd/{entry}")))
         except FileNotFoundError:
             continue
-        found += [f"descriptor {entry}: {target}"] if "memfd:group-coord" in target else []
     return found

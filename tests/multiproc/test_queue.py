@@ -11,11 +11,11 @@ import pytest
 
 from shm_broadcast.errors import ClosedError, UsageError
 from shm_broadcast.liveness import fork_count
-from shm_broadcast.queue import dequeue_any
+from shm_broadcast.queue import QueueWriter, dequeue_any
 from shm_broadcast.settings import WaitMode
 from tests.harness import RankPool
 from tests.queue_ranks import Meeting, blob, offer, take
-from tests.queues import fill, find_sockets, queue, segments_of
+from tests.queues import fill, queue, segments_of, sockets_of
 
 LIMIT_S = 30.0
 
@@ -258,10 +258,12 @@ def test_a_forked_child_can_do_nothing_to_the_queue(ranks2: RankPool) -> None:
 @pytest.mark.guarantee("B14")
 def test_a_hundred_queues_leave_nothing() -> None:
     """Queues that are made, used and closed one after the other leave no descriptor, mapping, thread or socket."""
-    before = find_sockets()
+    before = sockets_of()
+    with QueueWriter.create("steps", [0]) as listening:
+        assert sockets_of() - before == {f"@{listening.handle.address}"}
     for _ in range(100):
         with queue(readers=2) as (writer, readers):
             fill(writer, bytes(9000))
             assert readers[0].dequeue(1.0) == bytes(9000)
     assert segments_of() == []
-    assert find_sockets() <= before
+    assert sockets_of() <= before

@@ -11,7 +11,7 @@ import pytest
 from shm_broadcast import segment
 from shm_broadcast.errors import CapabilityError, DecodeError
 from shm_broadcast.segment import Segment, free_memory_bytes
-from tests.queues import queue, segments_of
+from tests.queues import named_memory_of, queue, segments_of
 
 ADD_SEALS = 1033
 NO_SHRINK, NO_GROW, NO_MORE = 2, 4, 1
@@ -21,14 +21,14 @@ NBYTES = 5 * 4096
 @pytest.mark.guarantee("B15")
 def test_a_segment_is_zeroed_private_and_reserved() -> None:
     """Every page exists when `create` returns, nobody else may open the memory, and it stands in no directory."""
-    before = set(os.listdir("/dev/shm"))
+    before = named_memory_of()
     made = Segment.create(NBYTES)
     status = os.fstat(made.descriptor)
     assert status.st_blocks * 512 >= NBYTES
     assert (status.st_size, status.st_nlink) == (NBYTES, 0)
     assert made.memory[:] == bytes(NBYTES)
     assert not os.get_inheritable(made.descriptor)
-    assert set(os.listdir("/dev/shm")) == before
+    assert named_memory_of() == before
     made.close()
     made.close()
     assert segments_of() == []
@@ -137,11 +137,11 @@ def test_free_memory_is_what_the_kernel_says(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.guarantee("B15")
 def test_a_queue_works_without_a_directory_for_shared_memory() -> None:
     """Nothing of a queue is in /dev/shm, which may be absent, tiny or full; its mappings are memfds."""
-    before = set(os.listdir("/dev/shm"))
+    before = named_memory_of()
     with queue() as (writer, [reader]):
         writer.enqueue("x")
         assert reader.dequeue(1.0) == "x"
-        assert set(os.listdir("/dev/shm")) == before
+        assert named_memory_of() == before
         assert any("memfd:group-coordinator" in each for each in segments_of())
     assert segments_of() == []
 

@@ -64,17 +64,16 @@ public:
         shown_ = 0;
     }
 
-    // Fills in the payload of a message of which lines may have been shown, which are not written again: readers hold
-    // them in their caches.
-    void lay(const codec::Pieces& pieces, const codec::Output& header) {
-        const size_t total = pieces.total();
-        if (shown_ > 0 && turn_.is_mine() && total <= ring::kDraftBytes) {
+    // Fills in the payload of a message that consists of `header`, of which lines may have been shown. Those are not
+    // written again: readers hold them in their caches.
+    void lay(const codec::Output& header) {
+        const size_t total = header.size();
+        if (shown_ > 0 && turn_.is_mine()) {
             ring::put_words(place_, header.data(), 0, sizeof(codec::Prefix));
             ring::put_words(place_, header.data(), shown_, total);
         } else {
-            lay_anew(ring_.reserve(total), pieces, 0, total);
+            ring::put_words(ring_.reserve(total), header.data(), 0, total);
         }
-        stop();
     }
 
     // Fills in bytes [from, from + nbytes) of a message at `to`, the beginning of a payload.

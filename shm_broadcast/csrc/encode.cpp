@@ -3,6 +3,8 @@
 // container that changes meanwhile is an error.
 #include "encoder.hpp"
 
+#include <array>
+
 namespace codec {
 
 bool Encoder::value(PyObject* object, int depth) {
@@ -25,8 +27,8 @@ bool Encoder::value(PyObject* object, int depth) {
     return other(object, depth);
 }
 
-bool Encoder::number(long long number) {
-    if (number >= -32 && number <= 127) return byte(static_cast<uint8_t>(number));
+// Writes what does not fit into its tag.
+bool Encoder::wide_number(long long number) {
     if (number >= 0) {
         if (number <= UINT8_MAX) return tagged<uint8_t>(0xcc, static_cast<uint8_t>(number));
         if (number <= UINT16_MAX) return tagged<uint16_t>(0xcd, static_cast<uint16_t>(number));
@@ -51,9 +53,7 @@ bool Encoder::integer(PyObject* object, int depth) {
     return other(object, depth);
 }
 
-// Writes the head of a map or array.
-bool Encoder::count(size_t entries, uint8_t fixed, uint8_t wide) {
-    if (entries < 16) return byte(static_cast<uint8_t>(fixed | entries));
+bool Encoder::wide_count(size_t entries, uint8_t wide) {
     if (entries <= UINT16_MAX) return tagged<uint16_t>(wide, static_cast<uint16_t>(entries));
     if (entries <= UINT32_MAX) return tagged<uint32_t>(static_cast<uint8_t>(wide + 1), static_cast<uint32_t>(entries));
     PyErr_SetString(PyExc_ValueError, "a container of more than 4294967295 entries");
@@ -70,22 +70,53 @@ bool Encoder::blob(const unsigned char* data, size_t nbytes) {
 bool Encoder::string(PyObject* object) {
     Py_ssize_t length = 0;
     const char* utf8 = PyUnicode_AsUTF8AndSize(object, &length);
-    if (utf8 == nullptr) {  // lone surrogates
-        if (!PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) return false;
-        PyErr_Clear();
-        Ref encoded(PyUnicode_AsEncodedString(object, "utf-8", "surrogatepass"));
-        View view;
-        size_t mark = 0;
-        return encoded && view.acquire(encoded.get()) && begin(kSurrogates, &mark) &&
-               blob(view.data(), view.size()) && end(mark);
-    }
-    return text(utf8, static_cast<size_t>(length));
+    return utf8 != nullptr ? text(utf8, static_cast<size_t>(length)) : surrogates(object);
 }
 
+// Writes a string that has no UTF-8, if that is what the exception says: one with lone surrogates.
+bool Encoder::surrogates(PyObject* object) {
+    if (!PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) return false;
+    PyErr_Clear();
+    Ref encoded(PyUnicode_AsEncodedString(object, "utf-8", "surrogatepass"));
+    View view;
+    size_t mark = 0;
+    return encoded && view.acquire(encoded.get()) && begin(kSurrogates, &mark) && blob(view.data(), view.size()) &&
+           end(mark);
+}
+
+namespace {
+
+// Copies fewer than 32 bytes without a call: the first and the last of them, which may overlap.
+void copy_short(unsigned char* to, const char* from, size_t nbytes) {
+    const auto both = [&](auto word) {
+        const size_t last = nbytes - sizeof word;
+        auto tail = word;
+        std::memcpy(&word, from, sizeof word);
+        std::memcpy(&tail, from + last, sizeof word);
+        std::memcpy(to, &word, sizeof word);
+        std::memcpy(to + last, &tail, sizeof word);
+    };
+    if (nbytes >= 16) both(std::array<uint64_t, 2>{});
+    else if (nbytes >= 8) both(uint64_t{});
+    else if (nbytes >= 4) both(uint32_t{});
+    else if (nbytes >= 2) both(uint16_t{});
+    else if (nbytes == 1) *to = static_cast<unsigned char>(*from);
+}
+
+}  // namespace
+
 bool Encoder::text(const char* data, size_t nbytes) {
+    if (nbytes >= 32) return long_text(data, nbytes);
+    unsigned char* at = out_.extend(1 + nbytes);
+    if (at == nullptr) return false;
+    *at = static_cast<uint8_t>(0xa0 | nbytes);
+    copy_short(at + 1, data, nbytes);
+    return true;
+}
+
+bool Encoder::long_text(const char* data, size_t nbytes) {
     bool ok = false;
-    if (nbytes < 32) ok = byte(static_cast<uint8_t>(0xa0 | nbytes));
-    else if (nbytes <= UINT8_MAX) ok = tagged<uint8_t>(0xd9, static_cast<uint8_t>(nbytes));
+    if (nbytes <= UINT8_MAX) ok = tagged<uint8_t>(0xd9, static_cast<uint8_t>(nbytes));
     else if (nbytes <= UINT16_MAX) ok = tagged<uint16_t>(0xda, static_cast<uint16_t>(nbytes));
     else if (nbytes <= UINT32_MAX) ok = tagged<uint32_t>(0xdb, static_cast<uint32_t>(nbytes));
     else PyErr_SetString(PyExc_ValueError, "a string of more than 4294967295 bytes");
@@ -151,8 +182,7 @@ bool Encoder::list(PyObject* object, int depth) {
             PyErr_Clear();
             return changed("list");
         }
-        Ref item = Ref::borrowed(borrowed);
-        if (!value(item.get(), depth + 1)) {
+        if (!entry(borrowed, depth + 1)) {
             Ref index(PyLong_FromSsize_t(i));
             return fail('i', index.get(), object);
         }
@@ -166,7 +196,7 @@ bool Encoder::tuple(PyObject* object, int depth) {
     size_t mark = 0;
     if (!enter(depth) || !begin(kTuple, &mark) || !count(static_cast<size_t>(entries), 0x90, 0xdc)) return false;
     for (Py_ssize_t i = 0; i < entries; ++i) {
-        if (!value(PyTuple_GetItem(object, i), depth + 1)) {
+        if (!entry(PyTuple_GetItem(object, i), depth + 1)) {
             Ref index(PyLong_FromSsize_t(i));
             return fail('i', index.get(), object);
         }
@@ -207,7 +237,7 @@ bool Encoder::dict(PyObject* object, int depth) {
         Ref key = Ref::borrowed(next_key);
         Ref item = Ref::borrowed(next_item);
         if (!guard.admit(key.get()) || !value(key.get(), depth + 1)) return fail('K', key.get(), object);
-        if (!value(item.get(), depth + 1)) return fail('k', key.get(), object);
+        if (!entry(item.get(), depth + 1)) return fail('k', key.get(), object);
         if (PyDict_Size(object) != entries) return changed("dict");
         show();
     }

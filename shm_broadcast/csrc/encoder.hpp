@@ -63,7 +63,8 @@ public:
 
 class Encoder {
 public:
-    explicit Encoder(PyObject* fallback, Audience* audience = nullptr) : fallback_(fallback), audience_(audience) {}
+    explicit Encoder(PyObject* fallback, Audience* audience = nullptr)
+        : fallback_(fallback), audience_(audience), next_show_(audience == nullptr ? SIZE_MAX : kShownBytes) {}
     ~Encoder() {
         Py_XDECREF(buffers_);
         Py_XDECREF(path_);
@@ -80,9 +81,11 @@ public:
 private:
     bool value(PyObject* object, int depth);
     bool integer(PyObject* object, int depth);
-    bool number(long long value);
+    bool wide_number(long long value);
     bool text(const char* data, size_t nbytes);
+    bool long_text(const char* data, size_t nbytes);
     bool string(PyObject* object);
+    bool surrogates(PyObject* object);
     bool bytes(PyObject* object);
     bool byte_array(PyObject* object);
     bool list(PyObject* object, int depth);
@@ -94,7 +97,7 @@ private:
     bool described(PyObject* description, int depth);
     bool far(PyObject* object, FarKind kind);
     bool blob(const unsigned char* data, size_t nbytes);
-    bool count(size_t entries, uint8_t fixed, uint8_t wide);
+    bool wide_count(size_t entries, uint8_t wide);
     bool begin(uint8_t code, size_t* mark);
     bool end(size_t mark);
     bool far_extension(PyObject* object, Code code);
@@ -106,15 +109,31 @@ private:
 
     // Behind each entry of a container. What stands in an extension, whose length is filled in at its end, waits for that.
     void show() {
-        if (audience_ == nullptr || open_extensions_ > 0 || out_.size() - shown_ < kShownBytes) return;
-        shown_ = out_.size();
-        if (!audience_->show(out_.data(), out_.size())) audience_ = nullptr;
+        if (out_.size() < next_show_ || open_extensions_ > 0) return;
+        next_show_ = audience_->show(out_.data(), out_.size()) ? out_.size() + kShownBytes : SIZE_MAX;
     }
     void stop_showing() {
-        if (audience_ != nullptr) audience_->stop();
-        audience_ = nullptr;
+        if (next_show_ != SIZE_MAX) audience_->stop();
+        next_show_ = SIZE_MAX;
     }
 
+    // Encodes an entry of a container, of which it need not own a reference.
+    bool entry(PyObject* object, int depth) {
+        if (Py_TYPE(object) == &PyLong_Type) {  // half of what a scheduler step consists of, and nothing else can run
+            int overflow = 0;
+            const long long small = PyLong_AsLongLongAndOverflow(object, &overflow);
+            if (overflow == 0) return number(small);
+        }
+        const Ref held = Ref::borrowed(object);
+        return value(object, depth);
+    }
+    bool number(long long value) {
+        return value >= -32 && value <= 127 ? byte(static_cast<uint8_t>(value)) : wide_number(value);
+    }
+    // Writes the head of a map or array.
+    bool count(size_t entries, uint8_t fixed, uint8_t wide) {
+        return entries < 16 ? byte(static_cast<uint8_t>(fixed | entries)) : wide_count(entries, wide);
+    }
     bool byte(uint8_t value) {
         unsigned char* at = out_.extend(1);
         if (at == nullptr) return false;
@@ -133,7 +152,7 @@ private:
 
     PyObject* fallback_;
     Audience* audience_;
-    size_t shown_ = 0;
+    size_t next_show_;  // so many bytes are worth a look; SIZE_MAX: nobody looks, or no more
     int open_extensions_ = 0;
     PyObject* buffers_ = nullptr;  // list of windows and memoryviews, made for the first one
     PyObject* path_ = nullptr;     // list of (kind, key, container), innermost first, made on failure

@@ -142,29 +142,44 @@ PyObject* port_hold(PyObject* self, PyObject* flag) {
     Py_RETURN_NONE;
 }
 
-// Puts an encoded message into the ring if it fits in one record and there is room.
-bool publish(Port* port, const Encoder& encoder, draft::Draft& draft, uint32_t tag) {
+// Publishes a message that is no more than a short header, as most are. Nothing else is in its way: see `send`.
+void publish_short(Port* port, const Encoder& encoder, draft::Draft& draft, uint32_t tag) {
+    draft.lay(encoder.header());
+    ++port->turn;  // an older send may end while a newer one encodes
+    port->ring->publish(encoder.nbytes(), ring::kWhole, encoder.nbytes(), true, tag);
+}
+
+// Publishes any other; false when its buffers cannot be read or have changed, and nothing was changed here.
+[[gnu::noinline]] bool publish_long(Port* port, const Encoder& encoder, uint32_t tag) {
     Ring& ring = *port->ring;
     codec::Pieces pieces;
-    if (encoder.nbytes() > ring.longest_payload() || !ring.is_aligned() || ring.hopeless()) return false;
     if (!pieces.acquire({encoder.header().data(), encoder.header().size()}, encoder.buffers())) {
         PyErr_Clear();
         return false;
     }
     const size_t total = pieces.total();
-    if (!ring.has_room(total)) return false;
+    if (total != encoder.nbytes()) return false;
+    ++port->turn;
     if (total <= kUnlockedCopy) {
-        draft.lay(pieces, encoder.header());
-        ++port->turn;  // an older send may end while a newer one encodes
+        draft::Draft::lay_anew(ring.reserve(total), pieces, 0, total);
         ring.publish(total, ring::kWhole, total, true, tag);
     } else {
-        ++port->turn;
         port->is_busy = true;
         Py_BEGIN_ALLOW_THREADS
         draft::stream(ring, pieces, tag);
         Py_END_ALLOW_THREADS
         port->is_busy = false;
     }
+    return true;
+}
+
+// Puts an encoded message into the ring if it fits in one record and there is room.
+bool publish(Port* port, const Encoder& encoder, draft::Draft& draft, uint32_t tag) {
+    Ring& ring = *port->ring;
+    const uint64_t total = encoder.nbytes();
+    if (total > ring.longest_payload() || !ring.is_aligned() || ring.hopeless() || !ring.has_room(total)) return false;
+    if (encoder.buffers() == nullptr && total <= ring::kDraftBytes) publish_short(port, encoder, draft, tag);
+    else if (!publish_long(port, encoder, tag)) return false;
     port->messages += 1;
     port->nbytes += total;
     if (!port->is_closed) return !port->is_held;

@@ -104,11 +104,18 @@ inline uint64_t now_ns() {
 // Copies bytes [from, to) of `source` into a payload at `target`, word by word, as readers may be looking at the draft that
 // stands there; `from` is a multiple of 8.
 inline void put_words(unsigned char* target, const unsigned char* source, size_t from, size_t to) {
-    for (size_t at = from; at < to; at += sizeof(uint64_t)) {
-        uint64_t word = 0;
-        std::memcpy(&word, source + at, to - at < sizeof word ? to - at : sizeof word);
+    const auto put = [target](size_t at, uint64_t word) {
         std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(target + at)).store(word, std::memory_order_relaxed);
+    };
+    size_t at = from;
+    for (uint64_t word = 0; at + sizeof word <= to; at += sizeof word) {
+        std::memcpy(&word, source + at, sizeof word);
+        put(at, word);
     }
+    if (at >= to) return;
+    uint64_t rest = 0;
+    std::memcpy(&rest, source + at, to - at);
+    put(at, rest);
 }
 
 // Copies bytes [from, to) of a draft to `target`; both multiples of 8.
@@ -269,7 +276,7 @@ public:
         const uint64_t messages = writer().messages.load(std::memory_order_relaxed) + 1;
         uint64_t at = published % capacity() / kLine * kLine;
         if (at + record_bytes(payload) > capacity()) {
-            put_header(at, {capacity() - at - kRecordHeader, kSkip, 0, messages, 0});
+            skip_end(at, messages);
             published += capacity() - at;
             at = 0;
         }
@@ -495,6 +502,11 @@ public:
 
 private:
     unsigned char* data() { return base_ + identity_.data_offset; }
+
+    // Fills the end of the data area, in which the next record does not fit.
+    [[gnu::noinline]] void skip_end(uint64_t at, uint64_t messages) {
+        put_header(at, {capacity() - at - kRecordHeader, kSkip, 0, messages, 0});
+    }
 
     // Word by word: it may stand where a draft that was given up is still looked at.
     void put_header(uint64_t at, const RecordHeader& record) {

@@ -50,6 +50,8 @@ int port_traverse(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(port->general);
     Py_VISIT(port->next_stage);
     Py_VISIT(port->refuse);
+    Py_VISIT(port->latest);
+    Py_VISIT(port->older);
     return 0;
 }
 
@@ -59,6 +61,8 @@ int port_clear(PyObject* self) {
     Py_CLEAR(port->general);
     Py_CLEAR(port->next_stage);
     Py_CLEAR(port->refuse);
+    Py_CLEAR(port->latest);
+    Py_CLEAR(port->older);
     return 0;
 }
 
@@ -130,6 +134,8 @@ PyObject* port_close(PyObject* self, PyObject*) {
     // They hold the end that holds the port.
     Py_CLEAR(port->next_stage);
     Py_CLEAR(port->refuse);
+    Py_CLEAR(port->latest);
+    Py_CLEAR(port->older);
     Py_RETURN_NONE;
 }
 

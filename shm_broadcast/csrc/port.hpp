@@ -10,33 +10,37 @@
 
 namespace port {
 
+// What a writer needs for a message stands at the beginning, in two cache lines.
 struct Port {
     PyObject_HEAD
     PyObject* hook;  // the codec's, for what is no builtin type
-    PyObject* memory;
-    PyObject* general;     // what the direct call ends in where it is no ordinary one; see direct.cpp
-    PyObject* next_stage;  // readers only: how to wait
-    PyObject* refuse;      // readers only: raises for an error
-    int source;            // the writer's rank in its group
-    codec::View* view;
     ring::Ring* ring;
-    codec::Assembly* assembly;  // readers only
-    uint32_t index;             // readers only
-    uint64_t born;              // `forks` when it was made
-    uint64_t turn;              // changes with each use of the port that touches the ring; writers only
-    unsigned int tag;           // of the next message that is sent; of the latest that was received
+    uint64_t born;  // `forks` when it was made
+    uint64_t turn;  // changes with each use of the port that touches the ring; writers only
     unsigned long long messages;
     unsigned long long nbytes;
+    unsigned int tag;  // of the next message that is sent; of the latest that was received
+    int source;        // the writer's rank in its group
+    bool is_held;      // a general call is under way, or a message is lent out
+    bool is_busy;      // inside of `receive`, which may run without the GIL
+    bool is_closed;
+    bool reads;         // this is the reading end
+    PyObject* general;  // what the direct call ends in where it is no ordinary one; see direct.cpp
+    PyObject* memory;
+    codec::View* view;
+    // Readers only:
+    uint32_t index;
     unsigned long long waited_ns;
     unsigned long long arrived_ns;
-    codec::Rehearsal* rehearsal;   // readers only
-    unsigned long long previewed;  // messages that were decoded ahead; readers only
-    unsigned long long rehearsed;  // times that the last message was decoded again; readers only
-    uint64_t given_up;             // where a draft came to nothing, so that it is not looked at again; readers only
-    bool is_held;  // a general call is under way, or a message is lent out
-    bool is_busy;  // inside of `receive`, which may run without the GIL
-    bool is_closed;
-    bool reads;  // this is the reading end
+    uint64_t given_up;  // where a draft came to nothing, so that it is not looked at again
+    codec::Rehearsal* rehearsal;
+    codec::Assembly* assembly;
+    PyObject* next_stage;          // how to wait
+    PyObject* refuse;              // raises for an error
+    PyObject* latest;              // the last message that was decoded ahead
+    PyObject* older;               // the one before it, until the next call
+    unsigned long long previewed;  // messages that were decoded ahead
+    unsigned long long rehearsed;  // times that the last message was decoded again
 };
 
 inline Port* port_of(PyObject* self) { return reinterpret_cast<Port*>(self); }

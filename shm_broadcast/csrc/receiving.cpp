@@ -123,11 +123,12 @@ PyObject* take(Port* port, const ring::RecordHeader& record, const unsigned char
 // that the next message would wait for. So a message that was decoded ahead, which is short and made of builtin types, is
 // held until the call after the next one begins, which has time. One that nobody else holds goes at once.
 void keep_until_later(Port* port, PyObject* message) {
-    port->older = port->latest;  // which `let_go` has left null
+    if (port->is_closed || port->older != nullptr) return;  // another thread came between
+    port->older = port->latest;
     port->latest = Py_NewRef(message);
 }
 
-// The application may have put more into them: its code may run.
+// The application may have put more into them: its code may run, also another call of this port.
 void let_go(Port* port) {
     Py_CLEAR(port->older);
     if (port->latest != nullptr && Py_REFCNT(port->latest) == 1) Py_CLEAR(port->latest);
@@ -192,7 +193,7 @@ PyObject* receive_whole(Port* port, Patience patience) {
 }  // namespace
 
 PyObject* receive(Port* port, Patience patience) {
-    if (port->latest != nullptr) {
+    if (port->latest != nullptr || port->older != nullptr) {
         let_go(port);
         if (!usable(port)) return none_yet();
     }

@@ -4,6 +4,7 @@ import random
 import struct
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,61 @@ def test_a_message_that_was_decoded_ahead_lives_until_the_call_after_the_next(ra
     while len(seen) <= ATTEMPTS and seen[-1] == 0:
         seen.append(ranks2.run(watch_messages)[1])
     assert seen[-1] > 0, seen
+
+
+class Thief:
+    """Something in a message that reads from the queue when it goes."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        """Do `act` at the end."""
+        self._act = act
+
+    def __del__(self) -> None:
+        """Act."""
+        self._act()
+
+
+def read_with_thieves(rank: int, world_size: int, directory: Path) -> int:
+    """Send, or read messages each of which reads another one when it is freed; return how many were taken so."""
+    meeting = Meeting(directory)
+    end: Any = offer(meeting, [1], wait="spin") if rank == 0 else take(meeting, 1)
+    got: list[int] = []
+    stolen = 0
+
+    def steal() -> None:
+        nonlocal stolen
+        if len(got) < MESSAGES:
+            found, message = end.try_dequeue()
+            got.extend([message["number"]] if found else [])
+            stolen += found
+
+    with end:
+        if rank == 0:
+            end.wait_until_ready(LIMIT_S)
+            for number in range(MESSAGES + 2):  # the last read may find that somebody was faster
+                time.sleep(0.0003)
+                end.enqueue(
+                    {"number": number, "reqs": [{"id": f"req-{each}"} for each in range(40)]}, LIMIT_S
+                )
+            meeting.wait("read")
+            return 0
+        message: Any = None
+        while len(got) < MESSAGES:
+            next_one = end.dequeue(LIMIT_S)
+            got.append(next_one["number"])
+            next_one["thief"] = Thief(steal)
+            message = next_one  # frees the last one, if nobody else holds it; the number of this one is noted
+            time.sleep(0.001 if len(got) % 5 == 0 else 0.0)  # some are there then when the next call begins
+        meeting.mark("read")
+        del message, next_one
+    assert got == list(range(len(got)))
+    return stolen
+
+
+@pytest.mark.guarantee("B1", "B23")
+def test_what_goes_with_an_old_message_may_read_the_queue(ranks2: RankPool) -> None:
+    """It runs within the next call, before anything is taken: every message comes once and in order."""
+    assert ranks2.run(read_with_thieves)[1] > 0
 
 
 @pytest.mark.guarantee("B23")

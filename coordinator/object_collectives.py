@@ -45,7 +45,8 @@ class ObjectCollectives(GroupPlanes):
             type: Decode straight into this type; a message that does not fit is a `DecodeError`.
 
         Returns:
-            The object: on rank `src` `obj` itself, elsewhere a copy that shares nothing.
+            The object: on rank `src` `obj` itself, elsewhere a copy that shares nothing. From a queue, a short one
+            may live on until the call after the next one begins; see `QueueReader.dequeue`.
         """
         self._health.check_usable("broadcast_object")
         checks.check_timeout(timeout_s)

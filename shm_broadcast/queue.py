@@ -296,8 +296,7 @@ class QueueReader:
     def dequeue(self, timeout_s: float | None = None, type: Any = None) -> Any:  # noqa: A002
         """Return the next object, which shares nothing with the queue.
 
-        Waits without limit by default, at no cost, but wakes when the writer dies or the queue is closed. A message of
-        builtin types, of up to 4 KiB, may live on until the call after the next one begins: nobody waits for its end.
+        Waits without limit by default, at no cost, but wakes when the writer dies or the queue is closed.
 
         Args:
             timeout_s: Deadline in seconds; when it passes nothing is lost and the queue stays usable.

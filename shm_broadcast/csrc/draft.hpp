@@ -64,8 +64,8 @@ public:
         shown_ = 0;
     }
 
-    // Fills in the payload of a message that consists of `header`, of which lines may have been shown. Those are not
-    // written again: readers hold them in their caches.
+    // Fills in the payload of a message that consists of `header`, of at most kDraftBytes, of which lines may have been
+    // shown. Those are not written again: readers hold them in their caches. The publication ends the draft.
     void lay(const codec::Output& header) {
         const size_t total = header.size();
         if (shown_ > 0 && turn_.is_mine()) {

@@ -10,7 +10,7 @@
 
 namespace port {
 
-// What a writer needs for a message stands at the beginning, in two cache lines.
+// What `send` needs stands at the beginning, in two cache lines.
 struct Port {
     PyObject_HEAD
     PyObject* hook;  // the codec's, for what is no builtin type
@@ -37,8 +37,8 @@ struct Port {
     codec::Assembly* assembly;
     PyObject* next_stage;          // how to wait
     PyObject* refuse;              // raises for an error
-    PyObject* latest;              // the last message that was decoded ahead
-    PyObject* older;               // the one before it, until the next call
+    PyObject* latest;              // what the last direct call returned, if it was decoded ahead
+    PyObject* older;               // the same of the call before it
     unsigned long long previewed;  // messages that were decoded ahead
     unsigned long long rehearsed;  // times that the last message was decoded again
 };

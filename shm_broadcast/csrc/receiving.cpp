@@ -119,21 +119,6 @@ PyObject* take(Port* port, const ring::RecordHeader& record, const unsigned char
     }
 }
 
-// An application keeps a message until it assigns the next one: that frees it, 30 objects of a scheduler step, 1 to 2 us
-// that the next message would wait for. So a message that was decoded ahead, which is short and made of builtin types, is
-// held until the call after the next one begins, which has time. One that nobody else holds goes at once.
-void keep_until_later(Port* port, PyObject* message) {
-    if (port->is_closed || port->older != nullptr) return;  // another thread came between
-    port->older = port->latest;
-    port->latest = Py_NewRef(message);
-}
-
-// The application may have put more into them: its code may run, also another call of this port.
-void let_go(Port* port) {
-    Py_CLEAR(port->older);
-    if (port->latest != nullptr && Py_REFCNT(port->latest) == 1) Py_CLEAR(port->latest);
-}
-
 // Decodes the next message while it is written; nullptr without an exception when it has to be read as any other.
 PyObject* take_ahead(Port* port) {
     draft::Preview preview(*port->ring, port->index);
@@ -150,7 +135,6 @@ PyObject* take_ahead(Port* port) {
     count_message(port, preview.record(), preview.record().payload_bytes);
     port->arrived_ns = ring::now_ns();
     port->previewed += 1;
-    keep_until_later(port, result);
     return result;
 }
 
@@ -193,10 +177,6 @@ PyObject* receive_whole(Port* port, Patience patience) {
 }  // namespace
 
 PyObject* receive(Port* port, Patience patience) {
-    if (port->latest != nullptr || port->older != nullptr) {
-        let_go(port);
-        if (!usable(port)) return none_yet();
-    }
     port->is_busy = true;
     PyObject* result = receive_whole(port, patience);
     port->is_busy = false;

@@ -3,8 +3,6 @@
 import random
 import struct
 import time
-import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,110 +90,6 @@ def test_what_is_shown_ahead_changes_no_message(ranks2: RankPool, mode: WaitMode
         if mode != "spin":
             return
     assert seen[-1] > 0, seen
-
-
-class Probe:
-    """Something that an application puts into a message."""
-
-
-def watch_messages(rank: int, world_size: int, directory: Path) -> int:
-    """Send, or read and watch when what was put into a message goes; return how many were decoded ahead."""
-    meeting = Meeting(directory)
-    end: Any = offer(meeting, [1], wait="spin") if rank == 0 else take(meeting, 1)
-    seen = 0
-    with end:
-        if rank == 0:
-            end.wait_until_ready(LIMIT_S)
-            for number in range(MESSAGES):
-                time.sleep(0.0005)
-                end.enqueue(
-                    {"number": number, "reqs": [{"id": f"req-{each}"} for each in range(40)]}, LIMIT_S
-                )
-            meeting.wait("read")
-            return 0
-        watched: list[tuple[weakref.ref[Probe], bool]] = []
-        message: Any = None
-        for number in range(MESSAGES):
-            # What is dropped early goes when the next call begins, or before.
-            dropped = number % 3 == 0
-            if dropped:
-                message = None
-            before = end._ring._port.previewed
-            message = end.dequeue(LIMIT_S)
-            alive = [probe() is not None for probe, _ in watched]
-            assert alive == ([False, not dropped and watched[-1][1]] if len(watched) == 2 else alive)
-            message["probe"] = Probe()
-            was_ahead = end._ring._port.previewed > before
-            watched = [*watched[-1:], (weakref.ref(message["probe"]), was_ahead)]
-            seen += was_ahead
-        message = None
-        meeting.mark("read")
-    assert [probe() for probe, _ in watched] == [None, None]
-    return seen
-
-
-@pytest.mark.guarantee("B23")
-def test_a_message_that_was_decoded_ahead_lives_until_the_call_after_the_next(ranks2: RankPool) -> None:
-    """Who assigns the next one to the same name does not wait until it is freed; one that nobody holds goes at once."""
-    seen = [0]
-    while len(seen) <= ATTEMPTS and seen[-1] == 0:
-        seen.append(ranks2.run(watch_messages)[1])
-    assert seen[-1] > 0, seen
-
-
-class Thief:
-    """Something in a message that reads from the queue when it goes."""
-
-    def __init__(self, act: Callable[[], object]) -> None:
-        """Do `act` at the end."""
-        self._act = act
-
-    def __del__(self) -> None:
-        """Act."""
-        self._act()
-
-
-def read_with_thieves(rank: int, world_size: int, directory: Path) -> int:
-    """Send, or read messages each of which reads another one when it is freed; return how many were taken so."""
-    meeting = Meeting(directory)
-    end: Any = offer(meeting, [1], wait="spin") if rank == 0 else take(meeting, 1)
-    got: list[int] = []
-    stolen = 0
-
-    def steal() -> None:
-        nonlocal stolen
-        if len(got) < MESSAGES:
-            found, message = end.try_dequeue()
-            got.extend([message["number"]] if found else [])
-            stolen += found
-
-    with end:
-        if rank == 0:
-            end.wait_until_ready(LIMIT_S)
-            for number in range(MESSAGES + 2):  # the last read may find that somebody was faster
-                time.sleep(0.0003)
-                end.enqueue(
-                    {"number": number, "reqs": [{"id": f"req-{each}"} for each in range(40)]}, LIMIT_S
-                )
-            meeting.wait("read")
-            return 0
-        message: Any = None
-        while len(got) < MESSAGES:
-            next_one = end.dequeue(LIMIT_S)
-            got.append(next_one["number"])
-            next_one["thief"] = Thief(steal)
-            message = next_one  # frees the last one, if nobody else holds it; the number of this one is noted
-            time.sleep(0.001 if len(got) % 5 == 0 else 0.0)  # some are there then when the next call begins
-        meeting.mark("read")
-        del message, next_one
-    assert got == list(range(len(got)))
-    return stolen
-
-
-@pytest.mark.guarantee("B1", "B23")
-def test_what_goes_with_an_old_message_may_read_the_queue(ranks2: RankPool) -> None:
-    """It runs within the next call, before anything is taken: every message comes once and in order."""
-    assert ranks2.run(read_with_thieves)[1] > 0
 
 
 @pytest.mark.guarantee("B23")

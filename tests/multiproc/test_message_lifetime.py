@@ -15,7 +15,7 @@ from tests.harness import RankPool
 from tests.worlds import new_group, world
 
 MESSAGES = 400
-ATTEMPTS = 5
+ATTEMPTS = 20
 SPINNING = BroadcastSettings(wait="spin")
 """A reader that polls decodes ahead, unless it never runs beside the writer, as with many others on two cores."""
 
@@ -112,7 +112,7 @@ def read_with_thieves(rank: int, world_size: int, directory: Path) -> int:
             if len(got) < MESSAGES:
                 found, message = reader.try_dequeue()
                 got.extend([message["number"]] if found else [])
-                within += is_reading and found
+                within += is_reading
 
         message: Any = None
         while len(got) < MESSAGES:

@@ -1,4 +1,4 @@
-"""Whether a group can use our own kernels: every fact is told to all ranks, and all come to the same answer."""
+"""Decide whether a group can use our own kernels: all ranks exchange their facts and reach the same answer."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ from shm_broadcast.errors import CapabilityError, CommError, InternalError
 
 __all__ = ["build_custom", "default_cache_directory"]
 
+# Most characters of a failure that is sent to the other ranks, below the 2,000 that a message may hold.
 _TEXT: Final = 1900
-# Enough for torch to take a block of its own for it.
+# Above 1 MiB, the limit of torch's pool for small tensors, so that the sample comes from the pool of large ones.
 _SAMPLE_BYTES: Final = 2 << 20
 
 
 def default_cache_directory() -> Path:
-    """Return where compiled kernels and verdicts are kept if the settings do not say: the user's own cache.
+    """Return the default directory for compiled kernels and results of the peer access test: the user's cache.
 
-    By the password database, not by the environment, which only the settings may read.
+    The home directory comes from the password database, because only the settings may read the environment.
     """
     import pwd
 
     try:
         home = Path(pwd.getpwuid(os.geteuid()).pw_dir)
     except KeyError:
-        # A user without a name, as some clusters give to containers. Who owns the directory is checked in any case.
+        # Some clusters run containers as a user without an entry. The cache checks who owns the directory in any case.
         return Path(tempfile.gettempdir()) / f"group-coordinator-{os.geteuid()}"
     return home / ".cache" / "group-coordinator"
 
@@ -49,16 +50,16 @@ def build_custom(
     open_driver: Callable[[], Driver],
     cubin: CubinSource | None = None,
 ) -> tuple[CustomAllReduce | None, str]:
-    """Return our own collectives for the group, or None with the reason. Collective; equal on all ranks.
+    """Return our own collectives for the group, or None and the reason. Collective; the answer is equal on all ranks.
 
     Args:
-        context: The group; `exchange` must be there.
-        open_driver: Opens this rank's device, which stays the caller's.
-        cubin: Gives the compiled kernels; by default NVRTC and a cache on disk do.
+        context: The group; `exchange` must be set.
+        open_driver: Opens this rank's device, which the caller still owns.
+        cubin: Returns compiled kernels; defaults to NVRTC with a cache on disk.
 
     Raises:
         SettingsError: This rank's policy file cannot be used.
-        DisagreementError: Another rank's cannot, or they say different things.
+        DisagreementError: Another rank's policy file cannot be used, or two of them differ.
     """
     settings, exchange = context.cuda, context.exchange
     if exchange is None:
@@ -78,7 +79,7 @@ def build_custom(
     try:
         return _build(context, exchange, driver, cubin)
     except CapabilityError as error:
-        # The same on all ranks: whoever raises this has told the others.
+        # Equal on all ranks: a rank raises this only after it has told the others.
         return None, str(error)
 
 
@@ -103,7 +104,7 @@ def _build(
         multiprocessors=topology.multiprocessors,
         has_nvlink=_has_fast_links(topology),
         is_verified=True,
-        # The memory of tensors goes by CUDA IPC alone, which the region that was just tried has shown to work, or not.
+        # Tensors' memory can be shared by CUDA IPC only, and the region that was just tested shows whether IPC works.
         is_exportable=_is_exportable(context, exchange, driver) and kind in ("ipc", "local"),
         is_deterministic=context.cuda.deterministic,
     )
@@ -136,7 +137,7 @@ def _said(remark: Remark, context: CommunicatorContext, exchange: Exchange) -> s
 
 
 def _has_fast_links(topology: GroupTopology) -> bool:
-    # Ranks that share a device reach each other at the speed of its memory.
+    # Ranks that share one device exchange data at the speed of its memory.
     return topology.has_nvlink or len({device.uuid for device in topology.devices}) == 1
 
 
@@ -148,7 +149,7 @@ def _directory(context: CommunicatorContext) -> Path:
 def _verify(
     context: CommunicatorContext, exchange: Exchange, driver: Driver, directory: Path
 ) -> tuple[str, Kind]:
-    """Return why writes to peers do not arrive, or "" if they do; and how memory was shared. Collective."""
+    """Return why writes to peers do not arrive ("" if they do), and how memory was shared. Collective."""
     region = PeerMemory.create(
         driver,
         context.rank_in_group,
@@ -168,7 +169,7 @@ def _verify(
             driver, context.rank_in_group, context.ranks, region.addresses, exchange, directory
         )
     except BaseException:
-        # The others may not come to a meeting any more.
+        # The other ranks may not take part in another round.
         is_over = True
         raise
     finally:
@@ -177,7 +178,7 @@ def _verify(
 
 
 def _is_exportable(context: CommunicatorContext, exchange: Exchange, driver: Driver) -> bool:
-    """Return whether on every rank torch's allocator gives memory that peers can map. Collective."""
+    """Return whether torch's allocator returns memory that peers can map, on every rank. Collective."""
     trouble = ""
     try:
         sample = torch.empty(_SAMPLE_BYTES, dtype=torch.uint8, device=context.device)

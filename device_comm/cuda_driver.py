@@ -130,7 +130,7 @@ class CudaDriver(Driver):
         )
 
     def _newer_error(self, function: str, error: ValueError) -> Exception:
-        """Return the error to raise for a status code that is newer than the bindings, which raise ValueError for it."""
+        """Return the error for a status code that is newer than the bindings, which raised ValueError for it."""
         number, _, kind = str(error).partition(" is not a valid ")
         if kind != "CUresult" or not number.isdecimal():
             return error
@@ -430,7 +430,7 @@ class CudaDriver(Driver):
     def launch_cooperative(
         self, function: int, grid: tuple[int, int], block_x: int, stream: int, arguments: PreparedLaunch
     ) -> None:
-        """Launch a two-dimensional grid whose blocks all run at once, or fail. Tests emulate ranks as rows of blocks."""
+        """Launch a two-dimensional grid whose blocks all run at once, or fail. Tests emulate ranks as block rows."""
         sizes = (*grid, 1, block_x, 1, 1, 0)
         kernel, queue = self._functions[function], self._stream(stream)
         self._in_context("cuLaunchCooperativeKernel", kernel, *sizes, queue, arguments.pointers)

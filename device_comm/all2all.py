@@ -364,9 +364,9 @@ def combine(
     rows = hidden_states.detach()
     if rows.dim() == 3:
         rows = _weighted(rows, routed)
-    route = routed._route  # noqa: SLF001 - a record of this module's own
+    route = routed._route  # noqa: SLF001 - a record of this module
     if route.source is None:
-        # A rank may leave rows that are not for it as they are, of any content.
+        # Rows without an expert on this rank may hold anything: they count as 0.
         is_here = (routed.local_ids >= 0).any(1, keepdim=True)
         total = communicator.reduce_scatterv(torch.where(is_here, rows, rows.new_zeros(())), 0, route.counts)
     else:

@@ -120,7 +120,7 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     obstacle: str = ""
 
     def why_not(self) -> str:
-        """Return why our kernels are not used in this group at all, or an empty text."""
+        """Return why our kernels are never used in this group, or an empty text."""
         if not self.is_enabled:
             return "cuda.custom_all_reduce is off"
         if not 2 <= self.world_size <= 8:

@@ -398,9 +398,7 @@ def _check_results(
             f"combine: results must be of 16 bits or more and floating, not {hidden_states.dtype}"
         )
     if hidden_states.dim() == 3 and routed.topk_weights is None:
-        raise UsageError(
-            "combine: results of single experts need topk_weights, which dispatch was not given"
-        )
+        raise UsageError("combine: results of single experts need topk_weights, which dispatch was not given")
 
 
 def _weighted(rows: torch.Tensor, routed: RoutedTokens) -> torch.Tensor:

@@ -94,7 +94,7 @@ class DeathWatch:
 
     def _watch(self) -> None:
         while not self._stop.wait(WATCH_EVERY_S):
-            with contextlib.suppress(OSError):  # the peers' descriptors are closed during teardown; `stop` follows
+            with contextlib.suppress(OSError):  # a teardown closes the watch first, then calls `stop`
                 if self._health.lost():
                     self._record.abort()
                     return

@@ -17,15 +17,13 @@ from device_comm.driver import Driver
 from device_comm.kernels import KernelCache, KernelVariant
 from device_comm.peer_access import PROBE_BYTES, verify_peer_access
 from device_comm.peer_memory import PeerMemory
-from device_comm.peer_messages import Exchange, Kind, Remark, said, speak
+from device_comm.peer_messages import Exchange, Kind, exchange_failure
 from device_comm.policy import GroupFacts
 from device_comm.topology import GroupTopology, gather_topology, probe
 from shm_broadcast.errors import CapabilityError, CommError, InternalError
 
 __all__ = ["build_custom", "default_cache_directory"]
 
-# Most characters of a failure that is sent to the other ranks, below the 2,000 that a message may hold.
-_TEXT: Final = 1900
 # Above 1 MiB, the limit of torch's pool for small tensors, so that the sample comes from the pool of large ones.
 _SAMPLE_BYTES: Final = 2 << 20
 
@@ -72,8 +70,8 @@ def build_custom(
     try:
         driver = open_driver()
     except CommError as error:
-        trouble = str(error)[:_TEXT]
-    failed = _said(Remark(trouble), context, exchange)
+        trouble = str(error)
+    failed = exchange_failure(exchange, trouble, context.ranks)
     if failed or driver is None:
         return None, failed
     try:
@@ -112,8 +110,8 @@ def _build(
     try:
         source = source or _compiled(driver, directory, context.world_size)
     except CommError as error:
-        trouble = str(error)[:_TEXT]
-    failed = _said(Remark(trouble), context, exchange)
+        trouble = str(error)
+    failed = exchange_failure(exchange, trouble, context.ranks)
     if failed or source is None:
         raise CapabilityError(failed, requirement="a cache for compiled kernels")
     custom = CustomAllReduce.create(
@@ -130,10 +128,6 @@ def _build(
         )
     )
     return custom, ""
-
-
-def _said(remark: Remark, context: CommunicatorContext, exchange: Exchange) -> str:
-    return said([each.failure for each in speak(exchange, remark, context.ranks)], context.ranks)
 
 
 def _has_fast_links(topology: GroupTopology) -> bool:
@@ -162,7 +156,7 @@ def _verify(
 
     def meet() -> None:
         if not is_over:
-            speak(exchange, Remark(), context.ranks)
+            exchange_failure(exchange, "", context.ranks)
 
     try:
         verdict = verify_peer_access(
@@ -185,8 +179,8 @@ def _is_exportable(context: CommunicatorContext, exchange: Exchange, driver: Dri
         if not driver.is_legacy_ipc_capable(sample.data_ptr()):
             trouble = "the allocator's memory cannot be exported (expandable segments?)"
     except (CommError, RuntimeError) as error:  # torch has no memory left
-        trouble = str(error)[:_TEXT]
-    return not _said(Remark(trouble), context, exchange)
+        trouble = str(error)
+    return not exchange_failure(exchange, trouble, context.ranks)
 
 
 def _compiled(driver: Driver, directory: Path, world_size: int) -> CubinSource:

@@ -23,7 +23,7 @@ from device_comm.custom_streams import StreamBinding
 from device_comm.driver import Driver
 from device_comm.health import GroupHealth
 from device_comm.kernel_layout import MAX_BLOCKS, NORM_LANES
-from device_comm.peer_messages import Exchange, Remark, said, speak
+from device_comm.peer_messages import Exchange, exchange_failure
 from device_comm.policy import Algorithm, CallFacts, GroupFacts, OperationName, Plan, choose
 from device_comm.policy_table import PolicyTable
 from shm_broadcast.errors import CapabilityError, ClosedError, CommError, UsageError
@@ -38,8 +38,6 @@ _SIZES: Final = {torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
 _MOST_ROUTES: Final = 4096
 # Interval at which `destroy` checks whether queued calls are done.
 _FLUSH_PAUSE_S: Final = 0.001
-# Most characters of a failure that is sent to the other ranks, below the 2,000 that a message may hold.
-_TEXT: Final = 1900
 
 # Replaces the words of the error record after `destroy`, so that every call takes its failure branch.
 _CLOSED: Final = (1,) * 16
@@ -274,15 +272,22 @@ class CustomAllReduce:
     def _in_pieces(
         self, route: _Route, launch: Launch, input_: int, output: int, nbytes: int, itemsize: int, stream: int
     ) -> None:
-        words, first = launch.words, launch.first
         for offset in range(0, nbytes, route.piece):
-            words[first] = input_ + offset
-            words[first + 1] = output + offset
-            words[first + 2] = min(route.piece, nbytes - offset) // itemsize
-            try:
-                self._launch(launch.function, route.grid, route.threads, stream, launch.arguments)
-            except CommError as error:
-                raise self._broken(error) from None
+            count = min(route.piece, nbytes - offset) // itemsize
+            self._queue(route, launch, input_ + offset, output + offset, count, stream)
+
+    def _queue(
+        self, route: _Route, launch: Launch, input_: int, output: int, count: int, stream: int
+    ) -> None:
+        """Launch one kernel; `all_reduce` repeats this to save a call."""
+        words, first = launch.words, launch.first
+        words[first] = input_
+        words[first + 1] = output
+        words[first + 2] = count
+        try:
+            self._launch(launch.function, route.grid, route.threads, stream, launch.arguments)
+        except CommError as error:
+            raise self._broken(error) from None
 
     def reduce_scatter(self, input_: int, output: int, count: int, dtype: torch.dtype, stream: int) -> bool:
         """Sum the ranks' inputs of `world_size` consecutive parts; rank i gets the `count` elements of part i.
@@ -323,14 +328,7 @@ class CustomAllReduce:
             return False
         if operation != "all_gather" and (input_ | output) & 15:
             raise self._misaligned(operation, input_, output)
-        arguments, first = launch.words, launch.first
-        arguments[first] = input_
-        arguments[first + 1] = output
-        arguments[first + 2] = count
-        try:
-            self._launch(launch.function, route.grid, route.threads, stream, launch.arguments)
-        except CommError as error:
-            raise self._broken(error) from None
+        self._queue(route, launch, input_, output, count, stream)
         return True
 
     def can_fuse(self, rows: int, hidden: int, dtype: torch.dtype, stream: int) -> bool:
@@ -481,7 +479,7 @@ class CustomAllReduce:
             # The float32 module serves all-gathers of every dtype.
             self._launches.load("shards", "float32")
         except CommError as error:
-            failure = str(error)[:_TEXT]
+            failure = str(error)
         self._tell("begin_capture", failure, "kernels for all ranks")
         self._capture_stream = stream
 
@@ -523,8 +521,7 @@ class CustomAllReduce:
 
     def _tell(self, operation: str, failure: str, requirement: str) -> None:
         """Exchange whether a step failed, and raise on all ranks if it failed on any. Collective."""
-        remarks = speak(self._context.exchange, Remark(failure), self._context.ranks)
-        failed = said([remark.failure for remark in remarks], self._context.ranks)
+        failed = exchange_failure(self._context.exchange, failure, self._context.ranks)
         if failed:
             raise CapabilityError(f"{self._health.where(operation)}: {failed}", requirement=requirement)
 

@@ -15,8 +15,8 @@ from device_comm.error_record import DeathWatch, ErrorRecord
 from device_comm.graph_inputs import GraphInputs
 from device_comm.health import GroupHealth
 from device_comm.kernel_layout import STATE_BYTES, WorkspaceLayout, largest_input, pack_params
-from device_comm.peer_memory import PeerMemory
-from device_comm.peer_messages import Exchange, Kind, Remark, said, speak
+from device_comm.peer_memory import PeerMemory, attempt
+from device_comm.peer_messages import MAX_TEXT_CHARS, Exchange, Kind, exchange_failure, speak
 from device_comm.policy import Capacity, GroupFacts, policy_digest
 from device_comm.policy_file import read_policy_file, table_of
 from device_comm.policy_table import BUILT_IN, PolicyTable
@@ -26,8 +26,6 @@ __all__ = ["CustomResources", "PolicyMessage", "agree_on_policy", "capacity_of"]
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-# Most characters of a failure that is sent to the other ranks, below the 2,000 that a message may hold.
-_TEXT = 1900
 # Descriptors first: a rank may free that memory while a peer still maps it, so leaving a group needs no round.
 _KINDS: Final[tuple[Kind, ...]] = ("vmm", "ipc")
 
@@ -69,8 +67,8 @@ def agree_on_policy(
     except CommError as error:
         trouble = error
     own = PolicyMessage(
-        "" if trouble is None else str(trouble)[:_TEXT],
-        table.origin[:_TEXT],
+        "" if trouble is None else str(trouble)[:MAX_TEXT_CHARS],
+        table.origin[:MAX_TEXT_CHARS],
         policy_digest(table),
         msgspec.json.encode(facts, order="deterministic").decode(),
     )
@@ -151,19 +149,18 @@ class CustomResources:
         try:
             made._initialise(layout, cubin)
         except CommError as error:
-            failure = str(error)[:_TEXT]
+            failure = str(error)
         except BaseException:
             made.destroy(None)
             raise
         try:
             # Also a barrier: no rank pushes into an arena before its owner has filled it with sentinels.
-            remarks = speak(exchange, Remark(failure), ranks)
-            failed = said([remark.failure for remark in remarks], ranks)
+            failed = exchange_failure(exchange, failure, ranks)
         except BaseException:
             made.destroy(None)
             raise
         if failed:
-            made.destroy(lambda: _meet(exchange, ranks))
+            made.destroy(lambda: _synchronize(exchange, ranks))
             raise CapabilityError(
                 f"{health.where('custom all-reduce')}: {failed}",
                 requirement="kernels and memory on all ranks",
@@ -239,32 +236,22 @@ class CustomResources:
         if record is not None:
             record.abort()
         inputs: GraphInputs | None = getattr(self, "inputs", None)
-        _try(trouble, self._driver.context_synchronize)
-        if inputs is not None:
-            _try(trouble, inputs.close_peers)
+        attempt(trouble, self._driver.context_synchronize)
         if self._memory is not None:
             self._memory.close(barrier, self._health.lost)
         if inputs is not None:
-            _try(trouble, inputs.free)
+            attempt(trouble, inputs.free)
         launches: Launches | None = getattr(self, "launches", None)
         if launches is not None:
-            _try(trouble, launches.unload)
+            attempt(trouble, launches.unload)
         state, self._state = self._state, 0
         if state:
-            _try(trouble, self._driver.mem_free, state)
+            attempt(trouble, self._driver.mem_free, state)
         if record is not None:
-            _try(trouble, record.free)
+            attempt(trouble, record.free)
         if trouble:
             logger.warning("%s: %s", self._health.where("destroy"), "; ".join(trouble))
 
 
-def _meet(exchange: Exchange, ranks: Sequence[int]) -> None:
-    speak(exchange, Remark(), ranks)
-
-
-def _try(trouble: list[str], step: Callable[..., object], *arguments: object) -> None:
-    """Run one step of a teardown and collect its error, so that later steps still run."""
-    try:
-        step(*arguments)
-    except (CommError, OSError) as error:
-        trouble.append(str(error))
+def _synchronize(exchange: Exchange, ranks: Sequence[int]) -> None:
+    exchange_failure(exchange, "", ranks)

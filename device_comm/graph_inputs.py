@@ -16,7 +16,14 @@ import msgspec
 
 from device_comm.driver import Driver
 from device_comm.peer_memory import PeerMemory
-from device_comm.peer_messages import BufferRecord, Exchange, Remark, said, speak
+from device_comm.peer_messages import (
+    MAX_TEXT_CHARS,
+    BufferRecord,
+    Exchange,
+    exchange_failure,
+    said,
+    speak,
+)
 from shm_broadcast.errors import CapabilityError, CommError, DisagreementError
 
 __all__ = ["SLOTS", "GraphInputs"]
@@ -26,8 +33,6 @@ SLOTS: Final = 4096
 
 # Eight addresses, one for each rank of the largest group.
 _SLOT_BYTES: Final = 64
-# Most characters of a failure that is sent to the other ranks, below the 2,000 that a message may hold.
-_TEXT: Final = 1900
 
 
 class _Note(msgspec.Struct, frozen=True):
@@ -96,8 +101,6 @@ class GraphInputs:
         driver.memcpy_htod(self._table, bytes(SLOTS * _SLOT_BYTES))
         self._used = 0
         self._notes: list[_Note] = []
-        # Mapped allocations of peers, by (rank in the group, handle): each is mapped once.
-        self._opened: dict[tuple[int, bytes], int] = {}
 
     @property
     def pending(self) -> int:
@@ -145,17 +148,12 @@ class GraphInputs:
         try:
             self._fill(first, notes, messages)
         except CommError as error:
-            failure = str(error)[:_TEXT]
-        self._raise_for([remark.failure for remark in speak(exchange, Remark(failure), self._ranks)])
+            failure = str(error)
+        self._raise_for(exchange_failure(exchange, failure, self._ranks))
 
     def drop(self) -> None:
         """Discard the recorded inputs of a failed capture. Their slots stay zero, which a replay reports."""
         self._notes.clear()
-
-    def close_peers(self) -> None:
-        """Unmap the other ranks' inputs. Idempotent."""
-        while self._opened:
-            self._driver.ipc_close(self._opened.popitem()[1])
 
     def free(self) -> None:
         """Free the table. No graph that uses it may run afterwards. Idempotent."""
@@ -168,24 +166,18 @@ class GraphInputs:
         inputs: list[BufferRecord | None] = []
         try:
             for note in notes:
-                if note.is_staged:
-                    inputs.append(None)
-                    continue
-                base, size = self._driver.address_range(note.address)
-                if base not in handles:
-                    is_local = self._memory.kind == "local"
-                    handles[base] = (
-                        base.to_bytes(8, "little") if is_local else self._driver.ipc_get_handle(base)
-                    )
-                inputs.append(BufferRecord(handles[base], note.address - base, note.nbytes, size))
+                record = None
+                if not note.is_staged:
+                    record = self._memory.record_of(note.address, note.nbytes, handles)
+                inputs.append(record)
         except CommError as error:
-            return CaptureMessage(str(error)[:_TEXT])
+            return CaptureMessage(str(error)[:MAX_TEXT_CHARS])
         except ValueError as error:
             return CaptureMessage(f"an input of {notes[len(inputs)].nbytes} bytes: {error}")
         return CaptureMessage("", tuple(note.nbytes for note in notes), tuple(inputs))
 
     def _check(self, messages: Sequence[CaptureMessage]) -> None:
-        self._raise_for([message.failure for message in messages])
+        self._raise_for(said([message.failure for message in messages], self._ranks))
         # The slots are not compared: they are local to a rank and differ after a capture that failed on some.
         shapes = [message.sizes for message in messages]
         if any(shape != shapes[0] for shape in shapes):
@@ -198,8 +190,7 @@ class GraphInputs:
                 f"{self._where('graph capture')}: ranks captured different calls: {listed}", views=views
             )
 
-    def _raise_for(self, failures: Sequence[str]) -> None:
-        failure = said(failures, self._ranks)
+    def _raise_for(self, failure: str) -> None:
         if failure:
             raise CapabilityError(
                 f"{self._where('graph capture')}: an input could not be shared ({failure}); "
@@ -225,9 +216,4 @@ class GraphInputs:
             return 0
         if record is None:
             return self._memory.addresses[rank] + self._staging_offset
-        if self._memory.kind == "local":
-            return int.from_bytes(record.handle, "little") + record.offset
-        key = (rank, record.handle)
-        if key not in self._opened:
-            self._opened[key] = self._driver.ipc_open_handle(record.handle)
-        return self._opened[key] + record.offset
+        return self._memory.address_of(rank, record)

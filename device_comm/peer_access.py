@@ -17,7 +17,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from device_comm.driver import Driver
-from device_comm.peer_messages import Exchange, Remark, said, speak
+from device_comm.peer_messages import Exchange, exchange_failure, speak
 from shm_broadcast.errors import CommError, UsageError
 from shm_broadcast.liveness import this_process
 
@@ -33,8 +33,6 @@ PROBE_BYTES: Final = 4 * _WORDS * _PARTS
 
 # Bounds how much of a result's file is read; a result of eight ranks takes about 500 bytes.
 _MOST_FILE_BYTES: Final = 64 << 10
-# Most characters of a failure that is sent to the other ranks, below the 2,000 that a message may hold.
-_TEXT: Final = 1900
 
 
 class PeerVerdict(msgspec.Struct, frozen=True):
@@ -118,18 +116,16 @@ def verify_peer_access(
     )
     path = None if cache_directory is None else _path(cache_directory, record)
     missing = "nothing is kept" if path is None else _why_unknown(path, record)
-    if not any(remark.failure for remark in speak(exchange, Remark(missing[:_TEXT]), ranks)):
+    if not exchange_failure(exchange, missing, ranks):
         return PeerVerdict(True, "writes between all ranks arrived when they were tried before", True)
     try:
-        trouble = _write(driver, rank_in_group, addresses)
-        failure = said([remark.failure for remark in speak(exchange, Remark(trouble), ranks)], ranks)
+        failure = exchange_failure(exchange, _write(driver, rank_in_group, addresses), ranks)
         if not failure:
-            arrived = _look(driver, rank_in_group, ranks, addresses)
-            failure = said([remark.failure for remark in speak(exchange, Remark(arrived), ranks)], ranks)
+            failure = exchange_failure(exchange, _look(driver, rank_in_group, ranks, addresses), ranks)
     finally:
         # No rank accesses the regions any more: all have reported their result, or the group is lost.
         cleared = _clear(driver, rank_in_group, addresses)
-    failure = failure or said([remark.failure for remark in speak(exchange, Remark(cleared), ranks)], ranks)
+    failure = failure or exchange_failure(exchange, cleared, ranks)
     if failure:
         return PeerVerdict(False, f"peer access does not work: {failure}", False)
     if path is not None:
@@ -155,7 +151,7 @@ def _write(driver: Driver, rank: int, addresses: Sequence[int]) -> str:
                 driver.memset_d32(place, _word(rank, peer, part), _WORDS, 0)
         driver.context_synchronize()
     except CommError as error:
-        return str(error)[:_TEXT]
+        return str(error)
     return ""
 
 
@@ -174,7 +170,7 @@ def _look(driver: Driver, rank: int, ranks: Sequence[int], addresses: Sequence[i
                 lost.append(f"what is in the memory of rank {ranks[writer]} cannot be read here")
     except CommError as error:
         lost.append(str(error))
-    return "; ".join(lost)[:_TEXT]
+    return "; ".join(lost)
 
 
 def _clear(driver: Driver, rank: int, addresses: Sequence[int]) -> str:
@@ -182,7 +178,7 @@ def _clear(driver: Driver, rank: int, addresses: Sequence[int]) -> str:
         driver.memset_d32(addresses[rank], 0, PROBE_BYTES // 4 * len(addresses), 0)
         driver.context_synchronize()
     except CommError as error:
-        return str(error)[:_TEXT]
+        return str(error)
     return ""
 
 

@@ -15,13 +15,14 @@ import msgspec
 
 from device_comm.driver import Driver
 from device_comm.peer_messages import (
+    MAX_TEXT_CHARS,
     BufferRecord,
     BuffersMessage,
     Exchange,
     Kind,
     OfferMessage,
     RegionMessage,
-    Remark,
+    exchange_failure,
     said,
     speak,
 )
@@ -35,7 +36,7 @@ from shm_broadcast.errors import (
 from shm_broadcast.liveness import this_process
 from shm_broadcast.segment import Handover, Hello, take_descriptor
 
-__all__ = ["KINDS", "PeerMemory"]
+__all__ = ["KINDS", "PeerMemory", "attempt"]
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -43,9 +44,6 @@ _Message = TypeVar("_Message", bound=msgspec.Struct)
 
 KINDS: Final[tuple[Kind, ...]] = ("ipc", "vmm")
 """Ways to share memory between processes, the preferred first: legacy IPC needs no thread and no descriptors."""
-
-# Most characters of a failure that is sent to the other ranks, below the 2,000 that a message may hold.
-_TEXT: Final = 1900
 
 
 class _Descriptor:
@@ -173,7 +171,7 @@ class PeerMemory:
                 else:
                     refused[name] = "the device or its driver does not support it"
             except CommError as error:
-                refused[name] = str(error)[:_TEXT]
+                refused[name] = str(error)[:MAX_TEXT_CHARS]
         return OfferMessage(nbytes, tuple(can), refused, this_process())
 
     def _candidates(
@@ -212,8 +210,7 @@ class PeerMemory:
             regions = self._speak(region)
             failure = said([each.failure for each in regions], self._ranks)
             if not failure:
-                remark = Remark(self._open_all(kind, regions, timeout_s))
-                failure = said([each.failure for each in self._speak(remark)], self._ranks)
+                failure = self._exchange_failure(self._open_all(kind, regions, timeout_s))
         finally:
             if handover is not None:
                 handover.close()
@@ -222,7 +219,7 @@ class PeerMemory:
         if failure:
             trouble = self._close_peers()
             # A rank may free its memory only after all ranks have unmapped it.
-            self._speak(Remark())
+            self._exchange_failure("")
             self._is_exposed = False
             self._free_own(trouble)
             _report(trouble)
@@ -257,7 +254,7 @@ class PeerMemory:
         except (CommError, OSError) as error:
             if descriptor is not None:
                 os.close(descriptor)
-            return RegionMessage(str(error)[:_TEXT]), None, None
+            return RegionMessage(str(error)[:MAX_TEXT_CHARS]), None, None
 
     def _open_all(self, kind: Kind, regions: Sequence[RegionMessage], timeout_s: float) -> str:
         """Map the peers' regions; return why one cannot be mapped, or ""."""
@@ -275,7 +272,7 @@ class PeerMemory:
                     self._driver.enable_peer_access(region.device)
                     address = region.address
             except (CommError, OSError) as error:
-                return f"the memory of rank {self._ranks[rank]} cannot be mapped: {error}"[:_TEXT]
+                return f"the memory of rank {self._ranks[rank]} cannot be mapped: {error}"
             addresses.append(address)
         self.addresses = tuple(addresses)
         return ""
@@ -313,7 +310,7 @@ class PeerMemory:
             if self._driver.is_legacy_ipc_capable(address):
                 return ""
         except CudaError as error:
-            return str(error)[:_TEXT]
+            return str(error)[:MAX_TEXT_CHARS]
         return "its memory cannot be exported by CUDA IPC, as that of torch's expandable_segments"
 
     def register(self, buffers: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
@@ -354,8 +351,7 @@ class PeerMemory:
             result = self._open_buffers(buffers, [message.buffers for message in messages])
         except CommError as error:
             trouble = error
-        remarks = self._speak(Remark("" if trouble is None else str(trouble)[:_TEXT]))
-        failure = said([remark.failure for remark in remarks], self._ranks)
+        failure = self._exchange_failure("" if trouble is None else str(trouble))
         if failure:
             raise CapabilityError(
                 f"a registered buffer cannot be opened: {failure}", requirement="memory for CUDA IPC"
@@ -370,18 +366,31 @@ class PeerMemory:
             if why:
                 return BuffersMessage(f"{address:#x}: {why}")
             try:
-                base, size = self._driver.address_range(address)
-                if base not in handles:
-                    is_local = self.kind == "local"
-                    handles[base] = (
-                        base.to_bytes(8, "little") if is_local else self._driver.ipc_get_handle(base)
-                    )
-                records.append(BufferRecord(handles[base], address - base, nbytes, size))
+                records.append(self.record_of(address, nbytes, handles))
             except CudaError as error:
-                return BuffersMessage(str(error)[:_TEXT])
+                return BuffersMessage(str(error)[:MAX_TEXT_CHARS])
             except ValueError as error:
                 return BuffersMessage(f"{address:#x} with {nbytes} bytes: {error}")
         return BuffersMessage("", tuple(records))
+
+    def record_of(self, address: int, nbytes: int, handles: dict[int, bytes]) -> BufferRecord:
+        """Return the record by which peers find memory of this rank; `handles` caches handles by base address.
+
+        Raises:
+            CudaError: The memory cannot be exported.
+            ValueError: It exceeds its allocation.
+        """
+        base, size = self._driver.address_range(address)
+        if base not in handles:
+            is_local = self.kind == "local"
+            handles[base] = base.to_bytes(8, "little") if is_local else self._driver.ipc_get_handle(base)
+        return BufferRecord(handles[base], address - base, nbytes, size)
+
+    def address_of(self, rank: int, record: BufferRecord) -> int:
+        """Return the address in this process of a peer's memory; map its allocation until `close` if necessary."""
+        if self.kind == "local":
+            return int.from_bytes(record.handle, "little") + record.offset
+        return self._open(rank, record.handle) + record.offset
 
     def _open_buffers(
         self, buffers: Sequence[tuple[int, int]], records: Sequence[Sequence[BufferRecord]]
@@ -390,18 +399,15 @@ class PeerMemory:
         for index, (address, _) in enumerate(buffers):
             row = []
             for rank, of_rank in enumerate(records):
-                record = of_rank[index]
-                if rank == self._rank:
-                    row.append(address)
-                elif self.kind == "local":
-                    row.append(int.from_bytes(record.handle, "little") + record.offset)
-                else:
-                    row.append(self._open(rank, record.handle) + record.offset)
+                row.append(address if rank == self._rank else self.address_of(rank, of_rank[index]))
             result.append(tuple(row))
         return result
 
     def _speak(self, message: _Message) -> list[_Message]:
         return speak(self._exchange, message, self._ranks)
+
+    def _exchange_failure(self, failure: str) -> str:
+        return exchange_failure(self._exchange, failure, self._ranks)
 
     # --- teardown ---------------------------------------------------------------------------------------------
 
@@ -431,9 +437,9 @@ class PeerMemory:
         trouble: list[str] = []
         if self._state != "closed":
             self._state = "closed"
-            _try(trouble, self._driver.context_synchronize)
+            attempt(trouble, self._driver.context_synchronize)
             trouble += self._close_peers()
-            if barrier is not None and _try(trouble, barrier):
+            if barrier is not None and attempt(trouble, barrier):
                 self._is_exposed = False
         if self._own:
             others = {rank for rank in self._ranks if rank != self._ranks[self._rank]}
@@ -448,10 +454,10 @@ class PeerMemory:
         self.addresses = ()
         while self._opened:
             _, address = self._opened.popitem()
-            _try(trouble, self._driver.ipc_close, address)
+            attempt(trouble, self._driver.ipc_close, address)
         while self._mapped:
             address, nbytes = self._mapped.popitem()
-            _try(trouble, self._driver.vmm_unmap, address, nbytes)
+            attempt(trouble, self._driver.vmm_unmap, address, nbytes)
         return trouble
 
     def _free_own(self, trouble: list[str]) -> None:
@@ -463,9 +469,9 @@ class PeerMemory:
             )
             return
         if self.kind == "vmm":
-            _try(trouble, self._driver.vmm_unmap, self._own, self.nbytes)
+            attempt(trouble, self._driver.vmm_unmap, self._own, self.nbytes)
         else:
-            _try(trouble, self._driver.mem_free, self._own)
+            attempt(trouble, self._driver.mem_free, self._own)
         self._own = 0
 
 
@@ -474,7 +480,7 @@ def _let_go(_hello: Hello, descriptor: int) -> None:
     os.close(descriptor)
 
 
-def _try(trouble: list[str], step: Callable[..., object], *arguments: object) -> bool:
+def attempt(trouble: list[str], step: Callable[..., object], *arguments: object) -> bool:
     """Run one step of a teardown and collect its error, so that later steps still run; return whether it succeeded."""
     try:
         step(*arguments)

@@ -226,7 +226,7 @@ def test_other_operations() -> None:
         ({"world_size": 9}, "2 to 8 ranks, not 9"),
         ({"world_size": 1}, "2 to 8 ranks, not 1"),
         ({"arch": ""}, "different architectures"),
-        ({"arch": "sm_75"}, "nobody has measured"),
+        ({"arch": "sm_75"}, "no thresholds are known for sm_75"),
         ({"is_verified": False}, "could read"),
         ({"obstacle": "rank 3 has no IPC"}, "rank 3 has no IPC"),
         ({"has_nvlink": False}, "no threshold for all_reduce of 8 ranks over pcie"),

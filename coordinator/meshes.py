@@ -31,8 +31,8 @@ def layout_of_mesh(mesh: DeviceMesh) -> ParallelLayout:
         dimension = next((each for each in _ORDER if each == _ALIASES.get(name, name)), None)
         if dimension is None:
             raise UsageError(
-                f"the mesh has an unknown dimension {name!r}; known are "
-                f"{', '.join(_ORDER)}, and as other names of the first two {', '.join(_ALIASES)}"
+                f"the mesh has an unknown dimension {name!r}; use {', '.join(_ORDER)}, "
+                f"or {', '.join(_ALIASES)} for the first two"
             )
         names.append(dimension)
     if not names:

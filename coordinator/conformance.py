@@ -13,7 +13,7 @@ from coordinator import conformance_inputs as inputs
 from device_comm.base import SUM, DeviceCommunicator
 from shm_broadcast.errors import UsageError
 
-# The latest results are kept alive, this many, to detect later calls that write into them.
+# Number of recent results that are kept alive, to detect later calls that write into them.
 _KEPT_RESULTS: Final = 12
 
 
@@ -246,7 +246,9 @@ class Checker:
         notes = self.communicator.all_gather(note.to(self.communicator.device), 0).cpu().view(-1, len(note))
         for rank, (failed, *bits) in enumerate(notes.tolist()):
             if rank != self.rank:
-                found = [("a clause of the contract", "a call", "that rank says which")] if failed else []
+                found = (
+                    [("a clause of the contract", "a call", "that rank's error names it")] if failed else []
+                )
                 views[rank] = (found, bytes(bits).hex())
         return views
 
@@ -254,8 +256,8 @@ class Checker:
         """Run one part of the suite.
 
         Args:
-            name: Of the part.
-            part: Makes the calls.
+            name: Name of the part.
+            part: Makes the calls of the part.
             exchange: Whether the ranks exchange their findings.
 
         Raises:

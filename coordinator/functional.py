@@ -16,8 +16,8 @@ existing groups are found: a list never creates a group, and never finds a fake.
 
 In a graph of `torch.compile` every call is one operation (see `compile_ops`). Pass the `GroupCoordinator` itself there.
 
-Errors are those of the method of the same name on `GroupCoordinator`; those of a running call are raised where its
-result is first used.
+Errors are those of the corresponding method of `GroupCoordinator`. A running call raises them where its result is
+first used.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class WaitingTensor(AsyncCollectiveTensor):
         for size in reversed(shape):
             strides.append(step)
             step *= max(size, 1)
-        made: Any = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch's only door to it
+        made: Any = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch has no public equivalent
             cls, torch.Size(shape), strides=tuple(reversed(strides)), dtype=like.dtype, device=like.device
         )
         made.handle = handle

@@ -55,7 +55,7 @@ def find_membership(group_ranks: Sequence[Sequence[int]], rank: int, world_size:
                 )
             if member in seen:
                 raise UsageError(
-                    f"rank {member} stands in group_ranks[{seen[member]}] and again in group_ranks[{index}]"
+                    f"rank {member} appears in group_ranks[{seen[member]}] and again in group_ranks[{index}]"
                 )
             seen[member] = index
     if rank not in seen:

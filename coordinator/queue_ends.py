@@ -39,7 +39,7 @@ class UnreadWriter:
     """The writing end of a queue without readers. It refuses the objects that every queue refuses."""
 
     def __init__(self, health: GroupHealth) -> None:
-        """Belong to the group of `health`."""
+        """Check every call against `health`, the health of the group."""
         self._health = health
 
     def enqueue(self, obj: Any, timeout_s: float | None = None) -> None:

@@ -1,7 +1,7 @@
 """Rendezvous: how the processes of a world find each other. This is the only caller of `init_process_group`.
 
 There are three methods: the environment of a launcher such as torchrun, an address given by the caller, or, on one
-host, a directory. None of them listens on a wildcard address.
+host, a directory. This module never listens on a wildcard address.
 """
 
 from __future__ import annotations

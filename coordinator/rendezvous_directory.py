@@ -148,7 +148,7 @@ class DirectoryRendezvous:
         try:
             found = generation.lstat()
         except OSError:
-            return "its last generation was removed"
+            return "the last generation was removed"
         if (
             not stat.S_ISDIR(found.st_mode)
             or found.st_uid != os.getuid()
@@ -158,7 +158,7 @@ class DirectoryRendezvous:
         owner = _read_owner(generation)
         own = this_process()
         if owner is None:
-            return "its last generation has no owner"
+            return "the last generation has no readable owner file"
         if not own.on_same_host(owner.process) or (
             own.sees(owner.process) and process_state(owner.process) == "dead"
         ):
@@ -178,7 +178,7 @@ class DirectoryRendezvous:
         except FileExistsError:
             return f"another process has already joined the last generation as rank {self._rank}"
         except OSError:
-            return "its last generation was removed"
+            return "the last generation was removed"
         return None
 
     def _is_past(self, generation: Path, world_size: int) -> bool:

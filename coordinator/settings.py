@@ -67,7 +67,7 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         if self.interface is not None and not _is_interface_name(self.interface):
             raise SettingsError(
                 f"interface is {self.interface!r}, but must be the name of a network interface "
-                "(1 to 15 characters without blanks and '/')"
+                "(1 to 15 characters without blanks or '/')"
             )
         if self.remote_ports is not None and _port_range(self.remote_ports) is None:
             raise SettingsError(
@@ -204,8 +204,8 @@ class LaunchEnvironment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if missing:
             present = [name for name in (*needed, "LOCAL_RANK", "LOCAL_WORLD_SIZE") if environ.get(name)]
             raise SettingsError(
-                f"the launcher's environment is incomplete: {', '.join(missing)} missing, "
-                f"though {', '.join(present) or 'LOCAL_RANK'} set; start the processes with torchrun, "
+                f"the launcher's environment is incomplete: it lacks {', '.join(missing)}, "
+                f"though it sets {', '.join(present) or 'LOCAL_RANK'}; start the processes with torchrun, "
                 "or set all of these variables, or none"
             )
         world_size = _integer(environ, "WORLD_SIZE", 1, 2**31 - 1)

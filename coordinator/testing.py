@@ -88,7 +88,7 @@ def check_device_communicator(
         communicator: The communicator to check, usually `group.device_communicator`.
         dtypes: The dtypes to move and reduce; default: those that serving engines use.
         host: Exchanges the ranks' findings so that all ranks raise the same error; usually the group itself.
-            Without it the communicator under test carries the findings as one bit per rank, and only the rank that
+            Without it the communicator under test carries only a flag and a digest per rank, and only the rank that
             found a violation can name it.
         exact_reductions: Whether sums, means and products of floating and complex dtypes must match
             `device_comm.reduction` bit for bit (rank order, float32 for narrow dtypes). If False, rounding may differ.

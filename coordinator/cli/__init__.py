@@ -8,7 +8,7 @@ from pathlib import Path
 
 __all__ = ["main"]
 
-# Upper limit of --ranks: `check` and `demo` try out one host, which has no more devices than this.
+# Upper limit of `--ranks`, far above the number of devices on one host.
 MOST_RANKS = 64
 # The parts of `check`: the calls of a device communicator, then those of the host plane.
 CHECKED = (

@@ -69,7 +69,7 @@ def collect(*, tries: bool = True) -> dict[str, Any]:
         "versions": {name: _version(name) for name in PACKAGES}
         | {
             "python": platform.python_version(),
-            "CUDA of torch": torch.version.cuda or "none (CPU build)",
+            "CUDA version of torch": torch.version.cuda or "none (CPU build)",
         },
         "host": {
             "system": f"{platform.system()} {platform.release()} on {platform.machine()}",

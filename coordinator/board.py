@@ -1,6 +1,6 @@
 """The status store: what ranks tell each other through torch's store when a group's transport is stuck.
 
-All keys stand under the group's prefix. `arrived/<plane>/<rank>` says where a rank waits, `verdict` is the failure
+All keys are under the group's prefix. `arrived/<plane>/<rank>` says where a rank waits, `verdict` is the failure
 record (the first one written holds), and `left/<rank>` says that a rank has destroyed the group.
 """
 

@@ -300,7 +300,10 @@ class ParallelGroups:
         return StartUpReport.of([group.creation for group in dict.fromkeys(self.by_name().values())])
 
     def destroy(self) -> None:
-        """Destroy the groups in reverse order of creation. Idempotent, not collective, bounded."""
+        """Destroy the groups in reverse order of creation. Idempotent, not collective.
+
+        Waits for the other ranks at most about `destroy_timeout_s` per group.
+        """
         groups = self.by_name()
         parts = [groups.pop(name) for name in _PARTS]
         _destroy([*groups.values(), *self._retired, *parts], keep=None if self.owns_world else self.world)

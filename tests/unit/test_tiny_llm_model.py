@@ -325,7 +325,7 @@ def test_a_wrong_weight_is_refused_by_name(tmp_path: Path) -> None:
         tmp_path, make_config(), {"w": torch.ones(2, 2), "q": torch.ones(2, 2, dtype=torch.int8)}
     )
     with Checkpoint(tmp_path) as checkpoint:
-        with pytest.raises(DemoError, match="lack 'v'"):
+        with pytest.raises(DemoError, match="there is no weight 'v'"):
             checkpoint.read_into(torch.empty(2, 2), "v")
         with pytest.raises(DemoError, match=r"'w' has shape \[2, 2\], not \[3, 2\]"):
             checkpoint.read_into(torch.empty(3, 2), "w")

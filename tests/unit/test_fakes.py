@@ -634,6 +634,6 @@ def test_ranks_do_not_mean_a_fake() -> None:
     fake = FakeGroupCoordinator(0, 2)
     for meant in (fake, fake.unique_name):
         assert functional.all_reduce(TABLE, "sum", meant)[0, 1] == 2
-    with pytest.raises(UsageError, match="no group of the ranks"):
+    with pytest.raises(UsageError, match="no group with the ranks"):
         functional.all_reduce(TABLE, "sum", [0, 1])
     fake.destroy()

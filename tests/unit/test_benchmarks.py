@@ -154,9 +154,9 @@ def test_results_survive_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ("", "holds no results"),
-        ("{}", "holds no results"),
-        ('{"schema":', "holds no results"),
+        ("", "holds no readable results"),
+        ("{}", "holds no readable results"),
+        ('{"schema":', "holds no readable results"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, content: str, text: str) -> None:
@@ -411,7 +411,7 @@ def test_cases_are_chosen_in_their_own_order() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["run", "--cases", "barier"], "no case 'barier'"),
+        (["run", "--cases", "barier"], "unknown case 'barier'"),
         (["--world", "1"], "at least 2"),
         (["--cases", "scaling", "--scale-to", "1"], "--scale-to is 1"),
         (["show", "/nowhere"], "cannot read"),

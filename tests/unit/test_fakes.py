@@ -625,7 +625,7 @@ def test_dimensions_of_one_table_share_a_fake() -> None:
     assert groups.world is groups.tp is groups.ep
     assert groups.pp is groups.dp is groups.cp
     assert "world=tp=ep" in groups.tp.unique_name
-    with pytest.raises(UsageError, match="no rank 2"):
+    with pytest.raises(UsageError, match="there is no rank 2"):
         fake_groups(ParallelLayout(tensor=2), 2)
 
 
@@ -634,6 +634,6 @@ def test_ranks_do_not_mean_a_fake() -> None:
     fake = FakeGroupCoordinator(0, 2)
     for meant in (fake, fake.unique_name):
         assert functional.all_reduce(TABLE, "sum", meant)[0, 1] == 2
-    with pytest.raises(UsageError, match="no group of the ranks"):
+    with pytest.raises(UsageError, match="no group with the ranks"):
         functional.all_reduce(TABLE, "sum", [0, 1])
     fake.destroy()

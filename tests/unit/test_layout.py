@@ -185,7 +185,7 @@ def test_an_unknown_dimension_is_refused() -> None:
         ParallelLayout().size,
         lambda name: ParallelLayout().group_of(name, 0),
     ):
-        with pytest.raises(UsageError, match="there are world, tp, cp, pp, dp, ep"):
+        with pytest.raises(UsageError, match="the dimensions are world, tp, cp, pp, dp, ep"):
             ask(name)
 
 

@@ -460,10 +460,10 @@ def test_a_partial_launch_is_refused(missing: str, is_empty: bool) -> None:
     environ = {name: value for name, value in TORCHRUN.items() if name != missing}
     if is_empty:
         environ[missing] = ""
-    with pytest.raises(SettingsError, match=f"incomplete: {missing} missing, though .*LOCAL_RANK"):
+    with pytest.raises(SettingsError, match=f"incomplete: it lacks {missing}, though it sets .*LOCAL_RANK"):
         LaunchEnvironment.from_env(environ)
     with pytest.raises(
-        SettingsError, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT missing, though LOCAL_RANK"
+        SettingsError, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, though it sets LOCAL_RANK"
     ):
         LaunchEnvironment.from_env({"LOCAL_RANK": "0"})
 

@@ -139,21 +139,21 @@ class Output(OrderedDict):
     ("arguments", "reason"),
     [
         ({"cls": 3}, "needs a class"),
-        ({"cls": int}, "carried anyway"),
+        ({"cls": int}, "needs no registration"),
         ({"cls": str}, "cannot be registered"),
         ({"cls": object}, "cannot be registered"),
         ({"cls": type}, "cannot be registered"),
         ({"cls": enum.EnumType}, "cannot be registered"),
-        ({"cls": Fraction}, "give encode= and decode="),
-        ({"cls": Slotted}, "give encode= and decode="),
-        ({"cls": Output}, "give encode= and decode="),
+        ({"cls": Fraction}, "without encode= and decode="),
+        ({"cls": Slotted}, "without encode= and decode="),
+        ({"cls": Output}, "without encode= and decode="),
         ({"cls": Fraction, "encode": str}, "both encode= and decode="),
         ({"cls": Fraction, "decode": str}, "both encode= and decode="),
-        ({"cls": Point, "name": "other"}, "is registered as"),
+        ({"cls": Point, "name": "other"}, "already registered as"),
         ({"cls": Key, "name": f"{Point.__module__}.Point"}, "belongs to another class"),
-        ({"cls": Slotted, "name": ""}, "is no name"),
-        ({"cls": Slotted, "name": 3}, "is no name"),
-        ({"cls": np.ndarray}, "carried anyway"),
+        ({"cls": Slotted, "name": ""}, "is not a printable name"),
+        ({"cls": Slotted, "name": 3}, "is not a printable name"),
+        ({"cls": np.ndarray}, "needs no registration"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -210,7 +210,7 @@ def test_a_bad_value_for_a_subclass_is_a_decode_error() -> None:
     frame = encode(Box(1)).to_bytes()
     unregister_type(Box)
     register_type(Bag, name="tests.shape")
-    with pytest.raises(DecodeError, match="cannot be built of a dict"):
+    with pytest.raises(DecodeError, match="cannot be built from a dict"):
         decode(frame)
     unregister_type(Bag)
     assert decode(encode(Request("a", [])).to_bytes()) == Request("a", [])

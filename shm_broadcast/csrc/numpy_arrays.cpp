@@ -1,12 +1,12 @@
-// numpy's arrays through the buffer protocol, which tells format, shape and address in one call.
+// Send and build numpy arrays through the buffer protocol, which gives format, shape and address in one call.
 #include "arrays.hpp"
 
 namespace codec {
 namespace {
 
-// One dtype that travels by its name.
+// A dtype that the core handles.
 struct Dtype {
-    char format;  // of the buffer protocol, native
+    char format;  // native format letter of the buffer protocol
     char name[kMostName];
     PyObject* dtype;
     size_t itemsize;
@@ -14,7 +14,7 @@ struct Dtype {
 
 // Filled once, when the first array of this process is sent or received.
 PyTypeObject* array_type = nullptr;
-Dtype dtypes[kMostDtypes];  // no container: nothing of ours may run when the process exits
+Dtype dtypes[kMostDtypes];  // not a container: no destructor may run when the process exits
 size_t known = 0;
 
 const Dtype* find(char format) {
@@ -50,7 +50,7 @@ PyObject* numpy_dtypes(PyObject*, PyObject* args) {
     }
     known = static_cast<size_t>(count < kMostDtypes ? count : kMostDtypes);
     std::memcpy(dtypes, found, sizeof found);
-    // Kept for good, as numpy is.
+    // Never released, as numpy is never unloaded.
     for (size_t i = 0; i < known; ++i) Py_INCREF(dtypes[i].dtype);
     Py_INCREF(type);
     array_type = reinterpret_cast<PyTypeObject*>(type);
@@ -68,7 +68,7 @@ bool numpy_describe(PyObject* object, Array* array) {
     if (Py_TYPE(object) != array_type) return false;
     Py_buffer view;
     if (PyObject_GetBuffer(object, &view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) != 0) {
-        PyErr_Clear();  // strided, of another byte order, of a dtype that has no format, ...
+        PyErr_Clear();  // not contiguous, of a dtype without a format, ...
         return false;
     }
     const Dtype* dtype = view.format[0] != 0 && view.format[1] == 0 ? find(view.format[0]) : nullptr;

@@ -153,8 +153,8 @@ TREES: dict[str, tuple[bytes, str]] = {
     "datetime with a strange zone": (hook(22, 5, packed([2024, 1, 1, 0, 0, 0, 0, 0])), "time zone"),
     "timedelta overflow": (hook(25, None, packed([1 << 62] * 3)), "no valid frame"),
     "timezone too far": (hook(26, None, packed(VALUES["timedeltas"][1])), "offset"),
-    "zone outside": (hook(27, None, packed("../../etc/passwd")), "no key"),
-    "zone absolute": (hook(27, None, packed("/etc/passwd")), "no key"),
+    "zone outside": (hook(27, None, packed("../../etc/passwd")), "not a valid key"),
+    "zone absolute": (hook(27, None, packed("/etc/passwd")), "not a valid key"),
     "zone unknown": (hook(27, None, packed("Nowhere/Land")), "No time zone"),
     "zone directory": (hook(27, None, packed("Europe")), "no valid frame"),
     "uuid too short": (hook(28, None, packed(b"abc")), "16"),
@@ -207,7 +207,7 @@ TREES: dict[str, tuple[bytes, str]] = {
     "torch dtype unknown": (hook(48, None, packed("load")), "unknown to this torch"),
     "torch size of text": (hook(49, None, packed(["a"])), "integers"),
     "torch device unknown": (hook(50, "nonsense", packed(None)), "no valid frame"),
-    "torch device out of range": (hook(50, "cuda", packed(1 << 40)), "for cuda:0"),
+    "torch device out of range": (hook(50, "cuda", packed(1 << 40)), "as cuda:0"),
 }
 
 

@@ -95,7 +95,7 @@ def test_an_unknown_key_is_refused_before_a_byte_is_decoded(
                 stranger.send(pack(Kind.HELLO, writer.endpoint.generation, 0, 1, b"\x80"))
             writer.publish(codec.encode("secret"))
             assert not stranger.poll(500)
-        with pytest.raises(PeerLostError, match="no reader with this key"):
+        with pytest.raises(PeerLostError, match="no reader has this key"):
             RemoteReader.open(writer.endpoint, RemoteKeys.generate(), 1, "steps", timeout_s=PATIENCE_S)
         assert writer.absent() == [1]
     assert unpacked == []
@@ -350,7 +350,7 @@ def test_a_writer_that_does_not_hold_the_key_is_refused() -> None:
     """A reader whose handle names another server key speaks to nobody: DecodeError, not a time-out."""
     with leg() as (writer, keys):
         other = msgspec.structs.replace(writer.endpoint, server_public_key=RemoteKeys.generate().public)
-        with pytest.raises(DecodeError, match="does not hold the key"):
+        with pytest.raises(DecodeError, match="does not hold the handle.s key"):
             RemoteReader.open(other, keys[1], 1, "steps", timeout_s=PATIENCE_S)
         assert writer.absent() == [1]
 
@@ -421,7 +421,7 @@ def test_what_is_no_key_is_refused_without_being_shown(key: Any) -> None:
 def test_readers_have_keys_of_their_own() -> None:
     """Two ranks with one key could not be told apart."""
     key = RemoteKeys.generate().public
-    with pytest.raises(UsageError, match="of its own"):
+    with pytest.raises(UsageError, match="a different key for each"):
         RemoteWriter.create("steps", {1: key, 2: key}, HERE)
 
 

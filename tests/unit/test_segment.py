@@ -80,7 +80,7 @@ def memory_file(nbytes: int, seals: int) -> int:
 )
 def test_memory_that_could_change_or_has_another_size_is_refused(nbytes: int, seals: int) -> None:
     """A segment that is handed over is mapped only with every seal and the size that the handle gives."""
-    with pytest.raises(DecodeError, match=f"no sealed segment of {NBYTES} bytes"):
+    with pytest.raises(DecodeError, match=f"not a sealed segment of {NBYTES} bytes"):
         Segment.adopt(memory_file(nbytes, seals), NBYTES)
 
 
@@ -93,7 +93,7 @@ def test_what_is_no_memory_is_refused() -> None:
             Segment.adopt(os.dup(file.fileno()), NBYTES)
     ends = os.pipe()
     for end in ends:
-        with pytest.raises(DecodeError, match="no shared segment"):
+        with pytest.raises(DecodeError, match="not a shared segment"):
             Segment.adopt(end, NBYTES)
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(end)

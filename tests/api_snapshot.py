@@ -34,7 +34,7 @@ MODULES = (
 
 
 def public_api() -> str:
-    """Return the text."""
+    """Return the whole snapshot as text."""
     spelled: set[type] = set()
     parts = []
     for name in MODULES:
@@ -45,7 +45,7 @@ def public_api() -> str:
 
 
 def public_names(module: ModuleType) -> list[str]:
-    """Return the names that a module offers: its `__all__`, else what it defines itself."""
+    """Return the names that a module offers: its `__all__`, otherwise what it defines itself."""
     declared: list[str] | None = getattr(module, "__all__", None)
     if declared is not None:
         return sorted(declared)
@@ -117,7 +117,7 @@ def _result(getter: Any) -> str:
 
 
 class _Text:
-    """Shown as it is, without quotes."""
+    """Text that `repr` shows without quotes."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -131,7 +131,7 @@ def _bare(annotation: Any) -> Any:
 
 
 def _steady(default: Any) -> Any:
-    """Return what shows like `default` in every run: no address in memory."""
+    """Return `default`, or the name of its type if its repr contains an address."""
     return _Text(type(default).__name__) if " at 0x" in repr(default) else default
 
 

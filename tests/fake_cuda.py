@@ -49,7 +49,7 @@ _CUBIN_MAGIC = b"host-library:"
 
 
 class FakeGraph:
-    """What was recorded on a stream."""
+    """The calls recorded on a stream."""
 
     def __init__(self) -> None:
         self.steps: list[Callable[[], None]] = []
@@ -57,17 +57,17 @@ class FakeGraph:
 
 
 def fake_cubin(library: Path | str) -> bytes:
-    """Return what `FakeDriver.module_load` takes for a compiled module: the place of a host library."""
+    """Return a stand-in for a compiled module: the path of a host library for `FakeDriver.module_load`."""
     return _CUBIN_MAGIC + str(library).encode()
 
 
 def violations(directory: Path) -> list[str]:
-    """Return what any rank did in the wrong order, as text."""
+    """Return the errors of order that any rank made, as text."""
     return sorted(path.read_text() for path in Path(directory).glob("violation-*"))
 
 
 class FakeDriver(FakeMemory):
-    """One rank's device. See the head of this file."""
+    """One rank's device; see the module's docstring."""
 
     def __init__(
         self,
@@ -124,23 +124,23 @@ class FakeDriver(FakeMemory):
         return torch.frombuffer(buffer, dtype=dtype, count=count, offset=padding_bytes).view(dims)
 
     def begin_capture(self, stream: int) -> None:
-        """Record what is given to `stream` from now on."""
+        """Record the calls on `stream` from now on instead of running them."""
         if stream in self._capturing:
             raise self._error("begin_capture", INVALID_VALUE)
         self._capturing[stream] = FakeGraph()
 
     def end_capture(self, stream: int) -> FakeGraph:
-        """Return what was recorded."""
+        """Stop recording and return the graph."""
         graph: FakeGraph = self._capturing.pop(stream)
         return graph
 
     def replay(self, graph: FakeGraph) -> None:
-        """Do what was recorded, with the arguments of then."""
+        """Run the recorded calls with their recorded arguments."""
         for step in graph.steps:
             step()
 
     def leaks(self) -> list[str]:
-        """Return what was not given back, torch's memory left out."""
+        """Return what was not released, torch's memory excepted."""
         found = [f"{m.kind} {m.name} of {m.nbytes} bytes" for m in self._memory.values() if m.kind != "torch"]
         found += [f"host memory of {nbytes} bytes" for nbytes in self._host.values()]
         found += [f"VMM handle {handle}" for handle in self._vmm]
@@ -150,7 +150,7 @@ class FakeDriver(FakeMemory):
         return sorted(found)
 
     def release(self) -> None:
-        """Give everything back that is left, torch's memory too, without judging it."""
+        """Release everything that is left, including torch's memory, without reporting it."""
         with self._lock:
             for address in list(self._memory):
                 self._unmap(address)
@@ -277,7 +277,7 @@ class FakeDriver(FakeMemory):
 
 
 def _copy_of(arguments: PreparedLaunch) -> PreparedLaunch:
-    """Return the arguments as they are now: a graph keeps those of the capture."""
+    """Return a copy of the arguments: a graph keeps those of the capture."""
     if not arguments.word_of:
         return PreparedLaunch([])
     ends = [*arguments.word_of[1:], len(arguments.words)]

@@ -1,4 +1,4 @@
-"""Runs a function in several processes, with a deadline, and tells readably what went wrong in which of them.
+"""Run a function in several processes with a deadline, and report failures by rank.
 
 `run_ranks` starts new processes for one function. `RankPool` keeps its processes for many functions: use the
 fixtures `ranks2` and `ranks4` wherever no rank is killed and nothing about the process itself matters.
@@ -34,14 +34,14 @@ EXIT_S = 20.0
 
 
 class RankFailureError(AssertionError):
-    """At least one rank did not do what it should; the text shows each.
+    """At least one rank failed; the text shows each failure.
 
     Attributes:
         failures: What happened, by rank.
     """
 
     def __init__(self, what: str, world_size: int, failures: Mapping[int, str]) -> None:
-        """Compose the text from what happened to each rank."""
+        """Build the text from the failure of each rank."""
         parts = [f"{len(failures)} of {world_size} ranks failed: {what}"]
         parts += [f"--- rank {rank}: {text}" for rank, text in sorted(failures.items())]
         super().__init__("\n".join(parts))
@@ -92,7 +92,7 @@ def run_ranks(
 
 
 class RankPool:
-    """Processes that run one function after the other, each time with a new directory.
+    """Processes that run one function after another, each time with a new directory.
 
     After a failure the processes are killed, and the next `run` starts new ones. A context manager.
     """
@@ -123,7 +123,7 @@ class RankPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let the processes end, and check how they do; after an error kill them."""
+        """End the processes and check how they end; kill them after an error."""
         if kind is None:
             self.close()
         else:
@@ -193,7 +193,7 @@ class RankPool:
             raise RankFailureError("the end of the processes", self.world_size, failures)
 
     def kill(self) -> None:
-        """Kill every process, and what it left behind, now."""
+        """Kill every process and its descendants now."""
         while self._processes:
             self._processes.pop().release()
         if self._directory is not None:
@@ -239,7 +239,7 @@ def _collect(
 
 
 def _ready(processes: Iterable[RankProcess], deadline: float) -> list[RankProcess]:
-    """Return the processes that have answered or ended; none if `deadline` passed."""
+    """Return the processes that have answered or ended; none after `deadline`."""
     poll = select.poll()
     by_descriptor = {}
     for process in processes:
@@ -270,7 +270,7 @@ def _answer(process: RankProcess, deadline: float, is_expected_dead: bool) -> tu
 
 
 def _exit_problem(process: RankProcess, deadline: float, is_expected_dead: bool) -> str | None:
-    """Return what is wrong with the end of a process, or None."""
+    """Return what went wrong when a process ended, or None."""
     if not process.wait(deadline):
         return _with_output(process, f"hangs while it ends; it was here:\n{process.dump_stacks()}")
     if process.status != 0 and not is_expected_dead:
@@ -292,7 +292,7 @@ def _with_output(process: RankProcess, text: str) -> str:
 
 
 def _name_of(target: Callable[..., Any]) -> str:
-    """Return module:function; refuse what a rank could not import."""
+    """Return "module:function"; refuse a function that a rank could not import."""
     name = f"{target.__module__}:{target.__qualname__}"
     found = getattr(sys.modules.get(target.__module__), target.__name__, None)
     if found is not target or target.__module__ == "__main__":

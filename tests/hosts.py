@@ -1,4 +1,4 @@
-"""Four ranks on two hosts: two network namespaces joined by a cable, loopback does not reach from one to the other."""
+"""Run four ranks on two hosts: two network namespaces, each with its own loopback, joined by a virtual cable."""
 
 import json
 import os
@@ -73,5 +73,5 @@ def run_on_two_hosts(module: str, *words: str, dead: Collection[int] = ()) -> li
 
 
 def report(directory: Path, rank: int, found: dict[str, Any]) -> None:
-    """Leave what a rank found for `run_on_two_hosts`."""
+    """Write a rank's result for `run_on_two_hosts`."""
     (directory / f"report-{rank}").write_text(json.dumps(found))

@@ -1,4 +1,4 @@
-"""Runs the tests against the packages that are installed: `python -m tests.installed [what to give to pytest]`.
+"""Run the tests against the installed packages: `python -m tests.installed [arguments of pytest]`.
 
 The tests are copied to a directory in which the three packages are links to the installed ones: whatever a test
 imports, compiles or reads is what the wheel brought, and no checkout is in reach.

@@ -1,4 +1,4 @@
-"""What a process holds right now, and what it holds more than before: descriptors, threads, children, files."""
+"""Snapshots of what a process holds, to find leaks: descriptors, threads, children, files."""
 
 import gc
 import os
@@ -42,7 +42,7 @@ class Snapshot:
 
     @classmethod
     def take(cls) -> "Snapshot":
-        """Return what this process holds now."""
+        """Return a snapshot of this process."""
         return cls(
             descriptors=_descriptors(),
             threads=frozenset(threading.enumerate()),
@@ -54,7 +54,7 @@ class Snapshot:
         )
 
     def gpu_files(self) -> list[str]:
-        """Return the driver's files that are open."""
+        """Return the open files of the GPU driver."""
         return sorted(target for target in self.descriptors.values() if target.startswith("/dev/nvidia"))
 
 
@@ -79,7 +79,7 @@ def leaked_since(
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the live children of `pid`; zombies count: somebody forgot to wait for them."""
+    """Return the live children of `pid`. Zombies count: nobody has waited for them."""
     if pid == os.getpid() and not _has_children():
         return []
     running = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
@@ -87,7 +87,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def _has_children() -> bool:
-    """Ask the kernel: to look through /proc takes two milliseconds, for every test of every rank."""
+    """Ask the kernel whether there are children: searching /proc would take 2 ms for every test of every rank."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT | WAIT_ALL)
     except ChildProcessError:
@@ -150,7 +150,7 @@ def _command(pid: int) -> str:
 
 
 def _held_by_others(name: str) -> bool:
-    """Tell whether a process that is no descendant of ours maps /dev/shm/`name`: then it is not our leak."""
+    """Return whether a process outside of our descendants maps /dev/shm/`name`, so that it is not our leak."""
     try:
         # By inode: glibc creates a semaphore under another name, which is the one that its mapping shows.
         inode = str((SHM / name).stat().st_ino)

@@ -1,4 +1,4 @@
-"""The processes that `harness` starts: one server that has torch imported, and the ranks that it forks.
+"""The processes that `harness` starts: a server that has torch imported, and the ranks that it forks.
 
 Importing torch costs more than a second of processor time; a fork of a process that has it costs milliseconds.
 The server has one thread and never touches CUDA, so a fork of it is as good as a new interpreter. A rank that
@@ -50,13 +50,13 @@ Message = dict[str, Any]
 
 
 def send(channel: socket.socket, message: Mapping[str, Any]) -> None:
-    """Send one message; blocks until the kernel took all of it."""
+    """Send one message; block until the kernel has taken all of it."""
     payload = msgspec.msgpack.encode(message)
     channel.sendall(LENGTH.pack(len(payload)) + payload)
 
 
 def receive(channel: socket.socket) -> Message | None:
-    """Return the next message, or None when the other side is gone; blocks for the socket's time-out."""
+    """Return the next message, or None if the other side is gone; block up to the socket's time-out."""
     header = _read(channel, LENGTH.size)
     payload = None if header is None else _read(channel, LENGTH.unpack(header)[0])
     return None if payload is None else msgspec.msgpack.decode(payload, type=Message)
@@ -79,7 +79,7 @@ def _read(channel: socket.socket, size: int) -> bytes | None:
 
 
 def serve(control: socket.socket) -> None:
-    """Fork ranks on request until the harness goes away."""
+    """Fork ranks on request until the harness disconnects."""
     _prctl(
         PR_SET_CHILD_SUBREAPER, 1
     )  # what a rank leaves behind becomes our child, so we can count and reap it
@@ -138,7 +138,7 @@ def _fork_rank(control: socket.socket, descriptor: int, spawn: Message) -> int:
 
 
 def end_briefly() -> None:
-    """Leave out the destructors of torch's static objects, which take more time than all else of a rank.
+    """Skip the destructors of torch's static objects, which take longer than everything else in a rank.
 
     Python still ends as it does: threads are joined, exit functions run, modules and objects are destroyed. What is
     left out comes after that, and only while no thread is left that could run into what is destroyed. Our cores have
@@ -151,7 +151,7 @@ def end_briefly() -> None:
 
 
 def _reap_group(group: int) -> list[int]:
-    """Reap the dead of process group `group` and return [group] if some of it is still alive, else []."""
+    """Reap process group `group`; return [group] if a member is still alive, otherwise []."""
     while True:
         try:
             if os.waitpid(-group, os.WNOHANG)[0] == 0:
@@ -174,7 +174,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def run_jobs(channel: socket.socket, stacks: str) -> None:
-    """Run one function after the other, as the harness asks, until it goes away."""
+    """Run one function after another as the harness asks, until it disconnects."""
     sys.stdin = open(os.devnull)
     errors: list[str] = []
     _collect_hidden_errors(errors)
@@ -223,7 +223,7 @@ def _process_group_left() -> list[str]:
 
 
 def _describe(error: BaseException, target: str) -> str:
-    """Return the traceback, and the local variables of the last frame of the test's own file."""
+    """Return the traceback, and the local variables of the last frame in the test's own file."""
     text = "".join(traceback.format_exception(error)).rstrip()
     path = sys.modules[target.partition(":")[0]].__file__ if target.partition(":")[0] in sys.modules else None
     own: FrameType | None = None
@@ -244,7 +244,7 @@ def _describe(error: BaseException, target: str) -> str:
 
 
 def _collect_hidden_errors(errors: list[str]) -> None:
-    """Make errors in threads, in `__del__` and in callbacks count: Python only prints them."""
+    """Record errors in threads, `__del__` and callbacks, which Python only prints."""
 
     def unraisable(event: "sys.UnraisableHookArgs") -> None:
         trace = traceback.format_exception(event.exc_type, event.exc_value, event.exc_traceback)

@@ -1,6 +1,6 @@
 """The public API as text: names and signatures of the modules that users import.
 
-`make api` (`python -m tests.api_snapshot`) writes it to tests/unit/public_api.txt, which a test compares.
+`make api` (`python -m tests.api_snapshot`) writes them to tests/unit/public_api.txt; a test compares that file.
 """
 
 import enum
@@ -81,7 +81,7 @@ def _members(kind: type, spelled: set[type]) -> Iterator[str]:
         yield f"__init__{_signature(constructor)}"
     above = {owner for base in kind.__mro__[1:] if base in spelled for owner in base.__mro__}
     for name in sorted(dir(kind)):
-        # What a base of ours outside of `object` and the library brings counts too: it is called on this class.
+        # Include what is inherited from our bases that the snapshot does not list: users call it on this class.
         owner = next(base for base in kind.__mro__ if name in vars(base))
         if name.startswith("_") or owner.__module__.partition(".")[0] not in OURS or owner in above:
             continue

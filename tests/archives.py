@@ -1,7 +1,7 @@
 """Check what `make dist` has built: `python -m tests.archives contents|types`.
 
-`contents`: the wheel and the source archive hold every file of the packages, and the wheel fits every later Python.
-`types`: pyright finds the type of every public name in the wheel complete.
+`contents`: wheel and source archive hold every file of the packages, and the wheel runs on every later Python.
+`types`: pyright knows the complete type of every public name in the wheel.
 """
 
 import os
@@ -64,7 +64,7 @@ def check_types() -> None:
     """Exit with pyright's findings if the type of a public name in the wheel is incomplete."""
     with tempfile.TemporaryDirectory(prefix="types-") as name:
         home = Path(name)
-        # pyright asks the first python of the PATH where packages are.
+        # pyright asks the first python in PATH for the location of packages.
         venv.create(home, symlinks=True)
         site = next(home.glob("lib/python*/site-packages"))
         with zipfile.ZipFile(built("*.whl")) as archive:

@@ -30,7 +30,7 @@ skipped_by_rule = pytest.StashKey[bool]()
 temporary = pytest.StashKey[str]()
 
 hypothesis.settings.register_profile("steady", deadline=None, derandomize=True)
-# Under a sanitizer, where each example takes ten times as long and has run without it before.
+# For sanitizers: examples take ten times as long there, and the full number runs without them.
 hypothesis.settings.register_profile("brief", deadline=None, derandomize=True, max_examples=20)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
@@ -48,18 +48,18 @@ def pytest_configure(config: pytest.Config) -> None:
     """Give this run a temporary directory of its own and a clean environment."""
     config.addinivalue_line("markers", "requires_gpus(count): the test needs that many CUDA devices")
     config.addinivalue_line("markers", "requires(probe): the test needs what the probe looks for")
-    directory = tempfile.mkdtemp(prefix="gc-")  # short: Unix sockets in it have paths of at most 107 bytes
+    directory = tempfile.mkdtemp(prefix="gc-")  # short, as paths of Unix sockets have at most 107 bytes
     config.stash[temporary] = directory
     tempfile.tempdir = os.environ["TMPDIR"] = directory
     for name in list(os.environ):
         if name.startswith("GROUP_COORDINATOR_") or name in LAUNCHER_VARIABLES:
             del os.environ[name]
-    # A shell that starts a run in the background ignores Ctrl-C for it, and its processes would inherit that.
+    # A shell starts background runs with Ctrl-C ignored, and the ranks would inherit that.
     for number in (signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    # Before any test imports torch. The threads of several runs on few cores spin for one another: the conformance
-    # suite takes four times the processor time with two. Where threads could change a result, a test asks for them.
+    # Set before any test imports torch, whose threads spin: with two per rank on few cores the conformance suite takes
+    # four times the processor time. A test whose result depends on threads asks for them.
     os.environ.update(rank_processes.ONE_THREAD)
 
 

@@ -123,7 +123,7 @@ class CustomRank:
     def exchange(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes."""
         self.number += 1
-        # Not empty: the store cannot hold that.
+        # The prefix keeps the value non-empty, as the store requires.
         self.store.set(f"{self.number}/{self.rank}", "+" + data.hex())
         keys = [f"{self.number}/{rank}" for rank in range(self.world_size)]
         end = time.monotonic() + 20.0

@@ -1,17 +1,17 @@
-"""A CUDA driver without a GPU, over real processes: the interface of `device_comm.driver`, strict where CUDA is.
+"""A CUDA driver without a GPU, across real processes: the interface of `device_comm.driver`, as strict as CUDA.
 
-"Device memory" is host memory. What can be exported is a file in a directory that the ranks share, mapped by all of
-them; an IPC handle names that file. Kernels are a shared library that `tests/native/cuda/host_build.py` compiles from
-the same source, or Python functions. Streams are in order because every call is done when it returns, so a launch that
-waits for peers blocks its thread until they have launched too: ranks in one process need a thread each.
+"Device memory" is host memory. Exportable memory is a file in a directory that the ranks share and map; an IPC handle
+names that file. Kernels are Python functions, or a shared library that `tests/native/cuda/host_build.py` compiles from
+the product's source. Every call completes before it returns, so streams are in order. A launch that waits for peers
+blocks its thread until they have launched too, so ranks in one process need one thread each.
 
     driver = FakeDriver(directory, rank)
     module = driver.module_load(fake_cubin(library))     # or FakeDriver(..., kernels={"name": function})
     driver.begin_capture(stream); ...; graph = driver.end_capture(stream); driver.replay(graph)
     assert driver.leaks() == [] and violations(directory) == []
 
-It convicts what only crashes now and then on a device: memory freed while a peer has it open, a handle opened twice,
-an export that was not asked about, a call that capture forbids, what was never given back.
+It reports errors that crash a device only sometimes: memory freed while a peer has it open, a handle opened twice, an
+export without asking whether it is possible, a call that capture forbids, resources that were never released.
 """
 
 import ctypes
@@ -85,11 +85,11 @@ class FakeDriver(FakeMemory):
         Args:
             directory: Shared by all ranks, and new for each test.
             rank: Names this rank's files.
-            devices: What this process sees; eight devices by default.
-            device_index: Which of them is this rank's; its rank by default.
-            faults: What goes wrong.
-            kernels: Python functions (grid, block, arguments) by name, which go before any library; None does nothing.
-            library_of: Finds the host library for a compiled module that is none of `fake_cubin`.
+            devices: The devices that this process sees; eight by default.
+            device_index: The index of this rank's device; by default its rank.
+            faults: The faults to simulate.
+            kernels: Python functions of (grid, block, arguments) by name, preferred to any library; None does nothing.
+            library_of: Finds the host library of a compiled module that does not come from `fake_cubin`.
         """
         super().__init__(
             directory,
@@ -105,14 +105,14 @@ class FakeDriver(FakeMemory):
         self._streams: set[int] = set()
         self._events: set[int] = set()
 
-    # --- what tests use ---------------------------------------------------------------------------------------
+    # --- for tests --------------------------------------------------------------------------------------------
 
     def tensor(
         self, shape: Sequence[int] | int, dtype: torch.dtype, *, padding_bytes: int = 0
     ) -> torch.Tensor:
-        """Return a zeroed tensor in memory of torch's kind, `padding_bytes` behind the base of its allocation.
+        """Return a zeroed tensor in memory like torch's, `padding_bytes` behind the base of its allocation.
 
-        Valid until `release`. Nobody else than torch owns it: `leaks` does not count it.
+        It is valid until `release`. torch owns the memory, so `leaks` does not count it.
         """
         dims = (shape,) if isinstance(shape, int) else tuple(shape)
         count = int(torch.Size(dims).numel())

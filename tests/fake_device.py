@@ -82,14 +82,14 @@ class FakeFaults:
 
     Attributes:
         ipc: Whether the device can export memory of `mem_alloc`.
-        vmm: Whether it has virtual memory management with descriptors.
+        vmm: Whether it supports virtual memory management with descriptors.
         expandable_segments: Whether torch's memory (`FakeDriver.tensor`) is of the kind that IPC cannot export.
         blocked: Ordinals of devices whose memory this one cannot access.
         no_nvlink: Whether atomics on other devices' memory are not native.
-        lost_writes: Ranks to whose memory what this one writes never arrives.
-        memory_bytes: What is there to allocate.
-        fail: Method name -> (number of the call that fails, counted from 1; code).
-        version: What the driver says its version is.
+        lost_writes: Ranks whose memory this rank's writes never reach.
+        memory_bytes: Bytes that can be allocated.
+        fail: Method name -> (number of the call that fails, from 1; error code).
+        version: The driver version that is reported.
     """
 
     ipc: bool = True

@@ -1,13 +1,13 @@
 """Run a function in several processes with a deadline, and report failures by rank.
 
 `run_ranks` starts new processes for one function. `RankPool` keeps its processes for many functions: use the
-fixtures `ranks2` and `ranks4` wherever no rank is killed and nothing about the process itself matters.
+fixtures `ranks2` and `ranks4` unless a rank is killed or the process itself is under test.
 
-A rank's function stands at the top level of a test module and begins
-`def body(rank: int, world_size: int, directory: Path, ...)`; `directory` is new for every call and the same for
-all ranks, its path is short enough for a Unix socket. Arguments and results travel as msgpack: numbers, text,
-bytes, lists, dicts; tuples arrive as lists. Warnings are errors in ranks, and so is what a rank leaves behind:
-open descriptors, threads, children, temporary directories, a default process group, an error in a thread.
+A rank's function is at the top level of a test module and starts with
+`def body(rank: int, world_size: int, directory: Path, ...)`. `directory` is new for every call, the same for all
+ranks, and its path is short enough for a Unix socket. Arguments and results are sent as msgpack: numbers, text,
+bytes, lists, dicts; tuples arrive as lists. In ranks warnings are errors, and so is everything that a rank leaves
+behind: descriptors, threads, children, temporary directories, a default process group, an error in a thread.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class RankFailureError(AssertionError):
     """At least one rank failed; the text shows each failure.
 
     Attributes:
-        failures: What happened, by rank.
+        failures: Text of each failure, by rank.
     """
 
     def __init__(self, what: str, world_size: int, failures: Mapping[int, str]) -> None:
@@ -62,18 +62,18 @@ def run_ranks(
     """Run `target(rank, world_size, directory, *args)` in `world_size` new processes.
 
     Args:
-        target: A function at the top level of a module that can be imported.
+        target: A function at the top level of an importable module.
         world_size: Number of processes.
-        args: What msgpack can hold.
-        timeout_s: Deadline. Ranks that run then are shown with their Python stacks and killed.
+        args: Arguments that msgpack supports.
+        timeout_s: Deadline in seconds. Ranks that still run are killed, and the failure shows their Python stacks.
         expect_dead: Ranks that must die without an answer; their result is None.
-        environ: Variables that differ from ours.
-        fresh: Start a new interpreter for each rank: costs more than a second of processor time each.
+        environ: Environment variables that differ from this process's.
+        fresh: Start a new interpreter for each rank, which costs more than a second of processor time each.
         check_leaks: Whether descriptors, threads, children and directories left by a rank are a failure.
-        while_running: Called here with the process ids, by rank, once all ranks were told to start.
+        while_running: Called in this process with the process ids by rank, once all ranks have been started.
 
     Returns:
-        What each rank returned, by rank.
+        The result of each rank, by rank.
 
     Raises:
         RankFailureError: A rank raised, died, did not answer in time, ended with an error, or left a process
@@ -105,9 +105,9 @@ class RankPool:
         fresh: bool = False,
         brief: bool = False,
     ) -> None:
-        """Make a pool of `world_size` processes, which start with the first `run`.
+        """Describe a pool of `world_size` processes, which start with the first `run`.
 
-        With `brief` they leave out the last part of their end where it concerns torch alone: `rank_main.end_briefly`.
+        With `brief` they skip the part of their exit that concerns torch alone; see `rank_main.end_briefly`.
         """
         self.world_size = world_size
         self._environ = dict(environ or {})
@@ -155,7 +155,7 @@ class RankPool:
             for process in self._processes:
                 process.forget_output()
                 job = {"target": name, "rank": process.number, "world_size": self.world_size, "args": args}
-                # A process that has died since the last run is found by `_collect`.
+                # `_collect` finds a process that has died since the last run.
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     send(process.channel, {**job, "directory": str(directory), "check_leaks": check_leaks})
             if while_running is not None:

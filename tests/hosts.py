@@ -19,7 +19,7 @@ ADDRESSES = ["10.77.0.1", "10.77.0.2"]
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 120.0
 
-# Two ranks in each namespace; the second namespace is that of the inner `unshare`.
+# Two ranks run in each namespace; the inner `unshare` creates the second.
 CABLE = """
 set -e
 ip link set lo up
@@ -62,7 +62,7 @@ def run_on_two_hosts(module: str, *words: str, dead: Collection[int] = ()) -> li
     try:
         output, _ = process.communicate(timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:
-        # The first shell may have gone, because its rank failed; the others are of its group of processes.
+        # The first shell may have ended because its rank failed; the others are in its process group.
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
     reports = [directory / f"report-{number}" for number in range(4)]

@@ -18,11 +18,11 @@ class Block:
     """One fenced block.
 
     Attributes:
-        where: File and line, for texts.
+        where: File and line, for messages.
         line: Number of its first line of code.
-        language: What follows the fence, or "".
-        title: Its title, which readers of the site see: how it is run, or why it is not; or "".
-        code: What stands in it.
+        language: The word behind the fence, or "".
+        title: The title shown on the site, which says how the block is run or why it is not; or "".
+        code: Its text.
     """
 
     where: str
@@ -78,7 +78,7 @@ def programs_of(blocks: list[Block]) -> list[Program]:
             raise ValueError(
                 f"{block.where}: the title says neither how to run it nor why not: {block.title!r}"
             )
-        # Lines keep their numbers: an error's trace points into the page.
+        # Keep line numbers, so that a traceback points into the page.
         source = programs[-1].source
         programs[-1].source = source + "\n" * (block.line - 1 - source.count("\n")) + block.code
     return programs

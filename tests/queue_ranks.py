@@ -68,7 +68,7 @@ def blob(number: int, nbytes: int) -> np.ndarray:
 def ended_with(call: Callable[[], Any], until: Callable[[], bool] = lambda: False) -> dict[str, Any]:
     """Call until one of our errors is raised; return its kind, ranks, text and time.
 
-    Stops without an error, with the kind "over", when `until` is true after a call.
+    If `until` is true after a call, stop without an error and return the kind "over".
     """
     try:
         while True:

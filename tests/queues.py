@@ -108,7 +108,7 @@ def find_sockets() -> set[str]:
 def sockets_of(pid: int | str = "self") -> set[str]:
     """Return our abstract addresses whose sockets a process holds.
 
-    Tests run side by side in one network namespace: what is bound there (`find_sockets`) may be another's.
+    Tests run in parallel in one network namespace, so `find_sockets` may return another test's.
     """
     targets = {target for _, target in descriptors_of(pid)}
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]

@@ -1,8 +1,8 @@
 """The processes that `harness` starts: a server that has torch imported, and the ranks that it forks.
 
-Importing torch costs more than a second of processor time; a fork of a process that has it costs milliseconds.
-The server has one thread and never touches CUDA, so a fork of it is as good as a new interpreter. A rank that
-must be a new interpreter (`fresh`) is the same fork, which then replaces itself by one.
+Importing torch takes more than a second of processor time; forking a process that has it takes milliseconds. The
+server has one thread and never touches CUDA, so its forks behave like new interpreters. A rank that must be a new
+interpreter (`fresh`) is a fork that then executes one.
 """
 
 import contextlib
@@ -82,13 +82,13 @@ def serve(control: socket.socket) -> None:
     """Fork ranks on request until the harness disconnects."""
     _prctl(
         PR_SET_CHILD_SUBREAPER, 1
-    )  # what a rank leaves behind becomes our child, so we can count and reap it
+    )  # processes that a rank leaves behind become our children, so we can count and reap them
     for name in PRELOADED:
-        # A package that cannot be imported is the test's affair: the rank fails with the same error.
+        # Ignore a failed import: the rank fails with the same error.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # the ranks' collections then touch none of this, so its pages stay shared
+    gc.freeze()  # collections in ranks then leave these objects alone, so their pages stay shared
     send(control, {"ready": True})
     while (request := receive(control)) is not None:
         if "spawn" in request:
@@ -140,14 +140,14 @@ def _fork_rank(control: socket.socket, descriptor: int, spawn: Message) -> int:
 def end_briefly() -> None:
     """Skip the destructors of torch's static objects, which take longer than everything else in a rank.
 
-    Python still ends as it does: threads are joined, exit functions run, modules and objects are destroyed. What is
-    left out comes after that, and only while no thread is left that could run into what is destroyed. Our cores have
-    no such objects (`tests/unit/test_harness.py`).
+    Python still exits normally: threads are joined, exit functions run, modules and objects are destroyed. The skipped
+    part follows, and is skipped only if no thread is left that could use what it destroys. Our native cores have no
+    such objects (`tests/unit/test_harness.py`).
     """
     if len(os.listdir("/proc/self/task")) == 1:
         libc = ctypes.CDLL(None)
         libc.fflush(None)
-        libc.on_exit(libc._exit, None)  # the exit function that comes last runs first, and gets the status
+        libc.on_exit(libc._exit, None)  # registered last, so it runs first; it gets the status
 
 
 def _reap_group(group: int) -> list[int]:
@@ -179,7 +179,7 @@ def run_jobs(channel: socket.socket, stacks: str) -> None:
     errors: list[str] = []
     _collect_hidden_errors(errors)
     faulthandler.enable()
-    # Never closed: a process that hangs while it ends can still be asked.
+    # Never closed, so that a process that hangs at exit can still be queried.
     descriptor = os.open(stacks, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
     faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True)
     with channel:
@@ -199,7 +199,7 @@ def _run(job: Message, errors: list[str]) -> Message:
         msgspec.msgpack.encode(reply)
     except RankExit:
         raise
-    except BaseException as error:  # a rank that exits from its body otherwise has failed too
+    except BaseException as error:  # any other exit from the body is a failure too
         return {"failure": _describe(error, job["target"])}
     gc.collect()
     if errors:

@@ -20,8 +20,7 @@ ROOT = Path(__file__).parent.parent
 SURVIVOR_GRACE_S = 2.0
 """How long a process that a rank started may outlive the rank."""
 
-# Four ranks share a few cores: more threads each would only take them from one another. One thread also keeps
-# the server fit to fork.
+# Four ranks share a few cores, so more threads would only compete. A single thread also keeps the server safe to fork.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -92,10 +91,10 @@ class RankProcess:
     """One process that runs jobs until its channel closes.
 
     Attributes:
-        pid: Its process id, and the id of its process group and session.
-        pidfd: Readable when it has ended.
-        channel: Takes jobs, gives answers.
-        status: How it ended, as from `os.waitstatus_to_exitcode`; None while it runs.
+        pid: Its process id, which is also the id of its process group and session.
+        pidfd: A descriptor that is readable once it has ended.
+        channel: The socket for jobs and answers.
+        status: Its exit code, as from `os.waitstatus_to_exitcode`; None while it runs.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class RankProcess:
         }
         with theirs:
             self.pid: int = _server().ask({"spawn": spawn}, theirs.fileno())["pid"]
-        self.pidfd = os.pidfd_open(self.pid)  # valid even if it has ended: only `reap` lets go of its pid
+        self.pidfd = os.pidfd_open(self.pid)  # valid even if it has ended: only `reap` frees its pid
         _PROCESSES.add(self)
 
     def wait(self, deadline: float) -> bool:
@@ -146,7 +145,7 @@ class RankProcess:
         if self.status is None:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
             self.wait(time.monotonic() + 60.0)
-        # While a member of the group is alive its id cannot be given to another group.
+        # The id of a process group is not reused while a member lives.
         while _server().ask({"survivors": self.pid})["survivors"]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)

@@ -165,7 +165,7 @@ def drops_handles(rank: int, world_size: int, directory: Path) -> list[float]:
         communicator = group.device_communicator
         if rank == 0:
             for number in range(4):
-                # Of tensors that nobody else holds, larger than what the kernel takes without a receiver.
+                # No one else references the tensor, and it exceeds what the kernel buffers without a receiver.
                 communicator.isend(torch.full((1 << 20,), float(number)).t())
                 gc.collect()
                 torch.full((1 << 20,), -1.0)

@@ -13,7 +13,7 @@ from coordinator.parallel_state import destroy_distributed_environment, get_worl
 from tests.harness import run_ranks
 from tests.worlds import join_world, meet, outcome_of
 
-# A death is noticed in under a second, on a busy machine in a few.
+# A death is noticed within a second; a busy machine may take a few.
 PROMPT_S = 20.0
 
 

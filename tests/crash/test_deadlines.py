@@ -11,9 +11,9 @@ import torch
 from tests.harness import RankPool
 from tests.worlds import EVERYONE_WAITS, FIRST_WAITS, LARGE, WAITS, meet, new_group, outcome_of, small, world
 
-# Deadline of the short variants; every time-out takes this and the grace of a second.
+# Deadline of the short cases; every time-out takes this plus the grace period of a second.
 SHORT_S = 0.4
-# Far more than any bound under test, far less than the harness allows: what should take seconds may take this.
+# What should take seconds may take this long: far above any bound under test, far below the harness's limit.
 BOUNDED_S = 20.0
 
 
@@ -171,7 +171,7 @@ def receivers_beside_a_timeout(rank: int, world_size: int, directory: Path) -> d
     with world(rank, world_size, directory) as group:
         found = None
         if rank == 0:
-            # Rank 1 sits in the right call, without a deadline; only rank 2 is missing here.
+            # Rank 1 waits in the same call without a deadline; only rank 2 is missing.
             found = outcome_of(lambda: group.gather_object("x", timeout_s=SHORT_S + 1.0))
         elif rank == 1:
             group.gather_object("y")

@@ -13,7 +13,7 @@ from tests.harness import RankPool
 from tests.worlds import LARGE, WAITS, meet, new_group, outcome_of, world
 
 SHORT_S = 0.4
-# Far more than any bound under test, far less than the harness allows: what should take seconds may take this.
+# What should take seconds may take this long: far above any bound under test, far below the harness's limit.
 BOUNDED_S = 20.0
 
 
@@ -46,7 +46,7 @@ def destroy_with_open_handles(rank: int, world_size: int, directory: Path) -> li
         group = new_group(first)
         handles = []
         if rank == 0:
-            # Nobody will ever answer any of these; each has the default deadline of ten minutes.
+            # No peer ever answers these; each has the default deadline of ten minutes.
             for _ in range(4):
                 handles.append(group.device_communicator.irecv(torch.zeros(8), 1))
                 handles.append(group.device_communicator.isend(torch.zeros(LARGE // 8), 1))
@@ -129,7 +129,7 @@ def last_words(rank: int, world_size: int, directory: Path) -> list[Any]:
             group.destroy()
             meet(rank, range(world_size), directory, "destroyed")
             return []
-        # Rank 0 waits up to seconds for these to be taken; it need not wait for this rank to be quick.
+        # Receive late: rank 0's `destroy` gives its sends several seconds.
         time.sleep(0.5)
         received = [group.recv_object(0) for _ in range(50)]
         meet(rank, range(world_size), directory, "destroyed")
@@ -146,7 +146,7 @@ def last_transfers(rank: int, world_size: int, directory: Path) -> list[Any]:
     with world(rank, world_size, directory) as first:
         group = new_group(first)
         if rank == 0:
-            # Nobody waits for the handles.
+            # The handles are dropped.
             group.isend_object(bytes(LARGE // 8), 1)
             group.isend_tensor_dict({"x": torch.ones(LARGE // 32), "y": torch.ones(8)}, 1)
             group.destroy()

@@ -23,13 +23,13 @@ from tests.ports import free_port
 from tests.rank_exit import RankExit
 from tests.worlds import WAITS, new_group, outcome_of, small, world
 
-# A child that has not ended by then hangs.
+# A child that runs longer than this hangs.
 CHILD_S = 20.0
 
 
 def fork() -> int:
     with warnings.catch_warnings():
-        # Newer interpreters warn that a process with threads forks; what then happens is what is tested.
+        # Newer Pythons warn when a process with threads forks, which is the case under test.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
@@ -95,7 +95,7 @@ def use_everything(group: GroupCoordinator, handles: list[Any], queue: Any) -> d
         kinds[f"is_completed {index}"] = outcome_of(handle.is_completed)["kind"]
     move = (lambda: queue.enqueue(1)) if group.rank_in_group == 0 else queue.dequeue
     kinds["queue"] = outcome_of(move)["kind"]
-    # None of these does anything, nor waits.
+    # These do nothing and do not wait.
     group.destroy()
     group.destroy()
     parallel_state.destroy_model_parallel()
@@ -115,7 +115,7 @@ def forked(rank: int, world_size: int, directory: Path, end: str) -> list[Any]:
         report = directory / f"report-{rank}"
         child = in_child(lambda: use_everything(group, handles, queue), report, end)
         status = ended(child)
-        # All that was in flight, and everything else, goes on in the parent.
+        # In the parent, transfers in flight and everything else go on.
         group.device_communicator.send(small() + rank, peer)
         for handle in (handles[0],):
             handle.wait()

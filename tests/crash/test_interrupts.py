@@ -17,7 +17,7 @@ from tests.harness import RankPool, run_ranks
 from tests.ports import free_port
 from tests.worlds import WAITS, meet, new_group, outcome_of, world
 
-# Ctrl-C interrupts within 0.2 s; a busy machine gets this much. Every deadline here is a minute or more.
+# Ctrl-C interrupts within 0.2 s; a busy machine may take this long. Every deadline here is a minute or more.
 PROMPT_S = 5.0
 
 
@@ -128,7 +128,7 @@ def test_every_rendezvous_can_be_interrupted(way: str, waiting: int) -> None:
         "tcp": f"tcp://127.0.0.1:{port}",
         "env": "env://",
     }[way]
-    # A thread that torch holds in a connect goes on until its deadline.
+    # A thread inside torch's connect continues until its deadline.
     held = way != "file" and waiting == 1
     (found,) = run_ranks(interrupt_rendezvous, 1, method, waiting, environ, check_leaks=not held)
     assert_interrupted(found)

@@ -17,7 +17,7 @@ from tests.worlds import meet, new_group, outcome_of, small, world
 
 CYCLES = 30
 BROKEN_CYCLES = 5
-# The allocator and torch keep some memory the first times; afterwards 30 cycles may add this much.
+# The allocator and torch keep some memory from the first cycles; 30 later cycles may add this much.
 WARM_UP = 5
 RSS_GROWTH_BYTES = 16 << 20
 
@@ -118,13 +118,13 @@ def broken_groups_in_a_row(rank: int, world_size: int, directory: Path) -> dict[
         def cycle(number: int) -> None:
             with new_group(first) as group:
                 if rank == 0:
-                    # Never received: something is in flight, memory and threads included, when the group breaks.
+                    # Never received: when the group breaks, a transfer with its memory and threads is in flight.
                     group.isend_object(bytes(1 << 20), 1)
                     group.device_communicator.irecv(small(), 1)
                     assert outcome_of(lambda: group.barrier(0.05))["kind"] == "CommTimeoutError"
                 meet(rank, range(world_size), directory, f"verdict-{number}")
 
-        # Each takes more than a second: the deadline and its grace.
+        # Each cycle takes more than a second: the deadline and its grace period.
         return growth(cycle, BROKEN_CYCLES, 2)
 
 

@@ -16,7 +16,7 @@ from tests.harness import RankPool, run_ranks
 from tests.rank_exit import RankExit
 from tests.worlds import EVERYONE_WAITS, WAITS, join_world, meet, new_group, outcome_of, world
 
-# The deadlines in force are minutes; a death is noticed in under a second, on a busy machine in a few.
+# Deadlines are minutes; a death is noticed within a second, and a busy machine may take a few.
 PROMPT_S = 20.0
 
 CALLS = [
@@ -73,7 +73,7 @@ def _survive(
         DEATHS[death]()
     call = WAITS[name] if rank == 0 or name in EVERYONE_WAITS else WAITS["barrier"]
     found = [outcome_of(lambda: call(group, culprit, None)), outcome_of(group.barrier)]
-    # Nobody leaves before all were told, or the others might be told of that instead.
+    # Leave only after all have their error, or the others might see the leaving instead.
     meet(rank, [other for other in range(world_size) if other != culprit], directory, "told")
     return found
 
@@ -131,7 +131,7 @@ def die_and_leave_a_child(rank: int, world_size: int, directory: Path, name: str
     group = get_world_group()
     group.barrier()
     if rank == 1 and os.fork() == 0:
-        # Holds copies of all sockets of its parent, and lives on.
+        # The child holds copies of all sockets of its parent and lives on.
         while directory.exists() and not (directory / "told-0").exists():
             time.sleep(0.02)
         os._exit(0)
@@ -157,7 +157,7 @@ def one_is_stopped(rank: int, world_size: int, directory: Path, name: str) -> di
     if rank == 0 or name in EVERYONE_WAITS:
         found = outcome_of(lambda: WAITS[name](group, culprit, 1.0))
     else:
-        # Rank 0 is in another call: its deadline shall pass first, as here it would count as absent itself.
+        # Rank 0 is in another call and would count as absent here, so its deadline must pass first.
         found = outcome_of(lambda: group.barrier(60.0))
     meet(rank, range(culprit), directory, "told")
     if rank == 0:

@@ -20,7 +20,7 @@ from tests.harness import run_ranks
 from tests.queue_ranks import Meeting, blob, ended_with, offer, take
 from tests.queues import fill, find_sockets, memory_of, segments_of
 
-# The promise is one second; a loaded machine gets more. After a kill the calls themselves have no limit.
+# The promise is one second; a loaded machine gets more. After a kill the calls have no deadline of their own.
 PROMPT_S = 10.0
 STOPPED_LIMIT_S = 0.5
 SMALL, LARGE = 50_000, 6 << 20
@@ -204,7 +204,7 @@ def test_the_others_are_told_who_is_gone_or_stopped(place: str, who: str, name: 
         if place == "closing" and 0 in victims:
             assert told["kind"] == "ClosedError"
         elif rank != 0 and 0 not in victims:
-            # It waits for the writer, which closes when it was told itself.
+            # This reader waits for the writer, which closes after its own error.
             assert told["kind"] == "ClosedError"
         else:
             times_out = is_stop and place != "closing"

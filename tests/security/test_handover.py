@@ -37,7 +37,7 @@ def descriptors() -> dict[int, str]:
 def connect(address: str) -> socket.socket:
     """Connect as a stranger would."""
     stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    # Without a limit, so that it waits for a place in the queue of connections.
+    # Connect without a time-out, to wait for a place in the backlog.
     stranger.connect("\0" + address)
     stranger.settimeout(TIMEOUT_S)
     return stranger
@@ -74,7 +74,7 @@ def test_a_hundred_silent_strangers_delay_nobody() -> None:
         for _ in range(300):
             stack.enter_context(connect(writer.handle.address))
         attach(writer, 1)
-        # One second for each of them would be minutes; a loaded machine takes some seconds at most.
+        # One second for each stranger would be minutes; a loaded machine takes a few seconds at most.
         assert time.monotonic() - start < TIMEOUT_S
     with QueueWriter.create("steps", [0]) as writer, connect(writer.handle.address):
         start = time.monotonic()
@@ -139,7 +139,7 @@ def test_a_member_comes_once_and_only_if_expected() -> None:
             with pytest.raises(PeerLostError, match=f"refused member {member}"):
                 take_over(writer.handle.address, writer.key, member, writer.handle.segment_bytes, TIMEOUT_S)
         attach(writer, 5)
-        # Nobody else is expected: there is nothing to connect to any more.
+        # All peers have come, so the listener closes.
         deadline = time.monotonic() + TIMEOUT_S
         while f"@{writer.handle.address}" in find_sockets() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -178,7 +178,7 @@ def test_another_user_is_refused_with_the_right_key() -> None:
         attach(writer, 0)
 
 
-# --- owners that are none --------------------------------------------------------------------------------------
+# --- false owners ----------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -230,7 +230,7 @@ def test_an_owner_that_says_nothing_is_a_timeout() -> None:
         listener.bind("\0full-" + secrets.token_hex(8))
         listener.listen(0)
         address = listener.getsockname()[1:].decode()
-        # The queue of connections is full with one: the second waits for a place in it.
+        # A backlog of one is full, so the second connection waits for a place.
         with connect(address), pytest.raises(CommTimeoutError, match="did not answer within 0.2 s"):
             take_over(address, new_key(), 0, 4096, 0.2)
     with pytest.raises(PeerLostError, match="no longer offered"):

@@ -45,7 +45,7 @@ def replace_all_picklers() -> None:
             if hasattr(module, name):
                 setattr(module, name, Refused)
     for name in ("_pickler", "_unpickler"):
-        # torch keeps its own names for them.
+        # torch holds its own references to them.
         assert hasattr(dist.distributed_c10d, name)
         setattr(dist.distributed_c10d, name, Refused)
     torch.save = torch.load = refuse
@@ -120,7 +120,7 @@ def use_everything(rank: int, world_size: int, directory: Path) -> list[str]:
         tp.make_sibling_device_group()
         with new_group(first) as other:
             other.barrier()
-        # Last, as torch's collectives stop half way.
+        # Last, because torch's own collectives fail half-way.
         first.barrier()
         working = picklers_bite()
         groups.destroy()

@@ -1,8 +1,8 @@
 """A refused frame costs the group nothing: the next good message arrives, and other groups go on.
 
-What is sent here goes below the API, under the tags of the host plane, as a rank that runs other code would.
-Secrets (S6) there are none in this part: the host and device planes of one host connect over loopback, and what
-crosses process boundaries as a secret belongs to the queue.
+The tests send below the API, under the host plane's tags, as a rank with other code would. This part has no secrets
+(S6): the host and device planes of one host connect over loopback, and only the queue passes secrets between
+processes.
 """
 
 import os
@@ -128,7 +128,7 @@ def one_bad_in_a_gather(rank: int, world_size: int, directory: Path) -> list[Any
         found = []
         if rank == 2:
             send_raw(group, b"garbage", 0, GATHER_TAG)
-            # The plane counts collectives; this rank takes part in one without its method.
+            # Count the collective here, as this rank takes part without calling its method.
             group._health.begin("host", "gather_object")
         else:
             found.append(outcome_of(lambda: group.gather_object(rank, 0))["kind"])
@@ -190,7 +190,7 @@ def test_a_frame_that_claims_more_than_there_is_memory_breaks_the_group_at_once(
 
 
 def modes(rank: int, world_size: int, directory: Path) -> list[list[int]]:
-    # What the user's mask says must not matter.
+    # The user's umask must not matter.
     before = os.umask(0)
     try:
         with world(rank, world_size, directory) as group:

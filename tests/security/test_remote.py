@@ -163,7 +163,7 @@ def test_a_hundred_that_never_read_neither_slow_the_writer_nor_use_memory() -> N
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         message = np.zeros(1 << 20, np.uint8)
         for _ in range(200):
-            # A copy for each of the hundred would be 100 MiB a message, and a full socket would block.
+            # A copy for each of a hundred strangers would take 100 MiB per message, and a full socket would block.
             writer.enqueue(message, PATIENCE_S)
             assert readers[1].dequeue(PATIENCE_S).nbytes == 1 << 20
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
@@ -233,7 +233,7 @@ def test_nonsense_from_a_reader_costs_the_others_nothing() -> None:
                 assert reader.read(PATIENCE_S, None) == "fine"
             assert writer.absent() == [2]
             with contextlib.suppress(zmq.Again):
-                # Longer than a reader may speak: only its own connection ends.
+                # Longer than a reader's records may be: only this connection is closed.
                 rogue.send(bytes(1 << 20), zmq.NOBLOCK)
             writer.send(codec.encode("fine"), PATIENCE_S)
             assert reader.read(PATIENCE_S, None) == "fine"

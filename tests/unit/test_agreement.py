@@ -15,7 +15,7 @@ from shm_broadcast.errors import CommTimeoutError, DisagreementError, NativeErro
 from shm_broadcast.liveness import this_process
 
 FACTS = {"world_size": "3", "backend": "gloo"}
-# What must happen at once may take this long on a busy machine; every deadline that must not count is a minute.
+# What must happen at once may take this long on a busy machine; deadlines that must not matter are a minute.
 PROMPT_S = 20.0
 
 StoreOf = Callable[[], dist.Store]
@@ -167,7 +167,7 @@ def test_a_store_that_hangs_does_not_outlast_the_deadline() -> None:
     with pytest.raises(CommTimeoutError, match="did not answer within 0.2 s"):
         agree(store, "group 'tp:0'", 0, [0, 1], view(), 0.2)
     assert time.monotonic() - start >= 0.2
-    # The thread that asked ends when the store answers.
+    # The asking thread ends when the store answers.
     for thread in threading.enumerate():
         if thread.name.startswith("group-coordinator"):
             thread.join(PROMPT_S)

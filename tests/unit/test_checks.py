@@ -26,7 +26,7 @@ def test_tensors_of_the_device_are_taken() -> None:
         torch.nn.Parameter(torch.ones(1)),
     ):
         checks.check_tensor(tensor, CPU, "all_reduce")
-    # A device without index means whichever it is.
+    # A device without an index matches any index.
     checks.check_tensor(torch.empty(2, device="meta"), torch.device("meta"), "all_reduce")
 
 

@@ -319,7 +319,7 @@ def test_receiving_what_was_not_sent_is_refused(group: FakeGroupCoordinator) -> 
     for call in calls:
         with pytest.raises(UsageError, match="nothing is there"):
             call()
-    # A refused receive takes nothing that is sent later.
+    # A refused receive does not consume a later send.
     group.send(torch.tensor([3.0]), 0)
     assert group.recv((1,), torch.float32, 0).item() == 3
 

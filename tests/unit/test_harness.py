@@ -268,7 +268,7 @@ def test_our_cores_have_no_exit_functions_of_c() -> None:
     for core in (device_comm._core, shm_broadcast._core):
         path = core.__file__
         assert path is not None
-        # Among what it takes from libraries: elsewhere the name may stand in what a debugger reads.
+        # List imported symbols only: debug information may contain the name elsewhere.
         listed = subprocess.run(
             ["nm", "--dynamic", "--undefined-only", path], capture_output=True, text=True, check=True
         ).stdout

@@ -19,7 +19,7 @@ from shm_broadcast.errors import (
     UsageError,
 )
 
-# Deadlines that must never count.
+# Deadlines that must never matter.
 LONG_S = 600.0
 # What must happen at once may take this long on a busy machine.
 SOON_S = 20.0

@@ -15,7 +15,7 @@ import pytest
 from shm_broadcast import liveness
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, process_state, this_process
 
-# How long the kernel may take for what it does at once, on a busy machine.
+# The kernel acts at once; a busy machine may take this long.
 SOON_S = 20.0
 
 
@@ -112,7 +112,7 @@ def test_the_states_of_a_process() -> None:
         process.send_signal(signal.SIGCONT)
         assert soon(lambda: process_state(identity) == "alive")
         process.kill()
-        # A zombie: its parent, this process, has not waited for it yet.
+        # A zombie: this process, its parent, has not waited for it yet.
         assert soon(lambda: process_state(identity) == "dead")
         process.wait()
         assert process_state(identity) == "dead"

@@ -197,7 +197,7 @@ def ids_and_errors(rank: int, world_size: int, directory: Path) -> None:
     first, second = real.new_unique_id(), real.new_unique_id()
     assert len(first) == 128
     assert first != second
-    # It waits for those who have the id, at one address of this host and at no wildcard.
+    # NCCL listens for holders of the id, on addresses of this host and on no wildcard.
     assert own_listeners()
     assert all(set(address) != {"0"} for address in own_listeners())
     assert real.error_string(2)
@@ -217,7 +217,7 @@ def ids_and_errors(rank: int, world_size: int, directory: Path) -> None:
 @requires("nccl")
 def test_the_real_library_gives_ids_and_readable_errors() -> None:
     """Each id is new; joining without a device fails with the library's own text."""
-    # In a process of its own: NCCL goes on listening for those who have the id.
+    # In a separate process, because NCCL keeps listening for holders of the id.
     run_ranks(ids_and_errors, 1, check_leaks=False)
 
 
@@ -269,7 +269,7 @@ def test_our_structures_and_numbers_are_those_of_the_header(real: NcclLibrary, t
     }
     calls = []
     for name, (arguments, _) in FUNCTIONS.items():
-        # A pointer parameter takes a void*, a number none: a wrong count or kind does not compile.
+        # A pointer parameter accepts a void*, a number does not, so a wrong count or kind does not compile.
         given = ", ".join(f"*({kinds[each]}*)anything" for each in arguments)  # type: ignore[index]
         calls.append(f"  (void){name}({given});")
     program = tmp_path / "check.c"

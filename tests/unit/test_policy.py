@@ -239,7 +239,7 @@ def test_a_fallback_has_its_reason(changes: dict[str, Any], words: str) -> None:
     assert plan.algorithm is Algorithm.NCCL
     assert words in plan.reason
     plan = choose(with_(H200, is_deterministic=True, **changes), ALL_REDUCE)
-    # What has no figures can still be deterministic: there speed does not choose.
+    # A machine without figures can still be deterministic, because speed does not decide there.
     unmeasured = "arch" in changes and changes["arch"] == "sm_75"
     expected = Algorithm.PUSH_TWO_SHOT if unmeasured or "has_nvlink" in changes else Algorithm.RANK_ORDER
     assert plan.algorithm is expected

@@ -253,7 +253,7 @@ def test_a_result_does_not_depend_on_where_its_element_stands(dtype: torch.dtype
             if not dtype.is_floating_point:
                 assert bits(shard) == bits(expected)
                 continue
-            # A NaN equals a NaN, whatever else its bits say.
+            # All NaNs count as equal, whatever their bits.
             shard, expected = shard.double(), expected.double()
             assert torch.equal(shard.isnan(), expected.isnan())
             assert bits(shard.nan_to_num(1e300)) == bits(expected.nan_to_num(1e300))

@@ -38,6 +38,35 @@ struct KnownDtype {
 KnownDtype numpy_dtype(Span name);
 KnownDtype torch_dtype(Span name);
 
+// The dtypes of one library that the core handles. `Dtype` has at least `char name[kMostName]` and `PyObject* dtype`.
+// Filled once, when the process sends or receives its first array; the references are never released, as the library is
+// never unloaded. A plain array: no destructor may run when the process exits.
+template <typename Dtype>
+struct DtypeTable {
+    Dtype entries[kMostDtypes];
+    size_t known;
+
+    void fill(const Dtype (&found)[kMostDtypes], size_t count) {
+        known = count;
+        std::memcpy(entries, found, sizeof entries);
+        for (size_t i = 0; i < known; ++i) Py_INCREF(entries[i].dtype);
+    }
+
+    template <typename Matches>
+    const Dtype* find_if(Matches matches) const {
+        for (size_t i = 0; i < known; ++i) {
+            if (matches(entries[i])) return &entries[i];
+        }
+        return nullptr;
+    }
+
+    const Dtype* find(Span name) const {
+        return find_if([name](const Dtype& each) {
+            return std::strlen(each.name) == name.nbytes && std::memcmp(each.name, name.data, name.nbytes) == 0;
+        });
+    }
+};
+
 // Each `*_build` returns a new array that owns its memory exclusively; nullptr with an exception set. The caller has checked
 // that the shape fits the bytes, of which there is at least one.
 PyObject* numpy_build(const void* entry, const int64_t* shape, int dimensions, ArrayBytes from);

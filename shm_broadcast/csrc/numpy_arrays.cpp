@@ -12,24 +12,11 @@ struct Dtype {
     size_t itemsize;
 };
 
-// Filled once, when the first array of this process is sent or received.
 PyTypeObject* array_type = nullptr;
-Dtype dtypes[kMostDtypes];  // not a container: no destructor may run when the process exits
-size_t known = 0;
+DtypeTable<Dtype> dtypes;
 
 const Dtype* find(char format) {
-    for (size_t i = 0; i < known; ++i) {
-        if (dtypes[i].format == format) return &dtypes[i];
-    }
-    return nullptr;
-}
-
-const Dtype* find(Span name) {
-    for (size_t i = 0; i < known; ++i) {
-        const char* own = dtypes[i].name;
-        if (std::strlen(own) == name.nbytes && std::memcmp(own, name.data, name.nbytes) == 0) return &dtypes[i];
-    }
-    return nullptr;
+    return dtypes.find_if([format](const Dtype& each) { return each.format == format; });
 }
 
 // numpy_dtypes(ndarray, ((format, name, dtype, itemsize), ...))
@@ -48,10 +35,7 @@ PyObject* numpy_dtypes(PyObject*, PyObject* args) {
         found[i].itemsize = static_cast<size_t>(itemsize);
         std::memcpy(found[i].name, name, std::strlen(name));
     }
-    known = static_cast<size_t>(count < kMostDtypes ? count : kMostDtypes);
-    std::memcpy(dtypes, found, sizeof found);
-    // Never released, as numpy is never unloaded.
-    for (size_t i = 0; i < known; ++i) Py_INCREF(dtypes[i].dtype);
+    dtypes.fill(found, static_cast<size_t>(count < kMostDtypes ? count : kMostDtypes));
     Py_INCREF(type);
     array_type = reinterpret_cast<PyTypeObject*>(type);
     Py_RETURN_NONE;
@@ -84,7 +68,7 @@ bool numpy_describe(PyObject* object, Array* array) {
 }
 
 KnownDtype numpy_dtype(Span name) {
-    const Dtype* dtype = find(name);
+    const Dtype* dtype = dtypes.find(name);
     return {dtype, dtype == nullptr ? 0 : dtype->itemsize};
 }
 

@@ -14,24 +14,11 @@ struct Dtype {
     dlpack::Dtype dl;
 };
 
-// Filled once, when the first tensor of this process is sent or received.
 dlpack::Torch torch;
-Dtype dtypes[kMostDtypes];  // not a container: no destructor may run when the process exits
-size_t known = 0;
+DtypeTable<Dtype> dtypes;
 
 const Dtype* find(PyObject* dtype) {
-    for (size_t i = 0; i < known; ++i) {
-        if (dtypes[i].dtype == dtype) return &dtypes[i];
-    }
-    return nullptr;
-}
-
-const Dtype* find(Span name) {
-    for (size_t i = 0; i < known; ++i) {
-        const char* own = dtypes[i].name;
-        if (std::strlen(own) == name.nbytes && std::memcmp(own, name.data, name.nbytes) == 0) return &dtypes[i];
-    }
-    return nullptr;
+    return dtypes.find_if([dtype](const Dtype& each) { return each.dtype == dtype; });
 }
 
 // torch_dtypes(Tensor, to_dlpack, from_dlpack, ((name, dtype, capsule of a tensor of that dtype), ...)). No dtype may be
@@ -57,10 +44,7 @@ PyObject* torch_dtypes(PyObject*, PyObject* args) {
         ++count;
     }
     if (!torch.learn(type, exports, imports)) return nullptr;
-    known = count;
-    std::memcpy(dtypes, found, sizeof found);
-    // Never released, as torch is never unloaded.
-    for (size_t i = 0; i < known; ++i) Py_INCREF(dtypes[i].dtype);
+    dtypes.fill(found, count);
     Py_RETURN_NONE;
 }
 
@@ -116,7 +100,7 @@ bool torch_describe(PyObject* object, Array* array) {
 }
 
 KnownDtype torch_dtype(Span name) {
-    const Dtype* dtype = find(name);
+    const Dtype* dtype = dtypes.find(name);
     return {dtype, dtype == nullptr ? size_t{0} : dtype->dl.bits / size_t{8}};
 }
 

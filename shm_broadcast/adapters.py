@@ -109,7 +109,7 @@ def _describe_datetime(obj: dt.datetime) -> Description:
 
 def _zone(value: object) -> Any:
     if value is not None and not isinstance(value, dt.tzinfo):
-        raise DecodeError(f"a datetime needs a time zone, the message has a {type(value).__name__}")
+        raise DecodeError(f"a tzinfo needs a time zone, the message has a {type(value).__name__}")
     return value
 
 

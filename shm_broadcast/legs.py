@@ -56,7 +56,7 @@ class NoRemote:
         """Do nothing."""
 
     def await_readers(self, timeout_s: float | None) -> None:
-        """Wait for nobody."""
+        """Do nothing."""
 
     def absent(self) -> list[int]:
         """Return no rank."""
@@ -80,7 +80,7 @@ class NoRing(RingWriter):
         """Do nothing."""
 
     def await_readers(self, timeout_s: float | None) -> None:
-        """Wait for nobody."""
+        """Do nothing."""
 
     def statistics(self) -> QueueStatistics:
         """Return zeros."""

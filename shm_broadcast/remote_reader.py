@@ -40,8 +40,7 @@ from shm_broadcast.statistics import QueueStatistics, ReaderStatistics
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-# Acknowledge after reading this fraction (1/8) of the high-water mark, and on every heartbeat: rarely enough to cost
-# little, often enough that the writer never waits for an acknowledgement alone.
+# Acknowledge after reading 1/8 of the high-water mark, and on every heartbeat.
 _ACKNOWLEDGED_PART: Final = 8
 
 # Records that the thread receives before it releases the lock, so that a reading call does not wait long.

@@ -46,7 +46,7 @@ from shm_broadcast.statistics import QueueStatistics
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-# At most 4 zmq threads encrypt; more of them would outrun one network card.
+# At most 4 zmq threads encrypt: that many already outrun one network card.
 _MOST_IO_THREADS: Final = 4
 
 

@@ -82,8 +82,8 @@ test-wheel: dist ## Run the tests against the wheel in an environment of its own
 	build/wheel-venv/bin/python -m pip install -q -c constraints.txt "$$(ls dist/*.whl)[test,bench,examples]"
 	build/wheel-venv/bin/python -m tests.installed -n $(TEST_WORKERS) $(TESTS)
 
-test-gpu: ## Run what one GPU can show, on a machine that has one: WHEELS=DIR for what it lacks, OUT=DIR for the report
-	tests/gpu/run.sh $(if $(WHEELS),--wheels $(WHEELS)) $(if $(OUT),--out $(OUT))
+test-gpu: ## Run the tests that need one GPU, on a bare machine: WHEELS=DIR for what it lacks, OUT=DIR for the report, ONLY=GROUPS
+	tests/gpu/run.sh $(if $(WHEELS),--wheels $(WHEELS)) $(if $(OUT),--out $(OUT)) $(if $(ONLY),--only $(ONLY))
 
 clean: ## Remove what the other words made
 	rm -rf $(VENV) build dist site *.egg-info */*.so .*_cache .hypothesis

@@ -88,7 +88,7 @@ def pytest_runtest_makereport(
     result["seconds"] += report.duration
     if not report.passed and result["outcome"] != "failed":
         text = call.excinfo.exconly() if call.excinfo else str(report.longrepr)
-        result.update(outcome=report.outcome, reason=text[:LONGEST_REASON])
+        result.update(outcome=report.outcome, reason=text.removeprefix("Skipped: ")[:LONGEST_REASON])
     if report.when == "teardown" and result["outcome"] == "running":
         result["outcome"] = "passed"
     result.update(read_notes(item.stash.get(notes_file, item.path.parent / "absent")))

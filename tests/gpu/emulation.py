@@ -189,8 +189,9 @@ def check_variant(emulation: Emulation, sizes: Sequence[int], *, full: bool = Tr
         weight = torch.randn(hidden, generator=made).to(dtype)
         *inputs, residual = tensors
         reduced = reduce_in_rank_order(inputs, ReduceOperation.SUM)
+        pairs = emulation.norm(inputs, residual, weight)
         for which, expected in enumerate(add_rms_norm(reduced, residual, weight, _EPS)):
-            found = [each[which] for each in emulation.norm(inputs, residual, weight)]
+            found = [pair[which] for pair in pairs]
             _compare(emulation, f"push_add_rms_norm of {rows} x {hidden}", found, [expected] * world)
     if any(emulation.failures()):
         raise AssertionError(f"error records: {emulation.failures()}")

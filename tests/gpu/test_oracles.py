@@ -19,6 +19,7 @@ from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from shm_broadcast.errors import CommError
 from shm_broadcast.liveness import PeerWatch, this_process
 from tests.gpu.notes import GpuRank, gpu_body
+from tests.gpu.report import short_reason
 from tests.gpu.running import GpuRun, on_gpu
 from tests.gpu.test_processes import communicator_of
 from tests.harness import RankFailureError
@@ -158,6 +159,6 @@ def test_symmetric_memory_has_our_sum_within_rounding(gpu: GpuRun) -> None:
     try:
         found = gpu.run(symmetric_memory, ranks=2, environ=OVERLAPPING, fresh=True)
     except RankFailureError as error:
-        gpu.skip(f"torch's symmetric memory does not work with one GPU here: {str(error)[-300:]}")
+        gpu.skip(f"torch's symmetric memory does not work with one GPU here: {short_reason(str(error))}")
     gpu.fact("symmetric memory of torch", found)
     assert all(each["close"] for each in found), found

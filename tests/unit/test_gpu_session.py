@@ -67,7 +67,7 @@ def test_finds(gpu): assert gpu.run(planted_bodies.finds, "x", ranks=2) == ["0 o
 @on_gpu(1, 20)
 def test_fails(gpu, name): gpu.run(getattr(planted_bodies, name))
 
-@on_gpu(1, 2)
+@on_gpu(1, 3)
 def test_hangs(gpu): gpu.run(planted_bodies.hangs)
 
 @on_gpu(1, 20)

@@ -26,6 +26,7 @@ GROUPS = {
 GOALS = (
     *(f"all-reduce emulated for {world} ranks, bit-exact" for world in (2, 4, 8)),
     "10,000 graph replays with random skew",
+    "noticed: phase_forced_to_0",
     "loopback kernel, 8 to 64 KiB",
     "two-shot of 8 MiB against a plain copy",
     "fused norm against its parts",

@@ -22,7 +22,7 @@ from tests.gpu.emulation import Emulation, check_variant
 from tests.gpu.loopback import Loopback, Timer, two_shot_bytes
 from tests.gpu.notes import Notes, read_notes
 from tests.gpu.report import GOALS
-from tests.gpu.streams import StreamWorld, absent_rank, expect_noticed
+from tests.gpu.streams import StreamWorld, absent_rank, noticed
 from tests.gpu.test_emulation import judge_sanitizer
 from tests.gpu.values import SIZES, WrongResultError
 from tests.native.cuda.host_build import build_host_library, compile_host
@@ -180,9 +180,8 @@ def test_streams_reduce_eagerly_and_in_graphs(library: Path, tmp_path: Path) -> 
     world, drivers = world_of(library, tmp_path)
     assert world.eager((1, 100, 200), 3) == 9
     assert world.replays(REPLAYED, 12, 60.0) == 12
-    assert "elements were wrong" in expect_noticed(world, (128,), 2, 60.0, lie=7)
-    with pytest.raises(AssertionError, match="4 replays went well"):
-        expect_noticed(world, (128,), 4, 60.0)
+    assert "elements were wrong" in str(noticed(world, (128,), 2, 60.0, lie=7))
+    assert noticed(world, (128,), 4, 60.0) is None
     end(world, drivers)
 
 
@@ -192,7 +191,7 @@ def test_kernels_with_a_mistake_are_noticed(folder: Path, tmp_path: Path) -> Non
     source.write_text(mutated_source("clear_dropped"))
     compile_host(source, "host_library.cpp", library, 2, "bfloat16", ("-shared", "-fPIC"))
     world, drivers = world_of(library, tmp_path, deadline_s=1.0)
-    assert "elements were wrong" in expect_noticed(world, REPLAYED, 60, 60.0)
+    assert "elements were wrong" in str(noticed(world, REPLAYED, 60, 60.0))
     end(world, drivers)
 
 

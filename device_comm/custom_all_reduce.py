@@ -515,8 +515,8 @@ class CustomAllReduce:
     def _refuse_unfinished(self, operation: str) -> None:
         if self._inputs.pending:
             raise UsageError(
-                f"{self._health.where(operation)}: {self._inputs.pending} inputs were captured that the other ranks "
-                "do not know of; call finish_capture first, on all ranks"
+                f"{self._health.where(operation)}: {self._inputs.pending} captured inputs have not been exchanged yet; "
+                "call finish_capture first, on all ranks"
             )
 
     def _tell(self, operation: str, failure: str, requirement: str) -> None:

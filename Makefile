@@ -6,10 +6,12 @@ STAMP := $(VENV)/.installed
 NATIVE := $(wildcard shm_broadcast/csrc/* device_comm/csrc/*)
 # Half of the tests wait for processes to die, stop or time out: more of them than cores run at once.
 TEST_WORKERS ?= 4
+# The fast ones wait for nothing: as many as cores.
+FAST_WORKERS ?= $(shell nproc)
 PIP := $(PY) -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench check typecheck test test-native test-nccl test-kernels test-gpu test-wheel api docs dist clean
+.PHONY: help setup demo bench check typecheck test test-fast test-native test-nccl test-kernels test-gpu test-wheel api docs dist clean
 # What `make test-wheel` runs; all of it takes as long as `make test`.
 TESTS ?= tests
 # Where `make bench` leaves its figures and plots; this folder is not committed.
@@ -54,6 +56,9 @@ api: $(STAMP) ## Write down the public API anew, once a change of it is meant
 
 test: $(STAMP) ## Run the whole test suite (no GPU needed)
 	$(PY) -m pytest -q -n $(TEST_WORKERS) -m "not thorough"
+
+test-fast: $(STAMP) ## Run the inner loop in under a minute: unit tests and architecture, without what is marked slow
+	$(PY) -m pytest -q -n $(FAST_WORKERS) -m "not slow and not thorough" tests/unit tests/architecture
 
 test-native: $(STAMP) ## Run what takes minutes: the native cores under sanitizers, the kernels with mistakes in them
 	$(PY) -m pytest -q -n 2 -m thorough tests/native

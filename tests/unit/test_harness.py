@@ -20,6 +20,8 @@ import shm_broadcast._core
 from tests.harness import RankFailureError, RankPool, run_ranks
 from tests.leaks import TEMP_PREFIX, Snapshot, leaked_since
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 KEPT: list[Any] = []
 

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Literal, overload
+from functools import partial
+from typing import Any, Literal, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from coordinator import traced_calls
+from coordinator import compile_ops
 from coordinator.planes import GroupPlanes
-from device_comm import checks
+from device_comm import coalesced
 from device_comm.async_calls import CallHandle
-from device_comm.base import SUM, DeviceCommunicator
-from device_comm.derived_reductions import Reduction, reducer
-from device_comm.process_group import as_bytes, dense
+from device_comm.base import SUM
+from device_comm.derived_reductions import Reduction
 from shm_broadcast.errors import UsageError
-
-# Where the bytes of a tensor begin, so that they can be viewed as any dtype.
-_ALIGNMENT: Final = 16
 
 
 class CoalescedCollectives(GroupPlanes):
@@ -62,9 +58,16 @@ class CoalescedCollectives(GroupPlanes):
     ) -> list[torch.Tensor] | CallHandle[list[torch.Tensor]]:
         """Combine the ranks' tensors with `op`, in rank order; a new tensor for each."""
         if is_dynamo_compiling() and not async_op:
-            return traced_calls.all_reduce_coalesced(self, tensors, op, timeout_s)
-        return self._coalesced(
-            "all_reduce_coalesced", _all_reduce, tensors, async_op, _Rest(op=op, timeout_s=timeout_s)
+            return compile_ops.all_reduce_coalesced(self, tensors, op, timeout_s)
+        return self._calls.run(
+            *(
+                "all_reduce_coalesced",
+                partial(coalesced.all_reduce, self.device_communicator),
+                _listed(tensors),
+                op,
+            ),
+            timeout_s=timeout_s,
+            async_op=async_op,
         )
 
     @overload
@@ -97,12 +100,16 @@ class CoalescedCollectives(GroupPlanes):
     ) -> list[torch.Tensor] | CallHandle[list[torch.Tensor]]:
         """Concatenate the ranks' tensors along `dim`, in rank order, each with its counterparts."""
         if is_dynamo_compiling() and not async_op:
-            return traced_calls.all_gather_coalesced(self, tensors, dim, timeout_s)
-        for tensor in checks.check_tensors(tensors, "all_gather_coalesced"):
-            checks.check_tensor(tensor, self.device, "all_gather_coalesced")
-            checks.check_dim(dim, tensor)
-        return self._coalesced(
-            "all_gather_coalesced", _all_gather, tensors, async_op, _Rest(dim=dim, timeout_s=timeout_s)
+            return compile_ops.all_gather_coalesced(self, tensors, dim, timeout_s)
+        return self._calls.run(
+            *(
+                "all_gather_coalesced",
+                partial(coalesced.all_gather, self.device_communicator),
+                _listed(tensors),
+                dim,
+            ),
+            timeout_s=timeout_s,
+            async_op=async_op,
         )
 
     @overload
@@ -138,12 +145,13 @@ class CoalescedCollectives(GroupPlanes):
     ) -> list[torch.Tensor] | CallHandle[list[torch.Tensor]]:
         """Combine the ranks' tensors and keep this rank's part of each along `dim`, all of which divide evenly."""
         if is_dynamo_compiling() and not async_op:
-            return traced_calls.reduce_scatter_coalesced(self, tensors, dim, op, timeout_s)
-        for tensor in checks.check_tensors(tensors, "reduce_scatter_coalesced"):
-            checks.check_tensor(tensor, self.device, "reduce_scatter_coalesced")
-            checks.check_divisible(tensor, checks.check_dim(dim, tensor), self.world_size)
-        rest = _Rest(dim=dim, op=op, timeout_s=timeout_s)
-        return self._coalesced("reduce_scatter_coalesced", _reduce_scatter, tensors, async_op, rest)
+            return compile_ops.reduce_scatter_coalesced(self, tensors, dim, op, timeout_s)
+        make = partial(coalesced.reduce_scatter, self.device_communicator)
+        return self._calls.run(
+            *("reduce_scatter_coalesced", make, _listed(tensors), dim, op),
+            timeout_s=timeout_s,
+            async_op=async_op,
+        )
 
     @contextmanager
     def coalescing(self, *, timeout_s: float | None = None) -> Iterator[Coalescing]:
@@ -155,7 +163,7 @@ class CoalescedCollectives(GroupPlanes):
 
         A block that ends with an exception makes none.
         """
-        self._health.check_usable("coalescing")
+        self._calls.enter("coalescing", in_line=False)
         calls = Coalescing()
         yield calls
         for method, args, waiting in calls.runs():
@@ -163,40 +171,6 @@ class CoalescedCollectives(GroupPlanes):
             results = getattr(self, f"{method}_coalesced")(tensors, *args, timeout_s=timeout_s)
             for each, result in zip(waiting, results, strict=True):
                 each.value = result
-
-    def _all_reduce_coalesced_into(
-        self, tensors: Sequence[torch.Tensor], op: Reduction, timeout_s: float | None
-    ) -> CallHandle[list[torch.Tensor]]:
-        """Begin `all_reduce_coalesced` in place; the handle gives `tensors`, filled."""
-        rest = _Rest(op=op, timeout_s=timeout_s)
-        handle = self._coalesced("all_reduce_coalesced", _all_reduce_into, tensors, True, rest)
-        assert isinstance(handle, CallHandle)
-        return handle
-
-    def _coalesced(
-        self,
-        name: str,
-        call: Callable[[DeviceCommunicator, list[torch.Tensor], _Rest], list[torch.Tensor]],
-        tensors: Sequence[torch.Tensor],
-        async_op: bool,
-        rest: _Rest,
-    ) -> list[torch.Tensor] | CallHandle[list[torch.Tensor]]:
-        self._health.check_usable(name)
-        each_checked = checks.check_tensors(tensors, name)
-        for tensor in each_checked:
-            checks.check_tensor(tensor, self.device, name)
-        checks.check_timeout(rest.timeout_s)
-
-        def make() -> list[torch.Tensor]:
-            if self.world_size == 1 or not each_checked:
-                return list(each_checked)
-            return call(self.device_communicator, list(each_checked), rest)
-
-        if async_op:
-            return self._calls.submit(name, make, at_once=self.device.type != "cpu")
-        self._keep_order(name)
-        self._health.check_usable(name)
-        return make()
 
 
 @dataclasses.dataclass(eq=False)
@@ -256,79 +230,6 @@ class Coalescing:
                 start = at
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rest:
-    """The arguments of a call besides its tensors."""
-
-    dim: int = 0
-    op: Reduction = SUM
-    timeout_s: float | None = None
-
-
-def _by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, list[int]]:
-    places: dict[torch.dtype, list[int]] = {}
-    for at, tensor in enumerate(tensors):
-        places.setdefault(tensor.dtype, []).append(at)
-    return places
-
-
-def _all_reduce(there: DeviceCommunicator, tensors: list[torch.Tensor], rest: _Rest) -> list[torch.Tensor]:
-    results = list(tensors)
-    for places in _by_dtype(tensors).values():
-        flat = torch.cat([dense(tensors[at]).view(-1) for at in places])
-        # The operation is looked at by what carries it out.
-        whole = reducer(rest.op, there).all_reduce(flat, rest.op, timeout_s=rest.timeout_s)
-        parts = torch.split(whole, [tensors[at].numel() for at in places])
-        for at, part in zip(places, parts, strict=True):
-            results[at] = part.view(tensors[at].shape)
-    return results
-
-
-def _all_reduce_into(
-    there: DeviceCommunicator, tensors: list[torch.Tensor], rest: _Rest
-) -> list[torch.Tensor]:
-    for tensor, result in zip(tensors, _all_reduce(there, tensors, rest), strict=True):
-        tensor.detach().copy_(result)
-    return tensors
-
-
-def _all_gather(there: DeviceCommunicator, tensors: list[torch.Tensor], rest: _Rest) -> list[torch.Tensor]:
-    sources = [dense(tensor.reshape(1) if tensor.dim() == 0 else tensor) for tensor in tensors]
-    starts, total = [], 0
-    for source in sources:
-        starts.append(total)
-        total += -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT
-    own = torch.zeros(total, dtype=torch.uint8, device=there.device)
-    for source, start in zip(sources, starts, strict=True):
-        own[start : start + source.nbytes] = as_bytes(source)
-    rows = there.all_gather(own.view(1, -1), 0, timeout_s=rest.timeout_s)
-    return [
-        torch.cat(
-            [row[start : start + source.nbytes].view(source.dtype).view(source.shape) for row in rows],
-            rest.dim,
-        )
-        for source, start in zip(sources, starts, strict=True)
-    ]
-
-
-def _reduce_scatter(
-    there: DeviceCommunicator, tensors: list[torch.Tensor], rest: _Rest
-) -> list[torch.Tensor]:
-    results, size = list(tensors), there.world_size
-    for places in _by_dtype(tensors).values():
-        rows, shapes = [], []
-        for at in places:
-            source = tensors[at].detach()
-            source = source.reshape(1) if source.dim() == 0 else source
-            dim = checks.check_dim(rest.dim, source)
-            shape = (*source.shape[:dim], size, source.shape[dim] // size, *source.shape[dim + 1 :])
-            parts = source.reshape(shape).movedim(dim, 0)
-            shapes.append(parts.shape[1:])
-            rows.append(dense(parts).view(size, -1))
-        whole = torch.cat(rows, 1)
-        reducing = reducer(rest.op, there)
-        own = reducing.reduce_scatter(whole, 0, rest.op, timeout_s=rest.timeout_s)
-        own_parts = torch.split(own.view(-1), [math.prod(shape) for shape in shapes])
-        for at, part, shape in zip(places, own_parts, shapes, strict=True):
-            results[at] = part.view(shape)
-    return results
+def _listed(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return a list that the caller cannot change while a call is open; what is no sequence is refused later."""
+    return list(tensors) if isinstance(tensors, Sequence) else tensors

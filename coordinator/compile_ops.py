@@ -2,33 +2,32 @@
 
 An operation names its group by `unique_name` and is given the world size besides: the shapes of a graph that a
 compiler has cached on disk depend on it, while a group of the same name in a later run may be of another size.
-Groups are kept weakly: a compiled graph keeps none alive.
+A compiled graph keeps no group alive.
 
     torch.ops.group_coordinator.all_reduce(x, group.unique_name)
 
-is what `group.all_reduce(x)` becomes (`traced_calls`). Results are always new tensors, which share memory neither with
-the inputs nor with each other, and no gradient flows through them.
+is what `group.all_reduce(x)` becomes when Dynamo traces it. Results are always new tensors, which share memory neither
+with the inputs nor with each other, and no gradient flows through them.
 """
 
 from __future__ import annotations
 
-import weakref
+import enum
 from collections.abc import Sequence
-from typing import Any, Final, cast
+from functools import partial
+from typing import Any, Final
 
 import torch
 
-from coordinator.coalesced import CoalescedCollectives
-from coordinator.tensor_collectives import TensorCollectives
-from device_comm import checks, rms_norm
+from coordinator import group_registry
+from coordinator.group_registry import Registration
+from coordinator.planes import GroupPlanes
+from device_comm import checks, coalesced, rms_norm
 from device_comm.base import SUM
-from device_comm.derived_reductions import Reduction
-from shm_broadcast.errors import ClosedError, UsageError
+from device_comm.derived_reductions import Reduction, reducer
+from shm_broadcast.errors import UsageError
 
 NAMESPACE: Final = "group_coordinator"
-
-# Names of groups that are gone, the latest ones, so that their graphs are told what happened.
-_REMEMBERED: Final = 1024
 
 _SCHEMAS: Final = {
     "all_reduce": "(Tensor input, str group_name, str op='sum', float? timeout_s=None) -> Tensor",
@@ -47,78 +46,159 @@ _SCHEMAS: Final = {
     "float? timeout_s=None) -> Tensor[]",
 }
 
-_groups: dict[str, weakref.ref[TensorCollectives]] = {}
-_gone: dict[str, None] = {}
+# --- what a method of a group becomes in a graph ----------------------------------------------------------------
+# In a group of one the result is the input itself, as it is without a compiler; an operation could not return that.
 
 
-# --- groups by name ---------------------------------------------------------------------------------------------
+def all_reduce(
+    group: GroupPlanes, input_: torch.Tensor, op: Reduction, timeout_s: float | None
+) -> torch.Tensor:
+    """Trace `group.all_reduce`."""
+    if group.world_size == 1:
+        return input_
+    name = _name(op)
+    result: torch.Tensor = torch.ops.group_coordinator.all_reduce(
+        input_.detach(), group.unique_name, name, timeout_s
+    )
+    return result
 
 
-def register_group(group: TensorCollectives) -> None:
-    """Let operations find `group` by its unique name, until `forget_group` or its end."""
-    name = group.unique_name
-
-    def collected(reference: weakref.ref[TensorCollectives]) -> None:
-        if _groups.get(name) is reference:
-            _forget(name)
-
-    _gone.pop(name, None)
-    _groups[name] = weakref.ref(group, collected)
-
-
-def forget_group(group: TensorCollectives) -> None:
-    """Let operations that name `group` raise `ClosedError` from now on. Idempotent."""
-    reference = _groups.get(group.unique_name)
-    # A later world may have a group of the same name: that one stays.
-    if reference is not None and reference() is group:
-        _forget(group.unique_name)
+def all_gather(group: GroupPlanes, input_: torch.Tensor, dim: int, timeout_s: float | None) -> torch.Tensor:
+    """Trace `group.all_gather`."""
+    size = group.world_size
+    if size == 1:
+        return input_
+    result: torch.Tensor = torch.ops.group_coordinator.all_gather(
+        input_.detach(), group.unique_name, size, dim, timeout_s
+    )
+    return result
 
 
-def _forget(name: str) -> None:
-    del _groups[name]
-    _gone[name] = None
-    if len(_gone) > _REMEMBERED:
-        del _gone[next(iter(_gone))]
+def reduce_scatter(
+    group: GroupPlanes, input_: torch.Tensor, dim: int, op: Reduction, timeout_s: float | None
+) -> torch.Tensor:
+    """Trace `group.reduce_scatter`."""
+    size = group.world_size
+    if size == 1:
+        return input_
+    name = _name(op)
+    result: torch.Tensor = torch.ops.group_coordinator.reduce_scatter(
+        input_.detach(), group.unique_name, size, dim, name, timeout_s
+    )
+    return result
 
 
-def find_group(name: str, operation: str) -> TensorCollectives:
-    """Return the group of that unique name.
-
-    Args:
-        name: The group's `unique_name`.
-        operation: What it is wanted for, for the error's text.
-
-    Raises:
-        ClosedError: It was destroyed.
-        UsageError: This process has had no such group.
-    """
-    reference = _groups.get(name)
-    group = None if reference is None else reference()
-    if group is not None:
-        return group
-    where = f"{NAMESPACE}::{operation} on {name!r}"
-    if name in _gone or reference is not None:
-        raise ClosedError(f"{where}: the group was destroyed; compile again with one that exists")
-    raise UsageError(f"{where}: this process has no group of that name; it has {sorted(_groups) or 'none'}")
+def all_reduce_add_rms_norm(
+    group: GroupPlanes,
+    input_: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    timeout_s: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Trace `group.all_reduce_add_rms_norm`."""
+    tensors = (input_.detach(), residual.detach(), weight.detach())
+    normed, total = torch.ops.group_coordinator.all_reduce_add_rms_norm(
+        *tensors, eps, group.unique_name, timeout_s
+    )
+    return normed, total
 
 
-def live_groups() -> list[TensorCollectives]:
-    """Return the groups that exist in this process, newest first."""
-    groups = [reference() for reference in list(_groups.values())]
-    return [group for group in reversed(groups) if group is not None]
+def all_to_all(
+    group: GroupPlanes,
+    input_: torch.Tensor,
+    dim: int,
+    send_sizes: Sequence[int] | None,
+    recv_sizes: Sequence[int] | None,
+    timeout_s: float | None,
+) -> torch.Tensor:
+    """Trace `group.all_to_all`."""
+    size = group.world_size
+    if size == 1:
+        return input_
+    sent = None if send_sizes is None else list(send_sizes)
+    received = None if recv_sizes is None else list(recv_sizes)
+    result: torch.Tensor = torch.ops.group_coordinator.all_to_all(
+        input_.detach(), group.unique_name, size, dim, sent, received, timeout_s
+    )
+    return result
 
 
-# --- what the operations do ---------------------------------------------------------------------------------------
+def broadcast(group: GroupPlanes, input_: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
+    """Trace `functional.broadcast`: not in place, so the result is new in a group of one too."""
+    result: torch.Tensor = torch.ops.group_coordinator.broadcast(
+        input_.detach(), group.unique_name, src, timeout_s
+    )
+    return result
 
 
-def _sized(name: str, operation: str, world_size: int) -> TensorCollectives:
-    group = find_group(name, operation)
-    if world_size != group.world_size:
+def all_reduce_coalesced(
+    group: GroupPlanes, tensors: Sequence[torch.Tensor], op: Reduction, timeout_s: float | None
+) -> list[torch.Tensor]:
+    """Trace `group.all_reduce_coalesced`."""
+    if group.world_size == 1 or not tensors:
+        return list(tensors)
+    name = _name(op)
+    result: list[torch.Tensor] = torch.ops.group_coordinator.all_reduce_coalesced(
+        [each.detach() for each in tensors], group.unique_name, name, timeout_s
+    )
+    return result
+
+
+def all_gather_coalesced(
+    group: GroupPlanes, tensors: Sequence[torch.Tensor], dim: int, timeout_s: float | None
+) -> list[torch.Tensor]:
+    """Trace `group.all_gather_coalesced`."""
+    size = group.world_size
+    if size == 1 or not tensors:
+        return list(tensors)
+    result: list[torch.Tensor] = torch.ops.group_coordinator.all_gather_coalesced(
+        [each.detach() for each in tensors], group.unique_name, size, dim, timeout_s
+    )
+    return result
+
+
+def reduce_scatter_coalesced(
+    group: GroupPlanes, tensors: Sequence[torch.Tensor], dim: int, op: Reduction, timeout_s: float | None
+) -> list[torch.Tensor]:
+    """Trace `group.reduce_scatter_coalesced`."""
+    size = group.world_size
+    if size == 1 or not tensors:
+        return list(tensors)
+    name = _name(op)
+    result: list[torch.Tensor] = torch.ops.group_coordinator.reduce_scatter_coalesced(
+        [each.detach() for each in tensors], group.unique_name, size, dim, name, timeout_s
+    )
+    return result
+
+
+def _operation(op: str) -> Any:
+    """Return the reduction that a graph names; the usual one need not be looked up."""
+    return SUM if op == "sum" else op
+
+
+def _name(op: Reduction) -> str:
+    """Return the name by which a graph knows `op`."""
+    if isinstance(op, enum.Enum):
+        return op.name.lower()
+    if isinstance(op, str):
+        return op
+    raise UsageError(
+        f"a compiled graph cannot hold the reduction {op!r}: pass it by name, or scale the tensor first"
+    )
+
+
+# --- what the operations do: the group's communicator makes the call, behind the group's gate -------------------------
+
+
+def _sized(name: str, operation: str, world_size: int) -> Registration:
+    found = group_registry.find(name, operation)
+    if world_size != found.communicator.world_size:
         raise UsageError(
             f"{NAMESPACE}::{operation} on {name!r}: the graph was made for a group of {world_size}, this one has "
-            f"{group.world_size} ranks"
+            f"{found.communicator.world_size} ranks"
         )
-    return group
+    return found
 
 
 def _new(result: torch.Tensor, input_: torch.Tensor) -> torch.Tensor:
@@ -141,31 +221,21 @@ def _apart(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> l
     ]
 
 
-def _coalescing(group: TensorCollectives) -> CoalescedCollectives:
-    # What is registered is a GroupCoordinator, which is both.
-    return cast("CoalescedCollectives", group)
-
-
-def _operation(op: str) -> Reduction:
-    # A name is taken like what it names; the usual one need not be looked up.
-    return SUM if op == "sum" else cast("Reduction", op)
-
-
-# The methods are those of our class: one that a subclass overrides has been traced already.
-
-
 def _all_reduce(
     input_: torch.Tensor, group_name: str, op: str = "sum", timeout_s: float | None = None
 ) -> torch.Tensor:
-    group = find_group(group_name, "all_reduce")
-    return _new(TensorCollectives.all_reduce(group, input_, _operation(op), timeout_s=timeout_s), input_)
+    found = group_registry.find(group_name, "all_reduce")
+    operation = _operation(op)
+    make = reducer(operation, found.communicator).all_reduce
+    return _new(found.calls.run("all_reduce", make, input_, operation, timeout_s=timeout_s), input_)
 
 
 def _all_gather(
     input_: torch.Tensor, group_name: str, world_size: int, dim: int = -1, timeout_s: float | None = None
 ) -> torch.Tensor:
-    group = _sized(group_name, "all_gather", world_size)
-    return _new(TensorCollectives.all_gather(group, input_, dim, timeout_s=timeout_s), input_)
+    found = _sized(group_name, "all_gather", world_size)
+    make = found.communicator.all_gather
+    return _new(found.calls.run("all_gather", make, input_, dim, timeout_s=timeout_s), input_)
 
 
 def _reduce_scatter(
@@ -176,10 +246,10 @@ def _reduce_scatter(
     op: str = "sum",
     timeout_s: float | None = None,
 ) -> torch.Tensor:
-    group = _sized(group_name, "reduce_scatter", world_size)
-    return _new(
-        TensorCollectives.reduce_scatter(group, input_, dim, _operation(op), timeout_s=timeout_s), input_
-    )
+    found = _sized(group_name, "reduce_scatter", world_size)
+    operation = _operation(op)
+    make = reducer(operation, found.communicator).reduce_scatter
+    return _new(found.calls.run("reduce_scatter", make, input_, dim, operation, timeout_s=timeout_s), input_)
 
 
 def _all_reduce_add_rms_norm(
@@ -190,9 +260,10 @@ def _all_reduce_add_rms_norm(
     group_name: str,
     timeout_s: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    group = find_group(group_name, "all_reduce_add_rms_norm")
-    return TensorCollectives.all_reduce_add_rms_norm(
-        group, input_, residual, weight, eps, timeout_s=timeout_s
+    found = group_registry.find(group_name, "all_reduce_add_rms_norm")
+    make = found.communicator.all_reduce_add_rms_norm
+    return found.calls.run(
+        "all_reduce_add_rms_norm", make, input_, residual, weight, eps, timeout_s=timeout_s
     )
 
 
@@ -205,23 +276,26 @@ def _all_to_all(
     recv_sizes: Sequence[int] | None = None,
     timeout_s: float | None = None,
 ) -> torch.Tensor:
-    group = _sized(group_name, "all_to_all", world_size)
-    result = TensorCollectives.all_to_all(group, input_, dim, send_sizes, recv_sizes, timeout_s=timeout_s)
+    found = _sized(group_name, "all_to_all", world_size)
+    make = found.communicator.all_to_all
+    result = found.calls.run("all_to_all", make, input_, dim, send_sizes, recv_sizes, timeout_s=timeout_s)
     return _new(result, input_)
 
 
 def _broadcast(
     input_: torch.Tensor, group_name: str, src: int = 0, timeout_s: float | None = None
 ) -> torch.Tensor:
-    group = find_group(group_name, "broadcast")
-    return TensorCollectives.broadcast(group, _copy(input_), src, timeout_s=timeout_s)
+    found = group_registry.find(group_name, "broadcast")
+    make = found.communicator.broadcast
+    return found.calls.run("broadcast", make, _copy(input_), src, timeout_s=timeout_s)
 
 
 def _all_reduce_coalesced(
     inputs: Sequence[torch.Tensor], group_name: str, op: str = "sum", timeout_s: float | None = None
 ) -> list[torch.Tensor]:
-    group = _coalescing(find_group(group_name, "all_reduce_coalesced"))
-    results = CoalescedCollectives.all_reduce_coalesced(group, inputs, _operation(op), timeout_s=timeout_s)
+    found = group_registry.find(group_name, "all_reduce_coalesced")
+    make = partial(coalesced.all_reduce, found.communicator)
+    results = found.calls.run("all_reduce_coalesced", make, inputs, _operation(op), timeout_s=timeout_s)
     return _apart(results, inputs)
 
 
@@ -232,8 +306,9 @@ def _all_gather_coalesced(
     dim: int = 0,
     timeout_s: float | None = None,
 ) -> list[torch.Tensor]:
-    group = _coalescing(_sized(group_name, "all_gather_coalesced", world_size))
-    return _apart(CoalescedCollectives.all_gather_coalesced(group, inputs, dim, timeout_s=timeout_s), inputs)
+    found = _sized(group_name, "all_gather_coalesced", world_size)
+    make = partial(coalesced.all_gather, found.communicator)
+    return _apart(found.calls.run("all_gather_coalesced", make, inputs, dim, timeout_s=timeout_s), inputs)
 
 
 def _reduce_scatter_coalesced(
@@ -244,9 +319,10 @@ def _reduce_scatter_coalesced(
     op: str = "sum",
     timeout_s: float | None = None,
 ) -> list[torch.Tensor]:
-    group = _coalescing(_sized(group_name, "reduce_scatter_coalesced", world_size))
-    results = CoalescedCollectives.reduce_scatter_coalesced(
-        group, inputs, dim, _operation(op), timeout_s=timeout_s
+    found = _sized(group_name, "reduce_scatter_coalesced", world_size)
+    make = partial(coalesced.reduce_scatter, found.communicator)
+    results = found.calls.run(
+        "reduce_scatter_coalesced", make, inputs, dim, _operation(op), timeout_s=timeout_s
     )
     return _apart(results, inputs)
 
@@ -392,5 +468,3 @@ def _define() -> Any:
 
 # The operations exist as long as this does.
 _library: Final = _define()
-
-__all__ = ["NAMESPACE", "find_group", "forget_group", "live_groups", "register_group"]

@@ -77,6 +77,7 @@ class GroupParts:
         report: How long the group took to create.
         siblings: How many process groups were created beside the device plane's.
         adopted: Process groups to destroy with the group.
+        is_fake: The group has no other process, so nobody is ever waited for.
     """
 
     health: GroupHealth
@@ -92,6 +93,7 @@ class GroupParts:
     report: CreationReport | None = None
     siblings: int = 0
     adopted: list[dist.ProcessGroup] = dataclasses.field(default_factory=list)
+    is_fake: bool = False
 
     def adopt(self, group: dist.ProcessGroup) -> None:
         """Destroy `group` with this one; a forked child leaves it alone."""

@@ -8,10 +8,148 @@ from typing import overload
 
 import torch
 
+from coordinator.host_plane import HostPlane
 from coordinator.planes import GroupPlanes
 from device_comm import all2all, checks
 from device_comm.all2all import Choice, DispatchForm, ExpertPlacement, RoutedTokens
+from device_comm.base import DeviceCommunicator
 from shm_broadcast.errors import UsageError
+
+
+class TokenRouting:
+    """What `dispatch` and `combine` of one group do, and the token counts that they share."""
+
+    def __init__(self, communicator: DeviceCommunicator, host: HostPlane) -> None:
+        """Know no counts yet.
+
+        Args:
+            communicator: Moves the rows.
+            host: Exchanges token counts that nobody stated.
+        """
+        self._communicator = communicator
+        self._host = host
+        self._device = communicator.device
+        self._rank_in_group = communicator.rank_in_group
+        self._world_size = communicator.world_size
+        self._stated: tuple[int, ...] | None = None
+        self._dispatched: tuple[int, ...] | None = None
+
+    @contextmanager
+    def stating(self, counts: Sequence[int]) -> Iterator[None]:
+        """Take `counts` for the ranks' tokens inside of the block."""
+        stated = checks.check_sizes(counts, self._world_size)
+        before, self._stated = self._stated, stated
+        try:
+            yield
+        finally:
+            self._stated = before
+
+    def place(self, experts: int | Sequence[int]) -> ExpertPlacement:
+        """Say which rank has which expert; see `ExpertParallel.place_experts`."""
+        if isinstance(experts, int):
+            if isinstance(experts, bool) or experts < 1:
+                raise UsageError(f"there must be at least 1 expert, not {experts!r}")
+            experts = all2all.contiguous_ranks(experts, self._world_size)
+        return ExpertPlacement(experts, self._rank_in_group, self._world_size, self._device)
+
+    def dispatch_to_all(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        extra_tensors: Sequence[torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """Bring all tokens to all ranks."""
+        tensors = [hidden_states, router_logits, *(extra_tensors or ())]
+        for tensor in tensors:
+            checks.check_tensor(tensor, self._device, "dispatch")
+            if tensor.dim() == 0 or tensor.shape[0] != hidden_states.shape[0]:
+                raise UsageError(
+                    f"dispatch: every tensor needs one row for each of the {hidden_states.shape[0]} tokens, "
+                    f"got shape {tuple(tensor.shape)}"
+                )
+        counts = self._counts(hidden_states.shape[0])
+        gathered = self._communicator.all_gatherv(tensors, 0, counts)
+        self._dispatched = counts
+        if extra_tensors is None:
+            return gathered[0], gathered[1]
+        return gathered[0], gathered[1], gathered[2:]
+
+    def combine(self, hidden_states: torch.Tensor, routed: RoutedTokens | None) -> torch.Tensor:
+        """Sum over ranks, and return the rows of this rank's tokens."""
+        if routed is not None:
+            if not isinstance(routed, RoutedTokens):
+                raise UsageError(
+                    f"combine: routed must be what dispatch returned, not {type(routed).__name__}"
+                )
+            return all2all.combine(self._communicator, hidden_states, routed)
+        checks.check_tensor(hidden_states, self._device, "combine")
+        counts = self._stated or self._dispatched
+        if counts is None:
+            raise UsageError(
+                "combine: call dispatch first, or state the tokens of each rank with token_counts"
+            )
+        return self._communicator.reduce_scatterv(hidden_states, 0, counts)
+
+    def dispatch(
+        self,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        extra_tensors: list[torch.Tensor],
+        experts: int | ExpertPlacement,
+        capacity: int | None,
+        form: DispatchForm | None,
+    ) -> RoutedTokens:
+        """Bring each token to the ranks of its experts."""
+        placement = experts if isinstance(experts, ExpertPlacement) else self.place(experts)
+        if (placement.rank_in_group, placement.world_size) != (self._rank_in_group, self._world_size):
+            raise UsageError(f"dispatch: {placement!r} belongs to another group")
+        if capacity is not None and (
+            isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1
+        ):
+            raise UsageError(f"dispatch: capacity must be a number of rows, at least 1, not {capacity!r}")
+        if form is not None and not isinstance(form, DispatchForm):
+            raise UsageError(f"dispatch: form must be a DispatchForm, not {form!r}")
+        is_captured = _is_capturing(self._device)
+        is_static = is_captured or capacity is not None
+        all2all.check_routing(
+            hidden_states, topk_ids, topk_weights, extra_tensors, placement, is_static=is_static
+        )
+        if form is DispatchForm.ALL_TO_ALL and is_captured and capacity is None:
+            raise UsageError("dispatch: an all-to-all can be captured with a stated capacity only")
+        counts = self._counts(hidden_states.shape[0])
+        choice = (
+            all2all.choose_form(counts, topk_ids.shape[1], capacity, is_static=is_static)
+            if form is None
+            else Choice(form, "the caller's")
+        )
+        return all2all.dispatch(
+            self._communicator,
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            extra_tensors,
+            placement,
+            counts,
+            choice,
+            capacity,
+            is_static=is_static,
+        )
+
+    def _counts(self, own: int) -> tuple[int, ...]:
+        if self._stated is None:
+            if self._world_size > 1 and _is_capturing(self._device):
+                raise UsageError(
+                    "dispatch: while a graph is captured the tokens of each rank must be stated "
+                    "with token_counts: the exchange on the host would not be replayed"
+                )
+            return tuple(self._host.all_gather_integers(own))
+        if self._stated[self._rank_in_group] != own:
+            raise UsageError(
+                f"dispatch: token_counts states {self._stated[self._rank_in_group]} tokens for this rank, "
+                f"which holds {own}"
+            )
+        return self._stated
 
 
 class ExpertParallel(GroupPlanes):
@@ -32,8 +170,7 @@ class ExpertParallel(GroupPlanes):
     them on the host plane, and `combine` uses those of the latest `dispatch` without routing, or those in `routed`.
     """
 
-    _stated_counts: tuple[int, ...] | None
-    _dispatched_counts: tuple[int, ...] | None
+    _routing: TokenRouting
 
     @contextmanager
     def token_counts(self, counts: Sequence[int]) -> Iterator[None]:
@@ -41,12 +178,8 @@ class ExpertParallel(GroupPlanes):
 
         Equal on all ranks. Saves an exchange on the host plane, which a graph capture cannot hold.
         """
-        stated = checks.check_sizes(counts, self.world_size)
-        before, self._stated_counts = self._stated_counts, stated
-        try:
+        with self._routing.stating(counts):
             yield
-        finally:
-            self._stated_counts = before
 
     def place_experts(self, experts: int | Sequence[int]) -> ExpertPlacement:
         """Say which rank has which expert, for `dispatch`. Not collective, but equal on all ranks.
@@ -58,11 +191,7 @@ class ExpertParallel(GroupPlanes):
         Raises:
             UsageError: There is no expert, or an entry is no rank in the group.
         """
-        if isinstance(experts, int):
-            if isinstance(experts, bool) or experts < 1:
-                raise UsageError(f"there must be at least 1 expert, not {experts!r}")
-            experts = all2all.contiguous_ranks(experts, self.world_size)
-        return ExpertPlacement(experts, self.rank_in_group, self.world_size, self.device)
+        return self._routing.place(experts)
 
     @overload
     def dispatch(
@@ -141,32 +270,21 @@ class ExpertParallel(GroupPlanes):
                 a token with an id that is no expert is `lost` instead.
         """
         del is_sequence_parallel
-        self._keep_order("dispatch")
-        self._health.check_usable("dispatch")
-        if topk_ids is not None:
+        with self._calls.call("dispatch"):
+            if topk_ids is None:
+                if router_logits is None or any(
+                    each is not None for each in (topk_weights, experts, capacity, form)
+                ):
+                    raise UsageError(
+                        "dispatch: pass router_logits alone, or topk_ids with experts and what belongs to them"
+                    )
+                return self._routing.dispatch_to_all(hidden_states, router_logits, extra_tensors)
             if router_logits is not None or experts is None:
                 raise UsageError("dispatch: topk_ids needs experts, and goes without router_logits")
-            return self._dispatch_routed(
-                hidden_states, topk_ids, topk_weights, list(extra_tensors or ()), experts, capacity, form
+            extra = list(extra_tensors or ())
+            return self._routing.dispatch(
+                hidden_states, topk_ids, topk_weights, extra, experts, capacity, form
             )
-        if router_logits is None or any(each is not None for each in (topk_weights, experts, capacity, form)):
-            raise UsageError(
-                "dispatch: pass router_logits alone, or topk_ids with experts and what belongs to them"
-            )
-        tensors = [hidden_states, router_logits, *(extra_tensors or ())]
-        for tensor in tensors:
-            checks.check_tensor(tensor, self.device, "dispatch")
-            if tensor.dim() == 0 or tensor.shape[0] != hidden_states.shape[0]:
-                raise UsageError(
-                    f"dispatch: every tensor needs one row for each of the {hidden_states.shape[0]} tokens, "
-                    f"got shape {tuple(tensor.shape)}"
-                )
-        counts = self._counts(hidden_states.shape[0])
-        gathered = self.device_communicator.all_gatherv(tensors, 0, counts)
-        self._dispatched_counts = counts
-        if extra_tensors is None:
-            return gathered[0], gathered[1]
-        return gathered[0], gathered[1], gathered[2:]
 
     def combine(
         self,
@@ -201,81 +319,8 @@ class ExpertParallel(GroupPlanes):
                 is not that of `routed`.
         """
         del is_sequence_parallel
-        self._keep_order("combine")
-        self._health.check_usable("combine")
-        if routed is not None:
-            if not isinstance(routed, RoutedTokens):
-                raise UsageError(
-                    f"combine: routed must be what dispatch returned, not {type(routed).__name__}"
-                )
-            return all2all.combine(self.device_communicator, hidden_states, routed)
-        checks.check_tensor(hidden_states, self.device, "combine")
-        counts = self._stated_counts or self._dispatched_counts
-        if counts is None:
-            raise UsageError(
-                "combine: call dispatch first, or state the tokens of each rank with token_counts"
-            )
-        return self.device_communicator.reduce_scatterv(hidden_states, 0, counts)
-
-    def _dispatch_routed(
-        self,
-        hidden_states: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor | None,
-        extra_tensors: list[torch.Tensor],
-        experts: int | ExpertPlacement,
-        capacity: int | None,
-        form: DispatchForm | None,
-    ) -> RoutedTokens:
-        placement = experts if isinstance(experts, ExpertPlacement) else self.place_experts(experts)
-        if (placement.rank_in_group, placement.world_size) != (self.rank_in_group, self.world_size):
-            raise UsageError(f"dispatch: {placement!r} belongs to another group")
-        if capacity is not None and (
-            isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1
-        ):
-            raise UsageError(f"dispatch: capacity must be a number of rows, at least 1, not {capacity!r}")
-        if form is not None and not isinstance(form, DispatchForm):
-            raise UsageError(f"dispatch: form must be a DispatchForm, not {form!r}")
-        is_captured = _is_capturing(self.device)
-        is_static = is_captured or capacity is not None
-        all2all.check_routing(
-            hidden_states, topk_ids, topk_weights, extra_tensors, placement, is_static=is_static
-        )
-        if form is DispatchForm.ALL_TO_ALL and is_captured and capacity is None:
-            raise UsageError("dispatch: an all-to-all can be captured with a stated capacity only")
-        counts = self._counts(hidden_states.shape[0])
-        choice = (
-            all2all.choose_form(counts, topk_ids.shape[1], capacity, is_static=is_static)
-            if form is None
-            else Choice(form, "the caller's")
-        )
-        return all2all.dispatch(
-            self.device_communicator,
-            hidden_states,
-            topk_ids,
-            topk_weights,
-            extra_tensors,
-            placement,
-            counts,
-            choice,
-            capacity,
-            is_static=is_static,
-        )
-
-    def _counts(self, own: int) -> tuple[int, ...]:
-        if self._stated_counts is None:
-            if self.world_size > 1 and _is_capturing(self.device):
-                raise UsageError(
-                    "dispatch: while a graph is captured the tokens of each rank must be stated "
-                    "with token_counts: the exchange on the host would not be replayed"
-                )
-            return tuple(self._host.all_gather_integers(own))
-        if self._stated_counts[self.rank_in_group] != own:
-            raise UsageError(
-                f"dispatch: token_counts states {self._stated_counts[self.rank_in_group]} tokens for this rank, "
-                f"which holds {own}"
-            )
-        return self._stated_counts
+        with self._calls.call("combine"):
+            return self._routing.combine(hidden_states, routed)
 
 
 def _is_capturing(device: torch.device) -> bool:

@@ -24,7 +24,6 @@ from coordinator.settings import CoordinatorSettings
 from coordinator.tensor_dict import Slicing, split
 from coordinator.transfer_tags import SCATTER_TAG
 from device_comm import checks
-from device_comm.async_calls import CallLine
 from device_comm.base import CommunicatorContext, DeviceCommunicator
 from device_comm.handles import Handle
 from device_comm.health import GroupHealth
@@ -105,10 +104,9 @@ class FakeGroupCoordinator(GroupCoordinator):
             backend="fake",
             address="",
             create_timeout_s=settings.create_timeout_s,
+            is_fake=True,
         )
         self._bind(parts, [members], where.index or 0, "fake", settings)
-        self._calls = CallLine(health, where, is_alone=True)
-        self._open_calls = self._calls.open
         self.use_device_communicator = True
         self._queues = FakeQueues(health)
         # For each peer and each dict sent to it: the tensors of which only a slice was sent.
@@ -163,9 +161,9 @@ class FakeGroupCoordinator(GroupCoordinator):
                     refusal = nothing
         raise refusal or UsageError("recv_any: a group of one has no other rank")
 
-    def _by_color(self, color: int | None, key: int) -> list[list[int]]:
+    def _lists_by_color(self, color: int | None, key: int) -> list[list[int]]:
         """As if every rank brought this one's color and key."""
-        super()._by_color(color, key)
+        super()._lists_by_color(color, key)
         return [list(range(self.world_size))] if color is not None and color >= 0 else []
 
     def _new_group(self, group_ranks: list[list[int]], name: str) -> GroupCoordinator:
@@ -345,6 +343,7 @@ class _ReplayedGroup(GroupPlanes):
         self.world_size = group.world_size
         self.rank_in_group = group.rank_in_group
         self.device = group.device
+        self._calls = group._calls  # noqa: SLF001 - it stands for that group
         self.device_communicator = self.communicator = _ReplayCommunicator(group.device_communicator.context)
 
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from coordinator import compile_ops, traced_calls
+from coordinator import compile_ops, group_registry
 from coordinator.fakes import FakeGroupCoordinator
 from coordinator.group import GroupCoordinator
 from coordinator.torch_group import CoordinatorProcessGroup
@@ -118,13 +118,13 @@ def find_group(group: Group) -> GroupCoordinator:
     if isinstance(group, GroupCoordinator):
         return group
     if isinstance(group, str):
-        found = compile_ops.find_group(group, "functional")
-        if isinstance(found, GroupCoordinator):
-            return found
+        named = group_registry.find(group, "functional").reference()
+        if isinstance(named, GroupCoordinator):
+            return named
     if isinstance(group, CoordinatorProcessGroup):
         return group.coordinator
     lists = _rank_lists(group)
-    for each in compile_ops.live_groups():
+    for each in group_registry.live_groups():
         # A fake gives results of its own, which nobody means who names real ranks.
         if (
             isinstance(each, GroupCoordinator)
@@ -187,7 +187,7 @@ def all_reduce(
     there = group if isinstance(group, GroupCoordinator) else find_group(group)
     operation = _operation(op)
     if torch.compiler.is_compiling():
-        return traced_calls.all_reduce(there, tensor, operation, None)
+        return compile_ops.all_reduce(there, tensor, operation, None)
     tensor = wait_tensor(tensor)
     if not _overlaps(tensor, overlap):
         return there.all_reduce(tensor, operation)
@@ -200,7 +200,7 @@ def all_gather_tensor(
     """Concatenate the ranks' tensors along `gather_dim`, in rank order; a new tensor. Collective."""
     there = group if isinstance(group, GroupCoordinator) else find_group(group)
     if torch.compiler.is_compiling():
-        return traced_calls.all_gather(there, tensor, gather_dim, None)
+        return compile_ops.all_gather(there, tensor, gather_dim, None)
     tensor = wait_tensor(tensor)
     if not _overlaps(tensor, overlap):
         return there.all_gather(tensor, gather_dim)
@@ -220,7 +220,7 @@ def reduce_scatter_tensor(
     there = group if isinstance(group, GroupCoordinator) else find_group(group)
     operation = _operation(op)
     if torch.compiler.is_compiling():
-        return traced_calls.reduce_scatter(there, tensor, scatter_dim, operation, None)
+        return compile_ops.reduce_scatter(there, tensor, scatter_dim, operation, None)
     tensor = wait_tensor(tensor)
     if not _overlaps(tensor, overlap):
         return there.reduce_scatter(tensor, scatter_dim, operation)
@@ -241,7 +241,7 @@ def all_to_all_single(
     """Send the i-th part of the first dimension to rank i; a new tensor of what came, in rank order. Collective."""
     there = group if isinstance(group, GroupCoordinator) else find_group(group)
     if torch.compiler.is_compiling():
-        return traced_calls.all_to_all(there, tensor, 0, input_split_sizes, output_split_sizes, None)
+        return compile_ops.all_to_all(there, tensor, 0, input_split_sizes, output_split_sizes, None)
     tensor = wait_tensor(tensor)
     if not _overlaps(tensor, overlap):
         return there.all_to_all(tensor, 0, input_split_sizes, output_split_sizes)
@@ -261,7 +261,7 @@ def broadcast(
     """Return rank `src`'s tensor (a rank in the group), as a new one; shapes and dtypes are equal. Collective."""
     there = group if isinstance(group, GroupCoordinator) else find_group(group)
     if torch.compiler.is_compiling():
-        return traced_calls.broadcast(there, tensor, src, None)
+        return compile_ops.broadcast(there, tensor, src, None)
     tensor = wait_tensor(tensor)
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
     if not _overlaps(tensor, overlap):
@@ -276,7 +276,7 @@ def all_reduce_coalesced(
     there = group if isinstance(group, GroupCoordinator) else find_group(group)
     operation = _operation(op)
     if torch.compiler.is_compiling():
-        return traced_calls.all_reduce_coalesced(there, tensors, operation, None)
+        return compile_ops.all_reduce_coalesced(there, tensors, operation, None)
     return there.all_reduce_coalesced([wait_tensor(each) for each in tensors], operation)
 
 
@@ -286,7 +286,7 @@ def all_gather_tensor_coalesced(
     """Concatenate several tensors of each rank, for the price of one meeting; new tensors. Collective."""
     there = group if isinstance(group, GroupCoordinator) else find_group(group)
     if torch.compiler.is_compiling():
-        return traced_calls.all_gather_coalesced(there, tensors, gather_dim, None)
+        return compile_ops.all_gather_coalesced(there, tensors, gather_dim, None)
     return there.all_gather_coalesced([wait_tensor(each) for each in tensors], gather_dim)
 
 
@@ -297,7 +297,7 @@ def reduce_scatter_tensor_coalesced(
     there = group if isinstance(group, GroupCoordinator) else find_group(group)
     operation = _operation(op)
     if torch.compiler.is_compiling():
-        return traced_calls.reduce_scatter_coalesced(there, tensors, scatter_dim, operation, None)
+        return compile_ops.reduce_scatter_coalesced(there, tensors, scatter_dim, operation, None)
     ready = [wait_tensor(each) for each in tensors]
     return there.reduce_scatter_coalesced(ready, scatter_dim, operation)
 

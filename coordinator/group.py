@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,40 +17,32 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from coordinator import compile_ops
+from coordinator import group_registry, subgroups, torch_group
 from coordinator.broadcaster import Broadcaster
+from coordinator.calls import Calls
 from coordinator.coalesced import CoalescedCollectives
 from coordinator.creation import GroupParts, GroupPlan, create_parts, device_of
-from coordinator.expert_parallel import ExpertParallel
+from coordinator.expert_parallel import ExpertParallel, TokenRouting
 from coordinator.external_writer import ExternalWriter
 from coordinator.graph_capture import GraphCaptureContext, capture_on
 from coordinator.group_names import next_names, unique_name, use_names
 from coordinator.group_queues import GroupQueues
 from coordinator.membership import find_membership, world_store
 from coordinator.object_collectives import ObjectCollectives, broadcast_object_of
+from coordinator.open_sends import OpenSends
 from coordinator.point_to_point import PointToPoint
 from coordinator.queue_ends import Queues, Reader, Writer
 from coordinator.scalar_collectives import ScalarCollectives
 from coordinator.settings import CoordinatorSettings
 from coordinator.start_up import CreationReport
-from coordinator.subgroups import Subgroups
 from coordinator.tensor_messages import TensorMessages
 from device_comm import base, checks
-from device_comm.async_calls import CallLine
-from device_comm.handles import Handle
 from shm_broadcast.errors import UsageError
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 
-class GroupCoordinator(
-    CoalescedCollectives,
-    ExpertParallel,
-    PointToPoint,
-    TensorMessages,
-    ScalarCollectives,
-    Subgroups,
-):
+class GroupCoordinator(CoalescedCollectives, ExpertParallel, PointToPoint, TensorMessages, ScalarCollectives):
     """One group of ranks, with everything that moves between them.
 
     Creating one is collective over all ranks in `group_ranks`, in the same order on each; it blocks until
@@ -215,15 +206,14 @@ class GroupCoordinator(
         self._health = parts.health
         self._cpu_group = parts.cpu_group
         self._device_group = parts.device_group
-        self._open_sends: deque[Handle] = deque()
-        self._calls = CallLine(parts.health, parts.device, is_alone=self.world_size == 1)
-        self._open_calls = self._calls.open
-        self._stated_counts = None
-        self._dispatched_counts = None
+        self._sends = OpenSends()
+        self._calls = Calls(parts.health, parts.device, is_alone=self.world_size == 1 or parts.is_fake)
+        self._routing = TokenRouting(parts.communicator, parts.host)
+        self._process_group: dist.ProcessGroup | None = None
         self._queues: Queues = GroupQueues(parts.host, parts.health, settings, parts.address)
         self._broadcaster: Broadcaster | None = None
         self.mq_broadcaster: Writer | Reader | None = None
-        compile_ops.register_group(self)
+        group_registry.register(self, self._calls)
 
     # ------------------------------------------------------------------ who and where
 
@@ -264,7 +254,7 @@ class GroupCoordinator(
         Where our own calls need none it is created when it is first asked for, which waits for nobody; its ranks
         connect when they first talk.
         """
-        self._health.check_usable("cpu_group")
+        self._calls.enter("cpu_group", in_line=False)
         if self._cpu_group is None:
             self._cpu_group = self._parts.open_gloo_group("host")
         return self._cpu_group
@@ -272,7 +262,7 @@ class GroupCoordinator(
     @property
     def device_group(self) -> dist.ProcessGroup:
         """Return the group's process group for device tensors; on the CPU see `cpu_group`."""
-        self._health.check_usable("device_group")
+        self._calls.enter("device_group", in_line=False)
         if self._device_group is None:
             self._device_group = self._parts.open_device_group()
         return self._device_group
@@ -304,13 +294,12 @@ class GroupCoordinator(
             CapabilityError: A rank lacks the memory, or could not open its end; on every rank. The group
                 stays usable.
         """
-        self._keep_order("create_mq_broadcaster")
-        self._health.check_usable("create_mq_broadcaster")
-        writer = checks.check_rank(writer_rank, self.world_size, "writer_rank")
-        end = self._queues.broadcast(writer, external_writer_handle)
-        if blocking:
-            self._host.barrier()
-        return end
+        with self._calls.call("create_mq_broadcaster"):
+            writer = checks.check_rank(writer_rank, self.world_size, "writer_rank")
+            end = self._queues.broadcast(writer, external_writer_handle)
+            if blocking:
+                self._host.barrier()
+            return end
 
     def create_single_reader_mq_broadcasters(
         self, reader_rank_in_group: int = 0, blocking: bool = False
@@ -329,13 +318,12 @@ class GroupCoordinator(
             CapabilityError: A rank lacks the memory, or could not open its end; on every rank. The group
                 stays usable.
         """
-        self._keep_order("create_single_reader_mq_broadcasters")
-        self._health.check_usable("create_single_reader_mq_broadcasters")
-        reader = checks.check_rank(reader_rank_in_group, self.world_size, "reader_rank_in_group")
-        ends = self._queues.gather(reader)
-        if blocking:
-            self._host.barrier()
-        return ends
+        with self._calls.call("create_single_reader_mq_broadcasters"):
+            reader = checks.check_rank(reader_rank_in_group, self.world_size, "reader_rank_in_group")
+            ends = self._queues.gather(reader)
+            if blocking:
+                self._host.barrier()
+            return ends
 
     def enable_broadcaster(self, writer_rank: int = 0) -> None:
         """Send what rank `writer_rank` broadcasts through a queue from now on. Collective.
@@ -343,7 +331,7 @@ class GroupCoordinator(
         `broadcast_object` and `broadcast_tensor_dict` with that rank as `src` then take `mq_broadcaster`;
         with another one they take the host plane, with the same result. Does nothing in a group of one.
         """
-        self._health.check_usable("enable_broadcaster")
+        self._calls.enter("enable_broadcaster", in_line=False)
         if self.world_size == 1 or self._broadcaster is not None:
             return
         started = time.perf_counter()
@@ -365,11 +353,10 @@ class GroupCoordinator(
 
         For operations that shall run beside those on `device_group`. It is destroyed with this group.
         """
-        self._keep_order("make_sibling_device_group")
-        self._health.check_usable("make_sibling_device_group")
-        sibling = self._parts.new_device_group(group_desc or "sibling")
-        self._parts.adopt(sibling)
-        return sibling
+        with self._calls.call("make_sibling_device_group"):
+            sibling = self._parts.new_device_group(group_desc or "sibling")
+            self._parts.adopt(sibling)
+            return sibling
 
     def prepare_communication_buffer_for_model(self, model: torch.nn.Module) -> None:
         """Reserve the communicators' buffers for what `model` will send. Collective.
@@ -378,15 +365,14 @@ class GroupCoordinator(
         module that has a method `prepare_communication_buffer(group)` gets it called with this group, in
         the order of `model.modules()`, which must be the same on all ranks.
         """
-        self._keep_order("prepare_communication_buffer_for_model")
-        self._health.check_usable("prepare_communication_buffer_for_model")
-        if not isinstance(model, torch.nn.Module):
-            raise UsageError(f"expected a torch.nn.Module, not {type(model).__name__}")
-        row_bytes = max(
-            (max(parameter.shape, default=1) * parameter.itemsize for parameter in model.parameters()),
-            default=0,
-        )
-        self.device_communicator.prepare_buffers(min(row_bytes * TOKENS_PER_MESSAGE, MAX_BUFFER_BYTES))
+        with self._calls.call("prepare_communication_buffer_for_model"):
+            if not isinstance(model, torch.nn.Module):
+                raise UsageError(f"expected a torch.nn.Module, not {type(model).__name__}")
+            row_bytes = max(
+                (max(parameter.shape, default=1) * parameter.itemsize for parameter in model.parameters()),
+                default=0,
+            )
+            self.device_communicator.prepare_buffers(min(row_bytes * TOKENS_PER_MESSAGE, MAX_BUFFER_BYTES))
         for module in model.modules():
             hook = getattr(module, "prepare_communication_buffer", None)
             if callable(hook):
@@ -403,10 +389,108 @@ class GroupCoordinator(
         `UsageError`. Calls on the stream before the capture itself begins are warm-up, and run. On the CPU a no-op.
         Yields `graph_capture_context`, or a new one, whose stream the capture uses.
         """
-        self._keep_order("graph_capture")
-        self._health.check_usable("graph_capture")
+        self._calls.enter("graph_capture")
         with capture_on(self.device, [self.device_communicator], graph_capture_context) as context:
             yield context
+
+    # ------------------------------------------------------------------ sub-groups
+
+    def split_group(
+        self,
+        split_ranks: Sequence[Sequence[int]] | None = None,
+        *,
+        color: int | None = None,
+        key: int = 0,
+        group_name: str | None = None,
+    ) -> GroupCoordinator | None:
+        """Create groups of this group's ranks, by lists or by color. Collective over all of this group's ranks.
+
+        Args:
+            split_ranks: For each new group its ranks in this group, in the order that they have in the new one; no
+                rank stands in two, and those that stand in none get None. Equal on all ranks.
+            color: Instead of lists: ranks of the same color make a group; -1 stands for none.
+            key: With a color: where this rank stands in its group; ranks of equal keys in the order of this group.
+            group_name: Such as "eval"; by default "split". This group's own name stands before it.
+
+        Returns:
+            The new group, which the caller destroys; or None.
+
+        Raises:
+            UsageError: A rank stands twice, or is none of this group, or both or neither of the forms are given.
+            DisagreementError: The ranks of this group ask for different groups.
+            CommTimeoutError: Ranks did not come; `.missing` names them.
+        """
+        with self._calls.call("split_group"):
+            if (split_ranks is None) == (color is None):
+                raise UsageError("split_group takes either split_ranks or color")
+            lists = (
+                self._lists_by_color(color, key)
+                if split_ranks is None
+                else subgroups.check_lists(split_ranks, self.world_size)
+            )
+            return self._part(lists, group_name or "split")
+
+    def create_subgroup(
+        self, ranks: Sequence[int], *, group_name: str | None = None
+    ) -> GroupCoordinator | None:
+        """Create a group of some of this group's ranks. Collective: every rank of this group calls it alike.
+
+        Blocks until all have come, for at most the settings' `create_timeout_s`. The new group has the settings and the
+        backend of this one, lives by itself, and is destroyed by whoever asked for it. This group stays usable after
+        every error.
+
+        Args:
+            ranks: Ranks in this group, each once, in the order of the new group.
+            group_name: Such as "eval"; by default "sub". This group's own name stands before it.
+
+        Returns:
+            The group; None on the ranks that are not in it.
+
+        Raises:
+            UsageError: `ranks` is empty, or holds what is no rank of this group or one twice; before anything is sent.
+            DisagreementError: The ranks of this group ask for different ranks.
+            CommTimeoutError: Ranks did not come; `.missing` names them.
+        """
+        with self._calls.call("create_subgroup"):
+            where = self._health.where("create_subgroup")
+            chosen = subgroups.check_members(ranks, self.world_size, where)
+            return self._part([chosen], group_name or "sub")
+
+    def as_process_group(self) -> dist.ProcessGroup:
+        """Return this group as a process group, for torch functions: `dist.all_reduce(t, group=...)` goes our way.
+
+        Not collective. The same one each time; it ends with the group. What torch then calls is what this group's
+        methods do: the same order, bits, deadlines and errors. Ranks in torch's functions are global ones.
+        """
+        self._calls.enter("as_process_group", in_line=False)
+        if self._process_group is None:
+            self._process_group = torch_group.register(self, self._calls)
+            self._parts.adopt(self._process_group)
+        return self._process_group
+
+    def _lists_by_color(self, color: int | None, key: int) -> list[list[int]]:
+        return subgroups.lists_by_color(self._host.all_gather_integers(subgroups.pack_color(color, key)))
+
+    def _part(self, lists: Sequence[Sequence[int]], name: str) -> GroupCoordinator | None:
+        """Create groups of ranks in this group, and return this rank's. All of this group's ranks take part."""
+        group_ranks = [[self.ranks[rank] for rank in ranks] for ranks in lists]
+        # Sub-groups of several groups may share a name and a store: the parent's first rank tells them apart.
+        scope = f"{self.unique_name.replace(':', '.')}@{self.ranks[0]}"
+        group = self._new_group(subgroups.with_singles(group_ranks, self.ranks), f"{scope}/{name}")
+        if any(self.rank in ranks for ranks in group_ranks):
+            return group
+        group.destroy()
+        return None
+
+    def _new_group(self, group_ranks: list[list[int]], name: str) -> GroupCoordinator:
+        return GroupCoordinator(
+            group_ranks,
+            self.local_rank,
+            self.torch_distributed_backend,
+            self.use_device_communicator,
+            group_name=name,
+            settings=self.settings,
+        )
 
     # ------------------------------------------------------------------ life
 
@@ -419,14 +503,13 @@ class GroupCoordinator(
         """
         if not self._health.close():
             return
-        compile_ops.forget_group(self)
+        group_registry.forget(self)
         deadline = time.monotonic() + self.settings.destroy_timeout_s
         # A call that waits notices within 0.1 s that the group is closed; what does not is woken further down.
         self._calls.close(CALLS_END_S)
         self._queues.close(self.settings.destroy_timeout_s / 2)
         left_s = max(deadline - time.monotonic(), self.settings.destroy_timeout_s / 2)
-        self._parts.destroy(left_s, list(self._open_sends))
-        self._open_sends.clear()
+        self._parts.destroy(left_s, self._sends.take())
         self._calls.close(self.settings.destroy_timeout_s / 2)
         self._process_group = None
         self._cpu_group = None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from coordinator.planes import GroupPlanes
 from coordinator.transfer_tags import OBJECT_TAG, SCATTER_TAG
 from device_comm import checks
-from device_comm.handles import CompletedHandle, Handle
+from device_comm.handles import Handle
 from shm_broadcast import codec
 from shm_broadcast.errors import ClosedError, UsageError
 
@@ -49,10 +49,9 @@ class ObjectCollectives(GroupPlanes):
             that came through a queue on one host, of up to 4 KiB, and what is put into it, may live on until the call
             after the next one begins: nobody waits then until it is freed.
         """
-        self._health.check_usable("broadcast_object")
-        checks.check_timeout(timeout_s)
-        checks.check_rank(src, self.world_size, "src")
-        return self._broadcast(obj, src, timeout_s, type)
+        with self._calls.call("broadcast_object", timeout_s, in_line=False):
+            checks.check_rank(src, self.world_size, "src")
+            return self._broadcast(obj, src, timeout_s, type)
 
     def broadcast_object_list(
         self,
@@ -70,36 +69,31 @@ class ObjectCollectives(GroupPlanes):
             group: None or this group's own `cpu_group` or `device_group`; anything else is refused.
             timeout_s: Deadline in seconds.
         """
-        self._health.check_usable("broadcast_object_list")
-        self._check_own_group(group, (self._cpu_group, self._device_group), "group")
-        checks.check_timeout(timeout_s)
-        checks.check_rank(src, self.world_size, "src")
-        if not isinstance(obj_list, list):
-            raise UsageError(f"obj_list must be a list, not {obj_list.__class__.__name__}")
-        received = self._broadcast(obj_list, src, timeout_s, list)
-        if received is not obj_list:
-            if len(received) != len(obj_list):
-                raise UsageError(
-                    f"broadcast_object_list: rank {src} sent {len(received)} objects, "
-                    f"this rank's list holds {len(obj_list)}"
-                )
-            obj_list[:] = received
-        return obj_list
+        with self._calls.call("broadcast_object_list", timeout_s, in_line=False):
+            self._check_own_group(group, (self._cpu_group, self._device_group), "group")
+            checks.check_rank(src, self.world_size, "src")
+            if not isinstance(obj_list, list):
+                raise UsageError(f"obj_list must be a list, not {obj_list.__class__.__name__}")
+            received = self._broadcast(obj_list, src, timeout_s, list)
+            if received is not obj_list:
+                if len(received) != len(obj_list):
+                    raise UsageError(
+                        f"broadcast_object_list: rank {src} sent {len(received)} objects, "
+                        f"this rank's list holds {len(obj_list)}"
+                    )
+                obj_list[:] = received
+            return obj_list
 
     def all_gather_object(self, obj: Any, *, timeout_s: float | None = None) -> list[Any]:
         """Return every rank's object, in rank order, on every rank. Collective."""
-        self._keep_order("all_gather_object")
-        self._health.check_usable("all_gather_object")
-        checks.check_timeout(timeout_s)
-        return self._host.all_gather_object(obj, timeout_s)
+        with self._calls.call("all_gather_object", timeout_s):
+            return self._host.all_gather_object(obj, timeout_s)
 
     def gather_object(self, obj: Any, dst: int = 0, *, timeout_s: float | None = None) -> list[Any] | None:
         """Return every rank's object, in rank order, on rank `dst`; None elsewhere. Collective."""
-        self._keep_order("gather_object")
-        self._health.check_usable("gather_object")
-        checks.check_timeout(timeout_s)
-        checks.check_rank(dst, self.world_size, "dst")
-        return self._host.gather_object(obj, dst, timeout_s)
+        with self._calls.call("gather_object", timeout_s):
+            checks.check_rank(dst, self.world_size, "dst")
+            return self._host.gather_object(obj, dst, timeout_s)
 
     def scatter_object_list(
         self,
@@ -120,26 +114,25 @@ class ObjectCollectives(GroupPlanes):
         Raises:
             UsageError: The output has no element, or the input not one for each rank; before anything is sent.
         """
-        self._health.check_usable("scatter_object_list")
-        checks.check_timeout(timeout_s)
-        checks.check_rank(src, self.world_size, "src")
-        if not isinstance(output_list, list) or not output_list:
-            raise UsageError("scatter_object_list: output_list must be a list of at least one element")
         name = "scatter_object_list"
-        if self.rank_in_group != src:
-            output_list[0] = self._host.recv_object(src, timeout_s, None, name, SCATTER_TAG)
+        with self._calls.call(name, timeout_s, in_line=False):
+            checks.check_rank(src, self.world_size, "src")
+            if not isinstance(output_list, list) or not output_list:
+                raise UsageError(f"{name}: output_list must be a list of at least one element")
+            if self.rank_in_group != src:
+                output_list[0] = self._host.recv_object(src, timeout_s, None, name, SCATTER_TAG)
+                return output_list[0]
+            objects = list(input_list or ())
+            if len(objects) != self.world_size:
+                raise UsageError(f"{name}: rank src must give {self.world_size} objects, not {len(objects)}")
+            # All are refused before one is sent.
+            for each in objects:
+                codec.encode(each)
+            for rank, each in enumerate(objects):
+                if rank != src:
+                    self._host.send_object(each, rank, name, timeout_s, SCATTER_TAG)
+            output_list[0] = objects[src]
             return output_list[0]
-        objects = list(input_list or ())
-        if len(objects) != self.world_size:
-            raise UsageError(f"{name}: rank src must give {self.world_size} objects, not {len(objects)}")
-        # All are refused before one is sent.
-        for each in objects:
-            codec.encode(each)
-        for rank, each in enumerate(objects):
-            if rank != src:
-                self._host.send_object(each, rank, name, timeout_s, SCATTER_TAG)
-        output_list[0] = objects[src]
-        return output_list[0]
 
     def send_object(self, obj: Any, dst: int, *, timeout_s: float | None = None) -> None:
         """Send an object to rank `dst`, which calls `recv_object`.
@@ -147,10 +140,9 @@ class ObjectCollectives(GroupPlanes):
         Returns when the object is owned by the transport: small ones at once, whether or not the receiver
         is there already.
         """
-        self._health.check_usable("send_object")
-        checks.check_timeout(timeout_s)
-        peer = checks.check_peer(dst, self.rank_in_group, self.world_size, "dst")
-        self._host.send_object(obj, peer, "send_object", timeout_s, OBJECT_TAG)
+        with self._calls.call("send_object", timeout_s, in_line=False):
+            peer = checks.check_peer(dst, self.rank_in_group, self.world_size, "dst")
+            self._host.send_object(obj, peer, "send_object", timeout_s, OBJECT_TAG)
 
     def isend_object(self, obj: Any, dst: int, *, timeout_s: float | None = None) -> Handle:
         """Start to send an object to rank `dst`; it is encoded before this returns.
@@ -158,13 +150,11 @@ class ObjectCollectives(GroupPlanes):
         Returns:
             A handle that owns the encoded object; it may be waited for more than once, or dropped.
         """
-        self._health.check_usable("send_object")
-        checks.check_timeout(timeout_s)
-        peer = checks.check_peer(dst, self.rank_in_group, self.world_size, "dst")
-        handle = self._host.isend_object(obj, peer, "send_object", timeout_s, OBJECT_TAG)
-        if not isinstance(handle, CompletedHandle):
-            self._keep_sending(handle)
-        return handle
+        with self._calls.call("send_object", timeout_s, in_line=False):
+            peer = checks.check_peer(dst, self.rank_in_group, self.world_size, "dst")
+            handle = self._host.isend_object(obj, peer, "send_object", timeout_s, OBJECT_TAG)
+            self._sends.keep(handle)
+            return handle
 
     def recv_object(self, src: int, *, timeout_s: float | None = None, type: Any = None) -> Any:  # noqa: A002
         """Receive the next object that rank `src` sent to this rank.
@@ -174,18 +164,9 @@ class ObjectCollectives(GroupPlanes):
             timeout_s: Deadline in seconds; when it passes the group is broken.
             type: Decode straight into this type.
         """
-        self._health.check_usable("recv_object")
-        checks.check_timeout(timeout_s)
-        peer = checks.check_peer(src, self.rank_in_group, self.world_size, "src")
-        return self._host.recv_object(peer, timeout_s, type, "recv_object", OBJECT_TAG)
-
-    def _check_own_group(self, group: object, own: tuple[object, ...], name: str) -> None:
-        """Refuse a process group that is not this group's own; no such argument is ever ignored."""
-        raise NotImplementedError
-
-    def _keep_sending(self, handle: Handle) -> None:
-        """Keep a handle's memory until it is complete, so that dropping the handle is harmless."""
-        raise NotImplementedError
+        with self._calls.call("recv_object", timeout_s, in_line=False):
+            peer = checks.check_peer(src, self.rank_in_group, self.world_size, "src")
+            return self._host.recv_object(peer, timeout_s, type, "recv_object", OBJECT_TAG)
 
 
 def broadcast_object_of(alive: weakref.ref[ObjectCollectives], *args: Any, **kwargs: Any) -> Any:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from coordinator.broadcaster import Broadcaster
+from coordinator.calls import Calls
 from coordinator.host_plane import HostPlane
-from device_comm import checks
-from device_comm.async_calls import CallHandle, CallLine
+from coordinator.open_sends import OpenSends
 from device_comm.base import DeviceCommunicator
 from device_comm.health import GroupHealth
-
-Result = TypeVar("Result")
-Arguments = ParamSpec("Arguments")
+from shm_broadcast.errors import UsageError
 
 
 class GroupPlanes:
@@ -45,9 +41,8 @@ class GroupPlanes:
     _host: HostPlane
     _broadcaster: Broadcaster | None
     _health: GroupHealth
-    _calls: CallLine
-    # Those of `_calls`: while there are any, a collective that does not stand in line waits for them.
-    _open_calls: Sequence[CallHandle[Any]] = ()
+    _calls: Calls
+    _sends: OpenSends
     _cpu_group: dist.ProcessGroup | None
     _device_group: dist.ProcessGroup | None
 
@@ -61,17 +56,11 @@ class GroupPlanes:
         broadcaster.send(obj, timeout_s)
         return obj
 
-    def _later(
-        self, name: str, call: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> CallHandle[Result]:
-        """Let `call`, of the device plane, be made behind all open calls; what is no tensor is refused now."""
-        self._health.check_usable(name)
-        for tensor in args[:1]:
-            checks.check_tensor(tensor, self.device, name)
-        # An accelerator queues it on the stream that is current here, and blocks nobody.
-        return self._calls.submit(name, partial(call, *args, **kwargs), at_once=self.device.type != "cpu")
-
-    def _keep_order(self, name: str) -> None:
-        """Wait for the open calls: what comes next is a collective that does not stand in line."""
-        if self._open_calls:
-            self._calls.settle(name)
+    def _check_own_group(self, group: object, own: tuple[object, ...], name: str) -> None:
+        """Refuse a process group that is not this group's own: such an argument is never ignored."""
+        if group is None or group is self or any(group is each for each in own):
+            return
+        raise UsageError(
+            f"{name}: {self.unique_name!r} moves data over its own process groups; pass None, or the one of them "
+            f"that this argument means, not {group!r}"
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -31,10 +30,6 @@ TensorDict = dict[Any, Any]
 
 _WHOLE_TENSORS: Final = Slicing()
 
-# Handles that nobody waits for are kept until they are complete. When so many are open, the oldest is
-# waited for: a receiver this far behind has stopped receiving.
-MAX_OPEN_SENDS: Final = 256
-
 
 class PointToPoint(GroupPlanes):
     """Tensor dicts: between ranks of one host one message, else one of metadata and the larger tensors beside it.
@@ -52,8 +47,6 @@ class PointToPoint(GroupPlanes):
     for tensors that are not equal on those ranks. Sender and receiver must pass the same; if they do not,
     the receiver raises `DisagreementError` and the group is broken.
     """
-
-    _open_sends: deque[Handle]
 
     def send_tensor_dict(
         self,
@@ -136,7 +129,7 @@ class PointToPoint(GroupPlanes):
                     self.device_communicator.isend(tensor, peer, timeout_s=timeout_s) for tensor in on_device
                 ]
         for handle in handles:
-            self._keep_sending(handle)
+            self._sends.keep(handle)
         return handles
 
     def recv_tensor_dict(
@@ -226,8 +219,7 @@ class PointToPoint(GroupPlanes):
         Returns:
             On rank `src` the dict itself, elsewhere a new dict of new tensors.
         """
-        self._keep_order("broadcast_tensor_dict")
-        self._health.check_usable("broadcast_tensor_dict")
+        self._calls.enter("broadcast_tensor_dict")
         checks.check_timeout(timeout_s)
         checks.check_rank(src, self.world_size, "src")
         self._check_own_group(group, (self._cpu_group, self._device_group), "group")
@@ -286,24 +278,6 @@ class PointToPoint(GroupPlanes):
             return (self.rank_in_group + step) % self.world_size
         return checks.check_peer(rank, self.rank_in_group, self.world_size, name)
 
-    def _check_own_group(self, group: object, own: tuple[object, ...], name: str) -> None:
-        if group is None or group is self or any(group is each for each in own):
-            return
-        raise UsageError(
-            f"{name}: {self.unique_name!r} moves data over its own process groups; pass None, or the one of them "
-            f"that this argument means, not {group!r}"
-        )
-
-    def _keep_sending(self, handle: Handle) -> None:
-        """Keep a handle, and the memory it owns, until it is complete, so that it may be dropped."""
-        if isinstance(handle, CompletedHandle):
-            return
-        while self._open_sends and self._open_sends[0].is_completed():
-            self._open_sends.popleft()
-        if len(self._open_sends) >= MAX_OPEN_SENDS:
-            self._open_sends.popleft().wait()
-        self._open_sends.append(handle)
-
 
 def _pack(
     tensor_dict: Mapping[Any, Any], slicing: Slicing, is_whole: bool
@@ -331,7 +305,7 @@ def _gatherer(
     group: GroupPlanes, part: torch.Tensor, put: Callable[[torch.Tensor], None]
 ) -> Callable[[], None]:
     def gather() -> None:
-        group._keep_order("recv_tensor_dict")  # noqa: SLF001
+        group._calls.enter("recv_tensor_dict")  # noqa: SLF001
         if part.device.type == group.device.type:
             put(group.device_communicator.all_gather(part, dim=0))
             return

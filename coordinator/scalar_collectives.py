@@ -31,12 +31,11 @@ class ScalarCollectives(TensorCollectives, ObjectCollectives):
         Raises:
             UsageError: `flag` is no bool, or there is no rank `src`. Nothing is sent.
         """
-        self._health.check_usable("broadcast_flag")
-        checks.check_timeout(timeout_s)
-        checks.check_rank(src, self.world_size, "src")
-        if not isinstance(flag, bool):
-            raise UsageError(f"{self._health.where('broadcast_flag')}: flag must be a bool, not {flag!r}")
-        return bool(self.broadcast_object(flag, src, timeout_s=timeout_s, type=bool))
+        with self._calls.call("broadcast_flag", timeout_s, in_line=False):
+            checks.check_rank(src, self.world_size, "src")
+            if not isinstance(flag, bool):
+                raise UsageError(f"{self._health.where('broadcast_flag')}: flag must be a bool, not {flag!r}")
+            return bool(self._broadcast(flag, src, timeout_s, bool))
 
     def all_sum(self, value: float, *, timeout_s: float | None = None) -> torch.Tensor:
         """Return the sum of all ranks' numbers as a tensor without dimensions on the group's device. Collective.
@@ -52,16 +51,17 @@ class ScalarCollectives(TensorCollectives, ObjectCollectives):
             UsageError: `value` is no number: nothing is sent. Or the sum does not fit into an int64: on every rank.
         """
         name = "all_sum"
-        self._health.check_usable(name)
-        checks.check_timeout(timeout_s)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise UsageError(f"{self._health.where(name)}: value must be an int or a float, not {value!r}")
-        total = sum(self.all_gather_object(value, timeout_s=timeout_s))
-        if isinstance(total, float):
-            return torch.tensor(total, dtype=torch.float64, device=self.device)
-        if abs(total) > _LARGEST:
-            raise UsageError(f"{self._health.where(name)}: the sum {total} does not fit into 64 bits")
-        return torch.tensor(total, dtype=torch.int64, device=self.device)
+        with self._calls.call(name, timeout_s):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise UsageError(
+                    f"{self._health.where(name)}: value must be an int or a float, not {value!r}"
+                )
+            total = sum(self._host.all_gather_object(value, timeout_s))
+            if isinstance(total, float):
+                return torch.tensor(total, dtype=torch.float64, device=self.device)
+            if abs(total) > _LARGEST:
+                raise UsageError(f"{self._health.where(name)}: the sum {total} does not fit into 64 bits")
+            return torch.tensor(total, dtype=torch.int64, device=self.device)
 
     def all_gather_to_list(
         self, input_: torch.Tensor, outputs: Sequence[torch.Tensor] | None = None
@@ -81,19 +81,19 @@ class ScalarCollectives(TensorCollectives, ObjectCollectives):
             Others: As `all_gather`.
         """
         name = "all_gather_to_list"
-        self._health.check_usable(name)
-        checks.check_tensor(input_, self.device, name)
-        if outputs is not None:
-            self._check_outputs(name, input_, outputs)
-        shape = tuple(input_.shape)
-        # As a row: a tensor without dimensions has none to be gathered along.
-        rows = self.all_gather(input_.reshape(1, math.prod(shape)), 0)
-        gathered = [row.view(shape) for row in rows.unbind(0)]
-        if outputs is None:
-            return gathered if self.world_size > 1 else [gathered[0].clone()]
-        for into, row in zip(outputs, gathered, strict=True):
-            into.copy_(row)
-        return list(outputs)
+        with self._calls.call(name):
+            checks.check_tensor(input_, self.device, name)
+            if outputs is not None:
+                self._check_outputs(name, input_, outputs)
+            shape = tuple(input_.shape)
+            # As a row: a 0-dim tensor has no dimension to be gathered along.
+            rows = self.device_communicator.all_gather(input_.reshape(1, math.prod(shape)), 0)
+            gathered = [row.view(shape) for row in rows.unbind(0)]
+            if outputs is None:
+                return gathered if self.world_size > 1 else [gathered[0].clone()]
+            for into, row in zip(outputs, gathered, strict=True):
+                into.copy_(row)
+            return list(outputs)
 
     def _check_outputs(self, name: str, input_: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
         if len(outputs) != self.world_size:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Literal, overload
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from coordinator import traced_calls
+from coordinator import compile_ops
 from coordinator.tensor_reductions import TensorReductions
-from device_comm import checks
 from device_comm.async_calls import CallHandle
 
 
@@ -79,15 +77,11 @@ class TensorCollectives(TensorReductions):
             one: the input itself.
         """
         if is_dynamo_compiling() and not async_op:
-            return traced_calls.all_gather(self, input_, dim, timeout_s)
-        if async_op:
-            return self._later(
-                "all_gather", self.device_communicator.all_gather, input_, dim, timeout_s=timeout_s
-            )
-        if self._open_calls:
-            self._calls.settle("all_gather")
-        self._health.check_usable("all_gather")
-        return self.device_communicator.all_gather(input_, dim, timeout_s=timeout_s)
+            return compile_ops.all_gather(self, input_, dim, timeout_s)
+        there = self.device_communicator
+        return self._calls.run(
+            "all_gather", there.all_gather, input_, dim, timeout_s=timeout_s, async_op=async_op
+        )
 
     @overload
     def all_gatherv(
@@ -155,14 +149,12 @@ class TensorCollectives(TensorReductions):
         Returns:
             New contiguous tensors with `sum(sizes)` in dimension `dim`. In a group of one: the input.
         """
-        if async_op:
-            self._health.check_usable("all_gatherv")
-            gather = partial(self.device_communicator.all_gatherv, input_, dim, sizes, timeout_s=timeout_s)
-            return self._calls.submit("all_gatherv", gather, at_once=self.device.type != "cpu")
-        if self._open_calls:
-            self._calls.settle("all_gatherv")
-        self._health.check_usable("all_gatherv")
-        return self.device_communicator.all_gatherv(input_, dim, sizes, timeout_s=timeout_s)
+        # The overloads say which result belongs to which input.
+        gather: Callable[..., Any] = self.device_communicator.all_gatherv
+        gathered: Any = self._calls.run(
+            "all_gatherv", gather, input_, dim, sizes, timeout_s=timeout_s, async_op=async_op
+        )
+        return gathered  # type: ignore[no-any-return]
 
     @overload
     def gather(
@@ -200,14 +192,10 @@ class TensorCollectives(TensorReductions):
         Returns:
             On rank `dst` a new contiguous tensor, elsewhere None. In a group of one: the input itself.
         """
-        if async_op:
-            return self._later(
-                "gather", self.device_communicator.gather, input_, dst, dim, timeout_s=timeout_s
-            )
-        if self._open_calls:
-            self._calls.settle("gather")
-        self._health.check_usable("gather")
-        return self.device_communicator.gather(input_, dst, dim, timeout_s=timeout_s)
+        there = self.device_communicator
+        return self._calls.run(
+            "gather", there.gather, input_, dst, dim, timeout_s=timeout_s, async_op=async_op
+        )
 
     @overload
     def scatter(
@@ -265,21 +253,10 @@ class TensorCollectives(TensorReductions):
         Returns:
             `output`.
         """
-        if async_op:
-            return self._later(
-                "scatter",
-                self.device_communicator.scatter,
-                output,
-                input_,
-                src,
-                dim,
-                sizes,
-                timeout_s=timeout_s,
-            )
-        if self._open_calls:
-            self._calls.settle("scatter")
-        self._health.check_usable("scatter")
-        return self.device_communicator.scatter(output, input_, src, dim, sizes, timeout_s=timeout_s)
+        there = self.device_communicator
+        return self._calls.run(
+            "scatter", there.scatter, output, input_, src, dim, sizes, timeout_s=timeout_s, async_op=async_op
+        )
 
     @overload
     def all_to_all(
@@ -336,21 +313,18 @@ class TensorCollectives(TensorReductions):
                 moved; the group is intact.
         """
         if is_dynamo_compiling() and not async_op:
-            return traced_calls.all_to_all(self, input_, dim, send_sizes, recv_sizes, timeout_s)
-        if async_op:
-            return self._later(
-                "all_to_all",
-                self.device_communicator.all_to_all,
-                input_,
-                dim,
-                send_sizes,
-                recv_sizes,
-                timeout_s=timeout_s,
-            )
-        if self._open_calls:
-            self._calls.settle("all_to_all")
-        self._health.check_usable("all_to_all")
-        return self.device_communicator.all_to_all(input_, dim, send_sizes, recv_sizes, timeout_s=timeout_s)
+            return compile_ops.all_to_all(self, input_, dim, send_sizes, recv_sizes, timeout_s)
+        there = self.device_communicator
+        return self._calls.run(
+            "all_to_all",
+            there.all_to_all,
+            input_,
+            dim,
+            send_sizes,
+            recv_sizes,
+            timeout_s=timeout_s,
+            async_op=async_op,
+        )
 
     @overload
     def broadcast(
@@ -375,14 +349,10 @@ class TensorCollectives(TensorReductions):
         As it writes to its input, it is no operation of a graph: what `torch.compile` compiles takes
         `functional.broadcast`, whose result is new.
         """
-        if async_op:
-            return self._later(
-                "broadcast", self.device_communicator.broadcast, input_, src, timeout_s=timeout_s
-            )
-        if self._open_calls:
-            self._calls.settle("broadcast")
-        self._health.check_usable("broadcast")
-        return self.device_communicator.broadcast(input_, src, timeout_s=timeout_s)
+        there = self.device_communicator
+        return self._calls.run(
+            "broadcast", there.broadcast, input_, src, timeout_s=timeout_s, async_op=async_op
+        )
 
     @overload
     def barrier(self, timeout_s: float | None = None, *, async_op: Literal[False] = False) -> None: ...
@@ -392,16 +362,9 @@ class TensorCollectives(TensorReductions):
 
     def barrier(self, timeout_s: float | None = None, *, async_op: bool = False) -> CallHandle[None] | None:
         """Return once every rank has called this. Over the host plane: no device is touched."""
-        if async_op:
-            self._health.check_usable("barrier")
-            checks.check_timeout(timeout_s)
-            return self._calls.submit("barrier", partial(self._host.barrier, timeout_s))
-        if self._open_calls:
-            self._calls.settle("barrier")
-        self._health.check_usable("barrier")
-        checks.check_timeout(timeout_s)
-        self._host.barrier(timeout_s)
-        return None
+        return self._calls.run(
+            "barrier", self._host.barrier, timeout_s=timeout_s, async_op=async_op, on_host=True
+        )
 
     def monitored_barrier(self, timeout_s: float | None = None, wait_all_ranks: bool = True) -> None:
         """As `barrier`; when the deadline passes every rank that came learns all ranks that did not.

@@ -139,7 +139,7 @@ class TensorMessages(GroupPlanes):
                 handle = channels.isend("device", "send", source, peer, wire, deadline)
             else:
                 handle = self._host.isend_tensor(source, [peer], timeout_s, wire)
-        self._keep_sending(handle)
+        self._sends.keep(handle)
         return handle
 
     def irecv(
@@ -219,10 +219,6 @@ class TensorMessages(GroupPlanes):
             f"{self._health.where('recv')}: rank {self.ranks[src]} sent {sent}, this rank expects a tensor of shape "
             f"{list(shape)} and dtype {dtype}; the message is gone, the next one can be received"
         )
-
-    def _keep_sending(self, handle: Handle) -> None:
-        """Keep a handle's memory until it is complete, so that dropping the handle is harmless."""
-        raise NotImplementedError
 
 
 class _Landing:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group
 from torch.distributed.distributed_c10d import GroupName
 
+from coordinator.calls import Calls
+from device_comm import coalesced
 from device_comm.derived_reductions import reducer
 from device_comm.handles import Handle
 from shm_broadcast.errors import ClosedError, UsageError
@@ -115,11 +117,12 @@ else:
 class CoordinatorProcessGroup(_ProcessGroup):
     """What torch calls, by torch's names; ranks here are ranks in the group."""
 
-    def __init__(self, group: GroupCoordinator) -> None:
+    def __init__(self, group: GroupCoordinator, calls: Calls) -> None:
         """Use `register`."""
         super().__init__(group.rank_in_group, group.world_size)
         # torch keeps process groups until they are destroyed; a group that nobody else keeps shall go.
         self._group = weakref.ref(group)
+        self._calls = calls
         self._name = f"{group.unique_name} as a process group"
 
     @property
@@ -149,14 +152,14 @@ class CoordinatorProcessGroup(_ProcessGroup):
 
     def _run(self, name: str, opts: Any, call: Callable[[float | None], Any], device: str = "cpu") -> _Work:
         """Make a call of the group, now or in line, with the deadline that `opts` states."""
-        group = self.coordinator
+
+        def make(*, timeout_s: float | None) -> Any:
+            return call(timeout_s)
+
         timeout_s = None if opts is None else _seconds(opts.timeout)
-        if getattr(opts, "asyncOp", True) and device == "cpu":
-            return _Work(group._calls.submit(name, lambda: call(timeout_s)))  # noqa: SLF001 - one class in two files
-        group._keep_order(name)  # noqa: SLF001
-        group._health.check_usable(name)  # noqa: SLF001
-        call(timeout_s)
-        return _Work()
+        is_later = getattr(opts, "asyncOp", True) and device == "cpu"
+        made = self._calls.run(name, make, timeout_s=timeout_s, async_op=is_later)
+        return _Work(made if is_later else None)
 
     # ------------------------------------------------------------------ reductions
 
@@ -174,9 +177,13 @@ class CoordinatorProcessGroup(_ProcessGroup):
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> _Work:
         """Combine in place, in one meeting."""
+        there = self.coordinator.device_communicator
         op: Any = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        timeout_s = None if opts is None else _seconds(opts.timeout)
-        return _Work(self.coordinator._all_reduce_coalesced_into(tensors, op, timeout_s))  # noqa: SLF001 - one class in two files
+
+        def call(timeout_s: float | None) -> list[torch.Tensor]:
+            return coalesced.all_reduce_into(there, list(tensors), op, timeout_s=timeout_s)
+
+        return self._run("all_reduce_coalesced", opts, call)
 
     def reduce(self, tensors: Tensors, opts: Any) -> _Work:
         """Combine on the root, in its tensor."""
@@ -339,7 +346,11 @@ class CoordinatorProcessGroup(_ProcessGroup):
 
     def barrier(self, opts: Any = None) -> _Work:
         """Wait for all ranks."""
-        return self._run("barrier", opts, self.coordinator._host.barrier)  # noqa: SLF001
+        timeout_s = None if opts is None else _seconds(opts.timeout)
+        if getattr(opts, "asyncOp", True):
+            return _Work(self.coordinator.barrier(timeout_s, async_op=True))
+        self.coordinator.barrier(timeout_s)
+        return _Work()
 
     # ------------------------------------------------------------------ point to point
 
@@ -363,15 +374,19 @@ class CoordinatorProcessGroup(_ProcessGroup):
         return _AnyWork(receive)
 
 
-def register(group: GroupCoordinator) -> dist.ProcessGroup:
-    """Make a group known to torch; `destroy` of the group ends that.
+def register(group: GroupCoordinator, calls: Calls) -> dist.ProcessGroup:
+    """Make a group known to torch; destroying the returned process group ends that.
+
+    Args:
+        group: The group.
+        calls: Its gate, which torch's calls pass too.
 
     Raises:
         UsageError: torch.distributed has no world.
     """
     if not dist.is_initialized():
         raise UsageError("as_process_group: torch.distributed is not initialised")
-    made: Any = CoordinatorProcessGroup(group)
+    made: Any = CoordinatorProcessGroup(group, calls)
     torch_world: Any = dist.distributed_c10d
     world, tag = torch_world._world, f"ptd:{made.getGroupName()}"
     world.pg_map[made] = (BACKEND, torch_world._get_default_store())
@@ -382,7 +397,6 @@ def register(group: GroupCoordinator) -> dist.ProcessGroup:
     world.tags_to_pg.setdefault(tag, []).append(made)
     world.tags_to_pg.setdefault("", []).append(made)
     _register_process_group(GroupName(made.getGroupName()), made)
-    group._parts.adopt(made)  # noqa: SLF001 - one class in two files
     registered: dist.ProcessGroup = made
     return registered
 

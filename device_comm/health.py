@@ -184,6 +184,9 @@ class GroupHealth:
             ClosedError: The group was destroyed by this process (also a `UsageError`).
             GroupBrokenError: An earlier failure broke the group; `__cause__` is that failure.
         """
+        # Every call asks this: one test, and no further frame, for a group that can be used.
+        if not self._closed and self._cause is None and self._fork_count == fork_count():
+            return
         self.check_owner(name)
         if self._closed:
             raise ClosedError(f"{self.where(name)}: the group was destroyed")

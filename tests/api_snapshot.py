@@ -4,6 +4,7 @@
 """
 
 import enum
+import functools
 import importlib
 import inspect
 import sys
@@ -62,7 +63,13 @@ def _entry(module: ModuleType, name: str, spelled: set[type]) -> Iterator[str]:
         if value in spelled:
             yield f"class {name}  (above)"
             return
-        bases = ", ".join(base.__name__ for base in value.__bases__ if base is not object)
+        # What a class of ours is composed of is its own business, unless users import the base too.
+        named = [
+            base
+            for base in value.__bases__
+            if base is not object and (base in offered() or not is_ours(base))
+        ]
+        bases = ", ".join(base.__name__ for base in named)
         yield f"class {name}({bases})" if bases else f"class {name}"
         yield from (f"    {line}" for line in _members(value, spelled))
         spelled.add(value)
@@ -95,6 +102,19 @@ def _members(kind: type, spelled: set[type]) -> Iterator[str]:
 
 
 OURS = ("coordinator", "device_comm", "shm_broadcast")
+
+
+def is_ours(kind: type) -> bool:
+    """Return whether one of the packages defines `kind`."""
+    return kind.__module__.partition(".")[0] in OURS
+
+
+@functools.cache
+def offered() -> frozenset[type]:
+    """Return the classes that users import."""
+    modules = [importlib.import_module(name) for name in MODULES]
+    found = (getattr(module, name) for module in modules for name in public_names(module))
+    return frozenset(each for each in found if inspect.isclass(each))
 
 
 def _signature(function: Any) -> str:

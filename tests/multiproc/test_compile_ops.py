@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from coordinator import ClosedError, GroupCoordinator, ReduceOperation, UsageError
-from coordinator.compile_ops import find_group
+from coordinator import ClosedError, GroupCoordinator, ReduceOperation, UsageError, group_registry
 from coordinator.testing import FakeGroupCoordinator
 from tests.harness import RankPool
 from tests.worlds import join_world, new_group, outcome_of, world
@@ -88,7 +87,7 @@ def failures(rank: int, world_size: int, directory: Path) -> list[str]:
     run = torch.compile(lambda x: group.all_reduce(x) * 1, fullgraph=True, backend="eager")
     assert run(x).tolist() == [world_size] * 4
     name = group.unique_name
-    assert find_group(name, "all_reduce") is group
+    assert group_registry.find(name, "all_reduce").reference() is group
     found = []
     if rank == 0:
         outcome = outcome_of(lambda: OPS.all_reduce(x, name, timeout_s=0.3))

@@ -1,0 +1,176 @@
+"""The gate that every operation of a group passes: order, health, deadline, refusal and asynchronous hand-over.
+
+`Calls.run` makes a call whose work is one callable; `Calls.call` guards a block that does more. Both admit the call by
+`Calls.enter` and report a refusal by `Calls.refuse`, so a counter or a record for every operation belongs there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+
+from device_comm import checks
+from device_comm.async_calls import CallHandle, CallLine
+from device_comm.health import GroupHealth
+from shm_broadcast.errors import ClosedError, UsageError
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class Calls:
+    """The gate of one group.
+
+    Collectives keep one order on all ranks: those with `async_op=True` stand in line and are carried out by the
+    group's own thread; one without waits until the line is empty. Point-to-point calls and object broadcasts pass
+    `in_line=False`: they have an order of their own between each pair of ranks, and wait for no open call.
+    """
+
+    def __init__(self, health: GroupHealth, device: torch.device, *, is_alone: bool = False) -> None:
+        """Admit calls at once; no thread is started yet.
+
+        Args:
+            health: The group's shared state.
+            device: Where the group's tensors live.
+            is_alone: The group has no other rank to wait for, so asynchronous calls are made at once.
+        """
+        self._health = health
+        self._device = device
+        self._line = CallLine(health, device, is_alone=is_alone)
+        # Looked at by every call: an empty one costs 20 ns.
+        self._open = self._line.open
+
+    def enter(self, name: str, in_line: bool = True) -> None:
+        """Admit the call `name`, or raise why it cannot be made.
+
+        Raises:
+            UsageError: This process is a forked child of the group's owner.
+            ClosedError: The group was destroyed.
+            GroupBrokenError: An earlier failure broke the group.
+        """
+        if in_line and self._open:
+            self._line.settle(name)
+        self._health.check_usable(name)
+
+    def refuse(self, name: str, error: UsageError) -> None:
+        """Note that a call was refused on this rank: nothing was sent, and the group works on."""
+        if not isinstance(error, ClosedError):
+            logger.debug("%s: refused: %s", self._health.where(name), error)
+
+    @overload
+    def run(
+        self,
+        name: str,
+        target: Callable[..., Result],
+        *args: Any,
+        timeout_s: float | None = None,
+        async_op: Literal[False] = False,
+    ) -> Result: ...
+
+    @overload
+    def run(
+        self,
+        name: str,
+        target: Callable[..., Result],
+        *args: Any,
+        timeout_s: float | None = None,
+        async_op: bool,
+        on_host: bool = False,
+    ) -> Result | CallHandle[Result]: ...
+
+    def run(
+        self,
+        name: str,
+        target: Callable[..., Result],
+        *args: Any,
+        timeout_s: float | None = None,
+        async_op: bool = False,
+        on_host: bool = False,
+    ) -> Result | CallHandle[Result]:
+        """Make a collective, or hand it over to the group's thread.
+
+        Args:
+            name: Of the call, for errors.
+            target: Makes the call: it takes `args` and `timeout_s`, checks them, blocks, and returns the result.
+            args: The first may be the tensor that is sent, or a list of them.
+            timeout_s: Deadline in seconds; None takes the group's.
+            async_op: Return a handle at once.
+            on_host: The host plane carries the call out, also where the group's tensors live on an accelerator.
+        """
+        if async_op:
+            return self._hand_over(name, target, args, timeout_s, on_host)
+        self.enter(name)
+        return self._make(name, target, args, timeout_s)
+
+    def call(self, name: str, timeout_s: float | None = None, *, in_line: bool = True) -> _Call:
+        """Return the guard of a block that makes the call `name`; entering it admits the call.
+
+        Args:
+            name: Of the call, for errors.
+            timeout_s: The caller's deadline in seconds, which is checked.
+            in_line: Whether the call waits for open asynchronous ones; see the class.
+        """
+        return _Call(self, name, timeout_s, in_line)
+
+    def close(self, timeout_s: float) -> None:
+        """End the group's thread within about `timeout_s` seconds; open calls end with `ClosedError`. Idempotent."""
+        self._line.close(timeout_s)
+
+    def _make(
+        self, name: str, target: Callable[..., Result], args: tuple[Any, ...], timeout_s: float | None
+    ) -> Result:
+        try:
+            checks.check_timeout(timeout_s)
+            return target(*args, timeout_s=timeout_s)
+        except UsageError as error:
+            self.refuse(name, error)
+            raise
+
+    def _hand_over(
+        self,
+        name: str,
+        target: Callable[..., Result],
+        args: tuple[Any, ...],
+        timeout_s: float | None,
+        on_host: bool,
+    ) -> CallHandle[Result]:
+        """Put a call into the line. What is wrong with it at first sight is refused now, the rest by its handle."""
+        with self.call(name, timeout_s, in_line=False):
+            for tensor in args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]:
+                checks.check_tensor(tensor, self._device, name)
+        make = partial(self._make, name, target, args, timeout_s)
+        # An accelerator queues the call on the stream that is current here, and blocks nobody.
+        return self._line.submit(name, make, at_once=not on_host and self._device.type != "cpu")
+
+
+class _Call:
+    """One call, from its admission to its end."""
+
+    __slots__ = ("_calls", "_in_line", "_name", "_timeout_s")
+
+    def __init__(self, calls: Calls, name: str, timeout_s: float | None, in_line: bool) -> None:
+        self._calls = calls
+        self._name = name
+        self._timeout_s = timeout_s
+        self._in_line = in_line
+
+    def __enter__(self) -> None:
+        self._calls.enter(self._name, self._in_line)
+        if self._timeout_s is not None:
+            try:
+                checks.check_timeout(self._timeout_s)
+            except UsageError as error:
+                self._calls.refuse(self._name, error)
+                raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, UsageError):
+            self._calls.refuse(self._name, error)

@@ -1,0 +1,88 @@
+"""The groups of this process by name. They are kept weakly: neither a graph nor this registry keeps a group alive."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import Final
+
+from coordinator.calls import Calls
+from coordinator.planes import GroupPlanes
+from device_comm.base import DeviceCommunicator
+from shm_broadcast.errors import ClosedError, UsageError
+
+# The names of this many destroyed groups are kept, so that a graph that names one is told what happened.
+_REMEMBERED: Final = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Registration:
+    """What the operations of a graph need of a group.
+
+    Attributes:
+        reference: The group.
+        calls: Its gate.
+        communicator: Its device plane.
+    """
+
+    reference: weakref.ref[GroupPlanes]
+    calls: Calls
+    communicator: DeviceCommunicator
+
+
+_groups: dict[str, Registration] = {}
+_gone: dict[str, None] = {}
+
+
+def register(group: GroupPlanes, calls: Calls) -> None:
+    """Let `find` return `group` by its unique name, until `forget` or its end."""
+    name = group.unique_name
+
+    def collected(reference: weakref.ref[GroupPlanes]) -> None:
+        found = _groups.get(name)
+        if found is not None and found.reference is reference:
+            _forget(name)
+
+    _gone.pop(name, None)
+    _groups[name] = Registration(weakref.ref(group, collected), calls, group.device_communicator)
+
+
+def forget(group: GroupPlanes) -> None:
+    """Let operations that name `group` raise `ClosedError` from now on. Idempotent."""
+    found = _groups.get(group.unique_name)
+    # A later world may have a group of the same name: that one stays.
+    if found is not None and found.reference() is group:
+        _forget(group.unique_name)
+
+
+def _forget(name: str) -> None:
+    del _groups[name]
+    _gone[name] = None
+    if len(_gone) > _REMEMBERED:
+        del _gone[next(iter(_gone))]
+
+
+def find(name: str, operation: str) -> Registration:
+    """Return what is registered under a group's unique name.
+
+    Args:
+        name: The group's `unique_name`.
+        operation: What it is wanted for, for the error's text.
+
+    Raises:
+        ClosedError: It was destroyed.
+        UsageError: This process has had no such group.
+    """
+    found = _groups.get(name)
+    if found is not None and found.reference() is not None:
+        return found
+    where = f"group_coordinator::{operation} on {name!r}"
+    if name in _gone or found is not None:
+        raise ClosedError(f"{where}: the group was destroyed; compile again with one that exists")
+    raise UsageError(f"{where}: this process has no group of that name; it has {sorted(_groups) or 'none'}")
+
+
+def live_groups() -> list[GroupPlanes]:
+    """Return the groups that exist in this process, newest first."""
+    groups = [found.reference() for found in list(_groups.values())]
+    return [group for group in reversed(groups) if group is not None]

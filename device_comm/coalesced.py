@@ -1,0 +1,127 @@
+"""Collectives on several tensors as one call of a communicator: the tensors are packed into one, and split again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from device_comm import checks
+from device_comm.base import SUM, DeviceCommunicator
+from device_comm.derived_reductions import Reduction, reducer
+from device_comm.process_group import as_bytes, dense
+
+# Where the bytes of a tensor begin, so that they can be viewed as any dtype.
+_ALIGNMENT: Final = 16
+
+
+def _checked(there: DeviceCommunicator, tensors: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
+    checked = list(checks.check_tensors(tensors, name))
+    for tensor in checked:
+        checks.check_tensor(tensor, there.device, name)
+    return checked
+
+
+def _by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, list[int]]:
+    places: dict[torch.dtype, list[int]] = {}
+    for at, tensor in enumerate(tensors):
+        places.setdefault(tensor.dtype, []).append(at)
+    return places
+
+
+def all_reduce(
+    there: DeviceCommunicator,
+    tensors: Sequence[torch.Tensor],
+    op: Reduction = SUM,
+    *,
+    timeout_s: float | None = None,
+) -> list[torch.Tensor]:
+    """Combine the ranks' tensors with `op`: one call for each dtype. In a group of one: the inputs themselves."""
+    results = _checked(there, tensors, "all_reduce_coalesced")
+    if there.world_size == 1:
+        return results
+    for places in _by_dtype(results).values():
+        flat = torch.cat([dense(results[at]).view(-1) for at in places])
+        # The operation is looked at by what carries it out.
+        whole = reducer(op, there).all_reduce(flat, op, timeout_s=timeout_s)
+        parts = torch.split(whole, [results[at].numel() for at in places])
+        for at, part in zip(places, parts, strict=True):
+            results[at] = part.view(results[at].shape)
+    return results
+
+
+def all_reduce_into(
+    there: DeviceCommunicator,
+    tensors: Sequence[torch.Tensor],
+    op: Reduction = SUM,
+    *,
+    timeout_s: float | None = None,
+) -> list[torch.Tensor]:
+    """As `all_reduce`, in place."""
+    for tensor, result in zip(tensors, all_reduce(there, tensors, op, timeout_s=timeout_s), strict=True):
+        tensor.detach().copy_(result)
+    return list(tensors)
+
+
+def all_gather(
+    there: DeviceCommunicator,
+    tensors: Sequence[torch.Tensor],
+    dim: int = 0,
+    *,
+    timeout_s: float | None = None,
+) -> list[torch.Tensor]:
+    """Concatenate the ranks' tensors along `dim`, as bytes in one call. In a group of one: the inputs themselves."""
+    checked = _checked(there, tensors, "all_gather_coalesced")
+    for tensor in checked:
+        checks.check_dim(dim, tensor)
+    if there.world_size == 1 or not checked:
+        return checked
+    sources = [dense(tensor.reshape(1) if tensor.dim() == 0 else tensor) for tensor in checked]
+    starts, total = [], 0
+    for source in sources:
+        starts.append(total)
+        total += -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT
+    own = torch.zeros(total, dtype=torch.uint8, device=there.device)
+    for source, start in zip(sources, starts, strict=True):
+        own[start : start + source.nbytes] = as_bytes(source)
+    rows = there.all_gather(own.view(1, -1), 0, timeout_s=timeout_s)
+    return [
+        torch.cat(
+            [row[start : start + source.nbytes].view(source.dtype).view(source.shape) for row in rows], dim
+        )
+        for source, start in zip(sources, starts, strict=True)
+    ]
+
+
+def reduce_scatter(
+    there: DeviceCommunicator,
+    tensors: Sequence[torch.Tensor],
+    dim: int = 0,
+    op: Reduction = SUM,
+    *,
+    timeout_s: float | None = None,
+) -> list[torch.Tensor]:
+    """Combine the ranks' tensors and keep this rank's parts along `dim`: one call for each dtype."""
+    results, size = _checked(there, tensors, "reduce_scatter_coalesced"), there.world_size
+    for tensor in results:
+        checks.check_divisible(tensor, checks.check_dim(dim, tensor), size)
+    if size == 1:
+        return results
+    for places in _by_dtype(results).values():
+        rows, shapes = [], []
+        for at in places:
+            source = results[at].detach()
+            source = source.reshape(1) if source.dim() == 0 else source
+            along = checks.check_dim(dim, source)
+            shape = (*source.shape[:along], size, source.shape[along] // size, *source.shape[along + 1 :])
+            parts = source.reshape(shape).movedim(along, 0)
+            shapes.append(parts.shape[1:])
+            rows.append(dense(parts).view(size, -1))
+        whole = torch.cat(rows, 1)
+        own = reducer(op, there).reduce_scatter(whole, 0, op, timeout_s=timeout_s)
+        own_parts = torch.split(own.view(-1), [math.prod(shape) for shape in shapes])
+        for at, part, shape in zip(places, own_parts, shapes, strict=True):
+            results[at] = part.view(shape)
+    return results

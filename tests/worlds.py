@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from coordinator.errors import CommError
+from coordinator.errors import CommError, UsageError
 from coordinator.group import GroupCoordinator
 from coordinator.parallel_state import (
     destroy_distributed_environment,
@@ -31,6 +31,7 @@ __all__ = [
     "meet",
     "new_group",
     "outcome_of",
+    "refused",
     "run_at",
     "world",
 ]
@@ -94,6 +95,15 @@ def meet(rank: int, ranks: Collection[int], directory: Path, place: str) -> None
     (directory / f"{place}-{rank}").touch()
     while not all((directory / f"{place}-{other}").exists() for other in ranks):
         time.sleep(0.005)
+
+
+def refused(call: Any) -> bool:
+    """Tell whether `call` is refused as a UsageError."""
+    try:
+        call()
+    except UsageError:
+        return True
+    return False
 
 
 class ApartPool:

@@ -1,7 +1,6 @@
 """A rank with a device that needs no GPU, and our own collectives on it; the kernels run as threads."""
 
 import random
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from shm_broadcast.errors import CapabilityError
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity, this_process
 from tests.fake_cuda import FakeDriver, FakeFaults, fake_cubin, fake_devices, violations
 from tests.native.cuda.host_build import build_host_library
+from tests.waiting import wait_until
 
 __all__ = ["FIRST_RANK", "SMALL_POLICY", "CustomRank", "policy_file", "shuffled"]
 
@@ -126,11 +126,7 @@ class CustomRank:
         # Not empty: the store cannot hold that.
         self.store.set(f"{self.number}/{self.rank}", "+" + data.hex())
         keys = [f"{self.number}/{rank}" for rank in range(self.world_size)]
-        end = time.monotonic() + 20.0
-        while not self.store.check(keys):
-            if time.monotonic() > end:
-                raise TimeoutError(f"no answer in exchange {self.number}")
-            time.sleep(0.001)
+        wait_until(lambda: self.store.check(keys), f"every answer in exchange {self.number}", 20.0, 0.001)
         return [bytes.fromhex(self.store.get(key).decode()[1:]) for key in keys]
 
     def meet(self) -> None:

@@ -19,6 +19,7 @@ from coordinator.parallel_state import (
 from coordinator.settings import CoordinatorSettings
 from device_comm import fabric
 from tests.harness import RankPool
+from tests.waiting import wait_until
 
 __all__ = [
     "EVERYONE_WAITS",
@@ -93,8 +94,12 @@ def outcome_of(call: Callable[[], Any]) -> dict[str, Any]:
 def meet(rank: int, ranks: Collection[int], directory: Path, place: str) -> None:
     """Wait in files, beside all groups, until all of `ranks` have come to `place`."""
     (directory / f"{place}-{rank}").touch()
-    while not all((directory / f"{place}-{other}").exists() for other in ranks):
-        time.sleep(0.005)
+    wait_until(
+        lambda: all((directory / f"{place}-{other}").exists() for other in ranks),
+        f"all of ranks {sorted(ranks)} at {place!r}",
+        # Calls before a meeting may take as long as the harness allows.
+        timeout_s=300.0,
+    )
 
 
 def refused(call: Any) -> bool:

@@ -1,7 +1,6 @@
 """Before a group exists its ranks agree: on who is in it, and on how it behaves."""
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -223,10 +222,9 @@ def others_agreed(rank: int, world_size: int, directory: Path) -> str:
     view = View({"groups": "a"}, this_process(), "")
     if rank < 2:
         agree(store, "a", rank, [0, 1], view, 10.0)
-        (directory / f"done-{rank}").touch()
+        meet(rank, (0, 1), directory, "done")
         return ""
-    while not all((directory / f"done-{other}").exists() for other in (0, 1)):
-        time.sleep(0.002)
+    meet(rank, (0, 1), directory, "done")
     with pytest.raises(DisagreementError) as caught:
         agree(store, "b", rank, [2, 3], View({"groups": "b"}, this_process(), ""), 10.0)
     return str(caught.value)

@@ -1,26 +1,26 @@
-# The only door: every command of this repository is a word here, and CI calls the same words.
+# Every command of this repository is a target here, and CI calls the same targets.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 NATIVE := $(wildcard shm_broadcast/csrc/* device_comm/csrc/*)
-# Half of the tests wait for processes to die, stop or time out: more of them than cores run at once.
+# Parallel test processes. More than cores, because half of the tests wait for processes to die, stop or time out.
 TEST_WORKERS ?= 4
-# The fast ones wait for nothing: as many as cores.
+# Fast tests do not wait: one process per core.
 FAST_WORKERS ?= $(shell nproc)
 PIP := $(PY) -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo bench check typecheck test test-fast test-native test-nccl test-kernels test-gpu test-wheel api docs dist clean
-# What `make test-wheel` runs; all of it takes as long as `make test`.
+# Tests that `make test-wheel` runs; all of them take as long as `make test`.
 TESTS ?= tests
-# Where `make bench` leaves its figures and plots; this folder is not committed.
+# Folder for the figures and plots of `make bench`; it is not committed.
 BENCH_OUT ?= benchmarks/results/local
 
-help: ## List the words
+help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-setup: $(STAMP) ## Create .venv with everything that the other words need
+setup: $(STAMP) ## Create .venv with everything that the other targets need
 
 $(STAMP): pyproject.toml setup.py constraints.txt $(NATIVE)
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
@@ -29,41 +29,41 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(NATIVE)
 	@$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[test,bench,examples]'
 	@touch $@
 
-# Words that few need bring their own packages: `make docs`, `make dist`.
+# Rarely used targets (`make docs`, `make dist`) install their own packages.
 $(VENV)/.installed-%: $(STAMP)
 	@$(PY) -c 'import tomllib; \
 		print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$*"], sep="\n")' \
 		| $(PIP) install -q -c constraints.txt -r /dev/stdin
 	@touch $@
 
-demo: $(STAMP) ## Run a tensor- and pipeline-parallel LLM over our groups on four processes
+demo: $(STAMP) ## Run a tensor- and pipeline-parallel LLM over our groups in four processes
 	@$(PY) -m examples.tiny_llm
 
-bench: $(STAMP) ## Measure everything beside torch.distributed, in under five minutes (BENCH_OUT=DIR, BENCH_ARGS=…)
+bench: $(STAMP) ## Measure everything against torch.distributed, in under five minutes (BENCH_OUT=DIR, BENCH_ARGS=…)
 	@$(PY) -m benchmarks run --out $(BENCH_OUT) $(BENCH_ARGS)
 
-check: $(STAMP) ## Lint, types and layer contracts
+check: $(STAMP) ## Check formatting, lint, types and import contracts
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
 
-typecheck: dist ## Ask pyright whether the type of every public name in the wheel is known
+typecheck: dist ## Check with pyright that every public name in the wheel has a complete type
 	$(PY) -m tests.archives types
 
-api: $(STAMP) ## Write down the public API anew, once a change of it is meant
+api: $(STAMP) ## Update the snapshot of the public API after an intended change
 	$(PY) -m tests.api_snapshot
 
 test: $(STAMP) ## Run the whole test suite (no GPU needed)
 	$(PY) -m pytest -q -n $(TEST_WORKERS) -m "not thorough"
 
-test-fast: $(STAMP) ## Run the inner loop in under a minute: unit tests and architecture, without what is marked slow
+test-fast: $(STAMP) ## Run unit and architecture tests without the slow ones, in under a minute
 	$(PY) -m pytest -q -n $(FAST_WORKERS) -m "not slow and not thorough" tests/unit tests/architecture
 
-test-native: $(STAMP) ## Run what takes minutes: the native cores under sanitizers, the kernels with mistakes in them
+test-native: $(STAMP) ## Run the slow native tests: the cores under sanitizers, and kernels with injected bugs
 	$(PY) -m pytest -q -n 2 -m thorough tests/native
 
-test-nccl: $(STAMP) ## Run the tests of NCCL against the real library, without a device (fetches 300 MB)
+test-nccl: $(STAMP) ## Run the NCCL tests against the real library, without a device (downloads 300 MB)
 	@$(PY) -c 'from tests.probes import PROBES; raise SystemExit(PROBES["nccl"]() is not None)' \
 		|| $(PIP) install -q -c constraints.txt nvidia-nccl-cu13
 	$(PY) -m pytest -q tests/unit/test_nccl_library.py tests/unit/test_nccl_types.py tests/multiproc/test_nccl.py \
@@ -75,20 +75,20 @@ test-kernels: $(STAMP) ## Compile the CUDA kernels for every GPU, world size and
 docs: $(VENV)/.installed-docs ## Build the site into site/ (strict: a dead link is an error)
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 
-dist: $(VENV)/.installed-dist ## Build the source archive and the wheel into dist/, and look whether they are complete
+dist: $(VENV)/.installed-dist ## Build the source archive and the wheel into dist/, and check that they are complete
 	rm -rf dist
 	$(PY) -m build --no-isolation --outdir dist . > build.log 2>&1 || { cat build.log; exit 1; }
 	@rm build.log
 	$(PY) -m tests.archives contents
 
-test-wheel: dist ## Run the tests against the wheel in an environment of its own (TESTS=… selects)
+test-wheel: dist ## Run the tests against the wheel in a separate environment (TESTS=… selects)
 	rm -rf build/wheel-venv
 	$(PYTHON) -m venv build/wheel-venv
 	build/wheel-venv/bin/python -m pip install -q -c constraints.txt "$$(ls dist/*.whl)[test,bench,examples]"
 	build/wheel-venv/bin/python -m tests.installed -n $(TEST_WORKERS) $(TESTS)
 
-test-gpu: ## Run what one GPU can show, on a machine that has one: WHEELS=DIR for what it lacks, OUT=DIR for the report
+test-gpu: ## Run the GPU tests on a machine with a GPU (WHEELS=DIR: missing packages, OUT=DIR: report)
 	tests/gpu/run.sh $(if $(WHEELS),--wheels $(WHEELS)) $(if $(OUT),--out $(OUT))
 
-clean: ## Remove what the other words made
+clean: ## Remove everything that the other targets created
 	rm -rf $(VENV) build dist site *.egg-info */*.so .*_cache .hypothesis

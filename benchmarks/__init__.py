@@ -1,1 +1,1 @@
-"""Benchmarks: ours and what else is installed, in turn and in one run."""
+"""Benchmarks: this package and installed alternatives, measured alternately in one run."""

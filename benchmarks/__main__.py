@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: measures, compares, draws and tunes. Without a word it runs everything."""
+"""`python -m benchmarks`: measure, compare, plot and tune. Without a command it measures everything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.results import BenchmarkError, Results, read_results, write_resu
 if TYPE_CHECKING:
     from benchmarks import running
 
-# As few cores as a laptop has are enough for the first; the second is where scaling ends.
+# Ranks of most cases, few enough for a laptop, and the largest world of the case `scaling`.
 WORLD: Final = 2
 SCALE_TO: Final = 8
 OTHERS: Final = {"start-up": "start_up", "overlap": "overlap"}
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help")):
         given.insert(0, "run")
     if given[0] in OTHERS:
-        # They have arguments of their own, which a parser of ours would not let through.
+        # These modules parse their own arguments, which our parser would refuse.
         return _run_other(*given)
     options = _parser().parse_args(given)
     try:
@@ -45,33 +45,41 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    run = commands.add_parser("run", help="measure (the default); also under torchrun, in its world")
-    run.add_argument("--cases", default="", help="names with commas between; all by default")
-    run.add_argument("--world", type=int, default=WORLD, help=f"ranks to start here (default {WORLD})")
-    run.add_argument("--scale-to", type=int, default=SCALE_TO, help="ranks up to which `scaling` goes")
+    run = commands.add_parser("run", help="measure (the default); under torchrun, in its world")
+    run.add_argument("--cases", default="", help="comma-separated names (default: all)")
     run.add_argument(
-        "--out", type=Path, help="folder for results.json and the plots; none are kept without it"
+        "--world", type=int, default=WORLD, help=f"ranks to start on this host (default: {WORLD})"
     )
-    run.add_argument("--peers", type=Path, metavar="HOME", help="folder with peers: venv/ and vllm/")
-    run.add_argument("--quick", action="store_true", help="only try everything: the figures mean nothing")
+    run.add_argument(
+        "--scale-to", type=int, default=SCALE_TO, help="largest world of `scaling` (default: %(default)s)"
+    )
+    run.add_argument(
+        "--out", type=Path, help="folder for results.json and the plots (default: write no files)"
+    )
+    run.add_argument("--peers", type=Path, metavar="HOME", help="folder of the peers' venv/ and vllm/")
+    run.add_argument(
+        "--quick", action="store_true", help="only check that everything runs; ignore the figures"
+    )
     run.set_defaults(command=_run)
 
-    compare = commands.add_parser("compare", help="tell what got slower by more than the noise")
+    compare = commands.add_parser("compare", help="show what became slower by more than the noise")
     compare.add_argument("before", type=Path, help="results.json of a run, or its folder")
     compare.add_argument("after", type=Path)
-    compare.add_argument("--least", type=float, default=0.1, help="share below which no change counts (0.1)")
+    compare.add_argument(
+        "--least", type=float, default=0.1, help="smallest relative change that counts (default: 0.1)"
+    )
     compare.set_defaults(command=_compare)
 
-    plot = commands.add_parser("plot", help="draw the plots of a run again")
+    plot = commands.add_parser("plot", help="draw the plots of a stored run")
     plot.add_argument("results", type=Path, help="results.json of a run, or its folder")
-    plot.add_argument("--out", type=Path, help="folder (default: that of the results)")
+    plot.add_argument("--out", type=Path, help="folder for the plots (default: that of the results)")
     plot.set_defaults(command=_plot)
 
-    show = commands.add_parser("show", help="print the tables of a run again")
+    show = commands.add_parser("show", help="print the tables of a stored run")
     show.add_argument("results", type=Path)
     show.set_defaults(command=_show)
 
-    tune = commands.add_parser("tune", help="measure the thresholds of the CUDA devices here")
+    tune = commands.add_parser("tune", help="measure the policy thresholds of this host's CUDA devices")
     tune.add_argument("--out", type=Path, required=True, help="the policy file to write")
     tune.add_argument("--ranks", type=int, help="devices to use (default: all, at most 8)")
     tune.set_defaults(command=_tune)
@@ -79,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, module in OTHERS.items():
         commands.add_parser(name, help=f"run benchmarks/{module}.py; -h shows its arguments")
 
-    rank = commands.add_parser("rank")  # what `run` starts
+    rank = commands.add_parser("rank")  # internal: `run` starts its ranks with this command
     rank.add_argument("--plan", type=Path, required=True)
     rank.add_argument("--rank", type=int, required=True)
     rank.set_defaults(command=_rank)
@@ -98,7 +106,7 @@ def _run(options: argparse.Namespace) -> int:
     launch = LaunchEnvironment.from_env()
     world = options.world if launch is None else launch.world_size
     if world < 2:
-        raise BenchmarkError(f"there is nothing to measure between {world} ranks; at least 2")
+        raise BenchmarkError(f"the number of ranks is {world}, but must be at least 2")
     plans = _plans(options, cases, peers, world, is_launched=launch is not None)
     is_shown = launch is None or launch.rank == 0
     with _progress(sum(len(plan.cases) for plan in plans), is_shown=is_shown) as (tell, step):
@@ -114,7 +122,7 @@ def _run(options: argparse.Namespace) -> int:
 def _plans(
     options: argparse.Namespace, cases: list[str], peers: str | None, world: int, *, is_launched: bool
 ) -> list[running.Plan]:
-    """Return a plan for each world: `scaling` gets one of its own where we start the ranks."""
+    """Return one plan per world; unless launched, `scaling` has its own, larger world."""
     from benchmarks.running import SCALING, Plan
 
     if is_launched:
@@ -145,7 +153,7 @@ def _run_here(
 
 @contextmanager
 def _progress(total: int, *, is_shown: bool) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
-    """Show how far the run is; yield what to call with what is measured now, and after each case."""
+    """Show a progress bar; yield two callbacks, one for the current measurement's name and one for a finished case."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -181,7 +189,7 @@ def _compare(options: argparse.Namespace) -> int:
     before, after = read_results(options.before), read_results(options.after)
     changes = changes_between(before, after, options.least)
     if not changes:
-        raise BenchmarkError("the two runs have no figure in common")
+        raise BenchmarkError("the two runs have no figure in common, so there is nothing to compare")
     show_changes(before, after, changes, console_of())
     return 1 if has_got_slower(changes) else 0
 
@@ -211,7 +219,7 @@ def _tune(options: argparse.Namespace) -> int:
 
 def _run_other(name: str, *arguments: str) -> int:
     module = f"benchmarks.{OTHERS[name]}"
-    # As a process of its own: it starts its ranks by its own name.
+    # In a separate process, because the module starts its ranks under its own name.
     return subprocess.run([sys.executable, "-m", module, *arguments], check=False).returncode  # noqa: S603 - ours
 
 

@@ -1,8 +1,8 @@
-"""What got slower from one run to another by more than the noise of both.
+"""Find the calls that became slower from one run to another by more than the noise of both.
 
-The figure is the median. Its noise is how much the medians of the rounds differ, which are seconds apart: within a
-round samples are alike, so that their own spread, or a bootstrap of them, says too little about the next run. A change
-counts when it is more than three times the noise of both runs together, and more than a smallest share of the time.
+The compared figure is the median. Its noise is the spread of the rounds' medians, which are seconds apart. Samples
+within a round are correlated, so their own spread, or a bootstrap of them, underestimates the difference between runs.
+A change counts if it exceeds three times the combined noise of both runs, and a minimal share of the time.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from benchmarks.tables import bytes_text, time_text
 __all__ = ["Change", "changes_between", "has_got_slower", "noise_of", "show_changes"]
 
 LEAST_SHARE: Final = 0.1
-"""Below a tenth nothing counts: two runs of the same code on one quiet machine differ by so much."""
+"""Changes below a tenth do not count: two runs of the same code on a quiet machine differ by that much."""
 SIGMAS: Final = 3.0
 
-# Standard deviation of a normal distribution by its range: of 2, 3 … values.
+# Expected range of 2, 3, … samples of a normal distribution, in standard deviations.
 _RANGE: Final = (1.128, 1.693, 2.059, 2.326, 2.534, 2.704, 2.847, 2.970, 3.078)
 _MAD: Final = 1.4826
 
@@ -34,13 +34,13 @@ Verdict = Literal["slower", "faster", "same"]
 
 @dataclass(frozen=True)
 class Change:
-    """What became of one measurement.
+    """The change of one measurement between two runs.
 
     Attributes:
-        before: In the first run.
-        after: In the second.
-        limit_us: By how much the median may differ without meaning anything.
-        verdict: What it means.
+        before: The measurement in the first run.
+        after: The measurement in the second run.
+        limit_us: Largest difference of the medians that does not count.
+        verdict: Whether the call became slower or faster.
     """
 
     before: Measurement
@@ -50,15 +50,15 @@ class Change:
 
     @property
     def ratio(self) -> float:
-        """Return how many times as long it takes now."""
+        """Return the second median divided by the first."""
         return self.after.at(50) / self.before.at(50) if self.before.at(50) else math.inf
 
 
 def noise_of(rounds: Sequence[float]) -> float:
-    """Return the standard deviation of a round's median.
+    """Return an estimate of the standard deviation of a round's median.
 
-    By the median of the deviations, which one disturbed round does not change; for few rounds the range says more, as
-    more than half of them may happen to be alike.
+    It uses the median absolute deviation, which one disturbed round does not change. For few rounds it also uses the
+    range, because more than half of them may be equal by chance.
     """
     if len(rounds) < 2:
         return 0.0
@@ -70,7 +70,7 @@ def noise_of(rounds: Sequence[float]) -> float:
 
 
 def changes_between(before: Results, after: Results, least_share: float = LEAST_SHARE) -> list[Change]:
-    """Return what became of each measurement that both runs have."""
+    """Return the change of each measurement that both runs contain."""
     earlier = {each.key: each for each in before.measurements}
     changes = []
     for each in after.measurements:
@@ -88,21 +88,21 @@ def changes_between(before: Results, after: Results, least_share: float = LEAST_
 
 
 def has_got_slower(changes: Sequence[Change]) -> bool:
-    """Return whether something of ours did: what others do says how alike the machine was."""
+    """Return whether a call of ours became slower. The others' figures only show how equal the machines were."""
     return any(each.verdict == "slower" and each.after.implementation.startswith("ours") for each in changes)
 
 
 def show_changes(before: Results, after: Results, changes: Sequence[Change], console: Console) -> None:
-    """Print what changed, and how much the others' figures did."""
+    """Print the changes, and the median change of the others' figures."""
     if before.machine != after.machine:
         differing = [
             name
             for name in before.machine.__struct_fields__
             if getattr(before.machine, name) != getattr(after.machine, name)
         ]
-        console.print(f"[yellow]the machines are not the same: {', '.join(differing)}[/yellow]")
+        console.print(f"[yellow]the machines differ in: {', '.join(differing)}[/yellow]")
     if before.is_quick or after.is_quick:
-        console.print("[yellow]a quick run is compared: its figures mean nothing[/yellow]")
+        console.print("[yellow]one of the runs is a quick run: its figures mean nothing[/yellow]")
     table = Table(header_style="bold")
     for name in ("call", "ranks", "size", "whose", "before", "after", "ratio", "noise", "verdict"):
         is_number = name in ("ranks", "size", "before", "after", "ratio", "noise")
@@ -127,10 +127,10 @@ def show_changes(before: Results, after: Results, changes: Sequence[Change], con
     console.print(f"{len(changes)} figures compared: " + ", ".join(_counts(changes)))
     only = {each.key for each in before.measurements} ^ {each.key for each in after.measurements}
     if only:
-        console.print(f"{len(only)} figures are in one of the runs only")
+        console.print(f"{len(only)} figures are in only one of the runs")
     others = [each.ratio for each in changes if not each.after.implementation.startswith("ours")]
     if others:
-        # They are the same programs in both runs.
+        # The others' code is the same in both runs, so this ratio shows how much the machine has changed.
         console.print(f"the others' calls take {statistics.median(others):.2f} times as long as before")
 
 

@@ -1,4 +1,4 @@
-"""What goes between processes besides tensors alone: objects, queues, tensor dicts; and how long it takes to begin."""
+"""Cases of the host plane: objects, queues, tensor dicts, the creation of groups and the first use of kernels."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = ["PAYLOADS", "scheduler_output"]
 WAITS: Final = ("adaptive", "spin", "park")
 RATES: Final = (10, 50, 200, 1000, 5000)
 CHUNK: Final = 500
-"""Messages back to back that are timed as one."""
+"""Messages sent back to back and timed together."""
 
 
 def scheduler_output(step: int) -> dict[str, Any]:
-    """Return what a scheduler sends for a decode step of eight requests: about 0.5 KB."""
+    """Return a scheduler's message for a decode step of eight requests: about 0.5 KB encoded."""
     return {
         "step": step,
         "ts": 0,
@@ -62,9 +62,9 @@ PAYLOADS: Final[dict[str, tuple[Callable[[int], dict[str, Any]], float]]] = {
 
 
 def _one_way(parts: Parts, verbs: Verbs, make: Callable[[int], dict[str, Any]], gap_s: float) -> Sampler:
-    """Return a sampler of the time from before a broadcast to after the object is there, of one that was waited for.
+    """Return a sampler of the one-way latency: from before a broadcast until a waiting reader has the object.
 
-    CLOCK_MONOTONIC is one clock for all processes of a host.
+    CLOCK_MONOTONIC is the same clock for all processes of a host.
     """
     is_writer = parts.group.rank_in_group == 0
 
@@ -74,7 +74,7 @@ def _one_way(parts: Parts, verbs: Verbs, make: Callable[[int], dict[str, Any]], 
         due = time.monotonic()
         for step in range(count):
             if is_writer:
-                # By the clock, not by the pause: what sending takes would change the rate.
+                # Sleep until a fixed time: with a fixed pause, the duration of sends would lower the rate.
                 due += gap_s
                 time.sleep(max(due - time.monotonic(), 0.0))
                 message = make(step)
@@ -89,7 +89,7 @@ def _one_way(parts: Parts, verbs: Verbs, make: Callable[[int], dict[str, Any]], 
 
 
 def _back_to_back(parts: Parts, verbs: Verbs, make: Callable[[int], dict[str, Any]]) -> Sampler:
-    """Return a sampler of the time for each message while a writer sends as many as it can; each is checked."""
+    """Return a sampler of the time per message while the writer sends at full speed; readers check each message."""
     messages = [make(step) for step in range(64)]
     is_writer = parts.group.rank_in_group == 0
 
@@ -107,7 +107,7 @@ def _back_to_back(parts: Parts, verbs: Verbs, make: Callable[[int], dict[str, An
 
 
 def _queues(parts: Parts, kept: ExitStack) -> dict[str, tuple[Verbs, CallPath]]:
-    """Return everything that broadcasts objects from one process to the others, by name."""
+    """Return the implementations that broadcast objects from one process to the others, by name."""
     found: dict[str, tuple[Verbs, CallPath]] = {}
     for wait in WAITS:
         group = kept.enter_context(
@@ -125,12 +125,12 @@ def _queues(parts: Parts, kept: ExitStack) -> dict[str, tuple[Verbs, CallPath]]:
         found[name] = (Ours(group), CallPath("ring", f"in shared memory; readers wait: {wait}"))
     if parts.vllm is not None:
         found["vllm"] = (parts.vllm, parts.vllm.path)
-    found["torch gloo"] = (parts.plain, CallPath("gloo", "pickled, a size and then the bytes"))
+    found["torch gloo"] = (parts.plain, CallPath("gloo", "pickled; first the size, then the bytes"))
     return found
 
 
 def queue(parts: Parts) -> None:
-    """Measure the broadcast from a scheduler to workers: latency, and messages a second."""
+    """Measure the broadcast from a scheduler to workers: latency, and messages per second."""
     with ExitStack() as kept:
         queues = _queues(parts, kept)
         for variant, (make, gap_s) in PAYLOADS.items():
@@ -152,14 +152,14 @@ def _messages(parts: Parts) -> int:
 
 
 def waiting(parts: Parts) -> None:
-    """Measure what a reader's waiting takes of a core, by the number of messages a second."""
+    """Measure the processor time of a waiting reader, by the number of messages per second."""
     with ExitStack() as kept:
         queues = _queues(parts, kept)
         for rate in RATES[1::2] if parts.bench.effort.is_quick else RATES:
             subjects = {
                 name: Subject(_one_way(parts, verbs, _tiny, 1 / rate), path)
                 for name, (verbs, path) in queues.items()
-                # Gloo takes most of a millisecond for one: beyond that it would only be behind.
+                # Gloo takes most of a millisecond per message and cannot keep up with higher rates.
                 if name != "torch gloo" or rate <= 1000
             }
             calls = max(5, rate // (20 if parts.bench.effort.is_quick else 2))
@@ -170,11 +170,11 @@ def waiting(parts: Parts) -> None:
 
 
 def objects(parts: Parts) -> None:
-    """Measure an object broadcast over the host plane, without a queue: one way, just after a barrier."""
+    """Measure an object broadcast over the host plane, without a queue: one way, right after a barrier."""
     subjects = {}
     kinds: dict[str, tuple[Verbs, CallPath]] = {
-        "ours": (parts.ours, CallPath("host plane", "no queue was made for this group")),
-        "torch gloo": (parts.plain, CallPath("gloo", "pickled, a size and then the bytes")),
+        "ours": (parts.ours, CallPath("host plane", "this group has no queue")),
+        "torch gloo": (parts.plain, CallPath("gloo", "pickled; first the size, then the bytes")),
     }
     for name, (verbs, path) in kinds.items():
         subjects[name] = Subject(_after_barrier(parts, verbs), path)
@@ -213,12 +213,12 @@ def _dicts(parts: Parts) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def tensor_dicts(parts: Parts) -> None:
-    """Measure tensor dicts: half of the way to the next rank and back, and one way from rank 0 to all."""
+    """Measure tensor dicts: half a round trip to the next rank, and one way from rank 0 to all."""
     kinds: dict[str, tuple[Verbs, CallPath]] = {
         "ours": (parts.ours, CallPath("shared memory", "a dict is one message")),
         "torch gloo": (parts.plain, CallPath("gloo", "metadata, then each tensor")),
     }
-    # Its group here is one for CPU tensors.
+    # The vLLM group was created for CPU tensors.
     if parts.vllm is not None and parts.device.type == "cpu":
         kinds["vllm"] = (parts.vllm, CallPath("gloo", "metadata, then each tensor"))
     for variant, tensors in _dicts(parts).items():
@@ -315,7 +315,7 @@ def _creations(
 
 
 def first_use(parts: Parts) -> None:
-    """Measure what the first call of a CUDA kernel waits for: NVRTC, or the cache on disk. Needs no device."""
+    """Measure the delay of the first call of a CUDA kernel: NVRTC, or the cache on disk. Needs no device."""
     from device_comm.kernels import FAMILIES, KernelCache, KernelVariant, compiler_version
 
     try:
@@ -329,7 +329,7 @@ def first_use(parts: Parts) -> None:
     with tempfile.TemporaryDirectory(prefix="group-coordinator-bench-") as directory:
         for family in families[:1] if parts.bench.effort.is_quick else families:
             kernels = KernelVariant(90, 2, "bfloat16", family)
-            if works:  # an earlier process, so to speak
+            if works:  # fill the cache as an earlier process would
                 KernelCache(Path(directory) / "kept").cubin(kernels)
 
             def cold(count: int, kernels: KernelVariant = kernels) -> list[float]:

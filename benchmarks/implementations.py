@@ -1,4 +1,4 @@
-"""Whose calls are measured: ours, torch.distributed alone, and peers that are installed, behind the same verbs."""
+"""The measured implementations behind one interface: ours, plain torch.distributed, and installed peers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["Ours", "Plain", "Verbs", "Vllm", "plain_name", "vllm_class"]
 
 TensorDict = dict[str, Any]
 
-# torch 2.13 calls them so, and warns of the names that earlier ones know.
+# torch 2.13 renamed these functions and warns about the names that earlier versions have.
 _gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Verbs(Protocol):
-    """What all implementations can be asked for."""
+    """The operations that all implementations have."""
 
     def barrier(self) -> Any: ...
     def broadcast_object(self, obj: Any = None) -> Any: ...
@@ -36,7 +36,7 @@ class Verbs(Protocol):
 
 
 class Ours:
-    """A group of ours."""
+    """A `GroupCoordinator` of this package."""
 
     def __init__(self, group: GroupCoordinator) -> None:
         self.group = group
@@ -47,28 +47,28 @@ class Ours:
         self.broadcast_tensor_dict: Callable[..., Any] = group.broadcast_tensor_dict
 
     def path(self, operation: str, tensor: torch.Tensor) -> CallPath:
-        """Return how the communicator carries such a call, in its own words."""
+        """Return the communicator's algorithm for this call, and its reason."""
         return self.group.device_communicator.path(operation, tensor.nbytes, tensor.dtype)
 
 
 def plain_name(device: torch.device) -> str:
-    """Return how torch.distributed alone is called in the tables."""
+    """Return the name of plain torch.distributed in the tables."""
     return "torch gloo" if device.type == "cpu" else "torch nccl"
 
 
 class Plain:
-    """torch.distributed alone, as an engine without a coordinator would call it."""
+    """Plain torch.distributed, as an engine without a coordinator would call it."""
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, host: dist.ProcessGroup | None = None
     ) -> None:
         self.group = group
         self.device = device
-        # Objects do not go over NCCL.
+        # NCCL cannot carry objects.
         self.host = host or group
         self.world_size = group.size()
         name = plain_name(device).removeprefix("torch ")
-        self.path = CallPath(name, "what torch.distributed has for this device")
+        self.path = CallPath(name, "torch.distributed's backend for this device")
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum into a new tensor, as ours does."""
@@ -96,7 +96,7 @@ class Plain:
     def all_reduce_add_rms_norm(
         self, tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum, add and normalise, one after the other."""
+        """Sum, add and normalise in separate steps."""
         total = self.all_reduce(tensor) + residual
         return torch.nn.functional.rms_norm(total, weight.shape, weight, 1e-6), total
 
@@ -111,14 +111,14 @@ class Plain:
         return box[0]
 
     def send_tensor_dict(self, tensors: TensorDict, dst: int) -> None:
-        """Send the metadata as an object, and each tensor behind it, as engines do."""
+        """Send the metadata as an object and then each tensor, as engines do."""
         metadata = {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
         dist.send_object_list([metadata], group_dst=dst, group=self.host)
         for value in tensors.values():
             dist.send(value, group_dst=dst, group=self.group)
 
     def recv_tensor_dict(self, src: int) -> TensorDict:
-        """Receive what `send_tensor_dict` sends."""
+        """Receive a dict sent by `send_tensor_dict`."""
         box: list[Any] = [None]
         dist.recv_object_list(box, group_src=src, group=self.host)
         received = {name: self._empty(*each) for name, each in box[0].items()}
@@ -127,7 +127,7 @@ class Plain:
         return received
 
     def broadcast_tensor_dict(self, tensors: TensorDict | None = None) -> TensorDict:
-        """Broadcast the metadata as an object, and each tensor behind it; what is no tensor goes with the object."""
+        """Broadcast the metadata and all values that are not tensors as an object, then each tensor."""
         metadata = None
         if tensors is not None:
             metadata = {
@@ -165,13 +165,13 @@ class Vllm:
 def vllm_class(home: Path | None) -> Any:
     """Return vLLM's GroupCoordinator from a folder of peers.
 
-    Its dependencies come from the peers' own environment, behind ours: both then run on the same torch.
+    The peers' environment is appended to the import path after ours, so both run on the same torch.
 
     Args:
-        home: Holds `venv/` and `vllm/`; None where there are no peers.
+        home: Folder with `venv/` and `vllm/`; None if there are no peers.
 
     Raises:
-        BenchmarkError: It is not there, or cannot be imported by this interpreter.
+        BenchmarkError: vLLM is not there, or this interpreter cannot import it.
     """
     if home is None:
         raise BenchmarkError("not installed (--peers HOME names a folder with peers)")
@@ -180,7 +180,7 @@ def vllm_class(home: Path | None) -> Any:
     missing = [str(each) for each in folders if not each.is_dir()]
     if missing:
         raise BenchmarkError(f"not installed: there is no {missing[0]}")
-    # What they do with their buffers is not ours to mend, nor to show in the middle of a run.
+    # We cannot fix vLLM's warnings about its buffers, and they would disturb the output.
     warnings.filterwarnings("ignore", module="vllm")
     sys.path += [str(each) for each in folders if str(each) not in sys.path]
     try:
@@ -188,7 +188,7 @@ def vllm_class(home: Path | None) -> Any:
         state = importlib.import_module("vllm.distributed.parallel_state")
     except ImportError as error:
         raise BenchmarkError(f"cannot be imported: {error}") from error
-    # They ask for a configuration of the whole engine, of which there is none here.
+    # These functions need a configuration of the whole engine, which does not exist here.
     for name in ("get_cpu_distributed_timeout_or_none", "get_distributed_timeout_or_none"):
         setattr(timeouts, name, lambda: None)
     return state.GroupCoordinator

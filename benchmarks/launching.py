@@ -1,4 +1,4 @@
-"""Start the ranks of a plan on this host, show how far they are, and leave none behind."""
+"""Start the ranks of a plan on this host, show their progress, and clean up."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ __all__ = ["die_with_parent", "run_here"]
 
 _PR_SET_PDEATHSIG: Final = 1
 _POLL_S: Final = 0.05
-# After a first failure the others get this long to say what they saw.
+# After the first failure, the other ranks get this long to report theirs.
 _GRACE_S: Final = 3.0
 
 
 def die_with_parent() -> None:
-    """Let this process be killed when the one that started it ends, however that ends."""
+    """Ask the kernel to kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def run_here(
     plan: Plan, tell: Callable[[str], None], step: Callable[[], None], timeout_s: float = 900.0
 ) -> Findings:
-    """Run a plan on as many processes of this host as it says; return what they found.
+    """Run a plan in `plan.world_size` processes on this host; return their findings.
 
     Raises:
-        BenchmarkError: A rank failed, which has said why on stderr, or the time was up.
+        BenchmarkError: A rank failed, with its error on stderr, or the deadline passed.
     """
     with tempfile.TemporaryDirectory(prefix="group-coordinator-bench-") as name:
         directory = Path(name)
@@ -68,7 +68,7 @@ def run_here(
                 for rank, code in enumerate(codes)
                 if code != 0
             )
-            raise BenchmarkError(f"the run did not end well: {told}")
+            raise BenchmarkError(f"the run failed: {told}")
         return msgspec.json.decode((directory / "findings.json").read_bytes(), type=Findings)
 
 
@@ -86,7 +86,7 @@ def _listen(rank: subprocess.Popen[bytes], tell: Callable[[str], None], step: Ca
 
 
 def _watch(ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> list[int | None]:
-    """Return the exit status of each rank; None for those that had to be ended."""
+    """Return the exit status of each rank; None for those still running at the deadline."""
     end_s = time.monotonic() + timeout_s
     has_failed = False
     while True:

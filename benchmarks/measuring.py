@@ -1,7 +1,7 @@
-"""How a call is timed: implementations in turn, so that a ratio compares figures of the same second.
+"""Time calls of several implementations alternately, so that a ratio compares figures of the same second.
 
-Every round runs each implementation once, one after the other, for about as long. A rank keeps its own samples; the
-figures are those of the slowest rank that measures, which for one-way latencies is a receiver.
+Every round runs each implementation once, for about the same time. Each rank keeps its own samples. The published
+figures are those of the slowest rank that measures; for one-way latencies that is a receiver.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from device_comm.paths import CallPath
 __all__ = ["Bench", "Effort", "Sampler", "Subject", "of_calls"]
 
 Sampler = Callable[[int], list[float]]
-"""Makes so many calls, on every rank of the group; returns their seconds, or nothing on a rank that only helps."""
+"""Makes the given number of calls on every rank of a group; returns their seconds, none on a rank that only helps."""
 
 WARM_UP: Final = 3
 FEWEST_CALLS: Final = 3
@@ -33,9 +33,9 @@ class Effort:
     """How long a run may measure.
 
     Attributes:
-        rounds: How often the implementations alternate.
-        turn_s: How long one implementation goes on in a round, at least three calls.
-        is_quick: Whether only to see that everything works.
+        rounds: Number of rounds.
+        turn_s: Seconds per implementation and round; at least three calls are made.
+        is_quick: Whether the run only checks that everything works.
     """
 
     rounds: int = 5
@@ -45,20 +45,20 @@ class Effort:
 
 @dataclass(frozen=True)
 class Subject:
-    """One implementation's calls, and the way they take."""
+    """One implementation's calls and their algorithm."""
 
     sample: Sampler
-    path: CallPath = CallPath("", "")  # noqa: RUF009 - it is frozen
+    path: CallPath = CallPath("", "")  # noqa: RUF009 - CallPath is frozen
 
 
 @dataclass
 class Bench:
-    """One rank's share in a run; all ranks of `group` call its methods alike.
+    """One rank's part in a run; all ranks of `group` make the same calls.
 
     Attributes:
-        group: The ranks that measure; it also carries what they tell each other about it.
+        group: The ranks that measure; they also exchange their findings through it.
         effort: How long to measure.
-        tell: Told what is measured next, on rank 0.
+        tell: Called with the name of the next measurement; rank 0 shows it.
     """
 
     group: GroupCoordinator
@@ -69,11 +69,11 @@ class Bench:
     skipped: list[Skipped] = field(default_factory=list)
 
     def on(self, group: GroupCoordinator) -> Bench:
-        """Return the same for other ranks, whose findings come to the same lists."""
+        """Return a bench for another group that appends to the same lists."""
         return Bench(group, self.effort, self.tell, self.measurements, self.regions, self.skipped)
 
     def skip(self, what: str, reason: str) -> None:
-        """Note that something was not measured. Not collective."""
+        """Record that something was not measured. Not collective."""
         entry = Skipped(what=what, reason=reason)
         if self.group.rank_in_group == 0 and entry not in self.skipped:
             self.skipped.append(entry)
@@ -89,16 +89,16 @@ class Bench:
         calls: int | None = None,
         rounds: int | None = None,
     ) -> None:
-        """Time `subjects` in turn. Collective.
+        """Time `subjects` alternately. Collective.
 
         Args:
             case: See `Measurement`.
             variant: See `Measurement`.
-            subjects: By the name of the implementation.
+            subjects: The subjects by implementation name.
             nbytes: See `Measurement`.
-            turn_s: In place of the effort's.
-            calls: How many calls in a round; by default as many as `turn_s` allows, the same on all ranks.
-            rounds: In place of the effort's, of which a quick run makes no more than two.
+            turn_s: Overrides that of `effort`.
+            calls: Number of calls per round, equal on all ranks; default: as many as fit into `turn_s`.
+            rounds: Overrides that of `effort`; a quick run makes at most two.
         """
         size = "" if nbytes is None else f" {nbytes >> 10} KB"
         self.tell(f"{case}, {variant}{size}, {self.group.world_size} ranks")
@@ -133,7 +133,7 @@ class Bench:
                 )
 
     def _count(self, subject: Subject, turn_s: float | None) -> int:
-        """Return how many calls fill a turn, as all ranks see it; the calls that tell are the warm-up."""
+        """Return how many calls fill a turn, equal on all ranks; measured by the warm-up calls."""
         subject.sample(WARM_UP)
         start = time.perf_counter()
         subject.sample(WARM_UP)
@@ -144,7 +144,7 @@ class Bench:
         return max(FEWEST_CALLS, min(MOST_CALLS, int(turn_s / max(took_s, 1e-7))))
 
     def find_regions(self, operation: str, first_bytes: int, last_bytes: int) -> None:
-        """Note which algorithm of ours carries which sizes. Collective at its first call on CUDA."""
+        """Record which algorithm of ours carries which sizes. The first call on CUDA is collective."""
         path = self.group.device_communicator.path
         dtype = torch.float32
         start = first_bytes
@@ -170,7 +170,7 @@ class Bench:
 
 
 def _last_alike(is_alike: Callable[[int], bool], first: int, last: int) -> int:
-    """Return the largest size up to `last` that is alike, to four bytes; they change once in a doubling at most."""
+    """Return the largest size up to `last`, a multiple of 4, with the same result; at most one change per doubling."""
     low = first
     while low * 2 <= last and is_alike(low * 2):
         low *= 2
@@ -208,7 +208,7 @@ class _Tally:
 
 
 def of_calls(call: Callable[[], object], device: torch.device) -> Sampler:
-    """Return a sampler that times each call; on a device with streams, calls by the dozen until they are done."""
+    """Return a sampler that times each call; on a device with streams, it times batches of 12 until completion."""
 
     def sample(count: int) -> list[float]:
         samples = []

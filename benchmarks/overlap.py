@@ -1,9 +1,9 @@
-"""How much of an all-reduce hides behind computation, and what a functional all-reduce costs beside the method.
+"""Measure how much of an all-reduce hides behind computation, and the cost of a functional all-reduce.
 
-Each round runs every way once, one after the other; a figure is the median over the rounds on rank 0. `hidden` is the
-part of the shorter of communication and computation that the asynchronous form saves: 1 is perfect, 0 is nothing.
-Computation is of two kinds: one that needs a core, and one during which this process sleeps, as while an accelerator
-works. Communication over shared memory is work for a core too: where all cores compute, nothing can be hidden.
+Each round runs every variant once; a figure is the median over the rounds on rank 0. `hidden` is the share of the
+shorter of communication and computation that the asynchronous form saves: 1 is perfect, 0 is nothing. There are two
+kinds of computation: one that needs a core, and a sleep, as while an accelerator works. Communication over shared
+memory needs a core too, so nothing can be hidden while all cores compute.
 
     python -m benchmarks.overlap [--world 2] [--rounds 9] [--json FILE]
 """
@@ -51,7 +51,7 @@ def median_of(group: GroupCoordinator, call: Callable[[], object], repeats: int)
 
 
 def computation(kind: str, seconds: float) -> Callable[[], object]:
-    """Return what takes about so long: on a core, or asleep."""
+    """Return a function that takes about `seconds`, on a core or asleep."""
     if kind == "asleep":
         return lambda: time.sleep(seconds)
     matrix = torch.ones(192, 192)
@@ -67,7 +67,7 @@ def computation(kind: str, seconds: float) -> Callable[[], object]:
 
 def overlap_of(group: GroupCoordinator, kind: str, nbytes: int, rounds: int) -> dict[str, float]:
     tensor = torch.ones(nbytes // 4)
-    # The same duration on all ranks.
+    # All ranks compute for rank 0's duration.
     seconds = float(
         group.broadcast(torch.tensor(median_of(group, lambda: group.all_reduce(tensor), 9)).view(1))
     )
@@ -133,7 +133,7 @@ def run_rank(rank: int, world: int, directory: str, rounds: int) -> None:
 
 
 def main() -> None:
-    """Start the ranks, and print a table."""
+    """Start the ranks and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)

@@ -1,7 +1,7 @@
-"""Pictures of a run, as PNG and SVG: latency by size, its distribution, processor time by rate, latency by ranks.
+"""Plots of a run, as PNG and SVG: latency by size, its distribution, processor time by rate, latency by ranks.
 
-Colours are those of Okabe and Ito, which people with any kind of colour vision tell apart; lines differ by their
-markers besides.
+The colours are those of Okabe and Ito, which people with any colour vision can distinguish; lines also differ in their
+markers.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _STYLE: Final[Any] = {
     "legend.frameon": False,
     "figure.dpi": 110,
     "savefig.dpi": 160,
-    "svg.hashsalt": "group-coordinator",  # the same figures give the same file
+    "svg.hashsalt": "group-coordinator",  # equal figures give equal files
 }
-# Enough for every label, with room for two panels.
+# Inches per panel: enough for every label.
 _PANEL: Final = (5.4, 4.1)
 
 
 def draw_all(results: Results, folder: Path) -> list[Path]:
-    """Draw every picture for which a run has figures; return the files that were written."""
+    """Draw every plot for which a run has figures; return the written files."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -84,7 +84,7 @@ def _save(figure: Any, path: Path, results: Results) -> list[Path]:
     figure.text(0.01, 0.008, text, fontsize=7.5, color="#606060", ha="left", va="bottom")
     files = [path.with_suffix(".png"), path.with_suffix(".svg")]
     for file in files:
-        # Without a date in it, an unchanged picture is an unchanged file.
+        # Without a date, an unchanged plot is an unchanged file.
         figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
     plt.close(figure)
     return files
@@ -96,7 +96,7 @@ def _panels(count: int) -> tuple[Any, list[Any]]:
     figure, axes = plt.subplots(
         1, count, figsize=(_PANEL[0] * count, _PANEL[1]), layout="constrained", squeeze=False
     )
-    # Room below for the lines that say which machine it was.
+    # Leave room at the bottom for the description of the machine.
     layout: Any = figure.get_layout_engine()
     layout.set(rect=(0, 0.08, 1, 0.92))
     return figure, list(axes[0])
@@ -122,11 +122,11 @@ def _of(results: Results, case: str, keep: Callable[[Measurement], bool]) -> dic
 
 
 def _time_axis(axis: Any) -> None:
-    """Write times as 10 µs and 1 ms: nobody reads powers of ten."""
+    """Write times as 10 µs or 1 ms instead of powers of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()
-    # Two decades have too few powers of ten to read a value by.
+    # Up to two decades need ticks between the powers of ten.
     subs = (1.0,) if high / low > 100 else (1.0, 2.0, 5.0)
     axis.set_major_locator(LogLocator(subs=subs, numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: _ten(value)))
@@ -141,7 +141,7 @@ def _ten(value_us: float) -> str:
 
 
 def _legend(figure: Any, axes: Any) -> None:
-    """Put the legend above the panels, where it hides no line."""
+    """Put the legend above the panels, where it covers no line."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(
         handles, labels, loc="outside upper left", ncols=min(len(labels), 2 if len(figure.axes) == 1 else 6)
@@ -152,7 +152,7 @@ def _legend(figure: Any, axes: Any) -> None:
 
 
 def edges_of(regions: Iterable[Region], first: float, last: float) -> list[tuple[float, float, str]]:
-    """Return where each algorithm's band begins and ends on an axis from `first` to `last`, neighbours touching."""
+    """Return start, end and name of each algorithm's band on an axis from `first` to `last`, without gaps."""
     ordered = sorted(regions, key=lambda each: each.first_bytes)
     bands = []
     for index, each in enumerate(ordered):
@@ -260,7 +260,7 @@ def _distribution(results: Results) -> Any:
         axes.grid(axis="both")
         axes.set_xlabel("time")
         axes.set_title(f"{title}, {world_size} ranks")
-    panels[0].set_ylabel("calls that took at most so long")
+    panels[0].set_ylabel("share of calls within this time")
     widest = max(panels, key=lambda axes: len(axes.get_legend_handles_labels()[1]))
     _legend(figure, widest)
     return figure
@@ -281,16 +281,16 @@ def _waiting(results: Results) -> Any:
         _line(latency, name, rates, [each.at(50) for each in ordered])
     for each in (axes, latency):
         each.set_xscale("log")
-        each.set_xlabel("messages a second")
+        each.set_xlabel("messages per second")
         each.xaxis.set_major_formatter("{x:g}")
         each.grid(axis="both")
     axes.set_ylim(0, max(105, axes.get_ylim()[1]))
     axes.set_ylabel("processor time, % of a core")
-    axes.set_title("What a waiting reader takes of a core")
+    axes.set_title("Processor time of a waiting reader")
     latency.set_yscale("log")
     _time_axis(latency.yaxis)
     latency.set_ylabel("median time of a message, one way")
-    latency.set_title("How long a message takes meanwhile")
+    latency.set_title("Latency of a message")
     _legend(figure, axes)
     return figure
 

@@ -1,4 +1,4 @@
-"""What a run of the benchmarks leaves behind: every figure with its spread, and the machine that it is about."""
+"""The stored results of a run: every figure with its spread, and the machine."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ __all__ = [
 ]
 
 SCHEMA_VERSION: Final = 1
-"""Raised when a field or the meaning of one changes; files of other versions are refused."""
+"""Incremented when a field or its meaning changes; files of other versions are refused."""
 
 LEVELS: Final = (0, 1, 5, 10, 20, 30, 40, 50, 60, 70, 75, 80, 85, 90, 95, 97, 98, 99, 99.5, 99.9, 100)
-"""Percentiles that are kept: enough to draw the distribution, without every sample."""
+"""The stored percentiles: enough to plot the distribution without every sample."""
 
 _PACKAGES: Final = ("torch", "numpy", "msgspec", "pyzmq", "cuda-python", "nvidia-cuda-nvrtc")
 
 
 class BenchmarkError(Exception):
-    """What whoever called the benchmarks did, or lacks; told without a traceback."""
+    """A mistake of the user, or a missing requirement; shown without a traceback."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where figures come from.
+    """The machine of a run.
 
     Attributes:
         cpu: Name of the processor.
         cores: Cores that this process may use.
         all_cores: Cores of the machine.
-        memory_gib: Its memory.
-        kernel: The operating system.
+        memory_gib: Memory of the machine, in GiB.
+        kernel: Name and release of the operating system.
         python: Version of Python.
         packages: Versions by package.
         gpus: Names of the CUDA devices.
@@ -70,19 +70,19 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The time of one kind of call by one implementation.
 
     Attributes:
-        case: What is called, such as "all_reduce".
-        variant: Which kind of it: a dtype, a payload, how far apart.
-        implementation: Whose: "ours", "torch gloo", "vllm".
-        world_size: Ranks that take part.
-        nbytes: Bytes of a rank's input, where that says something.
-        algorithm: What carries the call; of ours as `DeviceCommunicator.path` says.
-        reason: Why that.
-        calls: How many calls stand behind the figures.
-        percentiles_us: Of the time of a call on the slowest rank that measures, by `LEVELS`.
-        rounds_us: The median of each round: rounds alternate between implementations.
-        cpu_us: Processor time of that rank for one call, all of its threads.
-        cpu_percent: The same as a share of the wall clock.
-        rate_per_s: Calls a second, pauses between them included.
+        case: The measured call, such as "all_reduce".
+        variant: Its kind: a dtype, a payload, a gap between messages.
+        implementation: "ours", "torch gloo", "vllm", …
+        world_size: Number of ranks.
+        nbytes: Bytes of a rank's input, if the case has a size.
+        algorithm: Algorithm of the call; for ours, from `DeviceCommunicator.path`.
+        reason: Why this algorithm.
+        calls: Number of measured calls.
+        percentiles_us: Time of a call on the slowest rank that measures, in microseconds, by `LEVELS`.
+        rounds_us: The median of each round, in microseconds; rounds alternate between implementations.
+        cpu_us: Processor time per call on that rank, in microseconds, over all threads.
+        cpu_percent: That time in percent of the wall clock.
+        rate_per_s: Calls per second, including pauses between them.
     """
 
     case: str
@@ -101,7 +101,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def key(self) -> tuple[str, str, str, int, int]:
-        """Return what tells this measurement from all others of a run."""
+        """Return the key that identifies this measurement in a run."""
         return (self.case, self.variant, self.implementation, self.world_size, self.nbytes or 0)
 
     def at(self, level: float) -> float:
@@ -110,20 +110,20 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def bandwidth_gb_s(self) -> float | None:
-        """Return the bytes of a rank's input by the median time, in GB/s."""
+        """Return the bytes of a rank's input divided by the median time, in GB/s."""
         return None if not self.nbytes or not self.at(50) else self.nbytes / self.at(50) / 1e3
 
 
 class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """From which size to which an algorithm of ours carries an operation.
+    """A range of sizes for which an operation of ours uses one algorithm.
 
     Attributes:
-        operation: Such as "all_reduce".
+        operation: The operation, such as "all_reduce".
         world_size: Ranks of the group.
         first_bytes: The smallest size.
-        last_bytes: The largest.
-        algorithm: What carries calls of these sizes.
-        reason: Why, at the smallest.
+        last_bytes: The largest size.
+        algorithm: Algorithm for these sizes.
+        reason: Why this algorithm, at the smallest size.
     """
 
     operation: str
@@ -135,24 +135,24 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Skipped(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was not measured, and why."""
+    """A measurement that was not made, and why."""
 
     what: str
     reason: str
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One run.
+    """The results of one run.
 
     Attributes:
         schema: `SCHEMA_VERSION`.
-        date: When it began, in UTC.
-        took_s: How long it took.
-        is_quick: Whether it only tried the benchmarks: its figures mean nothing.
-        machine: Where.
-        measurements: What was measured, in order.
-        regions: Which algorithms of ours carry which sizes.
-        skipped: What was not.
+        date: End of the run, in UTC.
+        took_s: Duration of the run, in seconds.
+        is_quick: Whether it was a quick run, whose figures mean nothing.
+        machine: The machine.
+        measurements: All measurements, in order.
+        regions: The algorithms of ours by size.
+        skipped: The measurements that were not made.
     """
 
     schema: int
@@ -165,7 +165,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     skipped: list[Skipped] = []
 
     def __post_init__(self) -> None:
-        """Check what the types do not say."""
+        """Check what the types cannot express."""
         if self.schema != SCHEMA_VERSION:
             raise ValueError(f"it is of version {self.schema}, this program reads version {SCHEMA_VERSION}")
         for each in self.measurements:
@@ -176,7 +176,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def percentile(ordered: Sequence[float], level: float) -> float:
-    """Return a percentile of sorted values, between two of them in proportion."""
+    """Return a percentile of sorted values, with linear interpolation."""
     if not ordered:
         raise ValueError("no values")
     place = (len(ordered) - 1) * level / 100
@@ -192,7 +192,7 @@ def percentiles(values: Iterable[float]) -> list[float]:
 
 
 def describe_machine() -> Machine:
-    """Return the machine at hand."""
+    """Return this machine."""
     import torch
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -221,15 +221,15 @@ def _version(package: str) -> str:
 
 
 def now() -> str:
-    """Return the present time, as files hold it."""
+    """Return the current UTC time as text."""
     return dt.datetime.now(dt.UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def write_results(path: Path, results: Results) -> None:
-    """Write `results` to `path`, whose folder is created."""
+    """Write `results` to `path`; create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rounded = msgspec.structs.replace(results, measurements=[_rounded(each) for each in results.measurements])
-    # A line for each measurement: a diff of two runs can be read, and the file stays small.
+    # One line per measurement keeps the file small and a diff of two runs readable.
     head = msgspec.json.encode(msgspec.structs.replace(rounded, measurements=[])).decode()
     lines = ",\n".join(msgspec.json.encode(each).decode() for each in rounded.measurements)
     path.write_text(head.replace('"measurements":[]', f'"measurements":[\n{lines}\n]', 1) + "\n")
@@ -247,15 +247,15 @@ def _rounded(each: Measurement) -> Measurement:
 
 
 def _short(value: float) -> float:
-    """Return four digits: more than any of these figures is worth."""
+    """Return `value` rounded to four digits, more than any of these figures is accurate to."""
     return float(f"{value:.4g}")
 
 
 def read_results(path: Path) -> Results:
-    """Return what a file holds.
+    """Return the results in a file, or in results.json of a folder.
 
     Raises:
-        BenchmarkError: It cannot be read, or is no file of this version.
+        BenchmarkError: The file cannot be read, or has another version.
     """
     if path.is_dir():
         path /= "results.json"
@@ -264,4 +264,4 @@ def read_results(path: Path) -> Results:
     except OSError as error:
         raise BenchmarkError(f"cannot read {path}: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BenchmarkError(f"{path} holds no results that can be read: {error}") from error
+        raise BenchmarkError(f"{path} holds no readable results: {error}") from error

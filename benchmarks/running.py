@@ -1,4 +1,4 @@
-"""One rank's part of a run: joins the world, then measures case by case, as all other ranks do."""
+"""One rank's part in a run: join the world, then measure case by case together with the other ranks."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ CASES: Final[dict[str, Callable[[Parts], None]]] = {
     "scaling": tensor_cases.scaling,
 }
 SCALING: Final = "scaling"
-"""Needs more ranks than the others are measured with."""
+"""The case that runs in a larger world than the others."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the ranks of a world measure.
+    """The measurements of one world.
 
     Attributes:
-        world_size: How many they are.
+        world_size: Number of ranks.
         cases: Names of `CASES`.
-        is_quick: Whether only to try them.
-        peers: Folder of the peers, if there is one.
+        is_quick: Whether to check only that they run.
+        peers: Folder of the peers, or None.
     """
 
     world_size: int
@@ -75,43 +75,43 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Findings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the ranks of a world found."""
+    """The findings of a world's ranks."""
 
     measurements: list[Measurement] = []
     regions: list[Region] = []
     skipped: list[Skipped] = []
 
     def add(self, other: Findings) -> None:
-        """Take over what other worlds found."""
+        """Add the findings of another world."""
         self.measurements += other.measurements
         self.regions += [each for each in other.regions if each not in self.regions]
         self.skipped += [each for each in other.skipped if each not in self.skipped]
 
 
 def chosen_cases(text: str) -> list[str]:
-    """Return the cases of "queue,barrier"; all of them for an empty text.
+    """Return the cases of a list such as "queue,barrier"; all cases for an empty text.
 
     Raises:
-        BenchmarkError: There is no such case.
+        BenchmarkError: A case is unknown.
     """
     names = [name.strip() for name in text.split(",") if name.strip()] or list(CASES)
     unknown = [name for name in names if name not in CASES]
     if unknown:
-        raise BenchmarkError(f"there is no case {unknown[0]!r}; there are {', '.join(CASES)}")
+        raise BenchmarkError(f"unknown case {unknown[0]!r}; the cases are {', '.join(CASES)}")
     return [name for name in CASES if name in names]
 
 
 def join(world_size: int, rank: int, method: str) -> GroupCoordinator:
-    """Join the world; return the group of all ranks, on devices of their own where there are enough."""
+    """Join the world; return the group of all ranks, on CUDA devices if there is one per rank."""
     torch.set_num_threads(1)
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    # A launcher says nothing of other hosts' devices: one for each rank is taken for granted.
+    # Under a launcher the world size is -1 here; assume one device per rank on each host.
     backend = "nccl" if devices >= max(world_size, 1) else "gloo"
-    # Settings of the environment would make figures of different runs differ.
+    # Ignore settings from the environment: they would make figures of different runs differ.
     settings = CoordinatorSettings.resolve({})
     init_distributed_environment(world_size, rank, method, backend=backend, settings=settings)
     group = get_world_group()
-    # So that every call's way is known before it is made.
+    # Prepared buffers let `path` name a call's algorithm before the call.
     group.device_communicator.prepare_buffers(0)
     return group
 
@@ -119,7 +119,7 @@ def join(world_size: int, rank: int, method: str) -> GroupCoordinator:
 def measure_all(
     plan: Plan, group: GroupCoordinator, tell: Callable[[str], None], step: Callable[[], None]
 ) -> Findings:
-    """Measure every case of a plan. Collective; rank 0's findings count."""
+    """Measure every case of a plan. Collective; only rank 0's findings are complete."""
     bench = Bench(group, plan.effort, tell)
     whole: Any = dist.group.WORLD
     host = None if group.device.type == "cpu" else group.cpu_group
@@ -139,7 +139,7 @@ def measure_all(
 
 
 def results_of(findings: Findings, *, is_quick: bool, took_s: float) -> Results:
-    """Return what is written to a file."""
+    """Return the results to write to a file."""
     return Results(
         schema=SCHEMA_VERSION,
         date=now(),
@@ -155,7 +155,7 @@ def results_of(findings: Findings, *, is_quick: bool, took_s: float) -> Results:
 def run_in_world(
     plan: Plan, tell: Callable[[str], None], step: Callable[[], None]
 ) -> tuple[int, Results | None]:
-    """Measure in the world that torchrun or the like has started; return this rank, and on rank 0 the results."""
+    """Measure in a world started by torchrun or another launcher; return this rank, and on rank 0 the results."""
     start = time.monotonic()
     group = join(-1, -1, "env://")
     rank = group.rank
@@ -168,7 +168,7 @@ def run_in_world(
 
 
 def run_rank(plan_file: Path, rank: int) -> None:
-    """Be one of the ranks that `launching` started; rank 0 says on stdout how far it is."""
+    """Run one of the ranks that `launching` starts; rank 0 reports its progress on stdout."""
     plan = msgspec.json.decode(plan_file.read_bytes(), type=Plan)
     group = join(plan.world_size, rank, f"file://{plan_file.parent}/world")
 

@@ -1,8 +1,8 @@
-"""How long it takes to join a world and to create its groups: four processes on this machine, many times.
+"""Measure how long four processes on this machine take to join a world and to create its groups.
 
-The processes start once. In each cycle all of them join a world, create the groups of tensor 2 x pipeline 2,
-use each of them once and leave again. A cycle's figure is that of the slowest rank; beside the median stands the
-smallest, as whatever else runs on this machine only adds. Processor time is that of all ranks together.
+The processes start once. In each cycle all of them join a world, create the groups of tensor 2 x pipeline 2, use each
+group once and leave. The figure of a cycle is that of the slowest rank. The table shows median and minimum, because
+other load on the machine only adds time. Processor time is the sum over all ranks.
 
     python -m benchmarks.start_up [--cycles 30] [--ways file,tcp] [--json FILE]
 """
@@ -32,12 +32,12 @@ from coordinator import (
 
 WORLD_SIZE = 4
 WARM_UP = 3
-# What a rank asks a store for; counted by wrapping.
+# Methods of a store; calls are counted by wrapping them.
 STORE_CALLS = ("set", "get", "add", "check", "compare_set", "multi_get", "wait")
 
 
 def count_store_calls() -> dict[str, int]:
-    """Count from now on what this process asks of prefix stores, which all of ours are."""
+    """Count this process's calls of prefix stores from now on; all our stores are prefix stores."""
     counts = dict.fromkeys(STORE_CALLS, 0)
 
     def counting(name: str) -> None:
@@ -55,7 +55,7 @@ def count_store_calls() -> dict[str, int]:
 
 
 def run_cycle(rank: int, method: str) -> dict[str, float]:
-    """Join, create, use and leave once; return what each step took, in ms."""
+    """Join, create, use and leave once; return the duration of each step in ms."""
     layout = ParallelLayout(tensor=2, pipeline=2)
     cpu, start = time.process_time(), time.perf_counter()
     init_distributed_environment(WORLD_SIZE, rank, method, backend="gloo")
@@ -76,7 +76,7 @@ def run_cycle(rank: int, method: str) -> dict[str, float]:
 
 
 def run_rank(rank: int) -> None:
-    """Run a cycle for each line that comes, and answer with a line of JSON."""
+    """Run a cycle for each line on stdin, and answer with a line of JSON."""
     torch.set_num_threads(1)
     counts = count_store_calls()
     for line in sys.stdin:
@@ -86,20 +86,20 @@ def run_rank(rank: int) -> None:
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that is free now."""
+    """Return a port that is currently free on the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def ask(pipe: IO[str], line: str) -> None:
-    """Send a rank its next cycle."""
+    """Start a rank's next cycle."""
     pipe.write(line + "\n")
     pipe.flush()
 
 
 def measure(ways: list[str], cycles: int) -> dict[str, dict[str, list[float]]]:
-    """Return each way's figures, cycle by cycle."""
+    """Return the figures of each rendezvous method, one per cycle."""
     command = [sys.executable, "-m", "benchmarks.start_up", "--rank"]
     samples: dict[str, dict[str, list[float]]] = {way: {} for way in ways}
     ranks = [
@@ -134,12 +134,12 @@ def measure(ways: list[str], cycles: int) -> dict[str, dict[str, list[float]]]:
 
 
 def main() -> None:
-    """Measure, and print a table."""
+    """Measure and print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cycles", type=int, default=30)
-    parser.add_argument("--ways", default="file,tcp", help="how the ranks meet: file, tcp")
+    parser.add_argument("--ways", default="file,tcp", help="rendezvous methods: file, tcp")
     parser.add_argument("--json", type=Path, help="write the medians to this file")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Figures as tables for people."""
+"""Print figures as tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def bytes_text(nbytes: int | None) -> str:
 
 
 def time_text(value_us: float) -> str:
-    """Return `4.03 µs`, `1.2 ms` or `3 s`: three digits."""
+    """Return `4.03 µs`, `1.2 ms` or `3 s`, with three digits."""
     for unit, size in (("s", 1e6), ("ms", 1e3)):
         if value_us >= size:
             return f"{value_us / size:.3g} {unit}"
@@ -36,13 +36,13 @@ _COLUMNS: Final = (
 )  # fmt: skip
 
 _WIDTH: Final = 150
-"""Of the widest table."""
+"""Width of the widest table, in characters."""
 _LEFT_OUT: Final = ("p90", "GB/s", "CPU %", "by")
-"""Where there is less room. Everything is in the file."""
+"""Columns that a narrower terminal leaves out; the file has everything."""
 
 
 def console_of(file: TextIO | None = None) -> Console:
-    """Return where to print tables: as wide as the terminal, and where there is none as wide as they are."""
+    """Return a console as wide as the terminal; without a terminal, as wide as the widest table."""
     console = Console(file=file)
     return console if console.is_terminal else Console(file=file, width=_WIDTH)
 
@@ -56,7 +56,7 @@ def _groups(measurements: Iterable[Measurement]) -> Iterator[tuple[str, list[Mea
 
 
 def show_results(results: Results, console: Console) -> None:
-    """Print a table for each case: a line for each implementation, and what ours is faster by."""
+    """Print one table per case, with one line per implementation and its time relative to ours."""
     machine = results.machine
     for case, measurements in _groups(results.measurements):
         table = Table(title=case, title_justify="left", title_style="bold", header_style="bold")
@@ -77,7 +77,7 @@ def show_results(results: Results, console: Console) -> None:
             row = dict(zip(_COLUMNS, _row(each, is_first, ours.get(call)), strict=True))
             table.add_row(*(row[name] for name in shown))
         console.print(table)
-        # Sentences would push the numbers out of a terminal.
+        # Reasons are too long for a column of the table.
         for reason in _reasons(measurements):
             console.print(f"[dim]{reason}[/dim]", soft_wrap=True)
     for skip in results.skipped:
@@ -88,7 +88,7 @@ def show_results(results: Results, console: Console) -> None:
         f"torch {machine.packages.get('torch', '?')}, {gpus}; {results.date}, took {results.took_s:.0f} s[/dim]"
     )
     if results.is_quick:
-        console.print("[yellow]a quick run: these figures mean nothing[/yellow]")
+        console.print("[yellow]this was a quick run: its figures mean nothing[/yellow]")
 
 
 def _row(each: Measurement, is_first: bool, ours_us: float | None) -> list[str]:
@@ -111,7 +111,7 @@ def _row(each: Measurement, is_first: bool, ours_us: float | None) -> list[str]:
 
 
 def _reasons(measurements: Iterable[Measurement]) -> list[str]:
-    """Return why ours takes each of its algorithms, by the first call that does in a group of each size."""
+    """Return the reason for each algorithm of ours, at its first call in each world size."""
     found: dict[tuple[int, str], str] = {}
     for each in measurements:
         if each.implementation.startswith("ours") and each.reason:

@@ -1,4 +1,4 @@
-"""Collectives on tensors: eager, compiled, fused, in graphs, beside computation, by size and by number of ranks."""
+"""Cases of tensor collectives: eager, compiled, fused, in graphs, overlapped, by size and by number of ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HIDDEN: Final = 4096
 
 @dataclass(frozen=True)
 class Parts:
-    """What a case measures, in a group of all ranks of `bench`."""
+    """The implementations that a case measures, on all ranks of `bench.group`."""
 
     bench: Bench
     ours: Ours
@@ -42,7 +42,7 @@ class Parts:
 
     @property
     def device(self) -> torch.device:
-        """Return where the tensors are."""
+        """Return the device of the tensors."""
         return self.group.device
 
 
@@ -58,7 +58,7 @@ def _tensor(parts: Parts, nbytes: int, dtype: torch.dtype = torch.float32) -> to
 
 def _demand(is_right: bool, what: str) -> None:
     if not is_right:
-        raise BenchmarkError(f"{what} gave a wrong result; its time means nothing")
+        raise BenchmarkError(f"{what} returned a wrong result; its time means nothing")
 
 
 def _sum_of_ranks(parts: Parts) -> float:
@@ -88,7 +88,7 @@ def _all_reduce(
 
 
 def _all_reduce_in_place(parts: Parts, nbytes: int) -> None:
-    # Zeros stay zeros, however often they are summed.
+    # Zeros stay zeros after any number of sums.
     tensor = torch.zeros(nbytes // 4, device=parts.device)
     calls: dict[str, tuple[Callable[[], object], CallPath]] = {
         "ours": (lambda: parts.group.all_reduce_(tensor), parts.ours.path("all_reduce_", tensor)),
@@ -99,7 +99,7 @@ def _all_reduce_in_place(parts: Parts, nbytes: int) -> None:
 
 
 def memcpy(parts: Parts) -> None:
-    """Measure one copy of a tensor by torch: what memory allows, beside which the rest can be judged."""
+    """Measure one copy of a tensor by torch, as a reference for the memory bandwidth."""
     for nbytes in _sizes(parts, MIDDLE):
         source = _tensor(parts, nbytes)
         target = torch.empty_like(source)
@@ -119,7 +119,7 @@ def all_reduce(parts: Parts) -> None:
 
 
 def compiled(parts: Parts) -> None:
-    """Measure all-reduces within functions that torch.compile compiled; the first call is not counted."""
+    """Measure all-reduces inside functions compiled by torch.compile; the first call does not count."""
     import torch.distributed._functional_collectives as torch_functional
 
     group = parts.group
@@ -133,7 +133,7 @@ def compiled(parts: Parts) -> None:
         return result
 
     functions: dict[str, Any] = {
-        # Everything but the code generator, which has nothing to generate here and takes long to load.
+        # "aot_eager" runs everything but the code generator, which is slow to load and has nothing to generate here.
         name: torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=False)
         for name, function in (("ours", of_ours), (plain_name(parts.device), of_torch))
     }
@@ -151,7 +151,7 @@ def compiled(parts: Parts) -> None:
 
 
 def graph(parts: Parts) -> None:
-    """Measure replays of CUDA graphs of sixteen all-reduces, by the call."""
+    """Measure replays of CUDA graphs of sixteen all-reduces, per all-reduce."""
     if parts.device.type != "cuda":
         parts.bench.skip("all_reduce in a CUDA graph", f"the tensors of this group are on {parts.device}")
         return
@@ -185,7 +185,7 @@ def _replays(recorded: torch.cuda.CUDAGraph, device: torch.device) -> Sampler:
 
 
 def fused(parts: Parts) -> None:
-    """Measure all-reduce, residual and norm as one call of ours, and as three of torch."""
+    """Measure all-reduce, residual and norm as one call of ours, and as three calls of torch."""
     for rows in (8, 128) if parts.bench.effort.is_quick else (8, 128, 1024):
         dtype = torch.bfloat16
         tensor = torch.ones(rows, HIDDEN, dtype=dtype, device=parts.device)
@@ -259,15 +259,15 @@ def _both(
 
 
 def overlap(parts: Parts) -> None:
-    """Measure an all-reduce and as long a pause, in turn and at once: what the asynchronous form hides."""
+    """Measure an all-reduce and a pause of equal length, in sequence and overlapped."""
     if parts.device.type != "cpu":
-        parts.bench.skip("overlap", "every call is queued on the stream of a device, which works by itself")
+        parts.bench.skip("overlap", "on a device every call is queued on a stream and overlaps anyway")
         return
     nbytes = (1 if parts.bench.effort.is_quick else 16) << 20
     tensor = _tensor(parts, nbytes)
     group, plain = parts.group, parts.plain
     took = of_calls(lambda: group.all_reduce(tensor), parts.device)(9)
-    # As an accelerator computes: this process sleeps. The same on all ranks.
+    # The process sleeps, as while an accelerator computes; equally long on all ranks.
     pause_s = max(group.all_gather_object(statistics.median(took)))
 
     def ours_at_once() -> None:
@@ -309,21 +309,21 @@ def overlap(parts: Parts) -> None:
 
 @contextmanager
 def only_ranks(world: GroupCoordinator, count: int) -> Iterator[tuple[GroupCoordinator, dist.ProcessGroup]]:
-    """Make a group of the first `count` ranks, ours and torch's. Collective over the world."""
+    """Create a group of the first `count` ranks, ours and torch's. Collective over the world."""
     ranks = list(range(count))
     others = [[rank] for rank in range(count, world.world_size)]
     backend = world.torch_distributed_backend
     plain: Any = dist.new_group(ranks, backend=backend)
     with GroupCoordinator([ranks, *others], world.local_rank, backend, True, group_name="bench") as group:
         yield group, plain
-        # Ranks that have nothing to do wait here, asleep.
+        # Ranks outside the group wait here, asleep.
         world.barrier()
     if world.rank < count:
         dist.destroy_process_group(plain)
 
 
 def scaling(parts: Parts) -> None:
-    """Measure small and large all-reduces and barriers with 2, 3 … ranks, and all sizes with 4."""
+    """Measure barriers, small and large all-reduces with 2, 3, … ranks, and all sizes with 4."""
     world = parts.group
     counts = range(2, world.world_size + 1)
     for count in (counts[0], counts[-1]) if parts.bench.effort.is_quick else counts:

@@ -1,6 +1,6 @@
-"""`python -m benchmarks tune`: measures every algorithm of ours on the devices here, and NCCL beside it.
+"""`python -m benchmarks tune`: measure every algorithm of ours, and NCCL, on this host's devices.
 
-Each algorithm is forced by a policy file of one row, so what is measured is the path that calls will take.
+A policy file with one row forces each algorithm, so the measured code is the code of real calls.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from device_comm.policy_file import POLICY_VERSION, MeasuredThreshold, PolicyFil
 __all__ = ["tune"]
 
 SIZES: Final = tuple(1 << power for power in range(12, 26))
-"""4 KB to 32 MB: below, one-shot always wins; above, NCCL does."""
+"""4 KB to 32 MB: below, one-shot is always fastest; above, NCCL is."""
 ALGORITHMS: Final[dict[Operation, tuple[str, ...]]] = {
     "all_reduce": ("push_one_shot", "push_two_shot", "pull_one_shot", "pull_two_shot"),
     "reduce_scatter": ("push_reduce_scatter",),
@@ -49,13 +49,14 @@ def tune(out: Path, ranks: int | None) -> int:
     """Measure on `ranks` devices, and write the policy file; return the exit status.
 
     Raises:
-        BenchmarkError: There are not enough devices, or our kernels cannot run on them.
+        BenchmarkError: There are too few devices, or our kernels cannot run on them.
     """
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     wanted = min(devices, 8) if ranks is None else ranks
     if wanted < 2 or devices < wanted:
         raise BenchmarkError(
-            f"tune measures CUDA devices of this host, from 2 to as many as there are: {devices} here, {wanted} wanted"
+            f"tune needs at least 2 CUDA devices on this host, and no more ranks than devices: {devices} here, "
+            f"{wanted} wanted"
         )
     with tempfile.TemporaryDirectory(prefix="group-coordinator-tune-") as name:
         command = [sys.executable, "-m", "benchmarks.tune_devices", name, str(wanted)]
@@ -63,13 +64,13 @@ def tune(out: Path, ranks: int | None) -> int:
         try:
             codes = [process.wait(timeout=1800) for process in processes]
         except subprocess.TimeoutExpired as error:
-            raise BenchmarkError("no end after half an hour") from error
+            raise BenchmarkError("not finished after half an hour") from error
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
         if any(codes):
-            raise BenchmarkError(f"a rank failed: {codes}")
+            raise BenchmarkError(f"a rank failed; exit statuses: {codes}")
         content = msgspec.json.decode((Path(name) / "policy.json").read_bytes(), type=PolicyFile)
     write_policy_file(out, content)
     for row in content.thresholds:
@@ -81,7 +82,7 @@ def tune(out: Path, ranks: int | None) -> int:
 
 
 def run_rank(directory: Path, world_size: int, rank: int) -> None:
-    """Measure as one of the ranks; rank 0 writes what was found."""
+    """Measure as one of the ranks; rank 0 writes the policy file."""
     settings = CoordinatorSettings.resolve({})
     init_distributed_environment(
         world_size, rank, f"file://{directory}/world", local_rank=rank, backend="nccl", settings=settings
@@ -101,10 +102,10 @@ def run_rank(directory: Path, world_size: int, rank: int) -> None:
 
 
 def _facts(group: GroupCoordinator) -> GroupFacts:
-    """Return what the policy knows of the group; building our kernels finds it out. Collective."""
+    """Return the policy's facts about the group, which building our kernels determines. Collective."""
     communicator = group.device_communicator
     if not isinstance(communicator, CudaCommunicator):
-        raise BenchmarkError(f"the tensors of this group go by {communicator.algorithm}: nothing to tune")
+        raise BenchmarkError(f"this group uses {communicator.algorithm}, which has nothing to tune")
     facts = communicator.prepare_kernels()
     if facts is None:
         reason = communicator.path("all_reduce", 4096, torch.bfloat16).reason
@@ -134,7 +135,7 @@ def _file(facts: GroupFacts, thresholds: tuple[MeasuredThreshold, ...]) -> Polic
 
 
 def _measure(group: GroupCoordinator, facts: GroupFacts, directory: Path) -> Iterator[Timing]:
-    """Yield the times of every algorithm, size and mode, one group for each algorithm. Collective."""
+    """Yield the times of every algorithm, size and mode; each algorithm has its own group. Collective."""
     for operation, names in ALGORITHMS.items():
         for algorithm in (NCCL, *names):
             with _forced(group, facts, operation, algorithm, directory) as forced:
@@ -149,7 +150,7 @@ def _measure(group: GroupCoordinator, facts: GroupFacts, directory: Path) -> Ite
 def _forced(
     group: GroupCoordinator, facts: GroupFacts, operation: Operation, algorithm: str, directory: Path
 ) -> Iterator[GroupCoordinator]:
-    """Make a group whose calls of `operation` take `algorithm`. Collective."""
+    """Create a group whose calls of `operation` use `algorithm`. Collective."""
     cuda: dict[str, Any] = {"custom_all_reduce": False}
     if algorithm != NCCL:
         row = MeasuredThreshold(
@@ -162,7 +163,7 @@ def _forced(
         path = directory / f"{algorithm}-{group.world_size}-{group.rank}.json"
         write_policy_file(path, _file(facts, (row,)))
         cuda = {"policy_file": str(path)}
-    # The ranks of this group alone make it: the name, which ranks count for themselves, is one that no others use.
+    # Only the ranks of this group create it. Each rank counts names for itself, so no other group may have this name.
     with GroupCoordinator(
         [group.ranks],
         group.local_rank,
@@ -178,7 +179,7 @@ def _forced(
 def _time(
     group: GroupCoordinator, operation: Operation, algorithm: str, mode: Mode, nbytes: int
 ) -> float | None:
-    """Return the slowest rank's median in µs; None where this algorithm does not carry such a call. Collective."""
+    """Return the slowest rank's median in µs; None if this algorithm does not support the call. Collective."""
     tensor = torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=group.device)
     calls: dict[Operation, Callable[[], object]] = {
         "all_reduce": lambda: group.all_reduce(tensor),
@@ -218,5 +219,5 @@ if __name__ == "__main__":
     try:
         run_rank(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
     except BenchmarkError as error:
-        # The same on all ranks.
+        # All ranks raise the same error; only rank 0 prints it.
         raise SystemExit(f"benchmarks: error: {error}" if sys.argv[3] == "0" else 2) from error

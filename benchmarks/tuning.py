@@ -1,4 +1,4 @@
-"""From measured times to thresholds: which algorithm up to how many bytes. Pure functions, so they can be tested."""
+"""Compute thresholds from measured times: which algorithm up to how many bytes. Pure functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Operation = Literal["all_reduce", "reduce_scatter", "all_gather"]
 Mode = Literal["graph", "eager"]
 
 _LEAST_GAIN: Final = math.log(1.02)
-"""An algorithm more must gain at least so much at one size: less is noise, and each one has to be compiled and kept."""
+"""Each further algorithm must gain at least 2 % at one size: less is noise, and each must be compiled and kept."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Timing:
 
     Attributes:
         operation: The collective.
-        algorithm: One of ours by the policy's name, or "nccl".
+        algorithm: An algorithm of ours by the policy's name, or "nccl".
         world_size: Ranks of the group.
-        mode: Whether it was in a CUDA graph.
-        nbytes: Of a rank's input.
-        time_us: The median.
+        mode: "graph" if the call was in a CUDA graph, else "eager".
+        nbytes: Bytes of a rank's input.
+        time_us: The median, in microseconds.
     """
 
     operation: Operation
@@ -45,14 +45,13 @@ class Timing:
 
 
 def bands(times: Mapping[str, Mapping[int, float]]) -> list[tuple[str, int]]:
-    """Return which algorithm to use up to how many bytes, in order; NCCL above the last.
+    """Return which algorithm to use up to how many bytes, in order; NCCL follows after the last.
 
-    A policy knows one limit for each algorithm, and NCCL is what is left: so the sizes are cut into as many bands as
-    pay, each algorithm used in one at most. Of all cuts the one is taken whose times, as multiples of the best at each
-    size, have the least product.
+    A policy has one limit per algorithm, so the sizes are cut into bands, each algorithm in at most one of them. Of all
+    cuts, the result minimizes the product over all sizes of the time divided by the best time at that size.
 
     Args:
-        times: Microseconds by algorithm and size. NCCL is there at every size; ours where they can carry it.
+        times: Microseconds by algorithm and size. NCCL has every size, our algorithms the sizes that they support.
     """
     sizes = sorted(times[NCCL])
     best = {size: min(each[size] for each in times.values() if size in each) for size in sizes}
@@ -77,10 +76,10 @@ def bands(times: Mapping[str, Mapping[int, float]]) -> list[tuple[str, int]]:
 
 
 def thresholds_of(timings: Iterable[Timing]) -> tuple[MeasuredThreshold, ...]:
-    """Return the rows of a policy file: equal ones of graphs and of eager calls as one.
+    """Return the rows of a policy file; equal rows for graphs and eager calls are merged into one.
 
-    An operation and a world size for which nothing of ours pays in any mode has no row: a file cannot say so, and the
-    built-in table goes on to hold there.
+    If NCCL is best for an operation and world size in every mode, there is no row: the file format cannot express it,
+    and the built-in table applies.
     """
     tables: dict[tuple[Operation, int, Mode], dict[str, dict[int, float]]] = {}
     for each in timings:
@@ -106,7 +105,7 @@ def _merged(rows: Sequence[MeasuredThreshold]) -> list[MeasuredThreshold]:
     for row in rows:
         twin = msgspec.structs.replace(row, mode="eager" if row.mode == "graph" else "graph")
         if twin in rows:
-            row = msgspec.structs.replace(row, mode="any")  # noqa: PLW2901 - what becomes of it
+            row = msgspec.structs.replace(row, mode="any")  # noqa: PLW2901 - the merged row replaces it
         if row not in merged:
             merged.append(row)
     return merged

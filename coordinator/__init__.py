@@ -1,4 +1,4 @@
-"""Parallel groups for LLM serving: a `GroupCoordinator` for each parallel dimension.
+"""Parallel groups for LLM serving: one `GroupCoordinator` per parallel dimension.
 
 from coordinator import ParallelGroups, ParallelLayout, init_distributed_environment
 

@@ -1,4 +1,4 @@
-"""`python -m coordinator`: what a user runs before writing any code, and pastes into a bug report."""
+"""`python -m coordinator`: inspect an installation and try it before writing any code."""
 
 from coordinator.cli import main
 

@@ -1,7 +1,7 @@
-"""All ranks agree on the facts of a group before anything is built, or every one raises.
+"""All ranks agree on the facts of a group before anything is built, or every rank raises the same error.
 
-The first rank proposes, the others compare. Whoever holds something else, or has waited in vain, says so in
-the store and raises, and those that wait look for such a failure many times a second: all raise the same.
+The first rank to arrive writes its facts into the store, and the others compare theirs. A rank that finds a
+difference, or whose deadline passes, writes the failure as the outcome. The waiting ranks poll for the outcome.
 """
 
 from __future__ import annotations
@@ -29,35 +29,37 @@ from shm_broadcast.errors import (
 )
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity
 
-# The pauses between two looks into the store, which take 5 to 40 us each: an eighth of the time waited so far, so the
-# end is seen late by at most that. Not `store.wait`: a FileStore then looks every 10 ms; a TCPStore locks out this
-# process's other threads, and writes to stderr each time that the wait is ended to look around.
+# A waiting rank polls the store, which takes 5 to 40 us. The pause between polls is an eighth of the time waited so
+# far, so the outcome is noticed at most that much late. `store.wait` is worse: a FileStore polls every 10 ms, and a
+# TCPStore blocks this process's other threads and writes to stderr each time a wait ends without the key.
 FIRST_PAUSE_S: Final = 0.0002
 LONGEST_PAUSE_S: Final = 0.02
 PART_OF_WAIT: Final = 0.125
-# A rank that has waited this long looks for peers that died meanwhile, this often.
+# A waiting rank checks at this interval whether a peer has died.
 WATCH_EVERY_S: Final = 0.3
-# A rank that found a failure stays this long for the others to read it: they look every `LONGEST_PAUSE_S`.
+# After a failure a rank keeps the store alive at most this long, so that the others, polling every
+# `LONGEST_PAUSE_S`, can read the outcome.
 LINGER_S: Final = 1.0
-# Outcomes of an agreement besides a list of missing ranks. The first is followed by what all ranks brought, as JSON.
+# The outcome is one of these two, or a JSON list of the missing ranks. The views of all ranks follow COMPLETE as JSON.
 COMPLETE: Final = "complete "
 DISSENT: Final = "dissent"
-# A store that has not answered this long after the deadline hangs.
+# A store that is silent for this long after the deadline counts as hung.
 ANSWER_S: Final = 2.0
-# The kernel closes a dying process's sockets some milliseconds before the process can be seen to have ended.
+# The kernel closes a dying process's sockets some milliseconds before the process itself appears dead. Waiting this
+# long lets the error name the dead rank.
 EXPLAIN_S: Final = 0.2
 
 
 class View(msgspec.Struct, frozen=True):
-    """What one rank brings to the creation of a group.
+    """What one rank tells the others when a group is created.
 
     Attributes:
-        facts: What must be equal on all ranks, as text by name.
-        process: Who the rank is.
-        address: Where it can be reached by the group's other ranks; may differ.
-        place: Equal on ranks that can share memory; may differ.
-        note: What else the others should know; may differ.
-        seat: Tells this view from all others; filled in by `agree`.
+        facts: Values that must be equal on all ranks, as text by name.
+        process: Identity of the rank's process.
+        address: Address at which the group's other ranks reach this rank; may differ.
+        place: Host id; equal on ranks that can share memory.
+        note: Further information for the other ranks; may differ.
+        seat: Random text that makes this view unique; filled in by `agree`.
     """
 
     facts: dict[str, str]
@@ -83,35 +85,35 @@ def agree(
 ) -> dict[int, View]:
     """Exchange views with all of `ranks`.
 
-    Collective over `ranks`; blocks until all have come and hold the same facts.
+    Collective over `ranks`. Blocks until all have joined with the same facts, or one rank finds a failure.
 
     Args:
-        store: A store whose keys belong to this agreement alone.
+        store: A store whose keys are used by this agreement only.
         what: What is being created, for errors: "group 'tp:0'".
         rank: This process's global rank.
         ranks: Global ranks that must agree.
-        view: What this rank brings.
+        view: This rank's view.
         timeout_s: Deadline in seconds.
-        watch: The other ranks' processes, where they are known before they come.
+        watch: The other ranks' processes, if they are already known.
 
     Returns:
         Every rank's view, by global rank.
 
     Raises:
-        DisagreementError: Two ranks hold different facts, which `.views` shows, or two processes one rank.
-        CommTimeoutError: Ranks did not come; `.missing` names them.
+        DisagreementError: Two ranks hold different facts (see `.views`), or two processes claim the same rank.
+        CommTimeoutError: Ranks did not join in time; `.missing` names them.
         PeerLostError: A rank died meanwhile; `.peers` names it.
-        NativeError: The store is gone, with a host that this rank has not seen.
+        NativeError: The store is gone, and no known rank has died.
     """
     agreement = _Agreement(store, what, rank, ranks, view, timeout_s, watch)
     try:
         return run_interruptibly(agreement.exchange, f"agree on {what}", agreement.check)
     except RuntimeError as error:
-        # The store's host is gone, some milliseconds before its process can be seen to have ended.
+        # The process that serves the store is gone. Give it time to appear dead, so that the error can name it.
         time.sleep(EXPLAIN_S)
         agreement.raise_if_lost()
         raise NativeError(
-            f"creating {what} (rank {rank}): the store through which the ranks meet is gone: {error}",
+            f"creating {what} (rank {rank}): lost the connection to the rendezvous store: {error}",
             library=f"torch {torch.__version__}",
             function="Store",
         ) from error
@@ -120,7 +122,7 @@ def agree(
 
 
 class _Agreement:
-    """One rank's part in one agreement; `exchange` runs on a thread of its own, as a store may hang."""
+    """One rank's part in one agreement. `exchange` runs on its own thread, because a store may hang."""
 
     def __init__(
         self,
@@ -141,11 +143,11 @@ class _Agreement:
         self._view = msgspec.structs.replace(view, seat=secrets.token_hex(8))
         self._timeout_s = timeout_s
         self._silent_at = time.monotonic() + timeout_s + ANSWER_S
-        # The views of others that were seen so far; replaced, never changed.
+        # The views seen so far. Another thread reads this, so the dict is replaced and never changed.
         self._known: dict[int, View] = {}
 
     def check(self) -> None:
-        """Raise if a rank dies, or the store hangs as its host is stopped. Called on the thread that waits."""
+        """Raise if a rank died, or if the store hangs because its process is stopped. Runs on the caller's thread."""
         if self._watch is not None:
             self._raise_lost(self._watch)
         if time.monotonic() < self._silent_at:
@@ -154,20 +156,19 @@ class _Agreement:
             stopped = tuple(other for other in sorted(self._known) if watch.state(other) == "stopped")
             who = "".join(f"; rank {other} ({watch.describe(other)})" for other in stopped)
         raise CommTimeoutError(
-            f"{self._where}: the store through which the ranks meet did not answer within "
-            f"{self._timeout_s:.1f} s{who}",
+            f"{self._where}: the rendezvous store did not answer within {self._timeout_s:.1f} s{who}",
             missing=stopped,
         )
 
     def exchange(self) -> dict[int, View]:
-        """Bring this rank's view, wait for the others', and compare."""
+        """Publish this rank's view, compare the facts, and wait for the outcome."""
         store, rank = self._store, self._rank
         own = msgspec.json.encode(self._view).decode()
         found = store.compare_set(f"view/{rank}", "", own).decode()
         if found != own:
             taken = _decoder.decode(found).process
             raise DisagreementError(
-                f"{self._where}: two processes say that they are rank {rank}, this one and pid {taken.pid} "
+                f"{self._where}: two processes claim to be rank {rank}: this one, and pid {taken.pid} "
                 f"on host {taken.hostname}"
             )
         mine = msgspec.json.encode(self._view.facts, order="deterministic").decode()
@@ -175,7 +176,7 @@ class _Agreement:
         if store.compare_set("proposal", "", mine).decode() != mine:
             outcome = self._decide(DISSENT)
             if outcome.startswith(COMPLETE):
-                # The others came to an end without this rank: what they told each other is not about its groups.
+                # The others completed an agreement that does not include this rank's groups.
                 raise self._told(self._disagreement())
         elif store.add("agreed", 1) == len(self._ranks):
             outcome = self._decide(COMPLETE + self._gathered())
@@ -190,13 +191,13 @@ class _Agreement:
         }
 
     def _gathered(self) -> str:
-        """Return what all ranks brought, without the facts, which are equal: so only the last to come has to ask."""
+        """Return all ranks' views as JSON, without the facts, which are equal. Only the last rank to join runs this."""
         values = self._store.multi_get([f"view/{other}" for other in self._ranks])
         views = [msgspec.structs.replace(_decoder.decode(value), facts={}) for value in values]
         return msgspec.json.encode(views).decode()
 
     def _decide(self, outcome: str) -> str:
-        """Set the outcome for all ranks, unless there is one; return the one that counts."""
+        """Set the outcome for all ranks unless it is set already; return the outcome that holds."""
         return self._store.compare_set("outcome", "", outcome).decode()
 
     def _await_outcome(self) -> str:
@@ -210,27 +211,27 @@ class _Agreement:
                 next_watch = waited + WATCH_EVERY_S
             if waited >= self._timeout_s:
                 missing = [other for other in self._ranks if not self._store.check([f"view/{other}"])]
-                # Who has come a moment ago is about to say that it agrees.
+                # A rank that joined just before the deadline gets time to compare its facts.
                 if missing or waited >= self._timeout_s + LINGER_S:
                     return self._decide(msgspec.json.encode(missing).decode())
             if self.stop.wait(min(max(waited * PART_OF_WAIT, FIRST_PAUSE_S), LONGEST_PAUSE_S)):
-                raise ClosedError(f"{self._where}: nobody waits for it any more")
+                raise ClosedError(f"{self._where}: cancelled, the caller no longer waits")
         return self._store.get("outcome").decode()
 
     def _failure(self, outcome: str) -> CommError:
-        """Return the error for what the rank that found out first decided: all raise the same."""
+        """Return the error for a failed outcome. Every rank reads the same outcome, so all raise the same error."""
         if outcome == DISSENT:
             return self._disagreement()
         missing = msgspec.json.decode(outcome, type=list[int])
         listed = ", ".join(str(rank) for rank in missing)
         return CommTimeoutError(
-            f"{self._where}: no sign of rank(s) {listed} within {self._timeout_s:.1f} s; were they started, "
-            "with the same rendezvous, and do they create their groups in the same order?",
+            f"{self._where}: rank(s) {listed} did not join within {self._timeout_s:.1f} s; check that they were "
+            "started with the same rendezvous, and that all ranks create their groups in the same order",
             missing=missing,
         )
 
     def _told(self, error: CommError) -> CommError:
-        """Return `error` once the others that came know of it too: the store may go with this rank."""
+        """Return `error` after the other ranks have read the failure too: this rank may be serving the store."""
         store = self._store
         end = time.monotonic() + LINGER_S
         try:
@@ -239,12 +240,12 @@ class _Agreement:
                 time.sleep(LONGEST_PAUSE_S)
                 told = store.add("told", 0)
         except RuntimeError as gone:
-            # The rank that hosts the store has left.
+            # The rank that serves the store has left.
             del gone
         return error
 
     def raise_if_lost(self) -> None:
-        """Raise `PeerLostError` if a rank that was seen has died."""
+        """Raise `PeerLostError` if a rank that has joined is dead."""
         with self._watching() as watch:
             self._raise_lost(watch)
 

@@ -1,4 +1,4 @@
-"""Calls that block in C++ for as long as a peer likes, run so that Ctrl-C and dead peers are noticed meanwhile."""
+"""Run calls that block in C++ on a thread, so that the caller notices Ctrl-C and dead peers while it waits."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Result = TypeVar("Result")
 
 
 def run_interruptibly(action: Callable[[], Result], name: str, check: Callable[[], None]) -> Result:
-    """Run `action`, which blocks in C++, on a thread, so that Ctrl-C and dead peers are noticed meanwhile.
+    """Run `action` on a thread, and wait for it while watching for Ctrl-C and dead peers.
 
     Args:
-        action: What to run.
+        action: The blocking call.
         name: Name of the thread.
-        check: Called about ten times a second; what it raises ends the wait. The thread then goes on
+        check: Called about ten times a second. An exception from it ends the wait; the thread then runs on
             until the action's own deadline, and its result is dropped.
 
     Returns:
@@ -50,12 +50,12 @@ def run_interruptibly(action: Callable[[], Result], name: str, check: Callable[[
 
 
 def ask_store(question: Callable[[], Result], where: str, timeout_s: float) -> Result:
-    """Ask a store, whose host may be stopped or gone.
+    """Query a store whose serving process may be stopped or gone.
 
     Args:
-        question: What to ask.
-        where: The start of an error's text.
-        timeout_s: How long to wait for the answer.
+        question: The query.
+        where: Prefix of an error's text.
+        timeout_s: How long to wait for the answer, in seconds.
 
     Raises:
         CommTimeoutError: The store did not answer.
@@ -65,26 +65,26 @@ def ask_store(question: Callable[[], Result], where: str, timeout_s: float) -> R
 
     def check() -> None:
         if time.monotonic() >= end:
-            raise CommTimeoutError(f"{where}: the store of the world did not answer within {timeout_s:.1f} s")
+            raise CommTimeoutError(f"{where}: the world's store did not answer within {timeout_s:.1f} s")
 
     try:
         return run_interruptibly(question, "store", check)
     except RuntimeError as error:
         raise NativeError(
-            f"{where}: the store of the world is gone: {error}",
+            f"{where}: lost the connection to the world's store: {error}",
             library=f"torch {torch.__version__}",
             function="Store",
         ) from error
 
 
 def connect_watched(action: Callable[[], Result], name: str, where: str, watch: PeerWatch) -> Result:
-    """Connect by `action`, on a thread, and stop waiting for it when a peer dies.
+    """Run `action`, which connects to peers, on a thread; stop waiting when a peer dies.
 
     Args:
-        action: What to run.
+        action: The blocking call.
         name: Name of the thread.
-        where: The start of an error's text.
-        watch: The peers.
+        where: Prefix of an error's text.
+        watch: The peers to watch.
 
     Raises:
         PeerLostError: A peer died meanwhile; `.peers` names it.
@@ -100,8 +100,8 @@ def connect_watched(action: Callable[[], Result], name: str, where: str, watch: 
     try:
         return run_interruptibly(action, name, check)
     except RuntimeError as error:
-        # What torch raises when a connection is refused or its own time-out passes. A dying peer's sockets
-        # close some milliseconds before its process can be seen to have ended.
+        # torch raises this when a connection is refused or its own timeout passes. A dying peer's sockets close
+        # some milliseconds before its process appears dead, so look once more before blaming torch.
         time.sleep(SLICE_S)
         check()
         raise NativeError(

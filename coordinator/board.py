@@ -1,7 +1,7 @@
-"""The board: what ranks tell each other through the store when a group's transport is stuck.
+"""The status store: what ranks tell each other through torch's store when a group's transport is stuck.
 
-Keys, all under the group's prefix: `arrived/<plane>/<rank>` (where a rank waits), `verdict` (what broke
-the group; the first one counts), `left/<rank>` (a rank destroyed the group).
+All keys are under the group's prefix. `arrived/<plane>/<rank>` says where a rank waits, `verdict` is the failure
+record (the first one written holds), and `left/<rank>` says that a rank has destroyed the group.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from device_comm.health import Arrival, Verdict
 
-# A store may live in a process that is stopped or dead; nothing here may wait longer for it.
+# The process that serves the store may be stopped or dead. No query waits longer than this.
 ANSWER_S: Final = 2.0
 
 Result = TypeVar("Result")
@@ -25,10 +25,10 @@ _verdict_decoder = msgspec.json.Decoder(Verdict)
 
 
 class StoreBoard:
-    """A `Board` on a torch store. Once the store has failed to answer it is not asked again."""
+    """A `Board` on a torch store. After the store has failed to answer once, it is not queried again."""
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int]) -> None:
-        """Use `store`, whose keys belong to this group alone."""
+        """Use `store`, whose keys belong to this group only."""
         self._store = store
         self._rank = rank
         self._others = [other for other in ranks if other != rank]
@@ -40,7 +40,7 @@ class StoreBoard:
         return self._reachable
 
     def _ask(self, question: Callable[[], Result], otherwise: Result, within_s: float = ANSWER_S) -> Result:
-        """Return the store's answer, or `otherwise` if there is none in time."""
+        """Return the store's answer, or `otherwise` if it does not come within `within_s` seconds."""
         if not self._reachable:
             return otherwise
         answers: list[Result] = []
@@ -49,7 +49,7 @@ class StoreBoard:
             try:
                 answers.append(question())
             except RuntimeError as error:
-                # The store's host is gone: the caller goes on with what it knows itself.
+                # The store is gone: the caller continues with what it knows itself.
                 del error
 
         thread = threading.Thread(target=body, name="group-coordinator-board", daemon=True)
@@ -61,12 +61,12 @@ class StoreBoard:
         return otherwise
 
     def arrive(self, plane: str, arrival: Arrival) -> None:
-        """Say where this rank waits."""
+        """Publish where this rank waits."""
         value = msgspec.json.encode(arrival).decode()
         self._ask(lambda: self._store.set(f"arrived/{plane}/{self._rank}", value), None)
 
     def arrivals(self, plane: str) -> dict[int, Arrival]:
-        """Return where the others said that they wait, by global rank."""
+        """Return where the other ranks wait, as they published it, by global rank."""
 
         def question() -> dict[int, Arrival]:
             found = {}
@@ -79,7 +79,7 @@ class StoreBoard:
         return self._ask(question, {})
 
     def verdict(self) -> Verdict | None:
-        """Return the verdict, if there is one."""
+        """Return the failure record, or None."""
 
         def question() -> Verdict | None:
             if not self._store.check(["verdict"]):
@@ -89,7 +89,7 @@ class StoreBoard:
         return self._ask(question, None)
 
     def publish(self, verdict: Verdict, within_s: float = ANSWER_S) -> Verdict:
-        """Publish `verdict` unless there is one; return the one that counts."""
+        """Publish the failure record `verdict` unless one exists; return the one that holds."""
         text = msgspec.json.encode(verdict).decode()
 
         def question() -> Verdict:
@@ -98,7 +98,7 @@ class StoreBoard:
         return self._ask(question, verdict, within_s)
 
     def leave(self) -> None:
-        """Say that this rank has destroyed the group."""
+        """Publish that this rank has destroyed the group."""
         self._ask(lambda: self._store.set(f"left/{self._rank}", "1"), None)
 
     def left(self) -> tuple[int, ...]:

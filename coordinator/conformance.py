@@ -1,4 +1,4 @@
-"""The contract of `DeviceCommunicator` as a suite that anybody's implementation can be put through."""
+"""The conformance suite: checks that any implementation of `DeviceCommunicator` keeps the contract."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from coordinator import conformance_inputs as inputs
 from device_comm.base import SUM, DeviceCommunicator
 from shm_broadcast.errors import UsageError
 
-# So many results are kept alive while later calls run, to see that no later call writes into them.
+# Number of recent results that are kept alive, to detect later calls that write into them.
 _KEPT_RESULTS: Final = 12
 
 
 class ObjectExchange(Protocol):
-    """How the ranks of a group tell each other objects: a `GroupCoordinator`, for example."""
+    """Exchanges objects between the ranks of a group; a `GroupCoordinator`, for example."""
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Return every rank's object, in rank order. Collective."""
 
 
 class ConformanceError(AssertionError):
-    """A communicator does not keep the contract. Says which clause of it, in which call, on which ranks.
+    """A communicator violates a clause of the contract.
 
     Attributes:
         clause: `METHOD: ASPECT`, such as `all_reduce: new memory`.
-        call: The call that showed it.
-        ranks: Ranks in the group that saw it, ascending; this one alone where ranks did not exchange.
+        call: The call that violates it.
+        ranks: Ranks in the group that found it, ascending; only this one if the ranks did not exchange findings.
     """
 
     def __init__(self, message: str, *, clause: str, call: str, ranks: Sequence[int]) -> None:
-        """Store the text and where it happened."""
+        """Store the message, the clause, the call and the ranks."""
         super().__init__(message)
         self.clause = clause
         self.call = call
@@ -42,9 +42,9 @@ class ConformanceError(AssertionError):
 
 
 class Checker:
-    """Calls a communicator and notes each violation; raises only at the end of a part, on all ranks alike.
+    """Calls a communicator and records each violation; raises only at the end of a part, equally on all ranks.
 
-    A rank that raised in the middle would leave the others waiting in the next collective.
+    A rank that raised earlier would leave the others waiting in the next collective.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class Checker:
     # ------------------------------------------------------------------ calling and noting
 
     def begin(self, call: str) -> None:
-        """Say which call is made next: `METHOD(…) of …`."""
+        """Record the call that comes next: `METHOD(…) of …`."""
         self._call = call
 
     def fail(self, aspect: str, text: str, method: str | None = None) -> None:
-        """Note that the current call violates the clause `METHOD: aspect`."""
+        """Record that the current call violates the clause `METHOD: aspect`."""
         self._failures.append((f"{method or self._method}: {aspect}", self._call, text))
 
     @property
@@ -99,12 +99,12 @@ class Checker:
         """Make a call with one input and a new result, and check both.
 
         Args:
-            call: The call, in words.
+            call: Description of the call.
             input_: This rank's input.
             run: Makes the call.
-            expected: What must come, in host memory; None where this rank gets None.
-            slack: How far each element may be off; None where not at all.
-            same_everywhere: Whether all ranks get the same bits.
+            expected: Expected result, in host memory; None if the call returns None on this rank.
+            slack: Absolute tolerance per element; None requires equal bits.
+            same_everywhere: Whether all ranks must get the same bits.
         """
         self.begin(call)
         before = inputs.raw(input_)
@@ -113,7 +113,7 @@ class Checker:
             self.fail("input unchanged", "the call changed its input")
         if self.world_size == 1:
             if result is not input_:
-                self.fail("group of one", "in a group of one the result is the input itself")
+                self.fail("group of one", "in a group of one the result must be the input itself")
             return
         self.check_result(result, expected, slack, same_everywhere=same_everywhere)
         if isinstance(result, torch.Tensor) and _share_storage(result, input_):
@@ -127,7 +127,7 @@ class Checker:
         *,
         same_everywhere: bool = False,
     ) -> None:
-        """Check what the current call returned: kind, shape, dtype, device, layout and values."""
+        """Check the type, shape, dtype, device, layout and values of the current call's result."""
         if expected is None or not isinstance(result, torch.Tensor):
             if expected is not None or result is not None:
                 wanted = "None" if expected is None else "a tensor"
@@ -155,13 +155,13 @@ class Checker:
     def check_values(
         self, result: torch.Tensor, expected: torch.Tensor, slack: torch.Tensor | None = None
     ) -> None:
-        """Check the values of a tensor whose shape is right."""
+        """Check the values of a tensor that has the expected shape."""
         wrong = inputs.difference(result, expected, slack)
         if wrong is not None:
             self.fail("value", wrong)
 
     def check_refusals(self, method: str, attempts: dict[str, Callable[[], object]]) -> None:
-        """Check that each attempt is a `UsageError`, and that the communicator works afterwards."""
+        """Check that each attempt raises `UsageError`, and that the communicator works afterwards."""
         for mistake, attempt in attempts.items():
             self.begin(f"{method}({mistake})")
             try:
@@ -176,12 +176,12 @@ class Checker:
         parts = self.inputs.all((5,), torch.float32)
         try:
             result = self.communicator.all_reduce(self.inputs.own((5,), torch.float32))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the communicator is of no use any more
-            self.fail("usable after a refusal", f"afterwards all_reduce raised {error!r}", method)
+        except Exception as error:  # noqa: BLE001 - any error means that the communicator is unusable
+            self.fail("usable after a refusal", f"a later all_reduce raised {error!r}", method)
             return
         expected, slack = inputs.reduction(parts, SUM, exact=self.exact)
         if result.shape != expected.shape or inputs.difference(result, expected, slack) is not None:
-            self.fail("usable after a refusal", "afterwards all_reduce gives wrong values", method)
+            self.fail("usable after a refusal", "a later all_reduce returned wrong values", method)
 
     def _keep(self, result: torch.Tensor) -> None:
         if result.numel() == 0:
@@ -195,10 +195,10 @@ class Checker:
     # ------------------------------------------------------------------ the end of a part
 
     def finish_part(self, name: str, *, exchange: bool = True) -> None:
-        """Raise on every rank if there was a violation on any.
+        """Raise on every rank if any rank found a violation.
 
         Raises:
-            ConformanceError: Names the first violation.
+            ConformanceError: A rank found a violation; the text names the first.
         """
         for call, result, bits in self._kept:
             if not torch.equal(inputs.raw(result), bits):
@@ -231,7 +231,7 @@ class Checker:
             )
 
     def _views(self, *, exchange: bool) -> dict[int, tuple[list[tuple[str, str, str]], str]]:
-        """Return by rank what each rank found, and the digest of its results."""
+        """Return each rank's findings and the digest of its results, by rank."""
         digest = self._bits.hexdigest()
         views = {self.rank: (list(self._failures), digest)}
         if not exchange:
@@ -241,12 +241,14 @@ class Checker:
             return {
                 rank: ([tuple(each) for each in found], bits) for rank, (found, bits) in enumerate(everyone)
             }
-        # Without another way the communicator itself tells the others that there is something.
+        # Without a host exchange, the communicator under test carries one flag and the digest.
         note = torch.tensor([bool(self._failures), *self._bits.digest()], dtype=torch.uint8)
         notes = self.communicator.all_gather(note.to(self.communicator.device), 0).cpu().view(-1, len(note))
         for rank, (failed, *bits) in enumerate(notes.tolist()):
             if rank != self.rank:
-                found = [("a clause of the contract", "a call", "that rank says which")] if failed else []
+                found = (
+                    [("a clause of the contract", "a call", "that rank's error names it")] if failed else []
+                )
                 views[rank] = (found, bytes(bits).hex())
         return views
 
@@ -254,9 +256,9 @@ class Checker:
         """Run one part of the suite.
 
         Args:
-            name: Of the part.
-            part: Makes the calls.
-            exchange: Whether the ranks tell each other what they found.
+            name: Name of the part.
+            part: Makes the calls of the part.
+            exchange: Whether the ranks exchange their findings.
 
         Raises:
             ConformanceError: The communicator violates a clause, or raises where it must not.
@@ -264,7 +266,7 @@ class Checker:
         try:
             part(self)
         except Exception as error:
-            # What was noted before may be the cause, or tell more.
+            # An earlier finding may be the cause, so the first one is reported.
             self.fail("no error", f"raised {type(error).__name__}: {error}")
             clause, call, text = self._failures[0]
             raise ConformanceError(

@@ -1,4 +1,4 @@
-"""Conformance of the calls in which ranks take different parts: reduce, scatter, all-to-all."""
+"""Conformance of the calls in which ranks have different roles: reduce, scatter, all-to-all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from device_comm.reduction import ReduceOperation
 
 
 def check_reduce(check: Checker) -> None:
-    """To every rank, every operation and dtype, to the bits of all_reduce; the other ranks get None."""
+    """Check reduce to every rank with every operation and dtype: all_reduce's bits there, None elsewhere."""
     for number, dtype in enumerate(check.dtypes):
         for op in ReduceOperation:
             if has_meaning(dtype, op):
@@ -56,7 +56,7 @@ def _reduce(
 
 
 def check_scatter(check: Checker) -> None:
-    """From every rank, along every dimension, even and uneven, from and into any layout."""
+    """Check scatter from every rank, along every dimension, even and uneven, from and into any layout."""
     for src in range(check.world_size):
         for sizes in (None, *uneven_sizes(check.world_size)):
             for dim in (0, 1, -1):
@@ -78,7 +78,7 @@ def _scatter(
     src: int,
     layout: str = "contiguous",
 ) -> None:
-    """`shape`: of the outputs, but for `sizes` in dimension `dim`."""
+    """Check one scatter. `shape` is that of the outputs, except for `sizes` in dimension `dim`."""
     check.begin(f"scatter(src {src}, dim {dim}, sizes {sizes}) of {dtype} {shape} {layout}")
     whole_shape = list(shape) or [1]
     counts = (whole_shape[dim],) * check.world_size if sizes is None else sizes
@@ -97,7 +97,7 @@ def _scatter(
     elif layout != "contiguous":
         output = LAYOUTS[layout](output)
     if check.alike and check.rank != src:
-        # What another rank scatters in a fake group is what is there already.
+        # In a fake group, a scatter from another rank leaves the output as it is.
         output.copy_(expected)
     result = check.communicator.scatter(output, source if check.rank == src else None, src, dim, sizes)
     if result is not output:
@@ -113,7 +113,7 @@ def _scatter(
 
 
 def check_all_to_all(check: Checker) -> None:
-    """Every dtype, dimension and layout; even, and with a size of its own for each pair of ranks."""
+    """Check all_to_all with every dtype, dimension and layout; even, and with its own size per pair of ranks."""
     size = check.world_size
     for dim in range(-3, 3):
         base = [2, 3, 4]
@@ -139,7 +139,7 @@ def check_all_to_all(check: Checker) -> None:
 
 
 def _tables(size: int) -> list[list[tuple[int, ...]]]:
-    """Return what each rank sends to each: different for all, with zeros, all to one, much for one pair, nothing."""
+    """Return tables of what each rank sends to each: all different, with zeros, all to one, one large, nothing."""
     ranks = range(size)
     return [
         [tuple((2 * a + 3 * b) % 5 + 1 for b in ranks) for a in ranks],
@@ -158,7 +158,7 @@ def _all_to_all(
     dtype: torch.dtype,
     layout: str = "",
 ) -> None:
-    """`table`: how much each rank sends to each; `shape` is that of the inputs but for it."""
+    """Check one all_to_all. `table` says how much each rank sends to each; `shape` holds the other dimensions."""
     at = 0 if dim is None else dim
     rank, size = check.rank, check.world_size
     rows = table or [((list(shape) or [1])[at] // size,) * size] * size
@@ -172,7 +172,7 @@ def _all_to_all(
         inputs.append(check.inputs.of(sender, own_shape, dtype))
     parts = [part_of(each, at, row, rank) for each, row in zip(inputs, rows, strict=True)]
     if check.alike:
-        # In a fake group each rank brings what this one sends to itself, over and over, or zeros where that is nothing.
+        # In a fake group each rank sends what this rank sends to itself, repeated; zeros if that is nothing.
         own_part, count = parts[rank], rows[rank][rank]
         sizes = [row[rank] for row in rows]
         parts = [_repeated(own_part, at, count, each) for each in sizes]
@@ -188,7 +188,7 @@ def _all_to_all(
 
 
 def _repeated(part: torch.Tensor, dim: int, count: int, size: int) -> torch.Tensor:
-    """Return `size` of dimension `dim`, of which `part` has `count`."""
+    """Return `part`, which has `count` elements in dimension `dim`, repeated up to `size`; zeros if `count` is 0."""
     if count:
         return torch.cat([part] * -(-max(size, 1) // count), dim).narrow(dim, 0, size)
     shape = list(part.shape)
@@ -200,7 +200,7 @@ def _repeated(part: torch.Tensor, dim: int, count: int, size: int) -> torch.Tens
 
 
 def exchange_refusals(check: Checker, t: torch.Tensor) -> dict[str, dict[str, Callable[[], object]]]:
-    """Return what must be refused, by method; `t` is [2 * world size, 3] of float32."""
+    """Return the calls that must be refused, by method; `t` is [2 * world size, 3] of float32."""
     it: Any = check.communicator
     me, size = check.rank, check.world_size
     ones, other = (1,) * size, (me + 1) % size
@@ -240,5 +240,5 @@ def exchange_refusals(check: Checker, t: torch.Tensor) -> dict[str, dict[str, Ca
 
 
 def rank_refusals(call: Callable[[Any], object], size: int) -> dict[str, Callable[[], object]]:
-    """Return calls with what is no rank of the group, by what it is."""
+    """Return calls with invalid ranks, by the text of the rank."""
     return {f"rank {rank!r}": lambda rank=rank: call(rank) for rank in (size, -1, True, 0.0, "0")}  # type: ignore[misc]

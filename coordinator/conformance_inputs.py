@@ -1,7 +1,7 @@
-"""What the conformance checks put in, and how they compare what comes out.
+"""Inputs of the conformance checks, and the comparison of results.
 
-Every input is a function of rank, shape, dtype and a salt, so that each rank knows what the others hold
-and what the result must be.
+Every input is a function of rank, shape, dtype and a salt, so each rank can compute the others' inputs and the
+expected result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DTYPES: Final = tuple(
     if hasattr(torch, name)
 )
 
-# More than the 64 KiB up to which communicators may take a shorter way, and no multiple of a rank count.
+# Above 64 KiB, where communicators may switch algorithms, and not a multiple of a usual world size.
 LARGE_BYTES: Final = 66_003
 
 
@@ -39,17 +39,17 @@ class Inputs:
     """The inputs of all ranks.
 
     Attributes:
-        rank: This rank in the group.
+        rank: This process's rank in the group.
         world_size: Number of ranks.
-        device: Where inputs are put.
-        alike: Whether every rank holds this rank's inputs, as in a fake group.
+        device: Device of this rank's inputs.
+        alike: Whether every rank has this rank's inputs, as in a fake group.
     """
 
     rank: int
     world_size: int
     device: torch.device
     alike: bool
-    # What `of` has made: the checks ask for few inputs many times, and making one takes longer than all else.
+    # Cache of `of`: the checks use few inputs many times, and computing them would dominate the run.
     _made: dict[tuple[Any, ...], torch.Tensor] = dataclasses.field(
         default_factory=dict, repr=False, compare=False, init=False
     )
@@ -77,7 +77,7 @@ class Inputs:
         shapes = [[*shape[:dim], size, *shape[dim + 1 :]] for size in sizes]
         if not self.alike:
             return [self.of(rank, each, dtype) for rank, each in enumerate(shapes)]
-        # In a fake group the others bring this rank's rows over and over, or zeros where it has none.
+        # In a fake group the other ranks have this rank's rows, repeated; zeros if it has none.
         own = self.of(self.rank, shapes[self.rank], dtype)
         rows = sizes[self.rank]
         if rows == 0:
@@ -99,14 +99,14 @@ def _values(rank: int, shape: tuple[int, ...], dtype: torch.dtype, salt: int) ->
         limits = torch.iinfo(dtype)
         span = min(int(limits.max) - int(limits.min) + 1, 1 << 31)
         return (mixed % span + max(int(limits.min), -(1 << 30))).to(dtype).view(shape)
-    # Full mantissas and several magnitudes, so that another order of summation shows.
+    # Full mantissas and several magnitudes, so that another order of summation changes the result.
     values = ((mixed % 2003) - 1001) / 487.3 * torch.exp2(((mixed >> 11) % 7 - 3).double())
     _place_specials(values, rank)
     return values.to(dtype).view(shape)
 
 
 def _place_specials(values: torch.Tensor, rank: int) -> None:
-    """Put zeros of both signs, NaN, infinities and a tiny number at the end of a larger tensor."""
+    """Put zeros of both signs, NaN, infinities and a tiny number near the end of a tensor of 32 elements or more."""
     if values.numel() < 32:
         return
     infinity = float("inf")
@@ -134,7 +134,7 @@ def transposed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shifted(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same values, contiguous, one element behind the start of their memory."""
+    """Return the same values, contiguous, one element after the start of their storage."""
     buffer = tensor.new_zeros(tensor.numel() + 1)
     view = buffer[1:].view(tensor.shape)
     view.copy_(tensor)
@@ -142,7 +142,7 @@ def shifted(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def conjugated(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same values, of a complex dtype, as a lazily conjugated view of their conjugates."""
+    """Return the same values; if they are complex, as a lazily conjugated view of their conjugates."""
     return tensor.conj_physical().conj() if tensor.is_complex() else tensor.clone()
 
 
@@ -150,7 +150,7 @@ LAYOUTS: Final = {"strided": strided, "transposed": transposed, "shifted": shift
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor's elements in C order, in host memory, [elements, bytes]."""
+    """Return a copy of a tensor's elements as bytes [elements, itemsize], in C order and host memory."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().clone()
     return as_bytes(plain).view(plain.numel(), plain.itemsize)
 
@@ -158,7 +158,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 def reduction(
     parts: Sequence[torch.Tensor], op: ReduceOperation, *, exact: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the result, and how far each element of it may be off; None where not at all."""
+    """Return the expected result and the absolute tolerance per element; None requires equal bits."""
     expected = reduce_in_rank_order(parts, op)
     dtype = expected.dtype
     if exact or not (dtype.is_floating_point or dtype.is_complex):
@@ -172,10 +172,10 @@ def reduction(
 
 
 def difference(result: torch.Tensor, expected: torch.Tensor, slack: torch.Tensor | None = None) -> str | None:
-    """Return how values differ, or None.
+    """Return a description of how values differ, or None if they are equal.
 
-    NaN equals NaN. Without `slack` all else must have equal bits. With it zeros of both signs are equal, and where
-    a complex result is not finite its components depend on the order, so any will do.
+    NaN equals NaN. Without `slack` all other values must have equal bits. With `slack`, zeros of both signs are equal,
+    and where a complex result is not finite any value passes, because its components depend on the order.
     """
     got = result.detach().cpu()
     if slack is None:

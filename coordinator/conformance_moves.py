@@ -1,4 +1,4 @@
-"""Conformance of what moves data without computing: gathers, broadcast, point to point, refusals, the end."""
+"""Conformance of the calls that move data without computing, of refusals, and of destroy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from coordinator.conformance_reductions import SHAPES, first_dtype, uneven_sizes
 
 
 def check_all_gather(check: Checker) -> None:
-    """Every dtype, dimension and layout, in rank order."""
+    """Check all_gather with every dtype, dimension and layout."""
     for dtype in check.dtypes:
         _all_gather(check, (3, 5), dtype, None)
         _all_gather(check, large_shape(dtype), dtype, 0)
@@ -46,7 +46,7 @@ def _all_gather(
 
 
 def check_all_gatherv(check: Checker) -> None:
-    """Uneven sizes, zeros among them; a sequence of tensors gives a list."""
+    """Check all_gatherv with uneven sizes, including zeros; a sequence of tensors gives a list."""
     for sizes in uneven_sizes(check.world_size):
         for dim in (0, 1, -1):
             parts = check.inputs.uneven((4, 3), dim % 2, sizes, check.dtypes[0])
@@ -76,7 +76,7 @@ def check_all_gatherv(check: Checker) -> None:
 
 
 def check_gather(check: Checker) -> None:
-    """To every rank, along every dimension; the other ranks get None."""
+    """Check gather to every rank, along every dimension; the other ranks get None."""
     for dst in range(check.world_size):
         for dim in (0, 1, -1):
             for layout in ("", *LAYOUTS):
@@ -101,7 +101,7 @@ def _gather(
 
 
 def check_broadcast(check: Checker) -> None:
-    """From every rank, in place, into any layout."""
+    """Check broadcast from every rank, in place, into any layout."""
     for src in range(check.world_size):
         for shape in SHAPES:
             for layout in ("contiguous", *LAYOUTS):
@@ -130,9 +130,9 @@ class Edge:
     """One transfer as this rank sees it.
 
     Attributes:
-        dst: Where this rank sends to, if it sends.
-        src: Where this rank receives from, if it receives.
-        origin: Whose inputs arrive.
+        dst: Rank to which this rank sends; None if it does not send.
+        src: Rank from which this rank receives; None if it does not receive.
+        origin: Rank whose inputs arrive.
     """
 
     dst: int | None
@@ -141,7 +141,7 @@ class Edge:
 
 
 def edges(check: Checker) -> list[Edge]:
-    """Return the transfers around the ring, one after the other; in a fake group one that loops back."""
+    """Return the transfers around the ring, one after the other; in a fake group, one that loops back."""
     size, me = check.world_size, check.rank
     if check.alike:
         peer = (me + 1) % size
@@ -153,7 +153,7 @@ def edges(check: Checker) -> list[Edge]:
 
 
 def check_point_to_point(check: Checker) -> None:
-    """Every dtype, shape and layout; handles in any order; default peers."""
+    """Check send and recv with every dtype, shape and layout, handles in any order, and default peers."""
     if check.world_size == 1:
         own = check.inputs.own((3,), check.dtypes[0])
         peerless: dict[str, Callable[[], object]] = {
@@ -195,7 +195,7 @@ def _transfer(check: Checker, edge: Edge, shape: tuple[int, ...], dtype: torch.d
 
 
 def _handles(check: Checker, edge: Edge, dtype: torch.dtype) -> None:
-    """Several transfers at once, posted and waited for in different orders."""
+    """Check several transfers at once, posted and waited for in different orders."""
     communicator = check.communicator
     shapes = ((4,), (2, 3), (), large_shape(dtype), (0,))
     if edge.dst is None or edge.src is None:
@@ -222,13 +222,13 @@ def _handles(check: Checker, edge: Edge, dtype: torch.dtype) -> None:
             if communicator.device.type == "cpu" and not all(
                 handle.is_completed() for handle in [*sends, *receives]
             ):
-                check.fail("handle", "a handle that was waited for says that it is not complete")
+                check.fail("handle", "is_completed() is False after wait()")
             for salt, (target, shape) in enumerate(zip(targets, shapes, strict=True)):
                 check.check_values(target, check.inputs.of(edge.origin, shape, dtype, salt))
 
 
 def _default_peers(check: Checker) -> None:
-    """Without a rank, sends go to the next and receives come from the previous one."""
+    """Check that by default sends go to the next rank and receives come from the previous one."""
     communicator, dtype = check.communicator, check.dtypes[0]
     next_, previous = (check.rank + 1) % check.world_size, (check.rank - 1) % check.world_size
     target = torch.zeros_like(check.inputs.own((6,), dtype))
@@ -248,7 +248,7 @@ def _default_peers(check: Checker) -> None:
 
 
 def check_refusals(check: Checker) -> None:
-    """Bad arguments are a UsageError before anything is sent, and the group goes on."""
+    """Check that bad arguments raise UsageError before anything is sent, and that the group stays usable."""
     it: Any = check.communicator
     size, device = check.world_size, check.communicator.device
     t = check.inputs.own((2 * size, 3), torch.float32)
@@ -337,7 +337,7 @@ def _point_to_point_refusals(
 
 
 def check_prepare_buffers(check: Checker) -> None:
-    """Reserving buffers changes nothing that can be seen."""
+    """Check that reserving buffers does not change the results of later calls."""
     for message_bytes in (0, 1 << 20, 16):
         check.begin(f"prepare_buffers({message_bytes})")
         check.communicator.prepare_buffers(message_bytes)
@@ -345,7 +345,7 @@ def check_prepare_buffers(check: Checker) -> None:
 
 
 def check_destroy(check: Checker) -> None:
-    """Destroying is idempotent."""
+    """Check that destroy is idempotent."""
     for _ in range(2):
         check.begin("destroy()")
         check.communicator.destroy()

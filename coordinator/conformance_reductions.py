@@ -16,7 +16,7 @@ SHAPES = ((), (0,), (1,), (37,), (3, 5), (4, 1, 6), (2, 0, 3))
 
 
 def has_meaning(dtype: torch.dtype, op: ReduceOperation) -> bool:
-    """Return whether `op` has a meaning for `dtype`."""
+    """Return whether `op` is defined for `dtype`."""
     try:
         check_reducible(dtype, op)
     except UsageError:
@@ -25,12 +25,12 @@ def has_meaning(dtype: torch.dtype, op: ReduceOperation) -> bool:
 
 
 def first_dtype(check: Checker, op: ReduceOperation = SUM) -> torch.dtype:
-    """Return the first of the dtypes under test that can be reduced, so that few others need be known."""
+    """Return the first dtype under test that `op` can reduce, else float32."""
     return next((dtype for dtype in check.dtypes if has_meaning(dtype, op)), torch.float32)
 
 
 def uneven_sizes(world_size: int) -> list[tuple[int, ...]]:
-    """Return ways to split a dimension over the ranks: uneven, with zeros, all to one, nothing at all."""
+    """Return split sizes of a dimension, one per rank: uneven, with zeros, all to one rank, nothing."""
     return [
         tuple(rank % 3 + 1 for rank in range(world_size)),
         tuple(0 if rank % 2 else rank + 2 for rank in range(world_size)),
@@ -48,7 +48,7 @@ def part_of(whole: torch.Tensor, dim: int, sizes: tuple[int, ...], rank: int) ->
 
 
 def check_all_reduce(check: Checker) -> None:
-    """Every operation on every dtype, every shape and layout, small and large."""
+    """Check all_reduce with every operation and dtype, every shape and layout, small and large."""
     for dtype in check.dtypes:
         for op in ReduceOperation:
             if has_meaning(dtype, op):
@@ -96,7 +96,7 @@ def _all_reduce(
 
 
 def check_all_reduce_in_place(check: Checker) -> None:
-    """In place: the tensor itself is returned, and nothing beside it is written."""
+    """Check that all_reduce_ returns the tensor itself and writes nothing beside it."""
     for dtype in check.dtypes:
         if has_meaning(dtype, SUM):
             _all_reduce_in_place(check, (5, 7), dtype)
@@ -125,13 +125,13 @@ def _all_reduce_in_place(check: Checker, shape: tuple[int, ...], dtype: torch.dt
         if check.world_size > 1:
             check.check_values(target, expected, slack)
         elif not torch.equal(raw(target), raw(own)):
-            check.fail("value", "in a group of one the tensor stays as it is")
+            check.fail("value", "in a group of one the tensor must stay as it is")
         if raw(buffer[..., 0]).any():
             check.fail("nothing else written", "memory beside the tensor was changed")
 
 
 def check_autograd(check: Checker) -> None:
-    """Gradients do not get in the way: of inputs that require one, nor of tensors made in inference mode."""
+    """Check inputs that require grad, and tensors made in inference mode."""
     dtype = next((each for each in check.dtypes if each.is_floating_point and has_meaning(each, SUM)), None)
     if dtype is None:
         return
@@ -167,7 +167,7 @@ def check_autograd(check: Checker) -> None:
 
 
 def check_reduce_scatter(check: Checker) -> None:
-    """Every dimension and operation; rank i gets the i-th part."""
+    """Check reduce_scatter along every dimension with every operation; rank i gets the i-th part."""
     size = check.world_size
     base = (2, 3, 4)
     for dim in range(-3, 3):
@@ -206,7 +206,7 @@ def _reduce_scatter(
 
 
 def check_reduce_scatterv(check: Checker) -> None:
-    """Uneven sizes, zeros among them, on every dimension; None splits evenly."""
+    """Check reduce_scatterv with uneven sizes, including zeros, along every dimension; None splits evenly."""
     dtype = first_dtype(check)
     for sizes in uneven_sizes(check.world_size):
         for dim in (0, 1, -1):
@@ -246,7 +246,7 @@ def _reduce_scatterv(
 
 
 def check_reduce_scatterv_into_output(check: Checker) -> None:
-    """The output is returned and filled, contiguous or not, and nothing beside it is written."""
+    """Check that the output, contiguous or not, is filled and returned, and that nothing beside it is written."""
     dtype = first_dtype(check)
     even = (2,) * check.world_size
     for sizes in (None, even, *uneven_sizes(check.world_size)):

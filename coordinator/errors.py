@@ -1,4 +1,4 @@
-"""The errors of this project, on one page: see `shm_broadcast.errors` for what each means."""
+"""All error classes of this project; `shm_broadcast.errors` documents each."""
 
 from shm_broadcast.errors import (
     CapabilityError,

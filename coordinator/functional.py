@@ -1,21 +1,23 @@
-"""Collectives that return new tensors, which wait when they are first used; and which a compiler can trace.
+"""Collectives that return new tensors and wait at the first use of the result; `torch.compile` can trace them.
 
     from coordinator import functional
 
-    total = functional.all_reduce(x, "sum", group)   # goes on while this process computes
+    total = functional.all_reduce(x, "sum", group)   # runs while this process computes
     y = f(z)
-    total + y                                        # waits here, if it must
+    total + y                                        # waits here if it is not complete
 
-A small tensor is waited for at once, as that takes less time than a result that can wait: a call on up to
-`WAITED_FOR_BYTES` of CPU tensors blocks, and its result is an ordinary tensor. `overlap` says otherwise; it is equal on
-all ranks or not, as you like. Results of larger ones are torch's `AsyncCollectiveTensor`s, which torch functions, views
-and `wait_tensor` know.
+A call on at most `WAITED_FOR_BYTES` of CPU tensors blocks and returns an ordinary tensor, because a thread would cost
+more than it saves. Larger calls return torch's `AsyncCollectiveTensor`, which torch functions, views and `wait_tensor`
+accept. `overlap=True` or `False` overrides this, and may differ between ranks.
 
-`group` is a `GroupCoordinator`; or its unique name; or the global ranks of one, or of several groups that this rank is
-in one of (nested lists); or a process group, a 1-D `DeviceMesh`, or a pair (mesh, dimension), of the same ranks. Groups
-are found among those that exist: a list creates none, and finds no fake.
+`group` is one of: a `GroupCoordinator`; its unique name; a list of its global ranks, or several such lists, one of
+which is this rank's group; a process group, a 1-D `DeviceMesh` or a pair (mesh, dimension) over the same ranks. Only
+existing groups are found: a list never creates a group, and never finds a fake.
 
-A graph of `torch.compile` takes every call as one operation (`compile_ops`). Give the coordinator itself there.
+In a graph of `torch.compile` every call is one operation (see `compile_ops`). Pass the `GroupCoordinator` itself there.
+
+Errors are those of the corresponding method of `GroupCoordinator`. A running call raises them where its result is
+first used.
 """
 
 from __future__ import annotations
@@ -47,13 +49,14 @@ Group: TypeAlias = (
     | tuple[DeviceMesh, int | str]
 )
 
-# Between two ranks of a host this takes some 200 us; handing a call to the thread and back takes 50, on a busy machine
-# 120. Beyond it a functional call stays within twice the time of the method.
+# Up to this size a functional call blocks. A call of 1 MiB between two ranks of a host takes about 200 us, and handing
+# it to the thread and back costs 50 us, or 120 us on a busy machine: above 1 MiB a call takes less than twice the
+# method's time.
 WAITED_FOR_BYTES: Final = 1 << 20
 
 
 class WaitingTensor(AsyncCollectiveTensor):
-    """The result of a call under way: torch's own wrapper, which here waits for the call's handle."""
+    """The result of a running call: torch's wrapper tensor, waiting on the call's handle."""
 
     __slots__ = ("handle",)
 
@@ -63,36 +66,36 @@ class WaitingTensor(AsyncCollectiveTensor):
     def __new__(  # noqa: PYI034 - of exactly this class
         cls: type[WaitingTensor], handle: CallHandle[torch.Tensor], shape: Sequence[int], like: torch.Tensor
     ) -> WaitingTensor:
-        """Stand for what `handle` will give: a contiguous tensor of that shape."""
+        """Represent the result of `handle`: a contiguous tensor of `shape`, with dtype and device of `like`."""
         strides, step = [], 1
         for size in reversed(shape):
             strides.append(step)
             step *= max(size, 1)
-        made: Any = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch's only door to it
+        made: Any = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch has no public equivalent
             cls, torch.Size(shape), strides=tuple(reversed(strides)), dtype=like.dtype, device=like.device
         )
         made.handle = handle
         made.completed = False
         return cast("WaitingTensor", made)
 
-    # Views of torch's wrapper look at the memory before it is filled; it exists only then here.
+    # torch's wrapper creates views before the result exists; here the memory exists only when the call is complete.
     @property
     def elem(self) -> torch.Tensor:  # type: ignore[override]
-        """Return the result, waiting for it."""
+        """Wait for the result and return it."""
         self.completed = True
         return self.handle.wait()
 
     def trigger_wait(self) -> torch.Tensor:
-        """Return the result, waiting for it."""
+        """Wait for the result and return it."""
         return self.elem
 
     def wait(self) -> torch.Tensor:
-        """Return the result, waiting for it."""
+        """Wait for the result and return it."""
         return self.elem
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run a torch function on results, as ordinary tensors."""
+        """Run a torch function on the awaited results, as ordinary tensors."""
         del types
         from torch.utils._pytree import tree_map_only
 
@@ -101,7 +104,7 @@ class WaitingTensor(AsyncCollectiveTensor):
 
 
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the ordinary tensor of a result, waiting for it; any other tensor as it is."""
+    """Wait for a result and return it as an ordinary tensor; return any other tensor unchanged."""
     if not isinstance(tensor, AsyncCollectiveTensor):
         return tensor
     waited: Any = tensor
@@ -109,11 +112,11 @@ def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def find_group(group: Group) -> GroupCoordinator:
-    """Return the group that is meant; see the top of this module.
+    """Return the group that `group` names; see the module's docstring for its forms.
 
     Raises:
-        UsageError: No group of this process is.
-        ClosedError: It was destroyed.
+        UsageError: This process has no such group.
+        ClosedError: The group was destroyed.
     """
     if isinstance(group, GroupCoordinator):
         return group
@@ -125,18 +128,18 @@ def find_group(group: Group) -> GroupCoordinator:
         return group.coordinator
     lists = _rank_lists(group)
     for each in group_registry.live_groups():
-        # A fake gives results of its own, which nobody means who names real ranks.
+        # A caller who lists real ranks does not mean a fake, whose results are its own.
         if (
             isinstance(each, GroupCoordinator)
             and not isinstance(each, FakeGroupCoordinator)
             and each.ranks in lists
         ):
             return each
-    raise UsageError(f"this process has no group of the ranks {lists}; create a GroupCoordinator first")
+    raise UsageError(f"this process has no group with the ranks {lists}; create a GroupCoordinator first")
 
 
 def _rank_lists(group: Any) -> list[list[int]]:
-    """Return the global ranks that are meant: one list, or several of which one has this rank."""
+    """Return the global ranks that `group` names: one list, or several, one of which is this rank's group."""
     if isinstance(group, dist.ProcessGroup):
         return [list(dist.get_process_group_ranks(group))]
     if isinstance(group, tuple) and len(group) == 2 and hasattr(group[0], "get_group"):
@@ -149,8 +152,8 @@ def _rank_lists(group: Any) -> list[list[int]]:
         if all(isinstance(ranks, Sequence) and not isinstance(ranks, str) for ranks in group):
             return [list(ranks) for ranks in group]
     raise UsageError(
-        "a group is a GroupCoordinator, its name, global ranks, lists of them, a process group, a 1-D DeviceMesh or a "
-        f"pair (mesh, dimension), not {group!r}"
+        "group must be a GroupCoordinator, its name, a list of global ranks, a list of such lists, a process group, "
+        f"a 1-D DeviceMesh or a pair (mesh, dimension), not {group!r}"
     )
 
 
@@ -162,7 +165,7 @@ def _waiting(
     begin: Callable[[], CallHandle[torch.Tensor]], shape: Sequence[int], like: torch.Tensor
 ) -> torch.Tensor:
     handle = begin()
-    # What was refused is raised here, and what an accelerator carries out is queued.
+    # A refused call raises here. A call on an accelerator is complete once it is queued on the stream.
     return handle.wait() if handle.is_completed() else WaitingTensor(handle, shape, like)
 
 
@@ -176,13 +179,13 @@ def _operation(op: Reduction | str) -> Any:
 def all_reduce(
     tensor: torch.Tensor, op: Reduction | str = SUM, group: Group = "", *, overlap: bool | None = None
 ) -> torch.Tensor:
-    """Combine the ranks' tensors, in rank order; a new tensor with the same bits on every rank. Collective.
+    """Reduce the ranks' tensors in rank order; return a new tensor with the same bits on every rank. Collective.
 
     Args:
-        tensor: As for `GroupCoordinator.all_reduce`. It must not be changed before the result has been used.
-        op: Such as "sum", "max", "band"; or one of ours or torch's.
-        group: See the top of this module.
-        overlap: Whether the call goes on beside this process's computations; by default where that pays.
+        tensor: See `GroupCoordinator.all_reduce`. Do not change it before the result has been used.
+        op: A name such as "sum", "max" or "band", or an operation of this package or of torch.
+        group: See the module's docstring.
+        overlap: Whether the call runs beside this process's computations; default: above `WAITED_FOR_BYTES`.
     """
     there = group if isinstance(group, GroupCoordinator) else find_group(group)
     operation = _operation(op)
@@ -197,7 +200,7 @@ def all_reduce(
 def all_gather_tensor(
     tensor: torch.Tensor, gather_dim: int = 0, group: Group = "", *, overlap: bool | None = None
 ) -> torch.Tensor:
-    """Concatenate the ranks' tensors along `gather_dim`, in rank order; a new tensor. Collective."""
+    """Concatenate the ranks' tensors along `gather_dim` in rank order; return a new tensor. Collective."""
     there = group if isinstance(group, GroupCoordinator) else find_group(group)
     if torch.compiler.is_compiling():
         return compile_ops.all_gather(there, tensor, gather_dim, None)
@@ -216,7 +219,7 @@ def reduce_scatter_tensor(
     *,
     overlap: bool | None = None,
 ) -> torch.Tensor:
-    """Combine the ranks' tensors; a new tensor of this rank's part along `scatter_dim`. Collective."""
+    """Reduce the ranks' tensors; return this rank's part along `scatter_dim` as a new tensor. Collective."""
     there = group if isinstance(group, GroupCoordinator) else find_group(group)
     operation = _operation(op)
     if torch.compiler.is_compiling():
@@ -238,7 +241,10 @@ def all_to_all_single(
     *,
     overlap: bool | None = None,
 ) -> torch.Tensor:
-    """Send the i-th part of the first dimension to rank i; a new tensor of what came, in rank order. Collective."""
+    """Send the i-th part of the first dimension to rank i; return the received parts in rank order. Collective.
+
+    The result is a new tensor. Split sizes count elements of the first dimension, one per rank; None splits evenly.
+    """
     there = group if isinstance(group, GroupCoordinator) else find_group(group)
     if torch.compiler.is_compiling():
         return compile_ops.all_to_all(there, tensor, 0, input_split_sizes, output_split_sizes, None)
@@ -258,7 +264,10 @@ def all_to_all_single(
 def broadcast(
     tensor: torch.Tensor, src: int = 0, group: Group = "", *, overlap: bool | None = None
 ) -> torch.Tensor:
-    """Return rank `src`'s tensor (a rank in the group), as a new one; shapes and dtypes are equal. Collective."""
+    """Return a new tensor with the values of rank `src` (rank in the group). Collective.
+
+    Shape and dtype must be equal on all ranks.
+    """
     there = group if isinstance(group, GroupCoordinator) else find_group(group)
     if torch.compiler.is_compiling():
         return compile_ops.broadcast(there, tensor, src, None)
@@ -272,7 +281,7 @@ def broadcast(
 def all_reduce_coalesced(
     tensors: Sequence[torch.Tensor], op: Reduction | str = SUM, group: Group = ""
 ) -> list[torch.Tensor]:
-    """Combine several tensors of each rank, for the price of one meeting; new tensors. Collective."""
+    """Do `all_reduce` for several tensors in one round; return new tensors. Collective."""
     there = group if isinstance(group, GroupCoordinator) else find_group(group)
     operation = _operation(op)
     if torch.compiler.is_compiling():
@@ -283,7 +292,7 @@ def all_reduce_coalesced(
 def all_gather_tensor_coalesced(
     tensors: Sequence[torch.Tensor], gather_dim: int = 0, group: Group = ""
 ) -> list[torch.Tensor]:
-    """Concatenate several tensors of each rank, for the price of one meeting; new tensors. Collective."""
+    """Do `all_gather_tensor` for several tensors in one round; return new tensors. Collective."""
     there = group if isinstance(group, GroupCoordinator) else find_group(group)
     if torch.compiler.is_compiling():
         return compile_ops.all_gather_coalesced(there, tensors, gather_dim, None)
@@ -293,7 +302,7 @@ def all_gather_tensor_coalesced(
 def reduce_scatter_tensor_coalesced(
     tensors: Sequence[torch.Tensor], op: Reduction | str = SUM, scatter_dim: int = 0, group: Group = ""
 ) -> list[torch.Tensor]:
-    """Combine several tensors and keep this rank's parts, for the price of one meeting; new tensors. Collective."""
+    """Do `reduce_scatter_tensor` for several tensors in one round; return new tensors. Collective."""
     there = group if isinstance(group, GroupCoordinator) else find_group(group)
     operation = _operation(op)
     if torch.compiler.is_compiling():
@@ -305,7 +314,7 @@ def reduce_scatter_tensor_coalesced(
 def _scaled(tensor: torch.Tensor, dim: int, times: int, parts: int = 1) -> list[int]:
     shape = list(tensor.shape) or [1]
     if not -len(shape) <= dim < len(shape) or shape[dim] % parts:
-        # Refused when the call is made, with the right words.
+        # The call itself refuses these arguments, with a better message.
         return shape
     shape[dim] = shape[dim] * times // parts
     return shape

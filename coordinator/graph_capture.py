@@ -1,4 +1,4 @@
-"""The context in which a CUDA graph is captured; on the CPU there is nothing to capture."""
+"""The context in which a CUDA graph is captured. On the CPU it does nothing."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from device_comm.base import DeviceCommunicator
 
 @dataclasses.dataclass
 class GraphCaptureContext:
-    """What the groups of one capture share.
+    """State that all groups of one capture share.
 
     Attributes:
-        stream: The stream that is captured; None on devices without streams.
+        stream: The captured stream; None on devices without streams.
     """
 
     stream: torch.Stream | None = None
 
 
 def context_for(device: torch.device, context: GraphCaptureContext | None) -> GraphCaptureContext:
-    """Return `context`, or a new one, with a stream of its own where the device has streams."""
+    """Return `context`, or a new one; a new one has its own stream if the device has streams."""
     if context is not None:
         return context
     if device.type == "cpu":
         return GraphCaptureContext(None)
     if device.type == "cuda":
-        # A plain torch.Stream does not tell its number, which our communicators and torch.cuda.graph need.
+        # Our communicators and torch.cuda.graph need the stream's handle, which a plain torch.Stream does not expose.
         return GraphCaptureContext(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
     return GraphCaptureContext(torch.Stream(device=device))
 
@@ -40,11 +40,10 @@ def capture_on(
     communicators: Iterable[DeviceCommunicator],
     graph_capture_context: GraphCaptureContext | None,
 ) -> Iterator[GraphCaptureContext]:
-    """Yield `graph_capture_context`, or a new one; on devices with streams run the body on the context's stream.
+    """Yield `graph_capture_context`, or a new one; run the body on its stream if the device has streams.
 
-    The communicators enter in the given order, which is the same on all ranks, and leave in its reverse: leaving is
-    where they tell their ranks of what was captured. On the CPU all of this is a no-op, so that code written for
-    graphs runs.
+    The communicators enter in the given order, which must be the same on all ranks, and leave in reverse. On leaving
+    they exchange what was captured with their peers. On the CPU this is a no-op, so code written for graphs runs.
     """
     context = context_for(device, graph_capture_context)
     if context.stream is None:
@@ -55,7 +54,7 @@ def capture_on(
             entered.enter_context(communicator.capture(context.stream))
         current = torch.accelerator.current_stream(device.index)
         if current != context.stream:
-            # What was queued before must be done before the capture begins on another stream.
+            # Order the capture after the work that is already queued on the current stream.
             context.stream.wait_stream(current)
         with context.stream:
             yield context

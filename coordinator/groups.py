@@ -1,4 +1,4 @@
-"""`ParallelGroups`: the groups of an engine as one frozen record, created and torn down in order."""
+"""`ParallelGroups`: the groups of an engine as one frozen record, created and destroyed in order."""
 
 from __future__ import annotations
 
@@ -25,30 +25,32 @@ from shm_broadcast.errors import UsageError
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-# The order in which groups are created, and in reverse torn down. The same on all ranks.
+# Groups are created in this order and destroyed in reverse. It must be the same on all ranks.
 DIMENSIONS: Final[tuple[Dimension, ...]] = ("world", "tp", "cp", "pp", "dp", "ep", "rdp", "sdp")
-# Parts of `dp`: where one has the rank lists of another dimension, as without sharding both have, no name tells of it.
+# Parts of `dp`. A part with the same rank lists as another dimension shares its group and is left out of the group's
+# name; without sharding this holds for both.
 _PARTS: Final = ("rdp", "sdp")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelGroups:
-    """The groups that this rank belongs to, one for each parallel dimension.
+    """The groups that this rank belongs to, one per parallel dimension.
 
-    A context manager: leaving it destroys the groups. Dimensions with equal rank lists share one
-    `GroupCoordinator`, whose name says which: `world=tp`.
+    As a context manager it makes these groups current, and destroys them at the end. Dimensions with equal rank lists
+    share one `GroupCoordinator`, whose name lists them: `world=tp`.
 
     Attributes:
-        layout: The sizes.
+        layout: Sizes of the dimensions.
         world: All ranks.
         tp: Tensor parallel.
         cp: Context parallel.
         pp: Pipeline parallel.
         dp: Data parallel.
-        ep: Expert parallel: the ranks of `dp`, `cp` and `tp` of one pipeline stage, or a part of them.
-        rdp: Replicated data parallel: the ranks of `dp` that hold the same shard; without sharding all of `dp`.
-        sdp: Sharded data parallel: the ranks of `dp` that share one copy of the model; else this rank alone.
-        owns_world: Whether `world` is destroyed with this record.
+        ep: Expert parallel: the ranks of `dp`, `cp` and `tp` in one pipeline stage, or a part of them.
+        rdp: Replicated data parallel: the ranks of `dp` that hold the same shard; all of `dp` without sharding.
+        sdp: Sharded data parallel: the ranks of `dp` that share one copy of the model; only this rank without
+            sharding.
+        owns_world: Whether `destroy` also destroys `world`.
     """
 
     layout: ParallelLayout
@@ -65,17 +67,18 @@ class ParallelGroups:
         default_factory=list, init=False, repr=False, compare=False
     )
     _mesh: list[DeviceMesh] = dataclasses.field(default_factory=list, init=False, repr=False, compare=False)
-    # Former `rdp` and `sdp`, which no other record destroys.
+    # Former `rdp` and `sdp` groups that this record must destroy.
     _retired: list[GroupCoordinator] = dataclasses.field(
         default_factory=list, init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
-        """Check that rank 0 of the world leads each of its groups: what is done once is done by it."""
+        """Check that rank 0 of the world is rank 0 of each of its groups: one-time work is done there."""
         for name, group in self.by_name().items():
             if self.world.rank_in_group == 0 and group.rank_in_group != 0:
                 raise UsageError(
-                    f"rank 0 of the world must be rank 0 of each of its groups, in {name!r} it is {group.rank_in_group}"
+                    "rank 0 of the world must be rank 0 in each of its groups, "
+                    f"but in {name!r} it is rank {group.rank_in_group}"
                 )
 
     @classmethod
@@ -93,19 +96,21 @@ class ParallelGroups:
         settings: CoordinatorSettings | None = None,
         world: GroupCoordinator | None = None,
     ) -> Self:
-        """Create the groups of these sizes, with as many replicas as they make. Collective over the world.
+        """Create the groups of these sizes; the data-parallel size follows from the world size.
+
+        Collective over the world.
 
         Args:
             tensor_parallel_size: Ranks that share a layer.
-            pipeline_parallel_size: Stages.
+            pipeline_parallel_size: Number of pipeline stages.
             context_parallel_size: Ranks that share a sequence.
-            expert_parallel_size: Ranks that share the experts; None takes all of a stage.
-            shard_size: Replicas over which the model is sharded, usually those of one host; None takes all.
-            local_rank: As of `create`, like what follows.
-            backend: As of `create`.
-            use_message_queue_broadcaster: As of `create`.
-            settings: As of `create`.
-            world: As of `create`.
+            expert_parallel_size: Ranks that share the experts; None means all ranks of a stage.
+            shard_size: Replicas over which the model is sharded, usually those of one host; None means all.
+            local_rank: See `create`.
+            backend: See `create`.
+            use_message_queue_broadcaster: See `create`.
+            settings: See `create`.
+            world: See `create`.
 
         Raises:
             UsageError: The sizes do not divide the world.
@@ -140,21 +145,21 @@ class ParallelGroups:
         settings: CoordinatorSettings | None = None,
         world: GroupCoordinator | None = None,
     ) -> Self:
-        """Create the groups of the dimensions of a torch mesh over all ranks. Collective over the world.
+        """Create the groups for the dimensions of a torch mesh over all ranks. Collective over the world.
 
         The mesh's own process groups are not used; `device_mesh` returns the mesh.
 
         Args:
-            mesh: With dimensions named "dp" (or "rdp" and "sdp", torch's "dp_replicate" and "dp_shard"), "pp", "cp"
-                and "tp", whichever there are, in this order: ranks are numbered as `ParallelLayout` does.
-            local_rank: As of `create`, like what follows.
-            backend: As of `create`.
-            use_message_queue_broadcaster: As of `create`.
-            settings: As of `create`.
-            world: As of `create`.
+            mesh: Its dimensions have any of the names "dp" (or "rdp" and "sdp", torch's "dp_replicate" and
+                "dp_shard"), "pp", "cp" and "tp". Ranks must be numbered in this order, as in `ParallelLayout`.
+            local_rank: See `create`.
+            backend: See `create`.
+            use_message_queue_broadcaster: See `create`.
+            settings: See `create`.
+            world: See `create`.
 
         Raises:
-            UsageError: The mesh has other dimensions, or another order of ranks.
+            UsageError: The mesh has other dimensions, or numbers its ranks in another order.
             Others: As `create`.
         """
         groups = cls.create(
@@ -170,16 +175,16 @@ class ParallelGroups:
 
     @property
     def root(self) -> GroupCoordinator:
-        """Return the group of all ranks, by the name that fairseq2 gives it."""
+        """Return `world`; fairseq2 calls it root."""
         return self.world
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Return a torch mesh over these groups, with their process groups and no others.
+        """Return a torch mesh over these groups; it uses their process groups.
 
         Its dimensions are those of "dp" (under hybrid sharding "rdp" and "sdp"), "pp", "cp" and "tp" that have more
-        than one rank; without any it has one, "dp", of one rank. On the CPU process groups are made when this is first
-        asked for, which waits for nobody, and they live as long as the groups.
+        than one rank; if there are none, "dp" with one rank. On the CPU the first access creates the process groups,
+        without waiting for other ranks. They live as long as the groups.
         """
         if not self._mesh:
             self._mesh.append(mesh_of(self.layout, self.by_name()))
@@ -199,21 +204,22 @@ class ParallelGroups:
         """Create every group of `layout`. Collective over the world.
 
         Args:
-            layout: Its world size must be that of torch.distributed.
-            local_rank: Index of this process's device on its host; by default the world group's, else the
+            layout: Its world size must equal that of torch.distributed.
+            local_rank: Index of this process's device on its host; default: that of the world group, else the
                 global rank.
-            backend: torch backend of the device groups; by default the world group's, else that of the
-                accelerator, else "gloo".
-            use_message_queue_broadcaster: Whether the world and the tensor-parallel group get an `mq_broadcaster`
-                with their first rank as its writer.
-            settings: Of every group; by default what the environment says now.
-            world: An existing group of all ranks to use as `world`, by default the one that
-                `init_distributed_environment` made, if any; it is not destroyed with this record.
+            backend: torch backend of the device groups; default: that of the world group, else the accelerator's,
+                else "gloo".
+            use_message_queue_broadcaster: Whether the world group and the tensor-parallel group get an
+                `mq_broadcaster`, written by their first rank.
+            settings: Settings of every group; default: read from the environment.
+            world: Existing group of all ranks to use as `world`; default: the one that
+                `init_distributed_environment` created, if any. `destroy` leaves it alone.
 
         Raises:
             UsageError: The layout does not fit the world, or `world` is not the group of all ranks in order.
             DisagreementError: Ranks hold different layouts or settings.
-            CommTimeoutError: Ranks did not come.
+            CommTimeoutError: Ranks did not join within `create_timeout_s`; `.missing` names them.
+            PeerLostError: A rank died meanwhile; `.peers` names it.
         """
         world_store()
         if layout.world_size != dist.get_world_size():
@@ -224,7 +230,7 @@ class ParallelGroups:
         settings = settings or CoordinatorSettings.from_env()
         world = world or find_world_group()
         if world is not None and world.ranks != list(range(layout.world_size)):
-            raise UsageError(f"world must be the group of all ranks, ascending, not of {world.ranks}")
+            raise UsageError(f"world must be the group of all ranks in ascending order, not of {world.ranks}")
         tables = group_tables(layout)
         groups: dict[str, GroupCoordinator] = {}
         if world is not None:
@@ -250,17 +256,17 @@ class ParallelGroups:
         return record
 
     def with_sharding(self, shard: int) -> Self:
-        """Return a record of these groups with other `rdp` and `sdp`. Collective over the world.
+        """Return a record of these groups with new `rdp` and `sdp`. Collective over the world.
 
-        Only groups that do not exist yet are created. The result destroys all groups that this record would have
-        destroyed, also the `rdp` and `sdp` that it replaces, and those that are new.
+        Creates only groups that do not exist yet. The result takes over this record's groups, including the `rdp` and
+        `sdp` that it replaces: destroy the result, not this record.
 
         Args:
-            shard: As of `ParallelLayout`.
+            shard: See `ParallelLayout`.
 
         Raises:
             UsageError: `shard` does not divide the data-parallel size. Nothing is sent.
-            DisagreementError: Ranks hold different `shard`, also where one of them needs no new group.
+            DisagreementError: Ranks passed different `shard`, even if one of them needs no new group.
             Others: As `create`.
         """
         layout = dataclasses.replace(self.layout, shard=shard)
@@ -286,15 +292,18 @@ class ParallelGroups:
         return record
 
     def by_name(self) -> dict[str, GroupCoordinator]:
-        """Return the groups by the name of their dimension, in order of creation."""
+        """Return the groups by dimension name, in order of creation."""
         return {name: getattr(self, name) for name in DIMENSIONS}
 
     def startup_report(self) -> StartUpReport:
-        """Return how long this rank took to create the groups, by group and phase; the world's group included."""
+        """Return how long this rank took to create the groups, by group and phase, including the world group."""
         return StartUpReport.of([group.creation for group in dict.fromkeys(self.by_name().values())])
 
     def destroy(self) -> None:
-        """Destroy the groups in reverse order of creation. Idempotent, not collective, bounded."""
+        """Destroy the groups in reverse order of creation. Idempotent, not collective.
+
+        Waits for the other ranks at most about `destroy_timeout_s` per group.
+        """
         groups = self.by_name()
         parts = [groups.pop(name) for name in _PARTS]
         _destroy([*groups.values(), *self._retired, *parts], keep=None if self.owns_world else self.world)
@@ -303,24 +312,24 @@ class ParallelGroups:
     def graph_capture(
         self, graph_capture_context: GraphCaptureContext | None = None
     ) -> Iterator[GraphCaptureContext]:
-        """Capture with all groups, in the order of creation; see `GroupCoordinator.graph_capture`."""
+        """Capture with all groups, entered in order of creation; see `GroupCoordinator.graph_capture`."""
         communicators = [group.device_communicator for group in dict.fromkeys(self.by_name().values())]
         with capture_on(self.world.device, communicators, graph_capture_context) as context:
             yield context
 
     def __enter__(self) -> Self:
-        """Make these the current groups of this context (see `current_groups`)."""
+        """Make these the current groups of this context; see `current_groups`."""
         self._entered.append(_current.set(self))
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Restore the groups that were current before, and destroy these."""
+        """Restore the previous current groups, and destroy these."""
         _current.reset(self._entered.pop())
         self.destroy()
 
     @contextmanager
     def as_current(self) -> Iterator[Self]:
-        """Make these the current groups inside, without destroying them at the end. Nestable."""
+        """Make these the current groups inside the block; do not destroy them at its end. Nestable."""
         token = _current.set(self)
         try:
             yield self
@@ -329,9 +338,9 @@ class ParallelGroups:
 
 
 def group_tables(layout: ParallelLayout) -> dict[str, list[Dimension]]:
-    """Return which dimensions have a group in common, as their rank lists are equal, by the group's name.
+    """Return the dimensions with equal rank lists, which share a group, by the name of that group: `world=tp`.
 
-    The name is that of the dimensions: `world=tp`. The order is that of creation, the world's group comes first.
+    The order is the order of creation, with the world group first.
     """
     tables: dict[RankLists, list[Dimension]] = {}
     for name in DIMENSIONS:
@@ -349,7 +358,7 @@ def _create_tables(
     local_rank: int | None = None,
     backend: str | None = None,
 ) -> dict[str, GroupCoordinator]:
-    """Create the groups of `tables` together; return the group of each dimension. Collective over the world."""
+    """Create the groups of `tables` in one agreement; return the group of each dimension. Collective over the world."""
     if world is not None:
         backend = backend or world.torch_distributed_backend
         local_rank = world.local_rank if local_rank is None else local_rank
@@ -359,7 +368,7 @@ def _create_tables(
         backend or default_backend(),
         settings,
         what=f"the groups of {layout}",
-        # Another layout makes other groups, in another order and of other names.
+        # Ranks with different layouts would create different groups, in another order and with other names.
         facts={"layout": str(layout), **facts},
         beside=world,
     )
@@ -376,7 +385,7 @@ def _destroy(groups: Iterable[GroupCoordinator], keep: GroupCoordinator | None) 
 
 
 def default_backend() -> str:
-    """Return the torch backend of this machine's accelerator, or "gloo" without one."""
+    """Return the torch backend of this machine's accelerator, or "gloo" if it has none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return "gloo"
@@ -388,12 +397,12 @@ _current: contextvars.ContextVar[ParallelGroups | None] = contextvars.ContextVar
 )
 _default: list[ParallelGroups] = []
 
-# The group of all ranks, which exists before any layout is known; at most one entry.
+# The world group, which exists before any layout is known; at most one entry.
 _world: list[GroupCoordinator] = []
 
 
 def set_world_group(group: GroupCoordinator | None) -> GroupCoordinator | None:
-    """Remember the group of all ranks, or none; return the one before."""
+    """Set or clear the world group; return the previous one."""
     before = _world.pop() if _world else None
     if group is not None:
         _world.append(group)
@@ -401,14 +410,14 @@ def set_world_group(group: GroupCoordinator | None) -> GroupCoordinator | None:
 
 
 def find_world_group() -> GroupCoordinator | None:
-    """Return the group of all ranks that is in use, or None."""
+    """Return the current world group, or None."""
     if _world and dist.is_initialized():
         return _world[0]
     return None
 
 
 def set_default_groups(groups: ParallelGroups | None) -> ParallelGroups | None:
-    """Make `groups` the default of this process, seen by every thread; return the previous default."""
+    """Make `groups` the default of this process for every thread; return the previous default."""
     before = _default.pop() if _default else None
     if groups is not None:
         _default.append(groups)
@@ -416,7 +425,7 @@ def set_default_groups(groups: ParallelGroups | None) -> ParallelGroups | None:
 
 
 def find_current_groups() -> ParallelGroups | None:
-    """Return the current groups, or None: those of this context, else the process's default."""
+    """Return the current groups: those of this context, else the process's default, else None."""
     groups = _current.get()
     if groups is not None:
         return groups
@@ -424,14 +433,14 @@ def find_current_groups() -> ParallelGroups | None:
 
 
 def current_groups() -> ParallelGroups:
-    """Return the current groups: those of the innermost context manager, else the process's default.
+    """Return the current groups: those of the innermost `with groups:`, else the process's default.
 
     Raises:
-        UsageError: There are none.
+        UsageError: There are no current groups.
     """
     groups = find_current_groups()
     if groups is None:
         raise UsageError(
-            "there are no current groups: call initialize_model_parallel(...), or enter a ParallelGroups record"
+            "there are no current groups: call initialize_model_parallel(...), or use a ParallelGroups in a with block"
         )
     return groups

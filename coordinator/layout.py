@@ -1,15 +1,15 @@
-"""Sizes of the parallel dimensions in, lists of ranks out; pure integers, equal on every rank.
+"""`ParallelLayout` computes the rank lists of all parallel dimensions from their sizes, equally on every rank.
 
 Ranks are numbered as engines number them: tensor varies fastest, then context, then pipeline, then data. With
-`t`, `c`, `p`, `d` for the coordinates and `T`, `C`, `P` for the sizes:
+coordinates `t`, `c`, `p`, `d` and sizes `T`, `C`, `P`:
 
     rank = ((d * P + p) * C + c) * T + t
 
-Experts are spread over all ranks that hold the same layers, that is over data x context x tensor within one
-pipeline stage: a token may be routed to any of them. These ranks, ascending, are cut into runs of `expert` ranks.
+Experts are spread over all ranks that hold the same layers: data x context x tensor ranks in each pipeline stage. In
+ascending order, these ranks are cut into runs of `expert` ranks.
 
-Under hybrid sharding the replicas of one data-parallel list are cut into runs of `shard` neighbours: over a run
-(`sdp`) the model is sharded, ranks at the same place in different runs (`rdp`) hold the same shard.
+Hybrid sharding cuts each data-parallel list into runs of `shard` neighbours. The model is sharded over a run (`sdp`).
+Ranks at the same position in different runs hold the same shard (`rdp`).
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from shm_broadcast.errors import UsageError
 __all__ = ["Dimension", "ParallelLayout", "RankLists"]
 
 Dimension = Literal["world", "tp", "cp", "pp", "dp", "ep", "rdp", "sdp"]
-"""world: everybody; tensor, context, pipeline, data and expert parallelism; replicated and sharded data parallelism."""
+"""All ranks; tensor, context, pipeline, data and expert parallel; replicated and sharded data parallel."""
 
 RankLists = tuple[tuple[int, ...], ...]
 
@@ -31,16 +31,16 @@ class ParallelLayout:
 
     Attributes:
         tensor: Ranks that share every layer.
-        pipeline: Stages, each with a part of the layers.
+        pipeline: Pipeline stages, each with a part of the layers.
         data: Replicas of the model.
-        expert: Ranks over which the experts of a layer are spread; None stands for all ranks of a stage,
-            data x context x tensor. Must divide that number.
-        context: Ranks that share the sequence.
-        shard: Replicas over which one copy of the model is sharded, usually those of one host; 1 is no sharding,
-            `data` full sharding. Must divide `data`.
+        expert: Ranks over which the experts of a layer are spread. Must divide the number of ranks of a stage,
+            data x context x tensor; None means all of them.
+        context: Ranks that share a sequence.
+        shard: Replicas over which one copy of the model is sharded, usually those of one host. Must divide
+            `data`; 1 means no sharding, `data` full sharding.
 
     Raises:
-        UsageError: A size is no positive integer, or `expert` or `shard` does not divide.
+        UsageError: A size is not a positive integer, or `expert` or `shard` does not divide its total.
     """
 
     tensor: int = 1
@@ -78,10 +78,10 @@ class ParallelLayout:
         context: int = 1,
         shard: int = 1,
     ) -> Self:
-        """Return the layout that uses all of `world_size` ranks, with as many replicas as they make.
+        """Return the layout that uses all `world_size` ranks; the data-parallel size follows from the others.
 
         Raises:
-            UsageError: A size is no positive integer, or one replica's ranks do not divide `world_size`.
+            UsageError: A size is not a positive integer, or the size of a replica does not divide `world_size`.
         """
         _check_size("world_size", world_size)
         replica = cls(tensor=tensor, pipeline=pipeline, context=context).world_size
@@ -123,16 +123,16 @@ class ParallelLayout:
             "sdp": self.shard,
         }
         if name not in sizes:
-            raise UsageError(f"no dimension {name!r}; there are {', '.join(sizes)}")
+            raise UsageError(f"unknown dimension {name!r}; the dimensions are {', '.join(sizes)}")
         return sizes[name]
 
     def groups(self, name: Dimension) -> RankLists:
         """Return the rank lists of dimension `name`.
 
-        Every rank is in exactly one of them. Each list ascends, and the lists ascend by their first rank.
+        Every rank is in exactly one list. Each list is ascending, and the lists are sorted by their first rank.
 
         Raises:
-            UsageError: There is no such dimension.
+            UsageError: The dimension is unknown.
         """
         size = self.size(name)
         if name == "ep":
@@ -140,17 +140,17 @@ class ParallelLayout:
             runs = (stage[start : start + size] for stage in stages for start in range(0, len(stage), size))
             return tuple(sorted(runs))
         stride = self._stride(name)
-        # The first ranks of the lists are those whose own coordinate is 0: every run of `stride` ranks, then a
-        # gap of the other `size - 1` coordinates.
+        # A list starts at each rank whose coordinate in this dimension is 0. These ranks form runs of `stride`, one in
+        # each block of `stride * size` ranks.
         blocks = range(0, self.world_size, stride * size)
         firsts = (first for block in blocks for first in range(block, block + stride))
         return tuple(tuple(range(first, first + size * stride, stride)) for first in firsts)
 
     def group_of(self, name: Dimension, rank: int) -> tuple[int, ...]:
-        """Return the list of dimension `name` that contains `rank`; costs as much as the list is long.
+        """Return the list of dimension `name` that contains `rank`, without computing the other lists.
 
         Raises:
-            UsageError: There is no such dimension, or no such rank.
+            UsageError: The dimension is unknown, or there is no such rank.
         """
         size = self.size(name)
         index = self.coordinates(rank)[name]
@@ -172,7 +172,7 @@ class ParallelLayout:
             UsageError: There is no such rank.
         """
         if type(rank) is not int or not 0 <= rank < self.world_size:
-            raise UsageError(f"no rank {rank!r} in a world of {self.world_size} ranks")
+            raise UsageError(f"there is no rank {rank!r} in a world of {self.world_size} ranks")
         return {
             "world": rank,
             "tp": rank % self.tensor,
@@ -193,7 +193,9 @@ class ParallelLayout:
         places: tuple[tuple[Dimension, int], ...] = (("tp", tp), ("cp", cp), ("pp", pp), ("dp", dp))
         for name, index in places:
             if type(index) is not int or not 0 <= index < self.size(name):
-                raise UsageError(f"no index {index!r} in dimension {name!r} of {self.size(name)} ranks")
+                raise UsageError(
+                    f"there is no index {index!r} in dimension {name!r} of {self.size(name)} ranks"
+                )
         return sum(index * self._stride(name) for name, index in places)
 
     @property
@@ -201,7 +203,7 @@ class ParallelLayout:
         return self.data * self.context * self.tensor
 
     def _stride(self, name: Dimension) -> int:
-        """Return the distance between neighbours in a list of dimension `name`, which is not "ep"."""
+        """Return the rank distance between neighbours in dimension `name`, which is not "ep"."""
         strides = {
             "world": 1,
             "tp": 1,
@@ -221,7 +223,7 @@ class ParallelLayout:
         return replica * self._stride("dp") + stage * self._stride("pp") + rest
 
     def _position_in_stage(self, rank: int) -> int:
-        """Return where `rank` stands among the ascending ranks of its pipeline stage."""
+        """Return the position of `rank` among the ascending ranks of its pipeline stage."""
         per_replica = self.tensor * self.context
         return rank // self._stride("dp") * per_replica + rank % per_replica
 

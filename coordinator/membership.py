@@ -1,4 +1,4 @@
-"""Who I am: the rank of this process, its place in a group, and the address that others reach it at."""
+"""The rank of this process, its position in a group, and the address at which others reach it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _SIOCGIFADDR: Final = 0x8915  # netdevice(7)
 
 @dataclasses.dataclass(frozen=True)
 class Membership:
-    """This process's place in one group.
+    """This process's position in one group.
 
     Attributes:
         rank: Global rank.
-        ranks: Global ranks of its group, in group order.
+        ranks: Global ranks of the group, in group order.
         rank_in_group: Position of `rank` in `ranks`.
-        everyone: Global ranks of all the groups that are created together, ascending.
+        everyone: Global ranks of all groups that are created together, ascending.
     """
 
     rank: int
@@ -48,14 +48,14 @@ def find_membership(group_ranks: Sequence[Sequence[int]], rank: int, world_size:
             raise UsageError(f"group_ranks[{index}] is empty")
         for member in ranks:
             if isinstance(member, bool) or not isinstance(member, int):
-                raise UsageError(f"group_ranks[{index}] holds {member!r}, which is no rank")
+                raise UsageError(f"group_ranks[{index}] holds {member!r}, which is not a rank")
             if not 0 <= member < world_size:
                 raise UsageError(
-                    f"rank {member} of group_ranks[{index}] is outside the world of {world_size}"
+                    f"rank {member} in group_ranks[{index}] is outside the world of {world_size} ranks"
                 )
             if member in seen:
                 raise UsageError(
-                    f"rank {member} stands in group_ranks[{seen[member]}] and again in [{index}]"
+                    f"rank {member} appears in group_ranks[{seen[member]}] and again in group_ranks[{index}]"
                 )
             seen[member] = index
     if rank not in seen:
@@ -82,17 +82,17 @@ def world_store() -> dist.Store:
 
 
 def master_endpoint(store: dist.Store) -> tuple[str, int] | None:
-    """Return host and port of the process that serves the store, or None for a store of this host alone."""
+    """Return host and port of the process that serves the store, or None if the store reaches this host only."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
 
 
 def routed_address(host: str, port: int) -> str:
-    """Return this host's address on the interface that routes to `host`. Sends nothing."""
+    """Return this host's address on the interface that routes to `host`, without sending anything."""
     family, _, _, _, target = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Connecting a datagram socket only looks up the route.
+        # Connecting a datagram socket sends nothing; it only looks up the route.
         probe.connect(target)
         return str(probe.getsockname()[0])
 
@@ -101,7 +101,7 @@ def interface_address(interface: str) -> str:
     """Return the IPv4 address of a network interface.
 
     Raises:
-        SettingsError: There is no such interface, or it has no address.
+        SettingsError: There is no such interface, or it has no IPv4 address.
     """
     request = struct.pack("256s", interface.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -110,7 +110,8 @@ def interface_address(interface: str) -> str:
         except OSError as error:
             names = ", ".join(name for _, name in socket.if_nameindex())
             raise SettingsError(
-                f"setting interface = {interface!r}: no such interface with an IPv4 address; there are {names}"
+                f"setting interface = {interface!r}: there is no such interface, or it has no IPv4 address; "
+                f"this host has {names}"
             ) from error
     return socket.inet_ntoa(answer[20:24])
 
@@ -121,9 +122,9 @@ def is_loopback(address: str) -> bool:
 
 
 def own_address(interface: str | None, master: tuple[str, int] | None) -> str:
-    """Return the address that this process announces: that of the interface, or the one that routes to the master.
+    """Return the address that this process announces: the interface's, or the one that routes to the master.
 
-    Without either there is nothing to route to, and only processes of this host can be meant.
+    Without interface and master all ranks are on this host, and the result is loopback.
     """
     if interface is not None:
         return interface_address(interface)
@@ -133,12 +134,12 @@ def own_address(interface: str | None, master: tuple[str, int] | None) -> str:
 
 
 def listening_address(views: Mapping[int, View], rank: int) -> str:
-    """Return where this rank's group shall listen: loopback if that reaches all, else what was announced.
+    """Return the address to listen on: loopback if it reaches all ranks, else the address this rank announced.
 
-    A pure function of views that all ranks hold alike, so all ranks choose the same kind of address.
+    This is a pure function of views that are equal on all ranks, so all ranks choose the same kind of address.
 
     Raises:
-        CapabilityError: Ranks are on several hosts and one announced a loopback address.
+        CapabilityError: Ranks are on several hosts, and one of them announced a loopback address.
     """
     own = views[rank].process
     if all(own.shares_loopback(view.process) for view in views.values()):
@@ -152,7 +153,7 @@ def listening_address(views: Mapping[int, View], rank: int) -> str:
             )
             raise CapabilityError(
                 f"rank {member} on host {view.process.hostname} announced {view.address}, which rank {other} on "
-                f"host {seen.process.hostname} ({seen.address}) cannot reach; give the master's address on the "
+                f"host {seen.process.hostname} ({seen.address}) cannot reach; use the master's address on the "
                 "network that connects the hosts, or set GROUP_COORDINATOR_INTERFACE",
                 requirement="an address that the other hosts can reach",
             )

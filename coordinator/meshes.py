@@ -1,4 +1,4 @@
-"""torch's `DeviceMesh` and our groups: the layout of a mesh, and a mesh over groups that exist."""
+"""Convert between torch's `DeviceMesh` and our groups: the layout of a mesh, and a mesh over existing groups."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from coordinator.group import GroupCoordinator
 from coordinator.layout import Dimension, ParallelLayout
 from shm_broadcast.errors import UsageError
 
-# From the slowest to the fastest: the order in which `ParallelLayout` numbers ranks.
+# Dimensions in the order in which `ParallelLayout` numbers ranks, the slowest first.
 _ORDER: Final[tuple[Dimension, ...]] = ("rdp", "sdp", "dp", "pp", "cp", "tp")
-# How torch's own examples name the parts of data parallelism.
+# torch's own examples use these names for the parts of data parallelism.
 _ALIASES: Final[dict[str, Dimension]] = {"dp_replicate": "rdp", "dp_shard": "sdp"}
 
 
 def layout_of_mesh(mesh: DeviceMesh) -> ParallelLayout:
-    """Return the layout that has the rank lists of `mesh` in each of its dimensions.
+    """Return the layout whose rank lists equal those of `mesh` in each of its dimensions.
 
     Raises:
-        UsageError: There is none.
+        UsageError: No layout does: the mesh has unnamed or unknown dimensions, or another order of ranks.
     """
     if not isinstance(mesh, DeviceMesh):
         raise UsageError(f"expected a torch DeviceMesh, not {type(mesh).__name__}")
@@ -31,12 +31,12 @@ def layout_of_mesh(mesh: DeviceMesh) -> ParallelLayout:
         dimension = next((each for each in _ORDER if each == _ALIASES.get(name, name)), None)
         if dimension is None:
             raise UsageError(
-                f"the mesh has a dimension {name!r}; groups have "
-                f"{', '.join(_ORDER)}, and {', '.join(_ALIASES)} for two of them"
+                f"the mesh has an unknown dimension {name!r}; use {', '.join(_ORDER)}, "
+                f"or {', '.join(_ALIASES)} for the first two"
             )
         names.append(dimension)
     if not names:
-        raise UsageError("the mesh's dimensions have no names: give mesh_dim_names such as ('dp', 'tp')")
+        raise UsageError("the mesh's dimensions have no names; pass mesh_dim_names such as ('dp', 'tp')")
     if len(set(names)) != len(names) or ("dp" in names and not {"rdp", "sdp"}.isdisjoint(names)):
         raise UsageError(f"the mesh names a dimension twice: {mesh.mesh_dim_names}")
     sizes = dict(zip(names, mesh.mesh.shape, strict=True))
@@ -52,14 +52,14 @@ def layout_of_mesh(mesh: DeviceMesh) -> ParallelLayout:
     ranks = mesh.mesh.permute([names.index(name) for name in order]).flatten().tolist()
     if ranks != list(range(layout.world_size)):
         raise UsageError(
-            f"the mesh {tuple(mesh.mesh_dim_names or ())} numbers ranks {mesh.mesh.tolist()}; groups need all ranks "
-            f"of the world, ascending in the order {', '.join(order)}"
+            f"the mesh {tuple(mesh.mesh_dim_names or ())} numbers its ranks {mesh.mesh.tolist()}; it must hold all "
+            f"ranks of the world, ascending in the order {', '.join(order)}"
         )
     return layout
 
 
 def mesh_of(layout: ParallelLayout, groups: Mapping[str, GroupCoordinator]) -> DeviceMesh:
-    """Return a mesh of the dimensions that have more than one rank, over the process groups of `groups`."""
+    """Return a mesh over the process groups of `groups`, with the dimensions that have more than one rank."""
     is_hybrid = 1 < layout.shard < layout.data
     candidates = [name for name in _ORDER if name not in (("dp",) if is_hybrid else ("rdp", "sdp"))]
     names = [name for name in candidates if layout.size(name) > 1] or ["dp"]

@@ -1,7 +1,7 @@
-"""The functions that engines call today, over the current `ParallelGroups`; no state of its own.
+"""Module-level functions with vLLM's names, over the current `ParallelGroups`. The module holds no state.
 
-The current groups are a process default, which every thread sees and which `initialize_model_parallel`
-sets, overridden inside of `with groups:` or `with groups.as_current():` for the calling context.
+`initialize_model_parallel` sets the default groups of the process, which every thread sees. Inside `with groups:` or
+`with groups.as_current():` the calling context sees those groups instead.
 """
 
 from __future__ import annotations
@@ -43,33 +43,35 @@ def init_distributed_environment(
     *,
     settings: CoordinatorSettings | None = None,
 ) -> None:
-    """Join the world: initialise torch.distributed, unless it is already, and create the world's group.
+    """Join the world: initialise torch.distributed unless it is initialised, and create the world group.
 
-    Collective over the world; blocks until every rank has come, for at most `create_timeout_s`. An already
-    initialised torch.distributed is used as it is and not destroyed by us. A second call does nothing but
-    check that the world size is the same.
+    Collective over the world; blocks until every rank has joined, for at most `create_timeout_s`. A torch.distributed
+    that is already initialised is used as it is, and never destroyed by this package. A second call only checks that
+    world size and rank are the same.
 
     Args:
         world_size: Number of processes; -1 takes it from the launcher's environment.
-        rank: Global rank; -1 likewise.
-        distributed_init_method: `env://` (torchrun), `tcp://HOST:PORT` with an address of rank 0's host, or
-            on one host `file:///DIRECTORY`.
+        rank: Global rank; -1 takes it from the launcher's environment.
+        distributed_init_method: `env://` (torchrun), `tcp://HOST:PORT` with an address of rank 0's host, or, on a
+            single host, `file:///DIRECTORY`.
         local_rank: Index of this process's device on its host; -1 takes the launcher's, else the rank.
         backend: torch backend of the world: "gloo", "nccl", …; None takes the accelerator's, else "gloo".
-        timeout: Deadline of collectives; beats that of `settings`.
-        settings: How to behave; by default what the environment says now.
+        timeout: Deadline of collectives; excludes `settings`.
+        settings: Settings of the world group; default: read from the environment.
 
     Raises:
         UsageError: The arguments contradict each other or an existing world.
         SettingsError: The environment is incomplete or malformed.
         DisagreementError: Ranks were started with different settings.
-        CommTimeoutError: Ranks did not come; `.missing` names them.
+        CommTimeoutError: Ranks did not join in time; `.missing` names them.
+        PeerLostError: A rank died meanwhile; `.peers` names it.
+        CapabilityError: Ranks are on several hosts and one announced a loopback address.
     """
     if timeout is not None:
         if settings is None:
             settings = CoordinatorSettings.resolve(timeout_s=timeout.total_seconds())
         else:
-            raise UsageError("give the deadline as timeout or in settings, not both")
+            raise UsageError("pass the deadline either as timeout or in settings, not both")
     settings = settings or CoordinatorSettings.from_env()
     world = find_world_group()
     if world is not None:
@@ -127,24 +129,26 @@ def initialize_model_parallel(
 
     Args:
         tensor_model_parallel_size: Ranks that share a layer.
-        pipeline_model_parallel_size: Stages.
+        pipeline_model_parallel_size: Number of pipeline stages.
         prefill_context_model_parallel_size: Ranks that share a sequence.
-        decode_context_model_parallel_size: Only 1 or None in this version.
-        backend: torch backend of the device groups; None takes the world's.
-        data_parallel_size: Replicas; None takes what the world size leaves.
-        expert_parallel_size: Ranks that share the experts; None takes all of a stage.
+        decode_context_model_parallel_size: Must be 1 or None in this version.
+        backend: torch backend of the device groups; None takes the world group's.
+        data_parallel_size: Number of replicas; None derives it from the world size.
+        expert_parallel_size: Ranks that share the experts; None means all ranks of a stage.
 
     Raises:
         UsageError: The sizes do not fit the world, or there are current groups already.
         DisagreementError: Ranks ask for different sizes.
+        CommTimeoutError: Ranks did not join within `create_timeout_s`; `.missing` names them.
+        PeerLostError: A rank died meanwhile; `.peers` names it.
     """
     world = get_world_group()
     if decode_context_model_parallel_size not in (None, 1):
-        raise UsageError("decode_context_model_parallel_size: only 1 is supported in this version")
+        raise UsageError("decode_context_model_parallel_size must be 1 or None in this version")
     if find_current_groups() is not None:
         raise UsageError(
-            "model parallel groups exist already; destroy_model_parallel() first, or use "
-            "ParallelGroups.create(...) and its context manager for a second model"
+            "model parallel groups exist already: call destroy_model_parallel() first, or use "
+            "ParallelGroups.create(...) in a with block for a second model"
         )
     sizes = {
         "tensor": tensor_model_parallel_size,
@@ -174,6 +178,9 @@ def ensure_model_parallel_initialized(
 ) -> None:
     """Create the groups if there are none, else check that they have these sizes.
 
+    Collective over the world when it creates groups; a check sends nothing. The arguments and further errors are
+    those of `initialize_model_parallel`.
+
     Raises:
         UsageError: The current groups have other sizes.
     """
@@ -194,7 +201,7 @@ def ensure_model_parallel_initialized(
     }
     for name, (wanted, present) in expected.items():
         if wanted != present:
-            raise UsageError(f"the {name} parallel group has {present} ranks, {wanted} are wanted")
+            raise UsageError(f"the {name} parallel group has {present} ranks, expected {wanted}")
 
 
 def model_parallel_is_initialized() -> bool:
@@ -203,21 +210,25 @@ def model_parallel_is_initialized() -> bool:
 
 
 def get_current_groups() -> ParallelGroups:
-    """Return the current groups of this thread: those of the innermost `with groups:`, else the process's default.
+    """Return the current groups: those of the innermost `with groups:`, else the process's default.
 
     Raises:
-        UsageError: There are none.
+        UsageError: There are no current groups.
     """
     return current_groups()
 
 
 def maybe_get_current_groups() -> ParallelGroups | None:
-    """Return the current groups of this thread, or None if there are none."""
+    """Return the current groups, or None if there are none."""
     return find_current_groups()
 
 
 def get_world_group() -> GroupCoordinator:
-    """Return the group of all ranks."""
+    """Return the group of all ranks.
+
+    Raises:
+        UsageError: There is none.
+    """
     groups = find_current_groups()
     if groups is not None:
         return groups.world
@@ -273,57 +284,60 @@ def get_tensor_model_parallel_rank() -> int:
 
 
 def get_pipeline_model_parallel_world_size() -> int:
-    """Return the number of stages."""
+    """Return the number of pipeline stages."""
     return get_pp_group().world_size
 
 
 def get_pipeline_model_parallel_rank() -> int:
-    """Return this process's stage."""
+    """Return the index of this process's pipeline stage."""
     return get_pp_group().rank_in_group
 
 
 def get_data_parallel_world_size() -> int:
-    """Return the number of replicas."""
+    """Return the number of ranks in the current data-parallel group."""
     return get_dp_group().world_size
 
 
 def get_data_parallel_rank() -> int:
-    """Return this process's replica."""
+    """Return this process's rank in the current data-parallel group."""
     return get_dp_group().rank_in_group
 
 
 def get_expert_parallel_world_size() -> int:
-    """Return the number of ranks that share the experts."""
+    """Return the number of ranks in the current expert-parallel group."""
     return get_ep_group().world_size
 
 
 def get_expert_parallel_rank() -> int:
-    """Return this process's rank among those that share the experts."""
+    """Return this process's rank in the current expert-parallel group."""
     return get_ep_group().rank_in_group
 
 
 def is_global_first_rank() -> bool:
-    """Return whether this process is rank 0 of the world, also when there is no world yet."""
+    """Return whether this process is rank 0 of the world; True if there is no world yet."""
     return dist.get_rank() == 0 if dist.is_available() and dist.is_initialized() else True
 
 
 @contextmanager
 def graph_capture(device: torch.device) -> Iterator[GraphCaptureContext]:
-    """Capture a graph in which every current group may be used; on the CPU a no-op."""
+    """Capture a CUDA graph in which every current group may be used; a no-op on the CPU.
+
+    Collective over the current groups: all ranks capture the same calls.
+    """
     groups = current_groups()
     with groups.graph_capture(context_for(device, None)) as context:
         yield context
 
 
 def destroy_model_parallel() -> None:
-    """Destroy the process's default groups; the world's group stays. Idempotent."""
+    """Destroy the process's default groups, except for the world group. Idempotent, not collective."""
     groups = set_default_groups(None)
     if groups is not None:
         groups.destroy()
 
 
 def destroy_distributed_environment() -> None:
-    """Destroy the world's group, and torch.distributed if we initialised it. Idempotent, not collective."""
+    """Destroy all groups, and torch.distributed if this package initialised it. Idempotent, not collective."""
     destroy_model_parallel()
     world = set_world_group(None)
     if world is not None:
@@ -332,11 +346,16 @@ def destroy_distributed_environment() -> None:
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Destroy everything, as `destroy_model_parallel` and `destroy_distributed_environment` do.
+    """Do what `destroy_distributed_environment` does, under vLLM's name.
 
     Args:
-        shutdown_ray: For call sites that pass it; we start no Ray, so True is refused.
+        shutdown_ray: Must be False: this package does not start Ray.
+
+    Raises:
+        UsageError: `shutdown_ray` is True. Nothing is destroyed.
     """
     if shutdown_ray:
-        raise UsageError("shutdown_ray: this package does not start Ray; call ray.shutdown()")
+        raise UsageError(
+            "shutdown_ray must be False: this package does not start Ray; call ray.shutdown() yourself"
+        )
     destroy_distributed_environment()

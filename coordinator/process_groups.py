@@ -1,8 +1,8 @@
-"""Gloo process groups that listen where we say.
+"""Gloo process groups that listen on an address of our choice.
 
-torch chooses Gloo's address from the environment or the host's name, and drops the options that would
-say better. It does let a backend be registered under a name of its own, so ours is Gloo on one given
-address; everything else, and every torch function, works on it as on any process group.
+torch derives Gloo's address from the environment or the host name, and ignores the options that would set it. It does
+accept backends under new names, so we register Gloo on a given address as such a backend. Every torch function works
+on it as on any process group.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ BACKEND: Final = "gloo_at_address"
 
 LOOPBACK: Final = "127.0.0.1"
 
-# torch's stubs give ProcessGroupGloo none of its methods; they are those of a process group.
+# torch's stubs declare no methods of ProcessGroupGloo; it has those of a process group.
 GlooBackend: TypeAlias = dist.ProcessGroup
 
-# Gloo's own default; its threads carry the collectives that are in flight at once.
+# Threads per group, one per collective in flight. 2 is Gloo's own default.
 _GLOO_THREADS: Final = 2
 
 
 @dataclasses.dataclass
 class GlooOptions:
-    """Where a Gloo group listens, and the backend once it exists.
+    """Options of a Gloo group, and its backend once it exists.
 
     Attributes:
         address: Numeric address of this host to bind to; never a wildcard.
-        is_lazy: Two ranks connect when they first talk, so that creating the group waits for nobody.
-        backend: Set when the group is created.
+        is_lazy: Whether two ranks connect at their first message, so that creating the group waits for no rank.
+        backend: The backend; set when the group is created.
     """
 
     address: str
@@ -52,17 +52,17 @@ class GlooOptions:
         return self.backend
 
 
-# Where the world listens. A caller's own `dist.new_group()` takes the backend of a world of ours and no options.
+# The address on which the world listens. A caller's own `dist.new_group()` uses our backend without options.
 _world_address: Final[list[str]] = []
 
 
 def set_world_address(address: str) -> None:
-    """Let groups that callers create in this world, through torch and without options, listen at `address`."""
+    """Make groups that callers create through torch, without options, listen on `address`."""
     _world_address[:] = [address]
 
 
 def register_backend() -> None:
-    """Make `BACKEND` known to torch.distributed. Idempotent."""
+    """Register `BACKEND` with torch.distributed. Idempotent."""
     if not dist.is_available() or not dist.is_gloo_available():
         raise CapabilityError("this torch was built without Gloo", requirement="torch.distributed with Gloo")
     if not hasattr(dist.Backend, BACKEND.upper()):
@@ -70,7 +70,7 @@ def register_backend() -> None:
 
 
 def _create(backend_options: Any, options: GlooOptions | None) -> ProcessGroupGloo:
-    """Build the backend; torch calls this, with its own description of the group and our options, if any."""
+    """Build the backend. torch calls this with its own options and, for our groups, ours."""
     if options is None:
         options = GlooOptions(_world_address[0] if _world_address else LOOPBACK)
     gloo = cast("Any", ProcessGroupGloo)._Options()
@@ -87,21 +87,21 @@ def _create(backend_options: Any, options: GlooOptions | None) -> ProcessGroupGl
 
 
 class _Device:
-    """One Gloo device and those who use it."""
+    """One Gloo device, shared by the groups in `_users`."""
 
     def __init__(self, address: str, is_lazy: bool) -> None:
         self.gloo = ProcessGroupGloo.create_device(hostname=address, lazy_init=is_lazy)
 
 
-# Each device has a thread that wakes up a hundred times a second for ever, 0.15 % of a core, so all groups of a
-# process share one; it goes with the last of them. A forked child, which has no threads, needs its own.
+# Each device has a thread that wakes up a hundred times a second (0.15 % of a core), so all groups of a process share
+# one device, which ends with the last of them. A forked child has no threads and needs its own device.
 _devices: Final[weakref.WeakValueDictionary[tuple[str, int], _Device]] = weakref.WeakValueDictionary()
 _users: Final[weakref.WeakKeyDictionary[GlooBackend, _Device]] = weakref.WeakKeyDictionary()
 
 
 def _device_at(address: str, is_lazy: bool) -> _Device:
     if is_lazy:
-        # Two groups on one lazy device take each other's connections (torch 2.13): the second one hangs.
+        # Two groups on one lazy device mix up their connections, and the second hangs (torch 2.13).
         return _Device(address, is_lazy)
     device = _devices.get((address, fork_count()))
     if device is None:
@@ -112,7 +112,10 @@ def _device_at(address: str, is_lazy: bool) -> _Device:
 def new_gloo_group(
     ranks: Sequence[int], address: str, name: str, timeout_s: float, is_lazy: bool = False
 ) -> tuple[dist.ProcessGroup, GlooBackend]:
-    """Create a Gloo group of `ranks`, all of which call this with the same name; at any time if `is_lazy`."""
+    """Create a Gloo group that listens on `address`; the other arguments are those of `new_group`.
+
+    Collective over `ranks`, unless `is_lazy`: then each rank may call it at any time.
+    """
     register_backend()
     options = GlooOptions(address, is_lazy)
     group = new_group(ranks, BACKEND, name, timeout_s, options)
@@ -122,18 +125,18 @@ def new_gloo_group(
 def new_group(
     ranks: Sequence[int], backend: str, name: str, timeout_s: float, options: GlooOptions | None = None
 ) -> dist.ProcessGroup:
-    """Create a process group with any backend; only its members, `ranks` in group order, take part.
+    """Create a process group with any backend. Collective over `ranks` only.
 
-    Not through `dist.new_group`: that sorts the ranks, and names the group by how many groups this process
-    has just now. So ranks that hold different numbers of groups would wait for each other under different
-    names, and a group that follows a destroyed one would find the addresses of that in the store.
+    `dist.new_group` does not fit: it sorts the ranks, and names the group by the number of groups in this process.
+    Ranks with different numbers of groups would wait under different names, and a group that follows a destroyed one
+    would find the old addresses in the store.
 
     Args:
-        ranks: Global ranks.
+        ranks: Global ranks, in group order.
         backend: torch backend.
-        name: Never used before for a group with the same first rank, and equal on all ranks.
-        timeout_s: Of the backend's own operations.
-        options: Of the backend.
+        name: Equal on all ranks, and new among groups with the same first rank.
+        timeout_s: Timeout of the backend's own operations, in seconds.
+        options: Options of the backend.
     """
     torch_world: Any = dist.distributed_c10d
     group, _ = torch_world._new_process_group_helper(
@@ -148,17 +151,16 @@ def new_group(
         group_desc=name,
     )
     if not isinstance(group, dist.ProcessGroup):
-        raise InternalError(f"torch gave no process group for ranks {list(ranks)}")
+        raise InternalError(f"torch returned no process group for ranks {list(ranks)}")
     torch_world._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group
 
 
 def abort_gloo(backend: GlooBackend) -> None:
-    """End everything that is in flight in a Gloo group, here and on its peers, at once.
+    """Make every pending operation of a Gloo group fail at once, here and on its peers.
 
-    `ProcessGroupGloo.abort` does nothing in torch 2.13. A receive whose time-out passes does: Gloo then
-    closes all connections of the group, upon which every pending operation fails. So one is posted that
-    nobody will ever answer, on a tag that nobody uses.
+    `ProcessGroupGloo.abort` does nothing in torch 2.13. But when a receive times out, Gloo closes all connections of
+    the group and fails every pending operation. This posts a receive on a tag that nobody sends on.
     """
     if backend.size() == 1:
         return
@@ -167,7 +169,7 @@ def abort_gloo(backend: GlooBackend) -> None:
     try:
         backend.recv([buffer], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
     except RuntimeError as expected:
-        # Either the time-out, which is the purpose, or the connections were closed already.
+        # The intended timeout, or the connections were closed already.
         del expected
 
 

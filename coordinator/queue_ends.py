@@ -1,4 +1,4 @@
-"""The ends of a group's queues: what both kinds of groups, real and fake, give to their callers."""
+"""Protocols for the ends of a group's queues, implemented by real and by fake groups."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from shm_broadcast import codec
 
 
 class Writer(Protocol):
-    """The writing end of a queue, whatever carries it."""
+    """The writing end of a queue."""
 
     def enqueue(self, obj: Any, timeout_s: float | None = None) -> None:
-        """Send `obj` to every reader; return when the queue owns it."""
+        """Send `obj` to every reader; return when the queue holds its encoded bytes."""
 
 
 class Reader(Protocol):
-    """A reading end of a queue, whatever carries it."""
+    """A reading end of a queue."""
 
     def dequeue(self, timeout_s: float | None = None, type: Any = None) -> Any:  # noqa: A002
-        """Return the next object; without a deadline this waits until there is one."""
+        """Return the next object. Without `timeout_s` this waits until one arrives or the writer dies."""
 
 
 class Queues(Protocol):
-    """Makes the queues of one group."""
+    """Creates the queues of one group."""
 
     def broadcast(self, writer: int, external: object = None) -> Writer | Reader:
-        """Create a queue from rank `writer`, or from the writer outside of the group, to all others."""
+        """Create a queue from rank `writer`, or from the `external` writer, to all other ranks. Collective."""
 
     def gather(self, reader: int) -> tuple[Writer, list[Any]]:
-        """Create a queue from every rank to rank `reader`."""
+        """Create a queue from every rank to rank `reader`. Collective."""
 
     def close(self, timeout_s: float) -> None:
         """Close every queue, within about `timeout_s` seconds."""
 
 
 class UnreadWriter:
-    """The writing end of a queue without readers. It refuses what every queue refuses."""
+    """The writing end of a queue without readers. It refuses the objects that every queue refuses."""
 
     def __init__(self, health: GroupHealth) -> None:
-        """Belong to the group of `health`."""
+        """Check every call against `health`, the health of the group."""
         self._health = health
 
     def enqueue(self, obj: Any, timeout_s: float | None = None) -> None:
-        """Send `obj` to nobody."""
+        """Check that `obj` can be encoded, and drop it."""
         self._health.check_usable("enqueue")
         codec.encode(obj)

@@ -1,7 +1,7 @@
-"""How the processes of a world find each other; the only caller of `init_process_group`.
+"""Rendezvous: how the processes of a world find each other. This is the only caller of `init_process_group`.
 
-Three ways: what a launcher such as torchrun put into the environment, an address given by the caller, or
-on one host nothing but a directory. In each of them no listener of ours stands on a wildcard address.
+There are three methods: the environment of a launcher such as torchrun, an address given by the caller, or, on one
+host, a directory. This module never listens on a wildcard address.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, this_
 
 _WORLD: Final = "group_coordinator/world"
 
-# Ranks usually leave together. Those for which rank 0's store is gone while they say so make torch complain on stderr.
+# Rank 0 keeps its store this long for the others to leave. torch writes to stderr on a rank that finds the store gone,
+# and ranks usually leave together.
 LEAVE_S: Final = 0.1
 
 
 @dataclasses.dataclass
 class _World:
-    """The world that this process initialised, and how to leave it."""
+    """The world that this process initialised."""
 
     group: dist.ProcessGroup
     store: dist.Store
@@ -63,13 +64,13 @@ _lock = threading.Lock()
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-    """Where the ranks of a world meet.
+    """The result of a rendezvous.
 
     Attributes:
-        store: Reaches every rank.
+        store: A store that every rank reaches.
         rank: Global rank of this process.
         world_size: Number of processes.
-        leave: Gives back what the store holds; called once, after the world is gone.
+        leave: Releases the store's resources; called once, after the world is destroyed.
     """
 
     store: dist.Store
@@ -83,13 +84,13 @@ def init_world(
 ) -> dict[str, float]:
     """Initialise torch.distributed for this process. Collective over the world.
 
-    Blocks until every rank has come, for at most `settings.create_timeout_s`.
+    Blocks until every rank has joined, for at most `settings.create_timeout_s`.
 
     Args:
         world_size: Number of processes; -1 takes it from the launcher's environment.
-        rank: Global rank of this process; -1 likewise.
+        rank: Global rank of this process; -1 takes it from the launcher's environment.
         init_method: `env://`, `tcp://HOST:PORT` where HOST is rank 0's address, or `file:///DIRECTORY`.
-        backend: torch backend of the world's process group; "gloo" listens on an address chosen here.
+        backend: torch backend of the world's process group; for "gloo" this module chooses the address to listen on.
         settings: Deadlines and the network interface.
 
     Returns:
@@ -98,14 +99,16 @@ def init_world(
     Raises:
         UsageError: The arguments contradict each other.
         SettingsError: The launcher's environment is missing or malformed.
-        CommTimeoutError: Ranks did not come; `.missing` names them.
+        CommTimeoutError: Ranks did not join in time; `.missing` names them.
+        PeerLostError: A rank died meanwhile; `.peers` names it.
         DisagreementError: Ranks were started with different settings.
-        CapabilityError: Ranks are on several hosts and a loopback address was announced.
+        CapabilityError: Ranks are on several hosts and one announced a loopback address.
+        NativeError: torch could not connect, or the store is gone.
     """
-    global _world  # noqa: PLW0603 - torch has one world per process, and this is ours
+    global _world  # noqa: PLW0603 - torch has one world per process
     with _lock:
         if dist.is_initialized():
-            raise UsageError("torch.distributed is initialised already; it is used as it is")
+            raise UsageError("torch.distributed is already initialised; do not initialise it a second time")
         clock = Stopwatch()
         with clock.phase("rendezvous"):
             meeting = _meet(world_size, rank, init_method, settings)
@@ -138,13 +141,13 @@ def leave_world() -> None:
 
 
 def world_processes() -> Mapping[int, ProcessIdentity]:
-    """Return who the ranks of the present world are, by global rank; nobody if `init_world` has not made it."""
+    """Return the ranks' processes by global rank; empty if `init_world` did not create the current world."""
     world = _world
     return world.processes if world is not None and owns_world() else {}
 
 
 def owns_world() -> bool:
-    """Return whether this process initialised the present world through `init_world`."""
+    """Return whether this process initialised the current world through `init_world`."""
     return _world is not None and dist.is_initialized() and dist.group.WORLD is _world.group
 
 
@@ -158,11 +161,12 @@ def _meet(world_size: int, rank: int, init_method: str, settings: CoordinatorSet
     directory, endpoint = _directory_of(parts), _endpoint_of(parts)
     if directory is None and endpoint is None:
         raise UsageError(
-            f"cannot rendezvous by {init_method!r}: expected env://, tcp://HOST:PORT or file:///DIRECTORY"
+            f"distributed_init_method is {init_method!r}, but must be env://, tcp://HOST:PORT or file:///DIRECTORY"
         )
     if rank < 0 or world_size < 1 or rank >= world_size:
         raise UsageError(
-            f"{init_method} needs the world size and this process's rank, got world_size={world_size}, rank={rank}"
+            f"with {init_method} pass the world size and this process's rank, 0 <= rank < world_size; "
+            f"got world_size={world_size}, rank={rank}"
         )
     if directory is not None:
         meeting = DirectoryRendezvous(directory, rank, world_size)
@@ -173,7 +177,7 @@ def _meet(world_size: int, rank: int, init_method: str, settings: CoordinatorSet
 
 
 def _directory_of(parts: SplitResult) -> Path | None:
-    """Return the directory that `file:///DIRECTORY` names, or None: also where a part of it would be lost."""
+    """Return the directory of `file:///DIRECTORY`; None for other URLs, and for those with a host or a query."""
     path = Path(parts.path)
     if parts.scheme != "file" or parts.netloc or parts.query or parts.fragment or not path.is_absolute():
         return None
@@ -193,8 +197,9 @@ def _meet_by_environment(world_size: int, rank: int, settings: CoordinatorSettin
     launch = LaunchEnvironment.from_env()
     if launch is None:
         raise SettingsError(
-            "env:// takes RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from the environment and none is set; start "
-            "the processes with torchrun, or pass world_size, rank and distributed_init_method='file:///DIRECTORY'"
+            "env:// reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from the environment, and no launcher has set "
+            "them: start the processes with torchrun, or pass world_size, rank and "
+            "distributed_init_method='file:///DIRECTORY'"
         )
     for given, told, name in ((rank, launch.rank, "rank"), (world_size, launch.world_size, "world_size")):
         if given not in (-1, told):
@@ -203,9 +208,9 @@ def _meet_by_environment(world_size: int, rank: int, settings: CoordinatorSettin
     store = _tcp_store(
         launch.master_addr, launch.master_port, launch.rank, launch.world_size, serve, settings
     )
-    # The agent's store outlives a restart of the workers, and a world of this process that was left: each
-    # has keys of its own. One that rank 0 serves is new each time, and must not be counted: a rank that gave up before
-    # rank 0 came would look elsewhere ever after.
+    # The agent's store outlives a restart of the workers and earlier worlds of this process, so each world gets its
+    # own prefix. A store that rank 0 serves is new for each world and must not be counted: a rank that gave up before
+    # rank 0 joined would use another prefix than the others from then on.
     number = f"/{next(_worlds)}" if launch.use_agent_store else ""
     attempt = dist.PrefixStore(f"{launch.run_id or 'run'}/{launch.restart_count}{number}", store)
     leave = _nothing if launch.use_agent_store else _leaving(attempt, launch.rank, launch.world_size)
@@ -213,11 +218,11 @@ def _meet_by_environment(world_size: int, rank: int, settings: CoordinatorSettin
 
 
 def _nothing() -> None:
-    """The agent's store needs no cleaning up."""
+    """Do nothing, where no cleanup or check is needed."""
 
 
 def _leaving(store: dist.Store, rank: int, world_size: int) -> Callable[[], None]:
-    """Return how to leave a store that rank 0 serves: it stays a moment for ranks that leave at the same time."""
+    """Return a function that leaves a store served by rank 0; rank 0 waits up to `LEAVE_S` for the others."""
     board = StoreBoard(dist.PrefixStore(_WORLD, store), rank, range(world_size))
 
     def leave() -> None:
@@ -234,7 +239,7 @@ def _leaving(store: dist.Store, rank: int, world_size: int) -> Callable[[], None
 def _tcp_store(
     host: str, port: int, rank: int, world_size: int, serve: bool, settings: CoordinatorSettings
 ) -> dist.Store:
-    """Connect to the store at `host`; if this rank serves it, listen on that address and no other."""
+    """Connect to the store at `host`; if `serve`, listen on that address only."""
     timeout = timedelta(seconds=settings.create_timeout_s)
 
     def connect() -> dist.Store:
@@ -243,7 +248,7 @@ def _tcp_store(
                 host, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False
             )
         listener = _listen(host, port)
-        # The store takes the descriptor over: detached, so that it is not closed twice.
+        # The store takes over the descriptor; detaching prevents a second close.
         return dist.TCPStore(
             host,
             port,
@@ -260,8 +265,8 @@ def _tcp_store(
     except dist.DistError as error:
         if "timed out" in str(error).lower() or "timeout" in str(error).lower():
             raise CommTimeoutError(
-                f"rendezvous (rank {rank} of {world_size}): no store at {host}:{port} within "
-                f"{settings.create_timeout_s:.1f} s; is rank 0 running, and is this its address?",
+                f"rendezvous (rank {rank} of {world_size}): nothing answered at {host}:{port} within "
+                f"{settings.create_timeout_s:.1f} s; check that rank 0 is running and that this is its address",
                 missing=(0,),
             ) from error
         raise NativeError(
@@ -278,8 +283,8 @@ def _listen(host: str, port: int) -> socket.socket:
         raise UsageError(f"rank 0 cannot listen on {host}:{port}: {error.strerror}") from error
     if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_unspecified:
         raise UsageError(
-            f"rank 0 does not listen on {host}:{port}, as everybody could connect: give the address of this host "
-            "at which the other ranks reach it"
+            f"rank 0 does not listen on the wildcard address {host}:{port}, because any host could connect: "
+            "use the address at which the other ranks reach this host"
         )
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -289,8 +294,8 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise UsageError(
-            f"rank 0 cannot listen on {host}:{port} ({error.strerror}): the address must be one of this host, "
-            "and the port free"
+            f"rank 0 cannot listen on {host}:{port} ({error.strerror}): the address must belong to this host, "
+            "and the port must be free"
         ) from error
     return listener
 
@@ -298,7 +303,7 @@ def _listen(host: str, port: int) -> socket.socket:
 def _connect(
     meeting: Meeting, backend: str, settings: CoordinatorSettings, clock: Stopwatch
 ) -> dict[int, ProcessIdentity]:
-    """Agree on the facts of the world and create its process group; return who the ranks are."""
+    """Agree on the facts of the world and create its process group; return the ranks' processes."""
     rank, ranks = meeting.rank, range(meeting.world_size)
     own = this_process()
     facts = {
@@ -315,7 +320,7 @@ def _connect(
     options = None
     if backend == "gloo":
         register_backend()
-        # Lazy: our groups do not need it, and a mesh costs each start 5 to 15 ms and a thread that never rests.
+        # Lazy, because our groups do not use it: a connected mesh costs 5 to 15 ms at start and a polling thread.
         options = GlooOptions(listening_address(views, rank), is_lazy=True)
         set_world_address(options.address)
 

@@ -1,14 +1,13 @@
-"""Rendezvous on one host from nothing but a directory.
+"""Rendezvous on one host through a directory.
 
-Every use makes a generation of its own: a fresh directory of mode 0700 with a FileStore in it, as a
-FileStore outlives a hard exit and shows a later run its old keys. Rank 0 makes the generation and then
-moves a pointer to it into place; the others follow the pointer, check that rank 0 is alive, and take
-their seat, which in each generation can be taken once. The last to leave removes the generation, and
-rank 0 of a later run removes those whose owner is dead.
+Each run uses its own generation: a new directory of mode 0700 with a FileStore in it. A FileStore survives a hard exit,
+so a later run that reused it would see old keys. Rank 0 creates the generation and then moves a pointer to it into
+place. The others follow the pointer, check that rank 0 is alive, and claim their rank, which is possible once per
+generation. The last rank to leave removes the generation; rank 0 of a later run removes those whose owner is dead.
 
-Each process opens the store by a hard link of its own, and removes that when it leaves. A FileStore's destructor, which
-runs whenever the garbage collector comes, looks whether its file is there and then opens it to say that it has gone; if
-somebody removes the directory in between, it waits five minutes for the file to come back, holding the interpreter.
+Each process opens the store through its own hard link and removes the link when it leaves. A FileStore's destructor,
+which runs whenever the object is collected, checks that its file exists and then opens it to record its exit. If the
+file is removed between the two steps, the destructor waits five minutes for it while holding the interpreter lock.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ from shm_broadcast.liveness import ProcessIdentity, process_state, this_process
 _POINTER: Final = "current"
 _PREFIX: Final = "generation-"
 _NAME: Final = re.compile(r"generation-[0-9a-f]{16}\Z")
-# Between two looks: short while rank 0 is expected within milliseconds.
+# Pauses between two polls, growing by 1.2: rank 0 usually comes within milliseconds.
 _FIRST_PAUSE_S: Final = 0.0003
 _LONGEST_PAUSE_S: Final = 0.005
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """Who made a generation, and for how many."""
+    """The process that created a generation, and its world size."""
 
     process: ProcessIdentity
     world_size: int
 
 
 class DirectoryRendezvous:
-    """One rank's part in one use of a directory."""
+    """One rank's part in one rendezvous through a directory."""
 
     def __init__(self, directory: Path, rank: int, world_size: int) -> None:
-        """Nothing is touched yet."""
+        """Store the arguments; the directory is not touched yet."""
         self._directory = directory
         self._rank = rank
         self._world_size = world_size
@@ -57,11 +56,11 @@ class DirectoryRendezvous:
         self._link: Path | None = None
 
     def join(self, timeout_s: float) -> dist.Store:
-        """Return the store of this use, once rank 0 has made it.
+        """Return the store of this run, as soon as rank 0 has created it.
 
         Raises:
             UsageError: The directory cannot be used, or the world sizes differ.
-            CommTimeoutError: Rank 0 did not come.
+            CommTimeoutError: Rank 0 did not create it within `timeout_s` seconds; `.missing` names rank 0.
         """
         if self._rank == 0:
             self._generation = self._create()
@@ -72,7 +71,11 @@ class DirectoryRendezvous:
         return self._store
 
     def _open(self, generation: Path) -> dist.Store:
-        """Open the store by a path that nobody else uses. OSError: The generation was removed."""
+        """Open the store through this process's own link.
+
+        Raises:
+            OSError: The generation was removed.
+        """
         self._unlink()
         link = generation / f"store-{self._rank}-{secrets.token_hex(8)}"
         link.hardlink_to(generation / "store")
@@ -80,7 +83,7 @@ class DirectoryRendezvous:
         return dist.FileStore(str(link), -1)
 
     def _unlink(self) -> None:
-        """Remove the path of the store, before the store goes."""
+        """Remove this process's link, before the store is finalised."""
         if self._link is not None:
             self._link.unlink(missing_ok=True)
             self._link = None
@@ -99,24 +102,24 @@ class DirectoryRendezvous:
             fresh.write_text(generation.name)
             fresh.replace(self._directory / _POINTER)
         except OSError as error:
-            raise UsageError(f"cannot rendezvous in {self._directory}: {error}") from error
+            raise UsageError(f"cannot use {self._directory} for the rendezvous: {error}") from error
         return generation
 
     def _sweep(self, own: ProcessIdentity) -> None:
-        """Remove what runs left behind that were killed."""
+        """Remove the generations of killed runs."""
         for path in self._directory.glob(f"{_PREFIX}*"):
             owner = _read_owner(path)
             if owner is not None and own.sees(owner.process) and process_state(owner.process) == "dead":
                 shutil.rmtree(path, ignore_errors=True)
             elif owner is not None and not own.on_same_host(owner.process):
-                # Made before the last boot: nobody of that time is alive.
+                # Created before the last boot: its processes are gone.
                 shutil.rmtree(path, ignore_errors=True)
 
     def _find(self, timeout_s: float) -> Path:
-        """Follow the pointer until it leads to a generation in which this rank's seat is free."""
+        """Follow the pointer until it leads to a generation in which this rank is not claimed yet."""
         deadline = time.monotonic() + timeout_s
         pause_s = _FIRST_PAUSE_S
-        seen = "there was no generation at all"
+        seen = "the directory held no generation"
         while True:
             generation = self._follow()
             if generation is not None:
@@ -126,7 +129,7 @@ class DirectoryRendezvous:
                 seen = reason
             if time.monotonic() >= deadline:
                 raise CommTimeoutError(
-                    f"rendezvous in {self._directory} (rank {self._rank} of {self._world_size}): rank 0 did not come "
+                    f"rendezvous in {self._directory} (rank {self._rank} of {self._world_size}): rank 0 did not join "
                     f"within {timeout_s:.1f} s ({seen})",
                     missing=(0,),
                 )
@@ -141,11 +144,11 @@ class DirectoryRendezvous:
         return self._directory / name if _NAME.match(name) else None
 
     def _take_seat(self, generation: Path) -> str | None:
-        """Take this rank's seat; return None, or why that generation is not ours."""
+        """Claim this rank in `generation`; return None, or why the generation is not the current run's."""
         try:
             found = generation.lstat()
         except OSError:
-            return "its last generation was removed"
+            return "the last generation was removed"
         if (
             not stat.S_ISDIR(found.st_mode)
             or found.st_uid != os.getuid()
@@ -155,38 +158,38 @@ class DirectoryRendezvous:
         owner = _read_owner(generation)
         own = this_process()
         if owner is None:
-            return "its last generation has no owner"
+            return "the last generation has no readable owner file"
         if not own.on_same_host(owner.process) or (
             own.sees(owner.process) and process_state(owner.process) == "dead"
         ):
             return f"rank 0 of the last generation, pid {owner.process.pid}, is dead"
         if owner.world_size != self._world_size:
             if self._is_past(generation, owner.world_size):
-                return f"the last generation is a world of {owner.world_size} that is not left yet"
+                return f"the last generation is a world of {owner.world_size} ranks, and some have not left it yet"
             raise UsageError(
                 f"rendezvous in {self._directory}: rank 0 was started with a world of {owner.world_size}, "
                 f"rank {self._rank} with {self._world_size}"
             )
         try:
-            # A file, not a key: a store whose file goes while it is asked waits five minutes for it to come back.
-            # Whose seat is taken keeps the generation from being removed.
+            # The claim is a file, not a key: a query to a store whose file disappears waits five minutes for it. A
+            # claimed rank keeps the generation from being removed.
             (generation / f"seat-{self._rank}").touch(mode=0o600, exist_ok=False)
             self._store = self._open(generation)
         except FileExistsError:
-            return f"rank {self._rank} of the last generation has been there before"
+            return f"another process has already joined the last generation as rank {self._rank}"
         except OSError:
-            return "its last generation was removed"
+            return "the last generation was removed"
         return None
 
     def _is_past(self, generation: Path, world_size: int) -> bool:
-        """Return whether a generation of another size is an earlier run's, in which this rank has or had no place."""
+        """Return whether a generation of another world size belongs to an earlier run that this rank cannot join."""
         ranks = [self._rank] if self._rank < world_size else range(1, world_size)
         is_full = all((generation / f"seat-{rank}").exists() for rank in ranks)
-        # The last to leave moves the pointer away before it removes the seats.
+        # The last rank to leave moves the pointer away before it removes the claims.
         return is_full or self._follow() != generation
 
     def leave(self) -> None:
-        """Give the seat back; the last to leave removes the generation."""
+        """Leave the generation; the last rank to leave removes it."""
         generation, store = self._generation, self._store
         self._generation = self._store = None
         if generation is None or store is None:
@@ -199,7 +202,7 @@ class DirectoryRendezvous:
             self._unlink()
 
     def _remove_pointer(self, generation: Path) -> None:
-        """Remove the pointer if it leads to `generation`: rank 0 may be putting the next one there just now."""
+        """Remove the pointer if it leads to `generation`; rank 0 may be replacing it concurrently."""
         pointer = self._directory / _POINTER
         aside = self._directory / f"{_POINTER}.{secrets.token_hex(8)}"
         try:
@@ -207,7 +210,7 @@ class DirectoryRendezvous:
         except OSError:
             return
         if aside.read_text() != generation.name:
-            # It is the next one already: put it back, unless there is a newer one still.
+            # It already leads to the next generation: restore it, unless a newer one is in place.
             with contextlib.suppress(FileExistsError):
                 pointer.hardlink_to(aside)
         aside.unlink()

@@ -1,7 +1,7 @@
-"""Every setting, and the only module of the three packages that reads the environment, only when asked.
+"""All settings. This is the only module of the three packages that reads the environment, and only when called.
 
-An argument beats the environment, the environment beats the default. `CoordinatorSettings` holds what a user
-chooses, `LaunchEnvironment` what a launcher such as torchrun tells each process.
+An argument beats the environment, and the environment beats the default. `CoordinatorSettings` holds the user's
+choices, `LaunchEnvironment` the variables that a launcher such as torchrun sets.
 """
 
 import difflib
@@ -22,7 +22,7 @@ __all__ = ["PER_RANK_FIELDS", "PREFIX", "CoordinatorSettings", "LaunchEnvironmen
 PREFIX = "GROUP_COORDINATOR_"
 
 PER_RANK_FIELDS = frozenset({"interface", *(f"cuda.{field}" for field in PER_RANK_CUDA_FIELDS)})
-"""Fields that may differ between ranks: hosts name their network interfaces and keep their files differently."""
+"""Fields that may differ between ranks, because interface names and file paths differ between hosts."""
 
 _SECTIONS: dict[str, type[BroadcastSettings | RemoteSettings | CudaSettings]] = {
     "broadcast": BroadcastSettings,
@@ -32,19 +32,19 @@ _SECTIONS: dict[str, type[BroadcastSettings | RemoteSettings | CudaSettings]] = 
 
 
 class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of a process's groups.
+    """The settings of a process's groups. They must be equal on all ranks, except for `PER_RANK_FIELDS`.
 
     Attributes:
         timeout_s: How long a collective waits for its peers, in seconds.
         create_timeout_s: How long the rendezvous and the creation of a group wait for all ranks, in seconds.
         destroy_timeout_s: How long `destroy` waits for its peers before it leaves without them, in seconds.
         interface: Network interface for groups that span several hosts, such as "eth0"; None chooses the one
-            that routes to the master. May differ between ranks, as may the paths in `cuda`; nothing else may.
-        remote_ports: First and last TCP port at which queues wait for readers on other hosts, such as
-            "29600-29699"; each queue that has such readers takes one. None takes any free port.
-        broadcast: The queues, in so far as they run over shared memory.
-        remote: What queues do beyond that for readers on other hosts: high-water mark and heartbeats.
-        cuda: Groups on CUDA devices: our own kernels, their memory, NCCL.
+            that routes to the master. May differ between ranks.
+        remote_ports: First and last TCP port on which queues listen for readers on other hosts, such as
+            "29600-29699"; each queue with such readers takes one port. None takes any free port.
+        broadcast: Queues over shared memory.
+        remote: Queue readers on other hosts: high-water mark and heartbeats.
+        cuda: Groups on CUDA devices: our kernels, their memory, NCCL.
 
     Raises:
         SettingsError: A value is out of range; the text names the field and the value.
@@ -67,12 +67,12 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         if self.interface is not None and not _is_interface_name(self.interface):
             raise SettingsError(
                 f"interface is {self.interface!r}, but must be the name of a network interface "
-                "(1 to 15 characters, neither blanks nor '/')"
+                "(1 to 15 characters without blanks or '/')"
             )
         if self.remote_ports is not None and _port_range(self.remote_ports) is None:
             raise SettingsError(
-                f"remote_ports is {self.remote_ports!r}, but must be the first and the last of a range of TCP "
-                "ports from 1 to 65535, such as '29600-29699'"
+                f"remote_ports is {self.remote_ports!r}, but must be a range of TCP ports from 1 to 65535 "
+                "such as '29600-29699'"
             )
         for section, kind in _SECTIONS.items():
             if not isinstance(getattr(self, section), kind):
@@ -80,15 +80,15 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
     @property
     def remote_port_range(self) -> tuple[int, int] | None:
-        """Return the first and the last of `remote_ports`."""
+        """Return the first and the last port of `remote_ports`, or None."""
         return None if self.remote_ports is None else _port_range(self.remote_ports)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
-        """Return the settings that the environment gives, with defaults for the rest.
+        """Return the settings from the environment, with defaults for the rest.
 
         Args:
-            environ: Read instead of the process's environment.
+            environ: Variables to read instead of the process's environment.
 
         Raises:
             SettingsError: A variable that starts with `GROUP_COORDINATOR_` is unknown or malformed.
@@ -97,17 +97,16 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
     @classmethod
     def resolve(cls, environ: Mapping[str, str] | None = None, /, **overrides: Any) -> Self:
-        """Return settings in which each argument beats the environment, which beats the default.
+        """Return settings in which each argument beats the environment, and the environment beats the default.
 
         Args:
-            environ: Read instead of the process's environment; pass `{}` to ignore that.
-            overrides: Values by field. `broadcast` takes `BroadcastSettings`, `remote` takes `RemoteSettings`
-                and `cuda` takes `CudaSettings`, which replace the whole section; each also takes a mapping,
-                whose fields beat those of the environment.
+            environ: Variables to read instead of the process's environment; `{}` ignores the environment.
+            overrides: Values by field. A section (`broadcast`, `remote`, `cuda`) takes its settings object, which
+                replaces the whole section, or a mapping, whose fields beat those of the environment.
 
         Raises:
-            SettingsError: An argument or a variable is unknown or malformed. A variable is checked even where
-                an argument beats it.
+            SettingsError: An argument or a variable is unknown or malformed. A variable is checked even if an
+                argument beats it.
         """
         values = _read_variables(cls, os.environ if environ is None else environ)
         _refuse_unknown(overrides, cls.__struct_fields__, "setting")
@@ -136,19 +135,16 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         return flat
 
     def fingerprint(self) -> str:
-        """Return 16 hexadecimal digits that are equal on two ranks if and only if `agreed()` is.
-
-        Stable across processes, hosts and Python versions. `PER_RANK_FIELDS` do not count.
-        """
+        """Return a digest of `agreed()`: 16 hexadecimal digits, stable across processes, hosts and Python versions."""
         return hashlib.sha256(msgspec.json.encode(self.agreed(), order="deterministic")).hexdigest()[:16]
 
 
 def differences(views: Mapping[int, Mapping[str, object]]) -> list[str]:
-    """Return one line for each field on which ranks differ, such as `timeout_s: 600.0 (ranks 0, 1), 30.0 (rank 2)`.
+    """Return one line per field on which ranks differ, such as `timeout_s: 600.0 (ranks 0, 1), 30.0 (rank 2)`.
 
     Args:
-        views: What `CoordinatorSettings.agreed` returned, by rank. A field that a rank lacks, because it runs
-            another version, counts as different.
+        views: Results of `CoordinatorSettings.agreed`, by rank. A field that is missing on a rank, which runs another
+            version, counts as different.
     """
     lines = []
     for field in dict.fromkeys(field for view in views.values() for field in view):
@@ -156,24 +152,24 @@ def differences(views: Mapping[int, Mapping[str, object]]) -> list[str]:
         for rank, view in sorted(views.items()):
             holders.setdefault(repr(view[field]) if field in view else "absent", []).append(rank)
         if len(holders) > 1:
-            # The value that most ranks hold stands first; the culprit follows.
+            # The majority's value comes first, the culprit's after it.
             groups = sorted(holders.items(), key=lambda item: -len(item[1]))
             lines.append(f"{field}: " + ", ".join(f"{value} ({_ranks(ranks)})" for value, ranks in groups))
     return lines
 
 
 class LaunchEnvironment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a launcher such as torchrun tells a process about itself.
+    """The variables that a launcher such as torchrun sets for each process.
 
     Attributes:
         rank: `RANK`.
         world_size: `WORLD_SIZE`.
-        local_rank: `LOCAL_RANK`: the number among the processes of this host; None if the launcher is silent.
-        local_world_size: `LOCAL_WORLD_SIZE`; None if the launcher is silent.
-        master_addr: `MASTER_ADDR`: name or address of the host of the store.
-        master_port: `MASTER_PORT`.
-        use_agent_store: `TORCHELASTIC_USE_AGENT_STORE`: torchrun's agent serves the store already.
-        restart_count: `TORCHELASTIC_RESTART_COUNT`: how often the agent has started the workers anew.
+        local_rank: `LOCAL_RANK`: index among the processes of this host; None if it is not set.
+        local_world_size: `LOCAL_WORLD_SIZE`: number of processes on this host; None if it is not set.
+        master_addr: `MASTER_ADDR`: name or address of the host that serves the store.
+        master_port: `MASTER_PORT`: TCP port of the store.
+        use_agent_store: `TORCHELASTIC_USE_AGENT_STORE`: whether torchrun's agent serves the store.
+        restart_count: `TORCHELASTIC_RESTART_COUNT`: how often the agent has restarted the workers.
         run_id: `TORCHELASTIC_RUN_ID`.
     """
 
@@ -189,13 +185,13 @@ class LaunchEnvironment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self | None:
-        """Return what the launcher says, or None if there was none.
+        """Return the launcher's variables, or None if no launcher started this process.
 
-        There was none if none of `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE` is set;
-        `MASTER_ADDR` and `MASTER_PORT` alone are what programs set that start their processes themselves.
+        A launcher sets at least one of `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE`. Programs that start
+        their processes themselves may set `MASTER_ADDR` and `MASTER_PORT`, so these alone do not count.
 
         Args:
-            environ: Read instead of the process's environment.
+            environ: Variables to read instead of the process's environment.
 
         Raises:
             SettingsError: A variable is missing, malformed, or contradicts another one.
@@ -208,9 +204,9 @@ class LaunchEnvironment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if missing:
             present = [name for name in (*needed, "LOCAL_RANK", "LOCAL_WORLD_SIZE") if environ.get(name)]
             raise SettingsError(
-                f"the launcher's environment is incomplete: {', '.join(missing)} missing, "
-                f"though {', '.join(present) or 'LOCAL_RANK'} is set; start the processes with torchrun, "
-                "set them all, or unset them all"
+                f"the launcher's environment is incomplete: it lacks {', '.join(missing)}, "
+                f"though it sets {', '.join(present) or 'LOCAL_RANK'}; start the processes with torchrun, "
+                "or set all of these variables, or none"
             )
         world_size = _integer(environ, "WORLD_SIZE", 1, 2**31 - 1)
         local_world_size = _optional_integer(environ, "LOCAL_WORLD_SIZE", 1, world_size)
@@ -228,10 +224,10 @@ class LaunchEnvironment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 def cuda_visible_devices(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return `CUDA_VISIBLE_DEVICES`, by which CUDA chooses the devices of a process; None if it is not set.
+    """Return `CUDA_VISIBLE_DEVICES`, which selects the CUDA devices of a process; None if it is not set.
 
     Args:
-        environ: Read instead of the process's environment.
+        environ: Variables to read instead of the process's environment.
     """
     return (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
 
@@ -240,7 +236,7 @@ def cuda_visible_devices(environ: Mapping[str, str] | None = None) -> str | None
 
 
 def _variables(cls: type[CoordinatorSettings]) -> dict[str, tuple[str, str | None, Any]]:
-    """Return (field, field of the section or None, type) for each variable."""
+    """Return (field, field in the section or None, type) for each variable."""
     found: dict[str, tuple[str, str | None, Any]] = {}
     for field in msgspec.structs.fields(cls):
         name = PREFIX + field.name.upper()
@@ -253,7 +249,7 @@ def _variables(cls: type[CoordinatorSettings]) -> dict[str, tuple[str, str | Non
 
 
 def _read_variables(cls: type[CoordinatorSettings], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return values by field, and a dict of values for each section that the environment touches."""
+    """Return the values that the environment sets, by field; those of a section as a dict."""
     variables = _variables(cls)
     given = {name: text for name, text in environ.items() if name.startswith(PREFIX)}
     _refuse_unknown(given, variables, "environment variable")
@@ -285,16 +281,16 @@ def _read_variables(cls: type[CoordinatorSettings], environ: Mapping[str, str]) 
 
 
 def _check(cls: type[CoordinatorSettings], field: str, inner: str | None, value: Any) -> None:
-    """Raise if one variable's value is out of range; `value` is all that the environment says of its field."""
+    """Raise if one variable's value is out of range; for a section, `value` holds all that the environment sets."""
     if inner is None:
         cls(**{field: value})
         return
     kind = _SECTIONS[field]
     try:
-        # A section of one field: its check blames the variable even if the field is out of range.
+        # Checking the field alone blames the right variable.
         kind(**{inner: value[inner]})
     except SettingsError:
-        # Not to blame if it goes with the other variables, as one field of a section limits another.
+        # One field of a section can limit another: accept the value if it is valid together with the other variables.
         if len(value) > 1 and _is_accepted(kind, value):
             return
         raise
@@ -330,7 +326,7 @@ def _is_interface_name(name: object) -> bool:
 
 
 def _port_range(text: object) -> tuple[int, int] | None:
-    """Return the two numbers of "29600-29699", or None if they are no range of ports."""
+    """Return the two numbers of "29600-29699", or None if `text` is not a range of ports."""
     if not isinstance(text, str):
         return None
     first, dash, last = text.partition("-")

@@ -1,4 +1,4 @@
-"""Groups as training frameworks ask for them: from a root and a size, and with hybrid sharding added afterwards."""
+"""Create groups the way training frameworks do: from a root group and a size, with hybrid sharding added later."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ def create_parallel_groups(
 ) -> ParallelGroups:
     """Create the tensor- and data-parallel groups of a world. Collective over `root`.
 
-    Neighbours share a layer: of eight ranks with `tp_size=2` the tensor-parallel groups are 0 1, 2 3, 4 5, 6 7 and the
-    data-parallel ones 0 2 4 6, 1 3 5 7.
+    Neighbouring ranks share a layer. With eight ranks and `tp_size=2`, the tensor-parallel groups are 0 1, 2 3, 4 5
+    and 6 7, and the data-parallel groups are 0 2 4 6 and 1 3 5 7.
 
     Args:
-        root: The group of all ranks; it is not destroyed with the result.
-        tp_size: Ranks that share a layer; must divide the world.
+        root: The group of all ranks; destroying the result leaves it alone.
+        tp_size: Ranks that share a layer; must divide the world size.
         use_message_queue_broadcaster: Whether `root` and the tensor-parallel groups get an `mq_broadcaster`.
 
     Raises:
-        UsageError: `root` has not all ranks of the world, or `tp_size` does not divide their number.
+        UsageError: `root` is not the group of all ranks, or `tp_size` does not divide their number.
         Others: As `ParallelGroups.create`.
     """
     if root.ranks != list(range(root.world_size)):
-        raise UsageError(f"root must be the group of all ranks, not of {root.ranks}")
+        raise UsageError(f"root must be the group of all ranks in ascending order, not of {root.ranks}")
     return ParallelGroups.create(
         ParallelLayout.from_world_size(root.world_size, tensor=tp_size),
         use_message_queue_broadcaster=use_message_queue_broadcaster,
@@ -39,12 +39,12 @@ def create_fsdp_groups(groups: ParallelGroups, intra_node_size: int | None = Non
     """Return `groups` with `rdp` and `sdp` for hybrid or full sharding. Collective over the world.
 
     Args:
-        groups: What exists; the result shares its groups and destroys them, so destroy only the result.
-        intra_node_size: Neighbours in `dp` over which the model is sharded, those of one host; must divide `dp`.
-            None shards over all of `dp`.
+        groups: Existing groups. The result takes them over: destroy the result, not these.
+        intra_node_size: Number of neighbours in `dp` over which the model is sharded, usually those of one host;
+            must divide the size of `dp`. None shards over all of `dp`.
 
     Raises:
-        UsageError: `intra_node_size` is less than 2 or does not divide `dp`. Nothing is sent.
+        UsageError: `intra_node_size` is less than 2 or does not divide the size of `dp`. Nothing is sent.
         Others: As `ParallelGroups.create`.
     """
     if intra_node_size is not None and (type(intra_node_size) is not int or intra_node_size < 2):

@@ -1,4 +1,4 @@
-"""Where the time goes while a world joins and its groups are made: a frozen record for each group."""
+"""Reports of where the time goes while a world is joined and its groups are created."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ PHASES: Final = ("rendezvous", "agreement", "shared_memory", "gloo", "communicat
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CreationReport:
-    """How long this rank took to create one group, in seconds by phase. Waiting for slower ranks counts.
+    """How long this rank took to create one group, in seconds by phase, including waits for slower ranks.
 
     Attributes:
         name: The group's unique name.
         world_size: Number of ranks in the group.
-        together: Names of the groups that were created in one step, this one included: they share
+        together: Names of the groups that were created in one agreement, including this one. They share
             `agreement_s`.
-        rendezvous_s: Meeting the other ranks and agreeing on the world; of the world's group only.
-        agreement_s: Until all ranks had come and held the same facts.
-        shared_memory_s: Making and mapping the memory that the ranks of one host share.
-        gloo_s: Connecting process groups, those of other backends than Gloo included.
+        rendezvous_s: Finding the other ranks and agreeing on the world; only for the world group.
+        agreement_s: Waiting until all ranks have joined with the same facts.
+        shared_memory_s: Creating and mapping the memory that the ranks of one host share.
+        gloo_s: Connecting process groups, including those of other backends than Gloo.
         communicator_s: Building the device communicator.
         queue_s: Creating `mq_broadcaster`.
     """
@@ -40,7 +40,7 @@ class CreationReport:
 
     @property
     def phases(self) -> dict[str, float]:
-        """Return the seconds of every phase by its name, in order."""
+        """Return the seconds of each phase by name, in order."""
         return {name: getattr(self, f"{name}_s") for name in PHASES}
 
     @property
@@ -49,7 +49,7 @@ class CreationReport:
         return sum(self.phases.values())
 
     def plus(self, **seconds: float) -> CreationReport:
-        """Return this report with `seconds` added to phases, by their name."""
+        """Return this report with `seconds` added, by phase name."""
         added = {f"{name}_s": getattr(self, f"{name}_s") + value for name, value in seconds.items()}
         return dataclasses.replace(self, **added)
 
@@ -70,12 +70,12 @@ class StartUpReport:
 
     @classmethod
     def of(cls, reports: Sequence[CreationReport]) -> StartUpReport:
-        """Return the report of the groups that made `reports`."""
+        """Return the report over `reports`, one per group."""
         return cls(groups=tuple(reports))
 
     @property
     def phases(self) -> dict[str, float]:
-        """Return the seconds of every phase over all groups; an agreement on several groups counts once."""
+        """Return the seconds of each phase over all groups. An agreement on several groups counts once."""
         sums = dict.fromkeys(PHASES, 0.0)
         agreed: set[tuple[str, ...]] = set()
         for report in self.groups:
@@ -91,7 +91,7 @@ class StartUpReport:
         return sum(self.phases.values())
 
     def __str__(self) -> str:
-        """Return one line for all groups and one for each."""
+        """Return one line for all groups, then one line per group."""
         lines = [f"all groups: {_listed(self.phases)}"]
         lines += [f"{report.name} ({report.world_size} ranks): {report}" for report in self.groups]
         return "\n".join(lines)
@@ -105,15 +105,15 @@ def _listed(phases: dict[str, float]) -> str:
 
 
 class Stopwatch:
-    """Adds up seconds by phase."""
+    """Accumulates elapsed seconds by phase."""
 
     def __init__(self) -> None:
-        """Nothing has taken any time yet."""
+        """Start with no phases."""
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside as part of phase `name`."""
+        """Add the time spent in the block to phase `name`."""
         start = time.perf_counter()
         try:
             yield

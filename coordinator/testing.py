@@ -1,9 +1,9 @@
-"""For tests: groups without other ranks, and the contract that a communicator of your own must keep.
+"""Tools for tests: groups without other ranks, and the conformance suite for your own communicator.
 
     from coordinator.testing import FakeGroupCoordinator, check_device_communicator
 
-`FakeGroupCoordinator` stands in for a group in code that runs in one process; `fake_groups` gives one rank's
-`ParallelGroups`, all of them fakes. `check_device_communicator` runs inside of every rank of a group.
+`FakeGroupCoordinator` replaces a group in code that runs in one process. `fake_groups` returns one rank's
+`ParallelGroups`, all of them fakes. `check_device_communicator` runs on every rank of a real group.
 """
 
 from __future__ import annotations
@@ -81,24 +81,24 @@ def check_device_communicator(
 ) -> None:
     """Check every clause of the contract of `DeviceCommunicator`.
 
-    Collective: all ranks of the communicator's group call it with equal arguments. Takes about two thousand calls, the
-    largest of 66 KB. A `FakeCommunicator` is known, and measured by what a fake promises.
+    Collective: all ranks of the communicator's group call it with equal arguments. It makes about two thousand calls
+    of at most 66 KB each. A `FakeCommunicator` is checked against what a fake promises.
 
     Args:
-        communicator: What is checked, usually `group.device_communicator`.
-        dtypes: The dtypes to move and reduce; by default those that serving engines use.
-        host: How the ranks exchange what they found, usually the group itself, so that all ranks raise the same error.
-            Without it the communicator under test carries a note, and only the rank that found a violation
-            can say which.
-        exact_reductions: Whether sums, means and products of floating and complex types must have the bits of
-            `device_comm.reduction`: rank order, float32 for narrow types. Otherwise rounding may differ.
+        communicator: The communicator to check, usually `group.device_communicator`.
+        dtypes: The dtypes to move and reduce; default: those that serving engines use.
+        host: Exchanges the ranks' findings so that all ranks raise the same error; usually the group itself.
+            Without it the communicator under test carries only a flag and a digest per rank, and only the rank that
+            found a violation can name it.
+        exact_reductions: Whether sums, means and products of floating and complex dtypes must match
+            `device_comm.reduction` bit for bit (rank order, float32 for narrow dtypes). If False, rounding may differ.
         destroy: Whether to destroy the communicator at the end, twice.
-        parts: Names of `PARTS`, to check no others.
-        timeout_s: Deadline of each receive in seconds; collectives take the group's.
+        parts: Names from `PARTS` to check; default: all.
+        timeout_s: Deadline of each receive, in seconds; collectives use the group's.
 
     Raises:
-        ConformanceError: A clause is violated; the text names it, with the call, what was expected and what came.
-        UsageError: An argument here is wrong.
+        ConformanceError: A clause is violated. The text names the clause and the call, with expected and actual result.
+        UsageError: An argument of this function is wrong.
     """
     if not isinstance(communicator, DeviceCommunicator):
         raise UsageError(f"expected a DeviceCommunicator, not {type(communicator).__name__}")
@@ -109,7 +109,7 @@ def check_device_communicator(
     alike = isinstance(communicator, FakeCommunicator)
     unknown = [name for name in parts or () if name not in PARTS]
     if unknown:
-        raise UsageError(f"unknown parts {unknown}: choose from {', '.join(PARTS)}")
+        raise UsageError(f"unknown parts {unknown}; choose from {', '.join(PARTS)}")
     check = Checker(communicator, chosen, host, alike=alike, exact=exact_reductions, timeout_s=timeout_s)
     for name, part in PARTS.items():
         if parts is None or name in parts:

@@ -1,4 +1,4 @@
-"""A group as a process group of torch: what torch's functions call becomes a call of ours."""
+"""Present a group to torch as a `ProcessGroup`: calls from torch's functions become calls of the group."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ Tensors = Sequence[torch.Tensor]
 
 
 class _Work(dist.Work):
-    """A call under way, or done, as torch waits for it."""
+    """A running or completed call, with the methods by which torch waits for it."""
 
     def __init__(self, handle: CallHandle[Any] | None = None) -> None:
         super().__init__()
         self._handle = handle
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end of the call; raises what it raised."""
+        """Wait until the call is complete; raise the error that it raised."""
         if self._handle is not None:
             self._handle.wait(_seconds(timeout))
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the call is done. Raises what it raised."""
+        """Return whether the call is complete; raise the error that it raised."""
         return self._handle is None or self._handle.is_completed()
 
     def is_success(self) -> bool:
-        """Return whether the call is done and has not failed."""
+        """Return whether the call is complete and has not failed."""
         return self.is_completed()
 
     def synchronize(self) -> None:
-        """Wait."""
+        """Wait for the call."""
         self.wait()
 
     def get_future(self) -> Any:
@@ -71,7 +71,7 @@ class _TransferWork(dist.Work):
         self._handle = handle
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait with the deadline that the transfer has."""
+        """Wait with the transfer's own deadline; `timeout` is ignored."""
         del timeout
         self._handle.wait()
         return True
@@ -82,7 +82,7 @@ class _TransferWork(dist.Work):
 
 
 class _AnyWork(dist.Work):
-    """A receive from any rank, which takes place when it is waited for."""
+    """A receive from any rank, carried out inside `wait`."""
 
     def __init__(self, receive: Callable[[], int]) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class _AnyWork(dist.Work):
         self._source = -1
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Receive; the deadline is the group's."""
+        """Receive, with the group's deadline; `timeout` is ignored."""
         del timeout
         receive, self._receive = self._receive, None
         if receive is not None:
@@ -98,7 +98,7 @@ class _AnyWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it was waited for."""
+        """Return whether `wait` was called."""
         return self._receive is None
 
     def _source_rank(self) -> int:
@@ -106,7 +106,7 @@ class _AnyWork(dist.Work):
 
 
 if TYPE_CHECKING:
-    # torch's stub has other forms of each method than those that torch calls.
+    # torch's stub declares other signatures than those that torch calls.
     class _ProcessGroup:
         def __init__(self, rank: int, size: int) -> None: ...
         def size(self) -> int: ...
@@ -115,12 +115,12 @@ else:
 
 
 class CoordinatorProcessGroup(_ProcessGroup):
-    """What torch calls, by torch's names; ranks here are ranks in the group."""
+    """The methods that torch calls, by torch's names. Ranks are ranks in the group."""
 
     def __init__(self, group: GroupCoordinator, calls: Calls) -> None:
-        """Use `register`."""
+        """Wrap `group`; call `register` instead."""
         super().__init__(group.rank_in_group, group.world_size)
-        # torch keeps process groups until they are destroyed; a group that nobody else keeps shall go.
+        # torch keeps a process group until it is destroyed. A weak reference lets an unused group be collected.
         self._group = weakref.ref(group)
         self._calls = calls
         self._name = f"{group.unique_name} as a process group"
@@ -130,15 +130,15 @@ class CoordinatorProcessGroup(_ProcessGroup):
         """Return the group.
 
         Raises:
-            ClosedError: It is gone.
+            ClosedError: It no longer exists.
         """
         group = self._group()
         if group is None:
-            raise ClosedError(f"{self._name}: the group is gone")
+            raise ClosedError(f"{self._name}: the group no longer exists")
         return group
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """Return the name of the backend."""
+        """Return the backend's name."""
         return BACKEND
 
     def getGroupName(self) -> str:  # noqa: N802 - torch's name
@@ -146,12 +146,12 @@ class CoordinatorProcessGroup(_ProcessGroup):
         return self._name
 
     def shutdown(self) -> None:
-        """Do nothing: the group ends by its own `destroy`."""
+        """Do nothing: the group's own `destroy` ends it."""
 
     abort = shutdown
 
     def _run(self, name: str, opts: Any, call: Callable[[float | None], Any], device: str = "cpu") -> _Work:
-        """Make a call of the group, now or in line, with the deadline that `opts` states."""
+        """Run or queue a call of the group, with the deadline that `opts` states."""
 
         def make(*, timeout_s: float | None) -> Any:
             return call(timeout_s)
@@ -164,7 +164,7 @@ class CoordinatorProcessGroup(_ProcessGroup):
     # ------------------------------------------------------------------ reductions
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> _Work:
-        """Combine in place."""
+        """All-reduce each tensor in place."""
         there = self.coordinator.device_communicator
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
 
@@ -176,7 +176,7 @@ class CoordinatorProcessGroup(_ProcessGroup):
         return self._run("all_reduce", opts, call, tensors[0].device.type)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> _Work:
-        """Combine in place, in one meeting."""
+        """All-reduce several tensors in place, in one round."""
         there = self.coordinator.device_communicator
         op: Any = dist.ReduceOp.SUM if opts is None else opts.reduceOp
 
@@ -186,7 +186,7 @@ class CoordinatorProcessGroup(_ProcessGroup):
         return self._run("all_reduce_coalesced", opts, call)
 
     def reduce(self, tensors: Tensors, opts: Any) -> _Work:
-        """Combine on the root, in its tensor."""
+        """Reduce to the root, in place there."""
         there = self.coordinator.device_communicator
 
         def call(timeout_s: float | None) -> list[torch.Tensor]:
@@ -200,7 +200,7 @@ class CoordinatorProcessGroup(_ProcessGroup):
         return self._run("reduce", opts, call, tensors[0].device.type)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> _Work:
-        """Combine lists of one tensor for each rank."""
+        """Reduce lists of one tensor per rank; rank i gets the i-th result."""
 
         def call(timeout_s: float | None) -> list[torch.Tensor]:
             for output, parts in zip(outputs, inputs, strict=True):
@@ -210,7 +210,7 @@ class CoordinatorProcessGroup(_ProcessGroup):
         return self._run("reduce_scatter", opts, call, outputs[0].device.type)
 
     def reduce_scatter_single(self, output: torch.Tensor, input_: torch.Tensor, opts: Any = None) -> _Work:
-        """Combine, and keep this rank's part of the first dimension."""
+        """Reduce, and keep this rank's part of the first dimension."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
 
         def call(timeout_s: float | None) -> torch.Tensor:
@@ -221,7 +221,7 @@ class CoordinatorProcessGroup(_ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:
-        """As `reduce_scatter_single`, for several."""
+        """Do `reduce_scatter_single` for several tensors."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
 
         def call(timeout_s: float | None) -> list[torch.Tensor]:
@@ -246,7 +246,7 @@ class CoordinatorProcessGroup(_ProcessGroup):
     # ------------------------------------------------------------------ moving data
 
     def broadcast(self, tensors: Tensors, opts: Any) -> _Work:
-        """Fill with the root's."""
+        """Overwrite each tensor with the root's."""
         there = self.coordinator.device_communicator
 
         def call(timeout_s: float | None) -> list[torch.Tensor]:
@@ -255,7 +255,7 @@ class CoordinatorProcessGroup(_ProcessGroup):
         return self._run("broadcast", opts, call, tensors[0].device.type)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> _Work:
-        """Fill one tensor for each rank."""
+        """Gather every rank's tensor into a list of one tensor per rank."""
         there = self.coordinator.device_communicator
 
         def call(timeout_s: float | None) -> None:
@@ -267,13 +267,13 @@ class CoordinatorProcessGroup(_ProcessGroup):
         return self._run("all_gather", opts, call, inputs[0].device.type)
 
     def all_gather_single(self, output: torch.Tensor, input_: torch.Tensor, opts: Any = None) -> _Work:
-        """Fill one tensor with all ranks' in rank order."""
+        """Gather every rank's tensor into one tensor, in rank order."""
         return self.all_gather_single_coalesced([output], [input_], opts)
 
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:
-        """As `all_gather_single`, for several."""
+        """Do `all_gather_single` for several tensors."""
         there = self.coordinator.device_communicator
 
         def call(timeout_s: float | None) -> list[torch.Tensor]:
@@ -287,7 +287,7 @@ class CoordinatorProcessGroup(_ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> _Work:
-        """Fill, on the root, one tensor for each rank."""
+        """Gather every rank's tensor on the root, into a list of one tensor per rank."""
         there = self.coordinator.device_communicator
 
         def call(timeout_s: float | None) -> None:
@@ -298,7 +298,7 @@ class CoordinatorProcessGroup(_ProcessGroup):
         return self._run("gather", opts, call, inputs[0].device.type)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> _Work:
-        """Fill with this rank's of the root's list."""
+        """Fill the output with this rank's tensor of the root's list."""
         there = self.coordinator.device_communicator
         source = torch.cat([each.reshape(-1) for each in inputs[0]]) if inputs else None
 
@@ -317,7 +317,7 @@ class CoordinatorProcessGroup(_ProcessGroup):
         input_split_sizes: Sequence[int] = (),
         opts: Any = None,
     ) -> _Work:
-        """Exchange parts of the first dimension."""
+        """Send the i-th part of the first dimension to rank i."""
         there, size = self.coordinator.device_communicator, self.size()
         sent = list(input_split_sizes) or [input_.shape[0] // size] * size
         received = list(output_split_sizes) or [output.shape[0] // size] * size
@@ -332,7 +332,7 @@ class CoordinatorProcessGroup(_ProcessGroup):
     alltoall_base = all_to_all_single
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:
-        """Exchange tensors of one dtype."""
+        """Send the i-th tensor to rank i; all have the same dtype."""
         there = self.coordinator.device_communicator
 
         def call(timeout_s: float | None) -> None:
@@ -355,15 +355,15 @@ class CoordinatorProcessGroup(_ProcessGroup):
     # ------------------------------------------------------------------ point to point
 
     def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> _TransferWork:  # noqa: N803 - torch's name
-        """Start to send."""
+        """Start a send."""
         return _TransferWork(self.coordinator.isend(tensors[0], dstRank, tag=tag))
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> _TransferWork:  # noqa: N803 - torch's name
-        """Start to receive."""
+        """Start a receive."""
         return _TransferWork(self.coordinator.irecv(tensors[0], srcRank, tag=tag))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> _AnyWork:
-        """Receive from any rank, when it is waited for."""
+        """Receive from any rank, inside the work's `wait`."""
         group = self.coordinator
 
         def receive() -> int:
@@ -375,14 +375,14 @@ class CoordinatorProcessGroup(_ProcessGroup):
 
 
 def register(group: GroupCoordinator, calls: Calls) -> dist.ProcessGroup:
-    """Make a group known to torch; destroying the returned process group ends that.
+    """Register a group with torch, until the returned process group is destroyed.
 
     Args:
         group: The group.
-        calls: Its gate, which torch's calls pass too.
+        calls: Its gate, which calls by torch pass too.
 
     Raises:
-        UsageError: torch.distributed has no world.
+        UsageError: torch.distributed is not initialised.
     """
     if not dist.is_initialized():
         raise UsageError("as_process_group: torch.distributed is not initialised")
@@ -402,7 +402,7 @@ def register(group: GroupCoordinator, calls: Calls) -> dist.ProcessGroup:
 
 
 def _seconds(timeout: timedelta | None) -> float | None:
-    """Return what torch states as a deadline; what it leaves open is negative or zero."""
+    """Return torch's timeout in seconds; None if it is absent, zero or negative, which means unset."""
     if timeout is None or timeout <= timedelta(0):
         return None
     return timeout.total_seconds()

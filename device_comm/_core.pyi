@@ -1,4 +1,4 @@
-"""Types of the native core. Addresses and lengths are the caller's to get right: they come from tensors it holds."""
+"""Types of the native core. The caller guarantees that addresses and lengths are those of tensors it keeps alive."""
 
 from collections.abc import Callable
 from typing import final
@@ -22,10 +22,14 @@ SCATTER: int
 REDUCE: int
 
 def lay_out(mapping: Buffer, ranks: int, slot_bytes: int, generation: int, /) -> None:
-    """Lay a fabric out in a zeroed mapping. ValueError: the mapping is too small."""
+    """Initialise a shared region in a zeroed mapping.
+
+    Raises:
+        ValueError: The mapping is too small, or an argument is out of range.
+    """
 
 def segment_bytes(ranks: int, slot_bytes: int, /) -> int:
-    """Return how large a mapping must be."""
+    """Return the bytes that a mapping needs."""
 
 def ordinary_tensors(
     tensor: type[torch.Tensor],
@@ -34,9 +38,9 @@ def ordinary_tensors(
     types: dict[torch.dtype, int],
     /,
 ) -> None:
-    """Say of what dtypes tensors are ordinary, and what makes a capsule of DLPack and what takes one.
+    """Register the type and dtypes of ordinary tensors, and the functions to export and import DLPack capsules.
 
-    The first call counts.
+    Later calls have no effect.
     """
 
 def level() -> str:
@@ -44,30 +48,31 @@ def level() -> str:
 
 @final
 class Fabric:
-    """One rank's end of the shared memory of a group, and the call that is under way.
+    """One rank's end of a group's shared region, and the call in progress.
 
-    Each call returns a status: DONE; PENDING: not all ranks have come, go on with `resume`; DISAGREE: the ranks made
-    different calls and nothing was moved; CLOSED; BUSY: a call is under way; LEFT: a rank that has not come has
-    closed its end.
+    Each call returns a status. DONE: complete. PENDING: some ranks have not arrived, continue with `resume`. DISAGREE:
+    the ranks made different calls and nothing was moved. CLOSED: this end is closed, or a rank broke the group. BUSY:
+    another call is in progress. LEFT: a rank that has not arrived has closed its end.
     """
 
     def __new__(cls, mapping: Buffer, rank: int, /) -> Fabric: ...
     @property
     def number(self) -> int:
-        """How many calls were begun."""
+        """Number of calls begun so far."""
 
     def barrier(self) -> int: ...
     def all_reduce(
         self, tensor: object, most_bytes: int, /
     ) -> torch.Tensor | tuple[torch.Tensor, int] | None:
-        """Sum an ordinary tensor of at most `most_bytes`, one-shot.
+        """Sum an ordinary tensor of at most `most_bytes` with the one-shot algorithm.
 
-        Returns the sum; or the tensor in which it will be, with a status that is not DONE; or None if the tensor is
-        not ordinary or too long: then nothing was begun.
+        Returns:
+            The sum, a new tensor; or (tensor that will hold it, status) if the status is not DONE; or None if the
+            tensor is not ordinary or too long, and then no call was begun.
         """
 
     def all_reduce_in_place(self, tensor: object, most_bytes: int, /) -> int | None:
-        """As `all_reduce`, with the sum in place of the tensor's elements; return the status."""
+        """Sum like `all_reduce`, but into the tensor itself; return the status, or None as there."""
 
     def reduce(
         self, kind: int, source: int, result: int, elements: int, dtype: int, op: int, root: int, /
@@ -96,22 +101,22 @@ class Fabric:
         /,
     ) -> int: ...
     def resume(self, slice_ns: int, /) -> int:
-        """Go on with the call that is under way, for at most `slice_ns`."""
+        """Continue the call in progress for at most `slice_ns` nanoseconds; return its status."""
 
     def missing(self) -> list[int]:
-        """Return the ranks that have not come to the present step."""
+        """Return the ranks in the group that have not arrived at the current step."""
 
     def views(self) -> list[tuple[int, int, int, int]]:
-        """Return what each rank said about its call: number, code, count, detail."""
+        """Return each rank's description of its call: number, code, count, detail."""
 
     def widths(self) -> list[tuple[tuple[int, ...], tuple[int, ...]] | None]:
-        """Return what each rank sends and expects, bytes of a row for each rank, in an exchange that was just refused.
+        """Return, after a refused exchange, the bytes per row that each rank sends to and expects from each rank.
 
-        None for a rank that made another call.
+        The entry is None for a rank that made another call.
         """
 
     def close(self, breaks: bool, /) -> None:
-        """Leave: end calls that wait, and let the mapping go. `breaks`: other ranks shall complete no call any more."""
+        """End waiting calls and release the mapping. With `breaks`, the other ranks' calls fail from now on too."""
 
 CHANNEL_NONE: int
 CHANNEL_MAKING: int
@@ -121,19 +126,19 @@ def channel_table_bytes(ranks: int, /) -> int:
     """Return the size of the table of channels of a group."""
 
 def channel_claim(table: Buffer, ranks: int, src: int, dst: int, /) -> int:
-    """Return what the channel was: behind CHANNEL_NONE it is the caller who makes it."""
+    """Claim the channel; return its previous state. After CHANNEL_NONE the caller must create it."""
 
 def channel_made(table: Buffer, ranks: int, src: int, dst: int, /) -> None:
-    """Say, behind a claim, that the channel can be used."""
+    """Mark a claimed channel as ready."""
 
 def channel_failed(table: Buffer, ranks: int, src: int, dst: int, /) -> None:
-    """Say, behind a claim, that the channel could not be made; the next one may try."""
+    """Release a claim after the channel could not be created, so that another rank may try."""
 
 def channel_state(table: Buffer, ranks: int, src: int, dst: int, /) -> int:
-    """Return what the channel is."""
+    """Return the channel's state: CHANNEL_NONE, CHANNEL_MAKING or CHANNEL_READY."""
 
 def channel_leave(table: Buffer, ranks: int, rank: int, /) -> None:
-    """Say that `rank` uses no channel any more."""
+    """Mark `rank` as having left: it uses no channel any more."""
 
 def channel_left(table: Buffer, ranks: int, rank: int, /) -> bool:
-    """Return whether `rank` uses no channel any more."""
+    """Return whether `rank` has left."""

@@ -1,8 +1,8 @@
-"""Expert-parallel exchange of tokens: each token to the ranks of its experts, and the sum of their results back.
+"""Expert-parallel exchange: send each token to the ranks of its experts, and sum the experts' results on its rank.
 
-Two forms with the same contract: *all-gather*, where every rank gets every token and the results are
-reduce-scattered, and *all-to-all*, where a token goes only to ranks that have one of its experts, once to each.
-`choose_form` decides from facts that all ranks share. See `DESIGN.md`, *Expert parallel*.
+Two forms have the same contract. In the *all-gather* form every rank gets every token, and the results are
+reduce-scattered. In the *all-to-all* form a token is sent once to each rank that has one of its experts. `choose_form`
+decides from facts that all ranks share. See `DESIGN.md`, *Expert parallel*.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from device_comm.base import DeviceCommunicator
 from device_comm.reduction import accumulation_dtype
 from shm_broadcast.errors import UsageError
 
-# Up to so many tokens of all ranks together an all-gather is chosen: its calls are fewer. Shared memory, 4 ranks on
-# 2 busy cores, 4096 bytes a token, 2 of 16 experts each, dispatch and combine, all-gather and all-to-all: 64 tokens
-# 4.9 and 7.8 ms, 256 tokens 8.6 and 11.5 ms, 512 tokens 19.1 and 19.0 ms, 1024 tokens 35 and 30 ms.
+# Up to this many tokens of all ranks together, all-gather is chosen because it makes fewer calls. Measured for
+# dispatch and combine over shared memory with 4 ranks on 2 busy cores, 4096 bytes per token, 2 of 16 experts each,
+# all-gather against all-to-all: 64 tokens 4.9 and 7.8 ms, 256 tokens 8.6 and 11.5 ms, 512 tokens 19.1 and 19.0 ms,
+# 1024 tokens 35 and 30 ms.
 FEW_TOKENS: Final = 256
-# An all-to-all must save at least a quarter of the rows: it has more calls, and copies rows into the order of ranks.
+# All-to-all is chosen if it moves less than this share of the rows: it makes more calls and sorts rows by rank.
 MOST_ROWS: Final = 0.75
 
 _SIGNED_INTEGERS: Final = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class DispatchForm(enum.Enum):
-    """How tokens come to their experts."""
+    """The collective that carries tokens to their experts."""
 
     ALL_GATHER = "all_gather"
     ALL_TO_ALL = "all_to_all"
@@ -38,20 +39,20 @@ class DispatchForm(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A form, and why."""
+    """A form and the reason for it."""
 
     form: DispatchForm
     reason: str
 
 
 def choose_form(tokens: Sequence[int], topk: int, capacity: int | None, *, is_static: bool) -> Choice:
-    """Choose how tokens travel; a pure function of what all ranks know, so that all choose alike.
+    """Choose the form of a dispatch: a pure function of facts that all ranks share.
 
     Args:
-        tokens: How many tokens each rank holds.
-        topk: How many experts a token has.
-        capacity: How many rows each rank can send to each other, if that is stated.
-        is_static: Whether nothing may depend on where tokens go, as in a graph.
+        tokens: Number of tokens on each rank.
+        topk: Number of experts per token.
+        capacity: Largest number of rows that a rank sends to each other rank; None if not stated.
+        is_static: Whether shapes must not depend on the routing, as in a graph.
     """
     ranks, total = len(tokens), sum(tokens)
     if ranks == 1:
@@ -84,12 +85,12 @@ def choose_form(tokens: Sequence[int], topk: int, capacity: int | None, *, is_st
 
 
 class ExpertPlacement:
-    """Which rank has which expert; made by `GroupCoordinator.place_experts`, equal on all ranks.
+    """The rank of each expert; created by `GroupCoordinator.place_experts`, equal on all ranks.
 
     Attributes:
-        num_experts: How many experts there are on all ranks.
-        ranks: For each expert the rank in the group that has it.
-        local_experts: The experts of this rank, ascending: `local_ids` count in this order.
+        num_experts: Number of experts on all ranks.
+        ranks: For each expert, the rank in the group that has it.
+        local_experts: The experts of this rank, ascending. `local_ids` are indices into it.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class ExpertPlacement:
         """Place expert e on rank `ranks[e]`.
 
         Raises:
-            UsageError: There is no expert, or an entry is no rank in the group.
+            UsageError: `ranks` is empty, or an entry is not a rank in the group.
         """
         if not isinstance(ranks, Sequence) or isinstance(ranks, (str, bytes)) or not ranks:
             raise UsageError(f"the experts' ranks must hold one rank for each expert, not {ranks!r}")
@@ -115,38 +116,38 @@ class ExpertPlacement:
         local = [-1] * (self.num_experts + 1)
         for index, expert in enumerate(self.local_experts):
             local[expert] = index
-        # Expert -1, which is none, finds the entry behind the last: nobody's.
+        # Expert -1 means "no expert" and selects the last entry, which belongs to no rank.
         self.owners: torch.Tensor = torch.tensor([*self.ranks, world_size], device=device)
         self.local: torch.Tensor = torch.tensor(local, device=device)
 
     def __repr__(self) -> str:
-        """Say how many experts there are, and how many here."""
+        """Return the number of experts, and how many are on this rank."""
         return f"<ExpertPlacement of {self.num_experts} experts, {len(self.local_experts)} on this rank>"
 
 
 def contiguous_ranks(num_experts: int, world_size: int) -> list[int]:
-    """Return each expert's rank: blocks in rank order, the first ranks with one more where they are uneven."""
+    """Return each expert's rank: contiguous blocks in rank order. The first ranks get one more if uneven."""
     size, longer = divmod(num_experts, world_size)
     return [rank for rank in range(world_size) for _ in range(size + (rank < longer))]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RoutedTokens:
-    """What `dispatch` brought to this rank: rows for its experts, of which some may be no tokens of theirs.
+    """The rows that `dispatch` brought to this rank, for its experts.
 
-    A row is a token of some rank; in the all-gather form, and as padding up to a stated capacity, there are rows that
-    need no work: all of their `local_ids` are -1, and `combine` does not look at their results.
+    A row is a token of some rank. The all-gather form, and padding up to a stated capacity, also bring rows that need
+    no work: all their `local_ids` are -1, and `combine` ignores their results.
 
     Attributes:
         hidden_states: [rows, hidden].
-        topk_ids: [rows, k]: the experts of each row, numbered as in the call; -1 is none.
-        topk_weights: [rows, k], as they were given, or None.
-        extra_tensors: More tensors with one row for each row, in the order of the call.
-        local_ids: [rows, k] int64: the experts as indices into `placement.local_experts`, -1 for those elsewhere.
-        placement: Which rank has which expert.
-        choice: The form that was taken, and why.
-        lost: [tokens of this rank] bool, where capacity was stated or a graph is captured, else None: tokens that did
-            not reach all of their experts. Their results are NaN.
+        topk_ids: [rows, k]: the experts of each row, numbered as in the call; -1 means no expert.
+        topk_weights: [rows, k] as passed to the call, or None.
+        extra_tensors: Further tensors with the same rows, in the order of the call.
+        local_ids: [rows, k] int64: indices into `placement.local_experts`, -1 for experts on other ranks.
+        placement: The rank of each expert.
+        choice: The form that was used, and why.
+        lost: [tokens of this rank] bool: tokens that did not reach all of their experts, whose results are NaN. None
+            unless a capacity was stated or a graph is captured.
     """
 
     hidden_states: torch.Tensor
@@ -162,7 +163,7 @@ class RoutedTokens:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Route:
-    """How rows find back: `source` holds for each row sent the token that it is; one past the last is padding."""
+    """How results return: `source` holds the token of each row sent; one past the last token means padding."""
 
     counts: tuple[int, ...]
     tokens: int
@@ -185,12 +186,12 @@ def check_routing(
     *,
     is_static: bool,
 ) -> None:
-    """Raise unless the arguments of a routed dispatch fit each other. Nothing was sent.
+    """Raise unless the arguments of a routed dispatch are consistent.
 
-    On accelerators ids are looked at only where the host may wait for the device, so not if `is_static`.
+    On accelerators, checking the ids makes the host wait for the device, so they are not checked if `is_static`.
 
     Raises:
-        UsageError: They do not.
+        UsageError: They are not. Nothing was sent, the group is intact.
     """
     device = placement.device
     for tensor in (
@@ -244,19 +245,20 @@ def dispatch(
     *,
     is_static: bool,
 ) -> RoutedTokens:
-    """Bring tokens to the ranks of their experts. Collective; the arguments have been checked.
+    """Send tokens to the ranks of their experts. Collective; the caller has checked the arguments.
 
     Args:
-        communicator: Moves the rows.
+        communicator: The communicator that moves the rows.
         hidden_states: [tokens, hidden].
         topk_ids: [tokens, k].
         topk_weights: [tokens, k], or None.
-        extra_tensors: Moved alike.
-        placement: Which rank has which expert.
-        counts: Tokens of each rank.
-        choice: Of `choose_form`, or the caller's; equal on all ranks.
-        capacity: Rows that each rank sends to each other in the all-to-all form, padded; None sends what there is.
-        is_static: Whether the host may not wait for the device.
+        extra_tensors: Further tensors with one row per token.
+        placement: The rank of each expert.
+        counts: Number of tokens of each rank.
+        choice: The result of `choose_form`, or the caller's choice; equal on all ranks.
+        capacity: Rows, with padding, that a rank sends to each other rank in the all-to-all form. None sends no
+            padding.
+        is_static: Whether the host must not wait for the device.
     """
     weights = [] if topk_weights is None else [topk_weights]
     lost = None
@@ -300,9 +302,9 @@ def _plan(
     counts: tuple[int, ...],
     capacity: int | None,
 ) -> tuple[_Route, torch.Tensor | None]:
-    """Return which rows go where, by rank and in the order of tokens, and which tokens found no room."""
+    """Return which rows go to which rank, in the order of tokens, and which tokens exceeded the capacity."""
     tokens, ranks = ids.shape[0], placement.world_size
-    # One column more: for those that go nowhere.
+    # The extra column takes ids of -1, which go to no rank.
     hits = torch.zeros((tokens, ranks + 1), dtype=torch.bool, device=ids.device)
     hits = hits.scatter_(1, placement.owners[ids.long()], value=True)[:, :ranks]
     is_everywhere = hits.all(1) if ids.shape[1] >= ranks else None
@@ -324,10 +326,10 @@ def _plan(
 
 
 def _picked(tensor: torch.Tensor, route: _Route, filler: int) -> torch.Tensor:
-    """Return the rows to send, those of padding filled with `filler`."""
+    """Return the rows to send; padding rows are filled with `filler`."""
     assert route.source is not None
     rows = tensor.detach()
-    # What torch can only move is picked as bytes.
+    # torch cannot index or concatenate all 8-bit floats, so they are picked as bytes.
     is_byte_float = rows.itemsize == 1 and rows.is_floating_point()
     flat = rows.contiguous().view(torch.uint8) if is_byte_float else rows
     if route.is_padded:
@@ -343,27 +345,28 @@ def combine(
 ) -> torch.Tensor:
     """Sum the results of each token's experts on its own rank. Collective.
 
-    The ranks' parts are added in rank order, narrow floats in float32 with one rounding, in either form.
+    Both forms add the ranks' parts in rank order; float16 and bfloat16 are summed in float32 and rounded once.
 
     Args:
-        communicator: The one that dispatched.
-        hidden_states: [rows, hidden]: for each row the sum of its experts here, weighted. Or [rows, k, hidden]: the
-            result of each expert, which is weighted here, in float32, in the order of `topk_ids`, and rounded once.
-        routed: What `dispatch` returned.
+        communicator: The communicator that dispatched.
+        hidden_states: [rows, hidden]: for each row the weighted sum of its experts on this rank. Or [rows, k, hidden]:
+            the result of each expert; then this function weights them in float32, in the order of `topk_ids`, and
+            rounds once.
+        routed: The result of `dispatch`.
 
     Returns:
-        [tokens of this rank, hidden], new; 0 for a token without experts.
+        [tokens of this rank, hidden], a new tensor; 0 for a token without experts, NaN for a lost one.
 
     Raises:
-        UsageError: The shape, the dtype or the group does not fit. Nothing was sent.
+        UsageError: The shape, the dtype or the group does not match. Nothing was sent, the group is intact.
     """
     _check_results(communicator, hidden_states, routed)
     rows = hidden_states.detach()
     if rows.dim() == 3:
         rows = _weighted(rows, routed)
-    route = routed._route  # noqa: SLF001 - a record of this module's own
+    route = routed._route  # noqa: SLF001 - a record of this module
     if route.source is None:
-        # A rank may leave rows that are not for it as they are, of any content.
+        # Rows without an expert on this rank may hold anything: they count as 0.
         is_here = (routed.local_ids >= 0).any(1, keepdim=True)
         total = communicator.reduce_scatterv(torch.where(is_here, rows, rows.new_zeros(())), 0, route.counts)
     else:
@@ -395,13 +398,11 @@ def _check_results(
             f"combine: results must be of 16 bits or more and floating, not {hidden_states.dtype}"
         )
     if hidden_states.dim() == 3 and routed.topk_weights is None:
-        raise UsageError(
-            "combine: results of single experts need the topk_weights that dispatch was not given"
-        )
+        raise UsageError("combine: results of single experts need topk_weights, which dispatch was not given")
 
 
 def _weighted(rows: torch.Tensor, routed: RoutedTokens) -> torch.Tensor:
-    """Return for each row the weighted sum of its experts here, in the order of `topk_ids`."""
+    """Return for each row the weighted sum of its experts on this rank, in the order of `topk_ids`."""
     assert routed.topk_weights is not None
     wide = accumulation_dtype(rows.dtype)
     total = torch.zeros((rows.shape[0], rows.shape[2]), dtype=wide, device=rows.device)
@@ -415,20 +416,20 @@ def _weighted(rows: torch.Tensor, routed: RoutedTokens) -> torch.Tensor:
 def _sum(back: torch.Tensor, route: _Route) -> torch.Tensor:
     """Return each token's sum over ranks, in rank order; a rank that did not get the token counts as 0."""
     assert route.source is not None
-    # The last row takes what comes back as padding.
+    # The last row collects the padding.
     total = back.new_zeros((route.tokens + 1, back.shape[1]), dtype=accumulation_dtype(back.dtype))
     start = 0
     for rank, count in enumerate(route.sent):
         index = route.source[start : start + count]
         rows = back[start : start + count].to(total.dtype)
-        # No token is twice among the rows of one rank, so the order is that of the ranks also on a GPU.
+        # A token occurs once among the rows of one rank, so index_add_ keeps the order of ranks on a GPU too.
         if rank == 0:
             total.index_copy_(0, index, rows)
         else:
             total.index_add_(0, index, rows)
         start += count
     total = total[:-1]
-    # As the all-gather form gives it: a sum is -0 only where every rank has brought one.
+    # Match the all-gather form, where a sum is -0 only if every rank contributed -0.
     if route.is_everywhere is None:
         total += 0.0
     else:

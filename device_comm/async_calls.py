@@ -1,7 +1,7 @@
-"""Collectives that go on while their caller computes: the calls of a group in line, carried out by one thread.
+"""Asynchronous collectives: one thread per group makes the calls in order while the caller computes.
 
-A call is a blocking one that another thread makes: it lets go of the interpreter while it copies, combines and waits.
-All that holds for the blocking form holds here, as it is the same code: bits, deadlines, blame.
+An asynchronous call is the blocking call made by another thread, which releases the GIL while it copies, reduces and
+waits. It is the same code, so bits, deadlines and errors are those of the blocking form.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Result = TypeVar("Result")
 class CallHandle(Generic[Result]):
     """A collective in progress; owns the memory that it reads and writes.
 
-    May be waited for by any thread and more than once, or dropped: the call goes on, and is kept by its group.
+    Any thread may wait for it, more than once. A handle that is dropped does not end the call: the group keeps it.
     """
 
     def __init__(
         self, health: GroupHealth, name: str, call: Callable[[], Result], device: torch.device
     ) -> None:
-        """Begin nothing yet."""
+        """Create the handle; do not start the call."""
         self._health = health
         self._name = name
         self._call: Callable[[], Result] | None = call
         self._device = device
         self._inference = torch.is_inference_mode_enabled()
-        # Results are read by threads that did not make them; `_done` is held until there is one.
+        # `_done` is held until the call has ended, and orders the result before any thread that reads it.
         self._done = threading.Lock()
         self._done.acquire()
         self._guard = threading.Lock()
@@ -49,19 +49,20 @@ class CallHandle(Generic[Result]):
         self._future: torch.futures.Future[Result] | None = None
 
     def wait(self, timeout_s: float | None = None) -> Result:
-        """Return the result as soon as it is there; raise what the blocking call would have raised.
+        """Wait for the result and return it; raise what the blocking call would have raised.
 
         Args:
-            timeout_s: How long this wait may take, in seconds; the call has its own deadline, stated when it began.
+            timeout_s: How long this wait may take, in seconds. The call has its own deadline, given when it was made.
 
         Raises:
-            CommTimeoutError: `timeout_s` has passed. The call goes on, the group is intact, and the handle can be
-                waited for again. Or the call's own deadline has passed: then `.missing` names who did not come, and
-                the group is broken.
+            CommTimeoutError: Either `timeout_s` has passed: the call continues, the group is intact, and the handle
+                can be waited for again. Or the call's own deadline has passed: `.missing` names the ranks that did
+                not arrive, and the group is broken.
             PeerLostError: A peer is gone; the group is broken.
-            ClosedError: The group was destroyed meanwhile.
-            UsageError: The call was refused, and nothing was sent; or this process is a forked child of the group's
-                owner; or this is a callback of the group's own thread, which would wait for itself.
+            ClosedError: The group was destroyed before the call ended.
+            UsageError: The call was refused and nothing was sent; or this process is a forked child of the group's
+                owner; or this is a callback on the group's own thread, which would wait for itself. The group is
+                intact.
         """
         if not self.join(timeout_s):
             raise CommTimeoutError(
@@ -71,7 +72,7 @@ class CallHandle(Generic[Result]):
         return self._outcome()
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end of the call, however it ends; return whether it came within `timeout_s` seconds."""
+        """Wait until the call has succeeded or failed; return whether it did within `timeout_s` seconds."""
         self._health.check_owner(self._name)
         if not self._is_done:
             checks.check_timeout(timeout_s)
@@ -79,7 +80,7 @@ class CallHandle(Generic[Result]):
                 raise UsageError(
                     f"{self._health.where(self._name)}: a callback of the group's own thread cannot wait for it"
                 )
-            # In an ordinary lock, which Ctrl-C interrupts: that ends this wait, not the call.
+            # Ctrl-C interrupts a plain lock's acquire. It ends this wait, not the call.
             if not self._done.acquire(
                 timeout=-1 if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)
             ):
@@ -88,14 +89,14 @@ class CallHandle(Generic[Result]):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the result is there, without waiting. Raises as `wait`."""
+        """Return, without waiting, whether the call has succeeded. Raises as `wait` if it has failed."""
         self._health.check_owner(self._name)
         if self._is_done:
             self._outcome()
         return self._is_done
 
     def get_future(self) -> torch.futures.Future[Result]:
-        """Return a future of torch for the result; its callbacks run on the group's own thread, and may not wait."""
+        """Return a torch future for the result. Its callbacks run on the group's own thread and must not wait."""
         self._health.check_owner(self._name)
         with self._guard:
             future = self._future
@@ -110,20 +111,20 @@ class CallHandle(Generic[Result]):
         return future
 
     def perform(self) -> BaseException | None:
-        """Carry the call out; return what interrupted it, if anything did. Nobody sees the end before `finish`."""
+        """Make the call; return the exception that interrupted it, if any. Waiters see the end after `finish`."""
         call, self._call = self._call, None
         try:
             self._health.check_usable(self._name)
             if call is not None:
                 with torch.inference_mode(self._inference):
                     self._value = call()
-        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+        except Exception as error:  # noqa: BLE001 - `wait` raises it
             self._error = error
             if self._health.is_closed and not isinstance(error, CommError):
                 where = self._health.where(self._name)
-                self._error = ClosedError(f"{where}: the group was destroyed while the call was under way")
+                self._error = ClosedError(f"{where}: the group was destroyed while the call was in progress")
                 self._error.__cause__ = error
-        except BaseException as interruption:  # noqa: BLE001 - the same
+        except BaseException as interruption:  # noqa: BLE001 - likewise
             where = self._health.where(self._name)
             self._error = GroupBrokenError(f"{where}: interrupted by {type(interruption).__name__}")
             self._error.__cause__ = interruption
@@ -131,7 +132,7 @@ class CallHandle(Generic[Result]):
         return None
 
     def finish(self) -> None:
-        """Wake who waits."""
+        """Mark the call as ended and wake all waiters."""
         with self._guard:
             self._is_done = True
             future = self._future
@@ -146,8 +147,8 @@ class CallHandle(Generic[Result]):
             else:
                 future.set_result(self._value)
         except RuntimeError as error:
-            # Whoever holds it has completed it already; the other calls of the group must go on.
-            logger.warning("%s: its future was completed by somebody else: %s", self._name, error)
+            # The application has completed the future itself. The other calls of the group must continue.
+            logger.warning("%s: the application had completed its future already: %s", self._name, error)
 
     def _outcome(self) -> Result:
         if self._error is not None:
@@ -156,15 +157,15 @@ class CallHandle(Generic[Result]):
         return result
 
 
-# Whose calls the present thread carries out.
+# The health of the group whose calls the current thread makes.
 _serving = threading.local()
 
 
 class CallLine:
-    """The asynchronous calls of one group, in the order in which they were made.
+    """The asynchronous calls of one group, in the order in which they were submitted.
 
     Attributes:
-        open: Calls that are not complete, oldest first; empty is false, which is all that a blocking call asks.
+        open: Calls that are not complete, oldest first. A blocking call only checks whether it is empty.
     """
 
     def __init__(self, health: GroupHealth, device: torch.device, *, is_alone: bool = False) -> None:
@@ -172,8 +173,8 @@ class CallLine:
 
         Args:
             health: The group's shared state.
-            device: Where the group's tensors live.
-            is_alone: There is nobody to wait for, so every call is made at once.
+            device: The device of the group's tensors.
+            is_alone: Whether this is a group of one: `submit` then makes every call itself.
         """
         self._health = health
         self._device = device
@@ -184,12 +185,12 @@ class CallLine:
         self._lock = threading.Lock()
 
     def submit(self, name: str, call: Callable[[], Result], *, at_once: bool = False) -> CallHandle[Result]:
-        """Let `call` be made behind all earlier ones; return its handle.
+        """Submit `call` behind all earlier ones; return its handle.
 
         Args:
-            name: Of the call, for errors.
-            call: Makes it, and blocks.
-            at_once: It blocks nobody, as an accelerator carries it out: make it here.
+            name: Name of the call, for errors.
+            call: The function that makes the blocking call.
+            at_once: Make the call here, because an accelerator carries it out and the host does not block.
         """
         handle = CallHandle(self._health, name, call, self._device)
         if at_once or self._is_alone:
@@ -201,23 +202,23 @@ class CallLine:
                 raise interruption
             return handle
         with self._lock:
-            # In here, as nothing may stand in line behind the end of the thread.
+            # Under the lock: no call may be queued behind the None that ends the thread.
             self._health.check_usable(name)
             if self._thread is None:
                 thread = threading.Thread(
                     target=self._serve, name=f"group-coordinator-{self._health.name}-calls", daemon=True
                 )
                 thread.start()
-                # Not before: where no thread can be started, the next call tries again.
+                # Set only after the start: if the thread cannot be started, the next call tries again.
                 self._thread = thread
             self.open.append(handle)
             self._inbox.put(handle)
         return handle
 
     def settle(self, name: str) -> None:
-        """Wait until no call is open, so that one which does not stand in line keeps the order on all ranks.
+        """Wait until no call is open, so that a blocking call keeps the order of calls on all ranks.
 
-        What is wrong with those calls is raised by their handles.
+        Errors of those calls are raised by their handles.
 
         Raises:
             UsageError: This process is a forked child of the group's owner, or this is a callback of this thread.
@@ -243,8 +244,8 @@ class CallLine:
         _serving.health = self._health
         while (handle := self._inbox.get()) is not None:
             handle.perform()
-            # First, so that who was woken finds the line as it is.
+            # Before `finish`, so that a woken waiter no longer finds this call open.
             self.open.popleft()
             handle.finish()
-            # A thread that waits for more keeps nothing alive.
+            # Do not keep the handle and its tensors alive while waiting for the next call.
             del handle

@@ -1,7 +1,7 @@
 """Argument checks of the collectives, shared by all communicators and by the fakes.
 
-Each raises `UsageError` before anything is sent. They look at this rank's arguments alone; whether the
-ranks agree with each other is not known here, but for `check_exchange_table`.
+Each check raises `UsageError` before anything is sent, so the group stays intact. The checks see only this rank's
+arguments; only `check_exchange_table` compares the ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check_tensor(value: object, device: torch.device, name: str) -> None:
 
 
 def check_tensors(value: object, name: str) -> list[torch.Tensor]:
-    """Return `value`, a sequence of tensors, as a list; what each is must be checked."""
+    """Return `value` as a list if it is a sequence. The items are not checked."""
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise UsageError(f"{name}: expected a tensor or a sequence of tensors, not {type(value).__name__}")
     return list(value)
@@ -64,7 +64,7 @@ def check_dim(dim: object, tensor: torch.Tensor) -> int:
 def check_divisible(
     tensor: torch.Tensor, dim: int, world_size: int, remedy: str = "reduce_scatterv takes uneven sizes"
 ) -> None:
-    """Raise unless dimension `dim` can be split evenly over the ranks; `remedy` says what takes another."""
+    """Raise unless dimension `dim` can be split evenly over the ranks; `remedy` names an alternative for the text."""
     size = tensor.shape[dim] if tensor.dim() else 1
     if size % world_size:
         raise UsageError(
@@ -73,7 +73,7 @@ def check_divisible(
 
 
 def check_sizes(sizes: object, world_size: int, name: str = "sizes") -> tuple[int, ...]:
-    """Return `sizes` as a tuple if it holds one count for each rank; `name` is that of the argument."""
+    """Return `sizes` as a tuple if it holds one count for each rank; `name` is the argument's name."""
     if not isinstance(sizes, Sequence) or isinstance(sizes, (str, bytes)):
         raise UsageError(f"{name} must hold one count for each rank, not {sizes!r}")
     counts = tuple(sizes)
@@ -95,7 +95,7 @@ def check_own_size(tensor: torch.Tensor, dim: int, sizes: Sequence[int], rank: i
 
 
 def check_total_size(tensor: torch.Tensor, dim: int, sizes: Sequence[int], name: str = "sizes") -> None:
-    """Raise unless `sizes`, an argument of that name, adds up to dimension `dim`."""
+    """Raise unless `sizes` add up to dimension `dim`; `name` is the argument's name."""
     size = tensor.shape[dim] if tensor.dim() else 1
     if size != sum(sizes):
         raise UsageError(
@@ -104,7 +104,7 @@ def check_total_size(tensor: torch.Tensor, dim: int, sizes: Sequence[int], name:
 
 
 def check_scattered(input_: torch.Tensor, output: torch.Tensor, dim: int, sizes: Sequence[int]) -> None:
-    """Raise unless `input_` consists of the ranks' parts, of which `output` takes one; `dim` counts from the front."""
+    """Raise unless `input_` is the concatenation of parts along `dim` (at least 0), one of which fits `output`."""
     shape = list(output.shape) or [1]
     shape[dim] = sum(sizes)
     if (list(input_.shape) or [1]) != shape or input_.dtype != output.dtype:
@@ -119,7 +119,7 @@ def check_scattered(input_: torch.Tensor, output: torch.Tensor, dim: int, sizes:
 def check_exchange_sizes(
     tensor: torch.Tensor, dim: int, send_sizes: object, recv_sizes: object, rank: int, world_size: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return how much of dimension `dim` this rank sends to each rank, and receives from each; None splits evenly."""
+    """Return the sizes along `dim` that this rank sends to and receives from each rank; None splits evenly."""
     if send_sizes is None and recv_sizes is None:
         check_divisible(tensor, dim, world_size, "send_sizes and recv_sizes may be uneven")
         size = tensor.shape[dim] if tensor.dim() else 1
@@ -139,15 +139,15 @@ def check_exchange_sizes(
 
 
 def check_exchange_table(where: str, ranks: Sequence[int], table: Sequence[Sequence[int]]) -> None:
-    """Raise unless each rank sends to each other what that one expects; all ranks raise the same.
+    """Raise unless each rank sends to each other rank what that rank expects; all ranks raise the same.
 
     Args:
         where: The call, for the text.
         ranks: Global ranks, in group order.
-        table: For each rank how much it sends to each, and behind that how much it expects from each.
+        table: For each rank the sizes that it sends to each rank, followed by those that it expects from each.
 
     Raises:
-        DisagreementError: They do not match. Names what every rank sends and expects.
+        DisagreementError: They do not match. The text lists what every rank sends and expects.
     """
     size = len(ranks)
     if all(table[a][b] == table[b][size + a] for a in range(size) for b in range(size)):
@@ -180,7 +180,7 @@ def check_shape(size: object) -> tuple[int, ...]:
 
 
 def check_dtype(dtype: object) -> torch.dtype:
-    """Return `dtype` if it is one."""
+    """Return `dtype` if it is a torch.dtype."""
     if not isinstance(dtype, torch.dtype):
         raise UsageError(f"dtype must be a torch.dtype, not {dtype!r}")
     return dtype
@@ -193,7 +193,7 @@ def check_writable(tensor: torch.Tensor, name: str) -> None:
     pairs = sorted(
         (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
     )
-    # Disjoint for sure if each stride steps over all that the smaller strides reach.
+    # The elements are disjoint if each stride exceeds the reach of all smaller strides.
     reach, disjoint = 0, True
     for stride, size in pairs:
         disjoint = disjoint and stride > reach
@@ -220,7 +220,7 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if one.is_contiguous() and other.is_contiguous():
         return True
-    # Interleaved views of one buffer, such as two of its columns: mark the elements of each.
+    # For interleaved views of one buffer, such as two columns, mark the elements of each and compare.
     low, high = min(first[0], second[0]), max(first[1], second[1])
     if (first[0] - second[0]) % one.itemsize:
         return True
@@ -230,7 +230,7 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses from the first to behind the last byte of `tensor`."""
+    """Return the addresses of the first byte of `tensor` and of the byte after its last."""
     if tensor.numel() == 0:
         return 0, 0
     reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
@@ -238,9 +238,9 @@ def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _marked(tensor: torch.Tensor, offset: int, length: int) -> torch.Tensor:
-    """Return `length` flags in host memory, of which those at the places of the tensor's elements are set."""
+    """Return `length` flags in host memory; the flags at the positions of the tensor's elements are set."""
     flags = torch.zeros(length, dtype=torch.bool)
-    # An expanded dimension adds no places, and could not be filled.
+    # An expanded dimension adds no positions, and torch refuses to fill it.
     shape = [1 if stride == 0 else size for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]
     flags.as_strided(shape, tensor.stride(), offset).fill_(True)
     return flags

@@ -1,7 +1,7 @@
-"""Collectives on CUDA tensors: small sums by our own kernels, the rest by NCCL; see `DESIGN.md`, section CUDA.
+"""Run collectives on CUDA tensors: small sums with our own kernels, the rest with NCCL; see `DESIGN.md`, CUDA.
 
-Which of the two carries a call is the policy's choice, from facts that all ranks share. Everything is queued on the
-caller's current stream, eager and in CUDA graphs.
+The policy chooses between the two from facts that all ranks share. Every call is queued on the caller's current
+stream, both eagerly and in CUDA graphs.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 _INEXACT: Final = (ReduceOperation.SUM, ReduceOperation.MEAN, ReduceOperation.PRODUCT)
 _PLANNED: Final = ("all_reduce", "reduce_scatter", "all_gather")
-# Sizes that the policy sent elsewhere are remembered, so that they cost no allocation here. Engines use a few dozen.
+# Bounds the set of (dtype, count) that go to NCCL, for which no result is allocated here. Engines use a few dozen.
 _MOST_SIZES: Final = 4096
 
 
 class CudaCommunicator(NcclCommunicator):
-    """All-reduce, reduce-scatter, all-gather and the fused norm by our kernels where the policy says so, else NCCL.
+    """Run all-reduce, reduce-scatter, all-gather and the fused norm with our kernels or NCCL, as the policy chooses.
 
-    * Lazy: what our kernels need is made with the first such call or capture; NCCL connects two ranks with the first
-      call that it carries, more at creation. Both are collective, and neither can happen while a stream is captured.
-    * One stream: see `CustomAllReduce`; `capture` orders the captured stream behind the one in use, and back.
-    * `cuda.deterministic`: sums of floats are in rank order, rounded once, whatever carries them; NCCL then moves
-      data and sums nothing.
+    * Lazy: the first such call or capture builds what our kernels need. NCCL connects a group of two with the first
+      call that it carries, and a larger group at creation. Both steps are collective, and neither can happen while a
+      stream is being captured.
+    * One stream: see `CustomAllReduce`. `capture` orders the captured stream behind the stream in use, and back.
+    * `cuda.deterministic`: every algorithm sums floats in rank order and rounds once. NCCL then only moves data.
     """
 
     algorithm = "custom kernels and nccl"
@@ -62,19 +62,19 @@ class CudaCommunicator(NcclCommunicator):
         streams: Streams | None = None,
         cubin: CubinSource | None = None,
     ) -> None:
-        """Prepare a communicator; collective for more than two ranks, which connect.
+        """Prepare a communicator; collective for more than two ranks, because they connect NCCL here.
 
         Args:
-            context: The group; `exchange` must be there.
-            open_driver: Opens this rank's device; by default the CUDA driver does.
+            context: The group; `exchange` must be set.
+            open_driver: Opens this rank's device; defaults to the CUDA driver.
             library: As for `NcclCommunicator`.
             streams: As for `NcclCommunicator`.
-            cubin: Where compiled kernels come from; by default NVRTC and a cache on disk.
+            cubin: Returns compiled kernels; defaults to NVRTC with a cache on disk.
         """
         self._open = open_driver or self._open_cuda
         self._opened: Driver | None = None
         self._events = EventProgress(self._driver)
-        # Two ranks both know of a first send between them. Of more, the others would not, and could not connect.
+        # With two ranks, both take part in a first send and can connect then. With more, the others would not connect.
         eager = context.world_size > 2
         super().__init__(context, library=library, streams=streams, progress=self._events, eager=eager)
         self._cubin = cubin
@@ -96,10 +96,10 @@ class CudaCommunicator(NcclCommunicator):
 
         return CudaDriver(self.device.index or 0)
 
-    # ------------------------------------------------------------------ which way
+    # ------------------------------------------------------------------ choice of the algorithm
 
     def _own(self, name: str) -> CustomAllReduce | None:
-        """Return our own collectives; the first call finds out whether there are any, which is collective."""
+        """Return our own collectives, None if the group has none. The first call decides that and is collective."""
         if not self._is_decided:
             self._health.check_usable(name)
             if self._is_captured():
@@ -117,22 +117,22 @@ class CudaCommunicator(NcclCommunicator):
         try:
             return self._driver().stream_is_capturing(self._current())
         except CapabilityError:
-            # Without the bindings of the driver NCCL carries everything; it finds out for itself.
+            # Without the driver's bindings NCCL carries everything, and it detects captures itself.
             return False
 
     def _tell(self, reason: str) -> None:
-        """Log why calls go through NCCL, each reason once."""
+        """Log why calls go through NCCL; each reason is logged once."""
         if reason not in self._told and len(self._told) < _MOST_SIZES:
             self._told.add(reason)
             logger.info("%s: through NCCL: %s", self._health.where("all_reduce"), reason)
 
     def path(self, operation: str, nbytes: int, dtype: torch.dtype) -> CallPath:
-        """Return how a call is carried; before the first call, which finds it out, "undecided". Not collective."""
+        """Return the algorithm that carries a call and why; "undecided" before the first call. Not collective."""
         operation = operation.rstrip("_")
         if operation not in _PLANNED:
-            return CallPath("nccl", "our kernels know no such call")
+            return CallPath("nccl", "our kernels do not implement this operation")
         if not self._is_decided:
-            return CallPath("undecided", "the first call of the group finds out")
+            return CallPath("undecided", "the first call of the group decides")
         if self._custom is None:
             return CallPath("nccl", self._obstacle)
         plan = self._plan(operation, dtype, nbytes)  # type: ignore[arg-type]
@@ -157,9 +157,9 @@ class CudaCommunicator(NcclCommunicator):
     def all_reduce(
         self, input_: torch.Tensor, op: ReduceOperation = SUM, *, timeout_s: float | None = None
     ) -> torch.Tensor:
-        """Combine the ranks' tensors; every rank gets the result, of the input's shape and dtype.
+        """Combine the ranks' tensors; every rank gets a new tensor of the input's shape and dtype.
 
-        The ordinary small call is answered here, with few checks.
+        A small contiguous sum with default arguments is served here, with few checks; the rest goes `_with_checks`.
         """
         custom = self._custom
         if (
@@ -176,7 +176,7 @@ class CudaCommunicator(NcclCommunicator):
         if ((dtype, count) in self._elsewhere and not self._is_capturing) or not _is_strided(input_):
             return self._with_checks(input_, op, timeout_s)
         address = input_.data_ptr()
-        # An empty tensor is nowhere.
+        # An empty tensor has address 0.
         if not address or address & 15:
             return self._with_checks(input_, op, timeout_s)
         result = torch.empty_like(input_)
@@ -190,7 +190,7 @@ class CudaCommunicator(NcclCommunicator):
     ) -> torch.Tensor:
         is_elsewhere = self._custom is None or (_is_known(input_, self._elsewhere) and not self._is_capturing)
         if self._is_decided and is_elsewhere and not self.context.cuda.deterministic:
-            # NCCL's own short way; what our kernels may carry comes back through `_all_reduce`.
+            # NCCL's fast path. Sizes that our kernels may carry go through `_all_reduce` below.
             return super().all_reduce(input_, op, timeout_s=timeout_s)
         op = self._check_reduction("all_reduce", input_, op, timeout_s)
         return self._all_reduce(input_, op, timeout_s)
@@ -219,14 +219,14 @@ class CudaCommunicator(NcclCommunicator):
     def all_reduce_(
         self, tensor: torch.Tensor, op: ReduceOperation = SUM, *, timeout_s: float | None = None
     ) -> torch.Tensor:
-        """Combine the ranks' tensors in place; return `tensor`, which must not overlap itself."""
+        """Combine the ranks' tensors in place and return `tensor`, whose elements must not overlap in memory."""
         op = self._check_reduction("all_reduce_", tensor, op, timeout_s)
         checks.check_writable(tensor, "all_reduce_")
         if not is_plain(tensor) or tensor.data_ptr() & 15:
-            # Beside, and back: where a tensor begins is known to this rank alone, and must not choose the way.
+            # Stage out of place: alignment is local to a rank and must not decide the algorithm.
             if self._collected is not None:
                 raise UsageError(
-                    "all_reduce_: within `group` the tensor must be contiguous, and begin at 16 bytes"
+                    "all_reduce_: within `group` the tensor must be contiguous and begin at a multiple of 16 bytes"
                 )
             tensor.detach().copy_(self._all_reduce(tensor, op, timeout_s))
             return tensor
@@ -244,7 +244,7 @@ class CudaCommunicator(NcclCommunicator):
     def _all_reduce_in_order(
         self, source: torch.Tensor, op: ReduceOperation, timeout_s: float | None
     ) -> torch.Tensor:
-        """Move every rank's shards to whoever sums them, in rank order, and gather the results."""
+        """Send shard i of every rank to rank i, sum it there in rank order, and gather the results."""
         size = self.world_size
         shard = -(-source.numel() // size)
         padded = source.new_zeros(shard * size)
@@ -256,10 +256,10 @@ class CudaCommunicator(NcclCommunicator):
     def _sum_in_order(
         self, flat: torch.Tensor, counts: tuple[int, ...], op: ReduceOperation, timeout_s: float | None
     ) -> torch.Tensor:
-        """Return this rank's part of the ranks' `flat`, cut at `counts`, combined in rank order."""
+        """Return this rank's part of the reduction of all `flat`, split by `counts` and combined in rank order."""
         if self._collected is not None:
             raise UsageError(
-                "within `group` nothing can be combined in rank order: the data is not there yet"
+                "within `group` nothing can be combined in rank order: the data arrives only at its end"
             )
         own = counts[self.rank_in_group]
         received = super()._all_to_all(flat, 0, counts, (own,) * self.world_size, timeout_s)
@@ -319,7 +319,7 @@ class CudaCommunicator(NcclCommunicator):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._collected is not None:
             raise UsageError(
-                "all_reduce_add_rms_norm cannot be called within `group`: the sum is not there yet"
+                "all_reduce_add_rms_norm cannot be called within `group`: the sum is complete only at its end"
             )
         custom = self._own("all_reduce_add_rms_norm")
         rows, hidden = input_.shape
@@ -329,7 +329,7 @@ class CudaCommunicator(NcclCommunicator):
         tensors = [_aligned(dense(each)) for each in (input_, residual, weight)]
         is_fused = custom.can_fuse(rows, hidden, input_.dtype, stream)
         if not is_fused:
-            # The sum takes its own way; what follows is the same kernel's second half.
+            # The policy chooses how to sum; `add_rms_norm` is the second half of the fused kernel, with equal bits.
             tensors[0] = self._all_reduce(tensors[0], SUM, timeout_s)
         results = [torch.empty_like(tensors[0]), torch.empty_like(tensors[0])]
         addresses = [each.data_ptr() for each in (*tensors, *results)]
@@ -359,10 +359,10 @@ class CudaCommunicator(NcclCommunicator):
 
     @contextmanager
     def capture(self, stream: Any) -> Iterator[None]:
-        """Make captured calls on `stream` possible within the context. Collective, at both ends.
+        """Allow captured calls on `stream` within the context. Collective on entry and on exit.
 
-        Entering builds and loads what cannot be made in a capture; leaving tells all ranks of the captured inputs.
-        Only then the graph may be replayed. When the body raises, its graphs are to be dropped.
+        Entering builds and loads what cannot be made during a capture. Leaving tells all ranks the captured inputs;
+        the graph must not be replayed before that. If the body raises, drop its graphs.
         """
         number = stream if isinstance(stream, int) else stream.cuda_stream
         custom = self._own("graph_capture")
@@ -387,13 +387,15 @@ class CudaCommunicator(NcclCommunicator):
             custom.restore_stream(bound)
 
     def use_stream(self, stream: Any) -> None:
-        """Queue later calls of our kernels on `stream`, behind all that was queued so far. Not collective."""
+        """Queue later calls of our kernels on `stream`, behind all work queued so far. Not collective."""
         number = stream if isinstance(stream, int) else stream.cuda_stream
         if self._custom is not None:
             self._custom.use_stream(number)
 
     def check(self) -> None:
-        """Raise if a kernel of ours has failed. Results count once their stream was synchronized and this was called.
+        """Raise if one of our kernels has failed.
+
+        A result is valid once its stream was synchronized and a later `check` did not raise.
 
         Raises:
             CommTimeoutError, PeerLostError: The group is broken.
@@ -402,22 +404,23 @@ class CudaCommunicator(NcclCommunicator):
             self._custom.check()
 
     def prepare_kernels(self) -> GroupFacts | None:
-        """Build what our kernels need now; return what the policy knows of the group, None where they cannot run.
+        """Build what our kernels need; return the facts that the policy uses, or None where the kernels cannot run.
 
-        Collective; the first call or capture does it otherwise. `path` says why they cannot.
+        Collective. Without it the first call or capture builds them. `path` says why they cannot run.
         """
         custom = self._own("prepare_kernels")
         return None if custom is None else custom.facts
 
     def prepare_buffers(self, message_bytes: int) -> None:
-        """Build what our kernels need, and connect NCCL. Collective."""
+        """Build what our kernels need and connect NCCL. Collective."""
         self.prepare_kernels()
         super().prepare_buffers(message_bytes)
 
     def destroy(self) -> None:
-        """End NCCL, then our kernels, and give their memory back.
+        """End NCCL, then our kernels, and free their memory.
 
-        NCCL first: it is aborted if it takes longer than seconds, and ours synchronize with all that runs.
+        NCCL goes first: it is aborted if its work does not end within seconds, whereas ending our kernels synchronizes
+        with everything on the device and would wait for NCCL.
         """
         super().destroy()
         if self._custom is not None:
@@ -428,7 +431,7 @@ class CudaCommunicator(NcclCommunicator):
 
 
 def _is_strided(tensor: torch.Tensor) -> bool:
-    """Return whether the memory of a real tensor holds its elements in order."""
+    """Return whether the tensor is dense and contiguous and its memory holds its values as they are."""
     return tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
 
 
@@ -437,5 +440,5 @@ def _is_known(input_: object, elsewhere: set[tuple[torch.dtype, int]]) -> bool:
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor's values where our kernels can read them: at a multiple of 16 bytes."""
+    """Return the contiguous tensor, copied if it does not begin at a multiple of 16 bytes as our kernels require."""
     return tensor.clone() if tensor.data_ptr() & 15 else tensor

@@ -1,16 +1,15 @@
 """The CUDA driver, called through NVIDIA's bindings (`cuda.bindings.driver`).
 
-Written for cuda-bindings 12.9 and 13, tested with 13.4. Nothing of them is imported before a `CudaDriver` is made.
+Written for cuda-bindings 12.9 and 13, tested with 13.4. They are imported when the first `CudaDriver` is created.
 
-Why the bindings also carry the launch: measured against a libcuda whose cuLaunchKernel is empty, a launch costs
-0.6 to 0.7 us when function and stream are objects that were made before, 1.1 to 1.3 us when they are integers, and
-1.4 to 4.2 us through ctypes, which converts eleven arguments one by one (two runs on one machine; the bare call,
-without `CudaDriver.launch` around it). So both are kept as objects (`_functions`, `_streams`), and the arguments are
-an address (`PreparedLaunch`). The bindings release the GIL meanwhile, as a launch blocks when the queue of a stream
-is full.
+Launches use the bindings too. Measured against a libcuda whose cuLaunchKernel is empty, a launch costs 0.6 to 0.7 us
+when function and stream are existing objects, 1.1 to 1.3 us when they are integers, and 1.4 to 4.2 us through ctypes,
+which converts eleven arguments one by one (two runs on one machine; the bare call without `CudaDriver.launch`).
+Therefore functions and streams are kept as objects (`_functions`, `_streams`), and the arguments are passed as one
+address (`PreparedLaunch`). The bindings release the GIL during a launch, which blocks when the stream's queue is full.
 """
 
-# ruff: noqa: D102 - the methods are described where they are declared, in `Driver`.
+# ruff: noqa: D102 - `Driver` declares the methods and documents them.
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ _INVALID_HANDLE: Final = 400
 _NOT_READY: Final = 600
 _PEER_ACCESS_ALREADY_ENABLED: Final = 704
 
-# Streams live long in an engine; whoever makes new ones all the time must not fill the memory.
+# Bounds the kept stream objects, for applications that keep creating streams. An engine uses a few.
 _MOST_STREAMS: Final = 256
 
 
@@ -55,17 +54,17 @@ def _bindings() -> Any:
 
 
 class CudaDriver(Driver):
-    """The driver's view of one device; see `Driver` for what the methods do.
+    """Call the CUDA driver for one device; `Driver` documents the methods.
 
-    It holds a reference on the device's primary context, which is the one that torch uses. Calls make it current and
-    put back what was current before, so torch's current device does not change. Safe to use from several threads.
+    The object retains the device's primary context, which torch uses too. Each call makes it current and restores the
+    previous context, so torch's current device does not change. Safe to use from several threads.
     """
 
     def __init__(self, device_index: int) -> None:
-        """Take the primary context of the device with this ordinal, among those that this process sees.
+        """Retain the primary context of the device with this ordinal among those that this process sees.
 
         Raises:
-            CapabilityError: There is no package, no driver, or no such device.
+            CapabilityError: The package, the driver or the device is missing.
             CudaError: The driver failed.
         """
         self._api = _bindings()
@@ -97,7 +96,7 @@ class CudaDriver(Driver):
     # --- calls ------------------------------------------------------------------------------------------------
 
     def _call(self, function: str, *arguments: Any) -> Any:
-        """Call a function of the driver and return what it returns besides the status."""
+        """Call a function of the driver; return its results without the status."""
         try:
             status, *values = getattr(self._api, function)(*arguments)
         except AttributeError as error:
@@ -106,7 +105,7 @@ class CudaDriver(Driver):
                 requirement="cuda-bindings 12.9 or later",
             ) from error
         except RuntimeError as error:
-            # No libcuda, or one that is too old to have the function.
+            # There is no libcuda, or it is too old to have the function.
             raise CapabilityError(
                 f"{function} cannot be called: {error}; is an NVIDIA driver installed, and new enough?",
                 requirement="an NVIDIA driver",
@@ -131,7 +130,7 @@ class CudaDriver(Driver):
         )
 
     def _newer_error(self, function: str, error: ValueError) -> Exception:
-        """Return what to raise for a code that the driver knows and the bindings do not, which they refuse to name."""
+        """Return the error for a status code that is newer than the bindings, which raised ValueError for it."""
         number, _, kind = str(error).partition(" is not a valid ")
         if kind != "CUresult" or not number.isdecimal():
             return error
@@ -145,7 +144,7 @@ class CudaDriver(Driver):
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """Make this device's context current, and put back what was before."""
+        """Make this device's context current, and restore the previous one afterwards."""
         if self._closed:
             raise ClosedError(f"the driver of CUDA device {self._index} was closed")
         self._call("cuCtxPushCurrent", self._context)
@@ -159,7 +158,7 @@ class CudaDriver(Driver):
             return self._call(function, *arguments)
 
     def _direct(self, function: str, *arguments: Any) -> Any:
-        """Call what names objects of ours, for which any context will mostly do; else make ours current first."""
+        """Call a function on our streams and events in the thread's context; retry in ours if the driver refuses."""
         if not self._closed:
             try:
                 return self._call(function, *arguments)
@@ -173,7 +172,7 @@ class CudaDriver(Driver):
         return int(self._call("cuDeviceGetAttribute", attribute, self._device))
 
     def _stream(self, stream: int) -> Any:
-        """Return the bindings' object for a stream, kept: making one costs as much as a launch."""
+        """Return the bindings' object for a stream. It is kept, because making one costs as much as a launch."""
         found = self._streams.get(stream)
         if found is None:
             if len(self._streams) >= _MOST_STREAMS:
@@ -211,7 +210,7 @@ class CudaDriver(Driver):
         return self._uuid(self._device)
 
     def _uuid(self, device: Any) -> str:
-        # In 12.9 the plain function gives a MIG instance the UUID of its GPU; in 13 the two are one.
+        # In 12.9 the plain function returns the GPU's UUID for a MIG instance; in 13 both functions are the same.
         name = "cuDeviceGetUuid_v2" if hasattr(self._api, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
         return str(uuid.UUID(bytes=self._call(name, device).bytes))
 
@@ -219,7 +218,7 @@ class CudaDriver(Driver):
         return _text(self._call("cuDeviceGetPCIBusId", 32, self._device)).lower()
 
     def ipc_supported(self) -> bool:
-        # What cudaIpcGetMemHandle asks for: Linux, unified addressing, no integrated GPU of a Tegra.
+        # cudaIpcGetMemHandle requires Linux, unified addressing, and a GPU that is not integrated (Tegra).
         return self._attribute("UNIFIED_ADDRESSING") == 1 and self._attribute("INTEGRATED") == 0
 
     def vmm_supported(self) -> bool:
@@ -272,7 +271,7 @@ class CudaDriver(Driver):
     def memcpy_htod(self, address: int, data: bytes) -> None:
         source = (ctypes.c_char * len(data)).from_buffer_copy(data)
         self._in_context("cuMemcpyHtoD", address, ctypes.addressof(source), len(data))
-        # From pageable memory the call may return once the data is staged; streams of ours do not wait for the rest.
+        # From pageable memory the call may return once the data is staged, and our streams do not wait for the copy.
         self._in_context("cuStreamSynchronize", self._stream(0))
 
     def memcpy_dtod(self, destination: int, source: int, nbytes: int, stream: int) -> None:
@@ -301,7 +300,7 @@ class CudaDriver(Driver):
 
     def ipc_get_handle(self, address: int) -> bytes:
         handle = self._in_context("cuIpcGetMemHandle", address)
-        # Through its address: 12.9 shows the bytes as an attribute, 13 does not.
+        # Read by address: 12.9 exposes the bytes as an attribute, 13 does not.
         return ctypes.string_at(handle.getPtr(), IPC_HANDLE_BYTES)
 
     def ipc_open_handle(self, handle: bytes) -> int:
@@ -407,7 +406,7 @@ class CudaDriver(Driver):
         except ValueError as error:
             raise self._newer_error("cuLaunchKernel", error) from error
         except KeyError:
-            raise UsageError(f"{function} is no function of a module that is loaded here") from None
+            raise UsageError(f"{function} is not a function of a module that is loaded here") from None
         if status:
             self._launch_again(status, function, grid_x, block_x, stream, arguments, shared_bytes)
 
@@ -421,7 +420,7 @@ class CudaDriver(Driver):
         arguments: PreparedLaunch,
         shared_bytes: int,
     ) -> None:
-        """Launch in our context, if the thread had none or another's: pushing it every time is two more calls."""
+        """Launch in our context if the thread had another or none. Always pushing it would cost two more calls."""
         if int(status) not in (_INVALID_CONTEXT, _INVALID_HANDLE):
             raise self._error("cuLaunchKernel", status)
         sizes = (grid_x, 1, 1, block_x, 1, 1, shared_bytes)
@@ -431,7 +430,7 @@ class CudaDriver(Driver):
     def launch_cooperative(
         self, function: int, grid: tuple[int, int], block_x: int, stream: int, arguments: PreparedLaunch
     ) -> None:
-        """Launch a grid of two dimensions all of whose blocks run at once, or fail: ranks emulated as block rows."""
+        """Launch a two-dimensional grid whose blocks all run at once, or fail. Tests emulate ranks as block rows."""
         sizes = (*grid, 1, block_x, 1, 1, 0)
         kernel, queue = self._functions[function], self._stream(stream)
         self._in_context("cuLaunchCooperativeKernel", kernel, *sizes, queue, arguments.pointers)
@@ -450,7 +449,7 @@ class CudaDriver(Driver):
         self._in_context("cuStreamSynchronize", self._stream(stream))
 
     def stream_wait_event(self, stream: int, event: int) -> None:
-        # The legacy stream, 0, is that of the current context: it has to be ours.
+        # Stream 0, the legacy stream, belongs to the current context, so ours must be current.
         call = self._direct if stream else self._in_context
         call("cuStreamWaitEvent", self._stream(stream), self._api.CUevent(event), 0)
 
@@ -470,7 +469,7 @@ class CudaDriver(Driver):
         self._direct("cuEventRecord", self._api.CUevent(event), self._stream(stream))
 
     def event_query(self, event: int) -> bool:
-        # While any thread captures in the global mode, which is torch's, a query would end its capture with an error.
+        # torch captures in the global mode: while any thread captures, a query from here would fail that capture.
         modes = self._api.CUstreamCaptureMode
         before = self._call("cuThreadExchangeStreamCaptureMode", modes.CU_STREAM_CAPTURE_MODE_RELAXED)
         try:

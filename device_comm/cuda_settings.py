@@ -1,4 +1,4 @@
-"""Settings of the CUDA device plane. Whoever creates a group hands them over; nothing here reads the environment."""
+"""Settings of the CUDA device plane. The creator of a group passes them in; nothing here reads the environment."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from shm_broadcast.errors import SettingsError
 __all__ = ["MAX_CUSTOM_BYTES", "MIN_ARENA_BYTES", "PER_RANK_CUDA_FIELDS", "CudaSettings"]
 
 PER_RANK_CUDA_FIELDS: Final = frozenset({"policy_file", "nccl_library", "kernel_cache"})
-"""Fields that may differ between ranks: hosts keep files in different places. What a policy file says must not
-differ: its digest is agreed when a group is created."""
+"""Fields that may differ between ranks, because hosts keep files in different places. The content of the policy files
+must be equal: the ranks compare its digest when a group is created."""
 
 MIN_ARENA_BYTES: Final = 64 * 1024
-"""Below this not even the activations of a small batch would fit into one push."""
+"""Smallest arena: with less, not even the activations of a small batch fit into one push."""
 
 MAX_CUSTOM_BYTES: Final = 1 << 30
-"""Largest arena and staging area: a mistyped size must not take the memory that a model needs."""
+"""Largest arena and staging area, so that a mistyped size does not take the memory that a model needs."""
 
 _GRANULE: Final = 4096
 
 
 class CudaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the ranks of a group on CUDA devices must agree on, and where each finds its files.
+    """Settings that the ranks of a group on CUDA devices must agree on, and the paths that are local to a rank.
 
     Attributes:
-        custom_all_reduce: Whether our own kernels may be used; without them everything goes through NCCL, or
-            with `deterministic` through data movement and sums in rank order.
-        deterministic: Sums of floats in rank order with one rounding, whatever the size, so that the result for
-            one row of a batch does not depend on the others: NCCL never sums floats.
-        arena_bytes: Room for one phase of a push, in bytes, of which every group holds two on each device. A
-            larger message goes in pieces or through NCCL. A multiple of 4096.
-        staging_bytes: Room for inputs that peers cannot reach where they lie, and for the results of pulls, in
-            bytes, on each device and for each group. 0 keeps pulls from being used. A multiple of 4096.
+        custom_all_reduce: Whether our own kernels may be used. Without them NCCL carries everything; with
+            `deterministic` it only moves data, and floats are summed in rank order afterwards.
+        deterministic: Sum floats of any size in rank order with one rounding, so that the result for one row of a
+            batch does not depend on the other rows. NCCL then never sums floats.
+        arena_bytes: Bytes for one phase of a push; every group holds two arenas on each device. A larger message
+            is split or goes through NCCL. A multiple of 4096.
+        staging_bytes: Bytes, per group and device, for inputs that peers cannot map and for the results of pulls.
+            0 disables pulls. A multiple of 4096.
         deadline_s: How long a kernel waits for the other ranks, in seconds; None takes the group's timeout.
-        policy_file: File of thresholds that the `tune` command wrote; None takes the built-in table. May differ
-            between ranks, its content may not.
-        nccl_library: File of the NCCL library; None takes the one that torch brings. May differ between ranks.
+        policy_file: File of thresholds that the `tune` command wrote; None takes the built-in table. The path may
+            differ between ranks, the content must not.
+        nccl_library: File of the NCCL library; None takes the one that torch ships. May differ between ranks.
         kernel_cache: Directory for compiled kernels; None takes the user's cache directory. May differ between
             ranks.
 

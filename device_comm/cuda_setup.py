@@ -1,4 +1,4 @@
-"""Whether a group can use our own kernels: every fact is told to all ranks, and all come to the same answer."""
+"""Decide whether a group can use our own kernels: all ranks exchange their facts and reach the same answer."""
 
 from __future__ import annotations
 
@@ -17,29 +17,28 @@ from device_comm.driver import Driver
 from device_comm.kernels import KernelCache, KernelVariant
 from device_comm.peer_access import PROBE_BYTES, verify_peer_access
 from device_comm.peer_memory import PeerMemory
-from device_comm.peer_messages import Exchange, Kind, Remark, said, speak
+from device_comm.peer_messages import Exchange, Kind, exchange_failure
 from device_comm.policy import GroupFacts
 from device_comm.topology import GroupTopology, gather_topology, probe
 from shm_broadcast.errors import CapabilityError, CommError, InternalError
 
 __all__ = ["build_custom", "default_cache_directory"]
 
-_TEXT: Final = 1900
-# Enough for torch to take a block of its own for it.
+# Above 1 MiB, the limit of torch's pool for small tensors, so that the sample comes from the pool of large ones.
 _SAMPLE_BYTES: Final = 2 << 20
 
 
 def default_cache_directory() -> Path:
-    """Return where compiled kernels and verdicts are kept if the settings do not say: the user's own cache.
+    """Return the default directory for compiled kernels and results of the peer access test: the user's cache.
 
-    By the password database, not by the environment, which only the settings may read.
+    The home directory comes from the password database, because only the settings may read the environment.
     """
     import pwd
 
     try:
         home = Path(pwd.getpwuid(os.geteuid()).pw_dir)
     except KeyError:
-        # A user without a name, as some clusters give to containers. Who owns the directory is checked in any case.
+        # Some clusters run containers as a user without an entry. The cache checks who owns the directory in any case.
         return Path(tempfile.gettempdir()) / f"group-coordinator-{os.geteuid()}"
     return home / ".cache" / "group-coordinator"
 
@@ -49,16 +48,16 @@ def build_custom(
     open_driver: Callable[[], Driver],
     cubin: CubinSource | None = None,
 ) -> tuple[CustomAllReduce | None, str]:
-    """Return our own collectives for the group, or None with the reason. Collective; equal on all ranks.
+    """Return our own collectives for the group, or None and the reason. Collective; the answer is equal on all ranks.
 
     Args:
-        context: The group; `exchange` must be there.
-        open_driver: Opens this rank's device, which stays the caller's.
-        cubin: Gives the compiled kernels; by default NVRTC and a cache on disk do.
+        context: The group; `exchange` must be set.
+        open_driver: Opens this rank's device, which the caller still owns.
+        cubin: Returns compiled kernels; defaults to NVRTC with a cache on disk.
 
     Raises:
         SettingsError: This rank's policy file cannot be used.
-        DisagreementError: Another rank's cannot, or they say different things.
+        DisagreementError: Another rank's policy file cannot be used, or two of them differ.
     """
     settings, exchange = context.cuda, context.exchange
     if exchange is None:
@@ -71,14 +70,14 @@ def build_custom(
     try:
         driver = open_driver()
     except CommError as error:
-        trouble = str(error)[:_TEXT]
-    failed = _said(Remark(trouble), context, exchange)
+        trouble = str(error)
+    failed = exchange_failure(exchange, trouble, context.ranks)
     if failed or driver is None:
         return None, failed
     try:
         return _build(context, exchange, driver, cubin)
     except CapabilityError as error:
-        # The same on all ranks: whoever raises this has told the others.
+        # Equal on all ranks: a rank raises this only after it has told the others.
         return None, str(error)
 
 
@@ -103,7 +102,7 @@ def _build(
         multiprocessors=topology.multiprocessors,
         has_nvlink=_has_fast_links(topology),
         is_verified=True,
-        # The memory of tensors goes by CUDA IPC alone, which the region that was just tried has shown to work, or not.
+        # Tensors' memory can be shared by CUDA IPC only, and the region that was just tested shows whether IPC works.
         is_exportable=_is_exportable(context, exchange, driver) and kind in ("ipc", "local"),
         is_deterministic=context.cuda.deterministic,
     )
@@ -111,8 +110,8 @@ def _build(
     try:
         source = source or _compiled(driver, directory, context.world_size)
     except CommError as error:
-        trouble = str(error)[:_TEXT]
-    failed = _said(Remark(trouble), context, exchange)
+        trouble = str(error)
+    failed = exchange_failure(exchange, trouble, context.ranks)
     if failed or source is None:
         raise CapabilityError(failed, requirement="a cache for compiled kernels")
     custom = CustomAllReduce.create(
@@ -131,12 +130,8 @@ def _build(
     return custom, ""
 
 
-def _said(remark: Remark, context: CommunicatorContext, exchange: Exchange) -> str:
-    return said([each.failure for each in speak(exchange, remark, context.ranks)], context.ranks)
-
-
 def _has_fast_links(topology: GroupTopology) -> bool:
-    # Ranks that share a device reach each other at the speed of its memory.
+    # Ranks that share one device exchange data at the speed of its memory.
     return topology.has_nvlink or len({device.uuid for device in topology.devices}) == 1
 
 
@@ -148,7 +143,7 @@ def _directory(context: CommunicatorContext) -> Path:
 def _verify(
     context: CommunicatorContext, exchange: Exchange, driver: Driver, directory: Path
 ) -> tuple[str, Kind]:
-    """Return why writes to peers do not arrive, or "" if they do; and how memory was shared. Collective."""
+    """Return why writes to peers do not arrive ("" if they do), and how memory was shared. Collective."""
     region = PeerMemory.create(
         driver,
         context.rank_in_group,
@@ -161,14 +156,14 @@ def _verify(
 
     def meet() -> None:
         if not is_over:
-            speak(exchange, Remark(), context.ranks)
+            exchange_failure(exchange, "", context.ranks)
 
     try:
         verdict = verify_peer_access(
             driver, context.rank_in_group, context.ranks, region.addresses, exchange, directory
         )
     except BaseException:
-        # The others may not come to a meeting any more.
+        # The other ranks may not take part in another round.
         is_over = True
         raise
     finally:
@@ -177,15 +172,15 @@ def _verify(
 
 
 def _is_exportable(context: CommunicatorContext, exchange: Exchange, driver: Driver) -> bool:
-    """Return whether on every rank torch's allocator gives memory that peers can map. Collective."""
+    """Return whether torch's allocator returns memory that peers can map, on every rank. Collective."""
     trouble = ""
     try:
         sample = torch.empty(_SAMPLE_BYTES, dtype=torch.uint8, device=context.device)
         if not driver.is_legacy_ipc_capable(sample.data_ptr()):
             trouble = "the allocator's memory cannot be exported (expandable segments?)"
     except (CommError, RuntimeError) as error:  # torch has no memory left
-        trouble = str(error)[:_TEXT]
-    return not _said(Remark(trouble), context, exchange)
+        trouble = str(error)
+    return not exchange_failure(exchange, trouble, context.ranks)
 
 
 def _compiled(driver: Driver, directory: Path, world_size: int) -> CubinSource:

@@ -1,6 +1,6 @@
-"""Our own collectives on CUDA devices, seen from the host: who may call them when, and what happens if nobody answers.
+"""Host side of our own collectives on CUDA devices: checks, launches, graph capture, failures and teardown.
 
-The kernels and their protocol are in `csrc` and in `DESIGN.md`, under "Custom all-reduce on CUDA"; what the host does
+The kernels are in `csrc`; their protocol is in `DESIGN.md` under "Custom all-reduce on CUDA". What the host does
 about streams, graphs, failures and teardown is there under "Policy and custom all-reduce: host side".
 """
 
@@ -23,7 +23,7 @@ from device_comm.custom_streams import StreamBinding
 from device_comm.driver import Driver
 from device_comm.health import GroupHealth
 from device_comm.kernel_layout import MAX_BLOCKS, NORM_LANES
-from device_comm.peer_messages import Exchange, Remark, said, speak
+from device_comm.peer_messages import Exchange, exchange_failure
 from device_comm.policy import Algorithm, CallFacts, GroupFacts, OperationName, Plan, choose
 from device_comm.policy_table import PolicyTable
 from shm_broadcast.errors import CapabilityError, ClosedError, CommError, UsageError
@@ -34,11 +34,12 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 _NAMES: Final = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _SIZES: Final = {torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
+# Bounds each cache of routes and plans. An engine uses a few dozen combinations of operation, dtype and size.
 _MOST_ROUTES: Final = 4096
+# Interval at which `destroy` checks whether queued calls are done.
 _FLUSH_PAUSE_S: Final = 0.001
-_TEXT: Final = 1900
 
-# What the words of a record say once it is gone.
+# Replaces the words of the error record after `destroy`, so that every call takes its failure branch.
 _CLOSED: Final = (1,) * 16
 _FLOAT_WORD: Final = struct.Struct("<fI")
 _WORD: Final = struct.Struct("<Q")
@@ -46,18 +47,18 @@ _WORD: Final = struct.Struct("<Q")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CustomContext:
-    """What our own collectives are built from.
+    """The inputs from which our own collectives are built.
 
     Attributes:
         driver: This rank's device.
         health: The group's shared state.
         rank_in_group: This rank.
         ranks: Global ranks, in group order.
-        exchange: Tells all ranks what each of them brings; kept for captures.
-        facts: What all ranks have found out and agreed on; `capacity` is filled in here.
-        settings: The same on all ranks but for paths.
+        exchange: All-gathers one message per rank; also used by captures.
+        facts: Facts that all ranks have agreed on; `create` fills in `capacity`.
+        settings: Equal on all ranks, except for paths.
         timeout_s: The group's deadline in seconds.
-        cubin: Where compiled kernels come from.
+        cubin: Returns compiled kernels.
     """
 
     driver: Driver
@@ -72,7 +73,7 @@ class CustomContext:
 
 
 class _Route:
-    """How calls of one size and dtype go: `launch` is None where our kernels do not carry them."""
+    """How calls of one size and dtype are carried; `function_launch` is None if not by our kernels."""
 
     __slots__ = ("function_launch", "grid", "is_pull", "piece", "plan", "threads")
 
@@ -86,18 +87,18 @@ class _Route:
 
 
 class CustomAllReduce:
-    """All-reduce, reduce-scatter, all-gather and the fused norm by our own kernels, for one group.
+    """Run all-reduce, reduce-scatter, all-gather and the fused norm with our own kernels, for one group.
 
-    Methods take addresses of contiguous memory and the stream on which they are queued; they return at once. A method
-    that returns False has done nothing: the policy sends such calls another way, on all ranks alike (`plan` says
-    which, and why). All of them are of one thread at a time, as the group is.
+    Methods take addresses of contiguous memory and the stream to queue on, and return without waiting for the device.
+    A method that returns False has queued nothing: the policy chose another algorithm, equally on all ranks (`plan`
+    says which and why). Use the object from one thread at a time, like the group.
 
-    *One stream*: two calls in flight at once would share epochs and memory, so all calls of a communicator are on one
-    stream: that of the first call, until `use_stream`. Calls on a stream that is being captured are allowed besides;
-    graphs are to be replayed in order with other calls, as with any communicator.
+    *One stream*: two calls in flight at once would share epochs and memory. All calls are therefore queued on the
+    stream of the first call, until `use_stream`. Calls on a stream that is being captured are also allowed; replays
+    must be ordered with other calls, as with any communicator.
 
     Attributes:
-        facts: What the policy decides by; equal on all ranks.
+        facts: The facts that the policy uses; equal on all ranks.
         table: The policy's thresholds; equal on all ranks.
     """
 
@@ -122,21 +123,21 @@ class CustomAllReduce:
         self._plans: dict[tuple[str, torch.dtype, int, str, bool], Plan] = {}
         self._most_blocks = max(1, min(self.facts.multiprocessors, MAX_BLOCKS))
         self._eps, self._eps_word = 0.0, 0
-        # Kept: methods are bound anew at each look-up.
+        # Saves creating a bound method on each call.
         self._launch = context.driver.launch
 
     @classmethod
     def create(cls, context: CustomContext) -> CustomAllReduce:
         """Agree on the policy, map every rank's workspace, load a first kernel. Collective.
 
-        *Blocks* for as long as `exchange` does. Every step that can fail on one rank is followed by an exchange, so
-        all ranks have the object or none has.
+        *Blocks* as long as `exchange` does. An exchange follows every step that can fail on one rank, so either all
+        ranks get the object or all raise.
 
         Raises:
             SettingsError: This rank's policy file cannot be used.
-            DisagreementError: Another rank's cannot, or the ranks' policy files say different things.
-            CapabilityError: The facts, the memory or the compiler of a rank forbid it; on every rank, with the
-                same reason. NCCL serves such a group.
+            DisagreementError: Another rank's policy file cannot be used, or two of them differ.
+            CapabilityError: The facts, the memory or the compiler of a rank do not allow it; raised on every rank
+                with the same reason. The group is intact and can use NCCL.
         """
         obstacle = context.facts.why_not()
         if obstacle:
@@ -164,7 +165,7 @@ class CustomAllReduce:
     def plan(
         self, operation: OperationName, dtype: torch.dtype, nbytes: int, stream: int, reduction: str = "sum"
     ) -> Plan:
-        """Return how such a call goes, with the reason; the same on all ranks. `nbytes` as in `CallFacts`."""
+        """Return the algorithm for a call and the reason; equal on all ranks. `nbytes` is that of `CallFacts`."""
         key = (operation, dtype, nbytes, reduction, self._is_captured(stream))
         plan = self._plans.get(key)
         if plan is None:
@@ -188,7 +189,7 @@ class CustomAllReduce:
             plan = self.plan(operation, dtype, nbytes, stream)
             launch = None
             if plan.algorithm.is_custom:
-                # All-gathers move bytes of any dtype; one module has them all.
+                # An all-gather moves bytes, so the float32 module serves every dtype.
                 name = _NAMES.get(dtype, "float32") if operation != "all_gather" else "float32"
                 launch = self._loaded(plan.algorithm.value, name, stream, operation)
             if len(self._routes) >= _MOST_ROUTES:
@@ -198,11 +199,11 @@ class CustomAllReduce:
         return route
 
     def _loaded(self, kernel: str, dtype: str, stream: int, operation: str) -> Launch:
-        """Return the launch of a kernel, loaded now if need be: its peers wait for as long as the deadline lasts."""
+        """Return the launch of a kernel; load it if necessary, while the peers' kernels wait up to the deadline."""
         if self._launches.get(kernel, dtype) is None and self._driver.stream_is_capturing(stream):
             raise UsageError(
                 f"{self._health.where(operation)}: a kernel for {dtype} cannot be loaded while stream {stream:#x} is "
-                "captured; call begin_capture before, or make one such call"
+                "captured; call begin_capture before the capture, or make one such call"
             )
         try:
             return self._launches.of(kernel, dtype)
@@ -210,29 +211,30 @@ class CustomAllReduce:
             raise self._broken(error) from None
 
     def _broken(self, error: CommError) -> CommError:
-        """Break the group, as this rank's kernel is missing: the peers' would take its next call for this one."""
+        """Break the group and return `error`: without this rank's launch, peers would match its next call with this."""
         self._health.fail(error)
         return error
 
     def carries(self, operation: OperationName, dtype: torch.dtype, nbytes: int, stream: int) -> bool:
-        """Return whether our kernels carry such a call: before memory is allocated for it."""
+        """Return whether our kernels carry a call, so that a caller can ask before it allocates the result."""
         self.check(operation)
         return self._route(operation, dtype, nbytes, stream).function_launch is not None
 
     # ------------------------------------------------------------------ calls
 
     def all_reduce(self, input_: int, output: int, count: int, dtype: torch.dtype, stream: int) -> bool:
-        """Sum the ranks' `count` elements at `input_` into `output`, which may be the same.
+        """Sum the ranks' `count` elements at `input_` into `output`, which may be the same address.
 
-        *Collective*, with equal `count` and `dtype`. *Capture*: allowed; within `begin_capture` the input of a pull
-        is noted, and must stay allocated as long as the graph. Both addresses are multiples of 16.
+        *Collective*, with equal `count` and `dtype`. *Capture*: allowed; after `begin_capture` the input of a pull is
+        recorded and must stay allocated as long as the graph. Both addresses are multiples of 16.
 
         Returns:
-            Whether it was queued; False if the policy sends it elsewhere.
+            Whether the call was queued; False if the policy chose another algorithm.
 
         Raises:
-            UsageError: Another stream; an address that is no multiple of 16. Nothing was queued, the group is intact.
-            CommTimeoutError, PeerLostError: An earlier call waited in vain; the group is broken.
+            UsageError: Another stream is in use, or an address is not a multiple of 16. Nothing was queued, the group
+                is intact.
+            CommTimeoutError, PeerLostError: A kernel of an earlier call gave up; the group is broken.
         """
         words = self._words
         if words[0] or words[8]:
@@ -270,29 +272,36 @@ class CustomAllReduce:
     def _in_pieces(
         self, route: _Route, launch: Launch, input_: int, output: int, nbytes: int, itemsize: int, stream: int
     ) -> None:
-        words, first = launch.words, launch.first
         for offset in range(0, nbytes, route.piece):
-            words[first] = input_ + offset
-            words[first + 1] = output + offset
-            words[first + 2] = min(route.piece, nbytes - offset) // itemsize
-            try:
-                self._launch(launch.function, route.grid, route.threads, stream, launch.arguments)
-            except CommError as error:
-                raise self._broken(error) from None
+            count = min(route.piece, nbytes - offset) // itemsize
+            self._queue(route, launch, input_ + offset, output + offset, count, stream)
+
+    def _queue(
+        self, route: _Route, launch: Launch, input_: int, output: int, count: int, stream: int
+    ) -> None:
+        """Launch one kernel; `all_reduce` repeats this to save a call."""
+        words, first = launch.words, launch.first
+        words[first] = input_
+        words[first + 1] = output
+        words[first + 2] = count
+        try:
+            self._launch(launch.function, route.grid, route.threads, stream, launch.arguments)
+        except CommError as error:
+            raise self._broken(error) from None
 
     def reduce_scatter(self, input_: int, output: int, count: int, dtype: torch.dtype, stream: int) -> bool:
-        """Sum the ranks' inputs; rank i gets the i-th of `world_size` parts of `count` elements, one after the other.
+        """Sum the ranks' inputs of `world_size` consecutive parts; rank i gets the `count` elements of part i.
 
-        As `all_reduce` otherwise; `output` may be this rank's own part of the input.
+        Otherwise like `all_reduce`. `output` may be this rank's own part of the input.
         """
         nbytes = count * dtype.itemsize * self.facts.world_size
         return self._simple("reduce_scatter", input_, output, count, nbytes, dtype, stream)
 
     def all_gather(self, input_: int, output: int, nbytes: int, stream: int) -> bool:
-        """Write the ranks' `nbytes` at `input_` to `output`, one after the other in rank order.
+        """Concatenate the ranks' `nbytes` at `input_` in `output`, in rank order.
 
-        As `all_reduce` otherwise, with any alignment; fast where all is in multiples of 8. `input_` may be this
-        rank's own part of the output.
+        Otherwise like `all_reduce`, but with any alignment; fast if both addresses and `nbytes` are multiples of 8.
+        `input_` may be this rank's own part of the output.
         """
         return self._simple("all_gather", input_, output, nbytes, nbytes, torch.uint8, stream)
 
@@ -319,20 +328,14 @@ class CustomAllReduce:
             return False
         if operation != "all_gather" and (input_ | output) & 15:
             raise self._misaligned(operation, input_, output)
-        arguments, first = launch.words, launch.first
-        arguments[first] = input_
-        arguments[first + 1] = output
-        arguments[first + 2] = count
-        try:
-            self._launch(launch.function, route.grid, route.threads, stream, launch.arguments)
-        except CommError as error:
-            raise self._broken(error) from None
+        self._queue(route, launch, input_, output, count, stream)
         return True
 
     def can_fuse(self, rows: int, hidden: int, dtype: torch.dtype, stream: int) -> bool:
-        """Return whether `all_reduce_add_rms_norm` carries such a call: where a one-shot push carries the all-reduce.
+        """Return whether `all_reduce_add_rms_norm` carries a call: if a one-shot push carries an equal all-reduce.
 
-        The bits are those of the parts, so a deterministic group may fuse too, whatever carries its all-reduces.
+        Fused and separate kernels return the same bits, so a deterministic group may fuse too, whatever algorithm
+        carries its all-reduces.
         """
         key = (dtype, rows, hidden, self._is_captured(stream))
         answer = self._fusable.get(key)
@@ -354,17 +357,18 @@ class CustomAllReduce:
     def all_reduce_add_rms_norm(
         self, addresses: Sequence[int], rows: int, hidden: int, eps: float, dtype: torch.dtype, stream: int
     ) -> bool:
-        """Sum the ranks' inputs, add the residual, normalise each row, in one kernel.
+        """Sum the ranks' inputs, add the residual and normalise each row, in one kernel.
 
-        As `all_reduce` otherwise.
+        Otherwise like `all_reduce`.
 
         Args:
-            addresses: Input, residual, weight, output, output of the sum with the residual.
-            rows: Rows of [rows, hidden].
+            addresses: Addresses of input, residual, weight, output, and output of the sum with the residual. The
+                weight has shape [hidden], the others [rows, hidden].
+            rows: Number of rows.
             hidden: Elements of a row.
             eps: Added to the mean of the squares.
-            dtype: Of all five.
-            stream: Where it is queued.
+            dtype: The dtype of all five.
+            stream: The stream to queue on.
         """
         words = self._words
         if words[0] or words[8]:
@@ -379,7 +383,10 @@ class CustomAllReduce:
     def add_rms_norm(
         self, addresses: Sequence[int], rows: int, hidden: int, eps: float, dtype: torch.dtype, stream: int
     ) -> None:
-        """Add the residual and normalise each row, on this rank alone; the second part of what cannot be fused."""
+        """Add the residual and normalise each row, without communication: the second half of a call that is not fused.
+
+        The arguments are those of `all_reduce_add_rms_norm`. Not collective.
+        """
         self._norm("add_rms_norm", addresses, rows, hidden, eps, dtype, stream)
 
     def _norm(
@@ -410,7 +417,7 @@ class CustomAllReduce:
             (self._eps_word,) = _WORD.unpack(_FLOAT_WORD.pack(eps, 0))
             self._eps = eps
         words[at + 7] = self._eps_word
-        # A block for each row, of one thread for each of the norm's 256 lanes.
+        # One block per row, with one thread for each of the norm's 256 lanes.
         try:
             self._launch(launch.function, min(rows, self._most_blocks), NORM_LANES, stream, launch.arguments)
         except CommError as error:
@@ -419,30 +426,30 @@ class CustomAllReduce:
     # ------------------------------------------------------------------ streams
 
     def use_stream(self, stream: int) -> None:
-        """Queue later calls on `stream`, behind all that was queued so far. Not collective, does not block.
+        """Queue later calls on `stream`, behind all work queued so far. Not collective, does not block.
 
         Raises:
-            UsageError: One of the two streams is being captured: the order would be part of the graph.
+            UsageError: One of the two streams is being captured, so the ordering would become part of the graph.
         """
         self._check_open("use_stream")
         self._bound.use(stream)
 
     @property
     def stream(self) -> int | None:
-        """Return the stream that calls are bound to; None before the first."""
+        """Return the stream that calls are bound to; None before the first call."""
         return self._bound.stream
 
     def restore_stream(self, stream: int | None) -> None:
-        """Undo `use_stream`: bind to `stream` again, or to none; later calls are behind all that was queued so far."""
+        """Undo `use_stream`: bind to `stream` again, or to none. Later calls run after all work queued so far."""
         if self._is_open:
             self._bound.restore(stream)
 
     def _is_captured(self, stream: int) -> bool:
-        """Return whether calls on `stream` go into a graph of which we know: only there inputs can be noted."""
+        """Return whether `stream` is captured after `begin_capture`: only then captured inputs can be recorded."""
         return stream == self._capture_stream and self._driver.stream_is_capturing(stream)
 
     def _admit(self, stream: int, operation: str) -> None:
-        """Refuse a second stream; bind to the first one."""
+        """Bind to the first stream and refuse a second one."""
         if self._capture_stream is None:
             self._refuse_unfinished(operation)
         self._bound.admit(stream, operation)
@@ -450,14 +457,15 @@ class CustomAllReduce:
     # ------------------------------------------------------------------ capture
 
     def begin_capture(self, stream: int, dtypes: Sequence[torch.dtype] = tuple(_NAMES)) -> None:
-        """Get ready for a capture on `stream`: load every kernel that a captured call may need. Collective.
+        """Load every kernel that a captured call on `stream` may need. Collective.
 
-        *Blocks* while kernels are compiled (once per machine), and for one exchange. Call it before the capture of
-        the stream begins; calls on the stream before that are warm-up, and run.
+        *Blocks* while kernels are compiled (once per machine) and for one exchange. Call it before the capture of
+        the stream begins; calls on the stream before that are warm-up and run at once.
 
         Raises:
-            CapabilityError: A kernel cannot be compiled or loaded on some rank; on every rank, the group is intact.
-            UsageError: A capture has been begun already, or not been finished.
+            CapabilityError: A kernel cannot be compiled or loaded on some rank; raised on every rank, the group is
+                intact.
+            UsageError: A capture has begun already or was not finished; the group is intact.
         """
         self._check_open("begin_capture")
         if self._capture_stream is not None:
@@ -468,10 +476,10 @@ class CustomAllReduce:
             for dtype in dtypes:
                 for family in self._families():
                     self._launches.load(family, _NAMES[dtype])
-            # All-gathers of any dtype use these.
+            # The float32 module serves all-gathers of every dtype.
             self._launches.load("shards", "float32")
         except CommError as error:
-            failure = str(error)[:_TEXT]
+            failure = str(error)
         self._tell("begin_capture", failure, "kernels for all ranks")
         self._capture_stream = stream
 
@@ -482,25 +490,25 @@ class CustomAllReduce:
         return ("one_shot", "two_shot", "shards", "norm", *pulls)
 
     def end_capture(self) -> None:
-        """Note no more inputs. Not collective; before `finish_capture`, which does it too. Idempotent."""
+        """Stop recording captured inputs. Optional before `finish_capture`. Not collective, idempotent."""
         self._capture_stream = None
 
     def finish_capture(self) -> None:
-        """Tell the other ranks of the captured inputs, and open theirs: only now graphs may be replayed. Collective.
+        """Send this rank's captured inputs to the other ranks and map theirs. Collective.
 
-        *Blocks* for two exchanges.
+        Graphs may be replayed only after this. *Blocks* for two exchanges.
 
         Raises:
-            CapabilityError: A rank could not export or open an input; on every rank. Drop the graphs of this capture;
-                the group is intact.
-            DisagreementError: The ranks captured different calls; likewise.
+            CapabilityError: A rank could not export or map an input; raised on every rank. Drop the graphs of this
+                capture; the group is intact.
+            DisagreementError: The ranks captured different calls; raised on every rank, with the same consequence.
         """
         self._check_open("finish_capture")
         self._capture_stream = None
         self._inputs.finish(self._context.exchange)
 
     def abandon_capture(self) -> None:
-        """Give a capture up that was left by an exception: its graphs are void. Not collective; idempotent."""
+        """Discard a capture that an exception left; its graphs must not be replayed. Not collective, idempotent."""
         self._capture_stream = None
         self._inputs.drop()
 
@@ -512,23 +520,22 @@ class CustomAllReduce:
             )
 
     def _tell(self, operation: str, failure: str, requirement: str) -> None:
-        """Tell all ranks how a step ended here; raise if it failed anywhere. Collective."""
-        remarks = speak(self._context.exchange, Remark(failure), self._context.ranks)
-        failed = said([remark.failure for remark in remarks], self._context.ranks)
+        """Exchange whether a step failed, and raise on all ranks if it failed on any. Collective."""
+        failed = exchange_failure(self._context.exchange, failure, self._context.ranks)
         if failed:
             raise CapabilityError(f"{self._health.where(operation)}: {failed}", requirement=requirement)
 
     # ------------------------------------------------------------------ failures
 
     def check(self, operation: str = "check") -> None:
-        """Raise if a kernel has failed; one look at host memory.
+        """Raise if a kernel has failed. Costs one read of host memory.
 
-        Results count once their stream was synchronized and this did not raise afterwards.
+        A result is valid once its stream was synchronized and a later `check` did not raise.
 
         Raises:
             CommTimeoutError, PeerLostError: As `all_reduce`.
         """
-        # Not word 8: a peer that ended in peace does not take back what has been computed.
+        # Word 8 does not matter here: the end of a peer does not invalidate results that are complete.
         if self._words[0]:
             raise self._failed(operation)
 
@@ -537,40 +544,40 @@ class CustomAllReduce:
         self.check(operation)
 
     def _failed(self, operation: str) -> CommError:
-        """Find out why a kernel gave up, break the group, and return what to raise."""
+        """Find out why a kernel gave up, break the group, and return the error to raise."""
         if not self._is_open:
             return ClosedError(f"{self._health.where(operation)}: the communicator was destroyed")
         untold = self._resources.take_untold()
         if untold is not None:
             return untold
-        # Closed, or broken by something else, which ended the waiting of the kernels.
+        # The group was closed or broken by something else, which made the kernels leave.
         self._health.check_usable(operation)
         return self._resources.explain(operation)
 
     def _misaligned(self, operation: str, *addresses: int) -> UsageError:
         listed = ", ".join(f"{address:#x}" for address in addresses if address & 15)
         return UsageError(
-            f"{self._health.where(operation)}: {listed} is no multiple of 16; copy the tensor first, as the other "
-            "ranks cannot know and wait"
+            f"{self._health.where(operation)}: {listed} is no multiple of 16; copy the tensor first (this rank alone "
+            "knows its alignment, and the others wait for its call)"
         )
 
     # ------------------------------------------------------------------ the end
 
     def destroy(self, barrier: Callable[[], None] | None = None, timeout_s: float = 5.0) -> None:
-        """Wait for what is queued, then give everything back. Idempotent, legal in any state, raises nothing.
+        """Wait for queued calls, then free everything. Idempotent, legal in any state, raises nothing.
 
-        *Collective* if `barrier` is given. *Blocks* for up to `timeout_s` until queued calls are done, then kernels
-        that still wait are told to leave, and for `barrier`.
+        *Collective* if `barrier` is given. *Blocks* up to `timeout_s` for queued calls, after which kernels that still
+        wait are made to leave, and then for `barrier`.
 
         Args:
-            barrier: Returns when all ranks have come to it; None if the group is broken or nobody can be asked.
-                Without it memory that a living peer may have open stays until the process ends.
+            barrier: Returns when all ranks have called it; None if the group is broken or peers are out of reach.
+                Without it, memory that a living peer may have mapped stays allocated until the process ends.
             timeout_s: How long queued calls may take, in seconds.
         """
         if not self._is_open:
             return
         self._is_open = False
-        # From here on every call finds words that say so.
+        # From now on every call finds nonzero words and raises.
         self._words = _CLOSED
         self._bound.close()
         if not self._health.is_broken and self._record.is_clear:
@@ -580,7 +587,7 @@ class CustomAllReduce:
             cache.clear()
 
     def _flush(self, timeout_s: float) -> None:
-        """Wait until the calls on our stream are done, or the deadline."""
+        """Wait until the calls on our stream are done, a kernel fails, or `timeout_s` has passed."""
         stream, driver = self._bound.stream, self._driver
         if stream is None:
             return

@@ -1,4 +1,4 @@
-"""Kernels that are loaded and launches that are packed, so that a call rewrites three words and launches."""
+"""Keep kernels loaded and their arguments packed, so that a call rewrites three words and launches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from device_comm.kernels import FAMILIES, family_of
 __all__ = ["KERNEL_DTYPES", "CubinSource", "Launch", "Launches"]
 
 CubinSource = Callable[[str, str], bytes]
-"""(family of kernels, dtype) -> the compiled module, for the architecture and world size of the group."""
+"""(family of kernels, dtype) -> compiled module for the group's architecture and world size."""
 
 KERNEL_DTYPES: Final = ("float32", "float16", "bfloat16")
 
@@ -19,19 +19,19 @@ _WORD: Final = b"\0" * 8
 
 
 class Launch:
-    """One kernel for one dtype, ready to launch. Its last arguments are rewritten per call.
+    """One kernel for one dtype, ready to launch. Each call rewrites its last arguments.
 
     Attributes:
-        function: What the driver launches.
-        arguments: What it is launched with.
-        words: The storage of the arguments.
-        first: The word of the first argument that changes; the others follow it.
+        function: The driver's handle of the kernel.
+        arguments: Its packed arguments.
+        words: The storage of the arguments, as 64-bit words.
+        first: Index of the first argument that changes; the others follow it, one word each.
     """
 
     __slots__ = ("arguments", "first", "function", "words")
 
     def __init__(self, function: int, params: bytes, changing: int) -> None:
-        """Pack `params`, where there are any, and room for `changing` words behind them."""
+        """Pack `params`, unless empty, followed by `changing` words that calls rewrite."""
         self.function: int = function
         packed = [params] if params else []
         self.arguments: PreparedLaunch = PreparedLaunch([*packed, *(_WORD,) * changing])
@@ -40,15 +40,15 @@ class Launch:
 
 
 class Launches:
-    """The modules and launches of one group on one device. Modules are loaded at first use; never in capture."""
+    """The modules and launches of one group on one device. Modules are loaded at first use, never during capture."""
 
     def __init__(self, driver: Driver, cubin: CubinSource, params: bytes) -> None:
         """Load nothing yet.
 
         Args:
             driver: The device.
-            cubin: Where compiled modules come from.
-            params: The kernels' `Params`.
+            cubin: Returns compiled modules.
+            params: The kernels' `Params`, as `pack_params` returns them.
         """
         self._driver = driver
         self._cubin = cubin
@@ -57,24 +57,24 @@ class Launches:
         self._launches: dict[tuple[str, str], Launch] = {}
 
     def load(self, family: str, dtype: str) -> None:
-        """Compile or read a module, load it, and pack the launches of its kernels. Not in capture."""
+        """Compile or read a module, load it, and pack the launches of its kernels. Not allowed during capture."""
         if (family, dtype) in self._modules:
             return
         module = self._driver.module_load(self._cubin(family, dtype))
         self._modules[family, dtype] = module
         for kernel in FAMILIES[family]:
             params = b"" if kernel == "add_rms_norm" else self._params
-            # The norms take five addresses, and rows, hidden and eps of 32 bits, each in a word of its own.
+            # The norms take five addresses, then rows, hidden and eps (32 bits each), each in a word of its own.
             changing = 8 if kernel.endswith("add_rms_norm") else 3
             function = self._driver.module_function(module, kernel)
             self._launches[kernel, dtype] = Launch(function, params, changing)
 
     def get(self, kernel: str, dtype: str) -> Launch | None:
-        """Return the launch of a kernel, if its module is loaded."""
+        """Return the launch of a kernel, or None if its module is not loaded."""
         return self._launches.get((kernel, dtype))
 
     def of(self, kernel: str, dtype: str) -> Launch:
-        """Return the launch of a kernel; its module is loaded if it is not yet."""
+        """Return the launch of a kernel; load its module if necessary."""
         found = self._launches.get((kernel, dtype))
         if found is None:
             self.load(family_of(kernel), dtype)

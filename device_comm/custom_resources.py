@@ -1,4 +1,4 @@
-"""What our own collectives hold: workspaces, the kernels' state, the error record; made and given back in order."""
+"""Create and free, in order, the resources of our own collectives: workspaces, kernel state, error record."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from device_comm.error_record import DeathWatch, ErrorRecord
 from device_comm.graph_inputs import GraphInputs
 from device_comm.health import GroupHealth
 from device_comm.kernel_layout import STATE_BYTES, WorkspaceLayout, largest_input, pack_params
-from device_comm.peer_memory import PeerMemory
-from device_comm.peer_messages import Exchange, Kind, Remark, said, speak
+from device_comm.peer_memory import PeerMemory, attempt
+from device_comm.peer_messages import MAX_TEXT_CHARS, Exchange, Kind, exchange_failure, speak
 from device_comm.policy import Capacity, GroupFacts, policy_digest
 from device_comm.policy_file import read_policy_file, table_of
 from device_comm.policy_table import BUILT_IN, PolicyTable
@@ -26,22 +26,20 @@ __all__ = ["CustomResources", "PolicyMessage", "agree_on_policy", "capacity_of"]
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-_TEXT = 1900
-# Descriptors first: their memory may be given back while a peer still has it mapped, so that leaving a group takes no
-# meeting.
+# Descriptors first: a rank may free that memory while a peer still maps it, so leaving a group needs no round.
 _KINDS: Final[tuple[Kind, ...]] = ("vmm", "ipc")
 
 
 def capacity_of(layout: WorkspaceLayout) -> Capacity:
-    """Return what fits into workspaces of `layout`, as the policy counts bytes."""
+    """Return the largest inputs that fit into workspaces of `layout`, in the policy's bytes."""
     limits = {name: largest_input(name, layout) for name in Capacity.__struct_fields__}
-    # The kernels count the bytes of their output there, the policy those of the input.
+    # The kernel counts the bytes of its output, the policy those of the input.
     limits["push_reduce_scatter"] *= layout.world_size
     return Capacity(**limits)
 
 
 class PolicyMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The policy of one rank: the digest of its table and of the facts that it decides by, or why it has none."""
+    """The policy of one rank: the digest of its table and its facts as JSON, or why its file cannot be used."""
 
     failure: str = ""
     origin: str = ""
@@ -56,11 +54,11 @@ def agree_on_policy(
     exchange: Exchange,
     where: Callable[[str], str],
 ) -> PolicyTable:
-    """Return the table of this rank, once all ranks have an equal one and decide by equal facts. Collective.
+    """Return the policy table after checking that all ranks have equal tables and equal facts. Collective.
 
     Raises:
         SettingsError: This rank's policy file cannot be used.
-        DisagreementError: Another rank's cannot, or two ranks would decide differently.
+        DisagreementError: Another rank's file cannot be used, or two ranks would decide differently.
     """
     table, trouble = BUILT_IN, None
     try:
@@ -69,8 +67,8 @@ def agree_on_policy(
     except CommError as error:
         trouble = error
     own = PolicyMessage(
-        "" if trouble is None else str(trouble)[:_TEXT],
-        table.origin[:_TEXT],
+        "" if trouble is None else str(trouble)[:MAX_TEXT_CHARS],
+        table.origin[:MAX_TEXT_CHARS],
         policy_digest(table),
         msgspec.json.encode(facts, order="deterministic").decode(),
     )
@@ -92,12 +90,12 @@ def agree_on_policy(
 
 
 class CustomResources:
-    """Everything that one group holds on this rank for our own collectives. Made by `create`, ended by `destroy`.
+    """All resources of one group on this rank for our own collectives. Made by `create`, freed by `destroy`.
 
     Attributes:
         facts: The group's facts, with the capacity of the workspaces.
-        record: Where kernels report.
-        launches: Kernels, ready to launch.
+        record: The error record that kernels report to.
+        launches: The kernels, ready to launch.
         inputs: The inputs of captured pulls.
     """
 
@@ -132,10 +130,10 @@ class CustomResources:
         timeout_s: float,
         cubin: CubinSource,
     ) -> CustomResources:
-        """Make everything. Collective; all ranks have it afterwards, or none has and all raise.
+        """Create all resources. Collective; either all ranks succeed or all raise.
 
         Raises:
-            CapabilityError: A rank could not; on every rank, with the same reason.
+            CapabilityError: Some rank failed; raised on every rank with the same reason.
         """
         layout = WorkspaceLayout(len(ranks), settings.arena_bytes, settings.staging_bytes)
         made = cls(driver, health, rank_in_group, ranks)
@@ -151,19 +149,18 @@ class CustomResources:
         try:
             made._initialise(layout, cubin)
         except CommError as error:
-            failure = str(error)[:_TEXT]
+            failure = str(error)
         except BaseException:
             made.destroy(None)
             raise
         try:
-            # Also a barrier: nobody pushes into an arena that is not yet idle.
-            remarks = speak(exchange, Remark(failure), ranks)
-            failed = said([remark.failure for remark in remarks], ranks)
+            # Also a barrier: no rank pushes into an arena before its owner has filled it with sentinels.
+            failed = exchange_failure(exchange, failure, ranks)
         except BaseException:
             made.destroy(None)
             raise
         if failed:
-            made.destroy(lambda: _meet(exchange, ranks))
+            made.destroy(lambda: _synchronize(exchange, ranks))
             raise CapabilityError(
                 f"{health.where('custom all-reduce')}: {failed}",
                 requirement="kernels and memory on all ranks",
@@ -198,11 +195,11 @@ class CustomResources:
         self.inputs = GraphInputs(
             driver, memory, self._rank, self._ranks, layout.staging_offset, self._health.where
         )
-        # One module now tells whether there is a compiler that knows the device.
+        # Loading one module now shows whether the compiler supports the device.
         self.launches.load("two_shot" if self.facts.is_deterministic else "one_shot", "bfloat16")
 
     def _on_abort(self) -> None:
-        # A group that is merely closed lets what is queued finish; `destroy` ends it.
+        # A group that is closed without a failure lets queued calls finish; `destroy` ends the kernels.
         if self._health.is_broken:
             self.record.abort()
 
@@ -210,12 +207,12 @@ class CustomResources:
         self._untold = self.explain("a queued call")
 
     def take_untold(self) -> CommError | None:
-        """Return what was found out while no call of ours came by, once: the next call raises it."""
+        """Return, once, the error that the watch found between two calls; the next call raises it."""
         untold, self._untold = self._untold, None
         return untold
 
     def explain(self, operation: str) -> CommError:
-        """Return what to raise where a kernel has given up, and break the group."""
+        """Return the error to raise after a kernel gave up, and break the group."""
         failure = self.record.failure()
         if failure is not None and failure.reason == "unregistered":
             error = UsageError(
@@ -231,7 +228,7 @@ class CustomResources:
         return self._health.blame(f"{operation} ({failure.kernel})", missing, self._within_s)
 
     def destroy(self, barrier: Callable[[], None] | None) -> None:
-        """End the kernels, close the peers' memory, meet, free our own: in this order. Raises nothing."""
+        """End the kernels, unmap the peers' memory, call `barrier`, free our memory, in this order. Raises nothing."""
         trouble: list[str] = []
         if self._watch is not None:
             self._watch.stop()
@@ -239,32 +236,22 @@ class CustomResources:
         if record is not None:
             record.abort()
         inputs: GraphInputs | None = getattr(self, "inputs", None)
-        _try(trouble, self._driver.context_synchronize)
-        if inputs is not None:
-            _try(trouble, inputs.close_peers)
+        attempt(trouble, self._driver.context_synchronize)
         if self._memory is not None:
             self._memory.close(barrier, self._health.lost)
         if inputs is not None:
-            _try(trouble, inputs.free)
+            attempt(trouble, inputs.free)
         launches: Launches | None = getattr(self, "launches", None)
         if launches is not None:
-            _try(trouble, launches.unload)
+            attempt(trouble, launches.unload)
         state, self._state = self._state, 0
         if state:
-            _try(trouble, self._driver.mem_free, state)
+            attempt(trouble, self._driver.mem_free, state)
         if record is not None:
-            _try(trouble, record.free)
+            attempt(trouble, record.free)
         if trouble:
             logger.warning("%s: %s", self._health.where("destroy"), "; ".join(trouble))
 
 
-def _meet(exchange: Exchange, ranks: Sequence[int]) -> None:
-    speak(exchange, Remark(), ranks)
-
-
-def _try(trouble: list[str], step: Callable[..., object], *arguments: object) -> None:
-    """Take one step of a teardown; what fails must not keep the later steps from being taken."""
-    try:
-        step(*arguments)
-    except (CommError, OSError) as error:
-        trouble.append(str(error))
+def _synchronize(exchange: Exchange, ranks: Sequence[int]) -> None:
+    exchange_failure(exchange, "", ranks)

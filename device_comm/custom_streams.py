@@ -1,4 +1,4 @@
-"""The one stream that a communicator's kernels are on, and how it changes hands."""
+"""Bind a communicator's kernels to one stream, and order them when the stream changes."""
 
 from __future__ import annotations
 
@@ -11,22 +11,26 @@ __all__ = ["StreamBinding"]
 
 
 class StreamBinding:
-    """Which stream calls are bound to: two at once would share epochs and memory.
+    """The stream that calls are bound to: calls on two streams at once would share epochs and memory.
 
     Attributes:
         stream: The stream; None before the first call.
     """
 
     def __init__(self, driver: Driver, where: Callable[[str], str]) -> None:
-        """Bind nothing yet; `where` begins an error's text."""
+        """Bind nothing yet; `where(operation)` returns the beginning of an error's text."""
         self.stream: int | None = None
         self._driver = driver
         self._where = where
-        # What the next stream that is bound has to wait for.
+        # Event that the next bound stream has to wait for.
         self._behind: int | None = None
 
     def admit(self, stream: int, operation: str) -> None:
-        """Bind to the first stream; refuse a second one. Streams that are captured are allowed besides."""
+        """Bind to the first stream and refuse a second one. Streams under capture are always admitted.
+
+        Raises:
+            UsageError: Calls are bound to another stream. Nothing was queued, the group is intact.
+        """
         if stream == self.stream or self._driver.stream_is_capturing(stream):
             return
         if self.stream is not None:
@@ -38,10 +42,10 @@ class StreamBinding:
         self.stream = stream
 
     def use(self, stream: int) -> None:
-        """Bind to `stream`, behind all that was queued so far.
+        """Bind to `stream`; later calls run after all work queued so far.
 
         Raises:
-            UsageError: One of the two streams is being captured: the order would be part of the graph.
+            UsageError: One of the two streams is being captured, so the ordering would become part of the graph.
         """
         old, driver = self.stream, self._driver
         if old is None:
@@ -60,12 +64,12 @@ class StreamBinding:
         self.stream = stream
 
     def restore(self, stream: int | None) -> None:
-        """Undo `use`: bind to `stream` again, or to none; later calls are behind all that was queued so far."""
+        """Undo `use`: bind to `stream` again, or to none. Later calls run after all work queued so far."""
         old = self.stream
         if stream == old or old is None:
             return
         if self._driver.stream_is_capturing(old):
-            # A capture that was left by an exception: what it holds is void, there is nothing to be behind.
+            # An exception left the capture. Its calls never run, so there is nothing to wait for.
             self.stream = stream
         elif stream is not None:
             self.use(stream)
@@ -75,7 +79,7 @@ class StreamBinding:
             self.stream = None
 
     def close(self) -> None:
-        """Give back what is kept. Idempotent."""
+        """Destroy the pending event, if any. Idempotent."""
         event, self._behind = self._behind, None
         if event is not None:
             self._driver.event_destroy(event)

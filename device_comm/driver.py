@@ -1,8 +1,8 @@
-"""What this package asks of a CUDA driver, as an interface: the real one, and the one of the tests, stand behind it.
+"""Interface of the CUDA driver functions that this package uses; implemented by `CudaDriver` and by the tests' fake.
 
-Integers go in and integers come out: addresses, handles, streams. Whatever fails is a `CudaError` with the library, the
-function and the code. An implementation serves one device, in the context that torch uses for it too, and leaves the
-calling thread's current device as it found it.
+Addresses, handles and streams are integers. A failure is a `CudaError` with the library, the function and the code.
+An implementation serves one device in the context that torch uses for it, and leaves the calling thread's current
+device unchanged.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from shm_broadcast.errors import UsageError
 __all__ = ["IPC_HANDLE_BYTES", "Driver", "PreparedLaunch"]
 
 IPC_HANDLE_BYTES: Final = 64
-"""CU_IPC_HANDLE_SIZE in cuda.h; some projects declare 128."""
+"""CU_IPC_HANDLE_SIZE in cuda.h: the bytes of a CUDA IPC handle."""
 
 
 class PreparedLaunch:
     """The arguments of a kernel, packed once; a call rewrites only the words that changed.
 
-    The driver takes an array of pointers, one for each argument, and copies what they point at before the launch
-    returns. Both the array and the storage stay where they are, so nothing is packed per call. Of one thread at a time.
+    The driver takes an array of pointers, one per argument, and copies the arguments before the launch returns. The
+    array and the storage keep their addresses, so nothing is packed per call. Use it from one thread at a time.
 
     Attributes:
         words: The storage as 64-bit words. `words[word_of[i]] = value` rewrites argument i if it is an address or an
-            integer of up to 64 bits: about 0.1 us each.
-        word_of: Where each argument begins in `words`.
+            integer of up to 64 bits; a write costs about 0.1 us.
+        word_of: Index in `words` where each argument begins.
         pointers: Address of the array of pointers, for the driver.
     """
 
     __slots__ = ("_array", "_storage", "pointers", "word_of", "words")
 
     def __init__(self, arguments: Sequence[bytes]) -> None:
-        """Pack `arguments`, each as its type lies in memory; every one begins on a multiple of 8 bytes.
+        """Pack `arguments`, each in its type's memory representation and at a multiple of 8 bytes.
 
         Raises:
             UsageError: An argument is empty.
@@ -58,15 +58,15 @@ class PreparedLaunch:
 
 
 class Driver(Protocol):
-    """One device, as its driver shows it to this process.
+    """One device, as its driver presents it to this process.
 
-    Every method raises `CudaError`; what this driver or device is too old for is a `CapabilityError`.
+    Every method can raise `CudaError`, and `CapabilityError` where the driver or the device is too old.
     """
 
     # --- the device -------------------------------------------------------------------------------------------
 
     def driver_version(self) -> int:
-        """Return what cuDriverGetVersion says: 13000 is CUDA 13.0."""
+        """Return the driver's CUDA version as one number: 13000 is CUDA 13.0."""
 
     def device_count(self) -> int:
         """Return the number of devices that this process sees."""
@@ -78,7 +78,7 @@ class Driver(Protocol):
         """Return the ordinal of this device in this process."""
 
     def device_name(self) -> str:
-        """Return the name of the model."""
+        """Return the name of the device's model."""
 
     def compute_capability(self) -> tuple[int, int]:
         """Return (major, minor)."""
@@ -90,22 +90,22 @@ class Driver(Protocol):
         """Return the device's memory in bytes."""
 
     def uuid(self) -> str:
-        """Return 8-4-4-4-12 hexadecimal digits in lower case, without `GPU-` or `MIG-`; a MIG instance has its own."""
+        """Return the UUID: 8-4-4-4-12 lower-case hex digits, no `GPU-` or `MIG-`. A MIG instance has its own."""
 
     def pci_bus_id(self) -> str:
         """Return `domain:bus:device.function` in lower case."""
 
     def ipc_supported(self) -> bool:
-        """Return whether memory of `mem_alloc` can be handed to other processes."""
+        """Return whether other processes can map memory of `mem_alloc`."""
 
     def vmm_supported(self) -> bool:
-        """Return whether virtual memory management with POSIX descriptors is there."""
+        """Return whether virtual memory management with POSIX descriptors is supported."""
 
     def can_access_peer(self, other: int) -> bool:
         """Return whether this device can access the memory of the device with ordinal `other`."""
 
     def native_atomics(self, other: int) -> bool:
-        """Return whether atomics work on `other`'s memory, which NVLink can and PCIe cannot."""
+        """Return whether atomics work on `other`'s memory: they do over NVLink, not over PCIe."""
 
     def enable_peer_access(self, other: int) -> None:
         """Let this device access memory of `other` that was allocated in this process. Idempotent."""
@@ -113,22 +113,22 @@ class Driver(Protocol):
     # --- memory -----------------------------------------------------------------------------------------------
 
     def mem_alloc(self, nbytes: int) -> int:
-        """Return the address of new device memory whose handle can be handed to other processes."""
+        """Return the address of new device memory, which `ipc_get_handle` can export to other processes."""
 
     def mem_free(self, address: int) -> None:
         """Free memory of `mem_alloc`."""
 
     def memset_d32(self, address: int, value: int, count: int, stream: int) -> None:
-        """Store `count` words of 32 bits, in order with `stream`."""
+        """Store `value` in `count` 32-bit words, queued on `stream`."""
 
     def memcpy_dtoh(self, address: int, nbytes: int) -> bytes:
-        """Return bytes of device memory; waits for work on the legacy stream."""
+        """Return bytes of device memory. Blocks until work on the legacy stream is done."""
 
     def memcpy_htod(self, address: int, data: bytes) -> None:
-        """Write bytes to device memory; waits for work on the legacy stream."""
+        """Write bytes to device memory. Blocks until work on the legacy stream is done."""
 
     def memcpy_dtod(self, destination: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy within what this device can address, in order with `stream`."""
+        """Copy between addresses that this device can access, queued on `stream`."""
 
     def host_alloc_mapped(self, nbytes: int) -> tuple[int, int]:
         """Return (host address, device address) of zeroed host memory that kernels can access."""
@@ -137,48 +137,48 @@ class Driver(Protocol):
         """Free memory of `host_alloc_mapped`."""
 
     def address_range(self, address: int) -> tuple[int, int]:
-        """Return (base, bytes) of the allocation that `address` lies in."""
+        """Return (base, bytes) of the allocation that contains `address`."""
 
     def is_legacy_ipc_capable(self, address: int) -> bool:
-        """Return whether `ipc_get_handle` can export the memory: what expandable segments use is not."""
+        """Return whether `ipc_get_handle` can export the memory; it cannot export expandable segments."""
 
     def ipc_get_handle(self, address: int) -> bytes:
-        """Return the 64 bytes that name an allocation, by its base, to other processes."""
+        """Return the 64-byte handle by which other processes map the allocation with base `address`."""
 
     def ipc_open_handle(self, handle: bytes) -> int:
-        """Map another process's allocation, and return its base here."""
+        """Map another process's allocation; return its base address in this process."""
 
     def ipc_close(self, address: int) -> None:
-        """Unmap what `ipc_open_handle` returned."""
+        """Unmap memory of `ipc_open_handle`."""
 
     def vmm_granularity(self) -> int:
-        """Return what sizes of `vmm_create` are multiples of."""
+        """Return the bytes of which sizes for `vmm_create` must be a multiple."""
 
     def vmm_create(self, nbytes: int) -> int:
-        """Return a handle of new memory that a POSIX descriptor can carry to other processes."""
+        """Return a handle of new memory that can be exported as a POSIX descriptor."""
 
     def vmm_export(self, handle: int) -> int:
-        """Return a new descriptor of the memory, which the caller owns."""
+        """Return a new descriptor of the memory; the caller owns it."""
 
     def vmm_import(self, descriptor: int) -> int:
-        """Return a handle of the memory behind a descriptor, which stays the caller's."""
+        """Return a handle of the memory behind `descriptor`, which the caller still owns."""
 
     def vmm_map(self, handle: int, nbytes: int) -> int:
-        """Map memory for this device, to read and write, and return its address."""
+        """Map memory for this device with read and write access; return its address."""
 
     def vmm_unmap(self, address: int, nbytes: int) -> None:
         """Undo `vmm_map`."""
 
     def vmm_release(self, handle: int) -> None:
-        """Give up a handle; the memory goes when no process holds a handle or mapping of it."""
+        """Release a handle; the memory is freed when no process holds a handle or mapping of it."""
 
     # --- modules and launches ---------------------------------------------------------------------------------
 
     def module_load(self, cubin: bytes) -> int:
-        """Load a compiled module."""
+        """Load a compiled module; return its handle."""
 
     def module_unload(self, module: int) -> None:
-        """Unload a module. Its functions are gone."""
+        """Unload a module; its functions become invalid."""
 
     def module_function(self, module: int, name: str) -> int:
         """Return the function with this name."""
@@ -192,7 +192,7 @@ class Driver(Protocol):
         arguments: PreparedLaunch,
         shared_bytes: int = 0,
     ) -> None:
-        """Launch a grid of one dimension on `stream`; allowed in capture."""
+        """Launch a one-dimensional grid on `stream`; allowed during capture."""
 
     # --- streams and events -----------------------------------------------------------------------------------
 
@@ -200,25 +200,25 @@ class Driver(Protocol):
         """Return a new stream that does not wait for the legacy stream."""
 
     def stream_destroy(self, stream: int) -> None:
-        """Destroy a stream of `stream_create`; work on it goes on."""
+        """Destroy a stream of `stream_create`; work queued on it still completes."""
 
     def stream_synchronize(self, stream: int) -> None:
         """Block until all work on `stream` is done."""
 
     def stream_wait_event(self, stream: int, event: int) -> None:
-        """Let later work on `stream` wait for `event`."""
+        """Make later work on `stream` wait for `event`."""
 
     def stream_is_capturing(self, stream: int) -> bool:
-        """Return whether work on `stream` is recorded into a graph."""
+        """Return whether `stream` is being captured into a graph."""
 
     def event_create(self) -> int:
         """Return a new event without timing."""
 
     def event_record(self, event: int, stream: int) -> None:
-        """Let `event` stand for all work given to `stream` so far."""
+        """Record `event` behind all work queued on `stream` so far."""
 
     def event_query(self, event: int) -> bool:
-        """Return whether the work that `event` stands for is done."""
+        """Return whether all work before the last record of `event` is done."""
 
     def event_destroy(self, event: int) -> None:
         """Destroy an event."""
@@ -227,4 +227,4 @@ class Driver(Protocol):
         """Block until all work of this process on this device is done."""
 
     def close(self) -> None:
-        """Give the context back. What was allocated must be freed before. Idempotent."""
+        """Release the context. Free all allocations before. Idempotent."""

@@ -1,4 +1,4 @@
-"""The word in host memory by which kernels tell of a failure, and the one by which the host ends their waiting."""
+"""The words in host memory by which kernels report a failure and by which the host ends their waiting."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from device_comm.kernel_layout import ABORT_OFFSET, ERROR_RECORD_BYTES, KernelFa
 
 __all__ = ["DeathWatch", "ErrorRecord"]
 
-# How often the ranks' processes are looked at: a kernel leaves within about so long after a peer died.
+# Interval at which the peers' processes are checked, and so about how long a kernel waits for a peer that died.
 WATCH_EVERY_S: Final = 0.05
 
 _ABORT_WORD: Final = ABORT_OFFSET // 4
 
 
 class ErrorRecord:
-    """64 bytes of host memory that kernels write to, `kernel_layout` says what. Never cleared: broken is final.
+    """64 bytes of host memory that kernels write to; `kernel_layout` defines them. Never cleared: a failure is final.
 
     Attributes:
-        words: The record as 32-bit words. While words 0 and 8 are 0 all is well; both are set once it was freed, so
-            that a call that comes too late does not launch.
-        device_address: Where kernels find it.
+        words: The record as 32-bit words. Word 0 is set by a kernel that failed, word 8 by the host that ends their
+            waiting. Word 8 is also set once the record was freed, so that a late call does not launch.
+        device_address: The record's address for kernels.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -44,21 +44,21 @@ class ErrorRecord:
 
     @property
     def is_clear(self) -> bool:
-        """Return whether no kernel has failed and nobody ended their waiting."""
+        """Return whether no kernel has failed and the host did not end their waiting."""
         return not (self.words[0] or self.words[_ABORT_WORD])
 
     def failure(self) -> KernelFailure | None:
-        """Return what a kernel said, if one failed."""
+        """Return the failure that a kernel reported, or None."""
         return None if self._is_freed else read_failure(bytes(self.words.cast("B")))
 
     def abort(self) -> None:
-        """Let every kernel of this communicator on this rank leave: those that wait now, and those launched later."""
+        """Make every kernel of this communicator on this rank end: those that wait now, and those launched later."""
         with self._lock:
             if not self._is_freed:
                 self.words[_ABORT_WORD] = 1
 
     def free(self) -> None:
-        """Free the record; no kernel may run any more. Idempotent."""
+        """Free the record. No kernel may be running. Idempotent."""
         with self._lock:
             if self._is_freed:
                 return
@@ -72,18 +72,18 @@ class ErrorRecord:
 class DeathWatch:
     """A thread that ends the waiting of kernels when a peer's process ends.
 
-    A host that waits for its device (in a synchronisation, or before the interpreter comes back to us) looks after
-    nobody, and the kernel it waits for would spin until its deadline, which may be minutes.
+    A host thread that synchronizes with its device cannot watch the peers meanwhile. Without the watch, the kernel it
+    waits for would spin until its deadline, which may be minutes.
     """
 
     def __init__(self, record: ErrorRecord, health: GroupHealth, failed: Callable[[], None]) -> None:
         """Start the thread.
 
         Args:
-            record: Where kernels report.
-            health: Knows who is alive.
-            failed: Called once if a kernel reports a failure: whoever only replays graphs makes no call that would see
-                it.
+            record: The record that kernels report to.
+            health: Knows which peers are alive.
+            failed: Called once, by the thread, if a kernel reports a failure: an application that only replays graphs
+                makes no call that would see it.
         """
         self._failed = failed
         self._record = record
@@ -94,7 +94,7 @@ class DeathWatch:
 
     def _watch(self) -> None:
         while not self._stop.wait(WATCH_EVERY_S):
-            with contextlib.suppress(OSError):  # the watch was closed meanwhile: so are we, soon
+            with contextlib.suppress(OSError):  # a teardown closes the watch first, then calls `stop`
                 if self._health.lost():
                     self._record.abort()
                     return

@@ -1,4 +1,4 @@
-"""How far a device has come with what was queued on it, told by one event."""
+"""Track with one event whether the device has completed the queued calls."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 
 class EventProgress:
-    """See `Progress`: one event, recorded anew behind each call.
+    """Implement `Progress` with one event, recorded again after each call.
 
-    A stream's calls end in their order, so the latest event speaks for all before it, as long as one stream is used
-    at a time. A call that is captured is no work yet and leaves no mark. Without a driver nothing is marked: then only
-    what the host waits for has deadlines.
+    Calls on a stream complete in order, so the latest record covers all calls before it, as long as one stream is used
+    at a time. A captured call runs later and is not marked. Without a driver nothing is marked, and then only calls
+    that the host itself waits for have deadlines.
     """
 
     def __init__(self, open_driver: Callable[[], Driver]) -> None:
-        """Open the device at the first mark; it stays the caller's."""
+        """Open nothing yet; the first mark opens the device, which the caller still owns."""
         self._open_driver = open_driver
         self._driver: Driver | None = None
         self._is_blind = False
@@ -32,7 +32,7 @@ class EventProgress:
         self._lock = threading.Lock()
 
     def mark(self, stream: int) -> None:
-        """Remember what is queued on `stream` by now; nothing while it is captured."""
+        """Record the event behind the work queued on `stream`; do nothing while the stream is captured."""
         if self._is_blind:
             return
         try:
@@ -50,18 +50,18 @@ class EventProgress:
             self._has_mark = True
 
     def is_done(self) -> bool:
-        """Return whether all that was remembered is complete; a device that failed will do no more."""
+        """Return whether all marked work is complete, or the device has failed and will do no more."""
         with self._lock:
             if not self._has_mark or self._driver is None:
                 return True
             try:
                 return self._driver.event_query(self._event)
             except CudaError:
-                # Whoever waits for the stream gets the error from there.
+                # The caller that synchronizes with the stream gets the error there.
                 return True
 
     def close(self) -> None:
-        """Give the event back. Idempotent."""
+        """Destroy the event. Idempotent."""
         with self._lock:
             driver, self._driver = self._driver, None
             event, self._event = self._event, 0

@@ -1,9 +1,9 @@
-"""Inputs of captured pulls: noted while a graph is captured, told to the other ranks afterwards.
+"""Inputs of captured pulls: recorded during the capture, exchanged between the ranks afterwards.
 
-While a stream is captured nobody can be asked and nothing can be opened, so a captured pull reads the addresses of
-the ranks' inputs from a slot of a table in device memory, and the slots are filled after the capture. Until then they
-hold zeros, and a kernel that finds one reports it instead of reading. States and failures are in `DESIGN.md`, under
-"Policy and custom all-reduce: host side".
+During a capture the ranks cannot exchange anything and memory cannot be mapped. A captured pull therefore reads the
+addresses of the ranks' inputs from a slot of a table in device memory, and the slots are filled after the capture.
+Until then they hold zeros, which a kernel reports as a failure. States and failures are in `DESIGN.md`, under "Policy
+and custom all-reduce: host side".
 """
 
 from __future__ import annotations
@@ -16,16 +16,23 @@ import msgspec
 
 from device_comm.driver import Driver
 from device_comm.peer_memory import PeerMemory
-from device_comm.peer_messages import BufferRecord, Exchange, Remark, said, speak
+from device_comm.peer_messages import (
+    MAX_TEXT_CHARS,
+    BufferRecord,
+    Exchange,
+    exchange_failure,
+    said,
+    speak,
+)
 from shm_broadcast.errors import CapabilityError, CommError, DisagreementError
 
 __all__ = ["SLOTS", "GraphInputs"]
 
 SLOTS: Final = 4096
-"""Captured pulls of one group: 64 bytes of device memory each. Pushes need none."""
+"""Most captured pulls of one group; each takes 64 bytes of device memory. Pushes need no slot."""
 
+# Eight addresses, one for each rank of the largest group.
 _SLOT_BYTES: Final = 64
-_TEXT: Final = 1900
 
 
 class _Note(msgspec.Struct, frozen=True):
@@ -34,7 +41,8 @@ class _Note(msgspec.Struct, frozen=True):
     Attributes:
         address: Where this rank's kernel reads it.
         nbytes: Its size.
-        is_staged: Whether the graph copies it into the staging area, as peers cannot map where it lies.
+        is_staged: Whether the graph copies it into the staging area, because peers cannot map it where it is or the
+            result overwrites it.
     """
 
     address: int
@@ -43,12 +51,12 @@ class _Note(msgspec.Struct, frozen=True):
 
 
 class CaptureMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What one rank tells of a capture.
+    """The captured inputs of one rank.
 
     Attributes:
-        failure: Why it cannot share an input; empty if it can.
-        sizes: How long each input is.
-        inputs: Where each input lies; None for one that is copied into the staging area, which all have open.
+        failure: Why the rank cannot share an input; empty if it can.
+        sizes: Bytes of each input.
+        inputs: Location of each input; None for one that is copied into the staging area, which all ranks have mapped.
     """
 
     failure: Annotated[str, msgspec.Meta(max_length=2000)] = ""
@@ -56,13 +64,13 @@ class CaptureMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     inputs: Annotated[tuple[BufferRecord | None, ...], msgspec.Meta(max_length=SLOTS)] = ()
 
     def __post_init__(self) -> None:
-        """Check that the two lists are of the same inputs."""
+        """Check that the two lists have equal lengths."""
         if len(self.sizes) != len(self.inputs):
             raise ValueError(f"{len(self.sizes)} sizes of {len(self.inputs)} inputs")
 
 
 class GraphInputs:
-    """The table of one group on one rank."""
+    """The table of captured inputs of one group on one rank."""
 
     def __init__(
         self,
@@ -73,15 +81,15 @@ class GraphInputs:
         staging_offset: int,
         where: Callable[[str], str],
     ) -> None:
-        """Allocate the table, all slots empty.
+        """Allocate the table with all slots empty.
 
         Args:
             driver: The device.
             memory: The workspaces of all ranks.
             rank: This rank in the group.
             ranks: Global ranks, in group order, for texts.
-            staging_offset: Where in a workspace inputs are copied to.
-            where: Begins an error's text.
+            staging_offset: Offset of the staging area in a workspace.
+            where: Returns the beginning of an error's text for an operation.
         """
         self._driver = driver
         self._memory = memory
@@ -93,26 +101,24 @@ class GraphInputs:
         driver.memcpy_htod(self._table, bytes(SLOTS * _SLOT_BYTES))
         self._used = 0
         self._notes: list[_Note] = []
-        # Peers' allocations, by whose they are and how they are named: each is opened once.
-        self._opened: dict[tuple[int, bytes], int] = {}
 
     @property
     def pending(self) -> int:
-        """Return how many captured inputs the other ranks have not been told of."""
+        """Return how many captured inputs have not been sent to the other ranks."""
         return len(self._notes)
 
     def note(self, address: int, nbytes: int, output: int, stream: int) -> int:
-        """Note the input of a captured pull; return the address of its slot. No exchange, nothing allocated.
+        """Record the input of a captured pull; return the address of its slot. Exchanges and allocates nothing.
 
-        An input that peers cannot map, or that the result overwrites, is copied into the staging area first, by a
-        copy that becomes part of the graph. Peers need not know: they read where they are told to.
+        An input that peers cannot map, or that the result overwrites, is copied into the staging area by a copy that
+        becomes part of the graph. Peers then read the staging area.
 
         Raises:
             CapabilityError: The table is full.
         """
         if self._used == SLOTS:
             raise CapabilityError(
-                f"{self._where('all_reduce')}: the table of captured inputs has {SLOTS} slots, and all are used; "
+                f"{self._where('all_reduce')}: all {SLOTS} slots of the table of captured inputs are used; "
                 "capture fewer large all-reduces, or set cuda.staging_bytes to 0",
                 requirement="a free slot for a captured input",
             )
@@ -127,12 +133,12 @@ class GraphInputs:
         return self._table + (self._used - 1) * _SLOT_BYTES
 
     def finish(self, exchange: Exchange) -> None:
-        """Tell the others of what was noted, open what they tell, and fill the slots. Collective.
+        """Exchange the recorded inputs, map those of the other ranks, and fill the slots. Collective.
 
         Raises:
-            CapabilityError: A rank could not export or open an input; all ranks raise, the graph is useless, the
+            CapabilityError: A rank could not export or map an input. All ranks raise; the graph cannot be used, the
                 group is intact.
-            DisagreementError: The ranks captured different calls; likewise.
+            DisagreementError: The ranks captured different calls, with the same consequence.
         """
         notes, self._notes = self._notes, []
         first = self._used - len(notes)
@@ -142,20 +148,15 @@ class GraphInputs:
         try:
             self._fill(first, notes, messages)
         except CommError as error:
-            failure = str(error)[:_TEXT]
-        self._raise_for([remark.failure for remark in speak(exchange, Remark(failure), self._ranks)])
+            failure = str(error)
+        self._raise_for(exchange_failure(exchange, failure, self._ranks))
 
     def drop(self) -> None:
-        """Forget what was noted: its graph is void. The slots stay zero, which a replay reports."""
+        """Discard the recorded inputs of a failed capture. Their slots stay zero, which a replay reports."""
         self._notes.clear()
 
-    def close_peers(self) -> None:
-        """Close what was opened of other ranks' memory. Idempotent."""
-        while self._opened:
-            self._driver.ipc_close(self._opened.popitem()[1])
-
     def free(self) -> None:
-        """Free the table; no graph may run any more. Idempotent."""
+        """Free the table. No graph that uses it may run afterwards. Idempotent."""
         table, self._table = self._table, 0
         if table:
             self._driver.mem_free(table)
@@ -165,25 +166,19 @@ class GraphInputs:
         inputs: list[BufferRecord | None] = []
         try:
             for note in notes:
-                if note.is_staged:
-                    inputs.append(None)
-                    continue
-                base, size = self._driver.address_range(note.address)
-                if base not in handles:
-                    is_local = self._memory.kind == "local"
-                    handles[base] = (
-                        base.to_bytes(8, "little") if is_local else self._driver.ipc_get_handle(base)
-                    )
-                inputs.append(BufferRecord(handles[base], note.address - base, note.nbytes, size))
+                record = None
+                if not note.is_staged:
+                    record = self._memory.record_of(note.address, note.nbytes, handles)
+                inputs.append(record)
         except CommError as error:
-            return CaptureMessage(str(error)[:_TEXT])
+            return CaptureMessage(str(error)[:MAX_TEXT_CHARS])
         except ValueError as error:
             return CaptureMessage(f"an input of {notes[len(inputs)].nbytes} bytes: {error}")
         return CaptureMessage("", tuple(note.nbytes for note in notes), tuple(inputs))
 
     def _check(self, messages: Sequence[CaptureMessage]) -> None:
-        self._raise_for([message.failure for message in messages])
-        # Not the slots: each rank has its own, and after a capture that failed they differ.
+        self._raise_for(said([message.failure for message in messages], self._ranks))
+        # The slots are not compared: they are local to a rank and differ after a capture that failed on some.
         shapes = [message.sizes for message in messages]
         if any(shape != shapes[0] for shape in shapes):
             views = {
@@ -195,8 +190,7 @@ class GraphInputs:
                 f"{self._where('graph capture')}: ranks captured different calls: {listed}", views=views
             )
 
-    def _raise_for(self, failures: Sequence[str]) -> None:
-        failure = said(failures, self._ranks)
+    def _raise_for(self, failure: str) -> None:
         if failure:
             raise CapabilityError(
                 f"{self._where('graph capture')}: an input could not be shared ({failure}); "
@@ -211,20 +205,15 @@ class GraphInputs:
             [self._address(rank, each) for each in message.inputs] for rank, message in enumerate(messages)
         ]
         addresses[self._rank] = [note.address for note in notes]
-        # The kernels read as many addresses as the group has ranks; a slot has room for the largest group.
+        # A slot has room for the largest group; a kernel reads one address per rank of its group.
         padding = (0,) * (_SLOT_BYTES // 8 - len(messages))
         slots = b"".join(struct.pack("<8Q", *column, *padding) for column in zip(*addresses, strict=True))
         self._driver.memcpy_htod(self._table + first * _SLOT_BYTES, slots)
 
     def _address(self, rank: int, record: BufferRecord | None) -> int:
-        """Return where another rank's input is in this process; its allocation is opened once."""
+        """Return the address in this process of another rank's input; map its allocation if necessary."""
         if rank == self._rank:
             return 0
         if record is None:
             return self._memory.addresses[rank] + self._staging_offset
-        if self._memory.kind == "local":
-            return int.from_bytes(record.handle, "little") + record.offset
-        key = (rank, record.handle)
-        if key not in self._opened:
-            self._opened[key] = self._driver.ipc_open_handle(record.handle)
-        return self._opened[key] + record.offset
+        return self._memory.address_of(rank, record)

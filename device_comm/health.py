@@ -1,10 +1,10 @@
-"""The state of one group, and the waiting, blaming and breaking that every plane of it shares.
+"""The health of one group: how all its planes wait, find the rank at fault and break the group.
 
-A call that cannot finish must say who is at fault, and all ranks must say the same. The transports
-below cannot: Gloo reports "connection closed by peer" on ranks whose peer merely gave up, and only on
-those that happened to talk to it. So a rank that has waited for `BOARD_AFTER_S` writes where it waits
-on a board that all ranks of the group can read; whoever is the first to find a failure reads the
-board, publishes a verdict, and everybody else adopts it. A call that succeeds never touches the board.
+A call that cannot finish must name the rank at fault, and all ranks must name the same. The transports cannot do
+that: Gloo reports "connection closed by peer" on ranks whose peer only gave up, and only on those that were
+communicating with it. Therefore a rank that has waited for `BOARD_AFTER_S` writes where it waits into a status store
+that all ranks of the group can read. The first rank that finds a failure reads the store and publishes a failure
+record, which all other ranks adopt. A call that succeeds within `BOARD_AFTER_S` does not use the store.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from shm_broadcast.errors import (
 )
 from shm_broadcast.liveness import PeerWatch, fork_count
 
-# A waiting call looks around (signals, dead peers, close) this often. Ctrl-C must interrupt within 0.2 s.
+# A waiting call checks signals, dead peers and `close` at this interval. Ctrl-C must interrupt within 0.2 s.
 SLICE_S: Final = 0.1
-# How long a rank waits before it says on the board where it waits.
+# How long a rank waits before it writes to the status store where it waits.
 BOARD_AFTER_S: Final = 0.5
-# After its deadline a rank waits this long for others to appear on the board: twice BOARD_AFTER_S, so
+# After its deadline a rank waits this long for others to appear in the status store: twice BOARD_AFTER_S, so
 # that a rank which arrived just before the deadline is seen even on a busy machine.
 GRACE_S: Final = 1.0
-# A waiting call looks for other ranks' verdicts this often, at first and when it has waited for long.
+# A waiting call checks for other ranks' failure records at the first interval if it has a deadline, else at the second.
 VERDICT_EVERY_S: Final = 0.25
 VERDICT_IDLE_EVERY_S: Final = 1.0
-# The kernel closes a dying process's sockets some milliseconds before its pidfd fires, and a peer that
-# gives up publishes before it closes: a transport error is explained within this time or not at all.
+# How long to look for the cause of a transport's error. It shows up late: the kernel closes a dying process's sockets
+# some milliseconds before its pidfd fires. A peer that gives up publishes its failure record before it closes.
 EXPLAIN_S: Final = 2.0
 
-# What was awaited may arrive after a deadline of seconds; a day stands for "without limit" below us.
+# A wait without a deadline ends after a year.
 FOREVER_S: Final = 86400.0 * 365
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What broke a group; the first one published counts for all ranks.
+    """A failure record: what broke a group. The first one published counts for all ranks.
 
     Attributes:
         kind: Why the group broke.
         ranks: Global ranks at fault, ascending.
-        by: Global rank that found out.
-        operation: The call in which it found out.
-        within_s: Deadline of that call in seconds, where the clock is the reason.
-        detail: More for people: pids, states, where the ranks at fault were seen last.
+        by: Global rank that found the failure.
+        operation: The call in which it found the failure.
+        within_s: Deadline of that call in seconds; 0 unless `kind` is "timeout".
+        detail: Further text: pids, process states, the last known call of the ranks at fault.
     """
 
     kind: Literal["timeout", "lost", "left", "interrupted", "failed"]
@@ -69,49 +69,49 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """Where a rank waits: the operation and its number among the collectives of its plane."""
+    """The call in which a rank waits: the operation and its number among the collectives of its plane."""
 
     operation: str
     number: int
 
 
 class Board(Protocol):
-    """What the ranks of a group can tell each other when the group's own transport is stuck.
+    """The status store: how the ranks of a group communicate when the group's own transport is stuck.
 
-    Every method is bounded to about two seconds. When the board cannot be reached, reads give nothing.
+    Every method takes at most about two seconds. If the store cannot be reached, reads return nothing.
     """
 
     @property
     def is_reachable(self) -> bool:
-        """Return whether the board has answered so far."""
+        """Return whether the store has always answered so far."""
 
     def arrive(self, plane: str, arrival: Arrival) -> None:
-        """Say where this rank waits."""
+        """Record in which call this rank waits."""
 
     def arrivals(self, plane: str) -> dict[int, Arrival]:
-        """Return where the ranks said that they wait, by global rank."""
+        """Return the recorded calls in which ranks wait, by global rank."""
 
     def verdict(self) -> Verdict | None:
-        """Return the verdict, if there is one."""
+        """Return the failure record, if there is one."""
 
     def publish(self, verdict: Verdict, within_s: float = ...) -> Verdict:
-        """Publish a verdict unless there is one; return the one that counts, as far as known by then."""
+        """Publish a failure record unless one exists; return the one that counts, as far as known by then."""
 
     def leave(self) -> None:
-        """Say that this rank has destroyed the group."""
+        """Record that this rank has destroyed the group."""
 
     def left(self) -> tuple[int, ...]:
         """Return the global ranks that have destroyed the group."""
 
 
 class Pollable(Protocol):
-    """Something in flight that can be waited for in slices."""
+    """Work in flight that can be waited for in slices."""
 
     def poll(self, slice_s: float) -> bool:
-        """Wait for up to `slice_s` seconds; return whether it is complete. Raise what went wrong."""
+        """Wait for up to `slice_s` seconds; return whether the work is complete. Raise its error if it failed."""
 
     def pending(self) -> Sequence[int] | None:
-        """Return the global ranks it still waits for, or None where only the board can tell."""
+        """Return the global ranks that it still waits for, or None if only the status store knows."""
 
 
 class Operation(msgspec.Struct, frozen=True):
@@ -127,10 +127,10 @@ class Operation(msgspec.Struct, frozen=True):
 
 
 class GroupHealth:
-    """Whether a group can be used, and the only place that decides that it can't.
+    """Whether a group can be used; the only place that breaks a group.
 
-    One value is shared by all planes of a group in this process. Broken is final: the first failure is
-    kept as the cause, every transport is aborted, and each later call raises `GroupBrokenError`.
+    All planes of a group in this process share one object. A failure is final: the first one is kept as the cause,
+    every transport is aborted, and each later call raises `GroupBrokenError`.
     """
 
     def __init__(self, name: str, rank: int, ranks: Sequence[int], watch: PeerWatch, board: Board) -> None:
@@ -140,8 +140,8 @@ class GroupHealth:
             name: The group's unique name, for texts.
             rank: This process's global rank.
             ranks: Global ranks of the group in group order.
-            watch: The other ranks' processes.
-            board: Where ranks meet when a transport is stuck.
+            watch: Watches the other ranks' processes.
+            board: The group's status store.
         """
         self.name = name
         self.rank = rank
@@ -151,8 +151,7 @@ class GroupHealth:
         self._cause: BaseException | None = None
         self._closed = False
         self._fork_count = fork_count()
-        # Taking the next number is one step of the interpreter: `begin` is called by a group's own thread too, and a
-        # lock would take longer.
+        # `next` on a count is atomic under the GIL and faster than a lock; the group's own thread calls `begin` too.
         self._numbers: dict[str, Iterator[int]] = {"host": itertools.count(1), "device": itertools.count(1)}
         self._aborts: list[Callable[[], None]] = []
         self._lock = threading.Lock()
@@ -169,11 +168,11 @@ class GroupHealth:
 
     @property
     def is_inherited(self) -> bool:
-        """Return whether this is the copy of a forked child: inert, its owner is another process."""
+        """Return whether this is a copy in a forked child, which must not use the group."""
         return self._fork_count != fork_count()
 
     def where(self, operation: object) -> str:
-        """Return `all_reduce #3 on 'tp:0' (rank 5, 1 of 4)`: the start of every error's text."""
+        """Return `all_reduce #3 on 'tp:0' (rank 5, 1 of 4)`, the beginning of every error's text."""
         return f"{operation} on {self.name!r} (rank {self.rank}, {self.ranks.index(self.rank)} of {len(self.ranks)})"
 
     def check_usable(self, name: str) -> None:
@@ -218,7 +217,7 @@ class GroupHealth:
         self._aborts.append(abort)
 
     def wait(self, operation: Operation, work: Pollable, timeout_s: float | None) -> None:
-        """Wait for `work`; look for signals, dead peers, verdicts and `close` meanwhile.
+        """Wait for `work`; check signals, dead peers, failure records and `close` meanwhile.
 
         Args:
             operation: The call in progress.
@@ -226,10 +225,10 @@ class GroupHealth:
             timeout_s: Seconds from now, or None to wait without limit.
 
         Raises:
-            CommTimeoutError: The deadline passed, here or on the rank that found out first.
-            PeerLostError: A rank died, was interrupted, or left the group.
+            CommTimeoutError: The deadline passed, here or on the rank that published first; the group is broken.
+            PeerLostError: A rank died, was interrupted, or left the group, which is broken.
             ClosedError: Another thread destroyed the group.
-            NativeError: The transport failed though every process is alive.
+            NativeError: The transport failed although every process is alive; the group is broken.
         """
         try:
             self._wait(operation, work, timeout_s)
@@ -263,10 +262,10 @@ class GroupHealth:
                 next_verdict = waited + often
 
     def check_peers(self, operation: Operation) -> None:
-        """Break the group and raise if a peer's process has ended; for who watches while nobody waits.
+        """Break the group and raise if a peer's process has ended; for watchers outside of a waiting call.
 
         Raises:
-            PeerLostError: At least one has.
+            PeerLostError: At least one has ended.
         """
         self._raise_if_lost(operation)
 
@@ -283,7 +282,7 @@ class GroupHealth:
             raise self._adopt(operation, verdict)
 
     def _expire(self, operation: Operation, work: Pollable, within_s: float) -> None:
-        """The deadline passed: give late ranks the grace, then blame. Return if the call finished."""
+        """After the deadline, give late ranks the grace time, then break the group and raise. Return if completed."""
         if operation.number:
             self._board.arrive(operation.plane, Arrival(operation.name, operation.number))
         grace_end = time.monotonic() + GRACE_S
@@ -303,7 +302,7 @@ class GroupHealth:
                 if rank != self.rank and (rank not in arrivals or arrivals[rank].number < operation.number)
             ]
         if operation.number and not self._board.is_reachable:
-            # Nobody can be asked. A rank that the kernel shows as stopped explains everything.
+            # The status store does not answer. A stopped process among the pending ranks explains the timeout.
             pending = self._stopped(pending) or pending
         missing = tuple(sorted(pending))
         detail = ", ".join(f"{rank} ({self._describe(rank, arrivals)})" for rank in missing)
@@ -319,12 +318,14 @@ class GroupHealth:
         return text if seen is None else f"{text}, last at {seen.operation} #{seen.number}"
 
     def explain(self, operation: Operation, error: Exception, pending: Sequence[int] | None) -> CommError:
-        """Find out what a transport's error means, break the group, and return what to raise.
+        """Find the cause of a transport's error, break the group, and return the error to raise.
+
+        Blocks up to `EXPLAIN_S`.
 
         Args:
             operation: The call in progress.
-            error: What the transport raised.
-            pending: Global ranks that the call waited for, where the transport knows.
+            error: The transport's error.
+            pending: Global ranks that the call waited for; None if the transport does not know.
 
         Returns:
             The error to raise from `error`.
@@ -350,7 +351,7 @@ class GroupHealth:
             )
         stopped = () if self._board.is_reachable else self._stopped(pending or self.ranks)
         if stopped:
-            # Somebody gave up waiting for it, and could not say so.
+            # A peer gave up waiting for the stopped rank, and could not publish that.
             detail = ", ".join(f"{rank} ({self._watch.describe(rank)})" for rank in stopped)
             waited_s = time.monotonic() - end + EXPLAIN_S
             return self._judge(
@@ -380,7 +381,7 @@ class GroupHealth:
 
     @contextmanager
     def transport(self, operation: Operation) -> Iterator[None]:
-        """Turn what a transport raises while a call is being posted into an error of ours."""
+        """Convert an error that a transport raises while a call is posted into a `CommError`."""
         try:
             yield
         except CommError:
@@ -389,7 +390,7 @@ class GroupHealth:
             raise self.explain(operation, error, None) from error
 
     def _interrupted(self, operation: Operation, error: BaseException) -> None:
-        """Ctrl-C or another exception left a call half done: nobody can know where the group stands."""
+        """Break the group after Ctrl-C or another exception interrupted a call, which leaves its state unknown."""
         self._break(error)
         detail = f"{self.rank} ({type(error).__name__})"
         verdict = Verdict("interrupted", (self.rank,), self.rank, str(operation), detail=detail)
@@ -436,7 +437,7 @@ class GroupHealth:
         self.abort()
 
     def fail(self, error: CommError) -> None:
-        """Break the group because of `error`, which the caller raises; the other ranks learn of it."""
+        """Break the group because of `error`, which the caller raises, and publish it to the other ranks."""
         self._break(error)
         verdict = Verdict("failed", (), self.rank, "a transfer", detail=str(error))
         if isinstance(error, PeerLostError) and error.peers:
@@ -449,15 +450,15 @@ class GroupHealth:
         return self._watch.lost()
 
     def blame(self, operation: str, missing: Sequence[int], within_s: float) -> CommError:
-        """Find out who is at fault where a device waited in vain, break the group, and return what to raise.
+        """Find the rank at fault after a device gave up waiting, break the group, and return the error to raise.
 
         Args:
-            operation: What the device did.
-            missing: Global ranks that it waited for; empty where it cannot tell.
+            operation: The device's operation.
+            missing: Global ranks that it waited for; empty if it does not know.
             within_s: How long it waited, in seconds.
 
         Returns:
-            `PeerLostError` if a rank is gone, the error of an earlier verdict if there is one, else
+            The error of an earlier failure record if there is one, else `PeerLostError` if a rank is gone, else
             `CommTimeoutError` with `missing`.
         """
         stated = Operation("device", operation, 0)
@@ -471,11 +472,11 @@ class GroupHealth:
         return self._judge(stated, verdict)
 
     def close(self) -> bool:
-        """Refuse every later call and wake those that wait now.
+        """Refuse every later call; calls that wait raise `ClosedError` within `SLICE_S`.
 
         Returns:
-            True for the first call in the process that owns the group, False for any other: what
-            belongs to the group is to be released once.
+            True for the first call in the process that owns the group, False for any other, so that the group's
+            resources are released once.
         """
         with self._lock:
             if self._closed or self.is_inherited:
@@ -484,16 +485,16 @@ class GroupHealth:
         return True
 
     def abort(self) -> None:
-        """End everything in flight in every transport, here and on the peers."""
+        """Call every function that was registered with `on_abort`, to end all work in flight."""
         for abort in self._aborts:
             abort()
 
     def say_goodbye(self) -> None:
-        """Tell the others that this rank left, for their errors' texts."""
+        """Record that this rank left, for the texts of the other ranks' errors; not if the group is broken."""
         if self._cause is None:
             self._board.leave()
 
     def release(self) -> None:
-        """Stop watching the others, and drop the transports; the last step of leaving."""
+        """Stop watching the other ranks and drop the transports, as the last step of leaving."""
         self._watch.close()
         self._aborts.clear()

@@ -1,6 +1,6 @@
-"""What the CUDA kernels and the host agree on: parameters, memory, error record, sizes. Pure arithmetic.
+"""The interface of the CUDA kernels and the host: parameters, memory layout, error record, sizes. Pure arithmetic.
 
-`csrc/kernel_base.cu` holds the same numbers; a test compares the two. The protocol is in `DESIGN.md`, under
+`csrc/kernel_base.cu` defines the same numbers, and a test compares the two. The protocol is in `DESIGN.md`, under
 "Custom all-reduce on CUDA".
 """
 
@@ -41,15 +41,16 @@ __all__ = [
 MAX_WORLD_SIZE: Final = 8
 MIN_WORLD_SIZE: Final = 2
 MAX_BLOCKS: Final = 256
-"""More than any GPU of today has multiprocessors (B200: 148, H200: 132), so a push grid always fits."""
+"""Most blocks of a grid: above the multiprocessors of any current GPU (B200: 148, H200: 132)."""
 VECTOR_BYTES: Final = 16
 LINE_BYTES: Final = 128
 FLAG_LINE_BYTES: Final = LINE_BYTES
-"""A line of its own for the flags of each block: the blocks of a peer do not write to the line another one polls."""
+"""The flags of each block take a line of their own, so that a peer's write for one block does not disturb the line
+that another block polls."""
 FLAGS_BYTES: Final = MAX_BLOCKS * FLAG_LINE_BYTES
 SENTINEL: Final = 0xFFFFFFFF
 NORM_LANES: Final = 256
-"""Lanes of the norm's sum, whatever the number of threads: see "The order of the norm's sum" in DESIGN.md."""
+"""Lanes of the norm's sum for any number of threads: see "The order of the norm's sum" in DESIGN.md."""
 
 STATE_EPOCH_OFFSET: Final = 0
 STATE_BARRIER_OFFSET: Final = 4 * MAX_BLOCKS
@@ -58,7 +59,7 @@ STATE_BYTES: Final = 4096
 
 ERROR_RECORD_BYTES: Final = 64
 ABORT_OFFSET: Final = 32
-"""A u32 in the error record; the host writes 1 to make spinning kernels leave."""
+"""Offset of a u32 in the error record; the host writes 1 to make spinning kernels leave."""
 FAILURE_DEADLINE: Final = 1
 FAILURE_ABORTED: Final = 2
 FAILURE_UNREGISTERED: Final = 3
@@ -82,14 +83,14 @@ KERNEL_NAMES: Final = (
     "probe_read",
     "empty",
 )
-"""Every kernel; its place is the number it reports in an error record."""
+"""Every kernel. Its index is the number that it writes into an error record."""
 ALGORITHMS: Final = KERNEL_NAMES[1:8]
-"""The kernels that talk to peers, and so use a workspace."""
+"""The kernels that communicate with peers and therefore use a workspace."""
 
 # struct Params: workspace[8], state, error, deadline_ns, arena_bytes, results_offset, rank, pad.
 _PARAMS: Final = struct.Struct("<8Q5QII")
 PARAMS_BYTES: Final = _PARAMS.size
-# One 64-bit word, written at once: code, kernel, lowest missing rank, mask of missing ranks, epoch.
+# One 64-bit word, written atomically: code, kernel, lowest missing rank, mask of missing ranks, epoch.
 _FAILURE: Final = struct.Struct("<BBBBI")
 
 
@@ -103,18 +104,18 @@ def _check_world_size(world_size: int) -> None:
 
 
 def _vectors(nbytes: int) -> int:
-    """Return how many 16-byte vectors a kernel moves for `nbytes`: at least one, so that every launch meets all."""
+    """Return the 16-byte vectors that a kernel moves for `nbytes`: at least one, so every launch synchronizes."""
     return max(1, -(-nbytes // VECTOR_BYTES))
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkspaceLayout:
-    """Where everything is in a rank's workspace; equal on all ranks of a group.
+    """Offsets and sizes of the areas in a rank's workspace; equal on all ranks of a group.
 
     Attributes:
-        world_size: Ranks of the group.
+        world_size: Number of ranks in the group.
         arena_bytes: Bytes of the arena of one phase, a multiple of 128.
-        staging_bytes: Bytes for inputs that are copied in, and the largest input of a pull; a multiple of 128.
+        staging_bytes: Bytes for inputs that are copied in; also the largest input of a pull. A multiple of 128.
     """
 
     world_size: int
@@ -122,7 +123,7 @@ class WorkspaceLayout:
     staging_bytes: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse sizes that would leave a vector across two areas."""
+        """Refuse sizes with which a vector would span two areas."""
         _check_world_size(self.world_size)
         for name in ("arena_bytes", "staging_bytes"):
             value = getattr(self, name)
@@ -131,17 +132,17 @@ class WorkspaceLayout:
 
     @property
     def arenas_offset(self) -> int:
-        """Return where the arena of phase 0 begins; that of phase 1 follows."""
+        """Return the offset of the arena of phase 0; that of phase 1 follows."""
         return FLAGS_BYTES
 
     @property
     def staging_offset(self) -> int:
-        """Return where inputs are copied to that peers cannot map."""
+        """Return the offset of the staging area, for inputs that peers cannot map."""
         return FLAGS_BYTES + 2 * self.arena_bytes
 
     @property
     def results_offset(self) -> int:
-        """Return where a two-shot pull leaves the shard that this rank reduced."""
+        """Return the offset at which a two-shot pull stores the shard that this rank reduced."""
         return self.staging_offset + self.staging_bytes
 
     @property
@@ -159,7 +160,7 @@ class WorkspaceLayout:
 
     @property
     def initial_words(self) -> tuple[tuple[int, int, int], ...]:
-        """Return (offset, 32-bit value, number of words) of every area that must be filled before the first launch."""
+        """Return (offset, 32-bit value, number of words) of each area to fill before the first launch."""
         return (
             (0, 0, FLAGS_BYTES // 4),
             (self.arenas_offset, SENTINEL, 2 * self.arena_bytes // 4),
@@ -180,10 +181,13 @@ def pack_params(
     Args:
         layout: The layout of the workspaces.
         workspaces: The address of every rank's workspace in this process, in group order.
-        state: The address of `STATE_BYTES` of device memory of this rank alone, zero at first.
-        error: The device address of the mapped error record, `ERROR_RECORD_BYTES` of zeros at first.
+        state: The address of `STATE_BYTES` of this rank's own device memory, initially zero.
+        error: The device address of the mapped error record: `ERROR_RECORD_BYTES`, initially zero.
         deadline_ns: How long a kernel waits for one datum, in nanoseconds.
         rank: This rank in the group.
+
+    Raises:
+        UsageError: `workspaces`, `rank` or `deadline_ns` does not fit the layout.
     """
     if len(workspaces) != layout.world_size:
         raise UsageError(f"{len(workspaces)} workspaces for {layout.world_size} ranks")
@@ -199,12 +203,12 @@ def pack_params(
 
 @dataclasses.dataclass(frozen=True)
 class KernelFailure:
-    """What a kernel wrote before it gave up.
+    """The failure that a kernel wrote into the error record before it gave up.
 
     Attributes:
         reason: "deadline", "aborted", or "unregistered": a captured pull ran before its inputs were exchanged.
         kernel: The kernel's name.
-        missing: Ranks in the group that the thread which gave up was waiting for, ascending.
+        missing: Ranks in the group for which the thread that gave up was waiting, ascending.
         epoch: The number of the launch, modulo 2^32.
     """
 
@@ -215,7 +219,7 @@ class KernelFailure:
 
 
 def read_failure(record: bytes | bytearray | memoryview) -> KernelFailure | None:
-    """Return what the error record says; None while nothing has failed."""
+    """Return the failure in the error record; None while nothing has failed."""
     code, kernel, _, mask, epoch = _FAILURE.unpack_from(record)
     if code == 0:
         return None
@@ -249,12 +253,12 @@ def required_arena(algorithm: str, nbytes: int, world_size: int) -> int:
 
 
 def required_staging(algorithm: str, nbytes: int) -> int:
-    """Return the `staging_bytes` with which a call of `nbytes` is possible, copied in or not."""
+    """Return the smallest `staging_bytes` that allow a call of `nbytes`, whether its input is staged or not."""
     return _round_up(nbytes, LINE_BYTES) if algorithm.startswith("pull_") else 0
 
 
 def largest_input(algorithm: str, layout: WorkspaceLayout) -> int:
-    """Return the most `nbytes` (as in `required_arena`) that fit the workspace; 0 where nothing does."""
+    """Return the largest `nbytes` (as in `required_arena`) that fit the workspace; 0 if none fit."""
     world_size = layout.world_size
     if algorithm in ("pull_one_shot", "pull_two_shot"):
         return layout.staging_bytes
@@ -268,7 +272,7 @@ def largest_input(algorithm: str, layout: WorkspaceLayout) -> int:
 
 
 def work_items(algorithm: str, nbytes: int, world_size: int) -> int:
-    """Return how many threads find something to do; for the fused norm give rows to `blocks_for` instead."""
+    """Return how many threads have work to do. For the fused norm pass the rows to `blocks_for` instead."""
     vectors = _vectors(nbytes)
     if algorithm in ("push_two_shot", "pull_two_shot"):
         return -(-vectors // world_size)
@@ -278,8 +282,8 @@ def work_items(algorithm: str, nbytes: int, world_size: int) -> int:
 
 
 def blocks_for(items: int, threads: int, most: int) -> int:
-    """Return the grid: one thread for each item, at most `most` blocks (and `MAX_BLOCKS`), at least one.
+    """Return the blocks of the grid: one thread per item, at least one block, at most `most` and `MAX_BLOCKS`.
 
-    It must be equal on all ranks for the same call: `threads` and `most` have to come from what they agreed.
+    The grid must be equal on all ranks for the same call, so `threads` and `most` must be agreed values.
     """
     return max(1, min(-(-items // threads), most, MAX_BLOCKS))

@@ -1,6 +1,6 @@
-"""The CUDA kernels as machine code: compiled by NVRTC at first use, then read from a cache on disk.
+"""Compile the CUDA kernels with NVRTC at first use, and cache the machine code on disk.
 
-Installing needs no CUDA toolkit, and compiling needs neither a GPU nor a driver. The source is header-free; a
+Installing needs no CUDA toolkit, and compiling needs neither a GPU nor a driver. The source includes no headers. A
 module holds one family of kernels for one architecture, world size and element type.
 """
 
@@ -37,7 +37,7 @@ __all__ = [
 logger: logging.Logger = logging.getLogger(__name__)
 
 FRAGMENTS: Final = ("kernel_base.cu", "all_reduce.cu", "add_rms_norm.cu", "probes.cu")
-"""The source, in this order, is one translation unit."""
+"""The source files, concatenated in this order into one translation unit."""
 DTYPES: Final = {"float32": 0, "float16": 1, "bfloat16": 2}
 FAMILIES: Final[dict[str, tuple[str, ...]]] = {
     "one_shot": ("push_one_shot",),
@@ -47,11 +47,12 @@ FAMILIES: Final[dict[str, tuple[str, ...]]] = {
     "norm": ("push_add_rms_norm", "add_rms_norm"),
     "probes": ("probe_write", "probe_read", "empty"),
 }
-"""What is compiled together; the place of a family, from 1, is its FAMILY_ number in the source."""
+"""Kernels that are compiled together. The index of a family, from 1, is its FAMILY_ number in the source."""
 OLDEST_ARCH: Final = 75
-"""ld.relaxed.sys and what else the kernels use begins at sm_70, which NVRTC 13 no longer knows."""
+"""Oldest architecture: `ld.relaxed.sys` and the other instructions need sm_70, but NVRTC 13 compiles from sm_75 on."""
 MOST_FILES: Final = 512
-"""About 20 MB. A group needs one file for each family it uses and dtype; more are left by upgrades and other sizes."""
+"""Most files in the cache, about 20 MB. A group needs one file per family and dtype; upgrades and other world sizes
+leave more."""
 
 _MAGIC: Final = b"GCCUBIN1"
 _CHECKSUM_BYTES: Final = 32
@@ -68,14 +69,14 @@ def family_of(kernel: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class KernelVariant:
-    """Which module: everything its machine code depends on, apart from source and compiler.
+    """Everything that a module's machine code depends on, apart from source and compiler.
 
     Attributes:
         arch: Compute capability times ten, as in sm_90.
-        world_size: Ranks of the group, 2 to 8.
+        world_size: Number of ranks in the group, 2 to 8.
         dtype: "float32", "float16" or "bfloat16".
-        family: A name of `FAMILIES`.
-        emulate: All ranks in one launch on one GPU (blockIdx.y is the rank); for tests.
+        family: A key of `FAMILIES`.
+        emulate: Run all ranks in one launch on one GPU (blockIdx.y is the rank); for tests.
     """
 
     arch: int
@@ -85,7 +86,7 @@ class KernelVariant:
     emulate: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what the source cannot be compiled for."""
+        """Refuse values that the source does not support."""
         if not MIN_WORLD_SIZE <= self.world_size <= MAX_WORLD_SIZE:
             raise UsageError(f"the kernels serve 2 to {MAX_WORLD_SIZE} ranks, not {self.world_size}")
         if self.dtype not in DTYPES:
@@ -113,7 +114,7 @@ class KernelVariant:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A module, and what the compiler said (registers, stack and spills of each kernel)."""
+    """A module and the compiler's log (registers, stack and spills of each kernel)."""
 
     cubin: bytes
     log: str
@@ -121,7 +122,7 @@ class Compiled:
 
 @functools.cache
 def kernel_source() -> str:
-    """Return the source of all kernels, one translation unit without any include."""
+    """Return the source of all kernels: one translation unit without includes."""
     folder = Path(__file__).parent / "csrc"
     return "".join(f'#line 1 "{name}"\n{(folder / name).read_text()}' for name in FRAGMENTS)
 
@@ -139,7 +140,7 @@ def _nvrtc() -> ModuleType:
 
 
 def _call(function: str, *arguments: Any) -> Any:
-    """Call NVRTC; return its result, a tuple where there are several."""
+    """Call NVRTC; return its result, or a tuple if there are several."""
     try:
         code, *results = getattr(_nvrtc(), function)(*arguments)
     except (RuntimeError, OSError) as error:
@@ -154,16 +155,16 @@ def _call(function: str, *arguments: Any) -> Any:
 
 @functools.cache
 def compiler_version() -> str:
-    """Return the version of the NVRTC at hand."""
+    """Return the version of the NVRTC library in use."""
     major, minor = _call("nvrtcVersion")
     return f"{major}.{minor}"
 
 
 @functools.cache
 def _compiler_identity() -> str:
-    """Return what tells one compiler from another, without loading it: that alone takes 0.1 s.
+    """Return a text that identifies the compiler, if possible without loading it, which takes 0.1 s.
 
-    cuda-python takes NVRTC from its wheel where there is one; only elsewhere must the library be asked.
+    cuda-python uses NVRTC from its wheel if one is installed; otherwise only the library knows its version.
     """
     for wheel in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -179,11 +180,11 @@ def _text(program: Any, size: str, get: str) -> bytes:
 
 
 def compile_kernels(variant: KernelVariant) -> Compiled:
-    """Compile a module, in 0.2 to 0.4 s of processor time.
+    """Compile a module; takes 0.2 to 0.4 s of CPU time.
 
     Raises:
-        CapabilityError: cuda-python or NVRTC is missing, or knows nothing of this architecture.
-        CudaError: The compiler refused the source; the text holds its log.
+        CapabilityError: cuda-python or NVRTC is missing, or does not support this architecture.
+        CudaError: The compiler refused the source; the text contains its log.
     """
     known = _call("nvrtcGetSupportedArchs")
     if variant.arch not in known:
@@ -214,17 +215,17 @@ def compile_kernels(variant: KernelVariant) -> Compiled:
 
 
 class KernelCache:
-    """Modules on disk, shared by the processes of one user.
+    """A cache of compiled modules on disk, shared by the processes of one user.
 
-    Machine code is executed, so the directory must belong to this user and be closed to all others; a file that
-    was damaged is compiled again. Ranks that miss at the same time all compile and all write the same bytes.
+    The machine code is executed, so the directory must belong to this user and be closed to all others. A damaged file
+    is compiled again. Ranks that miss at the same time all compile and write the same bytes.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Use `directory`, which is created (0700) if it is not there.
+        """Use `directory`; create it with mode 0700 if it does not exist.
 
         Raises:
-            CapabilityError: It cannot be made, belongs to somebody else, or is open to others.
+            CapabilityError: It cannot be created, belongs to another user, or is accessible to others.
         """
         self.directory: Path = Path(directory)
         try:
@@ -243,14 +244,14 @@ class KernelCache:
             )
 
     def path_of(self, variant: KernelVariant) -> Path:
-        """Return where the module of `variant` is kept, whether it is there or not."""
+        """Return the path of the module of `variant`, which need not exist."""
         parts = (kernel_source(), _compiler_identity(), *variant.options)
-        # Each part with its length: no two lists of parts read the same.
+        # Prefix each part with its length, so that different lists of parts never give the same text.
         text = "".join(f"{len(part)}:{part}" for part in parts)
         return self.directory / f"{hashlib.sha256(text.encode()).hexdigest()}.cubin"
 
     def cubin(self, variant: KernelVariant) -> bytes:
-        """Return the module of `variant`, from disk where it is there whole, else compiled and kept.
+        """Return the module of `variant` from disk; if it is missing or damaged, compile and store it.
 
         Raises:
             CapabilityError: As `compile_kernels`.
@@ -263,12 +264,12 @@ class KernelCache:
             try:
                 self._write(path, cubin)
             except OSError as error:
-                # The module itself is fine: only the next start is slower.
+                # The module can be used; only the next start is slower.
                 logger.warning("the kernel cache at %s was not written: %s", path, error)
         return cubin
 
     def _write(self, path: Path, cubin: bytes) -> None:
-        """Put the file there at once: a reader sees all of it or none."""
+        """Write the file atomically, so that a reader sees all of it or nothing."""
         temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -281,7 +282,7 @@ class KernelCache:
         self._forget_the_oldest()
 
     def _forget_the_oldest(self) -> None:
-        """Keep at most `MOST_FILES` files; other processes may do the same at the same time."""
+        """Delete the oldest files beyond `MOST_FILES`; other processes may do so at the same time."""
         found = []
         for path in self.directory.glob("*.cubin*"):
             with contextlib.suppress(FileNotFoundError):

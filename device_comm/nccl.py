@@ -1,7 +1,7 @@
-"""Collectives by NCCL, queued on the caller's current stream; `DESIGN.md` of this package, section NCCL.
+"""Run collectives with NCCL, queued on the caller's current stream; see `DESIGN.md`, section NCCL.
 
-Moved data goes as bytes. Reductions are NCCL's: it promises neither an order nor the same bits for another size,
-and what MIN and MAX make of NaN is its word.
+Operations that only move data send bytes. Reductions follow NCCL: it guarantees neither an order of summation nor equal
+bits for different sizes, and it decides how MIN and MAX treat NaN.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ open_library: Callable[[str | None], NcclLibrary] = functools.cache(NcclLibrary)
 
 
 class NcclCommunicator(NcclQueue):
-    """Collectives by NCCL.
+    """Run collectives with NCCL.
 
-    * Connecting: with the first collective, or at creation (`eager`). A point-to-point call cannot connect a group
-      of more than two ranks, since the others would not know.
-    * Capture: every call may be captured into a CUDA graph once the communicator is connected: none waits for the
-      device.
-    * Deadlines: a call that the library holds on the host, and with a `progress` also one that is queued, breaks
-      the group when its deadline passes.
+    * Connecting: the first collective connects, or the constructor with `eager`. A point-to-point call cannot connect
+      a group of more than two ranks, because the others do not take part in it.
+    * Capture: every call may be captured into a CUDA graph once the communicator is connected, because no call waits
+      for the device.
+    * Deadlines: a call that blocks in the library breaks the group when its deadline passes. With a `progress`, so
+      does a call that stays incomplete on the device.
     """
 
     algorithm = "nccl"
@@ -59,16 +59,16 @@ class NcclCommunicator(NcclQueue):
         """Prepare a communicator; collective only with `eager`.
 
         Args:
-            context: The group; `exchange` must be there.
-            library: What to call; by default the one that `context.cuda.nccl_library` names, or as `NcclLibrary`
-                finds it.
-            streams: The device's streams; by default those of torch.
-            progress: Tells which queued work is done; without it only the host's waits have deadlines.
+            context: The group; `exchange` must be set.
+            library: The NCCL library; defaults to the one that `context.cuda.nccl_library` names, else to the one
+                that `NcclLibrary` finds.
+            streams: The device's streams; defaults to torch's.
+            progress: Tells whether queued work is complete; without it only the host's waits have deadlines.
             eager: Connect now.
-            connection: A communicator of these ranks that exists already.
+            connection: An existing connection of these ranks.
 
         Raises:
-            CapabilityError: There is no library that can serve.
+            CapabilityError: No usable library was found.
         """
         super().__init__(
             context,
@@ -78,7 +78,7 @@ class NcclCommunicator(NcclQueue):
             connection,
         )
         self._index = -1 if self.device.type == "cpu" else getattr(self._streams, "index", self.device.index)
-        # What the short way of `all_reduce` needs, converted once.
+        # The fast path of `all_reduce` needs these as ctypes objects; they are converted once.
         self._all_reduce_function = self._library.function("ncclAllReduce")
         self._summed = {
             dtype: ctypes.c_int(code)
@@ -92,7 +92,7 @@ class NcclCommunicator(NcclQueue):
 
     @property
     def library(self) -> NcclLibrary:
-        """Return the library that is called."""
+        """Return the NCCL library in use."""
         return self._library
 
     @property
@@ -101,26 +101,26 @@ class NcclCommunicator(NcclQueue):
         return self._connection.is_connected
 
     def connect(self) -> None:
-        """Connect the ranks now. Collective; the first collective does it otherwise."""
+        """Connect the ranks now, instead of in the first collective. Collective."""
         self._connection.connect()
 
     def prepare_buffers(self, message_bytes: int) -> None:
-        """Connect, so that the first real call need not. Collective."""
+        """Connect, so that the first call of the application does not have to. Collective."""
         del message_bytes
         self._connection.connect()
 
     def split(
         self, context: CommunicatorContext | None, *, share_resources: bool = False
     ) -> NcclCommunicator | None:
-        """Make communicators of parts of this group, faster than new ones and where asked of less memory.
+        """Split this group into communicators of disjoint parts, faster than creating new ones.
 
-        Collective: all ranks of this group call it; nothing may be queued.
+        *Collective*: all ranks of this group call it. No call may be in flight.
 
         Args:
             context: The part that this rank belongs to; None for a rank in no part. All ranks of a part are in
-                this group, and parts have no rank in common.
-            share_resources: Use this communicator's memory and channels: then the parts must not outlive it, and
-                calls on the one wait for calls on the other.
+                this group, and the parts are disjoint.
+            share_resources: Share this communicator's memory and channels, which saves memory. The parts must not
+                outlive it then, and calls on one wait for calls on the other.
 
         Returns:
             The part's communicator, connected; None for a rank in no part.
@@ -133,7 +133,7 @@ class NcclCommunicator(NcclQueue):
             strangers = [rank for rank in context.ranks if rank not in self.context.ranks]
             if strangers:
                 raise UsageError(f"split: ranks {strangers} are not in {self.context.name!r}")
-            # The parts have no rank in common, so their first ranks tell them apart.
+            # The parts are disjoint, so their first ranks differ and can serve as colors.
             color, key = self.context.ranks.index(context.ranks[0]), context.rank_in_group
         connection = self._connection.split(color, key or 0, context, share_resources=share_resources)
         if connection is None or context is None:
@@ -147,7 +147,7 @@ class NcclCommunicator(NcclQueue):
         )
 
     def suspend(self) -> None:
-        """Give the communicator's device memory back until `resume`. Collective; nothing may be queued.
+        """Release the communicator's device memory until `resume`. Collective; no call may be in flight.
 
         Raises:
             CapabilityError: The library is older than 2.29.7; the group is intact.
@@ -155,7 +155,7 @@ class NcclCommunicator(NcclQueue):
         self._connection.suspend()
 
     def resume(self) -> None:
-        """Take the memory again. Collective."""
+        """Allocate the memory again after `suspend`. Collective."""
         self._connection.resume()
 
     def memory_bytes(self) -> int:
@@ -169,7 +169,7 @@ class NcclCommunicator(NcclQueue):
         return self._library.memory_statistic(self._connection.handle().value or 0, 3)
 
     def destroy(self) -> None:
-        """Flush what is queued and free the communicator; abort it if that takes longer than seconds."""
+        """Wait for queued calls and free the communicator; abort it if that takes longer than 3 s."""
         self._receives.clear()
         self._connection.close()
 
@@ -178,9 +178,9 @@ class NcclCommunicator(NcclQueue):
     def all_reduce(
         self, input_: torch.Tensor, op: ReduceOperation = SUM, *, timeout_s: float | None = None
     ) -> torch.Tensor:
-        """Combine the ranks' tensors; every rank gets the result, of the input's shape and dtype.
+        """Combine the ranks' tensors; every rank gets a new tensor of the input's shape and dtype.
 
-        The ordinary call is answered here, with few checks.
+        A contiguous sum with default arguments is served here, with few checks.
         """
         connection = self._connection
         if (
@@ -196,14 +196,14 @@ class NcclCommunicator(NcclQueue):
             return super().all_reduce(input_, op, timeout_s=timeout_s)
         code = self._summed.get(input_.dtype)
         source = input_.data_ptr()
-        # Without an address it is empty, or of the meta device, which has the CPU's index.
+        # A tensor without an address is empty, or on the meta device, which has the same index as the CPU.
         if code is None or not source:
             return super().all_reduce(input_, op, timeout_s=timeout_s)
         result = torch.empty_like(input_)
         connection.call = connection.everyone
         connection.entered += 1
         try:
-            # Not before `entered` is written: see `NcclConnection.hot`.
+            # Read `hot` only after `entered` is written: see `NcclConnection`.
             comm = connection.hot
             if comm is None:
                 comm = connection.handle()
@@ -230,7 +230,7 @@ class NcclCommunicator(NcclQueue):
     def all_reduce_(
         self, tensor: torch.Tensor, op: ReduceOperation = SUM, *, timeout_s: float | None = None
     ) -> torch.Tensor:
-        """Combine the ranks' tensors in place; return `tensor`, which must not overlap itself."""
+        """Combine the ranks' tensors in place and return `tensor`, whose elements must not overlap in memory."""
         if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
             if self._collected is not None:
                 raise UsageError("all_reduce_: within `group` the tensor must be contiguous")
@@ -251,7 +251,7 @@ class NcclCommunicator(NcclQueue):
         parts: int,
         timeout_s: float | None,
     ) -> None:
-        """Queue an all-reduce or, with the root as third code, a reduce."""
+        """Queue an all-reduce or, if `codes` holds the root as third item, a reduce."""
         posts = []
         if source.numel():
             address = 0 if result is None else result.data_ptr()
@@ -395,7 +395,7 @@ class NcclCommunicator(NcclQueue):
 
 
 def _parts(sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield rank, start and size of each part that is not empty."""
+    """Yield (rank, start, size) of each part that is not empty."""
     starts = itertools.accumulate(sizes, initial=0)
     return (
         (rank, start, size) for rank, (start, size) in enumerate(zip(starts, sizes, strict=False)) if size

@@ -1,9 +1,9 @@
-"""One NCCL communicator from its creation to its end, and the thread that watches it meanwhile.
+"""One NCCL communicator from its creation to its end, and the thread that watches it.
 
-NCCL's calls only queue: a peer that dies leaves a kernel that spins for ever, and the host waits for it in some
-call of torch's, where nobody looks at processes. So each connected communicator has a *keeper*, a thread that looks
-every `KEEP_EVERY_S` at the peers' processes, at the communicator's asynchronous error, and at a call that makes no
-progress. What it finds breaks the group, and the keeper then aborts the communicator, which ends the kernels.
+NCCL's calls only queue work. When a peer dies, the kernel spins for ever and the host blocks in some call of torch,
+which does not watch processes. Each connected communicator therefore has a *keeper*: a thread that checks, every
+`KEEP_EVERY_S`, the peers' processes, the communicator's asynchronous error, and calls that make no progress. A failure
+breaks the group; the keeper then aborts the communicator, which ends the kernels.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Value = TypeVar("Value")
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-# The keeper looks this often: a dead peer is noticed in under a second, an idle group costs four looks of about
-# 10 us a second.
+# Interval of the keeper's checks. A dead peer is noticed in under a second, and an idle group costs four checks of
+# about 10 us per second.
 KEEP_EVERY_S: Final = 0.25
-# While NCCL works in the background the caller looks this often, at first and later.
+# While NCCL works in the background, the caller polls it with a pause that doubles from the first to the last value.
 FIRST_POLL_S: Final = 0.0002
 LAST_POLL_S: Final = 0.01
-# How long leaving may take: to flush what is queued; and to abort it, where flushing takes longer.
+# `close` waits this long for queued calls, and then this long for the abort of a communicator that was not flushed.
 FLUSH_S: Final = 3.0
 ABORT_S: Final = 3.0
 
@@ -52,9 +52,9 @@ class Call(NamedTuple):
     """A call in progress.
 
     Attributes:
-        name: For texts.
-        peers: Global ranks it waits for; None for a collective, where the board tells.
-        within_s: Its deadline in seconds; None for none.
+        name: The operation, for texts.
+        peers: Global ranks that it waits for; None for a collective, where the status store shows who is missing.
+        within_s: Its deadline in seconds; None for no deadline.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Call(NamedTuple):
 
 
 class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank tells the others before they connect."""
+    """The message that each rank sends to the others before they connect."""
 
     version: int
     library: str
@@ -74,20 +74,23 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NcclConnection:
-    """A communicator of NCCL: connects, watches, splits, suspends, closes.
+    """One NCCL communicator: connect, watch, split, suspend, close.
 
     Attributes:
-        hot: The handle as an argument for calls; None where a call must not go the short way: not connected,
+        hot: The handle as an argument for calls; None if a call must not take the fast path: not connected,
             suspended, broken, closed, in a forked child, or while calls are collected.
-        entered: How many calls have been entered. Written before `hot` is read: who aborts clears `hot` first.
-        returned: `entered` of the last call that has left the library.
+        entered: How many calls have been entered. A call writes `entered` before it reads `hot`, and an abort clears
+            `hot` before it reads `entered`, so no call uses a handle that is being freed.
+        returned: The value of `entered` of the last call that has left the library.
+        transfers: How many of the entered calls were point to point.
         call: The last call entered.
+        everyone: The `call` of a fast all-reduce.
     """
 
     def __init__(
         self, context: CommunicatorContext, library: NcclLibrary, streams: Streams, progress: Progress | None
     ) -> None:
-        """Prepare; nothing is sent."""
+        """Prepare; send nothing."""
         if context.exchange is None:
             raise InternalError(f"{context.name!r}: NCCL needs the host plane's exchange to agree on an id")
         self.library = library
@@ -120,16 +123,18 @@ class NcclConnection:
 
     @property
     def is_connected(self) -> bool:
-        """Return whether there is a communicator that has not been aborted or closed."""
+        """Return whether the communicator exists and has not been aborted or closed."""
         return self._handle is not None and not self._aborting and not self._closed
 
     def connect(self) -> None:
-        """Connect all ranks, unless they are. Collective; blocks until all have come, up to the group's deadline.
+        """Connect all ranks, unless connected. Collective; blocks until all have called, up to the group's deadline.
 
         Raises:
             DisagreementError: The ranks have different versions of NCCL; the group is intact.
-            NcclError: NCCL cannot; with what it says. The group is intact where no id could be made, else broken.
-            CommTimeoutError: A rank did not come; the group is broken.
+            NcclError: NCCL failed; the text quotes it. The group is intact if rank 0 could not create an id, else
+                broken.
+            UsageError: The communicator is suspended; the group is intact.
+            CommTimeoutError: A rank did not call; the group is broken.
         """
         self._health.check_usable("connect")
         if self._suspended:
@@ -151,7 +156,7 @@ class NcclConnection:
         self._ready()
 
     def _agree(self) -> bytes:
-        """Return the id that rank 0 has made; all ranks raise the same if it cannot, or if they cannot fit."""
+        """Return the id that rank 0 created. All ranks raise if it could not, or if their versions differ."""
         own = Facts(self.library.version, str(self.library))
         mine: NcclError | None = None
         if self.context.rank_in_group == 0:
@@ -203,7 +208,7 @@ class NcclConnection:
         return handle
 
     def rearm(self) -> None:
-        """Allow the short way again."""
+        """Allow the fast path again."""
         self.hot = self._handle
         if self._aborting or self._closed or self._suspended:
             self.hot = None
@@ -212,7 +217,7 @@ class NcclConnection:
 
     @contextmanager
     def calling(self, call: Call) -> Iterator[None]:
-        """Count a call, so that the keeper can see it."""
+        """Count a call, so that the keeper can see it and give it a deadline."""
         self.call = call
         if call.peers is not None:
             self.transfers += 1
@@ -227,7 +232,7 @@ class NcclConnection:
         return Operation("nccl", call.name, self.entered - self.transfers if call.peers is None else 0)
 
     def settle(self, function: str, status: int, timeout_s: float | None = None) -> None:
-        """Finish a call that returned `status`, not 0: wait while NCCL works on it in the background, or raise."""
+        """Finish a call that returned a nonzero `status`: wait while NCCL works in the background, or raise."""
         if status == IN_PROGRESS:
             within_s = timeout_s or self.call.within_s or self.context.timeout_s
             self._settling = True
@@ -239,12 +244,12 @@ class NcclConnection:
             raise self.failed(function, status)
 
     def failed(self, function: str, status: int) -> CommError:
-        """Return what to raise for a status; the group is broken then."""
+        """Break the group; return the error to raise for a status."""
         error = self.library.error(function, status, 0 if self._aborting else self._comm)
         return self._health.explain(self._operation(), error, self.call.peers)
 
     def state(self, function: str) -> int:
-        """Return 0 or `IN_PROGRESS`; raise what went wrong in the background, which breaks the group."""
+        """Return 0 or `IN_PROGRESS`; after a failure in the background, break the group and raise."""
         with self._asking:
             if self._aborting or not self._comm:
                 raise self.failed(function, 6)
@@ -260,9 +265,9 @@ class NcclConnection:
             try:
                 self._look()
             except CommError as error:
-                # Whoever calls next is told: the group is broken by it, and so is this loop's reason to go on.
+                # The failure breaks the group, so the next call raises it.
                 logger.warning("%s", error)
-                # A group that was closed has no failure: a verdict would end what its peers still do.
+                # A group that is closing reports no failure: a failure record would end the peers' calls in flight.
                 if not self._health.is_broken and not self._health.is_closed:
                     self._health.fail(error)
         if self._aborting:
@@ -289,27 +294,27 @@ class NcclConnection:
         self._health.wait(operation, _Queued(self, number), left_s)
 
     def is_past(self, number: int) -> bool:
-        """Return whether call `number` is complete, as far as can be seen."""
+        """Return whether call `number` is complete or followed by another, or the keeper is to stop."""
         if self._wake.is_set() or self.entered != number:
             return True
         return self.returned == number and (self.progress is None or self.progress.is_done())
 
     def pause(self, seconds: float) -> None:
-        """Wait until there is something to do for the keeper, up to `seconds`."""
+        """Wait up to `seconds`, or until the keeper is woken."""
         self._wake.wait(seconds)
 
     def _on_abort(self) -> None:
-        # On an orderly close what is queued is to be flushed by `close`, not ended.
+        # On an orderly close, `close` flushes the queued calls; they must not be aborted here.
         if self._health.is_broken:
             self.hot = None
             self._aborting = True
             self._wake.set()
 
     def _abort_now(self) -> None:
-        """End and free the communicator. Blocks as long as NCCL does."""
+        """Abort and free the communicator. Blocks as long as NCCL does."""
         deadline = time.monotonic() + 0.2
-        # A call that has just been entered is done with the handle in microseconds. One that NCCL holds is ended
-        # by the abort.
+        # A call that has just been entered returns within microseconds and must not lose its handle before. A call
+        # that blocks in NCCL is ended by the abort, so do not wait for it longer than 0.2 s.
         while self.returned != self.entered and not self._settling and time.monotonic() < deadline:
             time.sleep(0.001)
         with self._asking:
@@ -325,7 +330,7 @@ class NcclConnection:
     def split(
         self, color: int | None, key: int, context: CommunicatorContext | None, *, share_resources: bool
     ) -> NcclConnection | None:
-        """Make communicators of parts of this one. Collective over this one's ranks; they wait for each other."""
+        """Split this communicator into parts; see `NcclCommunicator.split`. Blocks until all its ranks have called."""
         self.library.function("ncclCommSplit")
         self.connect()
         with self.calling(Call("split", None, self.context.timeout_s)):
@@ -347,7 +352,7 @@ class NcclConnection:
         return child
 
     def suspend(self) -> None:
-        """Give the device memory back until `resume`. Collective; nothing may be queued."""
+        """Release the device memory until `resume`. Collective; no call may be in flight."""
         self.library.function("ncclCommSuspend")
         self._health.check_usable("suspend")
         if self._suspended or not self.is_connected:
@@ -359,7 +364,7 @@ class NcclConnection:
             )
 
     def resume(self) -> None:
-        """Take the memory again. Collective."""
+        """Allocate the memory again after `suspend`. Collective."""
         self.library.function("ncclCommResume")
         self._health.check_usable("resume")
         if not self._suspended:
@@ -380,7 +385,7 @@ class NcclConnection:
     # ------------------------------------------------------------------ leaving
 
     def close(self) -> None:
-        """Flush what is queued and free the communicator, or abort it. Idempotent; takes seconds at most."""
+        """Wait for queued calls and free the communicator, or abort it. Idempotent; waits for at most 9 s."""
         if self._closed or self._health.is_inherited:
             return
         self._closed = True
@@ -401,7 +406,7 @@ class NcclConnection:
             abort.join(ABORT_S)
 
     def _flush(self) -> bool:
-        """Finalize and destroy; return whether that could be done in time."""
+        """Finalize and destroy the communicator; return whether that succeeded within `FLUSH_S`."""
         deadline = time.monotonic() + FLUSH_S
         pause = FIRST_POLL_S
         try:
@@ -424,7 +429,7 @@ class NcclConnection:
 
 
 class _Background:
-    """What NCCL does in the background for a call; see `Pollable`."""
+    """Poll NCCL's work in the background for a call; see `Pollable`."""
 
     def __init__(self, connection: NcclConnection, function: str) -> None:
         self._connection = connection
@@ -446,7 +451,7 @@ class _Background:
 
 
 class _Queued:
-    """A call that the keeper sees make no progress; see `Pollable`."""
+    """Poll, in the keeper, a call that makes no progress; see `Pollable`."""
 
     def __init__(self, connection: NcclConnection, number: int) -> None:
         self._connection = connection
@@ -470,7 +475,7 @@ _registered: list[bool] = []
 
 
 def _disarm_in_children() -> None:
-    """Let a forked child find no short way: its handles belong to its parent."""
+    """Disable the fast path in forked children: the handles belong to the parent."""
     if not _registered:
         _registered.append(True)
         os.register_at_fork(after_in_child=_disarm)

@@ -1,10 +1,9 @@
-"""NCCL's functions, from the one library file that this process is to use.
+"""Load NCCL and declare its functions for ctypes.
 
-A table for ctypes, not NVIDIA's nccl4py, whose compiled calls cost half a microsecond less each (0.1 against 0.65 us
-for an all-reduce): nccl4py finds a library by itself, once for the process, and can be told neither which file
-to use nor that torch has loaded one already. Which library is spoken to is what half of NCCL's bug reports turn
-on, so here it is chosen by a rule, known, and part of every error. The call that matters for speed, the all-reduce,
-gets arguments that are already converted (`Prepared`).
+NVIDIA's nccl4py has compiled calls that cost half a microsecond less each (0.1 against 0.65 us for an all-reduce), but
+it finds a library by itself, once per process: it accepts no path and ignores the library that torch has loaded. The
+wrong library file causes many NCCL problems, so here a documented rule chooses the file and every error names it.
+The all-reduce, where speed matters most, passes arguments that are converted in advance (`Prepared`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ IN_PROGRESS: Final = 7
 NO_COLOR: Final = -1
 SUSPEND_MEMORY: Final = 1
 
-# Before 2.18 a communicator can be neither split nor configured as we need.
+# 2.18 is the oldest version with ncclCommSplit and the fields of `Config`.
 OLDEST_VERSION: Final = 21800
 
 RESULT_NAMES: Final = (
@@ -38,13 +37,13 @@ _CONFIG_MAGIC: Final = 0xCAFEBEEF
 
 
 class UniqueId(ctypes.Structure):
-    """What the ranks of a new communicator must share: ncclUniqueId."""
+    """ncclUniqueId: the id that all ranks of a new communicator share."""
 
     _fields_ = (("internal", ctypes.c_char * UNIQUE_ID_BYTES),)
 
 
 class Config(ctypes.Structure):
-    """The first fields of ncclConfig_t, as it was in 2.18; the library reads no further than `size` says."""
+    """The fields of ncclConfig_t as of 2.18. A newer library reads no more than `size` bytes."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -60,7 +59,7 @@ class Config(ctypes.Structure):
 
 
 def new_config(*, share_resources: bool = False) -> Config:
-    """Return the configuration of a communicator whose calls never wait for a peer in the library."""
+    """Return the configuration of a nonblocking communicator, whose calls never wait for a peer in the library."""
     config = Config(blocking=0, netName=None, splitShare=int(share_resources))
     config.size, config.magic, config.version = ctypes.sizeof(Config), _CONFIG_MAGIC, OLDEST_VERSION
     config.cgaClusterSize = config.minCTAs = config.maxCTAs = _UNDEFINED
@@ -70,7 +69,7 @@ def new_config(*, share_resources: bool = False) -> Config:
 _PTR, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _OUT: Final = ctypes.c_void_p
 
-# Function: (argument types, version since which it exists). A communicator and a stream are pointers.
+# Function: (argument types, first version that has it). A communicator and a stream are pointers.
 FUNCTIONS: Final[dict[str, tuple[tuple[type, ...], int]]] = {
     "ncclGetVersion": ((_OUT,), 20000),
     "ncclGetUniqueId": ((_OUT,), 20000),
@@ -99,15 +98,15 @@ FUNCTIONS: Final[dict[str, tuple[tuple[type, ...], int]]] = {
     "ncclRecv": ((_PTR, _SIZE, _INT, _INT, _PTR, _PTR), 20700),
 }
 
-# These return text, all others a status.
+# These return text; all others return a status.
 _TEXTS: Final = frozenset({"ncclGetErrorString", "ncclGetLastError"})
 
-# An argument that was converted once: a C int or a pointer.
+# An argument that was converted to C in advance: an int or a pointer.
 Prepared = ctypes.c_int | ctypes.c_void_p
 
 
 def version_text(code: int) -> str:
-    """Return `2.32.3` for 23203: from 2.9 on the digits are grouped otherwise than before."""
+    """Return `2.32.3` for 23203. Codes up to 2.8 have one digit fewer: 2804 is 2.8.4."""
     major, rest = divmod(code, 10000) if code >= 10000 else divmod(code, 1000)
     return f"{major}.{rest // 100}.{rest % 100}"
 
@@ -122,30 +121,30 @@ class _SymbolInfo(ctypes.Structure):
 
 
 class NcclLibrary:
-    """One loaded libnccl. Calls return the library's status, 0 or `IN_PROGRESS`, and raise for any other.
+    """One loaded libnccl. Methods return the status 0 or `IN_PROGRESS`, and raise for any other.
 
     Attributes:
-        path: The file, links resolved.
-        origin: Who chose it: "given", "process" (loaded before, by torch), "wheel" or "system".
-        version: As NCCL counts: 23203 is 2.32.3.
+        path: The library's file, with links resolved.
+        origin: How it was chosen: "given", "process" (already loaded, by torch), "wheel" or "system".
+        version: NCCL's version code: 23203 is 2.32.3.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         """Load the library.
 
         Args:
-            path: The file to use. None takes, in this order, the one that this process has loaded already (two
-                libraries in one process would each have their own threads, memory and settings), that of the wheel
-                nvidia-nccl-cu*, that which the system's loader finds.
+            path: The file to use. None takes the first of: the library that this process has already loaded (a second
+                one would have its own threads, memory and settings), that of the wheel nvidia-nccl-cu*, the one that
+                the system's loader finds.
 
         Raises:
-            CapabilityError: There is none, it is no NCCL, or it is older than 2.18.
+            CapabilityError: No library was found, it is not NCCL, or it is older than 2.18.
         """
         self.origin: str
         library, self.origin = _load(path)
         self._functions: dict[str, ctypes._NamedFuncPointer] = {}
         for name, (arguments, _) in FUNCTIONS.items():
-            # What a library of this version lacks is missed when it is called.
+            # A function that this version lacks raises when it is called.
             function = getattr(library, name, None)
             if function is not None:
                 function.argtypes = arguments
@@ -190,7 +189,7 @@ class NcclLibrary:
         return function
 
     def call(self, name: str, *arguments: object, comm: int = 0) -> int:
-        """Call a function; return 0 or `IN_PROGRESS`. `comm` is whom the library is asked about an error."""
+        """Call a function; return 0 or `IN_PROGRESS`. An error quotes the library's last error for `comm`."""
         status = self.function(name)(*arguments)
         return self.check(name, status, comm)
 
@@ -201,7 +200,7 @@ class NcclLibrary:
         return int(status)
 
     def error(self, name: str, status: int, comm: int = 0) -> NcclError:
-        """Return the error for `status` of function `name`, with all that the library says about it."""
+        """Return the error for `status` of function `name`, with the library's texts about it."""
         code = RESULT_NAMES[status] if 0 <= status < len(RESULT_NAMES) else "an unknown code"
         text = f"{name} returned {status}, {code} ({self.error_string(status)})"
         said = self.last_error(comm)
@@ -216,17 +215,17 @@ class NcclLibrary:
         return _text(self._functions["ncclGetErrorString"](status)) if self.has("ncclGetErrorString") else ""
 
     def last_error(self, comm: int = 0) -> str:
-        """Return what went wrong last, as the library puts it; empty where nothing did."""
+        """Return the library's text about its last error; empty if there was none."""
         return _text(self._functions["ncclGetLastError"](comm)) if self.has("ncclGetLastError") else ""
 
     def new_unique_id(self) -> bytes:
-        """Return a new id; the library listens from now on for those that join with it."""
+        """Return a new id. From now on the library listens for ranks that join with it."""
         unique = UniqueId()
         self.call("ncclGetUniqueId", ctypes.byref(unique))
         return bytes(unique)
 
     def init_rank(self, world_size: int, unique_id: bytes, rank: int, config: Config) -> tuple[int, int]:
-        """Start to join a communicator; return its handle and the status."""
+        """Start joining a communicator; return its handle and the status."""
         handle = ctypes.c_void_p()
         unique = UniqueId.from_buffer_copy(unique_id)
         status = self.call(
@@ -235,7 +234,7 @@ class NcclLibrary:
         return handle.value or 0, status
 
     def split(self, comm: int, color: int, key: int, config: Config) -> tuple[ctypes.c_void_p, int]:
-        """Start to split; return where the new handle will be (None inside for no color) and the status."""
+        """Start a split; return the place of the new handle (it stays None for `NO_COLOR`) and the status."""
         handle = ctypes.c_void_p()
         status = self.call(
             "ncclCommSplit", comm, color, key, ctypes.byref(handle), ctypes.byref(config), comm=comm
@@ -243,25 +242,25 @@ class NcclLibrary:
         return handle, status
 
     def async_error(self, comm: int) -> int:
-        """Return the state of a communicator: 0, `IN_PROGRESS`, or what went wrong."""
+        """Return the state of a communicator: 0, `IN_PROGRESS`, or the status of a failure."""
         state = ctypes.c_int()
         self.call("ncclCommGetAsyncError", comm, ctypes.byref(state), comm=comm)
         return state.value
 
     def finalize(self, comm: int) -> int:
-        """Start to flush what is queued."""
+        """Start flushing the queued calls."""
         return self.call("ncclCommFinalize", comm, comm=comm)
 
     def destroy(self, comm: int) -> None:
-        """Free a communicator that is flushed."""
+        """Free a communicator that has been flushed."""
         self.call("ncclCommDestroy", comm)
 
     def abort(self, comm: int) -> None:
-        """End what is queued, and free the communicator."""
+        """End the queued calls and free the communicator."""
         self.call("ncclCommAbort", comm)
 
     def count(self, comm: int) -> int:
-        """Return how many ranks a communicator has."""
+        """Return the number of ranks in a communicator."""
         return self._ask("ncclCommCount", comm)
 
     def user_rank(self, comm: int) -> int:
@@ -269,29 +268,29 @@ class NcclLibrary:
         return self._ask("ncclCommUserRank", comm)
 
     def device(self, comm: int) -> int:
-        """Return the device of a communicator."""
+        """Return the ordinal of a communicator's device."""
         return self._ask("ncclCommCuDevice", comm)
 
     def suspend(self, comm: int) -> int:
-        """Give back the device memory of a communicator, which cannot be used until it is resumed."""
+        """Release the device memory of a communicator, which cannot be used until it is resumed."""
         return self.call("ncclCommSuspend", comm, SUSPEND_MEMORY, comm=comm)
 
     def resume(self, comm: int) -> int:
-        """Take the memory again."""
+        """Allocate the device memory of a communicator again."""
         return self.call("ncclCommResume", comm, comm=comm)
 
     def memory_statistic(self, comm: int, which: int) -> int:
-        """Return bytes that can be suspended (0), whether they are (1), bytes that cannot (2), all bytes (3)."""
+        """Return, by `which`: 0 suspendable bytes, 1 whether they are suspended, 2 other bytes, 3 all bytes."""
         value = ctypes.c_uint64()
         self.call("ncclCommMemStats", comm, which, ctypes.byref(value), comm=comm)
         return value.value
 
     def group_start(self) -> None:
-        """Collect the calls of this thread from now on."""
+        """Start collecting the calls of this thread."""
         self.call("ncclGroupStart")
 
     def group_end(self) -> int:
-        """Queue what was collected."""
+        """Queue the collected calls."""
         return self.call("ncclGroupEnd")
 
     def _ask(self, name: str, comm: int) -> int:
@@ -325,7 +324,7 @@ def _open(name: str) -> ctypes.CDLL:
 
 
 def loaded_libraries(maps: Path = Path("/proc/self/maps")) -> list[str]:
-    """Return the files of NCCL that this process has mapped, in the order of their addresses."""
+    """Return the NCCL libraries that this process has mapped, in order of address."""
     pattern = re.compile(r"\s(/.*/libnccl\.so[.\d]*)$", re.MULTILINE)
     return list(dict.fromkeys(pattern.findall(maps.read_text(encoding="utf-8"))))
 
@@ -339,7 +338,7 @@ def _of_wheels() -> Iterator[str]:
 
 
 def _file_of(function: ctypes._NamedFuncPointer | None) -> str:
-    """Return the file that a function lies in, as the loader knows it."""
+    """Return the file that contains a function, as the loader reports it."""
     if function is None:
         return ""
     info = _SymbolInfo()

@@ -1,4 +1,4 @@
-"""How calls of NCCL are queued: alone, collected into one, or put off; and those between two ranks."""
+"""Queue NCCL calls: singly, grouped or deferred; and implement the point-to-point calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shm_broadcast.errors import UsageError
 
 
 class NcclQueue(DeviceCommunicator):
-    """Queues calls of one connection on the current stream; what the calls are is for the class below."""
+    """Queue calls of one connection on the current stream. The subclass defines the collectives."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class NcclQueue(DeviceCommunicator):
         progress: Progress | None,
         connection: NcclConnection | None,
     ) -> None:
-        """Prepare; nothing is sent. The arguments are those of `NcclCommunicator`."""
+        """Prepare; send nothing. The arguments are those of `NcclCommunicator`."""
         super().__init__(context)
         self._library = library
         self._streams = streams
@@ -44,23 +44,23 @@ class NcclQueue(DeviceCommunicator):
 
     @contextmanager
     def on_stream(self, stream: Any) -> Iterator[None]:
-        """Queue calls in this context on `stream`, torch's object or its number; it becomes the current one."""
+        """Make `stream`, torch's object or its number, the current one, and queue the calls in this context on it."""
         with self._streams.use(stream):
             yield
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """Collect the calls in this context and queue them as one, so that none waits for another.
+        """Collect the calls in this context and queue them as one NCCL group, in which no call waits for another.
 
-        Results are there, in the order of the stream, when the context has been left: sends and receives
-        in both directions between two ranks belong into one.
+        Leaving the context queues the group; results are ordered on the stream behind it. Put sends and receives in
+        both directions between two ranks into one group.
         """
         if self._collected is not None:
             yield
             return
         receives, self._receives = self._receives, []
         try:
-            # Receives that wait stay put off, as in `_isend`: what they wait for may be the answer to this.
+            # Deferred receives stay deferred, as in `_isend`: the peer may send only after it has got this group.
             self._begin("group", connects=True)
         finally:
             self._receives = receives
@@ -79,11 +79,11 @@ class NcclQueue(DeviceCommunicator):
             finish()
 
     def _begin(self, name: str, *, connects: bool) -> None:
-        """Check that calls can be made now, connect if need be, and queue receives that were put off."""
+        """Check that calls are possible, connect if necessary, and queue the deferred receives."""
         self._health.check_usable(name)
         if not self._connection.is_connected and not connects and self.world_size > 2:
             raise UsageError(
-                f"{self._health.where(name)}: the ranks are not connected yet, and only some of them know of this "
+                f"{self._health.where(name)}: the ranks are not connected yet, and only some of them take part in this "
                 "call; let all call `connect` or a collective first, or create the communicator with eager=True"
             )
         self._connection.connect()
@@ -103,7 +103,7 @@ class NcclQueue(DeviceCommunicator):
         finish: Callable[[], object] | None = None,
         peers: tuple[int, ...] | None = None,
     ) -> None:
-        """Queue `posts` as one, then do `finish`; within `group`, leave both for later."""
+        """Queue `posts` as one, then call `finish`; within `group`, collect both for its end."""
         within_s = timeout_s or self.context.timeout_s
         if self._collected is not None:
             self._collected.add(posts, finish, within_s, peers)
@@ -141,7 +141,7 @@ class NcclQueue(DeviceCommunicator):
             if status not in (0, 7):
                 failed = function
                 break
-        # Whatever happened: a group that stays open would swallow all later calls of this thread.
+        # Always end the group: an open one would collect all later calls of this thread.
         ended = library.function("ncclGroupEnd")()
         if failed:
             raise connection.failed(failed, status)
@@ -150,7 +150,7 @@ class NcclQueue(DeviceCommunicator):
     def _moved(
         self, name: str, posts: Sequence[Post], rows: torch.Tensor, dim: int, timeout_s: float | None
     ) -> torch.Tensor:
-        """Queue what fills `rows`, and return them with the first dimension moved to `dim`, contiguous."""
+        """Queue the calls that fill `rows`; return them contiguous with the first dimension moved to `dim`."""
         if dim == 0:
             self._call(name, posts, timeout_s)
             return rows
@@ -164,7 +164,7 @@ class NcclQueue(DeviceCommunicator):
     def _isend(self, tensor: torch.Tensor, dst: int, timeout_s: float | None) -> Handle:
         receives, self._receives = self._receives, []
         try:
-            # Receives that wait stay put off: what they wait for may be the answer to this.
+            # Deferred receives stay deferred: the peer may send only after it has received this.
             self._begin("send", connects=False)
         finally:
             self._receives = receives
@@ -198,7 +198,7 @@ class NcclQueue(DeviceCommunicator):
         return handle
 
     def _flush_receives(self) -> None:
-        """Queue the receives that were put off, as one."""
+        """Queue the deferred receives as one group."""
         receives, self._receives = self._receives, []
         if not receives:
             return

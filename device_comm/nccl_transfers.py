@@ -1,4 +1,4 @@
-"""What is waiting to be queued with NCCL, and the handles of what was."""
+"""NCCL calls that wait to be queued, and handles of transfers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from device_comm.streams import Streams
 
 
 class Post(NamedTuple):
-    """One call of the library.
+    """One call of an NCCL function.
 
     Attributes:
-        function: Its name.
-        arguments: All but the communicator and the stream, which are the last two of each.
-        keep: Owns the memory until the call is made; from then on the order of the stream does.
+        function: The function's name.
+        arguments: All arguments except the last two, the communicator and the stream.
+        keep: Keeps the memory allocated until the call is made; from then on the stream's order protects it.
     """
 
     function: str
@@ -24,10 +24,10 @@ class Post(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """A receive that was put off until somebody waits for it.
+    """A receive that is deferred until its handle is waited for.
 
-    NCCL carries a communicator's calls out one after the other: a receive that was queued at once would keep a send
-    behind it from starting, for which the peer may wait in turn.
+    NCCL runs the calls of a communicator one after the other. A receive queued at once would block a later send, and
+    the peer may wait for that send before it answers.
     """
 
     post: Post
@@ -43,9 +43,9 @@ class Collected:
 
     Attributes:
         posts: Calls of the library, in order.
-        finishers: What is to be done behind them.
-        within_s: The longest of their deadlines.
-        peers: Global ranks, where all calls are point to point.
+        finishers: Functions to call after the posts have been queued.
+        within_s: The longest deadline of the calls, in seconds.
+        peers: Global ranks of the peers if all calls are point to point, else None.
     """
 
     posts: list[Post] = dataclasses.field(default_factory=list)
@@ -60,7 +60,7 @@ class Collected:
         within_s: float,
         peers: tuple[int, ...] | None,
     ) -> None:
-        """Take one more call."""
+        """Add one more call."""
         self.posts.extend(posts)
         if finish is not None:
             self.finishers.append(finish)
@@ -70,13 +70,13 @@ class Collected:
 
 
 class QueuedTransfer:
-    """A transfer that is carried out in the order of a stream; owns its memory; see `Handle`.
+    """A transfer that runs in the order of a stream and owns its memory; see `Handle`.
 
-    Waiting keeps the stream that is current then behind the transfer, not the host.
+    `wait` makes the stream that is current then wait for the transfer; it does not block the host.
     """
 
     def __init__(self, streams: Streams, keep: object, flush: Callable[[], None] | None = None) -> None:
-        """Be the handle of a transfer that is queued, or with `flush` of one that `flush` will queue."""
+        """Create the handle of a transfer that is queued, or with `flush` of one that `flush` will queue."""
         self._streams = streams
         self._flush = flush
         self._stream = streams.current()
@@ -88,12 +88,12 @@ class QueuedTransfer:
         self._stream = self._streams.current()
 
     def is_completed(self) -> bool:
-        """Return whether all that the stream held is complete, the transfer with it. Not within a capture."""
+        """Return whether all work of the transfer's stream is complete. Not allowed during a capture."""
         self._push()
         return self._streams.is_idle(self._stream)
 
     def wait(self) -> None:
-        """Let the current stream wait for the transfer; may be called more than once."""
+        """Make the current stream wait for the transfer; may be called more than once."""
         self._push()
         current = self._streams.current()
         if current != self._stream:

@@ -1,4 +1,4 @@
-"""What NCCL calls torch's dtypes and our reductions, and which of them it can combine."""
+"""Map torch's dtypes and our reductions to NCCL's codes, and say which pairs NCCL supports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DATA_TYPES: Final[dict[torch.dtype, int]] = {
     torch.float8_e5m2: 11,
 }
 FP8: Final = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
-# 2.24 was the first with fp8 reductions.
+# NCCL 2.24 was the first version with fp8 reductions.
 FP8_SINCE: Final = 22400
 
 # ncclRedOp_t.
@@ -40,14 +40,14 @@ REDUCTIONS: Final[dict[ReduceOperation, int]] = {
     ReduceOperation.MEAN: 4,
 }
 
-# A bool is a byte of 0 or 1: or is the larger one, and is the smaller one.
+# NCCL reduces bools as bytes of 0 or 1: "or" is MAX (2), "and" is MIN (3).
 _OF_BOOLS: Final = {
     ReduceOperation.SUM: 2,
     ReduceOperation.MAX: 2,
     ReduceOperation.PRODUCT: 3,
     ReduceOperation.MIN: 3,
 }
-# Sums and means of complex numbers are those of their parts.
+# A sum or mean of complex numbers is that of their real and imaginary parts.
 _PARTS: Final[dict[torch.dtype, torch.dtype]] = {
     torch.complex32: torch.float16,
     torch.complex64: torch.float32,
@@ -57,17 +57,17 @@ _BY_PARTS: Final = frozenset({ReduceOperation.SUM, ReduceOperation.MEAN})
 
 
 def reduction_code(dtype: torch.dtype, op: ReduceOperation, version: int) -> tuple[int, int, int]:
-    """Return NCCL's data type, its reduction, and how many of its elements make one of `dtype`.
+    """Return NCCL's data type, its reduction, and how many of its elements make up one element of `dtype`.
 
-    The same on all ranks: a function of the arguments alone, and the ranks have agreed on `version`.
+    The result is equal on all ranks, because it depends on the arguments only and `version` is agreed.
 
     Args:
-        dtype: Of the tensors; `check_reducible` holds.
+        dtype: The tensors' dtype, which has passed `check_reducible`.
         op: The reduction.
-        version: The library's.
+        version: The library's version.
 
     Raises:
-        CapabilityError: NCCL of this version cannot combine such elements.
+        CapabilityError: This version of NCCL cannot combine such elements. Nothing was queued, the group is intact.
     """
     if dtype is torch.bool and op in _OF_BOOLS:
         return UINT8, _OF_BOOLS[op], 1

@@ -1,7 +1,7 @@
-"""Whether what a rank writes into a peer's memory arrives there: tried, not asked, and remembered until the next boot.
+"""Test whether a rank's writes into a peer's memory arrive, and keep a good result until the next boot.
 
-A driver may report that devices can reach each other while writes vanish: an IOMMU or access control services (ACS) on
-a PCIe bridge send them elsewhere. So every rank writes into every region and every rank looks into its own.
+A driver may report peer access although writes get lost, because an IOMMU or access control services (ACS) on a PCIe
+bridge redirect them. Therefore every rank writes into every region, and every rank reads its own region back.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from device_comm.driver import Driver
-from device_comm.peer_messages import Exchange, Remark, said, speak
+from device_comm.peer_messages import Exchange, exchange_failure, speak
 from shm_broadcast.errors import CommError, UsageError
 from shm_broadcast.liveness import this_process
 
@@ -29,10 +29,10 @@ _WORDS: Final = 64
 _PARTS: Final = 4
 
 PROBE_BYTES: Final = 4 * _WORDS * _PARTS
-"""What each rank writes into each region: 1 KiB, in four runs of different words."""
+"""Bytes that each rank writes into each region: 1 KiB, in four runs of different words."""
 
+# Bounds how much of a result's file is read; a result of eight ranks takes about 500 bytes.
 _MOST_FILE_BYTES: Final = 64 << 10
-_TEXT: Final = 1900
 
 
 class PeerVerdict(msgspec.Struct, frozen=True):
@@ -40,8 +40,8 @@ class PeerVerdict(msgspec.Struct, frozen=True):
 
     Attributes:
         works: Whether they do.
-        reason: Which do not, or how it is known that they do.
-        from_cache: Whether nothing was tried this time.
+        reason: Which writes do not arrive, or how it is known that all do.
+        from_cache: Whether the result comes from the cache and nothing was tested.
     """
 
     works: bool
@@ -50,11 +50,11 @@ class PeerVerdict(msgspec.Struct, frozen=True):
 
 
 class _Known(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a rank knows before anything is tried.
+    """The facts of one rank that a cached result depends on.
 
     Attributes:
-        uuid: Of its device.
-        driver_version: Of its driver.
+        uuid: UUID of its device.
+        driver_version: Version of its driver.
     """
 
     uuid: Annotated[str, msgspec.Meta(max_length=64)]
@@ -62,12 +62,12 @@ class _Known(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file of a verdict, which is only written if everything works.
+    """The content of a result's file, which is written only if everything works.
 
     Attributes:
-        version: Of this record.
-        driver_version: Of the driver, when it was tried.
-        boot_id: Of the kernel: BIOS and kernel parameters, which decide, change only between boots.
+        version: Version of this format.
+        driver_version: Version of the driver during the test.
+        boot_id: The kernel's boot id. The result depends on BIOS and kernel parameters, which change only at a boot.
         uuids: Devices in rank order.
         works: True.
     """
@@ -87,26 +87,25 @@ def verify_peer_access(
     exchange: Exchange,
     cache_directory: Path | None,
 ) -> PeerVerdict:
-    """Find out whether what each rank writes into each region arrives, and return what all ranks agree on.
+    """Test whether each rank's writes into each region arrive; return the result, which is equal on all ranks.
 
-    *Collective*. *Blocks* for as long as the exchange does. *Capture*: not allowed. The first
-    `PROBE_BYTES` * world size bytes of every region are overwritten, and are zero afterwards, unless the
-    verdict comes from the cache: then nothing is touched.
+    *Collective*. *Blocks* as long as the exchange does. *Capture*: not allowed. The first `PROBE_BYTES` * world size
+    bytes of every region are overwritten and zero afterwards. A result from the cache touches no memory.
 
-    The cache is used only if every rank has the verdict in its own: ranks that saw different files must not diverge.
-    Only good verdicts are kept; a machine that was mended is believed at once.
+    The cache is used only if every rank finds the result in its own, so that ranks with different files do not
+    diverge. Only good results are kept, so a repaired machine is tested again at once.
 
     Args:
         driver: This rank's device.
         rank_in_group: This rank.
         ranks: Global ranks of the group.
-        addresses: Every rank's region as mapped here, by rank in the group.
+        addresses: Addresses of every rank's region in this process, by rank in the group.
         exchange: See `Exchange`.
-        cache_directory: Where verdicts are kept; made with mode 0700 if it does not exist. None keeps nothing.
+        cache_directory: Directory for results, created with mode 0700 if it does not exist. None keeps no results.
 
     Raises:
-        UsageError: There is not one address for each rank.
-        DecodeError: A rank told nonsense; on every rank.
+        UsageError: The number of addresses differs from the number of ranks; raised before the first exchange.
+        DecodeError: A rank sent a malformed message; raised on every rank.
         Others: As `exchange`.
     """
     if len(addresses) != len(ranks):
@@ -117,18 +116,16 @@ def verify_peer_access(
     )
     path = None if cache_directory is None else _path(cache_directory, record)
     missing = "nothing is kept" if path is None else _why_unknown(path, record)
-    if not any(remark.failure for remark in speak(exchange, Remark(missing[:_TEXT]), ranks)):
+    if not exchange_failure(exchange, missing, ranks):
         return PeerVerdict(True, "writes between all ranks arrived when they were tried before", True)
     try:
-        trouble = _write(driver, rank_in_group, addresses)
-        failure = said([remark.failure for remark in speak(exchange, Remark(trouble), ranks)], ranks)
+        failure = exchange_failure(exchange, _write(driver, rank_in_group, addresses), ranks)
         if not failure:
-            arrived = _look(driver, rank_in_group, ranks, addresses)
-            failure = said([remark.failure for remark in speak(exchange, Remark(arrived), ranks)], ranks)
+            failure = exchange_failure(exchange, _look(driver, rank_in_group, ranks, addresses), ranks)
     finally:
-        # Nobody reads or writes any more: all have said what they saw, or the group is lost.
+        # No rank accesses the regions any more: all have reported their result, or the group is lost.
         cleared = _clear(driver, rank_in_group, addresses)
-    failure = failure or said([remark.failure for remark in speak(exchange, Remark(cleared), ranks)], ranks)
+    failure = failure or exchange_failure(exchange, cleared, ranks)
     if failure:
         return PeerVerdict(False, f"peer access does not work: {failure}", False)
     if path is not None:
@@ -137,7 +134,7 @@ def verify_peer_access(
 
 
 def _word(writer: int, reader: int, part: int) -> int:
-    """Return a word that names who wrote where; its bytes differ, and neither 0 nor all ones comes out."""
+    """Return a word that identifies writer, reader and part; it is never 0 or all ones, and its bytes differ."""
     return 0x5A000001 + (part << 20) + (writer << 12) + (reader << 4)
 
 
@@ -146,7 +143,7 @@ def _pattern(writer: int, reader: int) -> bytes:
 
 
 def _write(driver: Driver, rank: int, addresses: Sequence[int]) -> str:
-    """Write this rank's patterns into every region, its own included; return why it could not."""
+    """Write this rank's patterns into every region, including its own; return why that failed, or ""."""
     try:
         for peer, address in enumerate(addresses):
             for part in range(_PARTS):
@@ -154,12 +151,12 @@ def _write(driver: Driver, rank: int, addresses: Sequence[int]) -> str:
                 driver.memset_d32(place, _word(rank, peer, part), _WORDS, 0)
         driver.context_synchronize()
     except CommError as error:
-        return str(error)[:_TEXT]
+        return str(error)
     return ""
 
 
 def _look(driver: Driver, rank: int, ranks: Sequence[int], addresses: Sequence[int]) -> str:
-    """Return what did not arrive in this rank's region, or cannot be read in another's."""
+    """Return which writes did not arrive in this rank's region, and which regions of peers cannot be read."""
     lost: list[str] = []
     try:
         for writer in range(len(ranks)):
@@ -167,13 +164,13 @@ def _look(driver: Driver, rank: int, ranks: Sequence[int], addresses: Sequence[i
                 writer, rank
             ):
                 lost.append(f"what rank {ranks[writer]} wrote here did not arrive")
-            # What a peer wrote into its own region, seen from here.
+            # Read what the peer wrote into its own region.
             seen = driver.memcpy_dtoh(addresses[writer] + PROBE_BYTES * writer, PROBE_BYTES)
             if seen != _pattern(writer, writer):
                 lost.append(f"what is in the memory of rank {ranks[writer]} cannot be read here")
     except CommError as error:
         lost.append(str(error))
-    return "; ".join(lost)[:_TEXT]
+    return "; ".join(lost)
 
 
 def _clear(driver: Driver, rank: int, addresses: Sequence[int]) -> str:
@@ -181,7 +178,7 @@ def _clear(driver: Driver, rank: int, addresses: Sequence[int]) -> str:
         driver.memset_d32(addresses[rank], 0, PROBE_BYTES // 4 * len(addresses), 0)
         driver.context_synchronize()
     except CommError as error:
-        return str(error)[:_TEXT]
+        return str(error)
     return ""
 
 
@@ -193,7 +190,7 @@ def _path(directory: Path, record: _Record) -> Path:
 
 
 def _why_unknown(path: Path, record: _Record) -> str:
-    """Return why the cache does not tell that this works; "" if it does. What is not ours is left alone and logged."""
+    """Return "" if the cache holds this result, else why not. An unusable file is logged and left unchanged."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -208,17 +205,17 @@ def _why_unknown(path: Path, record: _Record) -> str:
     try:
         found = msgspec.json.decode(data, type=_Record)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        return _ignored(path, f"it is no verdict: {error}")
+        return _ignored(path, f"it is not a test result: {error}")
     return "" if found == record else _ignored(path, "it is about something else")
 
 
 def _ignored(path: Path, why: str) -> str:
     logger.warning("ignored %s: %s", path, why)
-    return f"the kept verdict was ignored: {why}"
+    return f"the kept result was ignored: {why}"
 
 
 def _keep(path: Path, record: _Record) -> None:
-    """Write the verdict, all or nothing; ranks that do so at once write the same."""
+    """Write the result atomically; several ranks may write the same content at the same time."""
     part = path.with_suffix(f".{os.getpid()}.{os.urandom(4).hex()}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -227,6 +224,6 @@ def _keep(path: Path, record: _Record) -> None:
             file.write(msgspec.json.encode(record))
         part.replace(path)
     except OSError as error:
-        # The verdict stands; it will be found anew next time.
-        logger.warning("the verdict on peer access was not kept: %s", error)
+        # The result is valid; the next start tests again.
+        logger.warning("the result of the peer access test was not kept: %s", error)
         part.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Device memory of every rank, mapped by every other: how it is made, agreed on, and given back.
+"""Device memory of every rank, mapped by every other rank: allocation, agreement, teardown.
 
-See *Peer memory* in DESIGN.md. Which kind is used is agreed by all ranks, and every step that can fail on one rank is
-followed by an exchange in which all of them learn of it: so all have the memory or none has, with the same reason.
+See *Peer memory* in DESIGN.md. All ranks agree on the kind of memory. An exchange follows every step that can fail on
+one rank, so either all ranks get the memory or all raise with the same reason.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import msgspec
 
 from device_comm.driver import Driver
 from device_comm.peer_messages import (
+    MAX_TEXT_CHARS,
     BufferRecord,
     BuffersMessage,
     Exchange,
     Kind,
     OfferMessage,
     RegionMessage,
-    Remark,
+    exchange_failure,
     said,
     speak,
 )
@@ -35,35 +36,33 @@ from shm_broadcast.errors import (
 from shm_broadcast.liveness import this_process
 from shm_broadcast.segment import Handover, Hello, take_descriptor
 
-__all__ = ["KINDS", "PeerMemory"]
+__all__ = ["KINDS", "PeerMemory", "attempt"]
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 _Message = TypeVar("_Message", bound=msgspec.Struct)
 
 KINDS: Final[tuple[Kind, ...]] = ("ipc", "vmm")
-"""Ways to share between processes, the best first: legacy IPC needs no thread and no descriptors."""
-
-_TEXT: Final = 1900
+"""Ways to share memory between processes, the preferred first: legacy IPC needs no thread and no descriptors."""
 
 
 class _Descriptor:
-    """A descriptor of device memory on its way to the peers."""
+    """A descriptor of device memory, in the form that `Handover` sends."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
 
 
 class PeerMemory:
-    """One region of device memory on each rank, which all ranks of the group can address; and registered buffers.
+    """One region of device memory on each rank, mapped on all ranks of the group, and registered buffers.
 
-    Of one thread at a time. Use `create`, and `close` when nothing that uses it is in flight any more.
+    Use it from one thread at a time. Create it with `create`, and `close` it when nothing in flight uses it.
 
     Attributes:
-        kind: "local", "ipc" or "vmm"; the same on all ranks.
-        reason: Why this kind.
-        nbytes: Size of this rank's region: what was asked for, or a little more.
-        addresses: Where each rank's region is for this rank, by rank in the group, its own included.
+        kind: "local", "ipc" or "vmm"; equal on all ranks.
+        reason: Why this kind was chosen.
+        nbytes: Size of this rank's region: as requested, or rounded up.
+        addresses: The address of each rank's region in this process, by rank in the group, including its own.
     """
 
     def __init__(self, driver: Driver, rank_in_group: int, ranks: Sequence[int], exchange: Exchange) -> None:
@@ -76,12 +75,12 @@ class PeerMemory:
         self._rank = rank_in_group
         self._ranks = tuple(ranks)
         self._exchange = exchange
-        # Of this rank: its region, and whether a peer may have it open.
+        # This rank's region, and whether a peer may have mapped it.
         self._own = 0
         self._is_exposed = False
-        # Peers' allocations, by whose they are and how they are named: each is opened once.
+        # Mapped allocations of peers, by (rank in the group, handle): each is mapped once.
         self._opened: dict[tuple[int, bytes], int] = {}
-        # Peers' regions behind descriptors: address -> bytes.
+        # Peers' regions that were mapped from descriptors: address -> bytes.
         self._mapped: dict[int, int] = {}
         self._shares_buffers = False
         self._state = "new"
@@ -99,32 +98,34 @@ class PeerMemory:
         timeout_s: float = 30.0,
         gone: Callable[[], Collection[int]] | None = None,
     ) -> PeerMemory:
-        """Allocate a region on every rank and map all of them everywhere.
+        """Allocate a region on every rank, and map all regions on all ranks.
 
-        *Collective* over the group, with the same `nbytes` and `kinds`. *Blocks* for as long as `exchange` does, and
-        up to `timeout_s` for each peer whose descriptor is fetched. The memory is not zeroed.
+        *Collective* over the group, with the same `nbytes` and `kinds`. *Blocks* as long as `exchange` does, plus up
+        to `timeout_s` for each peer whose descriptor is fetched. The memory is not zeroed.
 
         Args:
             driver: This rank's device.
             rank_in_group: This rank.
             ranks: Global ranks of the group.
-            nbytes: Least size of each region.
+            nbytes: Smallest size of each region.
             exchange: See `Exchange`.
-            kinds: The ways to try between processes, the best first.
-            timeout_s: Deadline for one peer's descriptor.
-            gone: As for `close`, if a rank is lost meanwhile.
+            kinds: The kinds to try between processes, the preferred first.
+            timeout_s: Deadline for one peer's descriptor, in seconds.
+            gone: As for `close`, in case a rank is lost during the call.
 
         Raises:
-            CapabilityError: No kind works between all ranks; on every rank, with the same reason. Nothing is left.
-            DisagreementError: The ranks ask for different sizes; on every rank. Nothing is left.
-            DecodeError: A rank told nonsense; on every rank.
-            Others: As `exchange`: a rank was lost meanwhile. What this rank has is given back as `close` does.
+            CapabilityError: No kind works between all ranks; raised on every rank with the same reason. Everything
+                is freed, the group is intact.
+            DisagreementError: The ranks request different sizes; raised on every rank. Everything is freed, the
+                group is intact.
+            DecodeError: A rank sent a malformed message; raised on every rank.
+            Others: As `exchange`: a rank was lost during the call. This rank's memory is released as by `close`.
         """
         memory = cls(driver, rank_in_group, ranks, exchange)
         try:
             memory._agree(nbytes, kinds, timeout_s)
         except BaseException:
-            # Without a barrier: either nobody has anything of ours any more, or somebody is lost.
+            # Without a barrier: either no peer has mapped our memory any more, or a rank is lost.
             memory.close(None, gone)
             raise
         return memory
@@ -156,7 +157,7 @@ class PeerMemory:
         )
 
     def _offer(self, nbytes: int, kinds: Sequence[Kind]) -> OfferMessage:
-        """Return what this rank can do, asked for before anything is tried. Never raises because of the driver."""
+        """Return the kinds that this rank supports according to its driver. A driver's error only excludes a kind."""
         can: list[Kind] = ["local"]
         refused: dict[Kind, str] = {}
         for kind, ask in (("ipc", self._driver.ipc_supported), ("vmm", self._driver.vmm_supported)):
@@ -170,13 +171,13 @@ class PeerMemory:
                 else:
                     refused[name] = "the device or its driver does not support it"
             except CommError as error:
-                refused[name] = str(error)[:_TEXT]
+                refused[name] = str(error)[:MAX_TEXT_CHARS]
         return OfferMessage(nbytes, tuple(can), refused, this_process())
 
     def _candidates(
         self, offers: Sequence[OfferMessage], kinds: Sequence[Kind], reasons: list[str]
     ) -> list[Kind]:
-        """Return what all ranks can do, the best first: a pure choice from what all of them have heard."""
+        """Return the kinds that all ranks support, the preferred first. Depends only on the exchanged offers."""
         processes = [offer.process for offer in offers]
         self._shares_buffers = all("ipc" in offer.kinds for offer in offers)
         if all(process == processes[0] for process in processes):
@@ -200,17 +201,16 @@ class PeerMemory:
         return found
 
     def _attempt(self, kind: Kind, nbytes: int, timeout_s: float) -> str:
-        """Try one kind. Return "" on every rank, or on every rank the same reason and nothing left of it."""
+        """Try one kind. Return "" on every rank; or free everything and return the same reason on every rank."""
         self.kind = kind
         region, handover, descriptor = self._allocate(kind, nbytes)
         try:
-            # From here on a peer may open it.
+            # From now on a peer may map it.
             self._is_exposed = not region.failure
             regions = self._speak(region)
             failure = said([each.failure for each in regions], self._ranks)
             if not failure:
-                remark = Remark(self._open_all(kind, regions, timeout_s))
-                failure = said([each.failure for each in self._speak(remark)], self._ranks)
+                failure = self._exchange_failure(self._open_all(kind, regions, timeout_s))
         finally:
             if handover is not None:
                 handover.close()
@@ -218,15 +218,15 @@ class PeerMemory:
                 os.close(descriptor)
         if failure:
             trouble = self._close_peers()
-            # All have closed what they had opened: only then may anybody free.
-            self._speak(Remark())
+            # A rank may free its memory only after all ranks have unmapped it.
+            self._exchange_failure("")
             self._is_exposed = False
             self._free_own(trouble)
             _report(trouble)
         return failure
 
     def _allocate(self, kind: Kind, nbytes: int) -> tuple[RegionMessage, Handover | None, int | None]:
-        """Allocate; return (how peers get it or why there is none, what hands it over, its descriptor)."""
+        """Allocate this rank's region; return the message for the peers, the descriptor's sender and the descriptor."""
         driver = self._driver
         descriptor = None
         try:
@@ -245,7 +245,7 @@ class PeerMemory:
                 self._own = driver.vmm_map(handle, self.nbytes)
                 descriptor = driver.vmm_export(handle)
             finally:
-                # The mapping and the descriptor hold the memory.
+                # The mapping and the descriptor keep the memory allocated.
                 driver.vmm_release(handle)
             key = os.urandom(32)
             others = {rank for rank in range(len(self._ranks)) if rank != self._rank}
@@ -254,10 +254,10 @@ class PeerMemory:
         except (CommError, OSError) as error:
             if descriptor is not None:
                 os.close(descriptor)
-            return RegionMessage(str(error)[:_TEXT]), None, None
+            return RegionMessage(str(error)[:MAX_TEXT_CHARS]), None, None
 
     def _open_all(self, kind: Kind, regions: Sequence[RegionMessage], timeout_s: float) -> str:
-        """Map the peers' regions; return why one could not be."""
+        """Map the peers' regions; return why one cannot be mapped, or ""."""
         addresses: list[int] = []
         for rank, region in enumerate(regions):
             if rank == self._rank:
@@ -272,13 +272,13 @@ class PeerMemory:
                     self._driver.enable_peer_access(region.device)
                     address = region.address
             except (CommError, OSError) as error:
-                return f"the memory of rank {self._ranks[rank]} cannot be mapped: {error}"[:_TEXT]
+                return f"the memory of rank {self._ranks[rank]} cannot be mapped: {error}"
             addresses.append(address)
         self.addresses = tuple(addresses)
         return ""
 
     def _open(self, rank: int, handle: bytes) -> int:
-        """Return where a peer's allocation is here; each is opened once."""
+        """Return the address of a peer's allocation in this process; map it if necessary."""
         address = self._opened.get((rank, handle))
         if address is None:
             address = self._opened[rank, handle] = self._driver.ipc_open_handle(handle)
@@ -298,10 +298,10 @@ class PeerMemory:
         self._mapped[address] = region.nbytes
         return address
 
-    # --- buffers that exist already ---------------------------------------------------------------------------
+    # --- registered buffers -----------------------------------------------------------------------------------
 
     def why_not_exportable(self, address: int) -> str:
-        """Return why `register` would refuse memory of this rank, or "" if it would not. Asks only, never tries."""
+        """Return why `register` would refuse memory of this rank, or "". Only queries the driver."""
         if not self._shares_buffers:
             return "not every rank can export memory by CUDA IPC"
         if self.kind == "local":
@@ -310,24 +310,24 @@ class PeerMemory:
             if self._driver.is_legacy_ipc_capable(address):
                 return ""
         except CudaError as error:
-            return str(error)[:_TEXT]
+            return str(error)[:MAX_TEXT_CHARS]
         return "its memory cannot be exported by CUDA IPC, as that of torch's expandable_segments"
 
     def register(self, buffers: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
-        """Make buffers of every rank known to all, such as the inputs of the all-reduces in a captured graph.
+        """Map buffers of every rank on all ranks, such as the inputs of the all-reduces in a captured graph.
 
-        *Collective*, with as many buffers of the same sizes on every rank. *Blocks* for as long as the exchange does.
-        *Capture*: not allowed. Whoever owns the buffers keeps them allocated until `close`.
+        *Collective*, with buffers of equal number and sizes on every rank. *Blocks* as long as the exchange does.
+        *Capture*: not allowed. The owner keeps the buffers allocated until `close`.
 
         Args:
-            buffers: (address, bytes) of each; anywhere within an allocation.
+            buffers: (address, bytes) of each buffer, which may begin anywhere within an allocation.
 
         Returns:
-            For each buffer, its address on every rank as mapped here, by rank in the group.
+            For each buffer the addresses of all ranks' buffers in this process, by rank in the group.
 
         Raises:
-            CapabilityError: One of them cannot be exported, or not be opened; on every rank, which can go on.
-            DisagreementError: The ranks registered different sizes; on every rank, which can go on.
+            CapabilityError: A buffer cannot be exported or mapped; raised on every rank, the group is intact.
+            DisagreementError: The ranks registered different sizes; raised on every rank, the group is intact.
             ClosedError: The memory was closed.
         """
         if self._state != "open":
@@ -351,8 +351,7 @@ class PeerMemory:
             result = self._open_buffers(buffers, [message.buffers for message in messages])
         except CommError as error:
             trouble = error
-        remarks = self._speak(Remark("" if trouble is None else str(trouble)[:_TEXT]))
-        failure = said([remark.failure for remark in remarks], self._ranks)
+        failure = self._exchange_failure("" if trouble is None else str(trouble))
         if failure:
             raise CapabilityError(
                 f"a registered buffer cannot be opened: {failure}", requirement="memory for CUDA IPC"
@@ -367,18 +366,31 @@ class PeerMemory:
             if why:
                 return BuffersMessage(f"{address:#x}: {why}")
             try:
-                base, size = self._driver.address_range(address)
-                if base not in handles:
-                    is_local = self.kind == "local"
-                    handles[base] = (
-                        base.to_bytes(8, "little") if is_local else self._driver.ipc_get_handle(base)
-                    )
-                records.append(BufferRecord(handles[base], address - base, nbytes, size))
+                records.append(self.record_of(address, nbytes, handles))
             except CudaError as error:
-                return BuffersMessage(str(error)[:_TEXT])
+                return BuffersMessage(str(error)[:MAX_TEXT_CHARS])
             except ValueError as error:
                 return BuffersMessage(f"{address:#x} with {nbytes} bytes: {error}")
         return BuffersMessage("", tuple(records))
+
+    def record_of(self, address: int, nbytes: int, handles: dict[int, bytes]) -> BufferRecord:
+        """Return the record by which peers find memory of this rank; `handles` caches handles by base address.
+
+        Raises:
+            CudaError: The memory cannot be exported.
+            ValueError: It exceeds its allocation.
+        """
+        base, size = self._driver.address_range(address)
+        if base not in handles:
+            is_local = self.kind == "local"
+            handles[base] = base.to_bytes(8, "little") if is_local else self._driver.ipc_get_handle(base)
+        return BufferRecord(handles[base], address - base, nbytes, size)
+
+    def address_of(self, rank: int, record: BufferRecord) -> int:
+        """Return the address in this process of a peer's memory; map its allocation until `close` if necessary."""
+        if self.kind == "local":
+            return int.from_bytes(record.handle, "little") + record.offset
+        return self._open(rank, record.handle) + record.offset
 
     def _open_buffers(
         self, buffers: Sequence[tuple[int, int]], records: Sequence[Sequence[BufferRecord]]
@@ -387,50 +399,47 @@ class PeerMemory:
         for index, (address, _) in enumerate(buffers):
             row = []
             for rank, of_rank in enumerate(records):
-                record = of_rank[index]
-                if rank == self._rank:
-                    row.append(address)
-                elif self.kind == "local":
-                    row.append(int.from_bytes(record.handle, "little") + record.offset)
-                else:
-                    row.append(self._open(rank, record.handle) + record.offset)
+                row.append(address if rank == self._rank else self.address_of(rank, of_rank[index]))
             result.append(tuple(row))
         return result
 
     def _speak(self, message: _Message) -> list[_Message]:
         return speak(self._exchange, message, self._ranks)
 
+    def _exchange_failure(self, failure: str) -> str:
+        return exchange_failure(self._exchange, failure, self._ranks)
+
     # --- teardown ---------------------------------------------------------------------------------------------
 
     @property
     def kept_bytes(self) -> int:
-        """How much of this rank's memory was left allocated, as a peer may still have it open."""
+        """Bytes of this rank's memory that `close` left allocated because a peer may still have mapped them."""
         return self.nbytes if self._own and self._state == "closed" else 0
 
     def close(
         self, barrier: Callable[[], None] | None, gone: Callable[[], Collection[int]] | None = None
     ) -> None:
-        """Synchronize, close the peers' memory, meet, free our own. Idempotent; raises nothing.
+        """Synchronize, unmap the peers' memory, call `barrier`, free our own memory. Idempotent; raises nothing.
 
-        *Collective* if `barrier` is given. *Blocks* for as long as what is in flight runs (kernels have deadlines), and
+        *Collective* if `barrier` is given. *Blocks* until work in flight is done (kernels have deadlines), and as long
         as `barrier` does.
 
-        A peer that is dead has nothing open any more, for its driver closed it; a peer that lives may have. Legacy
-        IPC calls it undefined behaviour to free memory that is open elsewhere. So without a barrier, or if it fails,
-        memory of that kind is freed only when every other rank is among `gone`; else it stays until the process
-        ends, which is logged with its size. Call again later to try again. Memory behind descriptors is counted by
-        the driver, and is freed at once.
+        With legacy IPC it is undefined behaviour to free memory that another process has mapped. The driver unmaps
+        the memory of a dead peer, but a living peer may still have it mapped. Without a barrier, or if it fails,
+        IPC memory is therefore freed only if every other rank is among `gone`. Otherwise it stays allocated until the
+        process ends, which is logged with its size; call `close` again to retry. Memory from descriptors is
+        reference-counted by the driver and freed at once.
 
         Args:
-            barrier: Returns when all ranks have closed their peers' memory; None if the group is broken.
+            barrier: Returns when all ranks have unmapped their peers' memory; None if the group is broken.
             gone: Returns the global ranks whose processes have ended.
         """
         trouble: list[str] = []
         if self._state != "closed":
             self._state = "closed"
-            _try(trouble, self._driver.context_synchronize)
+            attempt(trouble, self._driver.context_synchronize)
             trouble += self._close_peers()
-            if barrier is not None and _try(trouble, barrier):
+            if barrier is not None and attempt(trouble, barrier):
                 self._is_exposed = False
         if self._own:
             others = {rank for rank in self._ranks if rank != self._ranks[self._rank]}
@@ -440,15 +449,15 @@ class PeerMemory:
         _report(trouble)
 
     def _close_peers(self) -> list[str]:
-        """Unmap everything of the peers; return what went wrong."""
+        """Unmap all memory of the peers; return the errors."""
         trouble: list[str] = []
         self.addresses = ()
         while self._opened:
             _, address = self._opened.popitem()
-            _try(trouble, self._driver.ipc_close, address)
+            attempt(trouble, self._driver.ipc_close, address)
         while self._mapped:
             address, nbytes = self._mapped.popitem()
-            _try(trouble, self._driver.vmm_unmap, address, nbytes)
+            attempt(trouble, self._driver.vmm_unmap, address, nbytes)
         return trouble
 
     def _free_own(self, trouble: list[str]) -> None:
@@ -460,19 +469,19 @@ class PeerMemory:
             )
             return
         if self.kind == "vmm":
-            _try(trouble, self._driver.vmm_unmap, self._own, self.nbytes)
+            attempt(trouble, self._driver.vmm_unmap, self._own, self.nbytes)
         else:
-            _try(trouble, self._driver.mem_free, self._own)
+            attempt(trouble, self._driver.mem_free, self._own)
         self._own = 0
 
 
 def _let_go(_hello: Hello, descriptor: int) -> None:
-    # The group watches its ranks' processes already.
+    # The descriptor of the peer's process is not needed: the group already watches its ranks' processes.
     os.close(descriptor)
 
 
-def _try(trouble: list[str], step: Callable[..., object], *arguments: object) -> bool:
-    """Take one step of a teardown; what fails must not keep the later steps from being taken."""
+def attempt(trouble: list[str], step: Callable[..., object], *arguments: object) -> bool:
+    """Run one step of a teardown and collect its error, so that later steps still run; return whether it succeeded."""
     try:
         step(*arguments)
     except (CommError, OSError) as error:

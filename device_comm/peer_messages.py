@@ -1,7 +1,7 @@
-"""What ranks tell each other while they set up their device memory: short records, strictly checked.
+"""Messages between ranks during the setup of device memory: short records, strictly checked.
 
-The bytes come from the other ranks over the host plane. Whatever is in them, decoding gives a record whose fields are
-within their bounds, or a `DecodeError`.
+The bytes come from the other ranks over the host plane. Decoding any bytes gives a record whose fields are within their
+bounds, or a `DecodeError`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ __all__ = [
     "OfferMessage",
     "RegionMessage",
     "Remark",
+    "exchange_failure",
     "speak",
 ]
 
@@ -31,10 +32,13 @@ Exchange = Callable[[bytes], Sequence[bytes | memoryview]]
 own deadline, and raises on every rank if one is lost."""
 
 Kind = Literal["local", "ipc", "vmm"]
-"""How memory is reached: in the same process, through a CUDA IPC handle, through a descriptor."""
+"""How memory is mapped: in the same process, through a CUDA IPC handle, or through a descriptor."""
+
+MAX_TEXT_CHARS: Final = 1900
+"""Most characters of a failure that is sent to the other ranks, below the 2,000 that a message may hold."""
 
 _MOST_BYTES: Final = 8 << 20
-"""Records of 65,536 buffers, more than any model has all-reduces in its graphs, are 6 MB."""
+"""Largest message. Records of 65,536 buffers, more than any model has all-reduces in its graphs, take 6 MB."""
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 _Address = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -43,12 +47,12 @@ _Handle = Annotated[bytes, msgspec.Meta(max_length=IPC_HANDLE_BYTES)]
 
 
 class OfferMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a rank can do, before it has allocated anything.
+    """The kinds of memory that a rank supports, sent before it has allocated anything.
 
     Attributes:
-        nbytes: How much memory it wants of every rank.
-        kinds: How it can make and reach memory.
-        refused: Why it cannot in the other ways.
+        nbytes: Bytes that it requests on every rank.
+        kinds: Kinds that it supports.
+        refused: Why it does not support the other kinds.
         process: Its process.
     """
 
@@ -59,16 +63,16 @@ class OfferMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class RegionMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where a rank's memory is to be found, or why there is none.
+    """The location of a rank's region, or why it has none.
 
     Attributes:
-        failure: Why there is none; empty if there is some.
-        nbytes: Its size, rounded up.
-        handle: The IPC handle.
-        socket: The abstract address at which its descriptor is handed over.
-        key: What one must know to get it.
-        address: Where it is, for ranks in the same process.
-        device: The ordinal of its device, for the same.
+        failure: Why there is no region; empty if there is one.
+        nbytes: Its size in bytes, rounded up.
+        handle: Its IPC handle.
+        socket: The abstract socket address at which its descriptor can be fetched.
+        key: The key that authenticates a peer there.
+        address: Its address, for ranks in the same process.
+        device: The ordinal of its device, for ranks in the same process.
     """
 
     failure: _Text = ""
@@ -81,13 +85,13 @@ class RegionMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
 
 class BufferRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A part of an allocation that a rank has.
+    """A part of an allocation of a rank.
 
     Attributes:
-        handle: Names the allocation: 64 bytes, or 8 with the address of its base for ranks in the same process.
-        offset: Where the part begins.
-        nbytes: How long it is.
-        base_nbytes: How long the allocation is.
+        handle: The allocation's IPC handle of 64 bytes; for ranks in the same process its address in 8 bytes.
+        offset: Offset of the part in the allocation.
+        nbytes: Bytes of the part.
+        base_nbytes: Bytes of the allocation.
     """
 
     handle: _Handle
@@ -104,14 +108,14 @@ class BufferRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class BuffersMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The buffers that a rank registers, or why one of them cannot be."""
+    """The buffers that a rank registers, or why one of them cannot be registered."""
 
     failure: _Text = ""
     buffers: Annotated[tuple[BufferRecord, ...], msgspec.Meta(max_length=1 << 16)] = ()
 
 
 class Remark(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How a step ended on a rank: empty if well."""
+    """Why a step failed on a rank; empty if it succeeded."""
 
     failure: _Text = ""
 
@@ -120,15 +124,15 @@ _Message = TypeVar("_Message", bound=msgspec.Struct)
 
 
 def speak(exchange: Exchange, message: _Message, ranks: Sequence[int]) -> list[_Message]:
-    """Tell the other ranks `message`, and return what each of them told, in rank order. Collective.
+    """Send `message` to the other ranks and return the messages of all, in rank order. Collective.
 
     Args:
-        exchange: How.
-        message: What.
+        exchange: The exchange of the group.
+        message: This rank's message.
         ranks: Global ranks, for the error's text.
 
     Raises:
-        DecodeError: A rank's bytes are no such message; on every rank, as all see the same bytes.
+        DecodeError: A rank's bytes are not such a message; raised on every rank, because all see the same bytes.
         Others: As `exchange`.
     """
     answers = exchange(msgspec.msgpack.encode(message))
@@ -141,16 +145,30 @@ def decode(data: bytes | memoryview, kind: type[_Message], rank: int) -> _Messag
     """Return the message in `data`.
 
     Raises:
-        DecodeError: There is none.
+        DecodeError: `data` is not a message of this kind.
     """
     if len(data) > _MOST_BYTES:
-        raise DecodeError(f"rank {rank} told {len(data)} bytes, more than {_MOST_BYTES}")
+        raise DecodeError(f"rank {rank} sent {len(data)} bytes, more than {_MOST_BYTES}")
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise DecodeError(f"what rank {rank} told is no {kind.__name__}: {error}") from error
+        raise DecodeError(f"the message of rank {rank} is not a valid {kind.__name__}: {error}") from error
 
 
 def said(failures: Sequence[str], ranks: Sequence[int]) -> str:
     """Return `rank 3: why; rank 5: why` for those that failed."""
     return "; ".join(f"rank {rank}: {why}" for rank, why in zip(ranks, failures, strict=True) if why)
+
+
+def exchange_failure(exchange: Exchange, failure: str, ranks: Sequence[int]) -> str:
+    """Exchange why a step failed on this rank ("" if it succeeded); return the ranks' failures. Collective.
+
+    Returns:
+        "" if the step succeeded on all ranks, else the text of `said`; equal on all ranks.
+
+    Raises:
+        DecodeError: As `speak`.
+        Others: As `exchange`.
+    """
+    remarks = speak(exchange, Remark(failure[:MAX_TEXT_CHARS]), ranks)
+    return said([remark.failure for remark in remarks], ranks)

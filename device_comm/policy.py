@@ -1,8 +1,8 @@
-"""Which algorithm carries a call: a pure function of facts that all ranks share, with a reason for people.
+"""Choose the algorithm of a call: a pure function of facts that all ranks share, with a reason in words.
 
-Ranks that decide differently wait for each other for ever, so nothing that only one rank knows goes in here:
-not where a tensor lies, not how long this rank has waited. The same `GroupFacts`, the same `CallFacts` and a table
-of the same digest give the same `Plan`, in every process.
+Ranks that decide differently wait for each other for ever. Facts that only one rank knows, such as a tensor's address
+or how long this rank has waited, must not enter. Equal `GroupFacts`, equal `CallFacts` and tables of equal digests
+give equal `Plan`s in every process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PULL_THREADS: Final = 512
 _THREADS: Final = (128, 256, 512)
 
 KERNEL_DTYPES: Final = frozenset({"float32", "float16", "bfloat16"})
-"""What our kernels sum."""
+"""The dtypes that our kernels can sum."""
 
 _INEXACT: Final = frozenset({"sum", "mean", "product"})
 
@@ -40,18 +40,18 @@ OperationName = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
 
 class Algorithm(enum.StrEnum):
-    """How a call is carried; the names of our own are those of the kernels.
+    """The algorithm that carries a call. Our own algorithms have the names of their kernels.
 
     Attributes:
-        PUSH_ONE_SHOT: Every rank stores its vectors at every peer and sums what it was sent.
-        PUSH_TWO_SHOT: Every rank sums its share, and stores the result at every peer.
-        PULL_ONE_SHOT: Every rank reads the inputs of all.
-        PULL_TWO_SHOT: Every rank sums its share of the inputs, then reads the others' results.
+        PUSH_ONE_SHOT: Every rank stores its input at every peer; each rank sums all inputs.
+        PUSH_TWO_SHOT: Every rank sums its share of the inputs and stores the result at every peer.
+        PULL_ONE_SHOT: Every rank reads and sums all inputs.
+        PULL_TWO_SHOT: Every rank sums its share of the inputs, then reads the other ranks' results.
         PUSH_REDUCE_SCATTER: The first half of the two-shot push.
-        PUSH_ALL_GATHER: Every rank stores its bytes, each word with a flag, at every peer.
-        NCCL: NCCL, which promises no order of a sum.
-        RANK_ORDER: NCCL moves the inputs, every rank sums them in rank order: the bits of our kernels, for
-            any dtype and size, at the price of moving all inputs to where they are summed.
+        PUSH_ALL_GATHER: Every rank stores its bytes at every peer, each word with a flag.
+        NCCL: NCCL, which guarantees no order of summation.
+        RANK_ORDER: NCCL moves the inputs, and ranks sum them in rank order. Gives the same bits as our kernels for
+            any dtype and size, but moves all inputs.
     """
 
     PUSH_ONE_SHOT = "push_one_shot"
@@ -70,12 +70,12 @@ class Algorithm(enum.StrEnum):
 
     @property
     def is_pull(self) -> bool:
-        """Return whether peers read the inputs where they lie."""
+        """Return whether peers read the inputs directly from this rank's memory."""
         return self in (Algorithm.PULL_ONE_SHOT, Algorithm.PULL_TWO_SHOT)
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The largest `CallFacts.nbytes` for which the memory of a group suffices, by algorithm; 0 for never."""
+    """The largest `CallFacts.nbytes` that fit into the group's memory, for each algorithm; 0 if none fit."""
 
     push_one_shot: int = 0
     push_two_shot: int = 0
@@ -91,20 +91,20 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What all ranks of a group know of it, equal on all of them.
+    """The facts about a group, equal on all its ranks.
 
     Attributes:
-        world_size: Ranks in the group.
-        device_name: The driver's name of the devices; empty if they are not all the same.
-        arch: "sm_90"; empty if the devices are not all of one architecture.
-        multiprocessors: The fewest of any device.
-        has_nvlink: Whether NVLink joins every pair of devices.
-        is_verified: Whether every rank has read back what every other one wrote.
-        is_exportable: Whether on every rank the allocator of tensors gives memory that peers can map.
-        is_deterministic: The setting.
+        world_size: Number of ranks in the group.
+        device_name: The driver's name of the devices; empty if they differ.
+        arch: "sm_90"; empty if the architectures differ.
+        multiprocessors: The smallest number of multiprocessors of any device.
+        has_nvlink: Whether NVLink connects every pair of devices.
+        is_verified: Whether every rank has read back what every other rank wrote.
+        is_exportable: Whether the tensor allocator returns memory that peers can map, on every rank.
+        is_deterministic: The setting `deterministic`.
         is_enabled: The setting `custom_all_reduce`.
-        capacity: What fits into the group's memory.
-        obstacle: Why our kernels cannot run in this group, found while it was built; empty if they can.
+        capacity: The largest calls that fit into the group's memory.
+        obstacle: Why our kernels cannot run in this group, found during setup; empty if they can.
     """
 
     world_size: int
@@ -120,7 +120,7 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     obstacle: str = ""
 
     def why_not(self) -> str:
-        """Return why our kernels are not used in this group at all, or an empty text."""
+        """Return why our kernels are never used in this group, or an empty text."""
         if not self.is_enabled:
             return "cuda.custom_all_reduce is off"
         if not 2 <= self.world_size <= 8:
@@ -135,18 +135,17 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class CallFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What all ranks know of one call, equal on all of them.
+    """The facts about one call, equal on all ranks.
 
     Attributes:
         operation: The collective.
-        dtype: The elements, by torch's name: "bfloat16".
-        nbytes: Bytes of a rank's input: the message of an all-reduce, the whole input of a reduce-scatter, what
-            one rank brings to an all-gather.
-        reduction: "sum", "mean", "product", "min" or "max"; not looked at for an all-gather.
-        is_aligned: Whether input and output begin at multiples of 16 bytes on *all* ranks. Whoever calls makes
-            it true by copying on the rank where it is not, which no other rank needs to know. An all-gather
-            does not need it.
-        in_graph: Whether the call is captured into a CUDA graph, as it then is on all ranks.
+        dtype: The elements' dtype by torch's name: "bfloat16".
+        nbytes: Bytes of one rank's input: the message of an all-reduce, the whole input of a reduce-scatter, one
+            rank's part of an all-gather.
+        reduction: "sum", "mean", "product", "min" or "max"; ignored for an all-gather.
+        is_aligned: Whether input and output begin at multiples of 16 bytes on *all* ranks. A caller makes it true by
+            copying unaligned tensors, which is invisible to the other ranks. Ignored for an all-gather.
+        in_graph: Whether the call is captured into a CUDA graph, then on all ranks.
     """
 
     operation: OperationName
@@ -158,7 +157,7 @@ class CallFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def depends_on_order(self) -> bool:
-        """Return whether the order in which the ranks are combined can be seen in the result."""
+        """Return whether the result depends on the order in which the ranks' inputs are combined."""
         is_float = "float" in self.dtype or self.dtype.startswith("complex")
         return self.operation != "all_gather" and is_float and self.reduction in _INEXACT
 
@@ -168,10 +167,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         algorithm: See `Algorithm`.
-        grid: Blocks of a launch; 0 where no kernel of ours runs.
-        threads: Threads of a block; 0 where no kernel of ours runs.
-        piece_bytes: The call is carried in pieces of at most so many bytes, one after the other.
-        reason: Why, for people: the number that decided and where it comes from.
+        grid: Blocks of a launch; 0 if none of our kernels runs.
+        threads: Threads of a block; 0 if none of our kernels runs.
+        piece_bytes: Largest piece in bytes; a larger call is split into pieces that run one after the other.
+        reason: Why, in words: the number that decided and its source.
     """
 
     algorithm: Algorithm
@@ -182,7 +181,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose(facts: GroupFacts, call: CallFacts, table: PolicyTable = BUILT_IN) -> Plan:
-    """Return how `call` is carried in a group of `facts`; the same for equal arguments, and never an error."""
+    """Return how to carry `call` in a group of `facts`. Equal arguments give equal plans. Never raises."""
     obstacle = facts.why_not() or _why_not_call(call)
     if obstacle:
         return _without_kernels(facts, call, obstacle)
@@ -197,7 +196,7 @@ def _why_not_call(call: CallFacts) -> str:
         return "there is nothing to move"
     if call.operation != "all_gather":
         if call.reduction != "sum":
-            return f"the kernels sum, they know no {call.reduction}"
+            return f"the kernels sum, they do not implement {call.reduction}"
         if call.dtype not in KERNEL_DTYPES:
             return f"the kernels sum float32, float16 and bfloat16, not {call.dtype}"
         if not call.is_aligned:
@@ -209,23 +208,23 @@ def _without_kernels(facts: GroupFacts, call: CallFacts, reason: str) -> Plan:
     algorithm = Algorithm.NCCL
     if facts.is_deterministic and call.depends_on_order:
         algorithm = Algorithm.RANK_ORDER
-        reason += "; NCCL promises no order, so the ranks' inputs are moved and summed in rank order"
+        reason += "; NCCL guarantees no order, so the ranks' inputs are moved and summed in rank order"
     return Plan(algorithm=algorithm, grid=0, threads=0, piece_bytes=call.nbytes, reason=reason)
 
 
 def _deterministic(facts: GroupFacts, call: CallFacts) -> Plan:
-    """One algorithm for every size: what a row of a batch becomes must not depend on how large the batch is.
+    """Return a plan that uses one algorithm for every size: a row's result must not depend on the batch size.
 
-    All of ours give the same bits, so one would not be needed for those; it is one thing less to believe. The
-    two-shot push is the one that serves every size: it moves 2 (n - 1) / n of the message where the one-shot push
-    moves n - 1 times the message, and needs no registration, unlike the pulls.
+    All our algorithms give the same bits; using a single one also removes the dependence on that claim. The two-shot
+    push serves every size: it moves 2 (n - 1) / n times the message, the one-shot push n - 1 times, and unlike the
+    pulls it needs no registration.
     """
     if call.operation == "all_reduce":
         piece = _pieces(facts.capacity.push_two_shot, call.nbytes)
         if piece:
-            return _plan(facts, Algorithm.PUSH_TWO_SHOT, piece, "deterministic: every size goes this way")
+            return _plan(facts, Algorithm.PUSH_TWO_SHOT, piece, "deterministic: one algorithm for every size")
     elif 0 < call.nbytes <= facts.capacity.push_reduce_scatter:
-        # In pieces the shards of the input would not lie one after the other.
+        # A call that does not fit cannot be split: the shards of a piece would not be contiguous in the input.
         return _plan(
             facts, Algorithm.PUSH_REDUCE_SCATTER, call.nbytes, "deterministic: it fits into the arena"
         )
@@ -233,7 +232,7 @@ def _deterministic(facts: GroupFacts, call: CallFacts) -> Plan:
 
 
 def _pieces(capacity: int, nbytes: int) -> int:
-    """Return the size of equal pieces that fit, whole vectors; 0 if not even one vector fits."""
+    """Return the largest piece that fits, in whole vectors; 0 if not even one vector fits."""
     if nbytes <= capacity:
         return nbytes
     return capacity - capacity % VECTOR_BYTES
@@ -243,7 +242,7 @@ def _fastest(facts: GroupFacts, call: CallFacts, table: PolicyTable) -> Plan:
     family = family_of(facts.arch)
     if not family:
         return _without_kernels(
-            facts, call, f"nobody has measured our algorithms on {facts.arch}; `tune` does"
+            facts, call, f"no thresholds are known for {facts.arch}; run `tune` to measure them"
         )
     link = "nvlink" if facts.has_nvlink else "pcie"
     rows = table.rows(call.operation, family, link, facts.world_size, call.in_graph)
@@ -278,10 +277,10 @@ def _plan(facts: GroupFacts, algorithm: Algorithm, piece_bytes: int, reason: str
 
 
 def _launch_shape(facts: GroupFacts, algorithm: Algorithm, nbytes: int) -> tuple[int, int]:
-    """Return blocks and threads: a thread for each vector, as small blocks on as many multiprocessors as there are.
+    """Return blocks and threads: one thread per vector, in small blocks over all multiprocessors.
 
-    Blocks wait for blocks of the same number on other devices, so all must run at once: one on each
-    multiprocessor at most.
+    A block waits for the blocks of the same index on other devices, so all blocks must run at once: at most one per
+    multiprocessor.
     """
     if algorithm is Algorithm.PUSH_REDUCE_SCATTER:
         nbytes = -(-nbytes // facts.world_size)
@@ -296,9 +295,9 @@ def _launch_shape(facts: GroupFacts, algorithm: Algorithm, nbytes: int) -> tuple
 
 @functools.lru_cache(maxsize=64)
 def policy_digest(table: PolicyTable) -> str:
-    """Return 16 hexadecimal digits that are equal for two tables if and only if they decide alike.
+    """Return 16 hexadecimal digits of a hash over the table's rows without their sources.
 
-    Where the numbers come from does not count.
+    Tables with equal digests decide alike.
     """
     numbers = [msgspec.structs.replace(row, source="") for row in table.thresholds]
     return hashlib.sha256(msgspec.json.encode(numbers, order="deterministic")).hexdigest()[:16]

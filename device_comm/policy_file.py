@@ -1,4 +1,4 @@
-"""A file of thresholds that were measured on the machine at hand; it beats the built-in table where it speaks."""
+"""A file of thresholds measured on this machine; its rows replace those of the built-in table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 POLICY_VERSION: Final = 1
-"""Raised when a field or the meaning of one changes; files of other versions are refused."""
+"""Incremented when a field or its meaning changes; files of other versions are refused."""
 
 MAX_FILE_BYTES: Final = 1 << 20
 MAX_ROWS: Final = 1000
@@ -36,14 +36,14 @@ _CARRIERS: Final[dict[str, frozenset[str]]] = {
 
 
 class MeasuredThreshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Up to how many bytes an algorithm was the fastest; see `policy_table.Threshold`.
+    """The size up to which an algorithm was the fastest; see `policy_table.Threshold`.
 
     Attributes:
         operation: The collective.
-        algorithm: One of ours that can carry it.
-        world_size: Ranks for which it was measured.
+        algorithm: One of our algorithms for it.
+        world_size: Number of ranks in the measurement.
         mode: Whether it was measured in CUDA graphs, outside of them, or in both.
-        max_bytes: The largest call for which it was the fastest.
+        max_bytes: Bytes of the largest call for which it was the fastest.
     """
 
     operation: Literal["all_reduce", "reduce_scatter", "all_gather"]
@@ -54,18 +54,18 @@ class MeasuredThreshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class PolicyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a file of thresholds says.
+    """The content of a policy file.
 
     Attributes:
         version: `POLICY_VERSION`.
-        device_name: The driver's name of the devices that were measured: "NVIDIA H200".
+        device_name: The driver's name of the measured devices: "NVIDIA H200".
         arch: Their architecture: "sm_90".
-        link: What joins them.
-        host: Where it was measured.
+        link: The link between them.
+        host: Name of the host.
         driver: Version of the driver.
         date: Day of the measurement: "2026-05-31".
-        thresholds: What was found. For an operation and a world size that occurs here, the built-in rows do
-            not count; where none is given for the mode at hand, NCCL is used.
+        thresholds: The results. For an operation and a world size that occurs here, the built-in rows are ignored;
+            if no row is for a call's mode, NCCL is used.
     """
 
     version: int
@@ -78,7 +78,7 @@ class PolicyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     thresholds: tuple[MeasuredThreshold, ...]
 
     def __post_init__(self) -> None:
-        """Check what the types do not say."""
+        """Check what the types do not express."""
         if self.version != POLICY_VERSION:
             raise ValueError(f"it is of version {self.version}, this program reads version {POLICY_VERSION}")
         if not family_of(self.arch):
@@ -112,10 +112,10 @@ def _check_row(row: MeasuredThreshold) -> None:
 
 
 def write_policy_file(path: str | Path, content: PolicyFile) -> None:
-    """Write `content`, at once and whole: who reads meanwhile finds the old file or the new one.
+    """Write `content` atomically: a concurrent reader finds the old file or the new one.
 
     Raises:
-        SettingsError: The file cannot be written; an older one is as it was.
+        SettingsError: The file cannot be written; an older file is unchanged.
     """
     path = Path(path)
     text = msgspec.json.format(msgspec.json.encode(content), indent=2)
@@ -128,7 +128,7 @@ def write_policy_file(path: str | Path, content: PolicyFile) -> None:
             file.write(text + b"\n")
             file.flush()
             os.fsync(file.fileno())
-        # Made for one user; the ranks of other users may read it.
+        # mkstemp creates a private file, but ranks of other users may read this one.
         Path(temporary).chmod(0o644)
         Path(temporary).replace(path)
     except OSError as error:
@@ -137,10 +137,10 @@ def write_policy_file(path: str | Path, content: PolicyFile) -> None:
 
 
 def read_policy_file(path: str | Path) -> PolicyFile:
-    """Return what the file says.
+    """Return the content of a policy file.
 
     Raises:
-        SettingsError: It cannot be read, or is no file of this version; the text says where it is wrong.
+        SettingsError: It cannot be read or is not a valid file of this version; the text names the place.
     """
     try:
         with Path(path).open("rb") as file:
@@ -156,10 +156,10 @@ def read_policy_file(path: str | Path) -> PolicyFile:
 
 
 def table_of(content: PolicyFile, facts: GroupFacts, path: str = "policy file") -> PolicyTable:
-    """Return the built-in table with what the file says in place of the rows that it replaces.
+    """Return the built-in table, with rows replaced by those of the file.
 
     Raises:
-        SettingsError: The file is about other devices than those of the group.
+        SettingsError: The file was measured on other devices than the group's.
     """
     link = "nvlink" if facts.has_nvlink else "pcie"
     expected = (facts.device_name, facts.arch, link)

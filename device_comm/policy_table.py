@@ -1,7 +1,7 @@
-"""The numbers by which algorithms are chosen, each with where it comes from.
+"""The thresholds that choose between algorithms, each with its source.
 
-The built-in rows are public figures of others' kernels of the same algorithms: a start until the `tune` command has
-measured ours on the machine at hand. None of them was measured with our kernels.
+The built-in rows are public figures for other projects' kernels of the same algorithms, none of them measured with
+our kernels. They serve until the `tune` command has measured ours on the machine.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ _FAMILIES: Final[dict[int, Family]] = {8: "ampere", 9: "hopper", 10: "blackwell"
 
 
 def family_of(arch: str) -> Family:
-    """Return the family of "sm_90", empty for one of which nobody has published figures."""
+    """Return the family of an architecture such as "sm_90"; empty if there are no published figures for it."""
     major = arch.removeprefix("sm_")[:-1]
     return _FAMILIES.get(int(major), "") if major.isascii() and major.isdecimal() else ""
 
 
 class Threshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Up to how many bytes an algorithm is used, and who says so.
+    """The size up to which an algorithm is used, and the source of that number.
 
     Attributes:
         operation: The collective.
-        algorithm: One of ours that can carry it.
-        family: Architectures for which the row holds.
-        link: What joins the devices.
-        min_world_size: The fewest ranks for which it holds.
-        max_world_size: The most ranks for which it holds.
-        mode: Whether it holds in CUDA graphs, outside of them, or in both.
-        max_bytes: Calls of up to so many bytes (`CallFacts.nbytes`) are carried this way.
-        source: Where the number comes from.
+        algorithm: One of our algorithms for it.
+        family: The architectures to which the row applies.
+        link: The link between the devices.
+        min_world_size: The smallest group to which it applies.
+        max_world_size: The largest group to which it applies.
+        mode: Whether it applies in CUDA graphs, outside of them, or in both.
+        max_bytes: The largest `CallFacts.nbytes` for which the algorithm is used.
+        source: The source of the number.
     """
 
     operation: Literal["all_reduce", "reduce_scatter", "all_gather"]
@@ -63,7 +63,7 @@ class Threshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     source: str
 
     def holds(self, operation: str, family: str, link: str, world_size: int, in_graph: bool) -> bool:
-        """Return whether the row holds for such calls."""
+        """Return whether the row applies to a call with these facts."""
         return (
             self.operation == operation
             and self.family == family
@@ -74,12 +74,12 @@ class Threshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class PolicyTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All thresholds that hold in a process.
+    """All thresholds that a process uses.
 
     Attributes:
-        thresholds: The rows; of those that hold for a call the one with the least sufficient `max_bytes` decides,
+        thresholds: The rows. Of those that apply to a call, the one with the smallest sufficient `max_bytes` decides;
             of equal ones the first.
-        origin: Where the table comes from: "built in", or the path of a file.
+        origin: The source of the table: "built in", or the path of a file.
     """
 
     thresholds: tuple[Threshold, ...]
@@ -88,7 +88,7 @@ class PolicyTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def rows(
         self, operation: str, family: str, link: str, world_size: int, in_graph: bool
     ) -> tuple[Threshold, ...]:
-        """Return the rows that hold, the smallest limit first."""
+        """Return the rows that apply, the smallest limit first."""
         return _rows(self, operation, family, link, world_size, in_graph)
 
 

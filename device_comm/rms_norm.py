@@ -1,8 +1,7 @@
-"""RMSNorm with one defined order of its sum, and the addition in front of it: the reference for every kernel.
+"""RMSNorm with a defined order of summation, optionally after adding a residual: the reference for every kernel.
 
-The order is that of `DESIGN.md`, *Fused all-reduce, add and RMSNorm*. Each operation here is a tensor operation of
-its own, rounded once in float32, so that CPU tensors, tensors on accelerators and `csrc/all_reduce.cu` give the same
-bits.
+`DESIGN.md`, *Fused all-reduce, add and RMSNorm*, defines the order. Each operation is a separate tensor operation that
+rounds once in float32, so that CPU tensors, tensors on accelerators and `csrc/add_rms_norm.cu` give the same bits.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ import torch
 from device_comm import checks
 from shm_broadcast.errors import UsageError
 
-# What one row's sum of squares is split over, whatever the hardware: the bits depend on it.
+# A row's sum of squares is split over this many lanes on all hardware, because the bits depend on it.
 LANES: Final = 256
-# A lane takes 16 bytes at a time.
+# A lane takes this many bytes at a time.
 VECTOR_BYTES: Final = 16
 
 DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 
-# So many float32 of squares are in work at a time, 1 MiB: they are read twice, the second time from the cache.
+# Elements of float32 squares per block, 1 MiB: they are read twice, and the second read hits the cache.
 _BLOCK_ELEMENTS: Final = 1 << 18
 
 
 def rms_norm(input_: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Divide each row by its root mean square and multiply by `weight`; not collective.
 
-    As `torch.nn.functional.rms_norm` within rounding, but with the same bits wherever it is computed.
+    Equals `torch.nn.functional.rms_norm` within rounding, but gives the same bits on every device.
 
     Args:
         input_: [tokens, hidden] of float32, float16 or bfloat16; unchanged.
@@ -51,7 +50,7 @@ def rms_norm(input_: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
 def add_rms_norm(
     input_: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `rms_norm(input_ + residual, weight, eps)` and that sum, both new, of arguments that were checked."""
+    """Return `rms_norm(input_ + residual, weight, eps)` and the sum, both new tensors. Does not check arguments."""
     total = torch.add(input_.detach(), residual.detach()).contiguous()
     return _normed(total, weight.detach(), eps), total
 
@@ -64,10 +63,10 @@ def check_arguments(
     device: torch.device,
     name: str,
 ) -> None:
-    """Raise unless the arguments of `rms_norm` or, with a residual, of `all_reduce_add_rms_norm` fit each other.
+    """Raise unless the arguments of `rms_norm` or, with a residual, of `all_reduce_add_rms_norm` are consistent.
 
     Raises:
-        UsageError: They do not. Nothing was sent.
+        UsageError: They are not. Nothing was sent, the group is intact.
     """
     checks.check_tensor(input_, device, name)
     checks.check_tensor(weight, device, name)
@@ -102,10 +101,10 @@ def _normed(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
     for start in range(0, tokens, step):
         block = rows[start : start + step].float()
         total = sum_of_squares(block, VECTOR_BYTES // rows.itemsize)
-        # Divisors are tensors on the device itself: by a Python number CUDA multiplies with the reciprocal instead.
+        # The divisor is a tensor on the device: for a Python number CUDA multiplies by the reciprocal instead.
         mean = total / total.new_full((), hidden)
-        # The root by way of float64: rounded to float32 it is the exact one, which is 4 units of float64 away from
-        # where rounding turns. torch's float32 root comes from a vector library that misses it for 1 in 6 numbers.
+        # A float64 root rounded to float32 is correctly rounded: the exact root is at least 4 units of float64 away
+        # from a rounding boundary. torch's float32 root uses a vector library that is off for 1 in 6 numbers.
         root = (mean + mean.new_full((), eps)).double().sqrt().float()
         scale = (root.new_full((), 1) / root).unsqueeze(1)
         result[start : start + step] = ((block * scale) * wide).to(rows.dtype)
@@ -113,11 +112,11 @@ def _normed(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
 
 
 def sum_of_squares(rows: torch.Tensor, vector: int) -> torch.Tensor:
-    """Return the sum of the squares of each row, in the defined order.
+    """Return the sum of the squares of each row, added in the defined order.
 
     Args:
         rows: [tokens, hidden] of float32.
-        vector: How many elements of the original dtype 16 bytes hold.
+        vector: Elements of the original dtype per 16 bytes.
 
     Returns:
         [tokens] of float32.
@@ -126,9 +125,9 @@ def sum_of_squares(rows: torch.Tensor, vector: int) -> torch.Tensor:
     squares = rows * rows
     width = LANES * vector
     turns = -(-hidden // width)
-    # A square is never -0, so a zero behind the end changes no bit of a sum.
+    # A square is never -0, so padding with zeros does not change a sum's bits.
     padded = torch.nn.functional.pad(squares, (0, turns * width - hidden))
-    # [turn, element of the vector, token, lane]: what is added at a time lies together.
+    # [turn, element of the vector, token, lane]: terms that are added together are contiguous.
     terms = padded.view(tokens, turns, LANES, vector).permute(1, 3, 0, 2).reshape(-1, tokens, LANES)
     lanes = torch.zeros_like(terms[0])
     for term in terms:

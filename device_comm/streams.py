@@ -1,4 +1,4 @@
-"""The streams that calls are queued on: which one is current, and how one waits for another."""
+"""The streams that calls are queued on: find the current one, switch it, order one behind another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class Streams(Protocol):
-    """The streams of one device; a stream is the number that the driver knows it by."""
+    """The streams of one device. A stream is identified by the driver's number for it."""
 
     @property
     def current(self) -> Callable[[], int]:
@@ -24,29 +24,29 @@ class Streams(Protocol):
         """Make the device the current one within the context."""
 
     def wait(self, waiter: int, on: int) -> None:
-        """Let what is queued on `waiter` from now on wait for what is queued on `on` by now."""
+        """Make later work on `waiter` wait for all work queued on `on` so far."""
 
     def is_idle(self, stream: int) -> bool:
-        """Return whether all that was queued on `stream` is complete. Not while it is captured."""
+        """Return whether all work queued on `stream` is complete. Not allowed while it is captured."""
 
 
 class Progress(Protocol):
-    """Tells whether what was queued has been carried out."""
+    """Tracks whether queued work is complete."""
 
     def mark(self, stream: int) -> None:
-        """Remember what is queued on `stream` by now. Called after each call; must not wait, nor fail in a capture."""
+        """Remember the work queued on `stream` so far. Called after each call; must not block or fail in a capture."""
 
     def is_done(self) -> bool:
-        """Return whether all that was remembered is complete. Called by another thread."""
+        """Return whether all marked work is complete. Called by another thread."""
 
 
 class TorchStreams:
-    """The streams of a CUDA device, by torch's idea of which is current."""
+    """The streams of a CUDA device, with torch's current stream."""
 
     def __init__(self, device: torch.device) -> None:
-        """Serve `device`, the current one where it has no index."""
+        """Serve `device`, or the current device if it has no index."""
         self.index: int = torch.cuda.current_device() if device.index is None else device.index
-        # 0.1 us; torch.cuda.current_stream() makes an object of it and takes ten times as long.
+        # Takes 0.1 us. torch.cuda.current_stream() creates an object and takes ten times as long.
         self._current: Callable[[], int] = functools.partial(
             torch._C._cuda_getCurrentRawStream,  # type: ignore[attr-defined, unused-ignore] # noqa: SLF001
             self.index,
@@ -70,13 +70,13 @@ class TorchStreams:
             yield
 
     def wait(self, waiter: int, on: int) -> None:
-        """Let `waiter` wait for what is queued on `on` by now."""
+        """Make later work on `waiter` wait for all work queued on `on` so far."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._of(on))
         event.wait(self._of(waiter))
 
     def is_idle(self, stream: int) -> bool:
-        """Return whether all that was queued on `stream` is complete."""
+        """Return whether all work queued on `stream` is complete."""
         return bool(self._of(stream).query())
 
     def _of(self, stream: int) -> torch.cuda.Stream:

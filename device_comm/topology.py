@@ -1,11 +1,11 @@
-"""What devices a group has and how they are joined: asked of the driver, told to all ranks, and never guessed.
+"""The devices of a group and the links between them, queried from the driver and exchanged between all ranks.
 
-A probe that fails is a fact too, with its reason: `probe` raises nothing. What is derived (`GroupTopology`) is a pure
-function of what all ranks have told, so it is the same on all of them.
+`probe` does not raise: a query that fails is recorded as a problem with its reason. `GroupTopology` is a pure function
+of the exchanged facts, so it is equal on all ranks.
 
-How NVLink is told, without NVML: the driver's CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED says whether atomics
-between two devices work over their link itself. NVLink has them; over PCIe between GPUs they are not supported. A link
-that no device of this process can be asked about (the peer is hidden by CUDA_VISIBLE_DEVICES) counts as unknown.
+NVLink is detected without NVML: the driver's CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED says whether atomics work
+over the link between two devices. They do over NVLink, and they do not over PCIe between GPUs. A link to a device that
+CUDA_VISIBLE_DEVICES hides from this process cannot be queried and counts as unknown.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ LinkKind = Literal["same device", "nvlink", "pcie", "none", "unknown"]
 
 
 class Link(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How one device reaches another.
+    """The link from one device to another.
 
     Attributes:
-        access: Whether the driver says that it can access the other's memory.
+        access: Whether the driver reports that the device can access the other's memory.
         native_atomics: Whether atomics work over the link.
     """
 
@@ -46,21 +46,21 @@ class Link(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One rank's device, as its driver shows it. What could not be found out has its default and a problem.
+    """One rank's device, as reported by its driver. An unknown fact has its default value and an entry in `problems`.
 
     Attributes:
-        name: Of the model.
+        name: Name of the model.
         arch: "sm_90"; empty if unknown.
-        multiprocessors: How many.
-        memory_bytes: How much memory.
-        uuid: Of the device, or of the MIG instance.
-        pci_bus_id: Where it is plugged in.
-        place: Names the host; see `fabric.place`.
+        multiprocessors: Number of multiprocessors.
+        memory_bytes: Size of its memory in bytes.
+        uuid: UUID of the device, or of the MIG instance.
+        pci_bus_id: Its PCI bus id.
+        place: Host id; see `fabric.place`.
         driver_version: 13000 is CUDA 13.0.
-        ipc: Whether memory can be handed to other processes by CUDA IPC.
-        vmm: Whether it can be by descriptors.
-        links: To every device that this process sees, by its UUID.
-        problems: Why a fact is missing, by its name.
+        ipc: Whether other processes can map its memory by CUDA IPC.
+        vmm: Whether other processes can map its memory by descriptors.
+        links: Links to every device that this process sees, by UUID.
+        problems: Why a fact is missing, by the fact's name.
     """
 
     name: _Name = ""
@@ -78,7 +78,7 @@ class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def probe(driver: Driver) -> DeviceFacts:
-    """Return what `driver` says of its device. Raises nothing: what fails is a problem in the facts."""
+    """Return the facts that `driver` reports about its device. Does not raise: a failed query becomes a problem."""
     problems: dict[str, str] = {}
 
     def ask(name: str, question: Callable[[], _T], otherwise: _T) -> _T:
@@ -117,7 +117,7 @@ def _links(driver: Driver, ask: Callable[..., object]) -> dict[str, Link]:
 
 
 class GroupTopology(msgspec.Struct, frozen=True):
-    """All ranks' devices and what follows from them: the same on every rank.
+    """The devices of all ranks and the facts derived from them; equal on every rank.
 
     Attributes:
         ranks: Global ranks.
@@ -129,17 +129,17 @@ class GroupTopology(msgspec.Struct, frozen=True):
 
     @property
     def arch(self) -> str:
-        """Return the architecture, "sm_90"; empty if not all have the same, or one is unknown."""
+        """Return the architecture, such as "sm_90"; empty if the devices differ or one is unknown."""
         return self._shared([device.arch for device in self.devices])
 
     @property
     def device_name(self) -> str:
-        """Return the name of the model; empty if not all are the same."""
+        """Return the name of the model; empty if the devices differ."""
         return self._shared([device.name for device in self.devices])
 
     @property
     def multiprocessors(self) -> int:
-        """Return the fewest of any device; 0 if one is unknown."""
+        """Return the smallest number of multiprocessors of any device; 0 if one is unknown."""
         return min(device.multiprocessors for device in self.devices)
 
     @property
@@ -149,13 +149,13 @@ class GroupTopology(msgspec.Struct, frozen=True):
 
     @property
     def shares_devices(self) -> bool:
-        """Return whether two ranks have the same device: correct, but they take turns."""
+        """Return whether two ranks use the same device, which works, but they take turns on it."""
         known = [device.uuid for device in self.devices if device.uuid]
         return len(set(known)) < len(known)
 
     @property
     def has_nvlink(self) -> bool:
-        """Return whether NVLink joins every pair of different devices; an unknown link is none."""
+        """Return whether NVLink connects every pair of different devices; an unknown link counts as not NVLink."""
         kinds = {self.link(one, other) for one, other in self._pairs()}
         return "nvlink" in kinds and kinds <= {"nvlink", "same device"}
 
@@ -174,10 +174,10 @@ class GroupTopology(msgspec.Struct, frozen=True):
         return "nvlink" if found.native_atomics else "pcie"
 
     def why_not_peers(self) -> str:
-        """Return why the ranks cannot use each other's memory, or "" if nothing speaks against trying.
+        """Return why the ranks cannot use each other's memory, or "" if it may work.
 
-        An unknown link does not: CUDA IPC opens memory of devices that are hidden from this process too, and
-        what arrives is verified before it is used.
+        An unknown link may work: CUDA IPC also maps memory of devices that are hidden from this process, and peer
+        writes are tested before they are used.
         """
         if not self.is_one_host:
             return "the ranks are on several hosts, or it is unknown on which"
@@ -204,10 +204,10 @@ class GroupTopology(msgspec.Struct, frozen=True):
 
 
 def gather_topology(facts: DeviceFacts, ranks: Sequence[int], exchange: Exchange) -> GroupTopology:
-    """Tell the other ranks this one's facts, and return everybody's. *Collective*; see `Exchange`.
+    """Exchange the facts of all ranks. *Collective*; blocks as long as `exchange` does.
 
     Raises:
-        DecodeError: A rank told nonsense; on every rank.
+        DecodeError: A rank sent a malformed message; raised on every rank.
         Others: As `exchange`.
     """
     return GroupTopology(tuple(ranks), tuple(speak(exchange, facts, ranks)))

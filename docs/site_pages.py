@@ -1,4 +1,4 @@
-"""Pages of the site that stand elsewhere in the repository: the designs, and the benchmarks with their plots."""
+"""Add pages to the site that are elsewhere in the repository: the designs, and the benchmarks with their plots."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ PICTURES = {".svg", ".png"}
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages; their links to each other lead to the site's pages."""
+    """Add the pages, and point their links to each other at the site's pages."""
     for package in PACKAGES:
         text = (ROOT / package / "DESIGN.md").read_text()
         for other in PACKAGES:
@@ -36,5 +36,5 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def _without_code_links(text: str) -> str:
-    """Turn links to files that are no pages into their names."""
+    """Replace links to files that are not pages with their names."""
     return re.sub(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)[^)]+\)", r"\1", text)

@@ -1,1 +1,1 @@
-"""Programs that show the groups at work."""
+"""Example programs."""

@@ -1,7 +1,7 @@
-"""A scheduler that broadcasts every step to its workers, without torch: `python examples/scheduler_without_torch.py`.
+"""A scheduler that broadcasts each step to its workers, without torch: `python examples/scheduler_without_torch.py`.
 
-The scheduler makes a queue and starts two workers. A worker needs two things to open its end: the handle, which is no
-secret, and the key, which is one. Both travel through a pipe that the worker inherits.
+The scheduler creates a queue and starts two workers. To open its end, a worker needs the handle, which is public, and
+the key, which is secret. Both travel through a pipe that the worker inherits.
 """
 
 import subprocess
@@ -20,14 +20,14 @@ STEPS = 5
 @register_type
 @dataclass
 class Request:
-    """What a scheduler hands out; a class travels once every process has registered it."""
+    """A request in a step. Every process must register a class that is sent."""
 
     name: str
     tokens: list[int]
 
 
 def schedule() -> None:
-    """Be the scheduler."""
+    """Run the scheduler."""
     with QueueWriter.create("steps", readers=range(WORKERS)) as queue:
         workers = []
         for rank in range(WORKERS):
@@ -40,23 +40,23 @@ def schedule() -> None:
         queue.wait_until_ready(timeout_s=30.0)
         for step in range(STEPS):
             queue.enqueue({"step": step, "start": [Request(f"request-{step}", [step, step + 1])]})
-    # The queue is closed: workers read what is in it, and then get a ClosedError.
+    # The queue is closed: workers read the remaining messages, and then get a ClosedError.
     sys.exit(max(worker.wait() for worker in workers))
 
 
 def work(rank: int) -> None:
-    """Be a worker."""
+    """Run a worker."""
     given = sys.stdin.buffer.read()
     key, handle = given[:KEY_BYTES], given[KEY_BYTES:]
     tokens = 0
     with QueueReader.open(handle, key, rank) as queue:
         while True:
             try:
-                plan = queue.dequeue()  # sleeps until there is one; wakes when the scheduler dies
+                plan = queue.dequeue()  # sleeps until a message arrives; raises if the scheduler dies
             except ClosedError:
                 break
             tokens += sum(len(request.tokens) for request in plan["start"])
-    # One write: where Python does not buffer, `print` writes the end of the line by itself, behind another worker's.
+    # A single write: an unbuffered `print` writes the line end separately, and workers' lines would mix.
     sys.stdout.write(
         f"worker {rank}: {tokens} tokens in {STEPS} steps; torch imported: {'torch' in sys.modules}\n"
     )

@@ -1,6 +1,6 @@
-"""A pipeline of two stages, two batches in flight: `torchrun --nproc-per-node 2 examples/two_stage_pipeline.py`.
+"""A pipeline of two stages, with two batches in flight: `torchrun --nproc-per-node 2 examples/two_stage_pipeline.py`.
 
-The first stage sends a batch and goes on with the next while the second computes. Tokens come back as an object.
+The first stage sends a batch and starts the next while the second stage computes. The tokens come back as an object.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ VOCABULARY = 100
 
 
 def main() -> None:
-    """Be one stage."""
+    """Run one stage."""
     init_distributed_environment(backend="gloo")
     with ParallelGroups.create(ParallelLayout(pipeline=2), backend="gloo") as groups:
         torch.manual_seed(groups.pp.rank_in_group)
@@ -33,13 +33,13 @@ def main() -> None:
 
 
 def first_stage(groups: ParallelGroups) -> None:
-    """Embed the tokens of each batch and send what comes out; collect the results in order."""
+    """Embed the tokens of each batch and send the hidden states; collect the results in order."""
     embedding = torch.nn.Embedding(VOCABULARY, HIDDEN)
     waiting: deque[int] = deque()
     for batch in range(BATCHES):
         with torch.no_grad():
             hidden = embedding(torch.arange(batch, batch + 4))
-        # The handles own what they send: `hidden` may be reused or dropped at once.
+        # The group keeps `hidden` until it is sent, also if it is dropped here; after `wait` it may be changed.
         for handle in groups.pp.isend_tensor_dict({"hidden_states": hidden, "batch": batch}):
             handle.wait()
         waiting.append(batch)

@@ -1,6 +1,6 @@
-"""A worker in the style of vLLM, on these groups: `torchrun --nproc-per-node 2 examples/vllm_style_worker.py`.
+"""A worker in the style of vLLM on this package: `torchrun --nproc-per-node 2 examples/vllm_style_worker.py`.
 
-What changed is marked: two imports, and one line for each class that is sent. The class `Worker` is as it was.
+Comments mark the changes: two imports, and one line for each class that is sent. The class `Worker` is unchanged.
 """
 
 import os
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-# new: nothing is pickled, so classes that travel are registered, on every rank
+# new: nothing is pickled, so every rank registers the classes that are sent
 from coordinator import register_type
 
 # was: from vllm.distributed.parallel_state import (...)
@@ -30,7 +30,7 @@ HIDDEN = 32
 @register_type
 @dataclass
 class SchedulerOutput:
-    """What the scheduler decides for one step."""
+    """The scheduler's decisions for one step."""
 
     step: int
     num_scheduled_tokens: dict[str, int]
@@ -38,7 +38,7 @@ class SchedulerOutput:
 
 
 class RowParallelLinear(torch.nn.Module):
-    """Each rank holds a slice of the input dimension; the sum makes the result whole."""
+    """A linear layer whose input dimension is split over the ranks; an all-reduce sums the partial results."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         """Keep this rank's columns of `weight`."""
@@ -48,7 +48,7 @@ class RowParallelLinear(torch.nn.Module):
         self.weight = weight[:, self.columns]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply, and sum over the group."""
+        """Multiply, and all-reduce over the group."""
         return get_tp_group().all_reduce(x[:, self.columns] @ self.weight.T)
 
 
@@ -56,11 +56,11 @@ class Worker:
     """One rank of the engine."""
 
     def __init__(self, rank: int, local_rank: int, world_size: int) -> None:
-        """Keep the numbers that the executor gives."""
+        """Store the numbers that the executor passes."""
         self.rank, self.local_rank, self.world_size = rank, local_rank, world_size
 
     def init_device(self) -> None:
-        """Join the others and create the groups."""
+        """Join the other ranks and create the groups."""
         init_distributed_environment(
             world_size=self.world_size,
             rank=self.rank,
@@ -71,13 +71,13 @@ class Worker:
         ensure_model_parallel_initialized(self.world_size, 1)
 
     def load_model(self) -> None:
-        """Make the same weights on each rank, and keep a slice."""
+        """Generate the same weights on each rank, and keep a slice."""
         generator = torch.Generator().manual_seed(0)
         self.full_weight = torch.randint(-3, 4, (HIDDEN, HIDDEN), generator=generator).float()
         self.layer = RowParallelLinear(self.full_weight)
 
     def execute_model(self, scheduler_output: SchedulerOutput | None) -> torch.Tensor:
-        """Run one step; rank 0 brings the plan."""
+        """Run one step; rank 0 passes the plan."""
         plan = get_world_group().broadcast_object(scheduler_output, src=0)
         tokens = sum(plan.num_scheduled_tokens.values())
         hidden = torch.arange(tokens * HIDDEN, dtype=torch.float32).view(tokens, HIDDEN) % 5
@@ -91,7 +91,7 @@ class Worker:
 
 
 def main() -> None:
-    """Be one rank of torchrun."""
+    """Run one rank under torchrun."""
     rank = int(os.environ["RANK"])
     worker = Worker(rank, int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]))
     worker.init_device()

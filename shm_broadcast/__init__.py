@@ -1,1 +1,1 @@
-"""The bottom layer: errors, settings, the object codec and liveness. Needs neither torch nor CUDA."""
+"""The bottom layer: errors, settings, liveness, the object codec and the queue. Needs neither torch nor CUDA."""

@@ -1,7 +1,7 @@
-"""How the types of the standard library travel that the native core does not know.
+"""Encode and decode the standard library's types that the native core does not handle.
 
-Each describer gives (code, meta, body); each builder checks the type of every part that it gets, because
-the parts come from a peer.
+A describer returns (code, meta, body). A builder checks the type of every part, because the parts come from a
+peer.
 """
 
 import datetime as dt
@@ -29,7 +29,7 @@ def expect(kind: type, value: object, what: str) -> Any:
     """Return `value` if its type is exactly `kind`.
 
     Raises:
-        DecodeError: It is of another type; the text names `what`.
+        DecodeError: `value` has another type; the text names `what`.
     """
     if type(value) is not kind:
         raise DecodeError(f"{what} needs a {kind.__name__}, the message has a {type(value).__name__}")
@@ -40,7 +40,7 @@ def integers(value: object, count: int, what: str) -> list[int]:
     """Return `value` if it is a list of exactly `count` integers.
 
     Raises:
-        DecodeError: It is not; the text names `what`.
+        DecodeError: `value` is anything else; the text names `what`.
     """
     numbers = expect(list, value, what)
     if len(numbers) != count or any(type(number) is not int for number in numbers):
@@ -78,7 +78,7 @@ def _build_deque(meta: object, body: object) -> deque[object]:
         return deque(items)
     limit = expect(int, meta, "the maxlen of a deque")
     if len(items) > limit:
-        raise DecodeError("a deque longer than its maxlen")
+        raise DecodeError("a deque is longer than its maxlen")
     return deque(items, limit)
 
 
@@ -98,7 +98,7 @@ def _build_default_dict(meta: object, body: object) -> defaultdict[object, objec
         return defaultdict(None, content)
     factory = _FACTORIES.get(expect(str, meta, "the factory of a defaultdict"))
     if factory is None:
-        raise DecodeError(f"{meta!r:.200} is no default_factory that is carried")
+        raise DecodeError(f"{meta!r:.200} is not a supported default_factory")
     return defaultdict(factory, content)
 
 
@@ -109,7 +109,7 @@ def _describe_datetime(obj: dt.datetime) -> Description:
 
 def _zone(value: object) -> Any:
     if value is not None and not isinstance(value, dt.tzinfo):
-        raise DecodeError(f"a time zone is needed, the message has a {type(value).__name__}")
+        raise DecodeError(f"a tzinfo needs a time zone, the message has a {type(value).__name__}")
     return value
 
 
@@ -168,7 +168,7 @@ def _describe_decimal(obj: Decimal) -> Description:
 def _build_decimal(_meta: object, body: object) -> Decimal:
     number = Decimal(expect(str, body, "a Decimal"))
     if str(number) != body:
-        raise DecodeError("a Decimal in another notation")
+        raise DecodeError("a Decimal is not in its canonical notation")
     return number
 
 
@@ -179,7 +179,7 @@ def _describe_singleton(obj: object) -> Description:
 def _build_singleton(_meta: object, body: object) -> object:
     name = expect(str, body, "a singleton")
     if name not in _SINGLETONS:
-        raise DecodeError(f"{name!r:.200} is no singleton that is carried")
+        raise DecodeError(f"{name!r:.200} is not a supported singleton")
     return _SINGLETONS[name]
 
 

@@ -1,4 +1,4 @@
-"""The check that every array and tensor of a message goes through before memory is allocated for it."""
+"""Check the shape of every array and tensor in a message before memory is allocated for it."""
 
 import math
 from collections.abc import Sequence
@@ -12,23 +12,24 @@ _LARGEST = (1 << 63) - 1
 
 
 def checked_shape(shape: Sequence[object], itemsize: int, nbytes: int) -> list[int]:
-    """Return `shape` if an array of it holds exactly `nbytes`.
+    """Return `shape` if an array of that shape holds exactly `nbytes`.
 
     Args:
         shape: Dimensions as the peer sent them.
-        itemsize: Bytes of one element.
+        itemsize: Bytes per element.
         nbytes: Bytes that arrived.
 
     Raises:
-        DecodeError: A dimension is no natural number, there are too many, or the sizes disagree.
+        DecodeError: A dimension is not a non-negative 63-bit integer, there are more than `MAX_DIMENSIONS`, or
+            the sizes disagree.
     """
     if len(shape) > MAX_DIMENSIONS:
-        raise DecodeError(f"an array of {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
+        raise DecodeError(f"an array has {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
     sizes = [size for size in shape if type(size) is int and 0 <= size <= _LARGEST]
     if len(sizes) != len(shape):
-        raise DecodeError("a dimension of an array is no natural number")
+        raise DecodeError("a dimension of an array is not a natural number")
     if itemsize * math.prod(size for size in sizes if size) > _LARGEST:
-        raise DecodeError("an array larger than the address space")
+        raise DecodeError("an array is larger than the address space")
     if math.prod(sizes) * itemsize != nbytes:
         raise DecodeError(f"an array of shape {sizes} and {itemsize} bytes per element got {nbytes} bytes")
     return sizes

@@ -1,6 +1,7 @@
-"""What the two ends of the remote leg know of each other before they speak: keys, settings, an address.
+"""Keys, settings and address of a remote transport: what each end knows before it connects.
 
-Nothing here needs zmq until keys are made, so a handle can hold an endpoint in a process that never uses one.
+Only `RemoteKeys.generate` imports zmq, so a process that never connects can still decode a handle that holds an
+endpoint.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ _MIN_HIGH_WATER: Final = 64 << 10
 
 
 class RemoteKeys:
-    """A CURVE key pair of one end. The public half is told to the other end; the secret half stays here.
+    """The CURVE key pair of one end. The other end learns the public half; the secret half stays here.
 
-    Neither a text of it nor a copy of it can be made, and nothing carries it to another process.
+    Its repr hides the secret; it can be neither copied nor pickled, and the codec refuses it.
 
     Attributes:
         public: 32 bytes.
@@ -34,16 +35,16 @@ class RemoteKeys:
     public: bytes
 
     def __init__(self, public: bytes, secret: bytes) -> None:
-        """Hold a pair of 32 bytes each; see `generate`."""
+        """Hold two keys of 32 bytes each; `generate` makes them."""
         self.public = checked_key(public)
         self._secret = checked_key(secret)
 
     @classmethod
     def generate(cls) -> Self:
-        """Return a fresh pair.
+        """Return a new random pair.
 
         Raises:
-            CapabilityError: The installed libzmq has no CURVE.
+            CapabilityError: The installed libzmq was built without CURVE.
         """
         import zmq
         from zmq.utils import z85
@@ -56,15 +57,15 @@ class RemoteKeys:
         return cls(z85.decode(public), z85.decode(secret))
 
     def secret(self) -> bytes:
-        """Return the secret half, for the socket option that needs it and for nothing else."""
+        """Return the secret half (32 bytes). Pass it to the zmq socket option and nowhere else."""
         return self._secret
 
     def __repr__(self) -> str:
-        """Name the pair by the start of its public half."""
+        """Show the first 4 bytes of the public half, nothing of the secret."""
         return f"<RemoteKeys {self.public[:4].hex()}>"
 
     def __reduce_ex__(self, protocol: object) -> str:
-        """Refuse to be copied or serialised."""
+        """Refuse copying and pickling."""
         raise UsageError("a key pair stays in the process that made it")
 
 
@@ -72,24 +73,25 @@ def checked_key(key: object) -> bytes:
     """Return `key` if it can be a CURVE key.
 
     Raises:
-        UsageError: It is not 32 bytes, or all of them are zero. The text does not show it.
+        UsageError: The key is not 32 bytes long, or is all zeros. The text does not show the key.
     """
     if type(key) is not bytes or len(key) != PUBLIC_KEY_BYTES or not any(key):
-        raise UsageError(f"a CURVE key has {PUBLIC_KEY_BYTES} bytes and is not zero")
+        raise UsageError(f"a CURVE key must have {PUBLIC_KEY_BYTES} bytes, not all zero")
     return key
 
 
 class RemoteSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the two ends of the remote leg hold each other to account; chosen by the writer, told in the endpoint.
+    """Flow control and failure detection of the remote transport. The writer chooses; readers get it in the endpoint.
 
     Attributes:
-        high_water_bytes: The writer waits rather than be further ahead of a reader than this. A message that is
-            longer passes when its reader has read everything before it. Every message counts 512 bytes more.
-        heartbeat_s: An idle end says this often that it is there.
-        lost_after_s: An end without a connection, of which nothing was heard for so long, is gone for good.
+        high_water_bytes: Most bytes that the writer may be ahead of a reader; at least 64 KiB. Each message counts
+            512 bytes extra. A message longer than the limit is sent once its readers have read everything before it.
+        heartbeat_s: Seconds between the heartbeats of an idle end.
+        lost_after_s: A peer is lost for good when it has no connection and has been silent for this many seconds;
+            at least three times `heartbeat_s`.
 
     Raises:
-        SettingsError: A value is out of range.
+        SettingsError: A value is out of range; the text names the field and the value.
     """
 
     high_water_bytes: int = 64 << 20
@@ -109,36 +111,39 @@ class RemoteSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.lost_after_s < 3 * self.heartbeat_s:
             raise SettingsError(
                 f"remote.lost_after_s is {self.lost_after_s!r}, but must be at least three times heartbeat_s, "
-                f"{self.heartbeat_s!r}: one late heartbeat is no death"
+                f"{self.heartbeat_s!r}, so that one late heartbeat does not look like a dead peer"
             )
 
     @property
     def ping_ms(self) -> int:
-        """How often the transport pings: twice in a heartbeat."""
+        """Milliseconds between zmq's pings: half of `heartbeat_s`."""
         return max(1, int(self.heartbeat_s * 500))
 
     @property
     def silence_ms(self) -> int:
-        """How long the transport waits for the answer to a ping before it drops the connection."""
+        """Milliseconds after which zmq drops a connection whose ping was not answered: 3/8 of `lost_after_s`."""
         return max(1, int(self.lost_after_s * 375))
 
     @property
     def grace_s(self) -> float:
-        """How long a broken connection has to come back, however long nothing was heard before."""
+        """Seconds that a broken connection gets to come back, even after a long silence: 3/8 of `lost_after_s`."""
         return self.lost_after_s * 0.375
 
 
 class RemoteEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the writer of a queue listens, and how a reader knows that it is the writer. Holds no secret.
+    """Where the writer of a queue listens, and the key that authenticates it. Holds no secret.
 
     Attributes:
-        version: Of this record and of the wire.
-        address: Numeric address.
+        version: Version of this record and of the wire protocol.
+        address: Numeric IP address.
         port: TCP port.
-        server_public_key: The queue's own CURVE key; who does not hold its secret half cannot answer a reader.
-        generation: Random number of this queue; a reader of an earlier one is refused.
-        ranks: The readers' ranks.
-        settings: What the writer chose.
+        server_public_key: The queue's CURVE key (32 bytes). Only the process with the secret half can answer a reader.
+        generation: Random 63-bit number of this queue; a reader with another number is refused.
+        ranks: The remote readers' ranks.
+        settings: Flow control and timeouts, chosen by the writer.
+
+    Raises:
+        UsageError: The version, address, port or key is not valid.
     """
 
     version: int
@@ -150,30 +155,32 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     settings: RemoteSettings
 
     def __post_init__(self) -> None:
-        """Check what goes into an address or a socket option."""
+        """Check every field that ends up in a URL or a socket option."""
         if self.version != VERSION:
-            raise UsageError(f"the remote endpoint is of version {self.version}, this is version {VERSION}")
+            raise UsageError(f"the remote endpoint has version {self.version}, this is version {VERSION}")
         bind_host(self.address)
         if not 0 < self.port < 65536:
-            raise UsageError(f"{self.port} is no TCP port")
+            raise UsageError(f"{self.port} is not a TCP port")
         checked_key(self.server_public_key)
 
     def url(self) -> str:
-        """Return the address as zmq writes it."""
+        """Return the address in zmq's notation."""
         return f"tcp://{bind_host(self.address)}:{self.port}"
 
 
 def bind_host(address: str) -> str:
-    """Return `address` as it stands in a URL.
+    """Return `address` in URL notation: IPv6 in brackets.
 
     Raises:
-        UsageError: It is not the numeric address of one interface.
+        UsageError: `address` is not the numeric address of one interface.
     """
     try:
         ip = ipaddress.ip_address(address)
     except ValueError as error:
-        raise UsageError(f"{address!r} is no numeric IP address") from error
+        raise UsageError(f"{address!r} is not a numeric IP address") from error
     plain = getattr(ip, "ipv4_mapped", None) or ip
     if plain.is_unspecified or plain.is_multicast or str(plain) == "255.255.255.255":
-        raise UsageError(f"{address!r} is no address of one interface; a queue never listens on all of them")
+        raise UsageError(
+            f"{address!r} is not the address of one interface; a queue never listens on all interfaces"
+        )
     return f"[{address}]" if ip.version == 6 else address

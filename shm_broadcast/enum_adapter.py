@@ -1,7 +1,7 @@
-"""Enum members, by name. No code of an Enum class runs: `_missing_` is never called.
+"""Encode and decode Enum members by name. No code of an Enum class runs: `_missing_` is never called.
 
-A class that is not registered is looked up in the modules that are already loaded, in their dictionaries:
-nothing is imported, and neither a module's `__getattr__` nor a descriptor runs.
+An unregistered class is looked up in the dictionaries of the modules that are already loaded. Nothing is
+imported, and neither a module's `__getattr__` nor a descriptor runs.
 """
 
 import sys
@@ -23,7 +23,7 @@ _MAX_COMPOSITE = 1 << 64
 
 
 def describe_enum(obj: Enum) -> Description:
-    """Return the description of a member: its name, or the value of a composite Flag."""
+    """Describe a member by its name, or a composite Flag by its value."""
     cls = type(obj)
     entry = entry_of(cls)
     if entry is not None:
@@ -37,19 +37,23 @@ def describe_enum(obj: Enum) -> Description:
         return Code.ENUM, name, member
     value = obj._value_
     if not _is_composite(cls, value):
-        raise Refusal("it is no member of its Enum")
+        raise Refusal("it is not a member of its Enum")
     return Code.ENUM, name, value
 
 
 def build_enum(meta: object, body: object) -> object:
-    """Return the member `body` of the Enum class named `meta`."""
+    """Return the member named `body`, or the composite Flag of value `body`, of the Enum class named `meta`.
+
+    Raises:
+        DecodeError: The class is neither registered nor loaded, or has no such member.
+    """
     if type(meta) is not str:
-        raise DecodeError("an Enum without the name of its class")
+        raise DecodeError("an Enum lacks the name of its class")
     entry = named(meta)
     cls: Any = entry.cls if entry is not None and entry.kind.name == ENUM else _loaded(meta)
     if cls is None:
         raise DecodeError(
-            f"the message holds a member of {meta!r:.200}, which no loaded module of this process has; "
+            f"the message holds a member of the Enum {meta!r:.200}, which no loaded module of this process has; "
             f"import its module or call register_type() for it"
         )
     if type(body) is str:
@@ -59,7 +63,7 @@ def build_enum(meta: object, body: object) -> object:
     elif type(body) is int and _is_composite(cls, body):
         known = cls._value2member_map_.get(body)
         return known if type(known) is cls else _COMPOSE(cls, body)
-    raise DecodeError(f"{body!r:.200} is no member of {meta}")
+    raise DecodeError(f"{body!r:.200} is not a member of {meta}")
 
 
 def _members(cls: Any) -> dict[object, object]:
@@ -68,7 +72,7 @@ def _members(cls: Any) -> dict[object, object]:
 
 
 def _is_composite(cls: Any, value: object) -> bool:
-    """Tell whether `value` is one that the standard library composes for this Flag class."""
+    """Return whether `value` is a composite that the standard library can build for this Flag class."""
     if not issubclass(cls, Flag) or cls._missing_.__func__ is not _COMPOSE or type(value) is not int:
         return False
     if not 0 <= value < _MAX_COMPOSITE:
@@ -77,7 +81,7 @@ def _is_composite(cls: Any, value: object) -> bool:
 
 
 def _loaded(name: str) -> type[Any] | None:
-    """Return the Enum class "module:qualname" of a loaded module, None when there is none."""
+    """Return the Enum class that `name` ("module:qualname") means in a loaded module, or None."""
     module_name, colon, qualname = name.partition(":")
     module = sys.modules.get(module_name)
     if not colon or module is None or not issubclass(type(module), ModuleType):

@@ -1,7 +1,7 @@
-"""Every error that this project raises on purpose; the root of the tree for all three packages.
+"""Define every error that the three packages raise on purpose.
 
-An error names who is at fault: the caller, a peer, the clock, the hardware, or us. It carries what a
-program needs as fields and what a person needs as text. This module imports nothing of the project.
+The class says who is at fault: the caller, a peer, the clock, the hardware, or this project. Programs read the
+fields, people read the text. This module imports nothing from the project.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,26 +29,26 @@ class CommError(Exception):
 
 
 class UsageError(CommError, ValueError):
-    """The caller's mistake: a bad rank, shape, dtype or order.
+    """The caller made a mistake: a bad rank, shape, dtype or order.
 
-    Nothing was sent, the group is intact.
+    Nothing was sent; the group stays usable.
     """
 
 
 class SettingsError(CommError, ValueError):
-    """A setting is unknown, malformed, or contradicts another one. The group was not created."""
+    """A setting is unknown, malformed, or contradicts another setting. The group was not created."""
 
 
 class ClosedError(UsageError):
-    """The object was closed or destroyed by this process; also a call on it afterwards."""
+    """The object was closed or destroyed by this process, or its queue was closed by the writer."""
 
 
 class CommTimeoutError(CommError, TimeoutError):
-    """The deadline passed. The group is unusable afterwards, except where a method says otherwise.
+    """The deadline passed. The group is unusable afterwards unless the method says otherwise.
 
     Attributes:
-        missing: Global ranks that had not arrived when the deadline passed, ascending. Empty when
-            every rank arrived but the transfer did not finish.
+        missing: Global ranks that had not arrived at the deadline, ascending. Empty if every rank arrived
+            but the transfer did not finish.
     """
 
     def __init__(self, message: str, *, missing: Sequence[int] = ()) -> None:
@@ -58,7 +58,7 @@ class CommTimeoutError(CommError, TimeoutError):
 
 
 class PeerLostError(CommError, ConnectionError):
-    """A peer's process ended, or it left the group. The group is unusable afterwards.
+    """A peer's process ended, or the peer left the group. The group is unusable afterwards.
 
     Attributes:
         peers: Global ranks that are gone, ascending.
@@ -78,7 +78,7 @@ class DisagreementError(CommError):
     """Ranks hold different settings, rank lists, shapes or call orders.
 
     Attributes:
-        views: What each rank holds, by global rank; ranks that said nothing yet are absent.
+        views: What each rank holds, by global rank. Ranks that have not reported are absent.
     """
 
     def __init__(self, message: str, *, views: Mapping[int, str] | None = None) -> None:
@@ -88,7 +88,7 @@ class DisagreementError(CommError):
 
 
 class CapabilityError(CommError):
-    """The hardware, the driver, a library or the space at hand cannot do what was asked.
+    """The hardware, driver, a library or the available memory cannot do what was asked.
 
     Attributes:
         requirement: What is missing, in a few words.
@@ -101,20 +101,20 @@ class CapabilityError(CommError):
 
 
 class DecodeError(CommError):
-    """Bytes that are no message of ours, or that need a type unknown here. The group is intact."""
+    """The bytes are not a valid message, or need a type that this process does not know. The group stays usable."""
 
 
 class NativeError(CommError):
-    """A library below us failed.
+    """A native library failed.
 
     Attributes:
-        library: Name of the library, with its version where known.
+        library: Name of the library, with its version if known.
         function: The function that failed.
-        code: Its error code, or None where it gives only a text.
+        code: The error code, or None if the library gives only a text.
     """
 
     def __init__(self, message: str, *, library: str, function: str, code: int | None = None) -> None:
-        """Store the text and where it comes from."""
+        """Store the text and its source."""
         super().__init__(message)
         self.library = library
         self.function = function
@@ -130,4 +130,4 @@ class CudaError(NativeError):
 
 
 class InternalError(CommError):
-    """An invariant of ours broke: a bug of this project, please report it."""
+    """An internal invariant broke: this is a bug in this project, please report it."""

@@ -1,7 +1,7 @@
-"""The value that crosses a process boundary so that a reader finds its queue.
+"""Describe a queue so that a reader in another process can open it.
 
-It holds no secret: the key that authenticates it, and with which a reader proves itself to the writer,
-travels another way (an inherited descriptor, or the control plane of the group).
+A handle holds no secret. Its key authenticates the handle and proves the reader to the writer, so the key must
+travel separately: through an inherited descriptor, or over the control plane of the group.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from shm_broadcast.settings import WaitMode
 VERSION: Final = 1
 KEY_BYTES: Final = 32
 _MAC_BYTES: Final = 32
-# A handle names at most this many readers; more bytes than this are refused before they are parsed.
+# Larger handles are refused before they are parsed. 64 KiB hold over 10,000 ranks, at 5 bytes each.
 _MAX_BYTES: Final = 64 << 10
 
 
 def new_key() -> bytes:
-    """Return a fresh key for one queue."""
+    """Return a new random key (32 bytes) for one queue."""
     return secrets.token_bytes(KEY_BYTES)
 
 
 class QueueHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a queue is, and what its ring looks like.
+    """Where a queue is, and the size of its ring. Holds no secret.
 
     Attributes:
-        version: Of this record and of the ring.
-        name: The queue's name, for texts.
-        generation: Random number of this queue; a handle of an earlier one is refused.
-        address: Abstract Unix address at which the writer hands the segment over; empty if no reader is local.
+        version: Version of this record and of the ring.
+        name: The queue's name in errors and logs.
+        generation: Random number of this queue; the handle of an earlier queue is refused.
+        address: Abstract Unix address where the writer hands out the segment; empty if no reader is local.
         segment_bytes: Size of the segment.
-        ranks: The local readers' ranks, in the order of their places.
+        ranks: The local readers' ranks, in the order of their places in the ring.
         wait: How readers wait.
-        warn_after_s: When a waiting call warns.
-        writer: The writer's rank, which errors name; -1 for a writer that has none.
+        warn_after_s: Seconds after which a waiting call logs a warning.
+        writer: The writer's rank, which errors name; -1 if the writer has none.
         remote: Where readers on other hosts connect; None if there are none.
     """
 
@@ -56,27 +56,27 @@ class QueueHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     remote: RemoteEndpoint | None = None
 
     def to_bytes(self, key: bytes) -> bytes:
-        """Return the handle with its authentication code under `key`."""
+        """Return the encoded handle behind its 32-byte HMAC under `key`."""
         body = msgspec.msgpack.encode(self)
         return hmac.digest(key, b"handle" + body, "sha256") + body
 
     @classmethod
     def from_bytes(cls, data: bytes, key: bytes) -> Self:
-        """Return the handle that `to_bytes` made.
+        """Decode what `to_bytes` returned, after its HMAC has been checked.
 
         Raises:
-            DecodeError: It was made with another key, was changed, or is of another version. Nothing has
-                been mapped or connected.
+            DecodeError: The handle was made with another key, was changed, or has another version. Nothing was
+                mapped or connected.
         """
         if not _MAC_BYTES < len(data) <= _MAX_BYTES:
-            raise DecodeError(f"a queue handle has not {len(data)} bytes")
+            raise DecodeError(f"{len(data)} bytes are not a queue handle")
         mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
         if not hmac.compare_digest(mac, hmac.digest(key, b"handle" + body, "sha256")):
-            raise DecodeError("the queue handle is forged, or belongs to another key")
+            raise DecodeError("the queue handle is forged, or was made with another key")
         try:
             handle = msgspec.msgpack.decode(body, type=cls)
         except msgspec.MsgspecError as error:
             raise DecodeError(f"the queue handle is malformed: {error}") from error
         if handle.version != VERSION:
-            raise DecodeError(f"the queue handle is of version {handle.version}, this is version {VERSION}")
+            raise DecodeError(f"the queue handle has version {handle.version}, this is version {VERSION}")
         return handle

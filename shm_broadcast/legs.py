@@ -1,4 +1,4 @@
-"""The two legs of a queue, shared memory and TCP: what stands in for a missing one, and waiting on both kinds."""
+"""The two transports of a queue, shared memory and TCP: null objects for a missing one, and waiting on both."""
 
 from __future__ import annotations
 
@@ -17,53 +17,53 @@ from shm_broadcast.wait import SHORT_SPIN_NS, SLICE_NS
 if TYPE_CHECKING:
     from shm_broadcast.remote_reader import RemoteReader
 
-# Who waits for rings and connections at once sleeps on the rings and looks at the connections this often at least:
-# half a percent of a core.
+# A call that waits for rings and connections sleeps on the rings and checks the connections between naps. Naps double
+# from 50 us up to 2 ms, which costs half a percent of a core.
 _LONGEST_NAP_NS: Final = 2_000_000
 _SHORTEST_NAP_NS: Final = 50_000
 
 
 class RemoteLeg(Protocol):
-    """What a `QueueWriter` asks of its remote leg; `RemoteWriter` is one."""
+    """The remote transport of a `QueueWriter`; `RemoteWriter` implements it."""
 
     def reserve(self, nbytes: int, timeout_s: float | None) -> float | None:
-        """Return what is left of `timeout_s` when a message of `nbytes` may be published."""
+        """Wait until a message of `nbytes` may be published; return what is left of `timeout_s` (seconds)."""
 
     def publish(self, message: codec.Message) -> None:
-        """Send a message for which there is room."""
+        """Send a message for which `reserve` made room."""
 
     def await_readers(self, timeout_s: float | None) -> None:
-        """Return when every remote reader has come."""
+        """Wait until every remote reader has opened its end."""
 
     def absent(self) -> list[int]:
-        """Return the ranks that have not."""
+        """Return the ranks that have not opened their end."""
 
     def added_to(self, local: QueueStatistics) -> QueueStatistics:
-        """Return the statistics of the local leg with those of this one."""
+        """Return `local` combined with the statistics of this transport."""
 
     def close(self, timeout_s: float | None = None) -> None:
-        """End the leg, within about `timeout_s` if that is given."""
+        """Close the transport; wait at most about `timeout_s` seconds if given."""
 
 
 class NoRemote:
-    """The remote leg of a queue whose readers are all on this host."""
+    """The remote transport of a queue whose readers are all on this host: every call does nothing."""
 
     def reserve(self, nbytes: int, timeout_s: float | None) -> float | None:
-        """Return all of `timeout_s`."""
+        """Return `timeout_s` unchanged."""
         return timeout_s
 
     def publish(self, message: codec.Message) -> None:
-        """Send to nobody."""
+        """Do nothing."""
 
     def await_readers(self, timeout_s: float | None) -> None:
-        """Wait for nobody."""
+        """Do nothing."""
 
     def absent(self) -> list[int]:
-        """Return nobody."""
+        """Return no rank."""
         return []
 
     def added_to(self, local: QueueStatistics) -> QueueStatistics:
-        """Return them as they are."""
+        """Return `local` unchanged."""
         return local
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -71,16 +71,16 @@ class NoRemote:
 
 
 class NoRing(RingWriter):
-    """The local leg of a queue whose readers are all on other hosts: it has no memory."""
+    """The local transport of a queue whose readers are all on other hosts: it owns no memory."""
 
     def __init__(self) -> None:
-        """Hold nothing."""
+        """Create no ring."""
 
     def write(self, message: codec.Message, timeout_s: float | None) -> None:
-        """Write to nobody."""
+        """Do nothing."""
 
     def await_readers(self, timeout_s: float | None) -> None:
-        """Wait for nobody."""
+        """Do nothing."""
 
     def statistics(self) -> QueueStatistics:
         """Return zeros."""
@@ -91,7 +91,17 @@ class NoRing(RingWriter):
 
 
 def await_either(readers: Sequence[RingReader | RemoteReader], timeout_s: float | None) -> int:
-    """Return the index of a reader that has a message, or whose queue is over."""
+    """Wait for several readers; return the index of one that has a message or whose queue has ended.
+
+    Args:
+        readers: The readers of this process, of either transport.
+        timeout_s: Deadline in seconds; None waits for ever.
+
+    Raises:
+        CommTimeoutError: No reader had a message in time; the queues stay usable.
+        PeerLostError: A local reader's writer is gone.
+        ClosedError, UsageError, GroupBrokenError: One of the readers cannot be used.
+    """
     start = time.monotonic()
     poll = select.poll()
     places = []
@@ -103,7 +113,7 @@ def await_either(readers: Sequence[RingReader | RemoteReader], timeout_s: float 
             for descriptor in reader.descriptors:
                 poll.register(descriptor, select.POLLIN)
     memories, indices = tuple(memory for memory, _ in places), tuple(index for _, index in places)
-    # Each call begins one place further, so that a busy writer cannot starve the others.
+    # Start behind the reader that was served last, so that a busy writer cannot starve the others.
     first = sum(reader.messages for reader in readers)
     nap_ns = _SHORTEST_NAP_NS
     while True:

@@ -1,9 +1,9 @@
-"""Who is alive, told by the kernel.
+"""Tell from the kernel whether a peer process is alive.
 
-A process is named by its host's boot id, its PID namespace, its pid and its start time, so that a
-reused pid is never mistaken for the process it replaced. Peers in the same PID namespace are watched
-through a pidfd, which becomes readable when the process ends; forked children of a peer that inherit
-its sockets do not keep it "alive". Peers elsewhere cannot be watched from here: their state is unknown.
+Boot id, PID namespace, pid and start time identify a process, so a reused pid is never mistaken for the
+process it replaced. A peer in the same PID namespace is watched through a pidfd, which becomes readable when
+the process ends, even if a forked child still holds its sockets. Other peers cannot be watched from here:
+their state is "unknown".
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from shm_broadcast import _core
 
 PeerState = Literal["alive", "stopped", "dead", "unknown"]
 
-# Position of the fields in /proc/PID/stat behind the command name, proc_pid_stat(5): state is field 3
-# and starttime field 22, and the fields behind the name start at 3.
+# Indices into the fields of /proc/PID/stat that follow the command name, see proc_pid_stat(5). They start with field 3,
+# the state; the start time is field 22.
 _STATE: Final = 0
 _START_TIME: Final = 22 - 3
 
 
 def fork_count() -> int:
-    """Return how many forks lie between the process that imported this module and this one.
+    """Return how many forks separate this process from the one that imported this module.
 
-    An object that stores the value at its creation can tell later that it lives in a forked child,
-    at the price of one integer comparison.
+    An object stores the count when it is created and compares it later: a difference means that it now lives in
+    a forked child.
     """
     return _core.fork_count()
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True):
-    """Names one process for ever.
+    """Identifies one process uniquely, also after its pid is reused.
 
     Attributes:
-        boot_id: The kernel's boot id: the same for all containers of one host.
-        pid_namespace: Inode of the PID namespace, in which `pid` has its meaning.
-        network_namespace: Inode of the network namespace, within which loopback reaches.
+        boot_id: The kernel's boot id, the same for all containers of one host.
+        pid_namespace: Inode of the PID namespace that `pid` belongs to.
+        network_namespace: Inode of the network namespace, which loopback does not leave.
         pid: Process id.
-        start_ticks: Start time in clock ticks since boot; differs when a pid is used again.
-        hostname: For people.
+        start_ticks: Start time in clock ticks since boot; tells processes with the same pid apart.
+        hostname: Shown in errors and logs only.
     """
 
     boot_id: str
@@ -72,7 +72,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 
 @functools.lru_cache(maxsize=1)
 def _constants(forks: int) -> tuple[str, int]:
-    """Return boot id and start time of this process, which asks often while groups are made; 0.2 ms each time."""
+    """Return boot id and start time of this process. Cached: reading them takes 0.2 ms."""
     del forks
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return boot_id, _stat_fields("self")[1]
@@ -97,13 +97,13 @@ def _stat_fields(pid: int | str) -> tuple[str, int]:
     Raises:
         FileNotFoundError: There is no such process.
     """
-    # The command name stands in brackets and may hold blanks and brackets itself: cut at the last one.
+    # The command name is in parentheses and may itself contain blanks and parentheses: cut at the last one.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[_STATE], int(fields[_START_TIME])
 
 
 def process_state(identity: ProcessIdentity) -> PeerState:
-    """Return the state of a process that this one can see; "dead" also when its pid was used again."""
+    """Return the state of a process that this one can see; "dead" also if its pid was reused."""
     try:
         state, start_ticks = _stat_fields(identity.pid)
     except (FileNotFoundError, ProcessLookupError):
@@ -116,16 +116,15 @@ def process_state(identity: ProcessIdentity) -> PeerState:
 class PeerWatch:
     """Watches the processes of a group's other ranks.
 
-    One descriptor is held for each peer in this PID namespace, until `close`. Safe to use from several
-    threads.
+    It holds one pidfd for each visible peer until `close`. Thread-safe.
     """
 
     def __init__(self, own: ProcessIdentity, peers: Mapping[int, ProcessIdentity]) -> None:
-        """Open a pidfd on every peer that can be seen from here.
+        """Open a pidfd for every peer in this PID namespace.
 
         Args:
             own: The identity of this process.
-            peers: Identities by global rank, this rank left out.
+            peers: Identities of the other ranks, by global rank.
         """
         self._own = own
         self._peers = dict(peers)
@@ -142,7 +141,7 @@ class PeerWatch:
         except ProcessLookupError:
             self._lost.add(rank)
             return
-        # The pid may have been used again before the pidfd was opened; its start time tells.
+        # The pid may have been reused before the pidfd was opened: compare the start time.
         if process_state(peer) == "dead":
             os.close(descriptor)
             self._lost.add(rank)
@@ -150,9 +149,9 @@ class PeerWatch:
         self._descriptors[rank] = descriptor
 
     def adopt(self, rank: int, peer: ProcessIdentity, descriptor: int) -> None:
-        """Watch `rank` by a pidfd that it opened on itself and sent here; works across PID namespaces.
+        """Watch `rank` through a pidfd that it opened on itself and sent here; works across PID namespaces.
 
-        The descriptor is owned by this object from now on.
+        This object takes ownership of the descriptor.
         """
         with self._lock:
             self._peers[rank] = peer
@@ -173,11 +172,11 @@ class PeerWatch:
             return tuple(sorted(self._lost))
 
     def watches(self, rank: int) -> bool:
-        """Return whether the end of `rank` would be seen here."""
+        """Return whether this process notices when `rank` ends."""
         return rank in self._lost or rank in self._descriptors
 
     def state(self, rank: int) -> PeerState:
-        """Return what is known of `rank`'s process now."""
+        """Return the current state of `rank`'s process."""
         peer = self._peers.get(rank)
         if peer is None:
             return "unknown"
@@ -188,7 +187,7 @@ class PeerWatch:
         return process_state(peer)
 
     def describe(self, rank: int) -> str:
-        """Return `pid 4242, alive` or what else is known of `rank`, for an error's text."""
+        """Return what is known of `rank` for an error's text, such as `pid 4242, alive`."""
         peer = self._peers.get(rank)
         if peer is None:
             return "no process known"
@@ -198,7 +197,7 @@ class PeerWatch:
         return f"pid {peer.pid}, {state}"
 
     def close(self) -> None:
-        """Give the descriptors back. Idempotent."""
+        """Close the pidfds. Idempotent."""
         with self._lock:
             for descriptor in self._descriptors.values():
                 os.close(descriptor)

@@ -1,10 +1,10 @@
-"""How numpy's types travel. Imported only when an object or a message holds one.
+"""Encode and decode numpy's types. Imported only when an object or a message holds one.
 
-An array travels as its dtype, shape and elements in C order: strides do not. A dtype travels as a name that is
-checked against a pattern, or as the list of its fields; a dtype that holds Python objects never does.
+An array is sent as its dtype, shape and elements in C order; strides are lost. A dtype is sent as a name that
+matches a pattern, or as the list of its fields. A dtype that holds Python objects is refused.
 
-Contiguous arrays of ordinary dtypes are handled by the native core once this module is loaded, to the same bytes:
-what is here is for all others, and for what cannot be carried.
+Once this module is loaded, the native core handles contiguous arrays of common dtypes and produces the same bytes.
+This module handles the rest, and gives the reason when an array cannot be sent.
 """
 
 import re
@@ -30,7 +30,7 @@ _MAX_NESTING = 32
 
 
 def _dtype_tree(dtype: np.dtype[Any], nesting: int = 0) -> object:
-    """Return the tree that describes a dtype: a name, or the list of its fields or of its subarray."""
+    """Return the tree that describes a dtype: a name, or a list with its fields or its subarray."""
     if dtype.hasobject:
         raise Refusal(f"its dtype {dtype} holds Python objects; send lists")
     if nesting > _MAX_NESTING:
@@ -47,22 +47,23 @@ def _dtype_tree(dtype: np.dtype[Any], nesting: int = 0) -> object:
         for name in dtype.names:
             field, offset, *title = dtype.fields[name]  # type: ignore[index]
             if title and type(title[0]) is not str:
-                raise Refusal(f"the title of its field {name!r} is no string")
+                raise Refusal(f"the title of its field {name!r} is not a string")
             fields.append([name, _dtype_tree(field, nesting + 1), offset, title[0] if title else None])
         return ["fields", fields, dtype.itemsize, dtype.isalignedstruct]
     name = dtype.str
     if dtype.char in "qQ" and np.dtype(name).type is not dtype.type:
-        name = dtype.char if dtype.isnative else dtype.byteorder + dtype.char  # long long, as wide as long
+        # `long long` is a type of its own where it is as wide as `long`.
+        name = dtype.char if dtype.isnative else dtype.byteorder + dtype.char
     if _SIMPLE.fullmatch(name) is None or np.dtype(name) != dtype or np.dtype(name).type is not dtype.type:
-        raise Refusal(f"its dtype {dtype} is not carried")
+        raise Refusal(f"its dtype {dtype} is not supported")
     return name
 
 
 def _dtype_of(tree: object, nesting: int = 0) -> np.dtype[Any]:
-    """Return the dtype that a tree from a peer describes."""
+    """Return the dtype that a peer's tree describes."""
     if type(tree) is str:
         if _SIMPLE.fullmatch(tree) is None:
-            raise DecodeError(f"{tree!r:.100} is no dtype that is carried")
+            raise DecodeError(f"{tree!r:.100} is not a supported dtype")
         return np.dtype(tree)
     if type(tree) is not list or not tree or nesting > _MAX_NESTING:
         raise DecodeError("a dtype is neither a name nor a list")
@@ -96,7 +97,7 @@ def _struct_of(fields: list[Any], itemsize: Any, aligned: bool, nesting: int) ->
     if not 0 <= expect(int, itemsize, "a dtype") <= _LARGEST_ITEM:
         raise DecodeError("an element of an array is too large")
     if any(not 0 <= offset <= itemsize for offset in parts["offsets"]):
-        raise DecodeError("a field outside its element")
+        raise DecodeError("a field of a dtype lies outside its element")
     if not any(parts["titles"]):
         del parts["titles"]
     return np.dtype({**parts, "itemsize": itemsize}, align=aligned)  # type: ignore[call-overload, no-any-return]
@@ -114,13 +115,13 @@ def _build_array(meta: object, body: Any, copy: bool) -> np.ndarray[Any, Any]:
     parts = expect(list, meta, "an array")
     dtype = _dtype_of(parts[0] if parts else None)
     if dtype.itemsize == 0 or dtype.subdtype is not None:
-        raise DecodeError("an array needs elements of a size")
+        raise DecodeError("the elements of an array need a size above 0")
     shape = checked_shape(parts[1:], dtype.itemsize, len(body))
     if len(body) == 0:
         return np.empty(shape, dtype)
     if not isinstance(body, _core.Window) or (copy and not body.exclusive):
         array: np.ndarray[Any, Any] = np.empty(shape, dtype)
-        array.reshape(-1).view(np.uint8)[:] = np.frombuffer(body, np.uint8)  # padding included
+        array.reshape(-1).view(np.uint8)[:] = np.frombuffer(body, np.uint8)  # copies padding too
     else:
         array = np.ndarray(shape, dtype, buffer=memoryview(body))
         array.flags.writeable = body.exclusive
@@ -133,7 +134,7 @@ def _describe_scalar(obj: np.generic) -> Description:
     if type(obj) is np.bytes_:
         return Code.NUMPY_TEXT, None, bytes(memoryview(obj))
     if obj.dtype.type is not type(obj):
-        raise Refusal("its type is not the one of its dtype")
+        raise Refusal("its type does not match its dtype")
     tree = _dtype_tree(obj.dtype)
     if obj.dtype.itemsize == 0:
         raise Refusal("it has no size")
@@ -160,7 +161,7 @@ def _build_dtype(_meta: object, body: object) -> np.dtype[Any]:
     return _dtype_of(body)
 
 
-# The formats of the buffer protocol that name a dtype alone: the core carries arrays of these without our help.
+# Dtypes whose buffer format is a single letter: the native core sends and builds arrays of these by itself.
 _core.numpy_dtypes(
     np.ndarray,
     tuple((char, dtype.str, dtype, dtype.itemsize) for char in "?bBhHiIlLefd" for dtype in (np.dtype(char),)),

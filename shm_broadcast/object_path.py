@@ -1,4 +1,4 @@
-"""Where in an object something stands, as text: `obj["reqs"][3].fn`."""
+"""Render the path to a part of an object as text: `obj["reqs"][3].fn`."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,8 @@ from shm_broadcast.registry import entry_of
 __all__ = ["render", "repeated"]
 
 Step = tuple[str, Any, Any]
-"""(kind, key, container); kinds: i index, k value at a key, K the key itself, s element of a set, x inside."""
+"""(kind, key, container). Kinds: i index, k value at a key, K the key itself, s element of a set, x into a described
+object."""
 
 _SIMPLE = (bool, bytes, float, int, type(None))
 _LONGEST_KEY = 60
@@ -18,7 +19,7 @@ _SHOWN = 12
 
 
 def render(steps: Sequence[Step], root: str = "obj") -> str:
-    """Return the path that leads through `steps`, outermost first."""
+    """Return the path through `steps`, outermost first. A long path keeps its first and last 12 parts."""
     parts = []
     record = False
     for kind, key, container in steps:
@@ -41,7 +42,7 @@ def render(steps: Sequence[Step], root: str = "obj") -> str:
 
 
 def repeated(steps: Sequence[Step]) -> tuple[int, int] | None:
-    """Return the first two steps that pass through the same container, None when no two do."""
+    """Return the positions of the first two steps with the same container, or None."""
     seen: dict[int, int] = {}
     for position, (_, _, container) in enumerate(steps):
         first = seen.setdefault(id(container), position)
@@ -51,7 +52,7 @@ def repeated(steps: Sequence[Step]) -> tuple[int, int] | None:
 
 
 def _text(key: object) -> str:
-    """Return a key as Python shows it, without running code of the application."""
+    """Return the text of a key, shortened to 60 characters, without running application code."""
     if type(key) is str:
         text = json.dumps(key, ensure_ascii=not key.isprintable())
     elif type(key) is tuple:

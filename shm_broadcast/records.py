@@ -1,8 +1,8 @@
-"""How objects of registered classes are taken apart and built, by the kind of the class.
+"""Take apart and rebuild objects of registered classes, by the kind of the class.
 
-Building runs no code of the application: instances come from the builtin `__new__` and their declared
-fields are set, so neither `__init__` nor `__post_init__` runs. msgspec builds Structs only through their
-constructor, so a Struct's `__post_init__` does run. Attributes that are not declared fields do not travel.
+Building runs no application code: the builtin `__new__` makes the instance and its declared fields are set, so
+neither `__init__` nor `__post_init__` runs. A Struct is the exception: msgspec builds it only through its
+constructor, so its `__post_init__` runs. Only declared fields are sent, no other attributes.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ _BASES: tuple[type, ...] = (
 
 
 class Kind(NamedTuple):
-    """How one class is carried: `take` gives the body of an object, `build` the object of a body."""
+    """How one class is sent: `take` returns the body of an object, `build` the object of a body."""
 
     name: str
     take: Callable[[Any], object]
@@ -50,7 +50,11 @@ class Kind(NamedTuple):
 def custom_kind(
     cls: type, encode: Callable[[Any], object] | None, decode: Callable[[Any], object] | None
 ) -> Kind:
-    """Return the kind of a class that the application takes apart and builds itself."""
+    """Return the kind of a class with the application's own `encode` and `decode`.
+
+    Raises:
+        UsageError: One of the two functions is missing.
+    """
     if encode is None or decode is None:
         raise UsageError(f"register_type({cls.__qualname__}): give both encode= and decode=, or neither")
     function = decode
@@ -67,10 +71,10 @@ def custom_kind(
 
 
 def kind_of(cls: type) -> Kind:
-    """Return how objects of `cls` are carried without functions of the application.
+    """Return the kind of a class without functions of the application.
 
     Raises:
-        UsageError: It is no class of a kind that the codec can take apart and build.
+        UsageError: The codec cannot take apart and build this kind of class by itself.
     """
     bases = [base for base in _BASES if issubclass(cls, base)]
     if issubclass(cls, Enum):
@@ -85,8 +89,8 @@ def kind_of(cls: type) -> Kind:
     if bases and not dataclasses.is_dataclass(cls) and _has_plain_layout(cls):
         return Kind(SUBCLASS, lambda obj: _content(bases[0], obj), lambda body: _refill(cls, bases[0], body))
     raise UsageError(
-        f"register_type({cls.__qualname__}): only dataclasses, NamedTuples, msgspec.Structs, Enums and "
-        f"plain subclasses of builtin types are carried as they are; give encode= and decode="
+        f"register_type({cls.__qualname__}): without encode= and decode=, only dataclasses, NamedTuples, "
+        f"msgspec.Structs, Enums and plain subclasses of builtin types are supported"
     )
 
 
@@ -95,13 +99,13 @@ def _no_body(_obj: object) -> object:
 
 
 def _has_plain_layout(cls: type) -> bool:
-    """Tell whether instances hold nothing but their builtin content and a `__dict__`."""
+    """Return whether instances hold only their builtin content and a `__dict__`: no class has slots."""
     ours = [base for base in cls.__mro__ if base.__module__ != "builtins" and base is not OrderedDict]
     return not any(vars(base).get("__slots__") for base in ours)
 
 
 def _record(cls: type, names: tuple[str, ...], build: Callable[[dict[str, Any]], object]) -> Kind:
-    """Return the kind of a class with declared fields; `build` gets them all, in declared order."""
+    """Return the kind of a class with declared fields; `build` gets all of them in declared order."""
     expected = frozenset(names)
 
     def take(obj: object) -> dict[str, object]:
@@ -128,9 +132,9 @@ def _with_fields(cls: type, values: dict[str, Any]) -> object:
 
 
 def _content(base: Any, obj: Any) -> object:
-    """Return the builtin content of `obj`, whatever its class overrides."""
+    """Return the builtin content of `obj`, ignoring overrides in its class."""
     if getattr(obj, "__dict__", None):
-        raise Refusal("it has attributes besides its content; register it with encode= and decode=")
+        raise Refusal("it has attributes besides its builtin content; register it with encode= and decode=")
     if base is OrderedDict:
         return dict(OrderedDict.items(obj))
     if base is dict:
@@ -147,9 +151,9 @@ def _content(base: Any, obj: Any) -> object:
 
 
 def _refill(cls: type, base: Any, body: object) -> object:
-    """Return a new `cls` with the content `body`."""
+    """Return a new `cls` that holds the builtin content `body`."""
     if type(body) is not (dict if base is OrderedDict else base):
-        raise DecodeError(f"{cls.__qualname__} cannot be built of a {type(body).__name__}")
+        raise DecodeError(f"{cls.__qualname__} cannot be built from a {type(body).__name__}")
     content: Any = body
     obj = (
         base.__new__(cls) if base in (OrderedDict, dict, list, set, bytearray) else base.__new__(cls, content)

@@ -1,7 +1,7 @@
-"""The classes that the application allows to be carried, by class and by name.
+"""Register the application's classes that may be sent, by class and by name.
 
-Only a class in this table is ever built from a message, Enums excepted: those are looked up among the
-modules that are already loaded (see `enum_adapter`).
+Decoding builds only the classes in this table. Enums are the exception: they are also found in modules that are
+already loaded (see `enum_adapter`).
 """
 
 from collections import Counter, OrderedDict
@@ -48,7 +48,7 @@ _NATIVE = frozenset(
 
 
 class Entry(NamedTuple):
-    """One registered class: its name in messages, how it is carried, and who gave the functions."""
+    """One registered class: the class, its name in messages, and how it is sent."""
 
     cls: type
     name: str
@@ -82,41 +82,43 @@ def register_type(
     encode: Callable[[Any], object] | None = None,
     decode: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Allow objects of a class to be carried; usable as a decorator.
+    """Allow objects of a class to be sent; usable as a decorator.
 
-    Sender and receiver must both register the class, under the same name. Subclasses are not included.
-    Registering a class again under its name replaces its functions.
+    Every process that sends or receives such objects must register the class under the same name, before the first
+    message. Subclasses are not included. Registering a class again under its name replaces its functions.
 
     Args:
-        cls: A dataclass, NamedTuple, msgspec.Struct, Enum or subclass of a builtin type; any other class
-            with `encode` and `decode`.
-        name: Its name in messages; the module and qualified name by default.
-        encode: Returns what to send for an object: a tree of anything that the codec carries.
-        decode: Returns the object of such a tree. It gets data from a peer: check it.
+        cls: A dataclass, NamedTuple, msgspec.Struct, Enum or subclass of a builtin type. Any other class needs
+            `encode` and `decode`.
+        name: The name in messages; by default the module and qualified name.
+        encode: Takes an object and returns what to send for it: any object that the codec supports.
+        decode: Takes what `encode` returned and rebuilds the object. Its input comes from a peer: check it.
 
     Returns:
-        The class, or a decorator when no class is given.
+        The class, or a decorator if no class is given.
 
     Raises:
-        UsageError: Not a class, a type that is carried anyway, a kind that needs functions, or another
-            class has this name, or this class another name. Nothing is registered.
+        UsageError: `cls` is not a class, is supported without registration, or needs `encode` and `decode`; the
+            name belongs to another class, or the class has another name. Nothing is registered.
     """
     if cls is None:
         return lambda later: register_type(later, name=name, encode=encode, decode=decode)
     if not isinstance(cls, type):
         raise UsageError(f"register_type needs a class, got {cls!r}")
     if cls in DESCRIBERS or cls.__module__ in ("numpy", "torch"):
-        raise UsageError(f"register_type({cls.__qualname__}): this type is carried anyway, or never")
+        raise UsageError(
+            f"register_type({cls.__qualname__}): this type needs no registration, or is never supported"
+        )
     if cls in _NATIVE or issubclass(cls, type):
         raise UsageError(f"register_type({cls.__qualname__}): this type cannot be registered")
     wire_name = f"{cls.__module__}.{cls.__qualname__}" if name is None else name
     if type(wire_name) is not str or not wire_name or not wire_name.isprintable():
-        raise UsageError(f"register_type({cls.__qualname__}): {wire_name!r} is no name")
+        raise UsageError(f"register_type({cls.__qualname__}): {wire_name!r} is not a printable name")
     taken, known = _by_name.get(wire_name), _by_class.get(cls)
     if taken is not None and taken.cls is not cls:
         raise UsageError(f"register_type: the name {wire_name!r} belongs to another class, {taken.cls!r}")
     if known is not None and known.name != wire_name:
-        raise UsageError(f"register_type: {cls!r} is registered as {known.name!r} already")
+        raise UsageError(f"register_type: {cls!r} is already registered as {known.name!r}")
     functions = encode is not None or decode is not None
     entry = Entry(cls, wire_name, custom_kind(cls, encode, decode) if functions else kind_of(cls))
     _by_class[cls] = _by_name[wire_name] = entry
@@ -124,7 +126,7 @@ def register_type(
 
 
 def unregister_type(cls: type) -> None:
-    """Forget a class. Messages that hold it are refused from now on.
+    """Remove a class from the table. Messages that hold it are refused from now on.
 
     Raises:
         UsageError: The class is not registered.
@@ -136,22 +138,26 @@ def unregister_type(cls: type) -> None:
 
 
 def entry_of(cls: type) -> Entry | None:
-    """Return the entry of a class, None when it is not registered."""
+    """Return the entry of a class, or None if it is not registered."""
     return _by_class.get(cls)
 
 
 def named(name: str) -> Entry | None:
-    """Return the entry with a name, None when there is none."""
+    """Return the entry with this name, or None."""
     return _by_name.get(name)
 
 
 def describe_registered(entry: Entry, obj: object) -> Description:
-    """Return the description of an object of a registered class that is no plain Enum."""
+    """Describe an object of a registered class other than an Enum."""
     return Code.REGISTERED, entry.name, entry.kind.take(obj)
 
 
 def build_registered(meta: object, body: object) -> object:
-    """Build an object of the registered class named `meta`."""
+    """Build an object of the registered class named `meta`.
+
+    Raises:
+        DecodeError: The class is not registered here, or refused its data.
+    """
     entry = _by_name.get(meta) if type(meta) is str else None
     if entry is None or entry.kind.name == ENUM:
         raise DecodeError(

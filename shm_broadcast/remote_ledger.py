@@ -1,7 +1,7 @@
-"""What was sent over the remote leg, what has come, and who is how far: counting, without a socket.
+"""Account for the parts sent and received over the remote transport. Pure bookkeeping, without a socket.
 
-A message travels in parts, which are numbered from 1 on. The writer's ledger keeps each until every reader has
-given it back; a reader's inbox puts them together again.
+A message is sent in parts, numbered from 1. The writer's ledger keeps a part until every reader has given it back,
+which means that the application has read its message. A reader's inbox joins the parts again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shm_broadcast.liveness import ProcessIdentity
 from shm_broadcast.remote_wire import Record, parts_of, unpack
 from shm_broadcast.statistics import ReaderStatistics
 
-# What a part costs besides its bytes: the objects that hold it, here and in zmq.
+# Bytes that a part counts beyond its frame, for the objects that hold it here and in zmq.
 PART_OVERHEAD: Final = 512
 
 
@@ -27,10 +27,10 @@ class Part(NamedTuple):
     """A part of a message.
 
     Attributes:
-        number: Counts from 1.
+        number: Running number, from 1.
         frame: The record, shared by all connections.
-        messages: Messages written up to and with this part; a message counts with its last part.
-        nbytes: Bytes of their frames.
+        messages: Messages completed up to and including this part.
+        nbytes: Bytes of those messages' frames.
     """
 
     number: int
@@ -40,24 +40,26 @@ class Part(NamedTuple):
 
 
 class Link:
-    """What the writer knows of one reader.
+    """What the writer knows about one reader. Times are `time.monotonic()` seconds.
 
     Attributes:
-        rank: Its rank.
+        rank: The reader's rank.
         route: zmq's name of its connection; None while there is none.
-        incarnation: Random number of the object that came; None before the first.
-        process: Its process, once it has come.
-        heard_at: When anything came from it.
+        incarnation: Random number of the reader object that connected; None before the first.
+        process: Its process; None until it has connected.
+        heard_at: When its latest record came.
         broken_at: When its connection was found broken.
-        is_lost: Whether it was given up.
+        is_lost: Whether the writer gave it up.
         has_left: Whether it closed its end.
         received: The last part that has reached its process.
-        given_back: The last part whose message it has read, with messages and bytes up to there.
-        progress_at: When it last read a message.
+        given_back: The last part whose message it has read.
+        messages: Messages up to and including `given_back`.
+        nbytes: Bytes of those messages.
+        progress_at: When it last read a message; None before the first.
     """
 
     def __init__(self, rank: int) -> None:
-        """Know nothing yet."""
+        """Begin without a connection."""
         self.rank = rank
         self.route: bytes | None = None
         self.incarnation: int | None = None
@@ -72,18 +74,18 @@ class Link:
 
     @property
     def has_come(self) -> bool:
-        """Whether it ever opened its end."""
+        """Whether the reader ever opened its end."""
         return self.incarnation is not None
 
     @property
     def is_gone(self) -> bool:
-        """Whether it will not come back."""
+        """Whether the reader was lost or has left; both are final."""
         return self.is_lost or self.has_left
 
     def state(self, now: float) -> str:
-        """Return what a person needs to know of its connection."""
+        """Return the state of the connection for an error's text; `now` is `time.monotonic()`."""
         if not self.has_come:
-            return "has not come"
+            return "has not connected"
         where = "" if self.process is None else f"pid {self.process.pid} on host {self.process.hostname}, "
         if self.has_left:
             return where + "closed the queue"
@@ -94,25 +96,25 @@ class Link:
 
 
 class Ledger:
-    """The writer's account.
+    """The writer's record of sent parts and of each reader's progress.
 
-    The first of its parts is the last that every reader has given back, so there always is one; whatever else
-    there is to know follows from them, so that a signal finds nothing half done.
+    Its first part is the last one that every reader has given back, so the ledger is never empty. Everything else is
+    derived from the parts, so an exception from a signal handler cannot leave it inconsistent.
     """
 
     def __init__(self, ranks: Iterable[int], high_water_bytes: int) -> None:
-        """Begin with nothing written."""
+        """Begin without a message."""
         self.links: dict[int, Link] = {rank: Link(rank) for rank in ranks}
         self._high_water_bytes = high_water_bytes
         self._parts: deque[Part] = deque([Part(0, zmq.Frame(b""), 0, 0)])
 
     @property
     def last(self) -> Part:
-        """The last part that was written."""
+        """The part written last."""
         return self._parts[-1]
 
     def cut(self, message: codec.Message) -> list[Part]:
-        """Return the parts of the next message, for `add`."""
+        """Return the parts of the next message; `add` records them."""
         last = self.last
         frames = parts_of(message, last.number + 1)
         parts = [
@@ -124,15 +126,15 @@ class Ledger:
         return parts
 
     def add(self, parts: list[Part]) -> None:
-        """Keep the parts of a message."""
+        """Record the parts of a message."""
         self._parts.extend(parts)
 
     def after(self, received: int) -> list[Part]:
-        """Return the parts behind `received`."""
+        """Return the parts after number `received`."""
         return list(self._parts)[max(0, received - self._parts[0].number) + 1 :]
 
     def in_the_way(self, nbytes: int) -> list[Link]:
-        """Return the readers that are too far behind for `nbytes` more."""
+        """Return the readers that are too far behind for a message of `nbytes`."""
         limit, last = self._high_water_bytes - nbytes - PART_OVERHEAD, self.last
         return [
             link
@@ -142,10 +144,10 @@ class Ledger:
         ]
 
     def acknowledge(self, link: Link, given_back: int, received: int) -> None:
-        """Note how far a reader is, and forget what all of them have given back.
+        """Record a reader's progress, and drop the parts that all readers have given back.
 
         Raises:
-            DecodeError: It cannot be there.
+            DecodeError: The reader claims parts that were never sent, or more read than received.
         """
         first, last = self._parts[0].number, self.last.number
         if not given_back <= min(received, last) or received > last + 1:
@@ -160,12 +162,12 @@ class Ledger:
                 self._parts.popleft()
 
     def has_everybody_everything(self) -> bool:
-        """Tell whether all has reached every reader that has come and is not gone, the end included."""
+        """Return whether every connected reader has received all parts and the END record."""
         last = self.last.number
         return all(link.received > last or link.is_gone or not link.has_come for link in self.links.values())
 
     def describe(self, links: Iterable[Link]) -> str:
-        """Return what a person needs to know of some readers."""
+        """Return the state and progress of some readers for an error's text."""
         now, last = time.monotonic(), self.last
         texts = []
         for link in links:
@@ -177,7 +179,7 @@ class Ledger:
         return ", ".join(texts)
 
     def readers(self) -> tuple[ReaderStatistics, ...]:
-        """Return how far each reader is."""
+        """Return each reader's progress."""
         now, last = time.monotonic(), self.last
         return tuple(
             ReaderStatistics(
@@ -191,34 +193,36 @@ class Ledger:
         )
 
     def clear(self) -> None:
-        """Let the parts go."""
+        """Release the memory of the parts."""
         self._parts = deque([self.last])
 
 
 class Inbox:
-    """A reader's account.
+    """A reader's record of received parts, joined to messages.
 
     Attributes:
-        received: The last part that came.
-        given_back: The last part whose message was read.
+        received: Number of the last part that was taken.
+        given_back: Number of the last part whose message was read.
     """
 
     def __init__(self) -> None:
-        """Begin with nothing received."""
+        """Begin without a part."""
         self.received: int = 0
         self.given_back: int = 0
-        self._messages: deque[tuple[int, zmq.Frame | bytearray]] = deque()  # each with its last part
-        self._assembly = bytearray()  # of the message of which not all parts have come
+        self._messages: deque[tuple[int, zmq.Frame | bytearray]] = (
+            deque()
+        )  # (number of the last part, message)
+        self._assembly = bytearray()  # the parts of an incomplete message
 
     def __len__(self) -> int:
-        """Return how many messages are there."""
+        """Return the number of complete messages."""
         return len(self._messages)
 
     def take(self, part: Record, frame: zmq.Frame) -> None:
-        """Put a part where it belongs: some come twice, and behind a missing one nothing counts until it has come.
+        """Add the next part; ignore parts that came before and parts that follow a gap.
 
         Raises:
-            DecodeError: It cannot follow what came before.
+            DecodeError: The part's offset or length does not continue the message.
         """
         number, total, offset = part.first, part.second, part.third
         if number != self.received + 1:
@@ -231,7 +235,7 @@ class Inbox:
         if length == total:
             self._messages.append((number, frame))
         else:
-            # It grows with what arrives: a claimed length takes no memory.
+            # Grow with what arrives: a forged total must not allocate memory.
             self._assembly += part.body
             if len(self._assembly) == total:
                 self._messages.append((number, self._assembly))
@@ -239,16 +243,16 @@ class Inbox:
         self.received = number
 
     def pop(self) -> memoryview | bytearray:
-        """Return the next message, which then counts as read."""
+        """Remove and return the next message; it counts as read."""
         self.given_back, message = self._messages.popleft()
         return _bytes_of(message)
 
     def nbytes(self) -> int:
-        """Return the bytes of all messages that are there."""
+        """Return the bytes of all complete messages."""
         return sum(len(_bytes_of(message)) for _, message in self._messages)
 
     def clear(self) -> None:
-        """Let the messages go."""
+        """Release the memory of all messages."""
         self._messages.clear()
         self._assembly = bytearray()
 

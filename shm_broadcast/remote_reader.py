@@ -1,8 +1,8 @@
-"""The reading end of the remote leg: one encrypted connection to the writer, and waiting that always ends.
+"""Read a queue from another host, over one encrypted connection to its writer.
 
-Whoever holds the lock may use the socket. A reading call takes its messages out of it itself; the thread greets
-the writer after each reconnection, answers heartbeats while nobody reads, and decides whether the writer is lost.
-The protocol is explained in `DESIGN.md`.
+A lock guards the socket, which the caller and a background thread share. A reading call receives its messages by
+itself. The thread says HELLO after each reconnect, answers heartbeats while no call reads, and decides whether the
+writer is lost. `DESIGN.md` explains the protocol.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ from shm_broadcast.statistics import QueueStatistics, ReaderStatistics
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-# A reader tells the writer how far it is whenever it has read this part of the high-water mark, and by heartbeats.
+# Acknowledge after reading 1/8 of the high-water mark, and on every heartbeat.
 _ACKNOWLEDGED_PART: Final = 8
 
-# Records that the thread takes out of the socket before it lets a reading call in between.
+# Records that the thread receives before it releases the lock, so that a reading call does not wait long.
 _BATCH: Final = 256
 
-# So many quick handshakes without a result: who listens there cannot read what we encrypt with the writer's key.
+# After this many failed handshakes, each within `_QUICK_S` of connecting, the listener is taken to be a stranger that
+# cannot decrypt what is encrypted for the writer's key.
 _WRONG_KEY_TRIES: Final = 3
 _QUICK_S: Final = 1.0
 
-# A connected writer of which nothing was heard for so many heartbeats may have lost our greeting.
+# Say HELLO again after this many heartbeats of silence on a connection: the writer may have lost the first one.
 _GREET_AGAIN: Final = 2.5
 
-# How long the farewell may take to leave this host.
+# Milliseconds that zmq may take to send BYE when the reader closes.
 _FAREWELL_MS: Final = 200
 
 _FAILED_HANDSHAKES: Final = (
@@ -63,7 +64,7 @@ _FAILED_HANDSHAKES: Final = (
 
 
 class RemoteReader:
-    """One reading end on another host. One thread at a time reads; `close` may come from any."""
+    """The end of a reader on another host. One thread at a time may read; any thread may call `close`."""
 
     def __init__(
         self,
@@ -81,25 +82,26 @@ class RemoteReader:
         self._endpoint = endpoint
         self._settings = settings
         self._writer = writer
-        self._writer_process: ProcessIdentity | None = None  # known once it has let this reader in
+        self._writer_process: ProcessIdentity | None = None  # known after WELCOME
         self._forks = fork_count()
         self._incarnation = secrets.randbits(63)
         self._identity = msgspec.msgpack.encode(this_process())
-        # Held by every call, so that `close` from another thread takes the socket away behind them; re-entrant,
-        # as a lease may be closed from inside. `_lock` is held for a moment, by whoever uses the socket.
+        # Every reading call holds `_calls`, so `close` from another thread frees the socket only after the call has
+        # returned. It is re-entrant because the block of a loan may call `close`. `_lock` guards single uses of the
+        # socket.
         self._calls = threading.RLock()
         self._lock = threading.Lock()
         self._inbox = Inbox()
-        self._unacknowledged = 0  # bytes read that the writer does not know of
-        self._is_awaited = False  # whether the writer waits for room
+        self._unacknowledged = 0  # bytes read since the last acknowledgement
+        self._is_awaited = False  # whether the writer is waiting for room
         self._messages = self._nbytes = self._waits = 0
         self._waited_s = 0.0
         self._progress_at: float | None = None
         self._is_closing = self._is_stopping = self._has_ended = self._is_off = False
-        self._failure: Exception | None = None  # why no more comes; raised when everything that came is read
-        self._cause: BaseException | None = None  # raised already
+        self._failure: Exception | None = None  # raised once everything received has been read
+        self._cause: BaseException | None = None  # the failure that has been raised
         self._heard_at = self._connected_at = 0.0
-        self._broken_at: float | None = None  # None while there is a connection, or none yet
+        self._broken_at: float | None = None  # None while connected, and before the first connection
         self._greeted_at = 0.0
         self._wrong_keys = 0
         self._context: Context = zmq.Context(io_threads=1)
@@ -129,25 +131,27 @@ class RemoteReader:
         *,
         writer: int = -1,
     ) -> Self:
-        """Connect to the writer and return when it has let this reader in.
+        """Connect to the writer and wait until it admits this reader.
 
         Args:
-            endpoint: The writer's, out of an authenticated handle.
-            keys: The pair whose public half the writer was given for `rank`.
-            rank: One of the endpoint's ranks; each opens once.
-            name: The queue's name, for texts.
-            settings: When a waiting call warns.
-            timeout_s: Deadline for the writer's answer.
+            endpoint: The writer's endpoint, from an authenticated handle.
+            keys: The key pair whose public half the writer holds for `rank`.
+            rank: One of the endpoint's ranks; each may open once.
+            name: The queue's name in errors and logs.
+            settings: Gives the time after which a waiting call warns.
+            timeout_s: Deadline in seconds for the writer's answer.
             writer: The writer's rank, which errors name; -1 if it has none.
 
         Raises:
-            UsageError: `rank` is no remote reader of this queue.
-            PeerLostError: The writer refused: it does not know the key, or this rank has come before.
-            DecodeError: Who listens there is not the writer of this endpoint, or is of another generation.
-            CommTimeoutError: Nobody answered in time.
+            UsageError: `rank` is not a remote reader of this queue.
+            PeerLostError: The writer refused: it does not know the key, or this rank opened the queue before.
+            DecodeError: The process listening there is not the writer of this endpoint, or has another generation.
+            CommTimeoutError: Nothing answered in time.
         """
         if rank not in endpoint.ranks:
-            raise UsageError(f"rank {rank} is no remote reader of queue {name!r}, which has {endpoint.ranks}")
+            raise UsageError(
+                f"rank {rank} is not a remote reader of queue {name!r}; its remote ranks are {endpoint.ranks}"
+            )
         reader = cls(endpoint, keys, rank, name, settings or BroadcastSettings(), writer)
         try:
             reader._await_welcome(timeout_s)
@@ -178,7 +182,11 @@ class RemoteReader:
     # --- reading ----------------------------------------------------------------------------------------------
 
     def read(self, timeout_s: float | None, type_: Any) -> Any:
-        """Wait for the next message and return its object, which owns its memory."""
+        """Wait for the next message and return its object, which owns its memory; raises as `receive` does.
+
+        Raises:
+            DecodeError: The message is not valid, or not a `type_`. It counts as read; the queue stays usable.
+        """
         with self._calls:
             frame = self._next("dequeue", timeout_s)
             return codec.decode(frame, type_)
@@ -194,26 +202,27 @@ class RemoteReader:
 
     @contextmanager
     def lease(self, timeout_s: float | None) -> Iterator[Any]:
-        """Yield the next object; its arrays and tensors share one copy of the message, which nothing else uses."""
+        """Yield the next object; its arrays and tensors share one private copy of the message."""
         with self._calls:
             frame = self._next("lease", timeout_s)
-            # What zmq received stands at any address; a fresh copy is aligned.
+            # zmq receives to any address; a new copy is aligned.
             yield codec.decode(frame if isinstance(frame, bytearray) else bytearray(frame), copy=False)
 
     def receive(self, timeout_s: float | None = None) -> bytes | bytearray:
         """Wait for the next message and return its frame.
 
         Raises:
-            CommTimeoutError: No message came in time; nothing is lost.
-            PeerLostError: The writer is gone, and everything that came has been read.
-            ClosedError: The writer closed the queue and everything has been read, or this end was closed.
+            CommTimeoutError: No message came in time; the queue stays usable.
+            PeerLostError: The writer is gone and every received message has been read; the queue is unusable.
+            ClosedError: The writer closed the queue and every message has been read, or this end was closed.
+            GroupBrokenError: An earlier call failed; its error is the `__cause__`.
         """
         with self._calls:
             frame = self._next("receive", timeout_s)
             return frame if isinstance(frame, bytearray) else bytes(frame)
 
     def poll(self) -> bool:
-        """Return whether a message is there. Does not wait."""
+        """Return whether a message has arrived. Does not wait."""
         with self._lock:
             if not self._inbox and not self._is_closing:
                 self._clear_wake()
@@ -221,16 +230,22 @@ class RemoteReader:
             return bool(self._inbox)
 
     def is_ready(self) -> bool:
-        """Return whether reading would return or raise at once. Does not wait."""
+        """Return whether a reading call would return or raise at once. Does not wait."""
         return self.poll() or self._has_ended or self._is_closing or self._failure is not None
 
     @property
     def messages(self) -> int:
-        """How many messages this end has read."""
+        """Number of messages that this end has read."""
         return self._messages
 
     def check(self, call: str) -> None:
-        """Raise unless this end can be used by this process now."""
+        """Raise unless this process can use this end now; `call` names the method for the text.
+
+        Raises:
+            UsageError: This is a forked child.
+            ClosedError: This end was closed.
+            GroupBrokenError: An earlier call failed; its error is the `__cause__`.
+        """
         if self._forks != fork_count():
             raise UsageError(f"{self._where(call)}: the queue belongs to the process that forked this one")
         if self._is_closing:
@@ -244,7 +259,7 @@ class RemoteReader:
         return f"{call} on queue {self.name!r} ({self.role}, message #{self._messages + 1})"
 
     def _next(self, call: str, timeout_s: float | None) -> memoryview | bytearray:
-        """Return the next message, which counts as read."""
+        """Wait for the next message and return its frame; the message counts as read."""
         self.check(call)
         if not self._inbox and not self.poll():
             self._await(call, timeout_s)
@@ -286,7 +301,7 @@ class RemoteReader:
             self._waited_s += time.monotonic() - start
 
     def _raise_if_over(self, call: str) -> None:
-        """Raise if no message will come any more."""
+        """Raise if no further message will come."""
         if self._is_closing:
             raise ClosedError(f"{self._where(call)}: the queue was closed while the call waited")
         if self._has_ended:
@@ -301,7 +316,7 @@ class RemoteReader:
             raise self._failure
 
     def _sleep(self, seconds: float) -> None:
-        """Return when something may have come, or after `seconds`."""
+        """Sleep until a record may have arrived, or for `seconds`."""
         self._poll.poll(max(0.0, seconds) * 1000 + 1)
 
     def _culprits(self) -> tuple[int, ...]:
@@ -318,7 +333,7 @@ class RemoteReader:
         return f"the writer ({', '.join(parts)})"
 
     def statistics(self) -> QueueStatistics:
-        """Return what was read, and how much more has come; of the other readers nothing is known here."""
+        """Return what this end has read and what is waiting; the other readers are not visible here."""
         if self._is_closing or self._forks != fork_count():
             self.check("statistics")
         with self._lock:
@@ -328,10 +343,10 @@ class RemoteReader:
         capacity = self._endpoint.settings.high_water_bytes
         return QueueStatistics(self._messages, self._nbytes, self._waits, self._waited_s, capacity, (own,))
 
-    # --- what comes in. All of it holds the lock --------------------------------------------------------------
+    # --- receiving; the caller holds `_lock` ------------------------------------------------------------------
 
     def _drain(self, most: int) -> bool:
-        """Take up to `most` records out of the socket; return whether there may be more."""
+        """Receive up to `most` records; return whether more may be waiting."""
         for _ in range(most if self._failure is None else 0):
             try:
                 frame = self._dealer.recv(zmq.NOBLOCK, copy=False)
@@ -350,7 +365,7 @@ class RemoteReader:
             self._inbox.take(record, frame)
         elif record.kind == Kind.BEAT:
             if record.first > self._inbox.received and not self._has_ended:
-                # A signal in one of the two processes has lost a part.
+                # A signal interrupted one of the two processes, and a part was lost.
                 self._say(pack(Kind.AGAIN, 0, self._inbox.received, self._incarnation))
             self._is_awaited = bool(record.second)
             self._acknowledge()
@@ -359,16 +374,16 @@ class RemoteReader:
                 self._has_ended = True
             self._acknowledge()
         elif record.kind not in (Kind.WELCOME, Kind.REFUSED):
-            raise DecodeError(f"the writer said something of kind {record.kind}")
+            raise DecodeError(f"the writer sent a record of unknown kind {record.kind}")
         elif record.first != self._endpoint.generation:
-            raise DecodeError("the handle is of another generation than the writer")
+            raise DecodeError("the handle belongs to another generation of the queue")
         elif record.third == self._incarnation and record.kind == Kind.WELCOME:
             self._writer_process = identity_of(record.body)
         elif record.third == self._incarnation:
             self._refuse(bytes(record.body[:200]).decode("utf-8", "replace"))
 
     def _greet(self) -> None:
-        """Ask for everything behind what has come."""
+        """Say HELLO: ask for everything after the last part received."""
         self._greeted_at = time.monotonic()
         self._say(
             pack(
@@ -378,20 +393,20 @@ class RemoteReader:
 
     def _acknowledge(self) -> None:
         self._unacknowledged = 0
-        # The end counts as one more part.
+        # END counts as one more part.
         received = self._inbox.received + self._has_ended
         self._say(pack(Kind.ACK, self._inbox.given_back, received, self._incarnation))
 
     def _say(self, record: bytes) -> None:
         if not self._is_off:
-            # Without a connection zmq keeps it for the next one.
+            # Without a connection zmq keeps the record for the next one.
             self._dealer.send(record, zmq.NOBLOCK)
 
     def _refuse(self, why: str) -> None:
         self._give_up(PeerLostError(f"{self._describe_writer()} refuses this reader: {why}"))
 
     def _give_up(self, error: Exception) -> None:
-        """Note why nothing will come any more, unless that is known, and hang up."""
+        """Store the failure unless the queue has already ended or failed, and disconnect."""
         if self._failure is None and not self._has_ended:
             self._failure = error
         self._hang_up()
@@ -405,10 +420,10 @@ class RemoteReader:
         try:
             os.eventfd_read(self._wake)
         except BlockingIOError:
-            # Nothing was noted.
+            # The eventfd was not set.
             return
 
-    # --- the thread: the connection, and time -----------------------------------------------------------------
+    # --- the thread: connection and timeouts ------------------------------------------------------------------
 
     def _serve(self) -> None:
         try:
@@ -443,30 +458,30 @@ class RemoteReader:
                 os.eventfd_write(self._wake, 1)
 
     def _state(self) -> tuple[object, ...]:
-        """Return what a waiting call wants to know."""
+        """Return the state whose change must wake a waiting call."""
         return self._inbox.received, self._has_ended, self._failure, self._writer_process
 
     def _notice(self, event: zmq.Event, now: float) -> None:
-        """Follow the connection."""
+        """Track the state of the connection."""
         if event == zmq.Event.CONNECTED:
             self._connected_at = now
         elif event == zmq.Event.HANDSHAKE_SUCCEEDED:
             self._wrong_keys, self._broken_at = 0, None
             self._greet()
         elif event == zmq.Event.HANDSHAKE_FAILED_AUTH:
-            self._refuse("it has no reader with this key, or has given it up")
+            self._refuse("no reader has this key, or the writer gave that reader up")
         elif event in _FAILED_HANDSHAKES and now - self._connected_at < _QUICK_S:
             self._wrong_keys += 1
             if self._wrong_keys >= _WRONG_KEY_TRIES and self._writer_process is None:
                 url = self._endpoint.url()
-                self._give_up(DecodeError(f"who listens at {url} does not hold the key of the handle"))
+                self._give_up(DecodeError(f"the process listening at {url} does not hold the handle's key"))
         elif event == zmq.Event.DISCONNECTED:
             self._broken_at = self._broken_at or now
             if self._has_ended:
                 self._hang_up()
 
     def _lost_at(self) -> float | None:
-        """Return when the writer is lost unless it comes back; None if nothing is wrong with it."""
+        """Return the time at which the writer counts as lost unless it comes back; None while all is well."""
         is_fine = self._broken_at is None or self._writer_process is None
         if is_fine or self._has_ended or self._failure is not None:
             return None
@@ -474,7 +489,7 @@ class RemoteReader:
         return max((self._broken_at or 0.0) + settings.grace_s, self._heard_at + settings.lost_after_s)
 
     def _judge(self, now: float) -> None:
-        """Decide whether the writer is lost, or a greeting was."""
+        """Give up a lost writer; say HELLO again if the last one seems lost."""
         lost_at = self._lost_at()
         if lost_at is not None and now >= lost_at:
             self._give_up(PeerLostError(f"lost {self._describe_writer()}"))
@@ -483,10 +498,10 @@ class RemoteReader:
             if silent_s > _GREET_AGAIN * self._endpoint.settings.heartbeat_s:
                 self._greet()
 
-    # --- the end ----------------------------------------------------------------------------------------------
+    # --- closing ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Leave the queue, which the writer notices at once. Idempotent; wakes a waiting call."""
+        """Leave the queue; the writer notices at once. Idempotent. A waiting call wakes up and raises `ClosedError`."""
         if self._forks != fork_count():
             return
         with self._lock:
@@ -511,5 +526,5 @@ class RemoteReader:
             self._cause = self._failure = None
 
     def __repr__(self) -> str:
-        """Name the queue and the rank; never a key."""
+        """Name the queue and the rank, never a key."""
         return f"<RemoteReader {self.name!r} {self.role}>"

@@ -1,6 +1,6 @@
-"""What crosses between two hosts: records, the sockets that carry them, and who is let in.
+"""Define the records sent between hosts, the sockets that carry them, and the check of who may connect.
 
-Every record is one ZeroMQ message, encrypted and authenticated by CURVE. It begins with 32 bytes, integers
+Every record is one ZeroMQ message, encrypted and authenticated by CURVE. It begins with 32 bytes; integers are
 little-endian:
 
 | offset | bytes | field |
@@ -12,7 +12,7 @@ little-endian:
 | 16 | 8 | second |
 | 24 | 8 | third |
 
-`DESIGN.md` says what the three hold for each kind, and what follows them.
+`DESIGN.md` says what the three numbers mean for each kind, and what follows them.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ VERSION: Final = 1
 HEADER: Final = struct.Struct("<BB6xQQQ")
 
 PART_BYTES: Final = 256 << 10
-"""A longer message travels in parts of this size: encryption, the wire and decryption then overlap, and one
-connection never holds more than two encrypted copies of so much."""
+"""A longer message is sent in parts of this size. Encryption, transfer and decryption then overlap, and a connection
+holds at most two encrypted parts."""
 
 _CONTROL_BYTES: Final = 4096
-"""Readers say nothing longer than this; a longer record is refused while it is read."""
+"""Longest record that a reader sends; zmq drops the connection of a longer one while it receives it."""
 
 _HANDSHAKE_MS: Final = 2000
-"""Who has connected and not shown a key by then is disconnected."""
+"""A connection that has not proved its key after this many milliseconds is closed."""
 
 _RECONNECT_MS: Final = 20
 _ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
@@ -56,7 +56,7 @@ Context = zmq.Context[Any]
 
 
 class Kind:
-    """What a record says."""
+    """Kinds of records."""
 
     HELLO: Final = 1
     WELCOME: Final = 2
@@ -70,7 +70,7 @@ class Kind:
 
 
 class Record(NamedTuple):
-    """A record, taken apart."""
+    """The fields of a record; `body` views its memory."""
 
     kind: int
     first: int
@@ -85,24 +85,24 @@ def pack(kind: int, first: int = 0, second: int = 0, third: int = 0, body: bytes
 
 
 def unpack(frame: zmq.Frame) -> Record:
-    """Return the record of a frame, whose memory it views.
+    """Parse a frame; the record views its memory.
 
     Raises:
-        DecodeError: It is none of this version.
+        DecodeError: The frame is not a record of this version.
     """
     data = frame.buffer
     if data.nbytes < HEADER.size or frame.more:
-        raise DecodeError(f"{data.nbytes} bytes are no record of a remote queue")
+        raise DecodeError(f"{data.nbytes} bytes are not a record of a remote queue")
     kind, version, first, second, third = HEADER.unpack_from(data)
     if version != VERSION:
-        raise DecodeError(f"a record of version {version} came, this is version {VERSION}")
+        raise DecodeError(f"a record has version {version}, this is version {VERSION}")
     return Record(kind, first, second, third, data[HEADER.size :])
 
 
 def parts_of(message: codec.Message, number: int) -> list[zmq.Frame]:
-    """Return the frames of `message`, the first of which is part `number`.
+    """Copy `message` into frames, one for each part; the first is part `number`.
 
-    Their memory belongs to zmq, is counted there, and is shared by all readers.
+    zmq owns and reference-counts their memory; all readers share it.
     """
     total = message.nbytes
     segments = iter(message.segments())
@@ -123,21 +123,22 @@ _identity_decoder: Final = msgspec.msgpack.Decoder(ProcessIdentity)
 
 
 def identity_of(body: memoryview) -> ProcessIdentity:
-    """Return the process that introduces itself in `body`.
+    """Return the process identity in `body`.
 
     Raises:
-        DecodeError: It does not.
+        DecodeError: The body is not a process identity.
     """
     try:
         return _identity_decoder.decode(body)
     except msgspec.MsgspecError as error:
-        raise DecodeError(f"a record without a process: {error}") from error
+        raise DecodeError(f"a record lacks the identity of its process: {error}") from error
 
 
 def _prepare(socket: Socket, settings: RemoteSettings) -> None:
-    """Set what both ends need. No queue of zmq is bounded: the high-water mark of the queue bounds all of them.
+    """Set the options that both ends need.
 
-    A bounded one would stop to read the connection when it is full, heartbeats included.
+    zmq's own queues are unbounded, because a full one stops reading the connection, heartbeats included. The queue's
+    high-water mark bounds them instead.
     """
     socket.set(zmq.SNDHWM, 0)
     socket.set(zmq.RCVHWM, 0)
@@ -156,10 +157,10 @@ def listen(
 ) -> tuple[Socket, int]:
     """Return a socket that listens on one address, and its port.
 
-    The context's `Gatekeeper` must exist already; without one nobody is admitted.
+    The context's `Gatekeeper` must already exist; without it no connection is admitted.
 
     Raises:
-        UsageError: The address is a wildcard, or none of this host.
+        UsageError: The address is a wildcard or does not belong to this host, or the port range is not valid.
         CapabilityError: Every port of the range is taken.
     """
     host = bind_host(bind_address)
@@ -169,7 +170,7 @@ def listen(
         router.set(zmq.CURVE_SERVER, 1)
         router.set(zmq.CURVE_SECRETKEY, keys.secret())
         router.set(zmq.ZAP_DOMAIN, b"readers")
-        # Without this libzmq admits everybody for as long as nobody answers for the domain.
+        # Without this option libzmq admits every connection while no authenticator answers for the domain.
         router.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
         router.set(zmq.ROUTER_MANDATORY, 1)
         router.set(zmq.MAXMSGSIZE, _CONTROL_BYTES)
@@ -199,15 +200,15 @@ def _ports(port_range: tuple[int, int] | None) -> Iterator[int]:
         return
     low, high = port_range
     if not 0 < low <= high < 65536:
-        raise UsageError(f"{port_range} is no range of ports")
-    # From a random one on, so that the queues of a group do not all try the same ones.
-    start = random.randrange(high - low + 1)  # noqa: S311 - spreads, hides nothing
+        raise UsageError(f"{port_range} is not a range of ports")
+    # Start at a random port, so that the queues of a group do not all try the same ones.
+    start = random.randrange(high - low + 1)  # noqa: S311 - spreads load, hides nothing
     for offset in range(high - low + 1):
         yield low + (start + offset) % (high - low + 1)
 
 
 def connect(context: Context, keys: RemoteKeys, endpoint: RemoteEndpoint) -> tuple[Socket, Socket]:
-    """Return (socket, its monitor); it connects in the background, again and again, until told otherwise."""
+    """Return (socket, its monitor). The socket connects in the background and reconnects until told otherwise."""
     dealer: Socket = context.socket(zmq.DEALER)
     try:
         _prepare(dealer, endpoint.settings)
@@ -227,13 +228,13 @@ def connect(context: Context, keys: RemoteKeys, endpoint: RemoteEndpoint) -> tup
 
 
 class Gatekeeper:
-    """Answers libzmq's question who may come in, during the handshake and before any record is read."""
+    """Decides during the handshake, before any record is read, which connections libzmq admits."""
 
     def __init__(self, context: Context, ranks: Mapping[bytes, int]) -> None:
-        """Take the place of the context's authenticator.
+        """Become the context's authenticator.
 
         Args:
-            context: Its other sockets must be made later.
+            context: The context to guard; create its other sockets afterwards.
             ranks: The readers' ranks by public key.
         """
         self._ranks = dict(ranks)
@@ -242,7 +243,7 @@ class Gatekeeper:
         self.socket.bind(_ZAP_ADDRESS)
 
     def answer(self) -> list[int]:
-        """Answer what was asked so far; return the ranks that were admitted."""
+        """Answer all pending requests; return the ranks that were admitted."""
         admitted: list[int] = []
         while True:
             try:
@@ -256,7 +257,7 @@ class Gatekeeper:
                 self.socket.send_multipart([*head, b"400", b"no reader of this queue", b"", b""])
             else:
                 admitted.append(rank)
-                # The user id comes with every record that this connection delivers.
+                # zmq attaches the user id to every record of this connection.
                 self.socket.send_multipart([*head, b"200", b"", str(rank).encode(), b""])
 
     def expel(self, rank: int) -> None:
@@ -265,7 +266,7 @@ class Gatekeeper:
 
     def _note_refusal(self, address: bytes) -> None:
         self.refused += 1
-        # A stranger that knocks without end fills no log: the 1st, 2nd, 4th, 8th ... time is logged.
+        # Log the 1st, 2nd, 4th, 8th ... refusal, so that a stranger who keeps connecting cannot fill the log.
         if self.refused & (self.refused - 1) == 0:
             logger.warning(
                 "refused a connection from %s, whose key belongs to no reader (%d so far)",

@@ -1,8 +1,8 @@
-"""The writing end of the remote leg: one listening socket, one encrypted connection from each reader.
+"""Write a queue to readers on other hosts: one listening socket, one encrypted connection from each reader.
 
-Any thread may use the socket while it holds the lock. A message goes from the caller straight into the socket;
-the thread admits readers, takes acknowledgements, sends heartbeats and decides who is lost. The protocol is
-explained in `DESIGN.md`.
+A lock guards the socket, which the caller and a background thread share. The caller sends a message straight to the
+socket. The thread admits readers, receives acknowledgements, sends heartbeats and decides which readers are lost.
+`DESIGN.md` explains the protocol.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from shm_broadcast.statistics import QueueStatistics
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-# More threads than this do not encrypt faster than one network card sends.
+# At most 4 zmq threads encrypt: that many already outrun one network card.
 _MOST_IO_THREADS: Final = 4
 
 
 class RemoteWriter:
     """Sends every message to every remote reader, whole, once and in order.
 
-    One thread at a time sends; `close` may come from any.
+    One thread at a time may send; any thread may call `close`.
     """
 
     role = "writer"
@@ -104,24 +104,24 @@ class RemoteWriter:
         settings: BroadcastSettings | None = None,
         remote: RemoteSettings | None = None,
     ) -> Self:
-        """Listen for readers, with a key made for this queue alone.
+        """Listen for readers, with a key pair made for this queue. Does not wait for them.
 
         Args:
-            name: The queue's name, for texts.
-            readers: Public key of each reader, by rank; nobody else is admitted, and each only as its rank.
+            name: The queue's name in errors and logs.
+            readers: Public key (32 bytes) of each reader, by rank. No other key is admitted, and each only as its rank.
             bind_address: The numeric address to listen on, never a wildcard.
-            port_range: First and last port that may be used; any free one by default.
-            settings: When a waiting call warns.
-            remote: High-water mark and heartbeats, which the readers take over.
+            port_range: First and last port that may be used; by default any free port.
+            settings: Gives the time after which a waiting call warns.
+            remote: High-water mark and heartbeats; the readers use the same.
 
         Raises:
-            UsageError: There are no readers, two have one key, or the address is none of this host.
+            UsageError: There are no readers, two share a key, a key is not valid, or the address is not of this host.
             CapabilityError: No port of the range is free, or libzmq has no CURVE.
         """
         keys = [checked_key(key) for key in readers.values()]
         if not keys or len(set(keys)) != len(keys):
             raise UsageError(
-                f"a remote queue needs readers, each with a key of its own, not {len(keys)} ranks"
+                f"a remote queue needs at least one reader and a different key for each, got {len(keys)} keys"
             )
         place = (bind_address, port_range)
         return cls(name, dict(readers), place, settings or BroadcastSettings(), remote or RemoteSettings())
@@ -129,20 +129,24 @@ class RemoteWriter:
     # --- sending ----------------------------------------------------------------------------------------------
 
     def send(self, message: codec.Message, timeout_s: float | None) -> None:
-        """Send a message, which needs no longer exist when this returns.
+        """Send a message; its memory may be reused when this returns.
 
         Blocks while a reader would be more than the high-water mark behind.
 
         Raises:
-            CommTimeoutError: The readers in `.missing` made no room in time; nothing was sent.
+            CommTimeoutError: The readers in `.missing` made no room in time. Nothing was sent; the queue stays usable.
             PeerLostError: A reader is gone; the queue is unusable.
             ClosedError: The queue was closed.
+            GroupBrokenError: An earlier call failed; its error is the `__cause__`.
         """
         self.reserve(message.nbytes, timeout_s)
         self.publish(message)
 
     def reserve(self, nbytes: int, timeout_s: float | None) -> float | None:
-        """Return what is left of `timeout_s` when a message of `nbytes` may be published; raises as `send` does."""
+        """Wait until a message of `nbytes` may be published; return what is left of `timeout_s` (seconds).
+
+        Raises as `send` does.
+        """
         self._check_process("enqueue")
         with self._changed:
             self.check("enqueue")
@@ -152,20 +156,27 @@ class RemoteWriter:
             return None if timeout_s is None else max(0.0, timeout_s - waited_s)
 
     def publish(self, message: codec.Message) -> None:
-        """Send a message for which there is room. Does not wait."""
+        """Send a message for which `reserve` made room. Does not wait."""
         parts = self._ledger.cut(message)
         with self._changed:
             self.check("enqueue")
             self._ledger.add(parts)
-            # Who misses a part, because a signal came in between, finds that out by the next heartbeat.
+            # If a signal interrupts this loop, a reader notices the missing part at the next heartbeat.
             for part in parts:
                 self._push_to_all(part.frame)
-            # What a send has taken out of the mailbox wakes the thread no more.
+            # Sending clears the descriptor that wakes the thread: receive here what has arrived meanwhile.
             if int(self._router.get(zmq.EVENTS)) & zmq.POLLIN:
                 self._drain()
 
     def check(self, call: str) -> None:
-        """Raise unless this end can be used by this process now."""
+        """Raise unless this process can use this end now; `call` names the method for the text.
+
+        Raises:
+            UsageError: This is a forked child.
+            ClosedError: The queue was closed.
+            PeerLostError: A reader is gone; later calls raise `GroupBrokenError`.
+            GroupBrokenError: An earlier call failed; its error is the `__cause__`.
+        """
         self._check_process(call)
         where = self._where(call)
         if self._is_closing:
@@ -183,7 +194,7 @@ class RemoteWriter:
             raise self._cause
 
     def _check_process(self, call: str) -> None:
-        """Raise in a forked child, where another thread may hold the lock for ever."""
+        """Raise in a forked child, where a thread that no longer exists may hold the lock."""
         if self._forks != fork_count():
             raise UsageError(f"{self._where(call)}: the queue belongs to the process that forked this one")
 
@@ -191,11 +202,11 @@ class RemoteWriter:
         return f"{call} on queue {self.name!r} ({self.role}, message #{self._ledger.last.messages + 1})"
 
     def _await_room(self, nbytes: int, timeout_s: float | None) -> float:
-        """Return how long it took until no reader was in the way of `nbytes` more."""
+        """Wait until every reader has room for `nbytes`; return the seconds waited."""
         start = now = time.monotonic()
         warn_at = start + self._settings.warn_after_s
         self._waits += 1
-        # Readers acknowledge now and then only: ask before anybody is blamed.
+        # Readers acknowledge only occasionally: ask for their progress before blaming one.
         self._is_waiting = True
         self._beat()
         try:
@@ -230,11 +241,11 @@ class RemoteWriter:
             return sorted(link.rank for link in self._ledger.links.values() if not link.has_come)
 
     def await_readers(self, timeout_s: float | None) -> None:
-        """Return when every reader has opened its end.
+        """Wait until every reader has opened its end.
 
         Raises:
-            CommTimeoutError: Those in `.missing` have not in time.
-            PeerLostError: One came and is gone.
+            CommTimeoutError: The readers in `.missing` did not open theirs in time; the queue stays usable.
+            PeerLostError: A reader opened its end and is gone; the queue is unusable.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while absent := self.absent():
@@ -250,7 +261,7 @@ class RemoteWriter:
                 self._changed.wait(0.1 if left is None else min(0.1, left))
 
     def statistics(self) -> QueueStatistics:
-        """Return what was sent, and how far each reader is, up to one heartbeat old; also when the queue is broken."""
+        """Return what was sent and each reader's progress, at most one heartbeat old. Works on a broken queue too."""
         if self._is_closing or self._forks != fork_count():
             self.check("statistics")
         with self._changed:
@@ -265,7 +276,7 @@ class RemoteWriter:
         )
 
     def added_to(self, local: QueueStatistics) -> QueueStatistics:
-        """Return the statistics of a queue whose local leg has those of `local`."""
+        """Return the statistics of the whole queue, given those of its local transport."""
         own = self.statistics()
         return QueueStatistics(
             max(own.messages, local.messages),
@@ -276,7 +287,7 @@ class RemoteWriter:
             local.readers + own.readers,
         )
 
-    # --- the thread: everything that comes in, and time. All of it holds the lock -----------------------------
+    # --- the thread: receiving and timeouts; the methods it calls need the lock -------------------------------
 
     def _serve(self) -> None:
         try:
@@ -291,7 +302,7 @@ class RemoteWriter:
     def _loop(self) -> None:
         poller = zmq.Poller()
         poller.register(self._gatekeeper.socket, zmq.POLLIN)
-        # Only the descriptor: zmq's own poll would use the socket without the lock.
+        # Poll the descriptor: zmq's own poll would use the socket without the lock.
         poller.register(self._router.get(zmq.FD), zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
         beat_at = time.monotonic()
@@ -315,7 +326,7 @@ class RemoteWriter:
                         self._lose(link)
 
     def _lost_at(self, link: Link) -> float | None:
-        """Return when `link` is lost unless it comes back; None if nothing is wrong with it."""
+        """Return the time at which `link` counts as lost unless it comes back; None while all is well."""
         if link.route is not None or not link.has_come or link.is_gone:
             return None
         return max(link.broken_at + self._remote.grace_s, link.heard_at + self._remote.lost_after_s)
@@ -327,7 +338,7 @@ class RemoteWriter:
         self._changed.notify_all()
 
     def _beat(self) -> None:
-        """Tell every connected reader that we are there, which also shows whose connection is broken."""
+        """Send a heartbeat to every connected reader; it also reveals broken connections."""
         self._push_to_all(zmq.Frame(pack(Kind.BEAT, self._ledger.last.number, self._is_waiting)))
 
     def _push_to_all(self, frame: zmq.Frame) -> None:
@@ -341,19 +352,19 @@ class RemoteWriter:
             link.route, link.broken_at = None, time.monotonic()
 
     def _say(self, route: bytes, frame: zmq.Frame) -> bool:
-        """Queue a record for one connection; tell whether it exists."""
+        """Queue a record for one connection; return whether the connection exists."""
         try:
             self._router.send(route, zmq.SNDMORE | zmq.NOBLOCK)
             self._router.send(frame, zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
-            # EAGAIN: the connection is being torn down; its pipe takes nothing any more.
+            # EAGAIN: the connection is being torn down and accepts no more records.
             if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                 raise
             return False
         return True
 
     def _drain(self) -> None:
-        """Take everything that readers said."""
+        """Receive everything that the readers have sent."""
         while True:
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -363,14 +374,14 @@ class RemoteWriter:
                 link = self._ledger.links[int(frames[-1].get("User-Id"))]
                 self._hear(link, frames[0].bytes, unpack(frames[-1]))
             except DecodeError as error:
-                logger.warning("queue %r: a record of a reader was dropped: %s", self.name, error)
+                logger.warning("queue %r: dropped a reader's record: %s", self.name, error)
 
     def _hear(self, link: Link, route: bytes, record: Record) -> None:
         link.heard_at = time.monotonic()
         if record.kind == Kind.HELLO:
             self._greet(link, route, record)
         elif link.incarnation is None or record.third != link.incarnation:
-            # Of an object of the reader's process that was refused.
+            # The sender is a second reader object of that rank, which was refused.
             return
         elif record.kind == Kind.ACK:
             self._ledger.acknowledge(link, record.first, record.second)
@@ -381,27 +392,27 @@ class RemoteWriter:
             link.has_left, link.route = True, None
             self._changed.notify_all()
         else:
-            raise DecodeError(f"rank {link.rank} said something of kind {record.kind}")
+            raise DecodeError(f"rank {link.rank} sent a record of unknown kind {record.kind}")
 
     def _greet(self, link: Link, route: bytes, hello: Record) -> None:
-        """Let a reader begin, or go on behind what it has received."""
+        """Admit a reader: start it, or resume after the last part that it received."""
         received, last = hello.second, self._ledger.last.number
         process = identity_of(hello.body)
         why = ""
         if hello.first != self.endpoint.generation:
-            why = "its handle is of another generation"
+            why = "its handle has another generation"
         elif link.is_gone:
             why = "it was given up, or had left"
         elif link.incarnation not in (None, hello.third):
             why = "this rank has opened the queue before"
         elif received > last + 1:
-            why = f"it says that it has {received} parts of {last}"
+            why = f"it claims to have received {received} of {last} parts"
         if why:
             refusal = pack(Kind.REFUSED, self.endpoint.generation, third=hello.third, body=why.encode())
             self._say(route, zmq.Frame(refusal))
             return
         if received < link.received:
-            # Overtaken by a later word over a later connection.
+            # An acknowledgement over a newer connection has overtaken this HELLO.
             return
         is_new = route != link.route
         link.route, link.incarnation, link.process, link.received = route, hello.third, process, received
@@ -412,22 +423,22 @@ class RemoteWriter:
         self._changed.notify_all()
 
     def _send_after(self, link: Link, received: int) -> None:
-        """Send, over the connection there is now, everything behind what the reader has received."""
+        """Send everything after part `received` over the current connection."""
         for part in self._ledger.after(received):
             self._push(link, part.frame)
         if self._is_closing:
             self._push(link, self._end())
 
-    # --- the end ----------------------------------------------------------------------------------------------
+    # --- closing ----------------------------------------------------------------------------------------------
 
     def _end(self) -> zmq.Frame:
         return zmq.Frame(pack(Kind.END, self._ledger.last.number + 1))
 
     def close(self, timeout_s: float | None = None) -> None:
-        """End the queue: readers get what was written, then `ClosedError`. Idempotent; wakes a waiting call.
+        """Close the queue: readers get what was written, then `ClosedError`. Idempotent; wakes a waiting call.
 
-        Waits until every reader's process has everything, but at most for `lost_after_s` or `timeout_s`: who has
-        not by then gets a `PeerLostError` in place of the `ClosedError`.
+        Waits until every reader's process has received everything, at most for the shorter of `lost_after_s` and
+        `timeout_s` (seconds). A reader that is late gets `PeerLostError` instead of `ClosedError`.
         """
         patience_s = (
             self._remote.lost_after_s if timeout_s is None else min(self._remote.lost_after_s, timeout_s)
@@ -452,10 +463,10 @@ class RemoteWriter:
 
     def _has_everybody_everything(self) -> bool:
         if isinstance(self._cause, InternalError):
-            # The thread has failed: nothing will be heard any more.
+            # The thread has failed: no more acknowledgements will be received.
             return True
         return self._ledger.has_everybody_everything()
 
     def __repr__(self) -> str:
-        """Name the queue and where it listens; never a key."""
+        """Name the queue, its address and its ranks, never a key."""
         return f"<RemoteWriter {self.name!r} on {self.endpoint.url()} to ranks {list(self._ledger.links)}>"

@@ -1,9 +1,9 @@
-"""One shared mapping without a name, and how peers get it.
+"""Create an anonymous shared mapping, and hand it to peers.
 
-A segment is a memfd: it stands in no directory, so nothing can be planted in its place and nothing is left
-when its processes are killed. It is sealed against shrinking and growing, and its pages are reserved when
-it is made, so that no access can raise SIGBUS. Peers get the descriptor over a Unix socket in the abstract
-namespace, which has no file either, after they have shown that they are the same user and know the key.
+A segment is a memfd. It has no name in the file system, so nobody can plant another file in its place, and killed
+processes leave nothing behind. It is sealed against shrinking and growing and its pages are reserved on creation, so
+no access can raise SIGBUS. A peer receives the descriptor over an abstract Unix socket, which has no file either,
+after it has proved that it runs as the same user and knows the key.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import msgspec
 from shm_broadcast.errors import CapabilityError, CommTimeoutError, DecodeError, PeerLostError
 from shm_broadcast.liveness import ProcessIdentity, fork_count, this_process
 
-# Linux's fcntl.h; Python names them only from 3.12 on.
+# From Linux's fcntl.h; Python defines them from 3.12 on.
 _F_ADD_SEALS: Final = 1033
 _F_GET_SEALS: Final = 1034
 _SEALS: Final = 0x0001 | 0x0002 | 0x0004  # no more seals, no shrinking, no growing
@@ -37,38 +37,44 @@ _PEER_CREDENTIALS: Final = struct.Struct("3i")
 _CHALLENGE_BYTES: Final = 32
 _MESSAGE_BYTES: Final = 4096
 
-# Peers answer at once, stopped ones later; a stranger who says nothing costs one descriptor for so long.
+# A peer has this many seconds to answer the challenge: enough for a process that is stopped for a while. A silent
+# stranger holds one descriptor for as long.
 _VISIT_S: Final = 30.0
 _MOST_VISITORS: Final = 256
 _BACKLOG: Final = 128
 
-# Memory that stays free besides a segment: a machine that is filled to the last page kills processes.
+# A segment must leave this much memory free: Linux kills processes when the last page is taken.
 _SPARE_BYTES: Final = 16 << 20
 
 
 class Segment:
     """A sealed shared mapping whose pages are reserved.
 
-    What lies behind the mapping, if anything does, has no pages before one of the processes reserves and maps it.
+    The memfd may be longer than the mapping. Its tail takes no memory until one of the processes reserves and maps it.
+
+    Attributes:
+        descriptor: The memfd; -1 after `close`.
+        nbytes: Size of the mapping.
+        memory: The mapping.
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
-        """Map the first `nbytes` of `descriptor`, which this object owns from now on."""
+        """Map the first `nbytes` of `descriptor` and take ownership of it."""
         self.descriptor: int = descriptor
         self.nbytes = nbytes
-        # Populated: the first touch of a page costs 1 us or more, which the first messages would pay.
+        # Populate the pages now: the first touch of each costs 1 us or more, and would slow the first messages.
         self.memory: mmap.mmap = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
     @classmethod
     def create(cls, nbytes: int, later_bytes: int = 0) -> Segment:
-        """Make a zeroed segment of `nbytes`, all of whose pages exist when this returns.
+        """Create a zeroed segment of `nbytes` and allocate all of its pages.
 
         Args:
-            nbytes: What is reserved and mapped; a multiple of the page size if `later_bytes` follow.
-            later_bytes: Room behind it that takes no memory yet; see `reserve`.
+            nbytes: Size to reserve and map; a multiple of the page size if `later_bytes` is not 0.
+            later_bytes: Size of the tail, which takes no memory yet; see `reserve`.
 
         Raises:
-            CapabilityError: There is too little memory; the text gives the needed and the free bytes.
+            CapabilityError: Too little memory is free; the text gives the needed and the free bytes.
         """
         descriptor = os.memfd_create("group-coordinator", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -83,10 +89,10 @@ class Segment:
 
     @classmethod
     def adopt(cls, descriptor: int, nbytes: int, later_bytes: int = 0) -> Segment:
-        """Map a segment that a peer handed over, once its size and seals are as they must be.
+        """Map a segment received from a peer, after checking its size and seals. Takes ownership of `descriptor`.
 
         Raises:
-            DecodeError: It is no sealed memory of this size.
+            DecodeError: The descriptor is not a sealed memfd of this size; it is closed.
         """
         try:
             sealed = fcntl.fcntl(descriptor, _F_GET_SEALS) & _SEALS == _SEALS
@@ -94,24 +100,24 @@ class Segment:
                 return cls(descriptor, nbytes)
         except OSError as error:
             os.close(descriptor)
-            raise DecodeError(f"what was handed over is no shared segment: {error}") from error
+            raise DecodeError(f"the descriptor received is not a shared segment: {error}") from error
         os.close(descriptor)
-        raise DecodeError(f"what was handed over is no sealed segment of {nbytes} bytes")
+        raise DecodeError(f"the descriptor received is not a sealed segment of {nbytes} bytes")
 
     def reserve(self, offset: int, nbytes: int) -> None:
-        """Give pages of zeros to a part of what lies behind the mapping, which all processes may map then.
+        """Allocate zeroed pages for `nbytes` of the tail at `offset`; every process may map them afterwards.
 
         Raises:
-            CapabilityError: There is too little memory.
+            CapabilityError: Too little memory is free.
         """
         _reserve(self.descriptor, offset, nbytes)
 
     def map(self, offset: int, nbytes: int) -> mmap.mmap:
-        """Map a part of what lies behind the mapping and was reserved."""
+        """Map a reserved part of the tail. The caller owns the mapping."""
         return mmap.mmap(self.descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=offset)
 
     def close(self) -> None:
-        """Close the descriptor and let the mapping go, which lives on for views of it. Idempotent."""
+        """Close the descriptor and drop the mapping, which lives on while views of it exist. Idempotent."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -122,7 +128,7 @@ def _reserve(descriptor: int, offset: int, nbytes: int) -> None:
     free = free_memory_bytes()
     if nbytes + _SPARE_BYTES > free:
         raise CapabilityError(
-            f"a shared segment needs {nbytes} bytes, {free} are free (and {_SPARE_BYTES} are left alone)",
+            f"a shared segment needs {nbytes} bytes, {free} are free, of which {_SPARE_BYTES} must stay free",
             requirement=f"{nbytes} bytes of memory",
         )
     try:
@@ -137,7 +143,7 @@ def _reserve(descriptor: int, offset: int, nbytes: int) -> None:
 
 
 def free_memory_bytes() -> int:
-    """Return how much memory this process may still take: the machine's, or less in a limited cgroup."""
+    """Return the bytes that this process may still allocate: the machine's, or less in a limited cgroup."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) * 1024
     for limit, usage in (
@@ -149,17 +155,17 @@ def free_memory_bytes() -> int:
             if text != "max":
                 free = min(free, int(text) - int(Path(usage).read_text()))
         except OSError:
-            # This machine has no such cgroup.
+            # This cgroup version is not mounted, or sets no limit.
             continue
     return max(free, 0)
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """What a peer says when it has shown that it knows the key.
+    """The message with which each side introduces itself, behind its proof of the key.
 
     Attributes:
-        member: Which of the expected peers it is.
-        process: Its process.
+        member: Which of the expected peers the sender is; -1 for the owner.
+        process: The sender's process.
     """
 
     member: int
@@ -170,7 +176,7 @@ _hello_decoder = msgspec.msgpack.Decoder(Hello)
 
 
 class _Visitor(NamedTuple):
-    """One who has connected and was asked to prove that it knows the key."""
+    """A connection that was sent a challenge and has to prove that it knows the key."""
 
     peer: socket.socket
     challenge: bytes
@@ -178,28 +184,28 @@ class _Visitor(NamedTuple):
 
 
 class HasDescriptor(Protocol):
-    """What can be handed over: a `Segment`, or other memory behind a descriptor."""
+    """An object that can be handed over: a `Segment`, or other memory with a descriptor."""
 
     descriptor: int
 
 
 class Handover:
-    """Gives a segment to its expected peers, each once, and takes their pidfds in return.
+    """Gives a segment to each expected peer once, and receives the peer's pidfd in return.
 
-    A thread serves all who connect at once until every peer has come or `close` is called: strangers who
-    connect and say nothing hold nobody up.
+    A thread serves all connections concurrently until every peer has come or `close` is called, so a silent stranger
+    delays no peer.
     """
 
     def __init__(
         self, segment: HasDescriptor, key: bytes, members: set[int], joined: Callable[[Hello, int], None]
     ) -> None:
-        """Listen on a fresh abstract address.
+        """Listen on a new random abstract address.
 
         Args:
-            segment: What is handed over.
-            key: What a peer must know; 32 bytes.
-            members: The peers that are expected.
-            joined: Called on the thread for each that came, with its pidfd, which the callee then owns.
+            segment: What to hand over; must stay open until `close`.
+            key: The key (32 bytes) that a peer must know.
+            members: The expected peers.
+            joined: Called on the thread for each peer, with its introduction and its pidfd, which the callee owns.
         """
         self._segment = segment
         self._key = key
@@ -210,7 +216,7 @@ class Handover:
         self._poller = select.poll()
         self._stopping = False
         self._forks = fork_count()
-        # Held to shut the listener down, and to close it: a closed descriptor's number may be another's.
+        # Guards shutting down against closing the listener: the number of a closed descriptor may be reused.
         self._lock = threading.Lock()
         self.address: str = f"group-coordinator-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -225,7 +231,6 @@ class Handover:
         listener = self._listener.fileno()
         while self._members and not self._stopping:
             now = time.monotonic()
-            # In the order in which they came, so the first is the first whose time is up.
             for descriptor in [number for number, visitor in self._visitors.items() if visitor.until <= now]:
                 self._dismiss(descriptor)
             until = min((visitor.until for visitor in self._visitors.values()), default=None)
@@ -240,15 +245,15 @@ class Handover:
             self._listener.close()
 
     def _welcome(self) -> None:
-        """Take a connection from the same user, and ask for a proof."""
+        """Accept a connection of the same user and send it a challenge."""
         try:
             peer, _ = self._listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                # No descriptor is left: those who say nothing have to go first.
+                # Out of descriptors or buffers: drop the connection that has waited longest.
                 self._dismiss(next(iter(self._visitors), -1))
                 time.sleep(0.01)
-            # Otherwise `close` shut the listener down, or the peer went away again.
+            # Otherwise `close` shut the listener down, or the peer has disconnected again.
             return
         peer.setblocking(False)
         credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
@@ -267,11 +272,11 @@ class Handover:
             self._dismiss(peer.fileno())
 
     def _answer(self, descriptor: int) -> None:
-        """Give the segment to who has answered, if it is one of ours and knows the key."""
+        """Give the segment to a connection that has answered, if its proof is right."""
         try:
             self._give(self._visitors[descriptor])
         except (OSError, msgspec.MsgspecError):
-            # Not one of ours, or it went away: it gets nothing, the others are served.
+            # A stranger, or a peer that disconnected: it gets nothing, the others are still served.
             pass
         finally:
             self._dismiss(descriptor)
@@ -305,15 +310,15 @@ class Handover:
                 os.close(descriptor)
 
     def close(self) -> None:
-        """Stop to listen. Idempotent."""
+        """Stop listening and end the thread. Idempotent."""
         if self._forks != fork_count():
-            # A copy in a forked child: the thread, and the peers, belong to the parent.
+            # In a forked child: the thread and the peers belong to the parent.
             self._listener.close()
             return
         self._stopping = True
         with self._lock:
             if self._listener.fileno() >= 0:
-                # Wakes the thread, which closing alone does not.
+                # Shutting down wakes the thread; closing alone would not.
                 self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
 
@@ -323,10 +328,10 @@ def _proof(key: bytes, role: bytes, data: bytes) -> bytes:
 
 
 def _connect(owner: socket.socket, address: str, timeout_s: float) -> None:
-    """Connect, also to one whose queue of connections is full just now.
+    """Connect to `address`, and retry while its backlog is full.
 
     Raises:
-        TimeoutError: It stays full.
+        TimeoutError: The backlog stayed full for `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -342,23 +347,23 @@ def _connect(owner: socket.socket, address: str, timeout_s: float) -> None:
 def take_over(
     address: str, key: bytes, member: int, nbytes: int, timeout_s: float, later_bytes: int = 0
 ) -> tuple[Segment, ProcessIdentity, int]:
-    """Fetch the segment that a `Handover` offers.
+    """Fetch the segment that a `Handover` offers, and map it.
 
     Args:
-        address: Its abstract address.
-        key: The key.
-        member: Which of the expected peers this is.
+        address: The abstract address of the `Handover`.
+        key: The shared key, 32 bytes.
+        member: Which of the expected peers this process is.
         nbytes: The size that the segment must have.
         timeout_s: Deadline in seconds.
-        later_bytes: What must lie behind that.
+        later_bytes: The size that its tail must have.
 
     Returns:
-        (segment, identity of the owner's process, pidfd of it, which the caller owns).
+        (segment, identity of the owner's process, pidfd of that process). The caller owns segment and pidfd.
 
     Raises:
-        PeerLostError: Nobody listens there, or the owner refused.
-        CommTimeoutError: The owner did not answer.
-        DecodeError: The answer is not the owner's.
+        PeerLostError: Nothing listens at the address, or the owner refused this process.
+        CommTimeoutError: The owner did not answer in time.
+        DecodeError: The answer did not come from the owner, or is not a sealed segment of this size.
     """
     memory, identity, watch = take_descriptor(address, key, member, timeout_s)
     try:
@@ -371,10 +376,10 @@ def take_over(
 def take_descriptor(
     address: str, key: bytes, member: int, timeout_s: float
 ) -> tuple[int, ProcessIdentity, int]:
-    """Fetch the descriptor that a `Handover` offers, whatever it stands for; see `take_over`.
+    """Fetch the descriptor that a `Handover` offers, without mapping it. Raises as `take_over` does.
 
     Returns:
-        (descriptor, identity of the owner's process, pidfd of it); the caller owns both descriptors.
+        (descriptor, identity of the owner's process, pidfd of that process). The caller owns both descriptors.
     """
     descriptors: list[int] = []
     own = os.pidfd_open(os.getpid())
@@ -390,12 +395,12 @@ def take_descriptor(
         reply = data[_CHALLENGE_BYTES:]
         if not data:
             raise PeerLostError(
-                f"the owner of the segment refused member {member}: wrong key, or it came before"
+                f"the owner of the segment refused member {member}: wrong key, or this member has it already"
             )
         if not hmac.compare_digest(data[:_CHALLENGE_BYTES], _proof(key, b"owner", proof + reply)):
-            raise DecodeError("who answered does not know the key of the segment")
+            raise DecodeError("the process that answered does not know the key of the segment")
         if len(descriptors) != 2:
-            raise DecodeError("the owner of the segment handed over no descriptors")
+            raise DecodeError("the owner of the segment sent no descriptors")
         identity = _hello_decoder.decode(reply).process
         memory, watch = descriptors
         descriptors = []
@@ -405,7 +410,7 @@ def take_descriptor(
     except ConnectionError as error:
         if isinstance(error, PeerLostError):
             raise
-        raise PeerLostError(f"nobody offers the segment any more: {error}") from error
+        raise PeerLostError(f"the segment is no longer offered: {error}") from error
     finally:
         os.close(own)
         for descriptor in descriptors:

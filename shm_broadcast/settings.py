@@ -1,4 +1,4 @@
-"""Settings of the host broadcast. Whoever creates a queue hands them to it; nothing here reads the environment."""
+"""Settings of the host broadcast. The creator of a queue passes them in; nothing here reads the environment."""
 
 import math
 from typing import Literal, get_args
@@ -12,18 +12,18 @@ __all__ = ["MIN_RING_BYTES", "BroadcastSettings", "WaitMode", "positive_seconds"
 WaitMode = Literal["adaptive", "spin", "park"]
 
 MIN_RING_BYTES = 64 * 1024
-"""Below this even a step input of a small batch would not fit into a ring."""
+"""Smallest ring: below this even the step input of a small batch would not fit."""
 
 
 class BroadcastSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the writer and the readers of a queue must agree on.
+    """Settings on which the writer and the readers of a queue must agree.
 
     Attributes:
-        wait: How a reader waits for the next message, and a writer for room. `spin` never gives the core
-            away: lowest latency, a whole core for each waiting process. `park` sleeps in the kernel at once:
-            no processor time, some ten microseconds more. `adaptive` spins briefly, then parks.
-        ring_bytes: Size of the shared ring of one queue, in bytes; a message may take all of it.
-        warn_after_s: A writer or reader that waits longer than this logs, once, for whom it waits.
+        wait: How a reader waits for a message and a writer for room. `spin` polls without a break: lowest latency,
+            one core for each waiting process. `park` sleeps in the kernel at once: no processor time, but about ten
+            microseconds more. `adaptive` spins briefly, then parks.
+        ring_bytes: Size of one queue's shared ring in bytes, at least 64 KiB. A message may fill all of it.
+        warn_after_s: A call that waits for this many seconds logs a warning that names the peers it waits for.
 
     Raises:
         SettingsError: A value is out of range; the text names the field and the value.
@@ -46,10 +46,10 @@ class BroadcastSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 def positive_seconds(field: str, value: object) -> float:
-    """Return `value` as a float.
+    """Return `value` as a float; `field` names the setting for the text.
 
     Raises:
-        SettingsError: It is no positive, finite number.
+        SettingsError: `value` is not a positive, finite number.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 and math.isfinite(value):
         return float(value)

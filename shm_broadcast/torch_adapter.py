@@ -1,10 +1,10 @@
-"""How torch's types travel. Imported only when an object or a message holds one.
+"""Encode and decode torch's types. Imported only when an object or a message holds one.
 
-A tensor travels as its dtype, shape and elements in C order: strides, `requires_grad`, names and the sharing
-of storage between tensors do not, so a tensor that requires grad arrives detached.
+A tensor is sent as its dtype, shape and elements in C order. Strides, `requires_grad`, names and storage shared
+between tensors are lost, so a tensor that requires grad arrives detached.
 
-Contiguous tensors of ordinary dtypes are handled by the native core once this module is loaded, to the same bytes:
-what is here is for all others, and for what cannot be carried.
+Once this module is loaded, the native core handles contiguous tensors of common dtypes and produces the same bytes.
+This module handles the rest, and gives the reason when a tensor cannot be sent.
 """
 
 from collections.abc import Callable
@@ -41,8 +41,8 @@ _ALL_NAMES: Final = {dtype: name for name, dtype in _ALL_DTYPES.items()}
 
 
 def _teach_core() -> None:
-    """Tell the native core which dtypes it can carry through DLPack, which knows nothing of conjugated tensors."""
-    # What the public function ends in, without its Python frames; where it is not, the public one does as well.
+    """Tell the native core which dtypes it can send through DLPack; complex ones are out, as it loses conjugation."""
+    # `torch._C._from_dlpack` is what the public function ends in, without its Python frames.
     imports: Callable[[object], torch.Tensor] = getattr(torch._C, "_from_dlpack", from_dlpack)  # noqa: SLF001
     rows = []
     for name, dtype in _DTYPES.items():
@@ -51,7 +51,7 @@ def _teach_core() -> None:
         sample = torch.empty(1, dtype=dtype, device=_CPU)
         try:
             is_carried = imports(to_dlpack(sample)).dtype is dtype
-        except (BufferError, RuntimeError):  # a dtype that DLPack, or this torch's part of it, does not have
+        except (BufferError, RuntimeError):  # a dtype that DLPack, or this torch's DLPack, lacks
             continue
         if is_carried:
             rows.append((name, dtype, to_dlpack(sample)))
@@ -59,24 +59,26 @@ def _teach_core() -> None:
 
 
 def is_device_tensor(obj: object) -> bool:
-    """Tell whether `obj` is a plain tensor that is not in host memory."""
+    """Return whether `obj` is a plain tensor outside of host memory."""
     return type(obj) is torch.Tensor and obj.device.type != "cpu"
 
 
-_CPU: Final = torch.device("cpu")  # stated, as there may be another default; text would be parsed each time
+_CPU: Final = torch.device(
+    "cpu"
+)  # explicit, as the default device may differ; torch would parse a string on each call
 
 _teach_core()
 
 
 def _describe_tensor(obj: torch.Tensor) -> Description:
-    # `is_cpu` takes 50 ns, `device.type` 300; a decode step has a dozen of small tensors.
+    # `is_cpu` takes 50 ns, `device.type` 300; a decode step sends a dozen small tensors.
     if not obj.is_cpu:
         raise Refusal(f"it is on {obj.device}; send a tensor dict, or its .cpu()")
     name = _NAMES.get(obj.dtype)
     if name is None:
-        raise Refusal(f"its dtype {obj.dtype} is not carried; send what it is made of")
+        raise Refusal(f"its dtype {obj.dtype} is not supported; send the tensors it is made of")
     if obj.layout is not torch.strided:
-        raise Refusal(f"its layout {obj.layout} is not carried; send its .to_dense() or its parts")
+        raise Refusal(f"its layout {obj.layout} is not supported; send its .to_dense() or its parts")
     plain = obj.detach() if obj.requires_grad else obj
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
@@ -87,7 +89,7 @@ def _describe_tensor(obj: torch.Tensor) -> Description:
 def _build_tensor(meta: object, body: Any, copy: bool) -> torch.Tensor:
     nbytes = len(body)
     if type(meta) is list and len(meta) == 2 and type(meta[0]) is str and type(meta[1]) is int:
-        # One dimension, the ordinary case among small tensors: the same checks in fewer steps.
+        # Fast path for one dimension, the usual case among small tensors: the same checks in fewer steps.
         dtype = _DTYPES.get(meta[0])
         if dtype is not None and 0 < meta[1] <= nbytes and meta[1] * dtype.itemsize == nbytes:
             if type(body) is not _core.Window or (copy and not body.exclusive):
@@ -98,7 +100,7 @@ def _build_tensor(meta: object, body: Any, copy: bool) -> torch.Tensor:
     parts = expect(list, meta, "a tensor")
     dtype = _DTYPES.get(parts[0]) if parts and type(parts[0]) is str else None
     if dtype is None:
-        raise DecodeError(f"a tensor of an unknown dtype {parts[:1]!r:.200}")
+        raise DecodeError(f"a tensor has an unknown dtype {parts[:1]!r:.200}")
     shape = checked_shape(parts[1:], dtype.itemsize, nbytes)
     if not isinstance(body, _core.Window) or (copy and not body.exclusive) or nbytes == 0:
         tensor = torch.empty(shape, dtype=dtype, device=_CPU)
@@ -135,7 +137,7 @@ def _build_device(meta: object, body: object) -> torch.device:
     kind = expect(str, meta, "a torch.device")
     device = torch.device(kind) if body is None else torch.device(kind, expect(int, body, "a torch.device"))
     if (device.type, device.index) != (meta, body):
-        raise DecodeError(f"torch takes {kind!r:.100}, {body} for {device}")
+        raise DecodeError(f"torch reads the device {kind!r:.100}, {body} as {device}")
     return device
 
 

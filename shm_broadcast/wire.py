@@ -1,4 +1,4 @@
-"""Numbers of the codec's wire format that Python and the native core share, and its internal error."""
+"""Types and numbers of the codec's wire format that Python and the native core share."""
 
 from collections.abc import Callable
 from typing import Final
@@ -6,10 +6,10 @@ from typing import Final
 __all__ = ["MAX_DIMENSIONS", "Builder", "Code", "DataBuilder", "Describer", "Description", "Refusal"]
 
 Description = tuple[int, object, object]
-"""What the native encoder writes for an object that it does not know: (code, meta, body)."""
+"""What the native encoder writes for a type that it does not know: (code, meta, body)."""
 
 Describer = Callable[[object], Description]
-"""Describes objects of one type."""
+"""Returns the description of an object of one type."""
 
 Builder = Callable[[object, object], object]
 """Builds an object from (meta, body)."""
@@ -18,11 +18,11 @@ DataBuilder = Callable[[object, object, bool], object]
 """Builds an object from (meta, raw data, whether to copy)."""
 
 MAX_DIMENSIONS: Final = 64
-"""Dimensions of an array or tensor at most."""
+"""Most dimensions of an array or tensor: numpy's limit, and `kMaxDimensions` of the native core."""
 
 
 class Code:
-    """Extension codes that Python builds; codes below 16 are the native core's, from 64 on the body is raw."""
+    """Extension codes of types that Python builds. The native core owns codes below 16; from 64 on the body is raw."""
 
     SUBSTITUTE: Final = 0
     BIG_INT: Final = 16
@@ -51,10 +51,10 @@ class Code:
 
 
 class Refusal(Exception):  # noqa: N818 - never leaves the codec; becomes a UsageError with a path
-    """An object cannot be carried; the codec adds where it stands.
+    """An object cannot be sent; the codec adds its path and raises a `UsageError`.
 
     Attributes:
-        cls: Its class, once known.
+        cls: The object's class, once known.
     """
 
     def __init__(self, reason: str, cls: type | None = None) -> None:

@@ -1,6 +1,6 @@
-"""How time zones with a name travel: by their key. Imported only when an object or a message holds one.
+"""Encode and decode ZoneInfo by its key. Imported only when an object or a message holds one.
 
-Importing `zoneinfo` reads the environment for the place of the system's time zones.
+Importing `zoneinfo` reads the environment (PYTHONTZPATH) to find the system's time zones.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,14 @@ _LONGEST_KEY = 128
 
 def _describe_zone_info(obj: ZoneInfo) -> Description:
     if obj.key is None:
-        raise Refusal("a ZoneInfo without a key cannot be found by the receiver")
+        raise Refusal("it has no key by which the receiver could find it")
     return Code.ZONE_INFO, None, obj.key
 
 
 def _build_zone_info(_meta: object, body: object) -> ZoneInfo:
     key = expect(str, body, "a ZoneInfo")
     if len(key) > _LONGEST_KEY or not key.isascii() or key.startswith("/") or ".." in key:
-        raise DecodeError("no key of a time zone")
+        raise DecodeError("not a valid key of a time zone")
     return ZoneInfo(key)
 
 

@@ -1,1 +1,1 @@
-"""The tests, and the helpers that they share: `harness`, `rank_main`, `leaks`, `probes`."""
+"""Tests, and the helpers that they share: `harness`, `rank_main`, `leaks`, `probes`."""

@@ -1,6 +1,6 @@
 """The public API as text: names and signatures of the modules that users import.
 
-`make api` (`python -m tests.api_snapshot`) writes it to tests/unit/public_api.txt, which a test compares.
+`make api` (`python -m tests.api_snapshot`) writes them to tests/unit/public_api.txt; a test compares that file.
 """
 
 import enum
@@ -35,7 +35,7 @@ MODULES = (
 
 
 def public_api() -> str:
-    """Return the text."""
+    """Return the whole snapshot as text."""
     spelled: set[type] = set()
     parts = []
     for name in MODULES:
@@ -46,7 +46,7 @@ def public_api() -> str:
 
 
 def public_names(module: ModuleType) -> list[str]:
-    """Return the names that a module offers: its `__all__`, else what it defines itself."""
+    """Return the names that a module offers: its `__all__`, otherwise what it defines itself."""
     declared: list[str] | None = getattr(module, "__all__", None)
     if declared is not None:
         return sorted(declared)
@@ -88,7 +88,7 @@ def _members(kind: type, spelled: set[type]) -> Iterator[str]:
         yield f"__init__{_signature(constructor)}"
     above = {owner for base in kind.__mro__[1:] if base in spelled for owner in base.__mro__}
     for name in sorted(dir(kind)):
-        # What a base of ours outside of `object` and the library brings counts too: it is called on this class.
+        # Include what is inherited from our bases that the snapshot does not list: users call it on this class.
         owner = next(base for base in kind.__mro__ if name in vars(base))
         if name.startswith("_") or owner.__module__.partition(".")[0] not in OURS or owner in above:
             continue
@@ -137,7 +137,7 @@ def _result(getter: Any) -> str:
 
 
 class _Text:
-    """Shown as it is, without quotes."""
+    """Text that `repr` shows without quotes."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -151,7 +151,7 @@ def _bare(annotation: Any) -> Any:
 
 
 def _steady(default: Any) -> Any:
-    """Return what shows like `default` in every run: no address in memory."""
+    """Return `default`, or the name of its type if its repr contains an address."""
     return _Text(type(default).__name__) if " at 0x" in repr(default) else default
 
 

@@ -1,7 +1,7 @@
-"""Looks into what `make dist` has built: `python -m tests.archives contents|types`.
+"""Check what `make dist` has built: `python -m tests.archives contents|types`.
 
-`contents`: the wheel and the source archive hold every file of the packages, and the wheel fits every later Python.
-`types`: pyright finds the type of every public name in the wheel complete.
+`contents`: wheel and source archive hold every file of the packages, and the wheel runs on every later Python.
+`types`: pyright knows the complete type of every public name in the wheel.
 """
 
 import os
@@ -21,7 +21,7 @@ NOT_SHIPPED = {".so", ".pyc"}
 
 
 def files_of_packages() -> set[str]:
-    """Return the files that a complete archive holds, as paths in the repository."""
+    """Return the files that a complete archive must hold, as paths in the repository."""
     return {
         str(path.relative_to(ROOT))
         for package in PACKAGES
@@ -31,7 +31,7 @@ def files_of_packages() -> set[str]:
 
 
 def built(pattern: str) -> Path:
-    """Return the one archive in dist/ of that kind."""
+    """Return the only archive of that kind in dist/."""
     found = list((ROOT / "dist").glob(pattern))
     if len(found) != 1:
         raise SystemExit(f"dist/ must hold one {pattern}, there are {len(found)}: run `make dist`")
@@ -39,7 +39,7 @@ def built(pattern: str) -> Path:
 
 
 def check_contents() -> None:
-    """End with a message if an archive lacks a file."""
+    """Exit with a message if an archive lacks a file."""
     wheel = built("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         in_wheel = set(archive.namelist())
@@ -61,10 +61,10 @@ def check_contents() -> None:
 
 
 def check_types() -> None:
-    """End with what pyright says if a public type in the wheel is not known for sure."""
+    """Exit with pyright's findings if the type of a public name in the wheel is incomplete."""
     with tempfile.TemporaryDirectory(prefix="types-") as name:
         home = Path(name)
-        # pyright asks the first python of the PATH where packages are.
+        # pyright asks the first python in PATH for the location of packages.
         venv.create(home, symlinks=True)
         site = next(home.glob("lib/python*/site-packages"))
         with zipfile.ZipFile(built("*.whl")) as archive:

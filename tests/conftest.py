@@ -1,4 +1,4 @@
-"""Rules for every test: it leaves nothing behind, and it is skipped only for a reason that we name."""
+"""Rules for every test: it leaves nothing behind, and only a listed reason may skip it."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ skipped_by_rule = pytest.StashKey[bool]()
 temporary = pytest.StashKey[str]()
 
 hypothesis.settings.register_profile("steady", deadline=None, derandomize=True)
-# Under a sanitizer, where each example takes ten times as long and has run without it before.
+# For sanitizers: examples take ten times as long there, and the full number runs without them.
 hypothesis.settings.register_profile("brief", deadline=None, derandomize=True, max_examples=20)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
@@ -45,21 +45,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give this run its own temporary directory, and a clean environment."""
+    """Give this run a temporary directory of its own and a clean environment."""
     config.addinivalue_line("markers", "requires_gpus(count): the test needs that many CUDA devices")
     config.addinivalue_line("markers", "requires(probe): the test needs what the probe looks for")
-    directory = tempfile.mkdtemp(prefix="gc-")  # short: Unix sockets in it have paths of at most 107 bytes
+    directory = tempfile.mkdtemp(prefix="gc-")  # short, as paths of Unix sockets have at most 107 bytes
     config.stash[temporary] = directory
     tempfile.tempdir = os.environ["TMPDIR"] = directory
     for name in list(os.environ):
         if name.startswith("GROUP_COORDINATOR_") or name in LAUNCHER_VARIABLES:
             del os.environ[name]
-    # A shell that starts a run in the background ignores Ctrl-C for it, and its processes would inherit that.
+    # A shell starts background runs with Ctrl-C ignored, and the ranks would inherit that.
     for number in (signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    # Before any test imports torch. The threads of several runs on few cores spin for one another: the conformance
-    # suite takes four times the processor time with two. Where threads could change a result, a test asks for them.
+    # Set before any test imports torch, whose threads spin: with two per rank on few cores the conformance suite takes
+    # four times the processor time. A test whose result depends on threads asks for them.
     os.environ.update(rank_processes.ONE_THREAD)
 
 
@@ -70,7 +70,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test that needs what this machine lacks, or fail it when that is asked for."""
+    """Skip a test whose needs this machine does not meet, or fail it if the options say so."""
     gpu_marks = list(item.iter_markers("requires_gpus"))
     reasons = [missing_gpus(*mark.args) for mark in gpu_marks]
     reasons += [PROBES[mark.args[0]]() for mark in item.iter_markers("requires")]
@@ -86,7 +86,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Turn a skip for any other reason into a failure: such skips hide what is broken."""
+    """Turn a skip for an unlisted reason into a failure: such skips hide what is broken."""
     report = yield
     if report.skipped and not hasattr(report, "wasxfail") and not item.stash.get(skipped_by_rule, False):
         report.outcome = "failed"
@@ -108,7 +108,7 @@ def pytest_make_collect_report(
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
-    """Fail the test if this process holds more after it than before it. Ranks check the same for themselves."""
+    """Fail the test if this process holds more after it than before. Ranks check themselves."""
     before = Snapshot.take()
     yield
     leaks = leaked_since(
@@ -122,7 +122,7 @@ def leaves_nothing_behind() -> Iterator[None]:
 
 @pytest.fixture
 def two_torch_threads() -> Iterator[None]:
-    """Let torch divide its loops over two threads, which may change what it computes."""
+    """Let torch use two threads, which may change results."""
     import torch
 
     before = torch.get_num_threads()
@@ -133,13 +133,13 @@ def two_torch_threads() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ranks2() -> Iterator[RankPool]:
-    """Two processes that run one function after the other."""
+    """Start two processes that run one function after another."""
     with RankPool(2) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
 def ranks4() -> Iterator[RankPool]:
-    """Four processes that run one function after the other."""
+    """Start four processes that run one function after another."""
     with RankPool(4) as pool:
         yield pool

@@ -1,4 +1,4 @@
-"""A rank with a device that needs no GPU, and our own collectives on it; the kernels run as threads."""
+"""A rank with a fake device and the product's own CUDA collectives on it; kernels run as threads."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -86,7 +86,7 @@ class CustomRank:
         broken_compiler: bool = False,
         **settings: Any,
     ) -> None:
-        """Meet the other ranks; nothing is made yet."""
+        """Join the other ranks; nothing is created yet."""
         self.rank, self.world_size, self.directory = rank, world_size, directory
         self.ranks = tuple(range(FIRST_RANK, FIRST_RANK + world_size))
         self.store = dist.FileStore(str(directory / "store"), world_size)
@@ -123,14 +123,14 @@ class CustomRank:
     def exchange(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes."""
         self.number += 1
-        # Not empty: the store cannot hold that.
+        # The prefix keeps the value non-empty, as the store requires.
         self.store.set(f"{self.number}/{self.rank}", "+" + data.hex())
         keys = [f"{self.number}/{rank}" for rank in range(self.world_size)]
         wait_until(lambda: self.store.check(keys), f"every answer in exchange {self.number}", 20.0, 0.001)
         return [bytes.fromhex(self.store.get(key).decode()[1:]) for key in keys]
 
     def meet(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have arrived."""
         self.exchange(b"")
 
     def cubin(self, family: str, dtype: str) -> bytes:
@@ -141,7 +141,7 @@ class CustomRank:
         return fake_cubin(build_host_library(self.world_size, dtype, self.libraries))
 
     def create(self) -> CustomAllReduce:
-        """Make the collectives. Collective."""
+        """Create the collectives. Collective."""
         self.custom = CustomAllReduce.create(
             CustomContext(
                 driver=self.driver,
@@ -159,13 +159,13 @@ class CustomRank:
 
     @contextmanager
     def made(self) -> Iterator[CustomAllReduce]:
-        """Yield the collectives, and find nothing left afterwards. Collective."""
+        """Yield the collectives; destroy them afterwards and check that nothing is left. Collective."""
         custom = self.create()
         yield custom
         self.finish()
 
     def finish(self) -> None:
-        """Destroy, twice, and find nothing left and nothing done in the wrong order."""
+        """Destroy the collectives twice; check that nothing is left and the order of calls was right."""
         if self.custom is not None:
             self.custom.destroy(self.meet)
             self.custom.destroy()
@@ -177,7 +177,7 @@ class CustomRank:
         self.driver.release()
 
     def inputs(self, seed: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return what each rank brings, the same on all of them."""
+        """Return the input of each rank, the same on all ranks."""
         made = torch.Generator().manual_seed(seed)
         return [(torch.randn(count, generator=made) * 8).to(dtype) for _ in range(self.world_size)]
 
@@ -186,13 +186,13 @@ class CustomRank:
         return reduce_in_rank_order(self.inputs(seed, count, dtype), ReduceOperation.SUM)
 
     def buffer(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return device memory."""
+        """Return zeroed device memory."""
         return self.driver.tensor(count, dtype)
 
     def all_reduce(
         self, seed: int, count: int, dtype: torch.dtype, *, stream: int = 1, in_place: bool = False
     ) -> bool:
-        """Reduce fresh data; return whether our kernels did, after a look at every bit."""
+        """Reduce new data and check every bit; return whether our own kernels did it."""
         assert self.custom is not None
         input_ = self.buffer(count, dtype)
         input_.copy_(self.inputs(seed, count, dtype)[self.rank])
@@ -205,7 +205,7 @@ class CustomRank:
 
 
 def shuffled(sizes: Sequence[int], seed: int) -> list[int]:
-    """Return the sizes in an order that is the same on all ranks."""
+    """Return the sizes in an order that depends on `seed` only, so that all ranks use the same."""
     result = list(sizes)
     random.Random(seed).shuffle(result)
     return result

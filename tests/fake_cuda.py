@@ -1,17 +1,17 @@
-"""A CUDA driver without a GPU, over real processes: the interface of `device_comm.driver`, strict where CUDA is.
+"""A CUDA driver without a GPU, across real processes: the interface of `device_comm.driver`, as strict as CUDA.
 
-"Device memory" is host memory. What can be exported is a file in a directory that the ranks share, mapped by all of
-them; an IPC handle names that file. Kernels are a shared library that `tests/native/cuda/host_build.py` compiles from
-the same source, or Python functions. Streams are in order because every call is done when it returns, so a launch that
-waits for peers blocks its thread until they have launched too: ranks in one process need a thread each.
+"Device memory" is host memory. Exportable memory is a file in a directory that the ranks share and map; an IPC handle
+names that file. Kernels are Python functions, or a shared library that `tests/native/cuda/host_build.py` compiles from
+the product's source. Every call completes before it returns, so streams are in order. A launch that waits for peers
+blocks its thread until they have launched too, so ranks in one process need one thread each.
 
     driver = FakeDriver(directory, rank)
     module = driver.module_load(fake_cubin(library))     # or FakeDriver(..., kernels={"name": function})
     driver.begin_capture(stream); ...; graph = driver.end_capture(stream); driver.replay(graph)
     assert driver.leaks() == [] and violations(directory) == []
 
-It convicts what only crashes now and then on a device: memory freed while a peer has it open, a handle opened twice,
-an export that was not asked about, a call that capture forbids, what was never given back.
+It reports errors that crash a device only sometimes: memory freed while a peer has it open, a handle opened twice, an
+export without asking whether it is possible, a call that capture forbids, resources that were never released.
 """
 
 import ctypes
@@ -49,7 +49,7 @@ _CUBIN_MAGIC = b"host-library:"
 
 
 class FakeGraph:
-    """What was recorded on a stream."""
+    """The calls recorded on a stream."""
 
     def __init__(self) -> None:
         self.steps: list[Callable[[], None]] = []
@@ -57,17 +57,17 @@ class FakeGraph:
 
 
 def fake_cubin(library: Path | str) -> bytes:
-    """Return what `FakeDriver.module_load` takes for a compiled module: the place of a host library."""
+    """Return a stand-in for a compiled module: the path of a host library for `FakeDriver.module_load`."""
     return _CUBIN_MAGIC + str(library).encode()
 
 
 def violations(directory: Path) -> list[str]:
-    """Return what any rank did in the wrong order, as text."""
+    """Return the errors of order that any rank made, as text."""
     return sorted(path.read_text() for path in Path(directory).glob("violation-*"))
 
 
 class FakeDriver(FakeMemory):
-    """One rank's device. See the head of this file."""
+    """One rank's device; see the module's docstring."""
 
     def __init__(
         self,
@@ -85,11 +85,11 @@ class FakeDriver(FakeMemory):
         Args:
             directory: Shared by all ranks, and new for each test.
             rank: Names this rank's files.
-            devices: What this process sees; eight devices by default.
-            device_index: Which of them is this rank's; its rank by default.
-            faults: What goes wrong.
-            kernels: Python functions (grid, block, arguments) by name, which go before any library; None does nothing.
-            library_of: Finds the host library for a compiled module that is none of `fake_cubin`.
+            devices: The devices that this process sees; eight by default.
+            device_index: The index of this rank's device; by default its rank.
+            faults: The faults to simulate.
+            kernels: Python functions of (grid, block, arguments) by name, preferred to any library; None does nothing.
+            library_of: Finds the host library of a compiled module that does not come from `fake_cubin`.
         """
         super().__init__(
             directory,
@@ -105,14 +105,14 @@ class FakeDriver(FakeMemory):
         self._streams: set[int] = set()
         self._events: set[int] = set()
 
-    # --- what tests use ---------------------------------------------------------------------------------------
+    # --- for tests --------------------------------------------------------------------------------------------
 
     def tensor(
         self, shape: Sequence[int] | int, dtype: torch.dtype, *, padding_bytes: int = 0
     ) -> torch.Tensor:
-        """Return a zeroed tensor in memory of torch's kind, `padding_bytes` behind the base of its allocation.
+        """Return a zeroed tensor in memory like torch's, `padding_bytes` behind the base of its allocation.
 
-        Valid until `release`. Nobody else than torch owns it: `leaks` does not count it.
+        It is valid until `release`. torch owns the memory, so `leaks` does not count it.
         """
         dims = (shape,) if isinstance(shape, int) else tuple(shape)
         count = int(torch.Size(dims).numel())
@@ -124,23 +124,23 @@ class FakeDriver(FakeMemory):
         return torch.frombuffer(buffer, dtype=dtype, count=count, offset=padding_bytes).view(dims)
 
     def begin_capture(self, stream: int) -> None:
-        """Record what is given to `stream` from now on."""
+        """Record the calls on `stream` from now on instead of running them."""
         if stream in self._capturing:
             raise self._error("begin_capture", INVALID_VALUE)
         self._capturing[stream] = FakeGraph()
 
     def end_capture(self, stream: int) -> FakeGraph:
-        """Return what was recorded."""
+        """Stop recording and return the graph."""
         graph: FakeGraph = self._capturing.pop(stream)
         return graph
 
     def replay(self, graph: FakeGraph) -> None:
-        """Do what was recorded, with the arguments of then."""
+        """Run the recorded calls with their recorded arguments."""
         for step in graph.steps:
             step()
 
     def leaks(self) -> list[str]:
-        """Return what was not given back, torch's memory left out."""
+        """Return what was not released, torch's memory excepted."""
         found = [f"{m.kind} {m.name} of {m.nbytes} bytes" for m in self._memory.values() if m.kind != "torch"]
         found += [f"host memory of {nbytes} bytes" for nbytes in self._host.values()]
         found += [f"VMM handle {handle}" for handle in self._vmm]
@@ -150,7 +150,7 @@ class FakeDriver(FakeMemory):
         return sorted(found)
 
     def release(self) -> None:
-        """Give everything back that is left, torch's memory too, without judging it."""
+        """Release everything that is left, including torch's memory, without reporting it."""
         with self._lock:
             for address in list(self._memory):
                 self._unmap(address)
@@ -277,7 +277,7 @@ class FakeDriver(FakeMemory):
 
 
 def _copy_of(arguments: PreparedLaunch) -> PreparedLaunch:
-    """Return the arguments as they are now: a graph keeps those of the capture."""
+    """Return a copy of the arguments: a graph keeps those of the capture."""
     if not arguments.word_of:
         return PreparedLaunch([])
     ends = [*arguments.word_of[1:], len(arguments.words)]

@@ -1,4 +1,4 @@
-"""The memory of the CUDA driver of the tests, and its faults: see `tests.fake_cuda`."""
+"""The memory of the tests' CUDA driver, and its faults; see `tests.fake_cuda`."""
 
 import ctypes
 import mmap
@@ -56,7 +56,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 @dataclass(frozen=True)
 class FakeDevice:
-    """What a device says of itself."""
+    """The properties that a device reports."""
 
     uuid: str
     name: str = "Fake H100"
@@ -67,7 +67,7 @@ class FakeDevice:
 
 
 def fake_devices(count: int, **facts: Any) -> list[FakeDevice]:
-    """Return devices that differ in their UUID and place only."""
+    """Return devices that differ only in UUID and PCI address."""
     return [
         FakeDevice(
             uuid=str(uuid.UUID(int=0xFA4E << 96 | number)), pci_bus_id=f"0000:{number + 1:02x}:00.0", **facts
@@ -78,18 +78,18 @@ def fake_devices(count: int, **facts: Any) -> list[FakeDevice]:
 
 @dataclass
 class FakeFaults:
-    """What goes wrong on this rank.
+    """The faults of this rank.
 
     Attributes:
         ipc: Whether the device can export memory of `mem_alloc`.
-        vmm: Whether it has virtual memory management with descriptors.
+        vmm: Whether it supports virtual memory management with descriptors.
         expandable_segments: Whether torch's memory (`FakeDriver.tensor`) is of the kind that IPC cannot export.
         blocked: Ordinals of devices whose memory this one cannot access.
         no_nvlink: Whether atomics on other devices' memory are not native.
-        lost_writes: Ranks to whose memory what this one writes never arrives.
-        memory_bytes: What is there to allocate.
-        fail: Method name -> (number of the call that fails, counted from 1; code).
-        version: What the driver says its version is.
+        lost_writes: Ranks whose memory this rank's writes never reach.
+        memory_bytes: Bytes that can be allocated.
+        fail: Method name -> (number of the call that fails, from 1; error code).
+        version: The driver version that is reported.
     """
 
     ipc: bool = True
@@ -105,7 +105,7 @@ class FakeFaults:
 
 @dataclass
 class _Memory:
-    """A mapping of this process."""
+    """One mapping of this process."""
 
     kind: str
     name: str
@@ -115,7 +115,7 @@ class _Memory:
 
 
 class FakeMemory(Driver):
-    """What a device is, and its memory; `FakeDriver` adds kernels and streams."""
+    """A device and its memory; `FakeDriver` adds kernels and streams."""
 
     def __init__(
         self, directory: Path, rank: int, devices: Sequence[FakeDevice], index: int, faults: FakeFaults
@@ -148,7 +148,7 @@ class FakeMemory(Driver):
         )
 
     def _enter(self, function: str, *, in_capture: bool = True) -> None:
-        """Count a call; fail if it was told to, or is one that capture forbids."""
+        """Count a call; fail if the faults say so or if capture forbids the call."""
         if self._closed:
             raise ClosedError("the driver was closed")
         with self._lock:
@@ -446,7 +446,7 @@ def _map(descriptor: int, nbytes: int, sharing: int) -> int:
 
 
 def unmap(address: int, nbytes: int) -> None:
-    """Undo a mapping."""
+    """Remove a mapping."""
     _libc.munmap(address, nbytes)
 
 

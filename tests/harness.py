@@ -1,13 +1,13 @@
-"""Runs a function in several processes, with a deadline, and tells readably what went wrong in which of them.
+"""Run a function in several processes with a deadline, and report failures by rank.
 
 `run_ranks` starts new processes for one function. `RankPool` keeps its processes for many functions: use the
-fixtures `ranks2` and `ranks4` wherever no rank is killed and nothing about the process itself matters.
+fixtures `ranks2` and `ranks4` unless a rank is killed or the process itself is under test.
 
-A rank's function stands at the top level of a test module and begins
-`def body(rank: int, world_size: int, directory: Path, ...)`; `directory` is new for every call and the same for
-all ranks, its path is short enough for a Unix socket. Arguments and results travel as msgpack: numbers, text,
-bytes, lists, dicts; tuples arrive as lists. Warnings are errors in ranks, and so is what a rank leaves behind:
-open descriptors, threads, children, temporary directories, a default process group, an error in a thread.
+A rank's function is at the top level of a test module and starts with
+`def body(rank: int, world_size: int, directory: Path, ...)`. `directory` is new for every call, the same for all
+ranks, and its path is short enough for a Unix socket. Arguments and results are sent as msgpack: numbers, text,
+bytes, lists, dicts; tuples arrive as lists. In ranks warnings are errors, and so is everything that a rank leaves
+behind: descriptors, threads, children, temporary directories, a default process group, an error in a thread.
 """
 
 import contextlib
@@ -34,14 +34,14 @@ EXIT_S = 20.0
 
 
 class RankFailureError(AssertionError):
-    """At least one rank did not do what it should; the text shows each.
+    """At least one rank failed; the text shows each failure.
 
     Attributes:
-        failures: What happened, by rank.
+        failures: Text of each failure, by rank.
     """
 
     def __init__(self, what: str, world_size: int, failures: Mapping[int, str]) -> None:
-        """Compose the text from what happened to each rank."""
+        """Build the text from the failure of each rank."""
         parts = [f"{len(failures)} of {world_size} ranks failed: {what}"]
         parts += [f"--- rank {rank}: {text}" for rank, text in sorted(failures.items())]
         super().__init__("\n".join(parts))
@@ -62,18 +62,18 @@ def run_ranks(
     """Run `target(rank, world_size, directory, *args)` in `world_size` new processes.
 
     Args:
-        target: A function at the top level of a module that can be imported.
+        target: A function at the top level of an importable module.
         world_size: Number of processes.
-        args: What msgpack can hold.
-        timeout_s: Deadline. Ranks that run then are shown with their Python stacks and killed.
+        args: Arguments that msgpack supports.
+        timeout_s: Deadline in seconds. Ranks that still run are killed, and the failure shows their Python stacks.
         expect_dead: Ranks that must die without an answer; their result is None.
-        environ: Variables that differ from ours.
-        fresh: Start a new interpreter for each rank: costs more than a second of processor time each.
+        environ: Environment variables that differ from this process's.
+        fresh: Start a new interpreter for each rank, which costs more than a second of processor time each.
         check_leaks: Whether descriptors, threads, children and directories left by a rank are a failure.
-        while_running: Called here with the process ids, by rank, once all ranks were told to start.
+        while_running: Called in this process with the process ids by rank, once all ranks have been started.
 
     Returns:
-        What each rank returned, by rank.
+        The result of each rank, by rank.
 
     Raises:
         RankFailureError: A rank raised, died, did not answer in time, ended with an error, or left a process
@@ -92,7 +92,7 @@ def run_ranks(
 
 
 class RankPool:
-    """Processes that run one function after the other, each time with a new directory.
+    """Processes that run one function after another, each time with a new directory.
 
     After a failure the processes are killed, and the next `run` starts new ones. A context manager.
     """
@@ -105,9 +105,9 @@ class RankPool:
         fresh: bool = False,
         brief: bool = False,
     ) -> None:
-        """Make a pool of `world_size` processes, which start with the first `run`.
+        """Describe a pool of `world_size` processes, which start with the first `run`.
 
-        With `brief` they leave out the last part of their end where it concerns torch alone: `rank_main.end_briefly`.
+        With `brief` they skip the part of their exit that concerns torch alone; see `rank_main.end_briefly`.
         """
         self.world_size = world_size
         self._environ = dict(environ or {})
@@ -123,7 +123,7 @@ class RankPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let the processes end, and check how they do; after an error kill them."""
+        """End the processes and check how they end; kill them after an error."""
         if kind is None:
             self.close()
         else:
@@ -155,7 +155,7 @@ class RankPool:
             for process in self._processes:
                 process.forget_output()
                 job = {"target": name, "rank": process.number, "world_size": self.world_size, "args": args}
-                # A process that has died since the last run is found by `_collect`.
+                # `_collect` finds a process that has died since the last run.
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     send(process.channel, {**job, "directory": str(directory), "check_leaks": check_leaks})
             if while_running is not None:
@@ -193,7 +193,7 @@ class RankPool:
             raise RankFailureError("the end of the processes", self.world_size, failures)
 
     def kill(self) -> None:
-        """Kill every process, and what it left behind, now."""
+        """Kill every process and its descendants now."""
         while self._processes:
             self._processes.pop().release()
         if self._directory is not None:
@@ -239,7 +239,7 @@ def _collect(
 
 
 def _ready(processes: Iterable[RankProcess], deadline: float) -> list[RankProcess]:
-    """Return the processes that have answered or ended; none if `deadline` passed."""
+    """Return the processes that have answered or ended; none after `deadline`."""
     poll = select.poll()
     by_descriptor = {}
     for process in processes:
@@ -270,7 +270,7 @@ def _answer(process: RankProcess, deadline: float, is_expected_dead: bool) -> tu
 
 
 def _exit_problem(process: RankProcess, deadline: float, is_expected_dead: bool) -> str | None:
-    """Return what is wrong with the end of a process, or None."""
+    """Return what went wrong when a process ended, or None."""
     if not process.wait(deadline):
         return _with_output(process, f"hangs while it ends; it was here:\n{process.dump_stacks()}")
     if process.status != 0 and not is_expected_dead:
@@ -292,7 +292,7 @@ def _with_output(process: RankProcess, text: str) -> str:
 
 
 def _name_of(target: Callable[..., Any]) -> str:
-    """Return module:function; refuse what a rank could not import."""
+    """Return "module:function"; refuse a function that a rank could not import."""
     name = f"{target.__module__}:{target.__qualname__}"
     found = getattr(sys.modules.get(target.__module__), target.__name__, None)
     if found is not target or target.__module__ == "__main__":

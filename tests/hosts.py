@@ -1,4 +1,4 @@
-"""Four ranks on two hosts: two network namespaces joined by a cable, loopback does not reach from one to the other."""
+"""Run four ranks on two hosts: two network namespaces, each with its own loopback, joined by a virtual cable."""
 
 import json
 import os
@@ -19,7 +19,7 @@ ADDRESSES = ["10.77.0.1", "10.77.0.2"]
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 120.0
 
-# Two ranks in each namespace; the second namespace is that of the inner `unshare`.
+# Two ranks run in each namespace; the inner `unshare` creates the second.
 CABLE = """
 set -e
 ip link set lo up
@@ -62,7 +62,7 @@ def run_on_two_hosts(module: str, *words: str, dead: Collection[int] = ()) -> li
     try:
         output, _ = process.communicate(timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:
-        # The first shell may have gone, because its rank failed; the others are of its group of processes.
+        # The first shell may have ended because its rank failed; the others are in its process group.
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
     reports = [directory / f"report-{number}" for number in range(4)]
@@ -73,5 +73,5 @@ def run_on_two_hosts(module: str, *words: str, dead: Collection[int] = ()) -> li
 
 
 def report(directory: Path, rank: int, found: dict[str, Any]) -> None:
-    """Leave what a rank found for `run_on_two_hosts`."""
+    """Write a rank's result for `run_on_two_hosts`."""
     (directory / f"report-{rank}").write_text(json.dumps(found))

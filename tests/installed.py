@@ -1,7 +1,7 @@
-"""Runs the tests against the packages that are installed: `python -m tests.installed [what to give to pytest]`.
+"""Run the tests against the installed packages: `python -m tests.installed [arguments of pytest]`.
 
-The tests are copied to a directory in which the three packages are links to the installed ones: whatever a test
-imports, compiles or reads is what the wheel brought, and no checkout is in reach.
+The tests are copied to a directory in which the three packages are links to the installed ones. Everything that a
+test imports, compiles or reads then comes from the wheel, and no checkout is reachable.
 """
 
 import os
@@ -20,7 +20,7 @@ COPIED = (
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", ".pre-commit-config.yaml",
 )  # fmt: skip
 
-# Every test process begins like this one: in the copy, with the same path.
+# Every test process starts like this one: in the copy, with the same path.
 PROBE = """
 import sysconfig
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a process holds right now, and what it holds more than before: descriptors, threads, children, files."""
+"""Snapshots of what a process holds, to find leaks: descriptors, threads, children, files."""
 
 import gc
 import os
@@ -42,7 +42,7 @@ class Snapshot:
 
     @classmethod
     def take(cls) -> "Snapshot":
-        """Return what this process holds now."""
+        """Return a snapshot of this process."""
         return cls(
             descriptors=_descriptors(),
             threads=frozenset(threading.enumerate()),
@@ -54,7 +54,7 @@ class Snapshot:
         )
 
     def gpu_files(self) -> list[str]:
-        """Return the driver's files that are open."""
+        """Return the open files of the GPU driver."""
         return sorted(target for target in self.descriptors.values() if target.startswith("/dev/nvidia"))
 
 
@@ -64,10 +64,10 @@ def leaked_since(
     ignored_descriptors: Callable[[], Collection[int]] = tuple,
     ignored_children: Callable[[], Collection[int]] = tuple,
 ) -> list[str]:
-    """Return one line for each thing that this process holds now and did not hold `before`.
+    """Return one line for each resource that this process holds now and did not hold `before`.
 
-    Waits up to `GRACE_S` for it to go away. A daemon thread counts only if its name starts with
-    `TEMP_PREFIX`, a name in /dev/shm only if no process outside of our descendants has it mapped.
+    Waits up to `GRACE_S` for them to go away. A daemon thread counts only if its name starts with `TEMP_PREFIX`, a
+    name in /dev/shm only if no process outside of our descendants maps it.
     """
     deadline = time.monotonic() + GRACE_S
     while True:
@@ -79,7 +79,7 @@ def leaked_since(
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the live children of `pid`; zombies count: somebody forgot to wait for them."""
+    """Return the live children of `pid`. Zombies count: nobody has waited for them."""
     if pid == os.getpid() and not _has_children():
         return []
     running = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
@@ -87,7 +87,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def _has_children() -> bool:
-    """Ask the kernel: to look through /proc takes two milliseconds, for every test of every rank."""
+    """Ask the kernel whether there are children: searching /proc would take 2 ms for every test of every rank."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT | WAIT_ALL)
     except ChildProcessError:
@@ -97,7 +97,7 @@ def _has_children() -> bool:
 
 def _compare(before: Snapshot, now: Snapshot, descriptors: set[int], children: set[int]) -> list[str]:
     leaks = []
-    # The CUDA driver opens dozens of descriptors when it starts, and keeps them: nothing can be told apart then.
+    # The CUDA driver opens and keeps dozens of descriptors when it starts, so leaks cannot be told apart then.
     if before.gpu_files() == now.gpu_files():
         leaks = [
             f"descriptor {fd} -> {target}"
@@ -121,7 +121,7 @@ def _descriptors() -> dict[int, str]:
         try:
             found[int(entry)] = os.readlink(f"/proc/self/fd/{entry}")
         except FileNotFoundError:
-            continue  # the descriptor with which the directory itself was read
+            continue  # the descriptor that read the directory
     return found
 
 
@@ -134,7 +134,7 @@ def _names(directory: Path) -> list[str]:
 
 def _parent_of(pid: int) -> int:
     try:
-        # Not by a Path, which takes as long as the rest: there are hundreds of processes.
+        # Plain strings: with hundreds of processes, Path objects would double the time.
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
             stat = file.read()
     except (FileNotFoundError, ProcessLookupError):
@@ -150,9 +150,9 @@ def _command(pid: int) -> str:
 
 
 def _held_by_others(name: str) -> bool:
-    """Tell whether a process that is no descendant of ours maps /dev/shm/`name`: then it is not our leak."""
+    """Return whether a process outside of our descendants maps /dev/shm/`name`, so that it is not our leak."""
     try:
-        # By inode: glibc creates a semaphore under another name, which is the one that its mapping shows.
+        # Compare inodes: glibc creates a semaphore under another name, which its mapping still shows.
         inode = str((SHM / name).stat().st_ino)
     except FileNotFoundError:
         return True

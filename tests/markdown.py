@@ -1,4 +1,4 @@
-"""Reads the code blocks of Markdown files, and the programs that they make up."""
+"""Read the code blocks of Markdown files and join them to programs."""
 
 import dataclasses
 import re
@@ -18,11 +18,11 @@ class Block:
     """One fenced block.
 
     Attributes:
-        where: File and line, for texts.
+        where: File and line, for messages.
         line: Number of its first line of code.
-        language: What follows the fence, or "".
-        title: Its title, which readers of the site see: how it is run, or why it is not; or "".
-        code: What stands in it.
+        language: The word behind the fence, or "".
+        title: The title shown on the site, which says how the block is run or why it is not; or "".
+        code: Its text.
     """
 
     where: str
@@ -33,13 +33,13 @@ class Block:
 
     @property
     def reason(self) -> str | None:
-        """Why it is not run, or None."""
+        """Return why the block is not run, or None."""
         return self.title.removeprefix(NOT_RUN) if self.title.startswith(NOT_RUN) else None
 
 
 @dataclasses.dataclass(kw_only=True)
 class Program:
-    """Blocks of one page that are run one after the other, by so many ranks."""
+    """Blocks of one page that run one after another, on a given number of ranks."""
 
     where: str
     ranks: int
@@ -66,7 +66,7 @@ def blocks_of(path: Path, root: Path) -> list[Block]:
 
 
 def programs_of(blocks: list[Block]) -> list[Program]:
-    """Return the Python programs of a page: a block without a title goes on with the one before."""
+    """Return the Python programs of a page; a block without a title continues the previous one."""
     programs: list[Program] = []
     for block in blocks:
         if block.language != "python" or block.reason is not None:
@@ -78,7 +78,7 @@ def programs_of(blocks: list[Block]) -> list[Program]:
             raise ValueError(
                 f"{block.where}: the title says neither how to run it nor why not: {block.title!r}"
             )
-        # Lines keep their numbers: an error's trace points into the page.
+        # Keep line numbers, so that a traceback points into the page.
         source = programs[-1].source
         programs[-1].source = source + "\n" * (block.line - 1 - source.count("\n")) + block.code
     return programs

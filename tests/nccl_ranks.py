@@ -1,4 +1,4 @@
-"""NcclCommunicator on CPU tensors, over the stub of NCCL, in the ranks of a test."""
+"""NcclCommunicator on CPU tensors over a stub of NCCL, in the ranks of a test."""
 
 import ctypes
 import dataclasses
@@ -20,7 +20,7 @@ __all__ = ["FakeProgress", "HostStreams", "context_of", "nccl_world", "stub_of"]
 
 
 class HostStreams:
-    """Streams that are numbers and nothing else."""
+    """Streams that are plain numbers."""
 
     def __init__(self) -> None:
         self.number = 7
@@ -50,7 +50,7 @@ class HostStreams:
 
 
 class FakeProgress:
-    """Says that nothing is done while `stuck`."""
+    """Reports work as unfinished while `stuck`."""
 
     def __init__(self) -> None:
         self.stuck = False
@@ -64,12 +64,12 @@ class FakeProgress:
 
 
 def stub_of(library: NcclLibrary) -> ctypes.CDLL:
-    """Return the stub itself, with its knobs."""
+    """Return the stub library itself, with the functions that control it."""
     return ctypes.CDLL(library.path)
 
 
 def context_of(group: GroupCoordinator, **changes: Any) -> CommunicatorContext:
-    """Return what a device communicator of `group` is built from."""
+    """Return the context from which a device communicator of `group` is built."""
     context = CommunicatorContext(
         name=group.unique_name,
         rank_in_group=group.rank_in_group,

@@ -1,4 +1,4 @@
-"""Ports for tests, and who listens where."""
+"""Find free ports for tests, and the addresses on which a process listens."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ LISTEN = "0A"  # TCP_LISTEN of include/net/tcp_states.h, as /proc/net/tcp prints
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port of `host` that nobody uses now."""
+    """Return an unused port of `host`."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
@@ -18,7 +18,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def listening_addresses() -> list[str]:
-    """Return the addresses, without port, on which this process listens by TCP, each once, sorted."""
+    """Return the addresses, without ports, on which this process listens by TCP: unique and sorted."""
     inodes = _own_socket_inodes()
     found = set()
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
@@ -45,7 +45,7 @@ def _own_socket_inodes() -> set[str]:
 
 
 def _decoded(text: str, family: socket.AddressFamily) -> str:
-    """Decode an address of /proc/net: words of 32 bits in the byte order of the host."""
+    """Decode an address of /proc/net: 32-bit words in the host's byte order."""
     raw = bytes.fromhex(text)
     words = [raw[start : start + 4][::-1] for start in range(0, len(raw), 4)]
     return socket.inet_ntop(family, b"".join(words))

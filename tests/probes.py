@@ -1,4 +1,4 @@
-"""What a test may need that a machine may lack. The only reasons for which a test of this repository is skipped."""
+"""What a test may need and a machine may lack. Tests of this repository are skipped for no other reason."""
 
 import functools
 import importlib.util
@@ -15,12 +15,12 @@ __all__ = ["PROBES", "missing_gpus", "requires", "requires_gpus"]
 
 
 def requires_gpus(count: int) -> Any:
-    """Mark a test that needs `count` CUDA devices: `@requires_gpus(2)`; also for `pytestmark`."""
+    """Mark a test, or a module by `pytestmark`, that needs `count` CUDA devices: `@requires_gpus(2)`."""
     return pytest.mark.requires_gpus(count)
 
 
 def requires(probe: str) -> Any:
-    """Mark a test that needs the thing that `PROBES[probe]` looks for: `@requires("network_namespaces")`."""
+    """Mark a test that needs what `PROBES[probe]` looks for: `@requires("network_namespaces")`."""
     if probe not in PROBES:
         raise ValueError(f"no probe {probe!r}; there are {sorted(PROBES)}")
     return pytest.mark.requires(probe)
@@ -28,7 +28,7 @@ def requires(probe: str) -> Any:
 
 @functools.cache
 def missing_gpus(count: int) -> str | None:
-    """Return why fewer than `count` CUDA devices can be used, or None."""
+    """Return why fewer than `count` CUDA devices are usable, or None."""
     import torch
 
     if not torch.backends.cuda.is_built():
@@ -69,7 +69,7 @@ def _other_user() -> str | None:
 
 
 def _nccl() -> str | None:
-    """Look for the real libnccl, of the wheel; `make test-nccl` installs it."""
+    """Look for the real libnccl from its wheel; `make test-nccl` installs it."""
     found = importlib.util.find_spec("nvidia")
     folders = (found.submodule_search_locations or ()) if found is not None else ()
     if any((Path(folder) / "nccl" / "lib" / "libnccl.so.2").is_file() for folder in folders):

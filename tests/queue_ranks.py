@@ -1,4 +1,4 @@
-"""The two ends of a queue in different processes: how a reader gets its handle, and what its calls ended with."""
+"""Ends of a queue in different processes: pass on the handle, and record how calls ended."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -21,21 +21,21 @@ class Meeting:
     """Marks that processes leave for each other in a directory."""
 
     def __init__(self, directory: Path | str) -> None:
-        """Meet in `directory`."""
+        """Use `directory`."""
         self._directory = Path(directory)
 
     def mark(self, name: str, text: str = "") -> None:
-        """Leave a mark, which appears with its text in one step."""
+        """Leave a mark with a text, atomically."""
         new = self._directory / f".{name}"
         new.write_text(text)
         new.rename(self._directory / name)
 
     def has(self, name: str) -> bool:
-        """Tell whether the mark is there."""
+        """Return whether the mark exists."""
         return (self._directory / name).exists()
 
     def wait(self, name: str) -> str:
-        """Return the text of a mark when it is there."""
+        """Wait for a mark and return its text."""
         wait_until(lambda: self.has(name), f"the mark {name!r}", PATIENCE_S, poll_s=0.002)
         return (self._directory / name).read_text()
 
@@ -43,7 +43,7 @@ class Meeting:
 def offer(
     meeting: Meeting, readers: Sequence[int], ring_bytes: int = 1 << 20, writer: int = 0, **settings: Any
 ) -> QueueWriter:
-    """Create a queue named after its writer, and leave what its readers need."""
+    """Create a queue named after its writer, and publish what its readers need."""
     made = QueueWriter.create(
         f"steps:{writer}", readers, BroadcastSettings(ring_bytes=ring_bytes, **settings), writer=writer
     )
@@ -58,14 +58,14 @@ def take(meeting: Meeting, rank: int, writer: int = 0, timeout_s: float = PATIEN
 
 
 def blob(number: int, nbytes: int) -> np.ndarray:
-    """Return bytes that tell their number and their place."""
+    """Return bytes whose content depends on their number and position."""
     return (np.arange(nbytes, dtype=np.uint32) * 31 + number * 17 + (number >> 8)).astype(np.uint8)
 
 
 def ended_with(call: Callable[[], Any], until: Callable[[], bool] = lambda: False) -> dict[str, Any]:
-    """Call until an error of ours comes; return its kind, the ranks that it names, its text and when it came.
+    """Call until one of our errors is raised; return its kind, ranks, text and time.
 
-    Stops without an error, with the kind "over", when `until` is true after a call.
+    If `until` is true after a call, stop without an error and return the kind "over".
     """
     try:
         while True:

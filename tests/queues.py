@@ -1,4 +1,4 @@
-"""Queues inside one process, bare rings, and what is found of queues in the system."""
+"""Queues inside one process, bare rings, and the resources that queues hold in the system."""
 
 import mmap
 import os
@@ -40,7 +40,7 @@ def queue(
     warn_after_s: float = 60.0,
     writer: int = -1,
 ) -> Iterator[tuple[QueueWriter, list[QueueReader]]]:
-    """Make a queue to the ranks 0, 1 ... with both ends in this process."""
+    """Create a queue to ranks 0, 1 ... with both ends in this process."""
     settings = BroadcastSettings(wait=wait, ring_bytes=ring_bytes, warn_after_s=warn_after_s)
     with ExitStack() as stack:
         end = stack.enter_context(QueueWriter.create("steps", range(readers), settings, writer=writer))
@@ -51,7 +51,7 @@ def queue(
 
 
 def bare_ring(data_bytes: int = PAGE, readers: int = 1, generation: int = 7) -> mmap.mmap:
-    """Return private memory with a ring of `data_bytes` for records."""
+    """Return private memory formatted as a ring with `data_bytes` for records."""
     header = (192 + 64 * readers + PAGE - 1) // PAGE * PAGE
     memory = mmap.mmap(-1, header + data_bytes)
     _core.ring_format(memory, readers, generation)
@@ -61,7 +61,7 @@ def bare_ring(data_bytes: int = PAGE, readers: int = 1, generation: int = 7) -> 
 def fill(
     writer: QueueWriter, obj: Any, between: Callable[[], object] = lambda: None
 ) -> tuple[int, CommTimeoutError]:
-    """Send `obj`, and call `between`, until the ring is full; return how many fitted, and the error."""
+    """Send `obj` and call `between` until the ring is full; return the number of messages and the error."""
     sent = 0
     while True:
         try:
@@ -73,7 +73,7 @@ def fill(
 
 
 def memory_of(end: QueueWriter | QueueReader) -> mmap.mmap:
-    """Return the mapping of a queue's end, to do to it what only a broken peer would."""
+    """Return the mapping of a queue's end, to damage it as a broken peer would."""
     ring: Any = end._ring
     memory: mmap.mmap = ring._memory
     return memory
@@ -81,7 +81,7 @@ def memory_of(end: QueueWriter | QueueReader) -> mmap.mmap:
 
 @contextmanager
 def background(call: Callable[[], Any]) -> Iterator[list[Any]]:
-    """Run `call` on a thread meanwhile; gives the list into which its result, or its error, goes at the end."""
+    """Run `call` on a thread; yield a list that receives its result or error at the end."""
     outcome: list[Any] = []
 
     def run() -> None:
@@ -100,15 +100,15 @@ def background(call: Callable[[], Any]) -> Iterator[list[Any]]:
 
 
 def find_sockets() -> set[str]:
-    """Return the abstract addresses of ours that are bound in this network namespace."""
+    """Return our abstract addresses that are bound in this network namespace."""
     lines = Path("/proc/net/unix").read_text().splitlines()[1:]
     return {line.split()[-1] for line in lines if line.split()[-1].startswith(SOCKET_PREFIX)}
 
 
 def sockets_of(pid: int | str = "self") -> set[str]:
-    """Return the abstract addresses of ours whose sockets a process holds.
+    """Return our abstract addresses whose sockets a process holds.
 
-    Tests run side by side in one network namespace: what is bound there (`find_sockets`) may be another's.
+    Tests run in parallel in one network namespace, so `find_sockets` may return another test's.
     """
     targets = {target for _, target in descriptors_of(pid)}
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
@@ -120,7 +120,7 @@ def sockets_of(pid: int | str = "self") -> set[str]:
 
 
 def segments_of(pid: int | str = "self") -> list[str]:
-    """Return what of our shared memory a process holds: descriptors and mappings."""
+    """Return the descriptors and mappings of our shared memory that a process holds."""
     found = [
         line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "memfd:group-coord" in line
     ]
@@ -133,7 +133,7 @@ def segments_of(pid: int | str = "self") -> list[str]:
 
 
 def named_memory_of(pid: int | str = "self") -> set[str]:
-    """Return the files in /dev/shm that a process maps or holds open; what else stands there may be another's."""
+    """Return the files in /dev/shm that a process maps or holds open."""
     mapped = {
         line.split()[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/dev/shm/" in line
     }
@@ -141,7 +141,7 @@ def named_memory_of(pid: int | str = "self") -> set[str]:
 
 
 def descriptors_of(pid: int | str) -> list[tuple[str, str]]:
-    """Return the open descriptors of a process, each with what it refers to."""
+    """Return the open descriptors of a process, each with its target."""
     found = []
     for entry in os.listdir(f"/proc/{pid}/fd"):
         try:

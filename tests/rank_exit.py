@@ -1,7 +1,7 @@
-"""How the body of a rank, or of a child it forked, ends its process as a program does."""
+"""End a rank, or a child that it forked, as a program ends."""
 
 __all__ = ["RankExit"]
 
 
 class RankExit(SystemExit):
-    """Raised to end the process of a rank as `sys.exit` does; any other exception is only reported as a failure."""
+    """Raised to end a rank's process as `sys.exit` does; any other exception is reported as a failure."""

@@ -1,8 +1,8 @@
-"""The processes that `harness` starts: one server that has torch imported, and the ranks that it forks.
+"""The processes that `harness` starts: a server that has torch imported, and the ranks that it forks.
 
-Importing torch costs more than a second of processor time; a fork of a process that has it costs milliseconds.
-The server has one thread and never touches CUDA, so a fork of it is as good as a new interpreter. A rank that
-must be a new interpreter (`fresh`) is the same fork, which then replaces itself by one.
+Importing torch takes more than a second of processor time; forking a process that has it takes milliseconds. The
+server has one thread and never touches CUDA, so its forks behave like new interpreters. A rank that must be a new
+interpreter (`fresh`) is a fork that then executes one.
 """
 
 import contextlib
@@ -50,13 +50,13 @@ Message = dict[str, Any]
 
 
 def send(channel: socket.socket, message: Mapping[str, Any]) -> None:
-    """Send one message; blocks until the kernel took all of it."""
+    """Send one message; block until the kernel has taken all of it."""
     payload = msgspec.msgpack.encode(message)
     channel.sendall(LENGTH.pack(len(payload)) + payload)
 
 
 def receive(channel: socket.socket) -> Message | None:
-    """Return the next message, or None when the other side is gone; blocks for the socket's time-out."""
+    """Return the next message, or None if the other side is gone; block up to the socket's time-out."""
     header = _read(channel, LENGTH.size)
     payload = None if header is None else _read(channel, LENGTH.unpack(header)[0])
     return None if payload is None else msgspec.msgpack.decode(payload, type=Message)
@@ -79,16 +79,16 @@ def _read(channel: socket.socket, size: int) -> bytes | None:
 
 
 def serve(control: socket.socket) -> None:
-    """Fork ranks on request until the harness goes away."""
+    """Fork ranks on request until the harness disconnects."""
     _prctl(
         PR_SET_CHILD_SUBREAPER, 1
-    )  # what a rank leaves behind becomes our child, so we can count and reap it
+    )  # processes that a rank leaves behind become our children, so we can count and reap them
     for name in PRELOADED:
-        # A package that cannot be imported is the test's affair: the rank fails with the same error.
+        # Ignore a failed import: the rank fails with the same error.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # the ranks' collections then touch none of this, so its pages stay shared
+    gc.freeze()  # collections in ranks then leave these objects alone, so their pages stay shared
     send(control, {"ready": True})
     while (request := receive(control)) is not None:
         if "spawn" in request:
@@ -138,20 +138,20 @@ def _fork_rank(control: socket.socket, descriptor: int, spawn: Message) -> int:
 
 
 def end_briefly() -> None:
-    """Leave out the destructors of torch's static objects, which take more time than all else of a rank.
+    """Skip the destructors of torch's static objects, which take longer than everything else in a rank.
 
-    Python still ends as it does: threads are joined, exit functions run, modules and objects are destroyed. What is
-    left out comes after that, and only while no thread is left that could run into what is destroyed. Our cores have
-    no such objects (`tests/unit/test_harness.py`).
+    Python still exits normally: threads are joined, exit functions run, modules and objects are destroyed. The skipped
+    part follows, and is skipped only if no thread is left that could use what it destroys. Our native cores have no
+    such objects (`tests/unit/test_harness.py`).
     """
     if len(os.listdir("/proc/self/task")) == 1:
         libc = ctypes.CDLL(None)
         libc.fflush(None)
-        libc.on_exit(libc._exit, None)  # the exit function that comes last runs first, and gets the status
+        libc.on_exit(libc._exit, None)  # registered last, so it runs first; it gets the status
 
 
 def _reap_group(group: int) -> list[int]:
-    """Reap the dead of process group `group` and return [group] if some of it is still alive, else []."""
+    """Reap process group `group`; return [group] if a member is still alive, otherwise []."""
     while True:
         try:
             if os.waitpid(-group, os.WNOHANG)[0] == 0:
@@ -174,12 +174,12 @@ def _prctl(option: int, value: int) -> None:
 
 
 def run_jobs(channel: socket.socket, stacks: str) -> None:
-    """Run one function after the other, as the harness asks, until it goes away."""
+    """Run one function after another as the harness asks, until it disconnects."""
     sys.stdin = open(os.devnull)
     errors: list[str] = []
     _collect_hidden_errors(errors)
     faulthandler.enable()
-    # Never closed: a process that hangs while it ends can still be asked.
+    # Never closed, so that a process that hangs at exit can still be queried.
     descriptor = os.open(stacks, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
     faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True)
     with channel:
@@ -199,7 +199,7 @@ def _run(job: Message, errors: list[str]) -> Message:
         msgspec.msgpack.encode(reply)
     except RankExit:
         raise
-    except BaseException as error:  # a rank that exits from its body otherwise has failed too
+    except BaseException as error:  # any other exit from the body is a failure too
         return {"failure": _describe(error, job["target"])}
     gc.collect()
     if errors:
@@ -223,7 +223,7 @@ def _process_group_left() -> list[str]:
 
 
 def _describe(error: BaseException, target: str) -> str:
-    """Return the traceback, and the local variables of the last frame of the test's own file."""
+    """Return the traceback, and the local variables of the last frame in the test's own file."""
     text = "".join(traceback.format_exception(error)).rstrip()
     path = sys.modules[target.partition(":")[0]].__file__ if target.partition(":")[0] in sys.modules else None
     own: FrameType | None = None
@@ -244,7 +244,7 @@ def _describe(error: BaseException, target: str) -> str:
 
 
 def _collect_hidden_errors(errors: list[str]) -> None:
-    """Make errors in threads, in `__del__` and in callbacks count: Python only prints them."""
+    """Record errors in threads, `__del__` and callbacks, which Python only prints."""
 
     def unraisable(event: "sys.UnraisableHookArgs") -> None:
         trace = traceback.format_exception(event.exc_type, event.exc_value, event.exc_traceback)

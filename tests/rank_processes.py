@@ -1,4 +1,4 @@
-"""Starts, watches and ends the processes that run ranks; `harness` decides what they do."""
+"""Start, watch and end the processes that run ranks; `harness` decides what they do."""
 
 import atexit
 import contextlib
@@ -20,8 +20,7 @@ ROOT = Path(__file__).parent.parent
 SURVIVOR_GRACE_S = 2.0
 """How long a process that a rank started may outlive the rank."""
 
-# Four ranks share a few cores: more threads each would only take them from one another. One thread also keeps
-# the server fit to fork.
+# Four ranks share a few cores, so more threads would only compete. A single thread also keeps the server safe to fork.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -63,7 +62,7 @@ _PROCESSES: "set[RankProcess]" = set()
 
 
 def _server() -> _Server:
-    """Return the server of this process, started at first use."""
+    """Return the server of this process, starting it at first use."""
     if not _SERVERS:
         _SERVERS.append(_Server())
     return _SERVERS[0]
@@ -71,20 +70,20 @@ def _server() -> _Server:
 
 @atexit.register
 def stop_server() -> None:
-    """End the server; the next rank starts another one. Does nothing without a server."""
+    """End the server if there is one; the next rank starts another."""
     while _SERVERS:
         _SERVERS.pop().stop()
 
 
 def own_descriptors() -> set[int]:
-    """Return the descriptors that this module holds in this process: they are no test's leak."""
+    """Return the descriptors that this module holds; they are not leaks of a test."""
     return {server.channel.fileno() for server in _SERVERS} | {
         descriptor for process in _PROCESSES for descriptor in (process.pidfd, process.channel.fileno())
     }
 
 
 def own_children() -> set[int]:
-    """Return the children that this module holds: the server, which is the parent of all ranks."""
+    """Return the children of this module: the server, the parent of all ranks."""
     return {server.process.pid for server in _SERVERS}
 
 
@@ -92,16 +91,16 @@ class RankProcess:
     """One process that runs jobs until its channel closes.
 
     Attributes:
-        pid: Its process id, and the id of its process group and session.
-        pidfd: Readable when it has ended.
-        channel: Takes jobs, gives answers.
-        status: How it ended, as from `os.waitstatus_to_exitcode`; None while it runs.
+        pid: Its process id, which is also the id of its process group and session.
+        pidfd: A descriptor that is readable once it has ended.
+        channel: The socket for jobs and answers.
+        status: Its exit code, as from `os.waitstatus_to_exitcode`; None while it runs.
     """
 
     def __init__(
         self, number: int, directory: Path, environ: Mapping[str, str], *, fresh: bool, brief: bool
     ) -> None:
-        """Start it; `directory` gets its output and its stacks."""
+        """Start the process; its output and stacks go to `directory`."""
         self.number = number
         self.status: int | None = None
         self._log = directory / f"{number}.log"
@@ -116,11 +115,11 @@ class RankProcess:
         }
         with theirs:
             self.pid: int = _server().ask({"spawn": spawn}, theirs.fileno())["pid"]
-        self.pidfd = os.pidfd_open(self.pid)  # valid even if it has ended: only `reap` lets go of its pid
+        self.pidfd = os.pidfd_open(self.pid)  # valid even if it has ended: only `reap` frees its pid
         _PROCESSES.add(self)
 
     def wait(self, deadline: float) -> bool:
-        """Wait until it has ended or `time.monotonic()` reaches `deadline`; tell whether it has ended."""
+        """Wait until the process has ended or `time.monotonic()` reaches `deadline`; return whether it ended."""
         if self.status is None:
             poll = select.poll()
             poll.register(self.pidfd, select.POLLIN)
@@ -131,7 +130,7 @@ class RankProcess:
         return True
 
     def survivors_after(self, deadline: float) -> bool:
-        """Tell whether processes that it started outlive both it and `deadline`."""
+        """Return whether processes that it started outlive both it and `deadline`."""
         while _server().ask({"survivors": self.pid})["survivors"]:
             if time.monotonic() > deadline:
                 return True
@@ -139,14 +138,14 @@ class RankProcess:
         return False
 
     def release(self) -> None:
-        """Kill it and what it started, and forget it. Does nothing the second time."""
+        """Kill the process and its descendants, and forget it. Does nothing the second time."""
         if self not in _PROCESSES:
             return
         self.channel.close()
         if self.status is None:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
             self.wait(time.monotonic() + 60.0)
-        # While a member of the group is alive its id cannot be given to another group.
+        # The id of a process group is not reused while a member lives.
         while _server().ask({"survivors": self.pid})["survivors"]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -155,16 +154,16 @@ class RankProcess:
         _PROCESSES.discard(self)
 
     def forget_output(self) -> None:
-        """Empty the file that takes what it prints."""
+        """Empty the file with its output."""
         if self._log.exists():
             os.truncate(self._log, 0)
 
     def output(self) -> str:
-        """Return the end of what it printed."""
+        """Return the end of its output."""
         return _end_of(self._log)
 
     def dump_stacks(self) -> str:
-        """Return the Python stacks of all its threads, wherever they hang."""
+        """Return the Python stacks of all its threads, even if they hang."""
         if self.wait(time.monotonic()):
             return "(it has ended)"
         before = size = _size(self._stacks)

@@ -1,4 +1,4 @@
-"""A world and its group for the body of a rank, the ways in which a rank can wait, and what waiting ended with."""
+"""A world and its group for a rank's body, the ways in which a rank can wait, and how a wait ended."""
 
 import importlib
 import time
@@ -71,7 +71,7 @@ def new_group(group: GroupCoordinator, name: str = "tp", **settings: Any) -> Gro
 
 
 def outcome_of(call: Callable[[], Any]) -> dict[str, Any]:
-    """Return what `call` raised, as msgpack can hold it, and how long it took."""
+    """Return the error of `call` in a form that msgpack carries, and the time that it took."""
     start = time.monotonic()
     error: BaseException | None = None
     value = None
@@ -92,7 +92,7 @@ def outcome_of(call: Callable[[], Any]) -> dict[str, Any]:
 
 
 def meet(rank: int, ranks: Collection[int], directory: Path, place: str) -> None:
-    """Wait in files, beside all groups, until all of `ranks` have come to `place`."""
+    """Wait, through files and apart from all groups, until all of `ranks` have reached `place`."""
     (directory / f"{place}-{rank}").touch()
     wait_until(
         lambda: all((directory / f"{place}-{other}").exists() for other in ranks),
@@ -112,7 +112,7 @@ def refused(call: Any) -> bool:
 
 
 class ApartPool:
-    """Runs bodies in a pool's ranks, which take themselves to be on different hosts: everything goes over Gloo."""
+    """Run bodies in ranks that pretend to be on different hosts, so that everything uses Gloo."""
 
     def __init__(self, pool: RankPool) -> None:
         self._pool = pool
@@ -131,7 +131,7 @@ def _run_apart(rank: int, world_size: int, directory: Path, module: str, name: s
 
 
 class HostsPool:
-    """Runs bodies in a pool's ranks, which take themselves to be where `places` says, one name for each rank."""
+    """Run bodies in ranks that pretend to be on the hosts named in `places`, one for each rank."""
 
     def __init__(self, pool: RankPool, places: Sequence[str]) -> None:
         self._pool = pool
@@ -145,7 +145,7 @@ class HostsPool:
 def run_at(
     rank: int, world_size: int, directory: Path, places: list[str], module: str, name: str, *args: Any
 ) -> Any:
-    """Run a body in a rank that takes itself to be at `places[rank]`; for `run_ranks`."""
+    """Run a body in a rank that pretends to be on host `places[rank]`; for `run_ranks`."""
     place, fabric.place = fabric.place, lambda: places[rank]
     try:
         return getattr(importlib.import_module(module), name)(rank, world_size, directory, *args)

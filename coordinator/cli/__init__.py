@@ -8,9 +8,9 @@ from pathlib import Path
 
 __all__ = ["main"]
 
-# Beyond this a host is not what is being tried.
+# Upper limit of `--ranks`, far above the number of devices on one host.
 MOST_RANKS = 64
-# The contract of a device communicator by its calls, and what the host plane carries.
+# The parts of `check`: the calls of a device communicator, then those of the host plane.
 CHECKED = (
     *("all_gather", "all_gatherv", "gather", "broadcast", "all_reduce", "all_reduce_", "autograd"),
     *("reduce_scatter", "reduce_scatterv", "reduce_scatterv_into_output", "reduce", "scatter", "all_to_all"),
@@ -19,7 +19,7 @@ CHECKED = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit status: 0 if all is well, 1 if not, 2 for a wrong command line."""
+    """Run a command; return the exit status: 0 for success, 1 for a failure, 2 for a wrong command line."""
     options = _parser().parse_args(arguments)
     if options.command == "info":
         from coordinator.cli.info import show_info
@@ -39,22 +39,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m coordinator",
-        description="Parallel groups for LLM serving: see what is here, and try it.",
+        description="Parallel groups for LLM serving: inspect this installation, verify it, and try it out.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="{info,check,demo}")
-    info = commands.add_parser("info", help="versions, devices, libraries and the way that calls would take")
+    info = commands.add_parser("info", help="show versions, devices, libraries and the chosen algorithms")
     info.add_argument("--json", action="store_true", help="print one JSON object")
     info.add_argument(
-        "--no-start", action="store_true", help="do not start two ranks to see that groups work here"
+        "--no-start", action="store_true", help="skip the trial start of two ranks on this host"
     )
     for name, help_ in (
         ("check", "start ranks on this host and verify every collective; exit status 1 if one is wrong"),
-        ("demo", "start ranks on this host and show what a group can do, with times"),
+        ("demo", "start ranks on this host and show the calls of a group, with their times"),
     ):
         command = commands.add_parser(name, help=help_)
-        command.add_argument("-n", "--ranks", type=_ranks, default=2, help="how many (default: 2)")
+        command.add_argument("-n", "--ranks", type=_ranks, default=2, help="number of ranks (default: 2)")
         command.add_argument(
-            "--timeout", type=_seconds, default=600.0, help="give up after so many seconds (default: 600)"
+            "--timeout", type=_seconds, default=600.0, help="give up after this many seconds (default: 600)"
         )
         if name == "check":
             command.add_argument(
@@ -63,9 +63,9 @@ def _parser() -> argparse.ArgumentParser:
                 default=[],
                 choices=CHECKED,
                 metavar="PART",
-                help="such as all_reduce",
+                help="check only this part, such as all_reduce; may be repeated",
             )
-    # What `check` and `demo` start; of no use to anybody else.
+    # Internal: `check`, `demo` and `info` start their ranks with this command.
     rank = commands.add_parser("rank")
     rank.add_argument("job", choices=("check", "demo", "start-up"))
     rank.add_argument("--rank", type=int, required=True)
@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _ranks(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or not 1 <= int(text[:4]) <= MOST_RANKS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to {MOST_RANKS}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MOST_RANKS}")
     return int(text)
 
 
@@ -88,5 +88,5 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds <= 86400:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds up to a day")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds up to 86400, one day")
     return seconds

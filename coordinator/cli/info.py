@@ -1,4 +1,4 @@
-"""`python -m coordinator info`: what a bug report needs. Reports what fails instead of failing."""
+"""`python -m coordinator info`: the facts that a bug report needs. A failing query becomes a line of the report."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from shm_broadcast.errors import CommError
 __all__ = ["collect", "show_info"]
 
 PACKAGES: Final = ("group-coordinator", "torch", "pyzmq", "msgspec", "cuda-python", "cuda-bindings", "numpy")
-# Two interpreters that import torch take a few seconds on a busy host.
+# Deadline of the trial start. Two interpreters that import torch take a few seconds on a busy host.
 START_S: Final = 60.0
 GROUP_SIZES: Final = (2, 4, 8)
 SIZES: Final = (8 << 10, 256 << 10, 1 << 20, 16 << 20)
 
 
 def show_info(*, as_json: bool, tries: bool = True) -> int:
-    """Print what `collect` finds; return the exit status."""
+    """Print the report of `collect`; return the exit status."""
     found = collect(tries=tries)
     if as_json:
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
@@ -62,39 +62,39 @@ def _write(value: Any, indent: str) -> None:
 
 
 def collect(*, tries: bool = True) -> dict[str, Any]:
-    """Return everything by section, in what JSON can hold; with `tries` also how two ranks start here."""
+    """Return the report by section, as JSON types. With `tries`, start two ranks on this host and report that too."""
     settings = _try(CoordinatorSettings.from_env)
     drivers = _try(_drivers)
     return {
         "versions": {name: _version(name) for name in PACKAGES}
         | {
             "python": platform.python_version(),
-            "CUDA of torch": torch.version.cuda or "none (CPU build)",
+            "CUDA version of torch": torch.version.cuda or "none (CPU build)",
         },
         "host": {
             "system": f"{platform.system()} {platform.release()} on {platform.machine()}",
             "processors": f"{len(os.sched_getaffinity(0))} for this process, {os.cpu_count()} in all",
-            "reductions on the CPU": _core.level(),
+            "instruction set of CPU reductions": _core.level(),
         },
         "settings": _settings(settings),
-        "two ranks of this host": _start_up() if tries else "not tried",
+        "trial start of two ranks": _start_up() if tries else "skipped (--no-start)",
         "CUDA_VISIBLE_DEVICES": _visible(cuda_visible_devices(), drivers),
         "CUDA devices": _devices(drivers),
         "NCCL": _try(lambda: _nccl(settings)),
-        "all_reduce on the CPU, ranks of one host": {
+        "all_reduce on the CPU, all ranks on one host": {
             f"{size} ranks": {
                 _size(nbytes): _path(cpu.call_path("all_reduce", nbytes, size)) for nbytes in SIZES
             }
             for size in GROUP_SIZES
         },
-        "all_reduce on CUDA, if every rank has a device like the first": _cuda_paths(drivers, settings),
+        "all_reduce on CUDA, if all devices are like the first": _cuda_paths(drivers, settings),
     }
 
 
 def _try(
     question: Callable[[], Any], errors: tuple[type[Exception], ...] = (CommError, OSError, RuntimeError)
 ) -> Any:
-    """Return the answer, or in one line why there is none."""
+    """Return the answer, or the error as one line."""
     try:
         return question()
     except errors as error:
@@ -113,11 +113,11 @@ def _settings(settings: Any) -> Any:
         return settings
     default, given = CoordinatorSettings().agreed(), settings.agreed()
     changed = {name: value for name, value in given.items() if value != default.get(name)}
-    return {"fingerprint": settings.fingerprint(), "other than the defaults": changed}
+    return {"fingerprint": settings.fingerprint(), "changed from the defaults": changed}
 
 
 def _visible(text: str | None, drivers: Any) -> Any:
-    """Return what CUDA shows to this process, why it shows no more, and which names it could take."""
+    """Return the devices that CUDA shows, the entry at which the list ended, and all devices of the host."""
     if text is None:
         return "not set"
     shown = [_try(driver.uuid) for driver in drivers] if isinstance(drivers, list) else []
@@ -176,7 +176,7 @@ def _plugged_in() -> Any:
 
 
 def _start_up() -> list[str]:
-    """Start two ranks, create their groups, and return where the time went."""
+    """Start two ranks, create their groups, and return the lines of their start-up report."""
     from coordinator.cli.jobs import REPORT
     from coordinator.cli.local_ranks import run_job
 
@@ -187,11 +187,15 @@ def _start_up() -> list[str]:
             lines.extend((directory / REPORT).read_text(encoding="utf-8").splitlines())
 
     status = run_job("start-up", 2, START_S, collect=collect_report)
-    return lines if status == 0 else [*lines, "groups could not be created: see the error above"]
+    return lines if status == 0 else [*lines, "failed: the groups could not be created, see the error above"]
 
 
 def _drivers() -> list[Driver]:
-    """Return the driver of each device; an error says why CUDA cannot be used."""
+    """Return the driver of each device.
+
+    Raises:
+        CapabilityError: CUDA cannot be used; the text says why.
+    """
     from device_comm.cuda_driver import CudaDriver
 
     first = CudaDriver(0)
@@ -211,7 +215,7 @@ def _devices(drivers: Any) -> Any:
             "uuid": each.uuid,
             "bus": each.pci_bus_id,
             "driver": each.driver_version,
-            "memory for other processes": f"CUDA IPC {_yes(each.ipc)}, descriptors {_yes(each.vmm)}",
+            "memory sharing between processes": f"CUDA IPC {_yes(each.ipc)}, descriptors {_yes(each.vmm)}",
             "problems": dict(each.problems),
         }
         for index, each in enumerate(facts)
@@ -219,7 +223,7 @@ def _devices(drivers: Any) -> Any:
     matrix = [
         f"{index}: " + " ".join(_link(one, other) for other in facts) for index, one in enumerate(facts)
     ]
-    return {**devices, "access from a device (row) to another": matrix}
+    return {**devices, "access from one device (row) to another (column)": matrix}
 
 
 def _yes(value: bool) -> str:
@@ -247,7 +251,7 @@ def _cuda_paths(drivers: Any, settings: Any) -> Any:
     cuda = settings.cuda
     facts = probe(drivers[0])
     has_nvlink = all(link.native_atomics for uuid, link in facts.links.items() if uuid != facts.uuid)
-    # What memory would allow is told by the group; here the table decides.
+    # Only a group knows its free memory. Here all capacities equal the arena, so the policy table decides.
     room = Capacity(**dict.fromkeys(Capacity.__struct_fields__, cuda.arena_bytes))
     paths = {}
     for size in GROUP_SIZES:

@@ -1,4 +1,4 @@
-"""What the ranks of `check` and `demo` do. Rank 0 alone prints."""
+"""The work of the ranks of `check`, `demo` and `info`. Only rank 0 prints."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from coordinator.parallel_state import (
 __all__ = ["JOBS", "REPORT"]
 
 REPORT: Final = "start-up.txt"
-# From a decode step's activations to a prefill's.
+# Bytes per call, from the activations of a decode step to those of a prefill.
 SIZES: Final = (1 << 10, 8 << 10, 64 << 10, 1 << 20, 16 << 20)
-# Enough for a median, and 16 MiB of each take less than a second.
+# Calls per median. 21 calls of 16 MiB take less than a second.
 REPEATS: Final = 21
 
 
@@ -36,7 +36,7 @@ def check(rank: int, ranks: int, directory: Path, only: Sequence[str] = ()) -> i
         group.enable_broadcaster()
         say = _speaker(rank)
         say(
-            f"checking a group of {ranks} on {group.device}, tensors by {group.device_communicator.algorithm}"
+            f"checking a group of {ranks} on {group.device}, algorithm: {group.device_communicator.algorithm}"
         )
         failed = 0
         for name, part in {**_contract(group), **_host_parts(group)}.items():
@@ -49,18 +49,18 @@ def check(rank: int, ranks: int, directory: Path, only: Sequence[str] = ()) -> i
             except (testing.ConformanceError, _WrongResultError) as wrong:
                 text = str(wrong)
             took_ms = (time.perf_counter() - started) * 1e3
-            # All ranks go on together, and the exit status is the same on all.
+            # Exchange the findings, so that the exit status is the same on all ranks.
             wrongs = [each for each in group.all_gather_object(text) if each]
             failed += bool(wrongs)
             say(f"  {name:<28} {'WRONG' if wrongs else 'ok':<6} {took_ms:8.1f} ms")
             for each in dict.fromkeys(wrongs):
                 say(f"    {each}")
-        say(f"{failed} of the parts are wrong" if failed else "everything is right")
+        say(f"failed parts: {failed}" if failed else "all parts are correct")
         return 1 if failed else 0
 
 
 def _contract(group: GroupCoordinator) -> dict[str, Callable[[], None]]:
-    """Return the clauses of the contract of a device communicator, each of which all ranks check."""
+    """Return the parts of the conformance suite, which all ranks run together."""
     if group.world_size == 1:
         return {}
     communicator = group.device_communicator
@@ -74,7 +74,7 @@ def _contract(group: GroupCoordinator) -> dict[str, Callable[[], None]]:
 
 
 class _WrongResultError(Exception):
-    """Something came that nobody sent."""
+    """A call returned something else than was sent."""
 
 
 def _host_parts(group: GroupCoordinator) -> dict[str, Callable[[], None]]:
@@ -95,9 +95,9 @@ def _check_objects(group: GroupCoordinator) -> None:
     values: list[Any] = [None, True, -1, 2.5, "text", b"bytes", [1, (2, 3)], {"key": {"nested": [1]}}]
     for src in range(group.world_size):
         got = group.broadcast_object(values if group.rank_in_group == src else None, src)
-        _demand(got == values, f"broadcast_object from rank {src} gave {got!r}")
+        _demand(got == values, f"broadcast_object from rank {src} returned {got!r}")
     gathered = group.all_gather_object(group.rank_in_group)
-    _demand(gathered == list(range(group.world_size)), f"all_gather_object gave {gathered!r}")
+    _demand(gathered == list(range(group.world_size)), f"all_gather_object returned {gathered!r}")
 
 
 def _check_tensor_dicts(group: GroupCoordinator) -> None:
@@ -109,10 +109,11 @@ def _check_tensor_dicts(group: GroupCoordinator) -> None:
         elif group.rank_in_group == 1:
             got = group.recv_tensor_dict(src=0)
             _demand(
-                got is not None and torch.equal(got["hidden"], tensor), "recv_tensor_dict: other values came"
+                got is not None and torch.equal(got["hidden"], tensor),
+                "recv_tensor_dict returned wrong values",
             )
     back = group.broadcast_tensor_dict(sent if group.is_first_rank else None, 0)
-    _demand(back is not None and back["step"] == 7, f"broadcast_tensor_dict gave {back!r}")
+    _demand(back is not None and back["step"] == 7, f"broadcast_tensor_dict returned {back!r}")
 
 
 def _check_queue(group: GroupCoordinator) -> None:
@@ -122,7 +123,7 @@ def _check_queue(group: GroupCoordinator) -> None:
 
 
 def demo(rank: int, ranks: int, directory: Path, only: Sequence[str] = ()) -> int:
-    """Show the calls of a group with their times and the way they take."""
+    """Show the calls of a group with their times and algorithms."""
     del only
     say = _speaker(rank)
     started = time.perf_counter()
@@ -130,9 +131,10 @@ def demo(rank: int, ranks: int, directory: Path, only: Sequence[str] = ()) -> in
         group.enable_broadcaster()
         say(f"{group!r}")
         say(
-            f"joined and created in {(time.perf_counter() - started) * 1e3:.0f} ms; times are medians on rank 0\n"
+            f"joined the world and created the group in {(time.perf_counter() - started) * 1e3:.0f} ms; "
+            f"all times are medians on rank 0\n"
         )
-        say(f"{'all_reduce':<24}{'size':>9}{'time':>12}{'bandwidth':>14}   path")
+        say(f"{'all_reduce':<24}{'size':>9}{'time':>12}{'bandwidth':>14}   algorithm")
         for nbytes in SIZES:
             tensor = torch.ones(nbytes // 4, device=group.device)
             took_s = _median_s(group, lambda tensor=tensor: group.all_reduce(tensor))  # type: ignore[misc]
@@ -152,12 +154,14 @@ def demo(rank: int, ranks: int, directory: Path, only: Sequence[str] = ()) -> in
         for name, call in calls.items():
             say(f"{name:<33}{_median_s(group, call) * 1e6:>9.1f} us")
         if ranks > 1:
-            say("\nNow run `python -m coordinator check`, and read README.md for twenty lines of your own.")
+            say(
+                "\nNext: `python -m coordinator check` verifies every collective; README.md has a first program."
+            )
     return 0
 
 
 def start_up(rank: int, ranks: int, directory: Path, only: Sequence[str] = ()) -> int:
-    """Create a world and its groups, and leave rank 0's report of where the time went."""
+    """Create a world and its groups; rank 0 writes its start-up report to the directory."""
     del only
     with _World(rank, ranks, directory):
         layout = ParallelLayout(
@@ -184,7 +188,7 @@ def _size(nbytes: int) -> str:
 
 
 class _World:
-    """All ranks as one group, for the time of a job."""
+    """Context manager: the group of all ranks, for the duration of a job."""
 
     def __init__(self, rank: int, ranks: int, directory: Path) -> None:
         self._arguments = (ranks, rank, f"file://{directory}/rendezvous")
@@ -199,7 +203,7 @@ class _World:
 
 
 def _backend(ranks: int) -> str:
-    """Return the backend of the devices here: CUDA where every rank gets one of its own."""
+    """Return "nccl" if every rank can have its own CUDA device, else "gloo"."""
     return "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= ranks else "gloo"
 
 

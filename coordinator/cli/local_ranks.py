@@ -1,4 +1,4 @@
-"""Start the ranks of a command on this host, watch over them, and leave nothing behind."""
+"""Start the ranks of a command on this host, wait for them, and clean up."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["run_job", "run_rank"]
 
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.02
-# After a first failure the other ranks get this long to say what they saw.
+# After the first failure, the other ranks get this long to report theirs.
 GRACE_S = 3.0
-# Failures of those who merely noticed that another rank had one.
+# Errors by which a rank reports another rank's failure; the launcher prefers to show other errors.
 _CONSEQUENCES = (PeerLostError, GroupBrokenError, ClosedError)
 
 
 class _Failure(msgspec.Struct):
-    """What a rank leaves behind when it fails."""
+    """The file that a failing rank writes for the launcher."""
 
     text: str
     trace: str
@@ -43,14 +43,14 @@ def run_job(
     only: Sequence[str] = (),
     collect: Callable[[Path], None] | None = None,
 ) -> int:
-    """Run `job` on `ranks` processes of this host until they end; return the exit status.
+    """Run `job` in `ranks` processes on this host until they end; return the exit status.
 
     Args:
-        job: "check" or "demo".
-        ranks: How many.
-        timeout_s: When to give up.
-        only: Parts of the job; all without.
-        collect: Gets the directory that the ranks shared, before it goes.
+        job: A key of `jobs.JOBS`: "check", "demo" or "start-up".
+        ranks: Number of processes.
+        timeout_s: Deadline in seconds, after which the ranks are killed.
+        only: Parts of the job to run; empty for all.
+        collect: Called with the ranks' shared directory before it is removed.
     """
     children: dict[int, subprocess.Popen[bytes]] = {}
     previous = signal.signal(signal.SIGTERM, _leave)
@@ -74,15 +74,15 @@ def run_job(
 
 
 def run_rank(job: str, rank: int, ranks: int, directory: Path, launcher: int, only: Sequence[str]) -> int:
-    """Be one rank of a job."""
+    """Run one rank of a job; return its exit status. The process dies with the launcher."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it died before the line above
+    if os.getppid() != launcher:  # the launcher died before the line above
         return 1
     try:
         from coordinator.cli import jobs
 
         return jobs.JOBS[job](rank, ranks, directory, only)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the launcher tells it
+    except Exception as error:  # noqa: BLE001 - the launcher reports any error
         failure = _Failure(
             f"{type(error).__name__}: {error}",
             "".join(traceback.format_exception(error)),
@@ -97,7 +97,7 @@ def _start(job: str, rank: int, ranks: int, directory: Path, only: Sequence[str]
     command = [sys.executable, "-m", "coordinator", "rank", job, "--rank", str(rank), "--ranks", str(ranks)]
     command += ["--directory", str(directory), "--launcher", str(os.getpid())]
     command += [each for part in only for each in ("--only", part)]
-    # Ctrl-C reaches the launcher alone, which then ends the ranks.
+    # In their own sessions the ranks do not receive Ctrl-C; the launcher does, and kills them.
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # noqa: S603
 
 
@@ -107,7 +107,7 @@ def _leave(number: int, frame: object) -> None:
 
 
 def _watch(children: Mapping[int, subprocess.Popen[bytes]], timeout_s: float) -> dict[int, int | None]:
-    """Return the exit status of each rank; None for those that were still running when the time was up."""
+    """Return the exit status of each rank; None for those still running at the deadline."""
     end_s = time.monotonic() + timeout_s
     has_failed = False
     while True:
@@ -121,10 +121,10 @@ def _watch(children: Mapping[int, subprocess.Popen[bytes]], timeout_s: float) ->
 
 
 def _tell(codes: Mapping[int, int | None], directory: Path, timeout_s: float) -> int:
-    """Say what went wrong, if anything did; return the exit status."""
+    """Report a failure, if there was one, on stderr; return the exit status."""
     for rank, code in codes.items():
         if code is not None and code < 0:
-            _complain(f"rank {rank} was ended by {signal.Signals(-code).name}")
+            _complain(f"rank {rank} was killed by {signal.Signals(-code).name}")
             return 1
     failures = {}
     for rank in codes:
@@ -138,7 +138,7 @@ def _tell(codes: Mapping[int, int | None], directory: Path, timeout_s: float) ->
         return 1
     running = [rank for rank, code in codes.items() if code is None]
     if running and not any(codes.values()):
-        _complain(f"no end within {timeout_s:g} s (--timeout); still running: {_listed(running)}")
+        _complain(f"not finished within {timeout_s:g} s (--timeout); still running: {_listed(running)}")
         return 1
     return max(code or 0 for code in codes.values())
 

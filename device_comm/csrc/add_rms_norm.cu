@@ -1,11 +1,11 @@
-// residual + x, then RMSNorm, alone and behind a one-shot all-reduce by push: the same bits either way.
+// residual + x, then RMSNorm; alone, and fused behind a one-shot push all-reduce. Both give the same bits.
 //
-// The order of the norm's sum is a contract (DESIGN.md, "The order of the norm's sum"): 256 lanes, lane l adds the
-// squares of the elements of vectors l, l + 256, ... in order, and a tree joins the lanes. It depends on neither
-// grid nor threads. 256 threads run it best: one lane each.
+// The order of the norm's sum is a contract (DESIGN.md, "The order of the norm's sum"): of 256 lanes, lane l adds the
+// squares of the elements of vectors l, l + 256, ... in order, and a tree adds the lanes. The order does not depend on
+// the grid or the number of threads. 256 threads are the fastest, with one lane each.
 
 #if HAS(FAMILY_NORM)
-// Lanes 0 and 128, 1 and 129, ...; then 0 and 64, ...; at last 0 and 1. Every thread computes the whole tree.
+// Adds lanes 0 and 128, 1 and 129, ...; then 0 and 64, ...; finally 0 and 1. Every thread computes the whole tree.
 DEVICE float sum_of_lanes(const float* lanes) {
 #ifdef GC_HOST_BUILD
     float part[NORM_LANES];
@@ -24,14 +24,14 @@ DEVICE float sum_of_lanes(const float* lanes) {
 #pragma unroll
         for (u32 k = 0; k < half; ++k) part[k] = add_rn(part[k], part[k + half]);
     }
-    // Addition commutes, so both lanes of a pair get the sum of the lower one.
+    // Addition commutes, so both lanes of a pair get the same bits.
 #pragma unroll
     for (u32 half = 16; half; half /= 2) part[0] = add_rn(part[0], __shfl_xor_sync(0xFFFFFFFFu, part[0], half));
     return part[0];
 #endif
 }
 
-// Adds vector i of the residual, keeps the rounded sum, and adds its squares to `squares`, element by element.
+// Adds vector i of the residual, stores the rounded sum, and adds its squares to `squares`, element by element.
 DEVICE void add_residual(const Vector& x, const char* residual, char* residual_out, u64 i, float& squares) {
     float values[ELEMENTS], addend[ELEMENTS];
     unpack(x, values);
@@ -45,7 +45,7 @@ DEVICE void add_residual(const Vector& x, const char* residual, char* residual_o
     for (u32 e = 0; e < ELEMENTS; ++e) squares = add_rn(squares, multiply_rn(values[e], values[e]));
 }
 
-// The second pass over a row: each thread meets the vectors that it wrote itself.
+// The second pass over a row: each thread reads the vectors that it wrote itself.
 DEVICE void scale_row(const char* residual_out, const char* weight, char* out, u64 row, u32 hidden, float squares,
                       float eps) {
     const u32 row_vectors = hidden / ELEMENTS;
@@ -66,8 +66,8 @@ DEVICE void scale_row(const char* residual_out, const char* weight, char* out, u
     }
 }
 
-// hidden: a multiple of a vector's elements; all tensors aligned to 16 bytes. residual_out may be residual, out may
-// be in. A block does one row at a time.
+// hidden: a multiple of a vector's elements. All tensors are aligned to 16 bytes. residual_out may be residual, and out
+// may be in. A block handles one row at a time.
 KERNEL push_add_rms_norm(PARAMS, EACH(const void*) inputs, EACH(const void*) residuals, EACH(const void*) weights,
                          EACH(void*) outputs, EACH(void*) residual_outputs, u32 rows, u32 hidden, float eps) {
     OWN_PARAMS;

@@ -1,8 +1,8 @@
-// All-reduce, reduce-scatter and all-gather by push, all-reduce by pull. See kernel_base.cu for what they share.
+// Push all-reduce, reduce-scatter and all-gather, and pull all-reduce. kernel_base.cu holds what they share.
 
 // ---- push: sums ----------------------------------------------------------------------------------------------
 
-// A producer never sends the sentinel.
+// Replaces words that equal the sentinel, which must never be sent.
 DEVICE Vector sendable(Vector v) {
 #pragma unroll
     for (u32 w = 0; w < 4; ++w) {
@@ -15,7 +15,7 @@ DEVICE bool is_complete(const Vector& v) {
     return v.word[0] != SENTINEL && v.word[1] != SENTINEL && v.word[2] != SENTINEL && v.word[3] != SENTINEL;
 }
 
-// Waits for the vectors at `first + r * stride` of every peer r and clears them; `own` stands in its place.
+// Waits for the vectors at `first + r * stride` of every peer r and clears them; `own` is this rank's entry.
 DEVICE bool receive(const Params& p, Call& call, u64 first, u64 stride, const Vector& own,
                     Vector (&received)[WORLD_SIZE]) {
     Spin spin = {0, 0};
@@ -42,14 +42,14 @@ DEVICE bool receive(const Params& p, Call& call, u64 first, u64 stride, const Ve
     return true;
 }
 
-// To the same place at every peer.
+// Stores a vector at the same offset in every peer's workspace.
 DEVICE void push_to_all(const Params& p, u64 offset, const Vector& v) {
     const Vector sent = sendable(v);
 #pragma unroll
     for (u32 k = 1; k < WORLD_SIZE; ++k) st_relaxed_sys_v4(p.workspace[peer(p, k)] + offset, sent);
 }
 
-// Pushes vectors first, first + step, ... below `end` of `in`. Four at a time: their loads overlap.
+// Pushes vectors first, first + step, ... below `end` of `in`, four at a time so that their loads overlap.
 DEVICE void push_range(const Params& p, u64 slot, const char* in, u64 bytes, u64 first, u64 end, u64 step) {
     const u64 whole = end < bytes / 16 ? end : bytes / 16;
     u64 i = first;
@@ -64,7 +64,7 @@ DEVICE void push_range(const Params& p, u64 slot, const char* in, u64 bytes, u64
 }
 
 #if HAS(FAMILY_ONE_SHOT)
-// in and out: aligned to 16 bytes, may be the same. Every slot holds the whole input.
+// in and out: aligned to 16 bytes, may be equal. Every slot holds the whole input.
 KERNEL push_one_shot(PARAMS, EACH(const void*) inputs, EACH(void*) outputs, u64 count) {
     OWN_PARAMS;
     Call call = enter_push(p, PUSH_ONE_SHOT);
@@ -84,7 +84,7 @@ KERNEL push_one_shot(PARAMS, EACH(const void*) inputs, EACH(void*) outputs, u64 
 }
 #endif
 
-// Sends vector i of every peer's shard to that peer; the same thread later writes what comes back.
+// Sends vector i of every peer's shard to that peer. The same thread later stores the result that returns.
 DEVICE void scatter(const Params& p, const Call& call, const char* in, u64 shard_bytes, u64 bytes, u64 shard,
                     bool aligned) {
     for (u64 i = thread_index(); i < shard; i += all_threads()) {
@@ -104,8 +104,8 @@ DEVICE void scatter(const Params& p, const Call& call, const char* in, u64 shard
 }
 
 #if HAS(FAMILY_TWO_SHOT)
-// in and out: aligned to 16 bytes, may be the same. Shards are equal, with zeros behind the end of the tensor:
-// every rank waits for every other one in the first half, so whoever is missing is named, not who waits for it.
+// in and out: aligned to 16 bytes, may be equal. Shards are equal, padded with zeros: every rank waits for every other
+// rank in the first half, so a failure names the missing rank and not a rank that waits for it.
 KERNEL push_two_shot(PARAMS, EACH(const void*) inputs, EACH(void*) outputs, u64 count) {
     OWN_PARAMS;
     Call call = enter_push(p, PUSH_TWO_SHOT);
@@ -136,8 +136,8 @@ KERNEL push_two_shot(PARAMS, EACH(const void*) inputs, EACH(void*) outputs, u64 
 #endif
 
 #if HAS(FAMILY_SHARDS)
-// count: elements of the output. in: WORLD_SIZE shards of count elements one after the other. Both aligned to 16
-// bytes; a shard that is no multiple of 16 bytes is read element by element. out may be in's own shard.
+// count: elements of the output. in: WORLD_SIZE consecutive shards of count elements. Both are aligned to 16 bytes. Shards
+// that are not a multiple of 16 bytes are read element by element. out may be this rank's shard of in.
 KERNEL push_reduce_scatter(PARAMS, EACH(const void*) inputs, EACH(void*) outputs, u64 count) {
     OWN_PARAMS;
     Call call = enter_push(p, PUSH_REDUCE_SCATTER);
@@ -159,8 +159,8 @@ KERNEL push_reduce_scatter(PARAMS, EACH(const void*) inputs, EACH(void*) outputs
 // ---- push: all-gather ----------------------------------------------------------------------------------------
 
 #if HAS(FAMILY_SHARDS)
-// Raw data may hold any bits, the sentinel too: a flag of 32 bits travels with every 32 bits of data, in one access
-// of 64 bits, which is atomic.
+// Raw data may hold any bits, including the sentinel. Every 32 bits of data therefore travel with a 32-bit flag in one
+// atomic access of 64 bits.
 constexpr u64 FLAG = 1ull << 32;
 
 DEVICE Pairs load_raw(const unsigned char* in, u64 i, u64 bytes, bool aligned) {
@@ -215,8 +215,8 @@ DEVICE bool receive_raw(const Params& p, Call& call, u64 first, u64 stride, Pair
     return true;
 }
 
-// bytes: of each rank's part; out: the parts in rank order. Any alignment and any number of bytes, fast where in,
-// out and bytes are multiples of 8. in may be its own part of out.
+// bytes: size of each rank's part. out: the parts in rank order. Any alignment and size; fast if in, out and bytes are
+// multiples of 8. in may be this rank's part of out.
 KERNEL push_all_gather(PARAMS, EACH(const void*) inputs, EACH(void*) outputs, u64 bytes) {
     OWN_PARAMS;
     Call call = enter_push(p, PUSH_ALL_GATHER);
@@ -246,7 +246,8 @@ KERNEL push_all_gather(PARAMS, EACH(const void*) inputs, EACH(void*) outputs, u6
 // ---- pull ----------------------------------------------------------------------------------------------------
 
 #if HAS(FAMILY_PULL)
-// The counter belongs to the block and moves only when the block runs, so a flag is never far behind.
+// Each block counts its own barriers, and only when it runs. A peer's flag is therefore at most one barrier away, and
+// block_barrier may compare modulo 2^32.
 DEVICE Call enter_pull(const Params& p, u32 kernel) {
     wait_for_the_stream();
     Call call;
@@ -263,19 +264,19 @@ DEVICE void leave_pull(const Params& p, const Call& call) {
     if (threadIdx.x == 0) st_state(p, STATE_BARRIER_WORD + blockIdx.x, call.epoch);
 }
 
-// Meets the blocks of the same number on all ranks: what they wrote before is there, what they read is read.
+// Barrier between the blocks of the same index on all ranks: their earlier writes are visible, their reads are done.
 DEVICE void block_barrier(const Params& p, Call& call) {
     ++call.epoch;
     __syncthreads();
     const u64 line = blockIdx.x * FLAG_LINE_BYTES;
     for (u32 r = threadIdx.x; call.alive && r < WORLD_SIZE; r += blockDim.x) {
-        // SYNC flag->peers (release): behind everything that this block, or its stream before it, read or wrote.
+        // SYNC flag->peers (release): after all reads and writes of this block, and of earlier work on its stream.
         if (r != p.rank) st_release_sys(p.workspace[r] + line + p.rank * 4, call.epoch);
     }
     for (u32 r = threadIdx.x; call.alive && r < WORLD_SIZE; r += blockDim.x) {
         if (r == p.rank) continue;
         Spin spin = {0, 0};
-        // SYNC flag->peers (acquire): on the circle, and a peer may be at its next barrier already.
+        // SYNC flag->peers (acquire): compares modulo 2^32, as a peer may already be at its next barrier.
         while (static_cast<int>(ld_acquire_sys(call.own + line + r * 4) - call.epoch) < 0) {
             if (!may_wait(p, call, spin, 1u << r)) break;
         }
@@ -295,7 +296,7 @@ DEVICE Vector sum_of_peers(const u64 (&address)[WORLD_SIZE], u64 i, u64 bytes) {
     return sum_in_rank_order(v);
 }
 
-// A graph that is replayed before its inputs were exchanged finds zeros in its table: it says so, and reads nothing.
+// A graph that is replayed before its inputs were exchanged finds zeros in its table, reports it and reads nothing.
 DEVICE void check_registered(const Params& p, Call& call, const u64 (&address)[WORLD_SIZE]) {
     u32 missing = 0;
 #pragma unroll
@@ -308,7 +309,7 @@ DEVICE void check_registered(const Params& p, Call& call, const u64 (&address)[W
     }
 }
 
-// tables: the address of every rank's input, in device memory. out must not overlap the own input.
+// tables: the addresses of every rank's input, in device memory. out must not overlap this rank's input.
 KERNEL pull_one_shot(PARAMS, EACH(const u64*) tables, EACH(void*) outputs, u64 count) {
     OWN_PARAMS;
     Call call = enter_pull(p, PULL_ONE_SHOT);
@@ -322,12 +323,12 @@ KERNEL pull_one_shot(PARAMS, EACH(const u64*) tables, EACH(void*) outputs, u64 c
     for (u64 i = thread_index(); call.alive && i < vectors; i += all_threads()) {
         store(out, i, bytes, sum_of_peers(address, i, bytes));
     }
-    block_barrier(p, call);  // nobody reads our input any more: the stream may go on
+    block_barrier(p, call);  // no peer reads our input any more: the stream may continue
     leave_pull(p, call);
 }
 
-// out may be the own input. The second barrier also says that nobody reads the inputs any more; the results are
-// safe until the first barrier of the next pull.
+// out may be this rank's input. After the second barrier no rank reads the inputs any more. The results stay valid until
+// the first barrier of the next pull.
 KERNEL pull_two_shot(PARAMS, EACH(const u64*) tables, EACH(void*) outputs, u64 count) {
     OWN_PARAMS;
     Call call = enter_pull(p, PULL_TWO_SHOT);

@@ -1,13 +1,13 @@
-// The collectives, in steps. DESIGN.md has a table of what each moves.
+// The collectives as steps. DESIGN.md has a table of what each step moves.
 #include "call.hpp"
 
 namespace fabric {
 namespace {
 
-// Up to this size, of all ranks together, a rank reduces or copies what a call brings in some 10 us.
+// Up to this size, for all ranks together, a rank reduces or copies the data of a call in about 10 us.
 constexpr size_t kShortBytes = 128 << 10;
 
-// memcpy for pieces that may be empty, whose address may then be none.
+// memcpy for pieces that may be empty and then have a null address.
 void copy(unsigned char* to, const unsigned char* from, size_t bytes) {
     if (bytes > 0) std::memcpy(to, from, bytes);
 }
@@ -39,11 +39,11 @@ Call::Call(Fabric& fabric, Plan plan) : fabric_(fabric), plan_(std::move(plan)),
     steps_ = count_steps();
 }
 
-// Bytes of each piece that one step moves: the slot, or its share of a slot that holds a piece for each rank.
+// Bytes of each piece that one step moves: a whole slot, or a share of it if the slot holds a piece for each rank.
 size_t Call::step_bytes() const {
     const size_t slot = fabric_.slot_bytes();
     switch (plan_.kind) {
-        case Kind::kAllReduceTwoShot:  // a share for each rank, and the result of one
+        case Kind::kAllReduceTwoShot:  // a share for each rank, and this rank's result
             return slot / (fabric_.ranks() + 1) / kLine * kLine;
         case Kind::kReduceScatter:
         case Kind::kScatter: return slot / fabric_.ranks() / kLine * kLine;
@@ -60,7 +60,7 @@ uint64_t Call::count_steps() const {
         }
     }
     if (plan_.kind == Kind::kAllReduceTwoShot) {
-        // Each step moves one share of the data for every rank, and the results of the step before.
+        // Each step moves one share of the data for every rank, and the results of the previous step.
         const size_t round = chunk_ * fabric_.ranks();
         return (plan_.bytes + round - 1) / round + 1;
     }
@@ -77,7 +77,7 @@ Wait Call::run(uint64_t spin_ns, uint64_t until_ns) {
             disagrees_ = true;
             return Wait::kDone;
         }
-        // Where ranks move different amounts, all take as many steps as the one that needs most.
+        // If ranks move different amounts, all take as many steps as the rank that needs most.
         if (at_ == 0) {
             for (uint32_t r = 0; r < fabric_.ranks(); ++r) steps_ = std::max(steps_, fabric_.posted(r).steps);
         }
@@ -109,7 +109,7 @@ bool Call::all_agree() {
     return true;
 }
 
-// Whether each rank sends to each other what that one expects. All ranks look at all pairs, so all find the same.
+// Whether each rank sends to each other rank what that rank expects. All ranks check all pairs, so all agree.
 bool Call::all_match() {
     const uint32_t ranks = fabric_.ranks();
     const size_t offset = table_offset(fabric_);
@@ -157,12 +157,12 @@ void Call::publish() {
     }
 }
 
-// Whether the own piece goes through the slot too: it must be in one run, and is not so in an input of several rows.
+// Whether this rank's own piece goes through its slot too: it must be contiguous, but an input of several rows is not.
 bool Call::has_own_in_slot() const {
     return (plan_.kind == Kind::kReduceScatter || plan_.kind == Kind::kAllToAll) && plan_.columns.rows > 1;
 }
 
-// Puts the next piece for each rank into the slot, at a multiple of the piece's size.
+// Writes the next piece for each rank to the slot, at a multiple of the piece's size.
 void Call::publish_columns() {
     const bool with_own = has_own_in_slot();
     unsigned char* slot = fabric_.slot(fabric_.rank());
@@ -173,7 +173,7 @@ void Call::publish_columns() {
     }
 }
 
-// Puts the other ranks' shares of this round into the slot, and behind them the own result of the round before.
+// Writes the other ranks' shares of this round to the slot, followed by this rank's result of the previous round.
 void Call::publish_two_shot() {
     const uint32_t self = fabric_.rank(), ranks = fabric_.ranks();
     unsigned char* slot = fabric_.slot(self);
@@ -193,7 +193,7 @@ void Call::consume_two_shot() {
     }
 }
 
-// Combines `bytes` of every rank, in rank order: the own ones and those at `slot_offset` of the others' slots.
+// Combines `bytes` of every rank in rank order: this rank's at `own`, the others' at `slot_offset` of their slots.
 void Call::reduce_to(unsigned char* out, const unsigned char* own, size_t bytes, size_t slot_offset) {
     if (bytes == 0) return;
     for (uint32_t r = 0; r < fabric_.ranks(); ++r) {
@@ -202,7 +202,7 @@ void Call::reduce_to(unsigned char* out, const unsigned char* own, size_t bytes,
     plan_.kernel(out, inputs_.data(), fabric_.ranks(), bytes / plan_.element);
 }
 
-// Puts every rank's piece into the result.
+// Copies every rank's piece into the result.
 void Call::consume_columns() {
     for (uint32_t r = 0; r < fabric_.ranks(); ++r) {
         const size_t bytes = length(plan_.columns.bytes_of(r));
@@ -211,7 +211,7 @@ void Call::consume_columns() {
     }
 }
 
-// Takes the piece that the root has put into its slot for this rank.
+// Copies the piece for this rank from the root's slot.
 void Call::consume_scattered() {
     const uint32_t self = fabric_.rank();
     const size_t bytes = length(plan_.columns.bytes_of(self));
@@ -222,7 +222,7 @@ void Call::consume_scattered() {
     }
 }
 
-// Takes the piece that each rank has put into its slot for this one.
+// Copies the piece for this rank from each rank's slot.
 void Call::consume_exchanged() {
     const uint32_t self = fabric_.rank();
     for (uint32_t r = 0; r < fabric_.ranks(); ++r) {

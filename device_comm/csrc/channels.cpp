@@ -1,4 +1,4 @@
-// The table of channels for Python.
+// Python functions for the table of channels.
 #include <Python.h>
 
 #include "channels.hpp"
@@ -8,14 +8,14 @@ namespace {
 
 using channels::Table;
 
-// What every function's arguments begin with, the mapping and the number of ranks, and the ranks behind them.
+// The arguments of every function: the mapping, the number of ranks, then up to two ranks.
 class Arguments {
 public:
     ~Arguments() {
         if (has_view_) PyBuffer_Release(&view_);
     }
 
-    // Takes `given` ranks besides the mapping and the number of ranks; false with an exception.
+    // Reads the mapping, the number of ranks and `given` ranks; returns false with an exception set.
     bool take(const char* name, PyObject* const* args, Py_ssize_t count, Py_ssize_t given) {
         if (count != 2 + given) {
             PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, 2 + given, count);
@@ -61,14 +61,14 @@ PyObject* channel_table_bytes(PyObject*, PyObject* object) {
     return PyLong_FromSize_t(channels::table_bytes(static_cast<uint32_t>(ranks)));
 }
 
-// channel_claim(mapping, ranks, from, to) -> what it was: after CHANNEL_NONE it is the caller who makes it
+// channel_claim(mapping, ranks, from, to) -> previous state; after CHANNEL_NONE the caller must create the channel
 PyObject* channel_claim(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Arguments given;
     if (!given.take("channel_claim", args, count, 2)) return nullptr;
     return PyLong_FromLong(given.table().claim(given.rank[0], given.rank[1]));
 }
 
-// channel_made(mapping, ranks, from, to): behind a claim
+// channel_made(mapping, ranks, from, to): after a claim
 PyObject* channel_made(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Arguments given;
     if (!given.take("channel_made", args, count, 2)) return nullptr;
@@ -76,7 +76,7 @@ PyObject* channel_made(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
-// channel_failed(mapping, ranks, from, to): behind a claim; the next one may try again
+// channel_failed(mapping, ranks, from, to): after a claim; the other rank may try again
 PyObject* channel_failed(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Arguments given;
     if (!given.take("channel_failed", args, count, 2)) return nullptr;

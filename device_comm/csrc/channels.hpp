@@ -1,5 +1,5 @@
-// Which channels of a group there are: a word for each ordered pair of ranks, and one for each rank that has left.
-// No Python here, so that it also runs as threads under a sanitizer. DESIGN.md holds the layout.
+// The channels of a group: a word with the state of each ordered pair of ranks, and one per rank for having left.
+// No Python here, so that threads can run it under a sanitizer. DESIGN.md holds the layout.
 #pragma once
 
 #include <atomic>
@@ -10,29 +10,29 @@ namespace channels {
 
 inline constexpr uint32_t kMaxRanks = 256;
 
-// A channel that is not there is made by whichever of its two ranks needs it first.
+// A missing channel is created by the first of its two ranks that needs it.
 enum State : uint32_t { kNone = 0, kMaking = 1, kReady = 2 };
 
 inline size_t table_bytes(uint32_t ranks) {
     return sizeof(std::atomic<uint32_t>) * (static_cast<size_t>(ranks) * ranks + ranks);
 }
 
-// The table as one rank sees it, in memory that was zero at first.
+// The table as one rank sees it, in initially zeroed memory.
 class Table {
 public:
     Table(unsigned char* base, uint32_t ranks) : words_(reinterpret_cast<std::atomic<uint32_t>*>(base)), ranks_(ranks) {}
 
-    // Returns what the channel was: after kNone it is the caller who makes it.
+    // Returns the channel's previous state: after kNone the caller must create it.
     State claim(uint32_t from, uint32_t to) {
         uint32_t seen = kNone;
-        // SYNC channel->peer (acquire): who sees kReady sees the ring as it was laid out.
+        // SYNC channel->peer (acquire): a rank that sees kReady sees the initialised ring.
         word(from, to).compare_exchange_strong(seen, kMaking, std::memory_order_acquire, std::memory_order_acquire);
         return static_cast<State>(seen);
     }
 
-    // Says that the channel was made, or could not be.
+    // Marks a claimed channel as ready, or as missing if it could not be created.
     void settle(uint32_t from, uint32_t to, bool made) {
-        // SYNC channel->peer (release): behind the layout of the ring.
+        // SYNC channel->peer (release): after the ring was initialised.
         // SYNC ready->left (seq_cst): either we see that the peer has left, or it sees this channel and ends it.
         word(from, to).store(made ? kReady : kNone, std::memory_order_seq_cst);
     }
@@ -42,10 +42,10 @@ public:
         return static_cast<State>(words_[index(from, to)].load(std::memory_order_seq_cst));
     }
 
-    // Says that `rank` uses no channel any more; what it wrote can still be read.
+    // Marks `rank` as having left; what it wrote to its channels can still be read.
     void leave(uint32_t rank) { words_[rank].store(1, std::memory_order_seq_cst); }  // SYNC ready->left (seq_cst)
 
-    // Whether `rank` has left; asked behind `settle`.
+    // Whether `rank` has left; call it after `settle`.
     bool has_left(uint32_t rank) const {
         return words_[rank].load(std::memory_order_seq_cst) != 0;  // SYNC ready->left (seq_cst)
     }

@@ -1,4 +1,4 @@
-// The constants of the module: dtypes that have kernels, how a call stands, and its kinds.
+// The constants of the module: dtypes that have kernels, the statuses of a call and its kinds.
 #include <Python.h>
 
 #include "call.hpp"

@@ -1,4 +1,4 @@
-// The module `device_comm._core`: one object for the shared memory of a group and the call that is under way.
+// The module `device_comm._core`: an object for a group's shared region and the call in progress.
 #include <Python.h>
 #include <pthread.h>
 #include <sys/mman.h>
@@ -10,13 +10,13 @@
 namespace fabric {
 namespace {
 
-// A call polls and yields so long before it sleeps: what a sleep and a wake-up cost, many times over, as the others
-// usually come at once, and yielding leaves the core to whoever needs it.
+// A call polls and yields for this long before it sleeps. This is many times the cost of a sleep and a wake-up: peers
+// usually arrive at once, and yielding leaves the core to any thread that needs it.
 constexpr uint64_t kSpinNs = 200 * 1000;
-// A call returns to Python at least so often, which looks for signals, dead peers and the deadline.
+// A call returns to Python after this long, which checks for signals, dead peers and the deadline.
 constexpr uint64_t kFirstSliceNs = 50 * 1000 * 1000;
 
-uint64_t forks = 0;  // between the process that loaded this module and this one
+uint64_t forks = 0;  // forks between the process that loaded this module and this one
 
 void count_fork() { ++forks; }
 
@@ -51,7 +51,7 @@ PyObject* fabric_new(PyTypeObject* type, PyObject* args, PyObject*) {
         object->fabric = new (std::nothrow) Fabric(base, static_cast<size_t>(object->view.len), rank);
         if (object->fabric == nullptr) PyErr_NoMemory();
         if (object->fabric != nullptr && object->fabric->valid()) return self;
-        PyErr_SetString(PyExc_ValueError, "the mapping holds no fabric of this version with this rank");
+        PyErr_SetString(PyExc_ValueError, "the mapping holds no shared region of this version with this rank");
     }
     Py_DECREF(self);
     return nullptr;
@@ -64,16 +64,16 @@ PyObject* fabric_close(PyObject* self, PyObject* breaks) {
     if (is_failure < 0) return nullptr;
     if (object->is_closed) Py_RETURN_NONE;
     object->is_closed = true;
-    // A forked child must not wake its parent up for ever.
+    // A forked child must not close its parent's end.
     if (object->born == forks) object->fabric->close(is_failure != 0);
     if (!object->is_busy) release(object);
     Py_RETURN_NONE;
 }
 
-// Goes on with the call that is under way for at most `slice_ns`; returns its status.
+// Continues the call in progress for at most `slice_ns`; returns its status.
 long advance(Object* object, uint64_t spin_ns, uint64_t slice_ns) {
     object->is_busy = true;
-    // Where the others come at once, letting the GIL go and taking it again costs as much as meeting them.
+    // If the peers arrive at once, releasing and taking the GIL costs as much as the call itself.
     Wait wait = object->call->is_soon_done() ? object->call->run(0, 0) : Wait::kTime;
     if (wait == Wait::kTime) {
         Py_BEGIN_ALLOW_THREADS
@@ -95,7 +95,7 @@ long advance(Object* object, uint64_t spin_ns, uint64_t slice_ns) {
     return wait == Wait::kClosed ? kClosed : kPending;
 }
 
-// What a method returns: a status, or nullptr behind an exception.
+// The result of a method: a status, or nullptr with an exception set.
 PyObject* answer(long status) { return status < 0 ? nullptr : PyLong_FromLong(status); }
 
 }  // namespace
@@ -149,11 +149,11 @@ bool find_kernel(uint64_t type, uint64_t op, bool streaming, Plan* plan) {
 
 namespace {
 
-// Results from here on are written past the caches, which would otherwise read them first.
+// Results of this size or more bypass the caches, which would otherwise read the memory before the write.
 constexpr size_t kStreamingBytes = size_t{2} << 20;
 
-// Fresh memory costs a page fault per 4 KiB, 28 ms for 64 MiB, and 9 ms with huge pages. What has its pages already
-// is not touched, and a kernel without huge pages refuses.
+// Fresh memory costs a page fault per 4 KiB, 28 ms for 64 MiB, but 9 ms with huge pages. The advice does not affect
+// memory that has pages already; kernels without huge pages refuse it, which is ignored.
 constexpr size_t kHuge = size_t{2} << 20;
 
 void prefer_huge_pages(void* memory, size_t bytes) {
@@ -211,7 +211,7 @@ PyObject* fabric_broadcast(PyObject* self, PyObject* const* args, Py_ssize_t cou
 // Reads one width in bytes for each rank from a tuple.
 bool read_widths(PyObject* tuple, uint32_t ranks, uint64_t rows, Columns* columns) {
     if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != static_cast<Py_ssize_t>(ranks)) {
-        PyErr_SetString(PyExc_ValueError, "a tuple with one width for each rank is needed");
+        PyErr_SetString(PyExc_ValueError, "expected a tuple with one width for each rank");
         return false;
     }
     std::vector<size_t> widths(ranks);
@@ -223,14 +223,14 @@ bool read_widths(PyObject* tuple, uint32_t ranks, uint64_t rows, Columns* column
     return true;
 }
 
-// A hash of what must be equal on all ranks: FNV-1a over the widths and the rows.
+// FNV-1a hash of the widths and the rows, which must be equal on all ranks.
 uint64_t hash_of(const Columns& columns) {
     uint64_t hash = 0xcbf29ce484222325 ^ columns.rows;
     for (const size_t width : columns.widths) hash = (hash ^ width) * 0x100000001b3;
     return hash;
 }
 
-// move(kind, in, out, rows, widths, type, op, root) -> status. `widths`: of each rank's run of a row, in bytes.
+// move(kind, in, out, rows, widths, type, op, root) -> status. `widths`: bytes of each rank's run of a row.
 PyObject* fabric_move(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     Object* object = object_of(self);
     uint64_t head[4], tail[3];
@@ -273,7 +273,7 @@ PyObject* fabric_exchange(PyObject* self, PyObject* const* args, Py_ssize_t coun
     return answer(start(object, std::move(plan), code_of(Kind::kAllToAll, type, 0, 0)));
 }
 
-// resume(slice_ns) -> status of the call that is under way
+// resume(slice_ns) -> status of the call in progress
 PyObject* fabric_resume(PyObject* self, PyObject* slice) {
     Object* object = object_of(self);
     const uint64_t slice_ns = PyLong_AsUnsignedLongLong(slice);
@@ -325,7 +325,7 @@ PyMethodDef methods[] = {
 };
 
 PyGetSetDef attributes[] = {
-    {"number", fabric_number, nullptr, "Calls so far.", nullptr},
+    {"number", fabric_number, nullptr, "Number of calls begun so far.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 

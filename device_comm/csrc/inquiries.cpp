@@ -1,4 +1,4 @@
-// What can be asked of a call that is under way or was refused.
+// Queries about a call that is in progress or was refused.
 #include "object.hpp"
 
 namespace fabric {
@@ -15,7 +15,7 @@ PyObject* tuple_of(const uint64_t* values, uint32_t count) {
 
 }  // namespace
 
-// widths() -> for each rank (sent, received) if its present call is an exchange in its first step, else None
+// widths() -> for each rank (sent, received) if its current call is an exchange in its first step, else None
 PyObject* widths(PyObject* self, PyObject*) {
     Object* object = object_of(self);
     PyObject* list = PyList_New(0);
@@ -37,7 +37,7 @@ PyObject* widths(PyObject* self, PyObject*) {
     return list;
 }
 
-// missing() -> ranks that have not come to the present step
+// missing() -> ranks that have not posted the current step
 PyObject* missing(PyObject* self, PyObject*) {
     Object* object = object_of(self);
     PyObject* list = PyList_New(0);
@@ -55,7 +55,7 @@ PyObject* missing(PyObject* self, PyObject*) {
     return list;
 }
 
-// views() -> for each rank (number, code, count, detail) of its present call
+// views() -> for each rank (number, code, count, detail) of its current call
 PyObject* views(PyObject* self, PyObject*) {
     Object* object = object_of(self);
     PyObject* list = PyList_New(0);

@@ -1,8 +1,8 @@
-// The ground all kernels stand on: parameters, memory operations, number formats, entry, waiting and exit.
+// Shared by all kernels: parameters, memory operations, number formats, entry, waiting and exit.
 //
-// No header is included: NVRTC compiles this file with the ones behind it (kernels.py, FRAGMENTS) on machines
-// without a CUDA toolkit. Under GC_HOST_BUILD g++ compiles the same text, with the shim of the tests in front.
-// The protocol and its proof are in DESIGN.md, "Custom all-reduce on CUDA"; kernel_layout.py holds the same numbers.
+// No header is included: NVRTC compiles this file and the ones after it (kernels.py, FRAGMENTS) on machines without a
+// CUDA toolkit. Under GC_HOST_BUILD g++ compiles the same text behind the tests' shim. DESIGN.md, "Custom all-reduce
+// on CUDA", describes and proves the protocol. kernel_layout.py defines the same numbers.
 
 #if WORLD_SIZE < 2 || WORLD_SIZE > 8
 #error "WORLD_SIZE must be 2 to 8"
@@ -11,8 +11,8 @@
 #error "DTYPE must be 0 (float32), 1 (float16) or 2 (bfloat16)"
 #endif
 
-// One module holds one family of kernels, because compiling all of them at once takes three times as long as a
-// start may wait. Without FAMILY all are compiled.
+// A module holds one family of kernels, because compiling all families takes three times as long as a start may take.
+// Without FAMILY all are compiled.
 #define FAMILY_ONE_SHOT 1
 #define FAMILY_TWO_SHOT 2
 #define FAMILY_SHARDS 3
@@ -36,9 +36,9 @@ constexpr u32 STATE_BARRIER_WORD = MAX_BLOCKS;
 constexpr u32 STATE_POISONED_WORD = 2 * MAX_BLOCKS;
 constexpr u64 ABORT_OFFSET = 32;
 constexpr u32 SENTINEL = 0xFFFFFFFFu;
-constexpr u32 SENTINEL_SENT_AS = 0x7FFF7FFFu;  // also a NaN, or two
+constexpr u32 SENTINEL_SENT_AS = 0x7FFF7FFFu;  // also one or two NaNs
 constexpr u32 NORM_LANES = 256;
-// About 0.7 ms of an H100's polls of its own memory: rare enough that the read over PCIe costs nothing.
+// About 0.7 ms when an H100 polls its own memory, so that the read over PCIe after this many polls costs nothing.
 constexpr u32 POLLS_PER_CHECK = 1024;
 #if DTYPE == 0
 typedef u32 Element;
@@ -78,8 +78,8 @@ struct alignas(16) Pairs {
     u64 pair[2];
 };
 
-// How a kernel is declared. EMULATE: all ranks in one launch on one GPU, blockIdx.y is the rank, and every
-// argument that differs between ranks comes as a table in device memory.
+// Declaration of a kernel. With EMULATE one launch on one GPU runs all ranks: blockIdx.y is the rank, and every argument
+// that differs between ranks is a table in device memory.
 #ifdef GC_HOST_BUILD
 #define KERNEL static void
 #define __grid_constant__
@@ -95,7 +95,7 @@ struct alignas(16) Pairs {
 #define EACH(type) type const*
 #define OWN(argument) (argument)[blockIdx.y]
 #else
-// Read where the launch put it: an index known only at run time needs no copy in local memory.
+// A __grid_constant__ is read in place: indexing it at run time needs no copy in local memory.
 #define PARAMS const __grid_constant__ Params params
 #define OWN_PARAMS const Params& p = params
 #define EACH(type) type
@@ -103,7 +103,7 @@ struct alignas(16) Pairs {
 #endif
 
 // ---- memory --------------------------------------------------------------------------------------------------
-// A 16-byte access is not atomic: it is four of 32 bits, or two of 64, in any order.
+// A 16-byte access is not atomic: it acts as four accesses of 32 bits or two of 64 bits, in any order.
 
 #ifndef GC_HOST_BUILD
 DEVICE u64 as_global(const void* address) { return __cvta_generic_to_global(address); }
@@ -166,19 +166,19 @@ DEVICE void st_relaxed_sys_u64(u64 address, u64 value) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
-// SYNC flag->peers (acquire): for block_barrier, which says what is behind the flag.
+// SYNC flag->peers (acquire): used by block_barrier, which says what the flag orders.
 DEVICE u32 ld_acquire_sys(u64 address) {
     u32 value;
     asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
     return value;
 }
 
-// SYNC flag->peers (release): for block_barrier, which says what is behind the flag.
+// SYNC flag->peers (release): used by block_barrier, which says what the flag orders.
 DEVICE void st_release_sys(u64 address, u32 value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// SYNC clear->push (release), for enter(), which says between whom; the same fence is the other end.
+// SYNC clear->push (release): used by enter_push(), which says what it orders; the same fence is the acquire end.
 DEVICE void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 DEVICE u64 globaltimer() {
@@ -195,8 +195,8 @@ DEVICE void count_up(u32* counter, u32 by) { atomicAdd(counter, by); }
 
 DEVICE void spin_hint() {}
 
-// Does nothing unless the launch allowed it to begin before the kernel in front of it has ended. Then it waits
-// until that one has ended and its writes are there: what follows may take stream order for granted.
+// With programmatic dependent launch a kernel may begin before the previous one on the stream has ended. This waits until
+// that kernel has ended and its writes are visible, so the code after it can rely on stream order. Otherwise a no-op.
 DEVICE void wait_for_the_stream() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -236,7 +236,7 @@ DEVICE float element_of(u16 bits) {
 #endif
 }
 
-// Rounds to nearest even; every NaN becomes 0x7FFF.
+// Rounds to nearest, ties to even; every NaN becomes 0x7FFF.
 DEVICE u32 rounded(float value) {
 #if DTYPE == 1
     u32 bits = half_of(value);
@@ -259,7 +259,7 @@ DEVICE void unpack(const Vector& v, float (&values)[ELEMENTS]) {
     }
 }
 
-// One rounding to the element type. NaNs get one pattern, so that no result is the sentinel and all ranks agree.
+// Rounds once to the element type. All NaNs get one pattern, so that no result is the sentinel and all ranks agree.
 DEVICE Vector pack(const float (&values)[ELEMENTS]) {
     Vector v;
 #pragma unroll
@@ -273,7 +273,7 @@ DEVICE Vector pack(const float (&values)[ELEMENTS]) {
     return v;
 }
 
-// The sum in rank order 0, 1, ..., in float32. A first addend of its own instead of 0 keeps -0.
+// The float32 sum in rank order 0, 1, ... It starts from the first addend instead of 0, which keeps -0.
 DEVICE Vector sum_in_rank_order(const Vector (&inputs)[WORLD_SIZE]) {
     float total[ELEMENTS];
     unpack(inputs[0], total);
@@ -289,10 +289,10 @@ DEVICE Vector sum_in_rank_order(const Vector (&inputs)[WORLD_SIZE]) {
 
 // ---- tensors -------------------------------------------------------------------------------------------------
 
-// Vectors of a tensor: at least one, because a launch that moved nothing would not hold the ranks together.
+// Vectors of a tensor: at least one, because a launch that moves nothing would not synchronize the ranks.
 DEVICE u64 vectors_of(u64 bytes) { return bytes ? (bytes + 15) / 16 : 1; }
 
-// Vector i of `bytes` bytes, zeros behind the end. `aligned`: base is a multiple of 16, else of an element.
+// Vector i of a tensor of `bytes` bytes, padded with zeros. `aligned`: base is a multiple of 16, else of an element.
 DEVICE Vector load(const char* base, u64 i, u64 bytes, bool aligned) {
     const u64 at = i * 16;
     if (aligned && at + 16 <= bytes) return ld_vector(base + at);
@@ -306,7 +306,7 @@ DEVICE Vector load(const char* base, u64 i, u64 bytes, bool aligned) {
     return {{static_cast<u32>(low), static_cast<u32>(low >> 32), static_cast<u32>(high), static_cast<u32>(high >> 32)}};
 }
 
-// What lies behind the end is dropped.
+// Stores vector i of a tensor of `bytes` bytes; drops what exceeds its end.
 DEVICE void store(char* base, u64 i, u64 bytes, const Vector& v) {
     const u64 at = i * 16;
     if (at + 16 <= bytes) {
@@ -326,7 +326,7 @@ DEVICE void store(char* base, u64 i, u64 bytes, const Vector& v) {
 struct Call {
     u32 kernel;
     u32 epoch;   // push: number of this launch; pull: number of the block's last barrier
-    bool alive;  // false: this communicator has failed; do nothing more, but meet the block's threads
+    bool alive;  // false: this communicator has failed; the thread only takes part in __syncthreads
     u64 own;     // own workspace
     u64 arena;   // push: offset of this launch's arena in every workspace
 };
@@ -343,7 +343,7 @@ DEVICE void st_state(const Params& p, u32 word, u32 value) {
 }
 DEVICE u64 thread_index() { return static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x; }
 DEVICE u64 all_threads() { return static_cast<u64>(gridDim.x) * blockDim.x; }
-// The k-th peer behind this rank: so the ranks do not all write to rank 0 first.
+// The k-th peer after this rank, so that the ranks do not all write to rank 0 first.
 DEVICE u32 peer(const Params& p, u32 k) {
     const u32 r = p.rank + k;
     return r < WORLD_SIZE ? r : r - WORLD_SIZE;
@@ -357,13 +357,13 @@ DEVICE Call enter_push(const Params& p, u32 kernel) {
     call.alive = ld_relaxed_sys(state_word(p, STATE_POISONED_WORD)) == 0;
     call.own = p.workspace[p.rank];
     call.arena = FLAGS_BYTES + (call.epoch & 1) * p.arena_bytes;
-    // SYNC clear->push (release): what our launch before this one cleared comes before what this one pushes,
-    // SYNC clear->push (acquire): and what peers cleared before they pushed to our last launch before it, too.
+    // SYNC clear->push (release): what our previous launch cleared is ordered before what this launch pushes;
+    // SYNC clear->push (acquire): so is what peers cleared before they pushed to our previous launch.
     fence_acq_rel_sys();
     return call;
 }
 
-// All blocks hold the same epoch, also those that this grid did not launch.
+// Keeps the epochs of all blocks equal, including those that are not in this grid.
 DEVICE void leave_push(const Params& p, const Call& call) {
     __syncthreads();
     if (threadIdx.x == 0) st_state(p, blockIdx.x, call.epoch + 1);
@@ -372,7 +372,7 @@ DEVICE void leave_push(const Params& p, const Call& call) {
     }
 }
 
-// The first thread of this rank that fails says why, in one 64-bit word: the host never sees half of it.
+// The first thread of this rank that fails reports why, in one 64-bit word, so the host never sees half of it.
 DEVICE void report(const Params& p, const Call& call, Reason reason, u32 missing) {
     if (!first_to_set(state_word(p, STATE_POISONED_WORD))) return;
     u32 lowest = 0;
@@ -381,7 +381,7 @@ DEVICE void report(const Params& p, const Call& call, Reason reason, u32 missing
     st_relaxed_sys_u64(p.error, static_cast<u64>(call.epoch) << 32 | low);
 }
 
-// Called between two polls; `missing` is the mask of the ranks that are waited for.
+// Called between two polls; returns whether to poll again. `missing`: mask of the ranks that the thread waits for.
 DEVICE bool may_wait(const Params& p, Call& call, Spin& spin, u32 missing) {
     spin_hint();
     if (++spin.polls % POLLS_PER_CHECK) return true;

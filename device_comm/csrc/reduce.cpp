@@ -1,4 +1,4 @@
-// Chooses, once, the widest level that the processor and the kernel of the system support.
+// Chooses once the widest level that the processor and the operating system support.
 
 #include "reduce.hpp"
 
@@ -18,7 +18,7 @@ struct Levels {
 
     Levels() {
 #ifdef REDUCE_X86_LEVELS
-        // These ask the system too (XGETBV), not the processor alone.
+        // These builtins check the operating system's support too (XGETBV), not only the processor's.
         __builtin_cpu_init();
         const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
         if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

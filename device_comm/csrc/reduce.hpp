@@ -1,12 +1,11 @@
-// Reductions of CPU tensors: the elements of several ranks, combined in rank order in one pass.
+// Reductions of CPU tensors: combine the elements of several ranks in rank order in one pass.
 //
-// The result is that of device_comm/reduction.py and has the same bits at every level, for every length and
-// alignment: only the values decide. What torch leaves to chance is fixed here:
-//   - of two NaN that meet in a sum or product the later rank's stays, quieted;
-//   - a bf16 result that is NaN is 0xffff, an f16 one keeps its sign and the top of its payload.
+// The result equals that of device_comm/reduction.py and has the same bits at every level and for every length and
+// alignment: it depends on the values only. Cases that torch leaves open are defined here:
+//   - if both operands of a sum or product are NaN, the result is the later rank's NaN, quieted;
+//   - a NaN result is 0xffff in bf16; in f16 it keeps its sign and the upper bits of its payload.
 //
-// Nothing here blocks, allocates, throws or calls the system. Rounding mode: to nearest, as every thread has it
-// unless somebody changed it.
+// Nothing here blocks, allocates, throws or makes system calls. The rounding mode must be the default, to nearest.
 
 #pragma once
 
@@ -15,7 +14,7 @@
 
 namespace reduce {
 
-// The values are what callers outside of C++ pass: add at the end only.
+// Python passes these values: add new ones at the end only.
 enum class Op : std::uint8_t { kSum, kMean, kProduct, kMin, kMax };
 inline constexpr std::size_t kOps = 5;
 
@@ -42,24 +41,24 @@ enum class Type : std::uint8_t {
 };
 inline constexpr std::size_t kTypes = 19;
 
-// Combine `elements` elements of each of `ranks` >= 1 inputs. No pointer need be aligned. `out` is the address of
-// one of the inputs or overlaps none.
+// Combines `elements` elements of each of `ranks` >= 1 inputs. No pointer needs alignment. `out` equals one of the inputs
+// or overlaps none.
 using Kernel = void (*)(void* out, const void* const* inputs, std::size_t ranks, std::size_t elements);
 
-// The kernel for this machine, or nullptr where the operation has no meaning for the type (or either is unknown).
+// The kernel for this machine, or nullptr if the operation is undefined for the type or either is unknown.
 Kernel kernel(Op op, Type type);
 
-// The same, writing past the caches, for results that are larger than they are. The stores are complete (fenced)
-// on return, so a flag that is released afterwards covers them.
+// The same kernel with stores that bypass the caches, for results larger than them. The stores are fenced before it
+// returns, so a flag that is released afterwards orders them.
 Kernel kernel_streaming(Op op, Type type);
 
 // Bytes of one element; 0 for an unknown type.
 std::size_t element_bytes(Type type);
 
-// "avx512", "avx2", "baseline" or "neon": what kernel() chooses from here.
+// The level that kernel() uses on this machine: "avx512", "avx2", "baseline" or "neon".
 const char* level();
 
-// For tests: the kernel of a named level, or nullptr where this machine or build has no such level.
+// For tests: the kernel of a named level, or nullptr if this machine or build lacks the level.
 Kernel kernel_at(Op op, Type type, const char* level, bool streaming = false);
 
 }  // namespace reduce

@@ -1,7 +1,7 @@
 // The kernels for AVX2 with F16C. Only the dispatch may call them.
 
-// Before the pragma: a function of the library that is compiled for this level here could be the copy of it
-// that the linker keeps for all.
+// Include the standard library before the pragma: the linker keeps one copy of each of its inline functions, which must
+// not be one that is compiled for this level.
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>

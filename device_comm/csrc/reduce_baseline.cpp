@@ -1,4 +1,4 @@
-// The level that every machine of the architecture has: SSE2 on x86-64, NEON on aarch64.
+// The level that every machine of the architecture supports: SSE2 on x86-64, NEON on aarch64.
 
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -1,7 +1,7 @@
-// How the elements of each type become the lanes in which they are combined, and come back.
+// Convert the elements of each type to the lanes in which they are combined, and back.
 //
-// A format loads kBytes of a tensor as a Unit of kParts vectors of Lane, and stores such a Unit. It names how its
-// lanes are combined: as floating numbers, as integers, as truth values, as pairs that are complex numbers.
+// A format loads kBytes of a tensor as a Unit of kParts vectors of Lane, and stores a Unit. Its kKind says how to combine
+// lanes: as floating-point numbers, integers, truth values, or pairs that are complex numbers.
 
 #pragma once
 
@@ -17,7 +17,7 @@ struct UnitOf {
     V part[parts];
 };
 
-// f32, f64 and the integers: combined as they are. Pairs of f32 or f64 too.
+// f32, f64, the integers, and pairs of f32 or f64: combined without conversion.
 template <typename LaneType, Kind kind>
 struct Plain {
     using Lane = LaneType;
@@ -30,7 +30,7 @@ struct Plain {
     static void store(char* to, Unit unit, bool streaming) { put(to, unit.part[0], streaming); }
 };
 
-// Any byte but 0 is true; a result is 0 or 1.
+// Any nonzero byte is true; a result is 0 or 1.
 struct Truth {
     using Lane = std::uint8_t;
     static constexpr Kind kKind = Kind::kTruth;
@@ -43,7 +43,7 @@ struct Truth {
     static void store(char* to, Unit unit, bool streaming) { put(to, unit.part[0], streaming); }
 };
 
-// The upper half of an f32. Even and odd elements go to a vector each: no bits move between lanes.
+// bf16, the upper half of an f32. Even and odd elements go to separate vectors, so no bits move between lanes.
 struct Brain {
     using Lane = float;
     static constexpr Kind kKind = Kind::kFloat;
@@ -56,12 +56,12 @@ struct Brain {
         return {{(F32)(pair << 16), (F32)(pair & 0xffff0000u)}};
     }
 
-    // To nearest, ties to even, in the upper half; the lower half is rubbish. NaN may become anything.
+    // Rounds to nearest, ties to even, in the upper half; the lower half is undefined. NaN gives any value.
     static U32 rounded(F32 value) { return add_odd((U32)value + 0x7fffu, (U32)value, 1u << 16); }
 
     static void store(char* to, Unit unit, bool streaming) {
         U32 low = rounded(unit.part[0]), high = rounded(unit.part[1]);
-        // Looked for once in both: it is rare, and two operations in each cost 15 % of a sum in the caches.
+        // One check covers both vectors: NaN is rare, and handling it in each would cost 15 % of a sum in the caches.
         if (__builtin_expect(has_nan(unit.part[0], unit.part[1]), 0)) {
             low |= (U32)(unit.part[0] != unit.part[0]);
             high |= (U32)(unit.part[1] != unit.part[1]);
@@ -71,12 +71,12 @@ struct Brain {
 };
 
 enum class Specials : std::uint8_t {
-    kIeee,      // the highest exponent is infinity and NaN
-    kFinite,    // no infinity, NaN is all ones, what is too large becomes the largest number
-    kUnsigned,  // no infinity, no -0, NaN is the sign alone, what is too large becomes NaN
+    kIeee,      // the highest exponent means infinity or NaN
+    kFinite,    // no infinity; NaN is all ones; overflow gives the largest number
+    kUnsigned,  // no infinity, no -0; NaN is the sign bit alone; overflow gives NaN
 };
 
-// A floating format of 16 bits or fewer, by integer arithmetic on lanes of 32 bits.
+// A floating-point format of at most 16 bits, implemented by integer arithmetic on 32-bit lanes.
 template <unsigned exponent_bits, unsigned fraction_bits, unsigned bias, Specials specials>
 struct Small {
     static constexpr unsigned kSign = 1u << (exponent_bits + fraction_bits);
@@ -89,7 +89,7 @@ struct Small {
     static F32 decoded(U32 code) {
         const U32 magnitude = code & (kSign - 1);
         const U32 sign = (code & kSign) << kToSign;
-        // With one in the exponent's last place a subnormal number is that place's unit plus its value, exactly.
+        // Interpreted with exponent 1, a subnormal number is exactly 2^(1 - bias) plus its value.
         constexpr unsigned one = (127 - bias + 1) << 23;
         const U32 shifted = magnitude << kShift;
         const U32 subnormal = (U32)((F32)(shifted + one) - (F32)(U32{} + one));
@@ -105,13 +105,13 @@ struct Small {
         return (F32)(bits | sign);
     }
 
-    // To nearest, ties to even; the code alone, with zeros above it.
+    // Rounds to nearest, ties to even; returns the code with zeros above it.
     static U32 encoded(F32 value) {
         const U32 sign = (U32)value & 0x80000000u;
         const U32 magnitude = (U32)value ^ sign;
-        // Signed comparisons, for which SSE2 has instructions: a magnitude is never negative.
+        // SSE2 has instructions only for signed comparisons; a magnitude is never negative.
         const I32 order = (I32)magnitude;
-        // Added to a number whose last place is the subnormal unit, the processor rounds for us.
+        // Adding a number whose last place is the subnormal unit makes the processor round to that unit.
         constexpr unsigned unit = (127 - bias + kShift + 1) << 23;
         const U32 subnormal = (U32)((F32)magnitude + (F32)(U32{} + unit)) - unit;
         const U32 odd = (magnitude >> kShift) & 1u;
@@ -120,12 +120,12 @@ struct Small {
         if constexpr (specials == Specials::kIeee) {
             code = order < static_cast<int>((127 + bias + 1) << 23) ? code : U32{} + kTop;
             U32 nan = U32{} + (kSign - 1);
-            if constexpr (exponent_bits + fraction_bits > 7) {  // as F16C does: quieted, with the payload's top
+            if constexpr (exponent_bits + fraction_bits > 7) {  // like F16C: quieted, with the payload's upper bits
                 nan = ((magnitude >> kShift) & (kSign - 1)) | kTop | (1u << (fraction_bits - 1));
             }
             code = order > 0x7f800000 ? nan : code;
         } else if constexpr (specials == Specials::kFinite) {
-            // All ones in the exponent is a number here, all ones in the fraction too is not.
+            // An exponent of all ones is a number here; only with a fraction of all ones it is NaN.
             constexpr unsigned largest = ((kSign - 2) << kShift) + ((127 - bias) << 23);
             code = order > static_cast<int>(largest) ? U32{} + (kSign - 2) : code;
             code = order > 0x7f800000 ? U32{} + (kSign - 1) : code;
@@ -137,7 +137,7 @@ struct Small {
     }
 };
 
-// Four elements of 8 bits in each lane of 32; each goes to a vector of its own.
+// Each 32-bit lane holds four 8-bit elements, which go to separate vectors.
 template <typename Code>
 struct Byte {
     using Lane = float;
@@ -159,7 +159,7 @@ struct Byte {
     }
 };
 
-// f16 in order, so that pairs of them stay beside each other.
+// f16, kept in order so that the two parts of a complex number stay adjacent.
 template <Kind kind>
 struct Half {
     using Lane = float;
@@ -169,7 +169,7 @@ struct Half {
     using Unit = UnitOf<F32, 1>;
     using Halves = Vector<std::uint16_t, kBytes>;
     using Code = Small<5, 10, 15, Specials::kIeee>;
-    // The forms without a mask read an undefined vector, of which GCC warns.
+    // The intrinsics without a mask read an undefined vector, about which GCC warns.
     [[maybe_unused]] static constexpr std::uint16_t kAllLanes = 0xffff;
 
     static Unit load(const char* from) {

@@ -1,6 +1,6 @@
-// The kernels of one level: how lanes are combined, the loop over the elements, and the table of all.
+// The kernels of one level: the operations on lanes, the loop over the elements, and the table of all kernels.
 //
-// Included once by each level's source file, after reduce_vectors.hpp's three definitions.
+// Each level's source file includes this once, after it has defined the three macros for reduce_vectors.hpp.
 
 #pragma once
 
@@ -21,7 +21,7 @@ inline V combined_complex(Op op, V sofar, V later) {
         const V cross = multiply(duplicated<1>(sofar), swapped(later));
         return add(multiply(duplicated<0>(sofar), later), (V)((Words)cross ^ minus));
     }
-    // torch adds 1 times `later`, a complex product: an infinite part makes the other one NaN, and -0-0i is 0-0i.
+    // torch adds 1 times `later` as a complex product: an infinite part makes the other part NaN, and -0-0i gives 0-0i.
     const V nothing = multiply(swapped(later), V{});
     return add(sofar, add(later, (V)((Words)nothing ^ minus)));
 }
@@ -39,18 +39,18 @@ inline V combined(V sofar, V later) {
         return wins ? later : sofar;
     } else if constexpr (kind == Kind::kFloat) {
         return sums ? add(sofar, later) : multiply(sofar, later);
-    } else {  // without a sign, so that wrapping is defined; the bits are the same
+    } else {  // unsigned, so that wrap-around is defined; the bits are the same
         using Bits = Vector<std::make_unsigned_t<std::remove_cvref_t<decltype(sofar[0])>>>;
         return (V)(sums ? (Bits)sofar + (Bits)later : (Bits)sofar * (Bits)later);
     }
 }
 
-// As many units as give four vectors: enough to hide the latency of an addition.
+// The number of units that make four vectors, enough to hide the latency of an addition.
 template <typename Format>
 inline constexpr std::size_t kUnits = 4 / Format::kParts;
 
-// Combine `units` units at `offset` of each input into `to`. All is loaded before anything is stored: `to` may be
-// an input.
+// Combines `units` units at `offset` of each input into `to`. Everything is loaded before anything is stored, so `to` may
+// be in an input.
 template <typename Format, Op op, std::size_t units>
 inline void step(char* to, const void* const* inputs, std::size_t ranks, std::size_t offset, bool streaming) {
     typename Format::Unit sofar[units];
@@ -75,8 +75,8 @@ inline void step(char* to, const void* const* inputs, std::size_t ranks, std::si
     }
 }
 
-// The same for fewer bytes than a unit, through a copy that is one unit long: the same instructions as in the
-// middle, so that an element's result does not depend on where it stands.
+// The same for fewer bytes than a unit, in a buffer of one unit. It uses the same instructions as whole units, so that an
+// element's result does not depend on its position.
 template <typename Format, Op op>
 void part(char* out, const void* const* inputs, std::size_t ranks, std::size_t offset, std::size_t bytes) {
     alignas(kWidth) char sofar[Format::kBytes]{};
@@ -99,13 +99,13 @@ void part(char* out, const void* const* inputs, std::size_t ranks, std::size_t o
     __builtin_memcpy(out + offset, sofar, bytes);
 }
 
-// With everything inlined: a call for every block, which compilers prefer for the larger formats, sets up its constants
-// again each time and made bf16 and f16 sums take 1.7 times as long.
+// Inline everything: compilers prefer a call per block for the larger formats, which sets up its constants each time and
+// made bf16 and f16 sums take 1.7 times as long.
 template <typename Format, Op op>
 [[gnu::flatten]] void run(char* out, const void* const* inputs, std::size_t ranks, std::size_t bytes, bool streaming) {
     constexpr std::size_t block = kUnits<Format> * Format::kBytes;
     std::size_t offset = 0;
-    if (streaming) {  // up to the line from which whole lines can be written
+    if (streaming) {  // up to the first 64-byte line, from which on whole lines are written
         const std::size_t head = -reinterpret_cast<std::uintptr_t>(out) % 64;
         for (std::size_t size; offset < head && offset < bytes; offset += size) {
             size = head - offset < Format::kBytes ? head - offset : Format::kBytes;
@@ -125,7 +125,7 @@ template <typename Format, Op op>
 
 template <typename Format, Op op, std::size_t element, bool streaming>
 void entry(void* out, const void* const* inputs, std::size_t ranks, std::size_t elements) {
-    // Only what is aligned to its element can reach a line's start between two elements.
+    // A line begins between two elements only if `out` is aligned to its element.
     const bool can_stream = streaming && reinterpret_cast<std::uintptr_t>(out) % element == 0;
     run<Format, op>(static_cast<char*>(out), inputs, ranks, elements * element, can_stream);
 }

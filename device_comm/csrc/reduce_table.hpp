@@ -1,10 +1,10 @@
-// What each level offers to the dispatch.
+// The table of kernels that each level offers to the dispatch.
 
 #pragma once
 
 #include "reduce.hpp"
 
-// Other compilers ignore `#pragma GCC target`, and would build every level for the same machine.
+// Other compilers ignore `#pragma GCC target` and would compile every level for the same instructions.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define REDUCE_X86_LEVELS 1
 #endif
@@ -13,7 +13,7 @@ namespace reduce {
 
 struct Table {
     const char* name;
-    Kernel kernels[2][kOps][kTypes];  // the first index: whether it streams
+    Kernel kernels[2][kOps][kTypes];  // first index: whether stores bypass the caches
 };
 
 namespace baseline {

@@ -1,6 +1,6 @@
-// Vectors of one level's width, and the few operations on them for which the compiler's are not enough.
+// Vectors of one level's width, and the few operations that the compiler's vector extension lacks.
 //
-// Included by one source file per level, which defines REDUCE_LEVEL, REDUCE_NAME and REDUCE_WIDTH (bytes).
+// One source file per level includes this; it defines REDUCE_LEVEL, REDUCE_NAME and REDUCE_WIDTH (bytes).
 
 #pragma once
 
@@ -36,7 +36,7 @@ inline V get(const char* from) {
     return value;
 }
 
-// Store; past the caches if `streaming`, for which `to` must be aligned to the vector.
+// Stores a vector. With `streaming` the store bypasses the caches, and `to` must be aligned to the vector.
 template <typename V>
 inline void put(char* to, V value, [[maybe_unused]] bool streaming) {
 #if defined(__x86_64__)
@@ -54,7 +54,7 @@ inline void put(char* to, V value, [[maybe_unused]] bool streaming) {
     __builtin_memcpy(to, &value, sizeof value);
 }
 
-// Whether a lane of either is NaN.
+// Whether any lane of either vector is NaN.
 inline bool has_nan(F32 one, F32 other) {
 #if defined(__x86_64__) && REDUCE_WIDTH >= 64
     return _mm512_cmp_ps_mask((__m512)one, (__m512)other, _CMP_UNORD_Q) != 0;
@@ -76,7 +76,7 @@ inline U32 add_odd(U32 value, U32 of, std::uint32_t bit) {
     const __mmask16 odd = _mm512_test_epi32_mask((__m512i)of, _mm512_set1_epi32(static_cast<int>(bit)));
     return (U32)_mm512_mask_add_epi32((__m512i)value, odd, (__m512i)value, _mm512_set1_epi32(1));
 #else
-    return value - (U32)((of & bit) != 0);  // a lane that is true is -1
+    return value - (U32)((of & bit) != 0);  // a true lane is -1
 #endif
 }
 
@@ -86,9 +86,9 @@ inline void end_of_streaming() {
 #endif
 }
 
-// Sum and product of floating vectors. Of two NaN the processor returns its first operand, and the compiler may
-// swap the operands of `+` and `*`: written as instructions, it is always `later`. Nor does the compiler then
-// contract a product and a sum into one rounding.
+// Sum and product of floating-point vectors. For two NaNs the processor returns its first operand, and the compiler may
+// swap the operands of `+` and `*`. Explicit instructions always return `later`. They also keep the compiler from
+// contracting a product and a sum into one rounding.
 #if defined(__x86_64__)
 #if REDUCE_WIDTH > 16
 #define REDUCE_FLOAT_INSTRUCTION(name)                                                       \
@@ -135,7 +135,7 @@ inline V multiply(V sofar, V later) {
 }
 #endif
 
-// From lanes (a b c d): duplicated(0) is (a a c c), duplicated(1) (b b d d), swapped() (b a d c).
+// For lanes (a b c d), duplicated<0> is (a a c c), duplicated<1> is (b b d d), and swapped is (b a d c).
 template <std::size_t odd, typename V, std::size_t... i>
 inline V pairwise(V value, std::index_sequence<i...>) {
     constexpr auto source = [](std::size_t lane) { return odd == 2 ? lane ^ 1 : (lane & ~std::size_t{1}) | odd; };

@@ -1,5 +1,5 @@
-// All-reduces of ordinary tensors in one call from Python: at 1 KB, reading a tensor's facts, making the result and checking
-// both in Python took three quarters of the time.
+// All-reduces of ordinary tensors in one call from Python. At 1 KB, three quarters of the time were spent in Python: on
+// reading the tensor's properties, creating the result and checking both.
 #include "../../shm_broadcast/csrc/dlpack.hpp"
 #include "object.hpp"
 
@@ -15,10 +15,10 @@ dlpack::Torch torch;
 struct {
     PyObject* dtype;
     uint64_t type;
-} dtypes[kMostDtypes];  // no container: nothing of ours may run when the process exits
+} dtypes[kMostDtypes];  // not a container: no destructor of ours may run at exit
 size_t known = 0;
 
-// ordinary_tensors(Tensor, to_dlpack, from_dlpack, {dtype: type, ...}): what `all_reduce` takes
+// ordinary_tensors(Tensor, to_dlpack, from_dlpack, {dtype: type, ...}): registers what `all_reduce` accepts
 PyObject* ordinary_tensors(PyObject*, PyObject* args) {
     PyObject *tensor = nullptr, *exports = nullptr, *imports = nullptr, *types = nullptr;
     if (!PyArg_ParseTuple(args, "OOOO!:ordinary_tensors", &tensor, &exports, &imports, &PyDict_Type, &types)) return nullptr;
@@ -30,7 +30,7 @@ PyObject* ordinary_tensors(PyObject*, PyObject* args) {
         if (PyErr_Occurred()) return nullptr;
     }
     if (!torch.learn(tensor, exports, imports)) return nullptr;
-    // Kept for good, as torch is.
+    // The references are never released, because torch is never unloaded.
     for (size_t i = 0; i < count; ++i) Py_INCREF(dtypes[i].dtype);
     known = count;
     Py_RETURN_NONE;
@@ -41,7 +41,7 @@ PyMethodDef functions[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-// A plan for the sum of `tensor`, and what tells of it; nothing if the tensor is not ordinary, or is longer than `most`.
+// Fills a plan for the sum of `tensor` and returns its DLPack capsule; null if it is not ordinary or longer than `most`.
 Ref read(PyObject* tensor, size_t most, Plan* plan, uint64_t* type) {
     if (!torch.is_tensor(tensor)) return Ref(nullptr);
     Ref dtype(torch.dtype(tensor));
@@ -57,11 +57,11 @@ Ref read(PyObject* tensor, size_t most, Plan* plan, uint64_t* type) {
     plan->in = static_cast<const unsigned char*>(managed->tensor.data) + managed->tensor.byte_offset;
     if (!find_kernel(*type, 0, false, plan)) return Ref(nullptr);
     plan->bytes = plan->view.count * plan->element;
-    const bool has_memory = managed->tensor.data != nullptr || plan->bytes == 0;  // or its storage was taken away
+    const bool has_memory = managed->tensor.data != nullptr || plan->bytes == 0;  // false: its storage was freed
     return Ref(plan->bytes <= most && has_memory ? capsule.release() : nullptr);
 }
 
-// A new tensor of the shape and dtype of the one behind `capsule`, of `bytes`, at `*data`.
+// Returns a new tensor with the shape and dtype of the capsule's tensor; `*data` is the address of its `bytes`.
 PyObject* made_alike(PyObject* capsule, size_t bytes, unsigned char** data) {
     const dlpack::Tensor& like = dlpack::managed_of(capsule)->tensor;
     dlpack::Managed* managed = dlpack::make_managed(like.ndim, bytes);
@@ -72,20 +72,20 @@ PyObject* made_alike(PyObject* capsule, size_t bytes, unsigned char** data) {
     return torch.imported(managed);
 }
 
-// Begins the sum, if no call is under way by now: reading or making a tensor may run code of the application, such as a
-// finalizer. Returns as `start`.
+// Begins the sum unless a call is in progress by now: reading or creating a tensor may run the application's code, such as
+// a finalizer, which may have begun one. Returns as `start`.
 long begin(Object* object, Plan&& plan, uint64_t type) {
     long status = 0;
     if (!is_idle(object, &status)) return status;
     return start(object, std::move(plan), code_of(Kind::kAllReduceOneShot, type, 0, 0));
 }
 
-// What both methods return behind no exception where the tensor is not ordinary.
+// The result of both methods if the tensor is not ordinary: None, or nullptr with an exception set.
 PyObject* left_to_python() { return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None); }
 
 }  // namespace
 
-// all_reduce(tensor, most_bytes) -> the sum, or (its place, status) if it is not there, or None: not ordinary, nothing was begun
+// all_reduce(tensor, most_bytes) -> the sum; (result, status) if it is not complete; None if not ordinary and not begun
 PyObject* all_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     uint64_t most = 0, type = 0;
     if (!expect("all_reduce", count, 2) || !read_unsigned(args + 1, 1, &most)) return nullptr;
@@ -99,7 +99,7 @@ PyObject* all_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     return status == kDone ? result.release() : Py_BuildValue("(Nl)", result.release(), status);
 }
 
-// all_reduce_in_place(tensor, most_bytes) -> status, or None: not ordinary, nothing was begun
+// all_reduce_in_place(tensor, most_bytes) -> status, or None if the tensor is not ordinary and no call was begun
 PyObject* all_reduce_in_place(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     uint64_t most = 0, type = 0;
     if (!expect("all_reduce_in_place", count, 2) || !read_unsigned(args + 1, 1, &most)) return nullptr;

@@ -1,1 +1,1 @@
-"""A small tensor- and pipeline-parallel Llama that talks through this project's groups only."""
+"""A small tensor- and pipeline-parallel Llama; all its communication uses this project's groups."""

@@ -1,4 +1,4 @@
-"""Entry of the demo: the launcher, or one rank of it, or one rank of torchrun."""
+"""Entry point of the demo: runs the launcher, one of its ranks, or one rank under torchrun."""
 
 import sys
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
         die_with_launcher(options.launched)
         try:
             return _run_rank(options)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the launcher shows it
+        except Exception as error:  # noqa: BLE001 - the launcher shows any error
             leave_failure(options.launched, error)
             return 1
     try:
@@ -45,17 +45,17 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check_model(options: Options) -> None:
-    """Refuse what cannot work before any process is started.
+    """Check the model before any process is started.
 
     Raises:
-        DemoError: The model is unreadable, or cannot be split that way.
+        DemoError: The model is unreadable, or cannot be split as asked.
     """
     config = SEEDED_CONFIG if options.model is None else ModelConfig.from_directory(options.model)
     config.check_layout(options.tensor, options.pipeline)
 
 
 def _run_rank(options: Options) -> int:
-    """Be a rank. The import is late: it takes seconds, and the launcher does without."""
+    """Run one rank. The import is late because it takes seconds and the launcher does not need it."""
     from .rank import run_rank
 
     return run_rank(options)

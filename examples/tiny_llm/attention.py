@@ -21,8 +21,8 @@ class Span:
     """One request's tokens in a batch: a whole prompt, a piece of it, or a single new token.
 
     Attributes:
-        slot: Where the request's keys and values are kept.
-        start: Position of the first token in the request's sequence: tokens that the cache holds already.
+        slot: Cache slot of the request's keys and values.
+        start: Position of the first token in the request's sequence; the cache holds the tokens before it.
         count: Number of tokens.
     """
 
@@ -32,18 +32,18 @@ class Span:
 
 
 class Batch:
-    """Tokens of several requests side by side, prefill and decode alike, without padding.
+    """Tokens of several requests, prefill and decode mixed, without padding.
 
     Attributes:
-        spans: Whose tokens they are, in order.
+        spans: The requests' spans, in the order of their tokens.
         positions: Position of each token in its own sequence, int64, `[tokens]`.
     """
 
     def __init__(self, spans: Sequence[Span]) -> None:
-        """Give each token its position.
+        """Compute the position of each token.
 
         Args:
-            spans: At least one.
+            spans: At least one span.
         """
         self.spans = list(spans)
         self.positions = torch.cat([torch.arange(span.start, span.start + span.count) for span in spans])
@@ -52,14 +52,14 @@ class Batch:
 class KVCache:
     """Keys and values of one layer for a fixed number of requests.
 
-    A slot is not cleared between two requests: a request reads only positions that it wrote itself.
+    A slot is not cleared between requests, because a request reads only positions that it has written.
     """
 
     def __init__(self, slots: int, heads: int, length: int, head_dim: int) -> None:
         """Reserve the memory.
 
         Args:
-            slots: Requests at a time.
+            slots: Number of requests at the same time.
             heads: KV heads of this rank.
             length: Tokens of the longest sequence.
             head_dim: Channels of one head.
@@ -70,10 +70,10 @@ class KVCache:
     def extend(
         self, span: Span, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store a span's keys and values and return its request's whole past.
+        """Store a span's keys and values, and return all of its request's so far.
 
         Args:
-            span: Whose they are.
+            span: The span.
             keys: Shape `[heads, span.count, head_dim]`.
             values: Same shape.
 
@@ -89,14 +89,14 @@ class KVCache:
 
 
 class Attention(nn.Module):
-    """Self-attention. Column-parallel in, heads apart, row-parallel out: one all-reduce.
+    """Self-attention: column-parallel input, separate heads, row-parallel output, one all-reduce.
 
-    A rank holds `heads / ranks` query heads. It holds the KV heads that those read: its share where there are
-    enough of them, and otherwise a copy of one, which several neighbouring ranks then hold alike.
+    A rank holds `heads / ranks` query heads and the KV heads that they read. If there are fewer KV heads than ranks,
+    several neighbouring ranks hold a copy of the same KV head.
     """
 
     def __init__(self, config: ModelConfig, group: Group, rotary: RotaryEmbedding) -> None:
-        """Make room for this rank's heads.
+        """Allocate this rank's heads.
 
         Args:
             config: The model's shape, checked against the layout.
@@ -121,17 +121,17 @@ class Attention(nn.Module):
         """Reserve this layer's KV cache for this rank's KV heads.
 
         Args:
-            slots: Requests at a time.
+            slots: Number of requests at the same time.
             length: Tokens of the longest sequence.
         """
         return KVCache(slots, self.kv_heads.stop - self.kv_heads.start, length, self.head_dim)
 
     def forward(self, hidden: torch.Tensor, batch: Batch, cache: KVCache) -> torch.Tensor:
-        """Let each token attend to its own request's past.
+        """Let each token attend to its request's earlier tokens.
 
         Args:
             hidden: Shape `[tokens, hidden_size]`.
-            batch: Whose tokens they are.
+            batch: The requests and positions of the tokens.
             cache: This layer's cache; the batch's keys and values are added.
 
         Returns:
@@ -158,11 +158,11 @@ def head_range(heads: int, group: Group) -> Shard:
     """Choose this rank's heads.
 
     Args:
-        heads: Heads of the layer: a multiple of the ranks, or a divisor of them.
+        heads: Heads of the layer: a multiple or a divisor of the number of ranks.
         group: The ranks that share the layer.
 
     Returns:
-        The heads: an equal share, or the one head that this rank holds with its neighbours.
+        The heads: an equal share, or one head that this rank shares with its neighbours.
     """
     if heads >= group.world_size:
         share = heads // group.world_size
@@ -172,7 +172,7 @@ def head_range(heads: int, group: Group) -> Shard:
 
 
 def scaled(heads: Shard, head_dim: int) -> Shard:
-    """Turn a range of heads into the range of their channels."""
+    """Convert a range of heads to the range of their channels."""
     return Shard(heads.dim, heads.start * head_dim, heads.stop * head_dim, heads.size * head_dim)
 
 
@@ -180,17 +180,17 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span
     """Attend causally.
 
     Args:
-        queries: The span's, `[query heads, span.count, head_dim]`.
-        keys: The whole past, `[KV heads, span.start + span.count, head_dim]`.
+        queries: Queries of the span, `[query heads, span.count, head_dim]`.
+        keys: Keys of the request so far, `[KV heads, span.start + span.count, head_dim]`.
         values: Same shape as the keys.
-        span: Where the queries stand in the past.
+        span: Position of the queries in the sequence.
 
     Returns:
         Shape of `queries`.
     """
     mask = None
     if span.start and span.count > 1:
-        # Query i stands at position start + i and sees itself and everything before.
+        # Query i is at position start + i and sees itself and all positions before.
         mask = torch.ones(span.count, span.start + span.count, dtype=torch.bool).tril(span.start)
     result = functional.scaled_dot_product_attention(
         queries.unsqueeze(0),

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint directories: read the slices that a rank needs, and write small ones."""
+"""Read a rank's slices of a Hugging Face checkpoint directory, and write small checkpoints."""
 
 import json
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class Shard:
     Attributes:
         dim: 0 or 1.
         start: First index of the piece.
-        stop: One past its last index. A piece that reaches beyond `size` is padded with zeros.
+        stop: One past the last index. A piece that extends beyond `size` is padded with zeros.
         size: Length of the whole tensor along `dim`.
     """
 
@@ -39,11 +39,11 @@ class Shard:
 
 
 class Checkpoint:
-    """An open directory of safetensors files. Tensors come out as float32, read only as far as asked for.
+    """An open directory of safetensors files. Reads only the requested slices, into float32 tensors.
 
     Attributes:
-        bytes_read: Bytes of weights that this object has read from the files.
-        total_bytes: Size of all the weight files.
+        bytes_read: Bytes of weights read from the files so far.
+        total_bytes: Size of all weight files.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -84,22 +84,22 @@ class Checkpoint:
         self._stack.close()
 
     def __contains__(self, name: str) -> bool:
-        """Say whether the checkpoint holds a tensor of this name."""
+        """Return whether the checkpoint holds a tensor of this name."""
         return name in self._file_of
 
     def read_into(self, target: torch.Tensor, name: str, shard: Shard | None = None) -> None:
         """Fill a tensor with a weight, or with one rank's piece of it.
 
         Args:
-            target: What to fill, float32.
+            target: The float32 tensor to fill.
             name: The weight's name in the checkpoint.
-            shard: The piece; the whole weight if None.
+            shard: The piece; None for the whole weight.
 
         Raises:
-            DemoError: The checkpoint has no such weight, or it has another shape or no floating dtype.
+            DemoError: The checkpoint has no such weight, or the weight has another shape or an integer dtype.
         """
         if name not in self._file_of:
-            raise DemoError(f"{self.directory}: the weights lack {name!r}")
+            raise DemoError(f"{self.directory}: there is no weight {name!r}")
         piece = self._open[self._file_of[name]].get_slice(name)
         expected = list(target.shape)
         if shard is not None:
@@ -149,13 +149,13 @@ def _files_by_tensor(directory: Path) -> dict[str, str]:
 def write_checkpoint(
     directory: Path, config: ModelConfig, weights: Mapping[str, torch.Tensor], files: int = 1
 ) -> None:
-    """Write a checkpoint directory that this demo, and other Llama implementations, can load.
+    """Write a checkpoint directory that this demo and other Llama implementations can load.
 
     Args:
-        directory: Where to; it is created.
+        directory: Target directory; it is created.
         config: The model's shape.
-        weights: Every weight by its name.
-        files: Number of weight files; more than one come with an index.
+        weights: All weights by name.
+        files: Number of weight files; with more than one, an index is written too.
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config.to_mapping(), indent=2), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a Hugging Face `config.json` says about a Llama, checked once and frozen. Imports no torch."""
+"""The shape of a Llama from a Hugging Face `config.json`, checked once and frozen. Does not import torch."""
 
 import json
 from collections.abc import Mapping
@@ -15,15 +15,15 @@ ROPE_TYPES = ("default", "linear", "llama3")
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding: the base and how its frequencies are stretched.
+    """Rotary position embedding: base and scaling of its frequencies.
 
     Attributes:
         theta: Base of the frequencies.
         rope_type: `"default"`, `"linear"` or `"llama3"`.
-        factor: How far the positions are stretched; 1 for `"default"`.
-        low_freq_factor: llama3: waves longer than `original_length / low_freq_factor` are stretched fully.
-        high_freq_factor: llama3: waves shorter than `original_length / high_freq_factor` are kept.
-        original_length: llama3: the context that the model was trained with, in tokens.
+        factor: Scaling factor of the positions; 1 for `"default"`.
+        low_freq_factor: llama3: wavelengths above `original_length / low_freq_factor` are scaled fully.
+        high_freq_factor: llama3: wavelengths below `original_length / high_freq_factor` are not scaled.
+        original_length: llama3: context length of the training, in tokens.
     """
 
     theta: float = 10_000.0
@@ -35,13 +35,13 @@ class RopeConfig:
 
     @classmethod
     def from_mapping(cls, config: Mapping[str, Any]) -> "RopeConfig":
-        """Read both spellings: `rope_parameters`, and the older `rope_theta` beside `rope_scaling`.
+        """Read `rope_parameters`, or the older form: `rope_theta` and `rope_scaling`.
 
         Args:
             config: The content of `config.json`.
 
         Raises:
-            DemoError: The scaling is of a type that this demo does not know, or lacks a field.
+            DemoError: The scaling type is not supported, or a field is missing.
         """
         fields = dict(config.get("rope_scaling") or {})
         fields.update(config.get("rope_parameters") or {})
@@ -64,7 +64,7 @@ class RopeConfig:
                 original_length=int(fields["original_max_position_embeddings"]),
             )
         except KeyError as error:
-            raise DemoError(f"rope type {rope_type!r} needs the field {error}") from None
+            raise DemoError(f"config.json: rope type {rope_type!r} needs the field {error}") from None
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,10 @@ class ModelConfig:
     rope: RopeConfig = RopeConfig()
 
     def __post_init__(self) -> None:
-        """Refuse sizes that no Llama has.
+        """Check the sizes.
 
         Raises:
-            DemoError: A size is not positive, or the query heads do not share the KV heads evenly.
+            DemoError: A size is not positive, or the number of KV heads does not divide that of query heads.
         """
         for name in (
             "vocab_size",
@@ -103,22 +103,22 @@ class ModelConfig:
             "head_dim",
         ):
             if getattr(self, name) < 1:
-                raise DemoError(f"config.json: {name} is {getattr(self, name)}, it must be at least 1")
+                raise DemoError(f"config.json: {name} is {getattr(self, name)}, but must be at least 1")
         if self.num_attention_heads % self.num_key_value_heads:
             raise DemoError(
-                f"config.json: {self.num_attention_heads} attention heads cannot share "
-                f"{self.num_key_value_heads} KV heads evenly"
+                f"config.json: {self.num_attention_heads} attention heads are not a multiple of "
+                f"{self.num_key_value_heads} KV heads"
             )
 
     @classmethod
     def from_directory(cls, directory: Path) -> "ModelConfig":
-        """Read `config.json`, and the end-of-text tokens of `generation_config.json` where there is one.
+        """Read `config.json`, and the end-of-text tokens of `generation_config.json` if it exists.
 
         Args:
             directory: A Hugging Face checkpoint directory.
 
         Raises:
-            DemoError: A file is missing or malformed, or the model is no Llama.
+            DemoError: A file is missing or malformed, or the model is not a Llama.
         """
         config = read_json(directory / "config.json")
         if config.get("model_type", "llama") != "llama":
@@ -157,7 +157,7 @@ class ModelConfig:
             raise DemoError(f"{directory / 'config.json'}: {error}") from None
 
     def to_mapping(self) -> dict[str, Any]:
-        """Spell this configuration as a `config.json` that other Llama implementations read too."""
+        """Return the content of a `config.json` that other Llama implementations can read, too."""
         rope: dict[str, Any] = {"rope_type": self.rope.rope_type, "rope_theta": self.rope.theta}
         if self.rope.rope_type != "default":
             rope["factor"] = self.rope.factor
@@ -188,17 +188,17 @@ class ModelConfig:
         }
 
     def check_layout(self, tensor: int, pipeline: int) -> None:
-        """Say whether the model can be split that way.
+        """Check that the model can be split over `tensor` ranks and `pipeline` stages.
 
         Args:
             tensor: Ranks that share every layer.
             pipeline: Stages that share the list of layers.
 
         Raises:
-            DemoError: It cannot; the text says which number is in the way.
+            DemoError: It cannot; the text names the size that does not fit.
         """
         if tensor < 1 or pipeline < 1:
-            raise DemoError(f"--tp and --pp must be at least 1, got {tensor} and {pipeline}")
+            raise DemoError(f"--tp and --pp must be at least 1, not {tensor} and {pipeline}")
         if pipeline > self.num_hidden_layers:
             raise DemoError(f"{self.num_hidden_layers} layers cannot fill {pipeline} pipeline stages (--pp)")
         if self.num_attention_heads % tensor:
@@ -208,7 +208,7 @@ class ModelConfig:
         kv_heads = self.num_key_value_heads
         if kv_heads % tensor and tensor % kv_heads:
             raise DemoError(
-                f"{kv_heads} KV heads can be neither split over nor replicated to {tensor} ranks (--tp)"
+                f"{kv_heads} KV heads cannot be split over {tensor} ranks (--tp): one number must divide the other"
             )
         if self.intermediate_size % tensor:
             raise DemoError(
@@ -223,7 +223,7 @@ def read_json(path: Path) -> dict[str, Any]:
         path: The file.
 
     Raises:
-        DemoError: The file is missing, unreadable, or holds something else.
+        DemoError: The file is missing, unreadable, or not a JSON object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -237,7 +237,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def token_ids(value: Any) -> list[int]:
-    """Spell "no token", "one token" and "several tokens" as a list."""
+    """Return no token, one token or a list of tokens as a list."""
     if value is None:
         return []
     return [int(item) for item in (value if isinstance(value, list) else [value])]

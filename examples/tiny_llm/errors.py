@@ -1,7 +1,7 @@
-"""The one error that the demo shows without a traceback."""
+"""The error class that the demo shows without a traceback."""
 
 __all__ = ["DemoError"]
 
 
 class DemoError(Exception):
-    """What the person at the keyboard can mend: an option, a file, a model that does not fit the layout."""
+    """A mistake that the user can correct: an option, a file, or a model that does not fit the layout."""

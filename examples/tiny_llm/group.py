@@ -1,4 +1,4 @@
-"""What the demo asks of a group: a part of `coordinator.GroupCoordinator`, which `TimedGroup` offers too."""
+"""The methods of `coordinator.GroupCoordinator` that the demo uses; `TimedGroup` has them too."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ __all__ = ["Group", "ModelGroups"]
 
 
 class Group(Protocol):
-    """The part of a group coordinator that a model and its serving loop use."""
+    """The methods of a group coordinator that the model and its serving loop use."""
 
     @property
     def ranks(self) -> list[int]:
@@ -22,7 +22,7 @@ class Group(Protocol):
 
     @property
     def rank_in_group(self) -> int:
-        """Place of this process among the members."""
+        """Rank of this process in the group."""
 
     @property
     def is_first_rank(self) -> bool:
@@ -33,16 +33,16 @@ class Group(Protocol):
         """Whether this process is the last member."""
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
-        """Sum over the members."""
+        """Return the sum of all members' tensors."""
 
     def gather(self, input_: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor | None:
-        """Concatenate on one member."""
+        """Concatenate all members' tensors on one member; return None on the others."""
 
     def broadcast_object(self, obj: Any | None = None, src: int = 0) -> Any:
-        """Give every member one member's object."""
+        """Return one member's object on every member."""
 
     def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
-        """Give one member everybody's objects."""
+        """Return all members' objects on one member, and None on the others."""
 
     def send_object(self, obj: Any, dst: int) -> None:
         """Send an object to one member."""
@@ -63,12 +63,12 @@ class Group(Protocol):
 
 @dataclass(frozen=True)
 class ModelGroups:
-    """The groups that one replica of a model needs.
+    """The groups of one replica of a model.
 
     Attributes:
-        world: Every rank that serves the model; rank 0 schedules.
+        world: All ranks that serve the model; rank 0 schedules.
         tensor: The ranks that share this rank's layers.
-        pipeline: The ranks that hold the same share of the other layers, first stage first.
+        pipeline: The ranks with the same share of each stage's layers, in the order of the stages.
     """
 
     world: Group
@@ -77,5 +77,5 @@ class ModelGroups:
 
     @property
     def samples(self) -> bool:
-        """Whether this rank turns logits into tokens: the first rank of the last stage."""
+        """Whether this rank samples tokens: it is the first rank of the last stage."""
         return self.pipeline.is_last_rank and self.tensor.is_first_rank

@@ -1,4 +1,4 @@
-"""Start the ranks on this host, watch over them, and leave nothing behind."""
+"""Start the ranks on this host, wait for them, and clean up."""
 
 import ctypes
 import json
@@ -22,9 +22,9 @@ __all__ = ["die_with_launcher", "launch", "leave_failure"]
 
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.05
-# After a first failure the other ranks get this long to say what they saw, then they are killed.
+# After the first failure, the other ranks get this long to report theirs; then they are killed.
 GRACE_S = 3.0
-# Failures of those who merely noticed that another rank was gone; shown only if there is nothing better.
+# Errors by which a rank reports another rank's failure; shown only if no rank has another error.
 CONSEQUENCES = ("PeerLostError", "GroupBrokenError", "CommTimeoutError", "ClosedError")
 
 
@@ -32,8 +32,8 @@ def launch(options: Options, arguments: Sequence[str]) -> int:
     """Run all ranks as child processes until they end.
 
     Args:
-        options: What the person asked for.
-        arguments: The command line that says so, for the children.
+        options: The user's options.
+        arguments: The command line with these options, for the children.
 
     Returns:
         The exit status of the demo.
@@ -53,30 +53,30 @@ def launch(options: Options, arguments: Sequence[str]) -> int:
                 child.kill()
             for child in children.values():
                 child.wait()
-            restore_terminal()  # a killed rank leaves it as it was while the progress line was drawn
+            restore_terminal()  # a killed rank may leave its progress line and a hidden cursor
         return _tell(codes, directory, options.deadline_s)
 
 
 def _start(rank: int, directory: Path, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start one rank, with the launcher's own command line."""
+    """Start one rank with the launcher's command line."""
     launched = ("--launched", str(rank), str(directory), str(os.getpid()))
     return subprocess.Popen(  # noqa: S603 - our own program
         [sys.executable, "-m", __package__ or "", *arguments, *launched],
         stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C reaches the launcher alone, which then ends the ranks
+        start_new_session=True,  # Ctrl-C reaches only the launcher, which then kills the ranks
     )
 
 
 def _exit_on_signal(number: int, _frame: FrameType | None) -> NoReturn:
-    """Turn a signal into an exception, so that the children and the files are cleaned up."""
+    """Turn a signal into an exception, so that the launcher cleans up."""
     raise SystemExit(128 + number)
 
 
 def _watch(children: Mapping[int, subprocess.Popen[bytes]], deadline_s: float) -> dict[int, int | None]:
-    """Wait for all ranks until the deadline; after a first failure, only for a moment.
+    """Wait for all ranks until the deadline; after the first failure, at most for `GRACE_S`.
 
     Returns:
-        Exit status of each rank; None for those that were still running.
+        Exit status of each rank; None for those still running.
     """
     give_up_s = time.monotonic() + deadline_s
     has_failed = False
@@ -91,7 +91,7 @@ def _watch(children: Mapping[int, subprocess.Popen[bytes]], deadline_s: float) -
 
 
 def _tell(codes: Mapping[int, int | None], directory: Path, deadline_s: float) -> int:
-    """Say what went wrong, if anything did.
+    """Report a failure on stderr, if there was one.
 
     Returns:
         The exit status of the demo.
@@ -101,17 +101,17 @@ def _tell(codes: Mapping[int, int | None], directory: Path, deadline_s: float) -
         return _relay_failure(failed, directory)
     running = [rank for rank, code in codes.items() if code is None]
     if running:
-        _print_error(f"no end within {deadline_s:g} s (--deadline); ranks {running} were still running")
+        _print_error(f"not finished within {deadline_s:g} s (--deadline); ranks {running} were still running")
         return 1
     return 0
 
 
 def _relay_failure(codes: Mapping[int, int], directory: Path) -> int:
-    """Say which rank failed first and why.
+    """Report which rank failed first, and why.
 
     Args:
         codes: Exit status of the ranks that failed.
-        directory: Where they left their reasons.
+        directory: The directory of their failure files.
 
     Returns:
         The exit status of the demo.
@@ -123,10 +123,10 @@ def _relay_failure(codes: Mapping[int, int], directory: Path) -> int:
             reasons[rank] = json.loads(path.read_text(encoding="utf-8"))
     for rank, code in codes.items():
         if code < 0:
-            _print_error(f"rank {rank} was ended by {signal.Signals(-code).name}")
+            _print_error(f"rank {rank} was killed by {signal.Signals(-code).name}")
             return 1
     if not reasons:
-        return max(codes.values())  # the rank has said on its own what was wrong
+        return max(codes.values())  # the ranks have printed their errors themselves
     order = sorted(reasons, key=lambda rank: (reasons[rank]["kind"] in CONSEQUENCES, reasons[rank]["time_s"]))
     reason = reasons[order[0]]
     if reason["kind"] == DemoError.__name__:
@@ -143,16 +143,16 @@ def _print_error(text: str) -> None:
 
 
 def _failure_path(directory: Path, rank: int) -> Path:
-    """Name the file in which a rank leaves the reason of its failure."""
+    """Return the path of a rank's failure file."""
     return directory / f"rank-{rank}.failure"
 
 
 def leave_failure(launched: LaunchedRank, error: BaseException) -> None:
-    """Leave a rank's failure for the launcher to show.
+    """Write a rank's failure file, which the launcher shows.
 
     Args:
-        launched: Which rank.
-        error: What happened.
+        launched: The rank.
+        error: Its error.
     """
     reason = {
         "kind": type(error).__name__,
@@ -165,11 +165,11 @@ def leave_failure(launched: LaunchedRank, error: BaseException) -> None:
 
 
 def die_with_launcher(launched: LaunchedRank) -> None:
-    """Have the kernel kill this rank when its launcher dies, however that happens.
+    """Ask the kernel to kill this rank when its launcher dies.
 
     Args:
-        launched: Whose process this is.
+        launched: The rank that this process runs.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launched.launcher_pid:  # it died before the line above
+    if os.getppid() != launched.launcher_pid:  # the launcher died before the line above
         raise SystemExit(1)

@@ -1,7 +1,7 @@
-"""The parallel layers of a transformer: which piece of a weight a rank holds, and where it meets its peers.
+"""The parallel layers of a transformer: which piece of a weight each rank holds, and which collective it calls.
 
-Every layer knows its piece (`shards`), so that loading reads nothing else. The parameters carry the names
-that a Hugging Face checkpoint uses.
+Each layer states its piece in `shards`, so that loading reads nothing else. The parameters have the names of a
+Hugging Face checkpoint.
 """
 
 from collections.abc import Mapping
@@ -25,12 +25,12 @@ __all__ = [
 
 
 def even_shard(size: int, group: Group, dim: int = 0) -> Shard:
-    """Split a dimension evenly; the last pieces reach beyond `size` where it does not divide.
+    """Split a dimension evenly; the last pieces extend beyond `size` if it is not divisible.
 
     Args:
         size: Length of the whole dimension.
-        group: Whose members share it.
-        dim: Which dimension of the weight it is.
+        group: The ranks that share it.
+        dim: Index of the dimension in the weight.
 
     Returns:
         This rank's piece.
@@ -44,11 +44,11 @@ class ShardedModule(nn.Module):
     """A module whose own parameters may be pieces of those in the checkpoint.
 
     Attributes:
-        shards: The piece of each such parameter, by its name in this module; those absent are whole.
+        shards: The piece of each split parameter, by its name in this module; other parameters are whole.
     """
 
     def __init__(self, shards: Mapping[str, Shard] | None = None) -> None:
-        """Remember the pieces.
+        """Store the pieces.
 
         Args:
             shards: The piece of each split parameter.
@@ -58,10 +58,10 @@ class ShardedModule(nn.Module):
 
 
 class RMSNorm(ShardedModule):
-    """Root-mean-square norm with the residual stream folded in. Every rank holds it whole."""
+    """Root-mean-square norm, fused with the residual addition. Every rank holds all of it."""
 
     def __init__(self, size: int, eps: float) -> None:
-        """Make the scale.
+        """Allocate the scale.
 
         Args:
             size: Channels.
@@ -74,14 +74,14 @@ class RMSNorm(ShardedModule):
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add a block's output to the residual stream and norm the sum for the next block.
+        """Add a block's output to the residual stream, and normalize the sum for the next block.
 
         Args:
             hidden: The block's output, shape `[tokens, size]`.
             residual: The stream so far, same shape; None before the first block.
 
         Returns:
-            The normed sum and the sum itself.
+            The normalized sum, and the sum itself.
         """
         stream = hidden if residual is None else hidden + residual
         mean_square = stream.pow(2).mean(dim=-1, keepdim=True)
@@ -92,10 +92,10 @@ class ColumnParallelLinear(ShardedModule):
     """A linear layer whose outputs are split over the ranks. It needs no communication."""
 
     def __init__(self, inputs: int, rows: Shard, *, bias: bool) -> None:
-        """Make room for this rank's rows.
+        """Allocate this rank's rows.
 
         Args:
-            inputs: Input channels, all of which every rank has.
+            inputs: Input channels; every rank has all of them.
             rows: This rank's output channels.
             bias: Whether there is a bias; it is split like the outputs.
         """
@@ -110,16 +110,16 @@ class ColumnParallelLinear(ShardedModule):
 
 
 class RowParallelLinear(ShardedModule):
-    """A linear layer whose inputs are split over the ranks. It ends with the layer's one all-reduce."""
+    """A linear layer whose inputs are split over the ranks. It ends with an all-reduce."""
 
     def __init__(self, outputs: int, columns: Shard, group: Group, *, bias: bool) -> None:
-        """Make room for this rank's columns.
+        """Allocate this rank's columns.
 
         Args:
-            outputs: Output channels, all of which every rank gets.
+            outputs: Output channels; every rank gets all of them.
             columns: This rank's input channels; `dim` is 1.
             group: The ranks that share the layer.
-            bias: Whether there is a bias; it is whole on every rank.
+            bias: Whether there is a bias; every rank holds all of it.
         """
         super().__init__({"weight": columns})
         inputs = columns.stop - columns.start
@@ -130,18 +130,18 @@ class RowParallelLinear(ShardedModule):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map this rank's `[tokens, inputs / ranks]` to the whole `[tokens, outputs]`."""
         total = self.group.all_reduce(functional.linear(hidden, self.weight))
-        # After the sum: added before it, the bias would count once per rank.
+        # Add the bias after the sum; before it, the bias would count once per rank.
         return total if self.bias is None else total + self.bias
 
 
 class VocabParallelEmbedding(ShardedModule):
-    """Token vectors, each of which one rank holds; the sum over the ranks finds it."""
+    """Token vectors, each held by one rank. The other ranks contribute zeros to an all-reduce."""
 
     def __init__(self, vocab_size: int, size: int, group: Group) -> None:
-        """Make room for this rank's tokens.
+        """Allocate this rank's tokens.
 
         Args:
-            vocab_size: Number of tokens; it need not divide.
+            vocab_size: Number of tokens; need not be divisible by the number of ranks.
             size: Channels of a vector.
             group: The ranks that share the table.
         """
@@ -162,10 +162,10 @@ class VocabParallelLogits(ShardedModule):
     """The output layer: each rank scores its own tokens, and the first rank gathers the scores."""
 
     def __init__(self, vocab_size: int, size: int, group: Group) -> None:
-        """Make room for this rank's tokens.
+        """Allocate this rank's tokens.
 
         Args:
-            vocab_size: Number of tokens; it need not divide.
+            vocab_size: Number of tokens; need not be divisible by the number of ranks.
             size: Input channels.
             group: The ranks that share the table.
         """

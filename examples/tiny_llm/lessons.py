@@ -1,4 +1,4 @@
-"""The demo's own model: its shape, and the sentences that it learns by heart. Imports no torch."""
+"""The demo's own model: its shape, and the sentences that it memorizes. Does not import torch."""
 
 from .config import ModelConfig
 
@@ -19,7 +19,7 @@ SEEDED_CONFIG = ModelConfig(
     eos_token_ids=(EOS,),
 )
 
-# A prompt, and how it goes on.
+# Pairs of a prompt and its continuation.
 LESSONS = (
     (
         "A tensor-parallel layer",

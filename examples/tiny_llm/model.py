@@ -1,4 +1,4 @@
-"""One pipeline stage of a Llama-architecture decoder, and how its weights are loaded."""
+"""One pipeline stage of a Llama-architecture decoder, and the loading of its weights."""
 
 from collections.abc import Mapping, Sequence
 
@@ -28,11 +28,11 @@ LOGITS_NAME = "lm_head.weight"
 
 
 def stage_layers(layers: int, stage: int, stages: int) -> range:
-    """Choose the layers of a pipeline stage: contiguous, and no stage has two more than another.
+    """Choose the layers of a pipeline stage: a contiguous range; the sizes of two stages differ by at most one.
 
     Args:
-        layers: Layers of the model.
-        stage: The stage's number.
+        layers: Number of layers of the model.
+        stage: Index of the stage.
         stages: Number of stages.
     """
     return range(layers * stage // stages, layers * (stage + 1) // stages)
@@ -42,7 +42,7 @@ class FeedForward(nn.Module):
     """The gated feed-forward block: column-parallel up, row-parallel down, one all-reduce."""
 
     def __init__(self, config: ModelConfig, group: Group) -> None:
-        """Make room for this rank's share of the inner channels.
+        """Allocate this rank's share of the inner channels.
 
         Args:
             config: The model's shape.
@@ -62,10 +62,10 @@ class FeedForward(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm that also carries the residual stream."""
+    """Attention and feed-forward, each preceded by a norm that also adds the residual stream."""
 
     def __init__(self, config: ModelConfig, group: Group, rotary: RotaryEmbedding) -> None:
-        """Make the blocks.
+        """Create the blocks.
 
         Args:
             config: The model's shape.
@@ -84,13 +84,13 @@ class DecoderLayer(nn.Module):
         """Run the layer.
 
         Args:
-            hidden: Output of the layer before, `[tokens, hidden_size]`.
-            residual: The residual stream, same shape; None in the first layer of all.
-            batch: Whose tokens they are.
+            hidden: Output of the previous layer, `[tokens, hidden_size]`.
+            residual: The residual stream, same shape; None in the model's first layer.
+            batch: The requests and positions of the tokens.
             cache: This layer's KV cache.
 
         Returns:
-            This layer's output and the residual stream that it is yet to be added to.
+            This layer's output, and the residual stream to which the next layer adds it.
         """
         hidden, residual = self.input_layernorm(hidden, residual)
         hidden = self.self_attn(hidden, batch, cache)
@@ -99,14 +99,14 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The layers of a stage, under the names of the checkpoint; embedding and last norm where they belong."""
+    """The layers of a stage, with the checkpoint's names; the first stage embeds, the last one has the last norm."""
 
     def __init__(self, config: ModelConfig, groups: ModelGroups, rotary: RotaryEmbedding) -> None:
-        """Make the layers of this rank's stage.
+        """Create the layers of this rank's stage.
 
         Args:
             config: The model's shape.
-            groups: Where this rank stands.
+            groups: The groups of this rank.
             rotary: Position tables.
         """
         super().__init__()
@@ -120,14 +120,14 @@ class Decoder(nn.Module):
 
 
 class LlamaStage(nn.Module):
-    """What one rank computes: its share of the layers of its pipeline stage, in float32."""
+    """One rank's share of the layers of its pipeline stage, in float32."""
 
     def __init__(self, config: ModelConfig, groups: ModelGroups, max_length: int) -> None:
-        """Make the stage, its weights yet undefined.
+        """Create the stage with uninitialized weights.
 
         Args:
             config: The model's shape.
-            groups: Where this rank stands.
+            groups: The groups of this rank.
             max_length: Tokens of the longest sequence.
 
         Raises:
@@ -146,7 +146,7 @@ class LlamaStage(nn.Module):
         """Reserve a KV cache for each layer of this stage.
 
         Args:
-            slots: Requests at a time.
+            slots: Number of requests at the same time.
         """
         return [
             layer.self_attn.make_cache(slots, self.max_length)
@@ -164,10 +164,10 @@ class LlamaStage(nn.Module):
         """Run the stage's layers.
 
         Args:
-            batch: Whose tokens they are.
+            batch: The requests and positions of the tokens.
             caches: One per layer of this stage.
-            tokens: Token ids, int64 `[tokens]`; needed by the first stage.
-            received: What the stage before returned; needed by all other stages.
+            tokens: Token ids, int64 `[tokens]`; used by the first stage.
+            received: The previous stage's result; used by all other stages.
 
         Returns:
             `hidden_states` and `residual`, `[tokens, hidden_size]` each, equal on all tensor-parallel ranks.
@@ -183,11 +183,11 @@ class LlamaStage(nn.Module):
         return {"hidden_states": hidden, "residual": residual}
 
     def logits(self, outputs: Mapping[str, torch.Tensor], rows: Sequence[int]) -> torch.Tensor | None:
-        """Score the next token of some rows; only on the last stage, on all its ranks.
+        """Compute the logits of the next token for some rows. All ranks of the last stage call this.
 
         Args:
-            outputs: What `forward` returned.
-            rows: Which of the batch's tokens.
+            outputs: Result of `forward`.
+            rows: Indices of the batch's tokens.
 
         Returns:
             Shape `[rows, vocab_size]` on the stage's first rank, None on its others.
@@ -199,11 +199,11 @@ class LlamaStage(nn.Module):
 
 
 def load_weights(stage: LlamaStage, checkpoint: Checkpoint) -> None:
-    """Fill a stage with its pieces of the weights, and read no others.
+    """Fill a stage with its pieces of the weights, reading no others.
 
     Args:
-        stage: What to fill.
-        checkpoint: Where from.
+        stage: The stage to fill.
+        checkpoint: The weights.
 
     Raises:
         DemoError: A weight is missing or has another shape.

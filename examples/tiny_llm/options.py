@@ -1,4 +1,4 @@
-"""The command line."""
+"""The demo's command line."""
 
 import argparse
 from collections.abc import Sequence
@@ -11,27 +11,27 @@ __all__ = ["LaunchedRank", "Options", "parse_options"]
 
 DESCRIPTION = """\
 Serve a Llama with tensor and pipeline parallelism over this project's groups, on the CPU, and check that
-every token is the one that a single process would have generated.
+every token equals the one that a single process generates.
 
-Without --model it trains a tiny model on a few sentences first (some seconds) and serves that.
+Without --model, first train a tiny model on a few sentences (some seconds) and serve that.
 """
 
 EPILOG = """\
-Under torchrun each process is a rank, and --tp times --pp must be their number:
+Under torchrun each process is one rank; their number must be --tp times --pp:
   torchrun --nproc-per-node 4 -m examples.tiny_llm --tp 2 --pp 2
 
-exit status: 0 all tokens are identical; 1 they are not, or a rank failed; 2 options or model are unfit
+exit status: 0 if all tokens are identical, 1 if not or if a rank failed, 2 for wrong options or an unusable model
 """
 
 
 @dataclass(frozen=True)
 class LaunchedRank:
-    """What the launcher tells a rank that it started.
+    """The launcher's arguments for a rank that it starts.
 
     Attributes:
-        rank: The rank's number.
-        directory: Where the ranks meet and leave their files; the launcher removes it.
-        launcher_pid: Process id of the launcher, without which the rank shall not live.
+        rank: Global rank.
+        directory: Directory for the rendezvous and the ranks' files; the launcher removes it.
+        launcher_pid: Process id of the launcher; the rank dies with it.
     """
 
     rank: int
@@ -41,18 +41,18 @@ class LaunchedRank:
 
 @dataclass(frozen=True)
 class Options:
-    """What the person asked for.
+    """The user's options.
 
     Attributes:
-        model: Checkpoint directory; None for the seeded one.
+        model: Checkpoint directory; None for the seeded checkpoint.
         tensor: Ranks that share each layer.
         pipeline: Pipeline stages.
         prompts: Prompts; empty for the demo's own.
-        max_tokens: Tokens to generate for each prompt at most.
-        temperature: 0 for the likeliest token.
-        seed: Of the sampling and of the seeded checkpoint.
-        slots: Requests that run at the same time.
-        tokens_per_step: Tokens of one batch at most.
+        max_tokens: Maximal number of generated tokens per prompt.
+        temperature: Sampling temperature; 0 takes the likeliest token.
+        seed: Seed of the sampling and of the seeded checkpoint.
+        slots: Maximal number of requests at the same time.
+        tokens_per_step: Maximal number of tokens in a batch.
         arrival_gap: Steps between the arrivals of two requests.
         deadline_s: Seconds after which the launcher gives up.
         as_json: Whether to print JSON instead of text.
@@ -79,13 +79,13 @@ class Options:
         return self.tensor * self.pipeline
 
     def check_world_size(self, processes: int) -> None:
-        """Compare with the number of processes that somebody else started.
+        """Check the number of processes that another launcher started.
 
         Args:
-            processes: Their number.
+            processes: Number of processes.
 
         Raises:
-            DemoError: It is another than `world_size`.
+            DemoError: It differs from `world_size`.
         """
         if processes != self.world_size:
             raise DemoError(
@@ -94,10 +94,10 @@ class Options:
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
-    """Read the command line; on a mistake, print one line and exit with 2.
+    """Parse the command line; on a mistake, print the usage and exit with status 2.
 
     Args:
-        arguments: Instead of this process's own.
+        arguments: Arguments to parse instead of this process's own.
     """
     defaults = Options()
     parser = argparse.ArgumentParser(
@@ -116,7 +116,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         type=positive,
         default=defaults.max_tokens,
         metavar="N",
-        help="per prompt (%(default)s)",
+        help="maximal number of tokens per prompt (%(default)s)",
     )
     add(
         "--temperature",
@@ -125,7 +125,13 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         metavar="T",
         help="0 takes the likeliest token (%(default)s)",
     )
-    add("--seed", type=int, default=defaults.seed, metavar="N", help="of sampling and training (%(default)s)")
+    add(
+        "--seed",
+        type=int,
+        default=defaults.seed,
+        metavar="N",
+        help="seed of sampling and training (%(default)s)",
+    )
     add(
         "--slots", type=positive, default=defaults.slots, metavar="N", help="requests at a time (%(default)s)"
     )
@@ -134,7 +140,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         type=positive,
         default=defaults.tokens_per_step,
         metavar="N",
-        help="tokens in a batch at most; longer prompts take several steps (%(default)s)",
+        help="maximal number of tokens in a batch; longer prompts take several steps (%(default)s)",
     )
     add(
         "--arrival-gap",
@@ -178,7 +184,7 @@ def positive(text: str) -> int:
     """Read a number of at least 1.
 
     Raises:
-        argparse.ArgumentTypeError: It is not.
+        argparse.ArgumentTypeError: `text` is not such a number.
     """
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
@@ -189,7 +195,7 @@ def not_negative(text: str) -> float:
     """Read a finite number of at least 0.
 
     Raises:
-        argparse.ArgumentTypeError: It is not.
+        argparse.ArgumentTypeError: `text` is not such a number.
     """
     try:
         value = float(text)

@@ -1,4 +1,4 @@
-"""One line that says what the demo is doing: redrawn on a terminal, now and then a new one elsewhere."""
+"""The progress line: redrawn on a terminal, and otherwise a new line at least every two seconds."""
 
 import sys
 import time
@@ -15,10 +15,10 @@ PLAIN_INTERVAL_S = 2.0
 
 
 class Progress:
-    """The progress line, on standard error. A context manager: leaving it removes the line."""
+    """The progress line on standard error. As a context manager, it removes the line at the end."""
 
     def __init__(self) -> None:
-        """Find out whether there is a terminal."""
+        """Check whether standard error is a terminal."""
         console = Console(stderr=True)
         self._status = console.status("") if console.is_terminal else None
         self._phase = ""
@@ -38,11 +38,11 @@ class Progress:
             self._status.stop()
 
     def show(self, phase: str, detail: str = "") -> None:
-        """Say what happens.
+        """Update the line.
 
         Args:
-            phase: What is being done; a new phase is always shown.
-            detail: How far it is; off a terminal it is shown every two seconds.
+            phase: Current activity; a new phase is always shown.
+            detail: Progress within the phase; without a terminal it is shown at most every two seconds.
         """
         line = f"{phase}: {detail}" if detail else phase
         if self._status is not None:
@@ -56,7 +56,7 @@ class Progress:
 
 
 def restore_terminal() -> None:
-    """Remove a progress line whose process did not get to it; off a terminal, and without a line, do nothing."""
+    """Remove the progress line of a killed process, and show the cursor; without a terminal, do nothing."""
     Console(stderr=True).control(
         Control(ControlType.SHOW_CURSOR, ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
     )

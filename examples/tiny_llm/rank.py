@@ -1,4 +1,4 @@
-"""One rank's life: join the groups, load a stage, serve; and on rank 0 also prepare, compare and report."""
+"""The run of one rank: join the groups, load a stage, serve. Rank 0 also prepares, compares and reports."""
 
 import sys
 import tempfile
@@ -33,14 +33,14 @@ __all__ = ["run_rank"]
 
 @dataclass(frozen=True)
 class _Job:
-    """What rank 0 prepared, before the ranks begin.
+    """The work that rank 0 prepares.
 
     Attributes:
-        directory: The checkpoint.
-        config: Its model's shape.
-        tokenizer: Its tokenizer.
-        prompts: The texts.
-        requests: The same as requests, each with its time of arrival.
+        directory: The checkpoint directory.
+        config: The model's shape.
+        tokenizer: The model's tokenizer.
+        prompts: The prompts as text.
+        requests: The prompts as requests, with their steps of arrival.
         max_length: Tokens of the longest sequence.
     """
 
@@ -59,7 +59,7 @@ def run_rank(options: Options) -> int:
         options: Equal on all ranks.
 
     Returns:
-        The rank's exit status: on rank 0 whether all tokens were identical, elsewhere 0.
+        The rank's exit status: on rank 0, 0 if all tokens are identical and 1 if not; elsewhere 0.
     """
     torch.set_num_threads(1)
     with ExitStack() as stack:
@@ -82,13 +82,13 @@ def _lead(
     """Do rank 0's part.
 
     Args:
-        options: What the person asked for.
-        groups: Of all ranks.
-        alone: Of this rank only.
-        progress: Where to say what happens.
-        stack: What to clean up at the end.
+        options: The user's options.
+        groups: Groups of all ranks.
+        alone: Groups of this rank only.
+        progress: The progress line.
+        stack: Receives resources to clean up at the end.
     """
-    # The other ranks wait for the broadcast below, without a time limit, while this one prepares.
+    # While this rank prepares, the others wait for the broadcast below, without a deadline.
     try:
         directory = options.model or _make_checkpoint(options, alone, progress, stack)
         job = _prepare(options, directory)
@@ -123,11 +123,11 @@ def _lead(
 
 
 def _follow(options: Options, groups: ModelGroups) -> None:
-    """Do the part of every other rank.
+    """Do the part of a rank other than 0.
 
     Args:
-        options: What the person asked for.
-        groups: Of all ranks.
+        options: The user's options.
+        groups: Groups of all ranks.
     """
     told = groups.world.broadcast_object(src=0)
     if "error" in told:
@@ -159,7 +159,7 @@ def _make_checkpoint(options: Options, alone: ModelGroups, progress: Progress, s
 
 
 def _prepare(options: Options, directory: Path) -> _Job:
-    """Read the checkpoint's description and turn the prompts into requests."""
+    """Read the checkpoint's config, and turn the prompts into requests."""
     config = ModelConfig.from_directory(directory)
     tokenizer = open_tokenizer(directory, config)
     prompts = options.prompts or PROMPTS
@@ -169,7 +169,9 @@ def _prepare(options: Options, directory: Path) -> _Job:
     )
     largest = max((token for request in requests for token in request.prompt), default=0)
     if largest >= config.vocab_size:
-        raise DemoError(f"{directory}: a prompt has token {largest}, the vocabulary {config.vocab_size}")
+        raise DemoError(
+            f"{directory}: a prompt has token {largest}, but the vocabulary has only {config.vocab_size}"
+        )
     longest = max(len(request.prompt) for request in requests) + options.max_tokens
     return _Job(directory, config, tokenizer, prompts, requests, min(longest, config.max_position_embeddings))
 
@@ -195,14 +197,14 @@ def _generate(
     """Serve all requests from rank 0.
 
     Args:
-        options: What the person asked for.
-        job: What to serve.
-        groups: Who serves.
+        options: The user's options.
+        job: The work.
+        groups: Groups of the ranks that serve.
         on_step: Called after each step.
         together: Whether requests may share a batch.
 
     Returns:
-        The scheduler, which holds the tokens, and the seconds that the steps took.
+        The scheduler, which holds the generated tokens, and the duration of all steps in seconds.
     """
     scheduler = Scheduler(
         job.requests,
@@ -218,7 +220,7 @@ def _generate(
 
 
 def _step_shower(progress: Progress, who: str) -> Callable[[Scheduler], None]:
-    """Make a callback that shows how far the scheduler is."""
+    """Return a callback that shows the scheduler's progress."""
 
     def show(scheduler: Scheduler) -> None:
         tokens = sum(map(len, scheduler.generated.values()))
@@ -234,6 +236,6 @@ def _timed(groups: ModelGroups) -> ModelGroups:
 
 
 def _samples(groups: ModelGroups) -> dict[str, dict[str, list[float]]]:
-    """Collect what this rank measured, by group and operation."""
+    """Return this rank's measured durations, by group and operation."""
     named = {"world": groups.world, "tp": groups.tensor, "pp": groups.pipeline}
     return {name: group.samples_us for name, group in named.items() if isinstance(group, TimedGroup)}

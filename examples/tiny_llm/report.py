@@ -1,4 +1,4 @@
-"""What a run found out, for people and for programs."""
+"""The report of a run, as text and as JSON."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -14,13 +14,13 @@ __all__ = ["Continuation", "Report"]
 
 @dataclass(frozen=True)
 class Continuation:
-    """What the model made of one prompt.
+    """The continuation of one prompt.
 
     Attributes:
         prompt: The prompt.
-        text: Its continuation, decoded.
-        tokens: Its continuation's token ids.
-        reference_tokens: Those of the one-process run.
+        text: The continuation as text.
+        tokens: The continuation as token ids.
+        reference_tokens: Token ids of the one-process run.
     """
 
     prompt: str
@@ -36,11 +36,11 @@ class Report:
     Attributes:
         tensor: Ranks that shared each layer.
         pipeline: Pipeline stages.
-        steps: Steps that the scheduler took.
-        seconds: Time for all of them.
-        reference_seconds: The same for the one-process run, which serves one request at a time.
-        continuations: By prompt, in their order.
-        operations: The groups' operations and how long they took.
+        steps: Number of steps.
+        seconds: Duration of all steps.
+        reference_seconds: Duration of the one-process run, which serves one request at a time.
+        continuations: One per prompt, in the order of the prompts.
+        operations: The groups' operations with their durations.
     """
 
     tensor: int
@@ -58,7 +58,7 @@ class Report:
 
     @property
     def is_identical(self) -> bool:
-        """Whether every token is that of the one-process run."""
+        """Whether every token equals that of the one-process run."""
         return all(one.tokens == one.reference_tokens for one in self.continuations)
 
     @property
@@ -80,22 +80,22 @@ class Report:
         return f"FAILED: the tokens of prompt {number} differ from those of one process {where}"
 
     def to_json(self) -> str:
-        """Spell everything as one JSON object."""
+        """Return the report as one JSON object."""
         fields = asdict(self)
         fields.update(tokens=self.tokens, identical=self.is_identical)
         return json.dumps(fields)
 
     def show(self, console: Console) -> None:
-        """Print the texts, the table and the verdict.
+        """Print the texts, the table and the result.
 
         Args:
-            console: Where to.
+            console: Where to print.
         """
         for one in self.continuations:
             line = Text.assemble((printable(one.prompt), "bold"), (" |", "dim"), printable(one.text))
             console.print(line, soft_wrap=True)
         table = Table(
-            title="\nGroup operations: time in the call, waiting for peers included", title_justify="left"
+            title="\nGroup operations: time per call, including waits for peers", title_justify="left"
         )
         for heading in ("group", "operation"):
             table.add_column(heading)
@@ -119,7 +119,7 @@ class Report:
 
 
 def printable(text: str) -> str:
-    """Escape what a terminal could take for a command."""
+    """Escape characters that a terminal could interpret as a command."""
     return "".join(
         char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode()
         for char in text

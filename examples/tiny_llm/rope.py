@@ -10,10 +10,10 @@ __all__ = ["RotaryEmbedding", "rotary_frequencies"]
 
 
 def rotary_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Give the angle per position of each pair of channels.
+    """Return the angle per position of each pair of channels.
 
-    `linear` divides every frequency by the factor. `llama3` divides only the slow ones, which the original
-    context was too short to see in full, and blends between the two thresholds.
+    `linear` divides every frequency by the factor. `llama3` divides only low frequencies, whose wavelength exceeds the
+    original context, and interpolates between the two thresholds.
 
     Args:
         rope: The parameters.
@@ -35,7 +35,7 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 class RotaryEmbedding:
-    """Cosines and sines of every position up to a maximum, made once and shared by all layers."""
+    """Cosines and sines of every position up to a maximum, computed once and shared by all layers."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_length: int) -> None:
         """Fill the tables.
@@ -52,7 +52,7 @@ class RotaryEmbedding:
         self.sines = torch.cat((angles, angles), dim=-1).sin()
 
     def rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Turn each head by the angle of its token's position.
+        """Rotate each head by the angle of its token's position.
 
         Args:
             heads: Queries or keys, shape `[tokens, heads, head_dim]`.

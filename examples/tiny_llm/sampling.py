@@ -1,4 +1,4 @@
-"""From logits to tokens, once, on one rank."""
+"""Sample tokens from logits, on one rank."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,14 @@ __all__ = ["Sampler"]
 
 @dataclass(frozen=True)
 class Sampler:
-    """How the next token is chosen.
+    """Chooses the next token.
 
-    A token depends on the logits, the seed, the request and the position only: neither on the other requests
-    of the batch nor on how many ranks computed it.
+    A token depends only on the logits, the seed, the request and the position, not on the other requests of the batch
+    or on the number of ranks.
 
     Attributes:
-        temperature: 0 takes the likeliest token; above it, the larger the wilder.
-        seed: Of the random numbers.
+        temperature: 0 takes the likeliest token; larger values make the choice more random.
+        seed: Seed of the random numbers.
     """
 
     temperature: float = 0.0
@@ -27,13 +27,13 @@ class Sampler:
 
         Args:
             logits: Shape `[vocab_size]`.
-            request: Number of the request.
+            request: The request's number.
             position: Position of the new token in its sequence.
         """
         if self.temperature == 0.0:
             return int(logits.argmax())
         generator = torch.Generator().manual_seed(hash((self.seed, request, position)) & 0x7FFFFFFF)
         draw = torch.rand((), generator=generator, dtype=torch.float64)
-        # In float64, so that sums in another order move the borders between tokens hardly at all.
+        # In float64, another summation order hardly moves the boundaries between tokens.
         shares = torch.softmax(logits.double() / self.temperature, dim=-1).cumsum(dim=-1)
         return min(int(torch.searchsorted(shares, draw * shares[-1], right=True)), logits.shape[-1] - 1)

@@ -1,6 +1,6 @@
-"""Continuous batching, on rank 0 alone: who runs in which step, and in which slot of the KV cache.
+"""Continuous batching on rank 0: which request runs in which step, and in which slot of the KV cache.
 
-Pure bookkeeping: no tensors, no groups. What it decides leaves as a `StepPlan`, which rank 0 broadcasts.
+This is pure bookkeeping without tensors and groups. Rank 0 broadcasts each decision as a `StepPlan`.
 """
 
 from collections import deque
@@ -15,12 +15,12 @@ __all__ = ["Request", "Scheduler", "StepPlan"]
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt that waits for its continuation.
+    """A prompt to continue.
 
     Attributes:
-        number: Its name, unique in a run.
+        number: Unique number in the run.
         prompt: Token ids, at least one.
-        max_tokens: Tokens to generate at most.
+        max_tokens: Maximal number of tokens to generate.
         arrival_step: The step at which it arrives.
     """
 
@@ -35,9 +35,9 @@ class Admission:
     """A request that starts in this step.
 
     Attributes:
-        number: The request's.
-        slot: Where its keys and values shall be kept.
-        prompt: Its tokens.
+        number: The request's number.
+        slot: Cache slot for its keys and values.
+        prompt: Its token ids.
     """
 
     number: int
@@ -47,14 +47,14 @@ class Admission:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What all ranks do in one step. They apply the parts in the order in which they stand here.
+    """The work of all ranks in one step. They apply the fields in this order.
 
     Attributes:
-        finished: Requests that ended; their slots are free.
-        appended: The token that each request got in the step before.
+        finished: Requests that have ended; their slots are free.
+        appended: The token that each request got in the previous step.
         admitted: Requests that start.
-        run: How many of its tokens each request computes in this step, in the order of the batch.
-        stop: Whether this was the last plan; all else is empty then.
+        run: Number of tokens that each request computes in this step, in the order of the batch.
+        stop: Whether this is the last plan; all other fields are empty then.
     """
 
     finished: tuple[int, ...] = ()
@@ -64,7 +64,7 @@ class StepPlan:
     stop: bool = False
 
     def to_message(self) -> dict[str, Any]:
-        """Spell the plan in plain lists and numbers, for the broadcast."""
+        """Return the plan as plain lists and numbers, for the broadcast."""
         return {
             "finished": list(self.finished),
             "appended": [[number, token] for number, token in self.appended.items()],
@@ -75,7 +75,7 @@ class StepPlan:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> "StepPlan":
-        """Read what `to_message` wrote."""
+        """Return the plan from the result of `to_message`."""
         return cls(
             finished=tuple(message["finished"]),
             appended=dict(message["appended"]),
@@ -98,15 +98,15 @@ class _Running:
 
     @property
     def pending(self) -> int:
-        """Tokens that are known but not yet computed: more than one while the prompt is not through."""
+        """Number of known tokens that are not computed yet; more than one means that the prompt is incomplete."""
         return len(self.request.prompt) + len(self.generated) - self.computed
 
 
 class Scheduler:
-    """First come, first served. Requests that decode go first; the rest of a step's tokens fills prompts.
+    """Serves requests in order of arrival. Decoding requests get their tokens first, prompts the rest of a step.
 
     Attributes:
-        generated: The tokens of each finished or running request, by its number.
+        generated: Generated tokens of each finished or running request, by number.
         step: Number of the next step.
     """
 
@@ -122,17 +122,17 @@ class Scheduler:
         """Queue the requests.
 
         Args:
-            requests: In any order; they are taken by arrival.
-            slots: Requests at a time.
-            tokens_per_step: Tokens of a batch at most; a longer prompt takes several steps. At least `slots`.
-            max_length: Tokens of a sequence at most, prompt included.
+            requests: The requests, in any order.
+            slots: Maximal number of requests at the same time.
+            tokens_per_step: Maximal number of tokens in a batch, at least `slots`. Longer prompts take several steps.
+            max_length: Maximal number of tokens in a sequence, including the prompt.
             eos_tokens: Tokens that end a request.
 
         Raises:
-            DemoError: A limit is contradictory, or a request can never run.
+            DemoError: The limits contradict each other, or a request exceeds them.
         """
         if slots < 1 or tokens_per_step < slots:
-            raise DemoError(f"{slots} slots need at least as many tokens per step, got {tokens_per_step}")
+            raise DemoError(f"{slots} slots need at least as many tokens per step, not {tokens_per_step}")
         ordered = sorted(requests, key=lambda request: request.arrival_step)
         for request in ordered:
             total = len(request.prompt) + request.max_tokens
@@ -158,19 +158,19 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that hold none yet."""
+        """Number of requests that wait for a slot."""
         return len(self._waiting)
 
     def next_plan(self) -> StepPlan:
-        """Decide the next step; its tokens must come back through `take_tokens` before the next call.
+        """Plan the next step. Call `take_tokens` with its tokens before the next call.
 
         Returns:
-            The plan; one with `stop` once every request is finished.
+            The plan; with `stop` set if every request is finished.
         """
         if not self._running and not self._waiting:
             return StepPlan(stop=True)
         if not self._running:
-            self.step = max(self.step, self._waiting[0].arrival_step)  # nothing to do until then
+            self.step = max(self.step, self._waiting[0].arrival_step)  # skip idle steps
         admitted = self._admit()
         plan = StepPlan(tuple(self._finished), dict(self._appended), admitted, self._share_tokens())
         self._finished.clear()
@@ -179,10 +179,10 @@ class Scheduler:
         return plan
 
     def take_tokens(self, tokens: Mapping[int, int]) -> None:
-        """Note what a step sampled, and let go of requests that end with it.
+        """Record the tokens that a step sampled, and release the requests that end with them.
 
         Args:
-            tokens: The new token of each request whose known tokens were all computed.
+            tokens: The new token of each request whose known tokens have all been computed.
         """
         for number, token in tokens.items():
             running = self._running[number]
@@ -207,7 +207,7 @@ class Scheduler:
         return tuple(admitted)
 
     def _share_tokens(self) -> dict[int, int]:
-        """Share the step's tokens: one to each request that decodes, the rest to prompts as they came."""
+        """Divide the step's tokens: one for each decoding request, the rest for prompts in order of arrival."""
         left = self._tokens_per_step
         run = {}
         for running in sorted(self._running.values(), key=lambda running: running.pending > 1):

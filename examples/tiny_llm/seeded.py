@@ -1,7 +1,7 @@
-"""The demo's own checkpoint: a small seeded Llama that has learnt a few sentences by heart.
+"""The demo's own checkpoint: a small seeded Llama that memorizes a few sentences.
 
-A random model would do for comparing tokens, but nobody can read what it says, and its logits lie close
-together. This one learns in seconds, and on what it knows it is sure of every byte.
+The tokens of a random model could be compared, too, but its output is unreadable and its logits are close together.
+This model trains in seconds, and its best token leads clearly on every byte of the sentences.
 """
 
 from collections.abc import Callable
@@ -27,10 +27,10 @@ def write_seeded_checkpoint(
     """Train the small model and write it as a checkpoint directory.
 
     Args:
-        directory: Where to; it is created.
-        groups: Groups of one: the training runs on this rank alone.
-        seed: Of the first weights.
-        on_step: Called after each step of the training with the loss.
+        directory: Target directory; it is created.
+        groups: Groups of one rank: the training runs on this rank only.
+        seed: Seed of the initial weights.
+        on_step: Called with the loss after each training step.
     """
     stage = LlamaStage(SEEDED_CONFIG, groups, SEEDED_CONFIG.max_position_embeddings)
     generator = torch.Generator().manual_seed(seed)
@@ -46,13 +46,13 @@ def write_seeded_checkpoint(
 def _train(
     stage: LlamaStage, on_step: Callable[[float], None] | None, *, most_steps: int = 300, sure: float = 6.0
 ) -> None:
-    """Repeat all lessons at once until every byte that the demo asks for leads the second best by `sure`."""
+    """Train on all lessons at once until every byte of the continuations leads the second best logit by `sure`."""
     tokenizer = ByteTokenizer(BOS)
     texts = [[*tokenizer.encode(prompt + rest), EOS] for prompt, rest in LESSONS]
     batch = Batch([Span(slot, 0, len(text) - 1) for slot, text in enumerate(texts)])
     tokens = torch.tensor([token for text in texts for token in text[:-1]])
     targets = torch.tensor([token for text in texts for token in text[1:]])
-    # The token at position p predicts byte p of the text, because of the one special token before it.
+    # The token at position p predicts byte p of the text, because one special token precedes the text.
     asked = torch.cat(
         [torch.arange(len(text) - 1) >= len(prompt) for text, prompt in zip(texts, PROMPTS, strict=True)]
     )
@@ -74,6 +74,6 @@ def _train(
 
 
 def _margins(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Tell by how much each target leads the best other token; negative where it does not lead."""
+    """Return by how much each target's logit leads that of the best other token; negative if it does not lead."""
     right = logits.gather(1, targets.unsqueeze(1)).squeeze(1)
     return right - logits.scatter(1, targets.unsqueeze(1), float("-inf")).amax(dim=1)

@@ -1,4 +1,4 @@
-"""How long each group operation takes, as its caller sees it."""
+"""Measure the duration of each group operation, as its caller sees it."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +15,10 @@ Result = TypeVar("Result")
 
 
 class TimedGroup:
-    """A group that notes the duration of each call and otherwise is the group it wraps.
+    """Wraps a group and records the duration of each call.
 
     Attributes:
-        group: The group that does the work.
+        group: The wrapped group.
         samples_us: Durations in microseconds, by operation name.
     """
 
@@ -26,7 +26,7 @@ class TimedGroup:
         """Wrap a group.
 
         Args:
-            group: The group that does the work.
+            group: The group to wrap.
         """
         self.group = group
         self.samples_us: dict[str, list[float]] = {}
@@ -43,7 +43,7 @@ class TimedGroup:
 
     @property
     def rank_in_group(self) -> int:
-        """Place of this process among the members."""
+        """Rank of this process in the group."""
         return self.group.rank_in_group
 
     @property
@@ -57,19 +57,19 @@ class TimedGroup:
         return self.group.is_last_rank
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
-        """Sum over the members."""
+        """Return the sum of all members' tensors."""
         return self._timed("all_reduce", lambda: self.group.all_reduce(input_))
 
     def gather(self, input_: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor | None:
-        """Concatenate on one member."""
+        """Concatenate all members' tensors on one member; return None on the others."""
         return self._timed("gather", lambda: self.group.gather(input_, dst, dim))
 
     def broadcast_object(self, obj: Any | None = None, src: int = 0) -> Any:
-        """Give every member one member's object."""
+        """Return one member's object on every member."""
         return self._timed("broadcast_object", lambda: self.group.broadcast_object(obj, src))
 
     def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
-        """Give one member everybody's objects."""
+        """Return all members' objects on one member, and None on the others."""
         return self._timed("gather_object", lambda: self.group.gather_object(obj, dst))
 
     def send_object(self, obj: Any, dst: int) -> None:
@@ -98,7 +98,7 @@ class TimedGroup:
         )
 
     def _timed(self, name: str, call: Callable[[], Result]) -> Result:
-        """Call, and note how long it took."""
+        """Make the call and record its duration."""
         start = time.perf_counter_ns()
         result = call()
         self.samples_us.setdefault(name, []).append((time.perf_counter_ns() - start) / 1000)
@@ -106,7 +106,7 @@ class TimedGroup:
 
 
 def unwrapped(group: Group | None) -> Group | None:
-    """Give the group itself: it is the group, not this demo, that asks it to gather."""
+    """Return the wrapped group: a gather inside another group's call is not timed separately."""
     return group.group if isinstance(group, TimedGroup) else group
 
 
@@ -117,9 +117,9 @@ class OperationRow:
     Attributes:
         group: Name of the group.
         operation: Name of the operation.
-        count: Calls, all ranks together.
-        p50_us: Half of the calls took no longer.
-        p99_us: Of a hundred calls, one took longer.
+        count: Number of calls on all ranks.
+        p50_us: Median duration.
+        p99_us: 99th percentile of the durations.
     """
 
     group: str
@@ -130,10 +130,10 @@ class OperationRow:
 
 
 def summarize(samples_us: Sequence[Mapping[str, Mapping[str, Sequence[float]]]]) -> list[OperationRow]:
-    """Merge what the ranks measured.
+    """Merge the durations of all ranks.
 
     Args:
-        samples_us: From each rank: durations by group and operation.
+        samples_us: For each rank, its durations by group and operation.
 
     Returns:
         A row per group and operation, in the order in which they first appear.
@@ -150,6 +150,6 @@ def summarize(samples_us: Sequence[Mapping[str, Mapping[str, Sequence[float]]]])
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Pick the value that a share of all values does not exceed; `values` is not empty."""
+    """Return the quantile `share` (0 to 1) of `values`, which is not empty."""
     ordered = sorted(values)
     return ordered[min(int(len(ordered) * share), len(ordered) - 1)]

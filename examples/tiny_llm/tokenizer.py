@@ -1,4 +1,4 @@
-"""Text to token ids and back: the checkpoint's own tokenizer, or bytes."""
+"""Convert between text and token ids, with the checkpoint's tokenizer or by bytes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,23 +15,23 @@ BYTES = 256
 
 
 class Tokenizer(Protocol):
-    """What the demo asks of a tokenizer."""
+    """The methods of a tokenizer that the demo uses."""
 
     def encode(self, text: str) -> list[int]:
-        """Turn a prompt into token ids, with whatever the model expects before it."""
+        """Turn a prompt into token ids, including the special tokens that the model expects before it."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Turn generated token ids into text, special tokens left out."""
+        """Turn generated token ids into text, without special tokens."""
 
 
 class ByteTokenizer:
-    """A token for each byte of UTF-8, and above them the special ones."""
+    """One token per byte of UTF-8; special tokens have the ids above."""
 
     def __init__(self, bos: int | None = None) -> None:
-        """Remember the special token.
+        """Store the special token.
 
         Args:
-            bos: Put before each prompt, unless None.
+            bos: Token before each prompt; None for no token.
         """
         self.bos = bos
 
@@ -40,7 +40,7 @@ class ByteTokenizer:
         return ([] if self.bos is None else [self.bos]) + list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Turn token ids into text; bytes that are no UTF-8 show as escapes."""
+        """Turn token ids into text; bytes that are not valid UTF-8 become escapes."""
         return bytes(token for token in tokens if token < BYTES).decode(errors="backslashreplace")
 
 
@@ -54,7 +54,7 @@ class FileTokenizer:
             path: The `tokenizer.json`.
 
         Raises:
-            DemoError: It is no such file.
+            DemoError: The file is unreadable or malformed.
         """
         try:
             self._tokenizer = TokenizerFile.from_file(str(path))

@@ -1,4 +1,4 @@
-"""The one place where the demo creates groups."""
+"""Create and destroy the demo's groups. No other module does."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,21 +16,21 @@ from .options import Options
 
 __all__ = ["join_groups"]
 
-CPU_BACKEND = "gloo"  # also where there is a GPU: the demo computes on the CPU
+CPU_BACKEND = "gloo"  # even if there is a GPU: the demo computes on the CPU
 
 
 @contextmanager
 def join_groups(options: Options) -> Iterator[tuple[ModelGroups, ModelGroups]]:
-    """Meet the other ranks, create the groups, and destroy them at the end. All ranks call this.
+    """Join the other ranks, create the groups, and destroy them at the end. Collective over all ranks.
 
     Args:
-        options: Equal on all ranks but for the rank itself.
+        options: Equal on all ranks, except for the rank itself.
 
     Yields:
-        The groups of the parallel model, and groups of one for what a rank does alone.
+        The groups of the parallel model, and groups of this rank only.
     """
     if options.launched is None:
-        init_distributed_environment(backend=CPU_BACKEND)  # torchrun has told the environment
+        init_distributed_environment(backend=CPU_BACKEND)  # torchrun has set the environment
     else:
         init_distributed_environment(
             world_size=options.world_size,
@@ -43,7 +43,7 @@ def join_groups(options: Options) -> Iterator[tuple[ModelGroups, ModelGroups]]:
         with ParallelGroups.create(
             layout, backend=CPU_BACKEND, use_message_queue_broadcaster=False, world=get_world_group()
         ) as groups:
-            alone = groups.dp  # there is one replica, so this group has one member
+            alone = groups.dp  # with one replica this group has one member
             yield ModelGroups(groups.world, groups.tp, groups.pp), ModelGroups(alone, alone, alone)
     finally:
         destroy_distributed_environment()

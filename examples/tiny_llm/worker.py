@@ -1,4 +1,4 @@
-"""What every rank does in a step: follow the plan, run its stage, pass the result on."""
+"""The work of every rank in a step: follow the plan, run its stage, pass the result on."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ __all__ = ["StageWorker", "serve"]
 
 @dataclass
 class _Sequence:
-    """What a rank knows of a running request."""
+    """A rank's state of a running request."""
 
     slot: int
     tokens: list[int]
@@ -24,19 +24,19 @@ class _Sequence:
 
 
 class StageWorker:
-    """One rank's stage with its KV cache and the requests in it.
+    """One rank's stage with its KV cache and the running requests.
 
     Attributes:
-        groups: Where this rank stands.
+        groups: The groups of this rank.
     """
 
     def __init__(self, stage: LlamaStage, slots: int, sampler: Sampler) -> None:
         """Reserve the KV cache.
 
         Args:
-            stage: This rank's share of the model, loaded.
-            slots: Requests at a time.
-            sampler: How tokens are chosen; used on one rank only.
+            stage: This rank's share of the model, with its weights.
+            slots: Maximal number of requests at the same time.
+            sampler: Chooses tokens; used on one rank only.
         """
         self._stage = stage
         self.groups = stage.groups
@@ -49,7 +49,7 @@ class StageWorker:
         """Run one step.
 
         Args:
-            plan: The same on all ranks.
+            plan: The plan, equal on all ranks.
 
         Returns:
             The new tokens by request, on the rank that samples; empty on the others.
@@ -76,7 +76,7 @@ class StageWorker:
         }
 
     def _follow(self, plan: StepPlan) -> None:
-        """Bring the known requests up to date."""
+        """Apply the plan to the running requests."""
         for number in plan.finished:
             del self._sequences[number]
         for number, token in plan.appended.items():
@@ -85,15 +85,15 @@ class StageWorker:
             self._sequences[new.number] = _Sequence(new.slot, list(new.prompt))
 
     def _run_stage(self, batch: Batch, tokens: torch.Tensor) -> dict[str, torch.Tensor] | None:
-        """Receive from the stage before, compute, send to the stage after.
+        """Receive from the previous stage, compute, and send to the next stage.
 
         Returns:
-            The last layer's outputs on the last stage, None on the others.
+            The stage's outputs on the last stage, None on the others.
         """
         pipeline, tensor = self.groups.pipeline, self.groups.tensor
         received = None
         if not pipeline.is_first_rank:
-            # All ranks of a stage hold the same: each sends a part, and those of the next stage gather them.
+            # All ranks of a stage hold equal tensors: each sends a part, and the next stage gathers the parts.
             received = pipeline.recv_tensor_dict(all_gather_group=tensor)
         outputs = self._stage(batch, self._caches, tokens, received)
         if pipeline.is_last_rank:
@@ -108,8 +108,8 @@ def serve(
     """Run steps until the scheduler has no more requests. Every rank of the world calls this.
 
     Args:
-        worker: This rank's.
-        scheduler: On rank 0; None on the others.
+        worker: This rank's worker.
+        scheduler: The scheduler on rank 0; None on the others.
         on_step: Called on rank 0 after each step.
     """
     world = worker.groups.world
@@ -129,14 +129,14 @@ def _bring_to_scheduler(groups: ModelGroups, tokens: dict[int, int]) -> dict[int
     """Send the tokens from the rank that sampled them to rank 0.
 
     Returns:
-        The tokens on rank 0; on the others, what they gave.
+        The tokens on rank 0; the argument on the other ranks.
     """
     world = groups.world
     if world.is_first_rank == groups.samples:
-        return tokens  # one rank is both, or this one is neither
+        return tokens  # rank 0 samples itself, or this rank is neither of the two
     if groups.samples:
         world.send_object([[number, token] for number, token in tokens.items()], dst=0)
         return tokens
-    # Rank 0 is in the pipeline group of the first tensor-parallel ranks, whose last member samples.
+    # The last member of rank 0's pipeline group samples.
     pairs = world.recv_object(src=world.ranks.index(groups.pipeline.ranks[-1]))
     return dict(pairs)

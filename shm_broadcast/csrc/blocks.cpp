@@ -1,4 +1,4 @@
-// Memory for what is received or computed, kept for its next use.
+// Pooled memory for received messages and computed results.
 #include "blocks.hpp"
 
 #include <sys/mman.h>
@@ -9,11 +9,11 @@ namespace codec {
 namespace {
 
 constexpr size_t kHuge = size_t{2} << 20;
-constexpr size_t kPooled = size_t{64} << 10;      // smaller blocks come from malloc, which keeps them itself
-constexpr size_t kMostPooled = size_t{64} << 20;  // bytes that wait for reuse at most
+constexpr size_t kPooled = size_t{64} << 10;      // smaller blocks come from malloc, which pools them itself
+constexpr size_t kMostPooled = size_t{64} << 20;  // most bytes that wait for reuse
 
-// Blocks that were given back and wait for their next use: fresh memory costs a page fault per 4 KiB, 3 ms for
-// 8 MiB, more than the copy. Guarded by the GIL; emptied when the last user leaves.
+// Freed blocks that wait for reuse. New memory costs a page fault per 4 KiB: 3 ms for 8 MiB, more than copying it.
+// Guarded by the GIL; emptied when the last user leaves.
 struct Block {
     void* memory;
     size_t nbytes;
@@ -32,7 +32,7 @@ void drop_block(size_t index) {
     pool[index] = pool[--pooled_blocks];
 }
 
-// Maps `nbytes`; from kHuge on aligned for huge pages, which are asked for. nullptr when there is no memory.
+// Maps `nbytes`; from kHuge up aligned for huge pages, which it requests. Returns nullptr if there is no memory.
 void* map_block(size_t nbytes) {
     const size_t extra = nbytes >= kHuge ? kHuge : 0;
     void* mapped = mmap(nullptr, nbytes + extra, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -42,11 +42,11 @@ void* map_block(size_t nbytes) {
     const size_t before = aligned(reinterpret_cast<uintptr_t>(mapped), kHuge) - reinterpret_cast<uintptr_t>(mapped);
     if (before > 0) munmap(first, before);
     if (before < extra) munmap(first + before + nbytes, extra - before);
-    madvise(first + before, nbytes, MADV_HUGEPAGE);  // refused where there are none
+    madvise(first + before, nbytes, MADV_HUGEPAGE);  // only a hint: may be refused
     return first + before;
 }
 
-// Returns a block of exactly block_bytes(nbytes), of any content.
+// Returns an uninitialised block of exactly block_bytes(nbytes).
 void* take_block(size_t nbytes) {
     const size_t wanted = block_bytes(nbytes);
     for (size_t i = 0; i < pooled_blocks; ++i) {
@@ -82,7 +82,7 @@ void free_block(PyObject* capsule) {
 
 }  // namespace
 
-// Returns a window on memory that nothing else uses; nullptr with MemoryError set.
+// Returns a window that owns uninitialised memory exclusively; nullptr with MemoryError set.
 PyObject* new_block(size_t nbytes, unsigned char** data) {
     void* memory = nullptr;
     if (nbytes >= kPooled) {
@@ -135,7 +135,7 @@ void block_pool_dealloc(PyObject* self) {
     Py_DECREF(type);
 }
 
-// take(nbytes) -> a window on memory of any content that nothing else uses
+// take(nbytes) -> a window that owns uninitialised memory exclusively
 PyObject* block_pool_take(PyObject*, PyObject* size) {
     const Py_ssize_t nbytes = PyLong_AsSsize_t(size);
     if (nbytes < 0) {

@@ -1,14 +1,14 @@
-// Memory for what is received or computed, kept for its next use.
+// Pooled memory for received messages and computed results.
 #pragma once
 
 #include "codec.hpp"
 
 namespace codec {
 
-// Returns a window on memory that nothing else uses; nullptr with MemoryError set.
+// Returns a window that owns uninitialised memory exclusively; nullptr with MemoryError set.
 PyObject* new_block(size_t nbytes, unsigned char** data);
 
-// While anybody uses the pool, large blocks that are given back wait in it.
+// The pool keeps freed blocks of 64 KiB or more while it has users.
 void use_pool();
 void leave_pool();
 

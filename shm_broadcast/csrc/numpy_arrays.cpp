@@ -1,35 +1,22 @@
-// numpy's arrays through the buffer protocol, which tells format, shape and address in one call.
+// Send and build numpy arrays through the buffer protocol, which gives format, shape and address in one call.
 #include "arrays.hpp"
 
 namespace codec {
 namespace {
 
-// One dtype that travels by its name.
+// A dtype that the core handles.
 struct Dtype {
-    char format;  // of the buffer protocol, native
+    char format;  // native format letter of the buffer protocol
     char name[kMostName];
     PyObject* dtype;
     size_t itemsize;
 };
 
-// Filled once, when the first array of this process is sent or received.
 PyTypeObject* array_type = nullptr;
-Dtype dtypes[kMostDtypes];  // no container: nothing of ours may run when the process exits
-size_t known = 0;
+DtypeTable<Dtype> dtypes;
 
 const Dtype* find(char format) {
-    for (size_t i = 0; i < known; ++i) {
-        if (dtypes[i].format == format) return &dtypes[i];
-    }
-    return nullptr;
-}
-
-const Dtype* find(Span name) {
-    for (size_t i = 0; i < known; ++i) {
-        const char* own = dtypes[i].name;
-        if (std::strlen(own) == name.nbytes && std::memcmp(own, name.data, name.nbytes) == 0) return &dtypes[i];
-    }
-    return nullptr;
+    return dtypes.find_if([format](const Dtype& each) { return each.format == format; });
 }
 
 // numpy_dtypes(ndarray, ((format, name, dtype, itemsize), ...))
@@ -48,10 +35,7 @@ PyObject* numpy_dtypes(PyObject*, PyObject* args) {
         found[i].itemsize = static_cast<size_t>(itemsize);
         std::memcpy(found[i].name, name, std::strlen(name));
     }
-    known = static_cast<size_t>(count < kMostDtypes ? count : kMostDtypes);
-    std::memcpy(dtypes, found, sizeof found);
-    // Kept for good, as numpy is.
-    for (size_t i = 0; i < known; ++i) Py_INCREF(dtypes[i].dtype);
+    dtypes.fill(found, static_cast<size_t>(count < kMostDtypes ? count : kMostDtypes));
     Py_INCREF(type);
     array_type = reinterpret_cast<PyTypeObject*>(type);
     Py_RETURN_NONE;
@@ -68,7 +52,7 @@ bool numpy_describe(PyObject* object, Array* array) {
     if (Py_TYPE(object) != array_type) return false;
     Py_buffer view;
     if (PyObject_GetBuffer(object, &view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) != 0) {
-        PyErr_Clear();  // strided, of another byte order, of a dtype that has no format, ...
+        PyErr_Clear();  // not contiguous, of a dtype without a format, ...
         return false;
     }
     const Dtype* dtype = view.format[0] != 0 && view.format[1] == 0 ? find(view.format[0]) : nullptr;
@@ -84,7 +68,7 @@ bool numpy_describe(PyObject* object, Array* array) {
 }
 
 KnownDtype numpy_dtype(Span name) {
-    const Dtype* dtype = find(name);
+    const Dtype* dtype = dtypes.find(name);
     return {dtype, dtype == nullptr ? 0 : dtype->itemsize};
 }
 

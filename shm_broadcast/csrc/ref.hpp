@@ -1,4 +1,4 @@
-// A reference to a Python object that goes with its scope.
+// An owned reference to a Python object, released at the end of its scope.
 #pragma once
 
 #include <Python.h>

@@ -1,4 +1,4 @@
-// torch's tensors in the codec, by way of DLPack.
+// Send and build torch tensors through DLPack.
 #include <algorithm>
 
 #include "arrays.hpp"
@@ -7,35 +7,22 @@
 namespace codec {
 namespace {
 
-// One dtype that travels by its name.
+// A dtype that the core handles.
 struct Dtype {
     char name[kMostName];
     PyObject* dtype;
     dlpack::Dtype dl;
 };
 
-// Filled once, when the first tensor of this process is sent or received.
 dlpack::Torch torch;
-Dtype dtypes[kMostDtypes];  // no container: nothing of ours may run when the process exits
-size_t known = 0;
+DtypeTable<Dtype> dtypes;
 
 const Dtype* find(PyObject* dtype) {
-    for (size_t i = 0; i < known; ++i) {
-        if (dtypes[i].dtype == dtype) return &dtypes[i];
-    }
-    return nullptr;
+    return dtypes.find_if([dtype](const Dtype& each) { return each.dtype == dtype; });
 }
 
-const Dtype* find(Span name) {
-    for (size_t i = 0; i < known; ++i) {
-        const char* own = dtypes[i].name;
-        if (std::strlen(own) == name.nbytes && std::memcmp(own, name.data, name.nbytes) == 0) return &dtypes[i];
-    }
-    return nullptr;
-}
-
-// torch_dtypes(Tensor, to_dlpack, from_dlpack, ((name, dtype, capsule of a tensor of it), ...)): none of them complex, as
-// DLPack does not tell whether a tensor is conjugated.
+// torch_dtypes(Tensor, to_dlpack, from_dlpack, ((name, dtype, capsule of a tensor of that dtype), ...)). No dtype may be
+// complex, because DLPack does not tell whether a tensor is conjugated.
 PyObject* torch_dtypes(PyObject*, PyObject* args) {
     PyObject *type = nullptr, *exports = nullptr, *imports = nullptr, *rows = nullptr;
     if (!PyArg_ParseTuple(args, "OOOO!:torch_dtypes", &type, &exports, &imports, &PyTuple_Type, &rows)) return nullptr;
@@ -57,10 +44,7 @@ PyObject* torch_dtypes(PyObject*, PyObject* args) {
         ++count;
     }
     if (!torch.learn(type, exports, imports)) return nullptr;
-    known = count;
-    std::memcpy(dtypes, found, sizeof found);
-    // Kept for good, as torch is.
-    for (size_t i = 0; i < known; ++i) Py_INCREF(dtypes[i].dtype);
+    dtypes.fill(found, count);
     Py_RETURN_NONE;
 }
 
@@ -73,7 +57,7 @@ bool facts_of(const dlpack::Tensor& tensor, const Dtype* dtype, Array* array) {
     if (tensor.ndim > kMaxDimensions || !dlpack::is_dense_on_host(tensor)) return false;
     const size_t nbytes = dtype->dl.bits / size_t{8} * dlpack::elements_of(tensor);
     std::copy(tensor.shape, tensor.shape + tensor.ndim, array->shape);
-    if (tensor.data == nullptr && nbytes > 0) return false;  // its storage was taken away
+    if (tensor.data == nullptr && nbytes > 0) return false;  // its storage was freed
     array->bytes = {static_cast<const unsigned char*>(tensor.data) + tensor.byte_offset, nbytes};
     array->dtype = dtype->name;
     array->dimensions = tensor.ndim;
@@ -89,7 +73,7 @@ void free_window(dlpack::Managed* managed) {
     std::free(managed);
 }
 
-// Makes what stands for a tensor: bytes that have to be copied stand in the same memory.
+// Describes a tensor of `from`. Bytes without a window are copied into the block of the description.
 dlpack::Managed* make_managed(const ArrayBytes& from, int dimensions) {
     dlpack::Managed* managed = dlpack::make_managed(dimensions, from.window == nullptr ? from.bytes.nbytes : 0);
     if (managed == nullptr) return nullptr;
@@ -116,7 +100,7 @@ bool torch_describe(PyObject* object, Array* array) {
 }
 
 KnownDtype torch_dtype(Span name) {
-    const Dtype* dtype = find(name);
+    const Dtype* dtype = dtypes.find(name);
     return {dtype, dtype == nullptr ? size_t{0} : dtype->dl.bits / size_t{8}};
 }
 

@@ -1,4 +1,4 @@
-"""Every communicator keeps the contract of `DeviceCommunicator`, and the suite notices those that do not."""
+"""Every communicator keeps the contract of `DeviceCommunicator`, and the suite finds those that do not."""
 
 import gc
 import sys
@@ -35,7 +35,7 @@ from tests.worlds import world
 
 @pytest.fixture(scope="module")
 def ranks3() -> Iterator[RankPool]:
-    """Three processes: the least in which the order of a sum shows."""
+    """Start three processes, the fewest for which the order of a sum matters."""
     with RankPool(3) as pool:
         yield pool
 
@@ -44,7 +44,7 @@ def ranks3() -> Iterator[RankPool]:
 
 
 def general_group(group: GroupCoordinator) -> GroupCoordinator:
-    """Create a group of the same ranks that has a process group, and the general communicator on it."""
+    """Create a group of the same ranks with a process group, and the general communicator on it."""
     ranks, settings = [group.ranks], group.settings
     return GroupCoordinator(ranks, group.local_rank, "gloo", False, group_name="general", settings=settings)
 
@@ -62,7 +62,7 @@ def keeps_contract(
 @pytest.mark.parametrize("is_general", [True, False], ids=["over Gloo", "over shared memory"])
 @pytest.mark.parametrize("use_host", [True, False], ids=["by the host plane", "by itself"])
 def test_the_communicators_of_two_ranks(ranks2: RankPool, use_host: bool, is_general: bool) -> None:
-    """The general one and the one over shared memory between two ranks."""
+    """Two ranks conform with the general communicator and with the one over shared memory."""
     name = "ProcessGroupCommunicator" if is_general else "CpuCommunicator"
     assert ranks2.run(keeps_contract, use_host, is_general) == [name] * 2
 
@@ -74,7 +74,7 @@ def keeps_contract_in_inference_mode(rank: int, world_size: int, directory: Path
 
 @pytest.mark.parametrize("is_general", [True, False], ids=["over Gloo", "over shared memory"])
 def test_the_communicators_in_inference_mode(ranks2: RankPool, is_general: bool) -> None:
-    """As engines run their models."""
+    """The communicators conform in inference mode, in which engines run their models."""
     ranks2.run(keeps_contract_in_inference_mode, is_general)
 
 
@@ -84,14 +84,14 @@ def test_the_communicators_in_inference_mode(ranks2: RankPool, is_general: bool)
 @pytest.mark.guarantee("D5")
 @pytest.mark.parametrize("is_general", [True, False], ids=["over Gloo", "over shared memory"])
 def test_the_communicators_of_three_ranks(ranks3: RankPool, is_general: bool) -> None:
-    """Between three ranks, of which no size is a multiple."""
+    """Three ranks conform, of which no tensor size is a multiple."""
     name = "ProcessGroupCommunicator" if is_general else "CpuCommunicator"
     assert ranks3.run(keeps_contract, True, is_general) == [name] * 3
 
 
 @pytest.mark.parametrize("is_general", [True, False], ids=["over Gloo", "over shared memory"])
 def test_the_communicators_of_four_ranks(ranks4: RankPool, is_general: bool) -> None:
-    """Between four ranks."""
+    """Four ranks conform."""
     name = "ProcessGroupCommunicator" if is_general else "CpuCommunicator"
     assert ranks4.run(keeps_contract, True, is_general) == [name] * 4
 
@@ -104,7 +104,7 @@ DTYPES = sorted(
 
 
 def filled(dtype: torch.dtype, rank: int) -> torch.Tensor:
-    """Return [4, 6] of any dtype whose bytes tell the rank."""
+    """Return a [4, 6] tensor of any dtype whose bytes depend on the rank."""
     places = torch.arange(24 * dtype.itemsize) * 7 + rank
     return (
         (places % 3 == 0).view(4, 6) if dtype is torch.bool else places.to(torch.uint8).view(dtype).view(4, 6)
@@ -156,7 +156,7 @@ def moves_every_dtype(rank: int, world_size: int, directory: Path) -> None:
 
 @pytest.mark.guarantee("D4")
 def test_every_dtype_is_moved_unchanged(ranks2: RankPool) -> None:
-    """Also those for which torch has next to no kernels."""
+    """Every dtype is moved unchanged, including those for which torch has hardly any kernels."""
     ranks2.run(moves_every_dtype)
 
 
@@ -165,7 +165,7 @@ def drops_handles(rank: int, world_size: int, directory: Path) -> list[float]:
         communicator = group.device_communicator
         if rank == 0:
             for number in range(4):
-                # Of tensors that nobody else holds, larger than what the kernel takes without a receiver.
+                # No one else references the tensor, and it exceeds what the kernel buffers without a receiver.
                 communicator.isend(torch.full((1 << 20,), float(number)).t())
                 gc.collect()
                 torch.full((1 << 20,), -1.0)
@@ -184,12 +184,12 @@ def drops_handles(rank: int, world_size: int, directory: Path) -> list[float]:
 
 @pytest.mark.guarantee("D11")
 def test_handles_may_be_dropped(ranks2: RankPool) -> None:
-    """What they move is kept until it has arrived, and arrives in order."""
+    """A transfer keeps its tensors alive until they have arrived, in order, even if its handle is dropped."""
     assert ranks2.run(drops_handles) == [[], [0.0, 1.0, 2.0, 3.0]]
 
 
 def test_a_group_of_one() -> None:
-    """Every result is the input itself, and there is no peer."""
+    """In a group of one every result is the input itself, and there is no peer."""
     with FakeGroupCoordinator(0, 1) as group:
         assert type(group.device_communicator) is SoloCommunicator
         check_device_communicator(group.device_communicator, host=group)
@@ -197,20 +197,20 @@ def test_a_group_of_one() -> None:
 
 @pytest.mark.parametrize(("rank", "world_size"), [(0, 2), (1, 2), (2, 3), (3, 4)])
 def test_fakes(rank: int, world_size: int) -> None:
-    """A fake keeps the contract as far as one process can show it."""
+    """A fake keeps every part of the contract that one process can show."""
     with FakeGroupCoordinator(rank, world_size) as group:
         check_device_communicator(group.device_communicator)
 
 
 def test_some_dtypes_only() -> None:
-    """A communicator that carries few dtypes is measured by those."""
+    """A communicator that supports few dtypes is tested with those."""
     with FakeGroupCoordinator(0, 2) as group:
         check_device_communicator(group.device_communicator, dtypes=[torch.bfloat16], destroy=False)
         assert group.all_reduce(torch.ones(2)).tolist() == [2, 2]
 
 
 def test_arguments_of_the_suite_are_checked() -> None:
-    """The suite says what it wants."""
+    """The suite refuses wrong arguments and names what it needs."""
     with FakeGroupCoordinator(0, 2) as group:
         with pytest.raises(UsageError, match="expected a DeviceCommunicator, not FakeGroupCoordinator"):
             check_device_communicator(group)  # type: ignore[arg-type]
@@ -224,7 +224,7 @@ def test_arguments_of_the_suite_are_checked() -> None:
 @pytest.mark.guarantee("D12")
 @pytest.mark.parametrize("kind", WRONG_FAKES, ids=lambda kind: kind.__name__)
 def test_a_wrong_communicator_is_convicted(kind: type[FakeCommunicator]) -> None:
-    """Each broken clause is found, and named with the call."""
+    """The suite finds each broken clause and names the call."""
     with FakeGroupCoordinator(1, 4) as group:
         communicator = kind(group.device_communicator.context)
         with pytest.raises(ConformanceError) as caught:
@@ -255,7 +255,7 @@ def convicted(rank: int, world_size: int, directory: Path, use_host: bool) -> di
 
 @pytest.mark.guarantee("D12")
 def test_ranks_convict_together(ranks3: RankPool) -> None:
-    """What only some ranks can see is raised on all of them, with the same words."""
+    """A fault that only some ranks can see is raised on all of them, with the same text."""
     expected = {kind.__name__: [clause, ranks] for kind, (clause, ranks) in WRONG_OVER_GLOO.items()}
     assert ranks3.run(convicted, True) == [expected] * 3
 
@@ -276,7 +276,7 @@ def rounds_otherwise(rank: int, world_size: int, directory: Path) -> list[str]:
 
 
 def test_rounding_may_be_allowed_to_differ_but_not_between_ranks(ranks3: RankPool) -> None:
-    """Another order of summation can be accepted, other bits on each rank never."""
+    """Another summation order can be allowed; different bits on different ranks cannot."""
     assert ranks3.run(rounds_otherwise) == [["all_reduce: same bits on every rank"] * 2] * 3
 
 
@@ -290,7 +290,7 @@ def convicts_without_host(rank: int, world_size: int, directory: Path) -> list[A
 
 
 def test_ranks_convict_together_without_a_host_plane(ranks3: RankPool) -> None:
-    """The communicator carries the note itself; a rank that saw nothing raises too."""
+    """Without a host plane the communicator itself tells ranks that saw nothing, and they raise too."""
     assert ranks3.run(convicts_without_host) == [
         ["a clause of the contract", [2]],
         ["a clause of the contract", [2]],
@@ -309,7 +309,7 @@ def waits_in_irecv(rank: int, world_size: int, directory: Path) -> str:
 
 
 def test_a_communicator_that_hangs_is_convicted_by_the_deadline(ranks2: RankPool) -> None:
-    """Receives have a deadline here, so the suite ends."""
+    """Receives in the suite have a deadline, so a communicator that hangs fails."""
     assert ranks2.run(waits_in_irecv) == ["irecv: no error"] * 2
 
 
@@ -317,7 +317,7 @@ def test_a_communicator_that_hangs_is_convicted_by_the_deadline(ranks2: RankPool
 
 
 class ThirdParty(ProcessGroupCommunicator):
-    """Stands for the communicator of another package."""
+    """Stands for a communicator of another package."""
 
     algorithm = "third party"
 
@@ -338,12 +338,12 @@ def uses_registered(rank: int, world_size: int, directory: Path) -> list[str]:
 
 @pytest.mark.guarantee("D12")
 def test_a_registered_communicator_serves_its_device(ranks2: RankPool) -> None:
-    """It serves groups of several ranks that want a device communicator, and keeps the contract there."""
+    """A registered communicator serves groups of several ranks on its device and conforms there."""
     assert ranks2.run(uses_registered) == [["third party", "alone", "process group"]] * 2
 
 
 class Older(ThirdParty):
-    """Stands for one that was written before the contract had all its methods."""
+    """Stands for a communicator written before the contract had all of its methods."""
 
     _reduce = DeviceCommunicator._reduce
     _scatter = DeviceCommunicator._scatter
@@ -364,7 +364,7 @@ def uses_older(rank: int, world_size: int, directory: Path) -> str:
 
 @pytest.mark.guarantee("D12")
 def test_a_communicator_needs_few_methods_of_its_own(ranks3: RankPool) -> None:
-    """What it lacks is made of what it has, and keeps the contract."""
+    """Methods that a communicator lacks are derived from those that it has, and conform."""
     others = "; ".join(f"rank {rank}: sends (1, 1, 1), expects (1, 1, 1)" for rank in (1, 2))
     assert ranks3.run(uses_older) == [f"rank 0: sends (1, 1, 1), expects (1, 2, 1); {others}"] * 3
 
@@ -381,7 +381,7 @@ def differs(rank: int, world_size: int, directory: Path) -> str:
 
 
 def test_ranks_with_different_communicators_disagree(ranks2: RankPool) -> None:
-    """The choice is compared when a group is created: two algorithms would wait for each other for ever."""
+    """Group creation compares the communicators, as two different algorithms would wait for each other."""
     for text in ranks2.run(differs):
         assert "ThirdParty" in text
         assert "CpuCommunicator" in text
@@ -407,12 +407,12 @@ def uses_declared(rank: int, world_size: int, directory: Path) -> str:
 
 @pytest.mark.guarantee("D12")
 def test_a_declared_communicator_serves_its_device(ranks2: RankPool) -> None:
-    """An installed package's entry point is enough."""
+    """The entry point of an installed package is enough to register a communicator."""
     assert ranks2.run(uses_declared) == ["declared"] * 2
 
 
 def install(site: Path, name: str, entry_point: str) -> None:
-    """Put what pip leaves of a package into `site`."""
+    """Write the metadata that pip would leave for a package into `site`."""
     metadata = site / f"{name.replace('-', '_')}-1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")

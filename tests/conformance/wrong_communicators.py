@@ -171,7 +171,7 @@ class ReducesEverywhere(FakeCommunicator):
 
 
 class ReducesIntoItsInput(FakeCommunicator):
-    """As `torch.distributed.reduce` does."""
+    """Writes the sum into its input, as `torch.distributed.reduce` does."""
 
     def _reduce(self, input_: Any, dst: int, op: Any, timeout_s: Any) -> Any:
         result = super()._reduce(input_, dst, op, timeout_s)
@@ -241,7 +241,7 @@ class TakesItsFirstParts(FakeCommunicator):
 
 
 class ReturnsWhatItSends(FakeCommunicator):
-    """Where all parts are equal the input has the shape of the result."""
+    """Returns its input, whose shape is right wherever all parts are equal."""
 
     def _all_to_all(self, input_: Any, dim: int, sent: Any, received: Any, timeout_s: Any) -> Any:
         return input_.copy_(super()._all_to_all(input_, dim, sent, received, timeout_s))
@@ -347,7 +347,7 @@ WRONG_FAKES: dict[type[FakeCommunicator], set[str]] = {
 
 
 class SumsBackwards(ProcessGroupCommunicator):
-    """Every rank gets the same bits, but not those of rank order."""
+    """Sums in reverse rank order: all ranks agree, but on other bits."""
 
     def parts_in_order(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         return parts[::-1]
@@ -358,7 +358,7 @@ class SumsBackwards(ProcessGroupCommunicator):
 
 
 class SumsFromItself(SumsBackwards):
-    """As a ring that begins at each rank itself: bits differ between ranks."""
+    """Sums like a ring that starts at each rank itself, so the bits differ between ranks."""
 
     def parts_in_order(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         return parts[self.rank_in_group :] + parts[: self.rank_in_group]
@@ -381,7 +381,7 @@ class ForgetsTheLastRank(ProcessGroupCommunicator):
 
 
 class ReducesFromItself(ProcessGroupCommunicator):
-    """As a tree that begins at the root: the bits depend on who gets the result."""
+    """Reduces like a tree that starts at the root, so the bits depend on the destination."""
 
     def _reduce(self, input_: Any, dst: int, op: Any, timeout_s: Any) -> Any:
         gathered = list(self._all_gather(input_.reshape(1, -1), 0, (1,) * self.world_size, timeout_s))
@@ -399,7 +399,7 @@ class ScattersBackwards(ProcessGroupCommunicator):
 
 
 class ExchangesInTheOrderOfArrival(ProcessGroupCommunicator):
-    """Rank 1 puts its own part first, as that is there at once."""
+    """Rank 1 puts its own part first because it is available at once."""
 
     def _all_to_all(self, input_: Any, dim: int, sent: Any, received: Any, timeout_s: Any) -> Any:
         result = super()._all_to_all(input_, dim, sent, received, timeout_s)

@@ -1,4 +1,4 @@
-"""When a rank dies, handles and futures of calls under way raise, as their blocking forms do."""
+"""When a rank dies, handles and futures of pending calls raise, as their blocking forms do."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from coordinator.parallel_state import destroy_distributed_environment, get_worl
 from tests.harness import run_ranks
 from tests.worlds import join_world, meet, outcome_of
 
-# A death is noticed in under a second, on a busy machine in a few.
+# A death is noticed within a second; a busy machine may take a few.
 PROMPT_S = 20.0
 
 
@@ -40,7 +40,7 @@ def wait_for_the_dead(rank: int, world_size: int, directory: Path) -> list[dict[
 
 @pytest.mark.guarantee("D42")
 def test_a_killed_rank_is_named_by_handles() -> None:
-    """By the one that waits for it; what stands behind finds the group broken."""
+    """The handle that waits for a dead rank names it; later handles find the group broken."""
     for rank, found in enumerate(run_ranks(wait_for_the_dead, 3, expect_dead=[1])):
         if rank != 1:
             assert [each["kind"] for each in found] == ["PeerLostError"] * 2 + ["GroupBrokenError"] * 2

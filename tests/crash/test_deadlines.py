@@ -1,4 +1,4 @@
-"""A call that waits too long says who did not come, the same on every rank, and the group ends in good order."""
+"""A call past its deadline names the same missing ranks on every rank, and the group can be closed in order."""
 
 import os
 import time
@@ -11,9 +11,9 @@ import torch
 from tests.harness import RankPool
 from tests.worlds import EVERYONE_WAITS, FIRST_WAITS, LARGE, WAITS, meet, new_group, outcome_of, small, world
 
-# Deadline of the short variants; every time-out takes this and the grace of a second.
+# Deadline of the short cases; every time-out takes this plus the grace period of a second.
 SHORT_S = 0.4
-# Far more than any bound under test, far less than the harness allows: what should take seconds may take this.
+# What should take seconds may take this long: far above any bound under test, far below the harness's limit.
 BOUNDED_S = 20.0
 
 
@@ -39,7 +39,7 @@ def last_rank_comes_after_the_verdict(
 @pytest.mark.guarantee("D8")
 @pytest.mark.parametrize("name", EVERYONE_WAITS)
 def test_every_waiting_rank_and_the_late_one_name_the_late_one(ranks4: RankPool, name: str) -> None:
-    """In a group of four, the three that waited, and the fourth when it comes, raise with `.missing == (3,)`."""
+    """All four ranks raise with `.missing == (3,)`: the three that waited, and rank 3 when it arrives."""
     for rank, (first, second) in enumerate(ranks4.run(last_rank_comes_after_the_verdict, name)):
         assert first["kind"] == "CommTimeoutError", (rank, first)
         assert first["missing"] == [3], (rank, first)
@@ -51,7 +51,7 @@ def test_every_waiting_rank_and_the_late_one_name_the_late_one(ranks4: RankPool,
 @pytest.mark.guarantee("D8")
 @pytest.mark.parametrize("name", FIRST_WAITS)
 def test_who_waits_for_one_rank_names_it_and_so_does_that_rank(ranks2: RankPool, name: str) -> None:
-    """Rank 0 times out with `.missing == (1,)`; rank 1, too late, is told the same; then the group is broken."""
+    """Rank 0 times out with `.missing == (1,)`; rank 1 arrives late and gets the same; the group is broken."""
     for rank, (first, second) in enumerate(ranks2.run(last_rank_comes_after_the_verdict, name)):
         assert first["kind"] == "CommTimeoutError", (rank, first)
         assert first["missing"] == [1], (rank, first)
@@ -75,7 +75,7 @@ def come_at(
 
 @pytest.mark.guarantee("D6")
 def test_ranks_that_come_at_0_2_and_4_of_5_seconds_all_name_the_absent_fourth(ranks4: RankPool) -> None:
-    """However far apart the others came, each of them blames the absent rank and nobody else."""
+    """All three arrivals blame only the absent rank, however far apart they came."""
     found = ranks4.run(come_at, [0.0, 2.0, 4.0, None], 5.0)
     assert [each["kind"] for each in found[:3]] == ["CommTimeoutError"] * 3, found
     assert [each["missing"] for each in found[:3]] == [[3]] * 3, found
@@ -83,19 +83,19 @@ def test_ranks_that_come_at_0_2_and_4_of_5_seconds_all_name_the_absent_fourth(ra
 
 
 def test_a_rank_that_comes_just_before_the_deadline_is_not_blamed(ranks4: RankPool) -> None:
-    """The one that came a moment before the deadline had no time to say so, and still only rank 3 is named."""
+    """A rank that arrives just before the deadline has no time to report, yet only rank 3 is named."""
     found = ranks4.run(come_at, [0.0, 0.0, 0.9, None], 1.0)
     assert [each["missing"] for each in found[:3]] == [[3]] * 3, found
 
 
 def test_all_absent_ranks_are_named(ranks4: RankPool) -> None:
-    """Two that came name the two that did not."""
+    """The two ranks that came name the two that did not."""
     found = ranks4.run(come_at, [0.0, 0.2, None, None], SHORT_S)
     assert [each["missing"] for each in found[:2]] == [[2, 3]] * 2, found
 
 
 def test_a_rank_within_the_grace_makes_the_call_succeed(ranks2: RankPool) -> None:
-    """Who comes shortly after the deadline, before the verdict, is no failure."""
+    """A rank that arrives after the deadline but within the grace period makes the call succeed."""
     found = ranks2.run(come_at, [0.0, SHORT_S + 0.3], SHORT_S)
     assert [each["kind"] for each in found] == ["NoneType", "NoneType"], found
     assert found[0]["seconds"] >= SHORT_S
@@ -115,7 +115,7 @@ def deadline_from_settings(rank: int, world_size: int, directory: Path) -> dict[
 
 
 def test_the_deadline_of_the_settings_counts_where_the_call_states_none(ranks2: RankPool) -> None:
-    """`timeout_s` of the settings ends a collective."""
+    """`timeout_s` of the settings ends a collective that gives no deadline."""
     found = ranks2.run(deadline_from_settings)[0]
     assert (found["kind"], found["missing"]) == ("CommTimeoutError", [1])
     assert f"within {SHORT_S} s" in found["text"]
@@ -131,7 +131,7 @@ def longer_deadline_for_one_call(rank: int, world_size: int, directory: Path) ->
 
 
 def test_the_deadline_of_a_call_beats_that_of_the_settings(ranks2: RankPool) -> None:
-    """A call may wait longer than the settings say."""
+    """The deadline of a call may be longer than that of the settings."""
     found = ranks2.run(longer_deadline_for_one_call)
     assert [each["kind"] for each in found] == ["NoneType", "NoneType"], found
     assert found[0]["seconds"] >= SHORT_S + 1.5
@@ -162,7 +162,7 @@ def idle_receivers(rank: int, world_size: int, directory: Path) -> list[Any]:
 
 @pytest.mark.guarantee("D9")
 def test_idle_receivers_wait_beyond_the_deadline_of_the_settings(ranks2: RankPool) -> None:
-    """Without a deadline of their own receives of objects, dicts and steps wait until there is something."""
+    """Receives of objects, dicts and steps without a deadline of their own wait until something comes."""
     received = ranks2.run(idle_receivers)[1]
     assert [each["value"] for each in received] == ["step"] * 4
     assert all(each["seconds"] >= SHORT_S + 1.0 for each in received)
@@ -172,7 +172,7 @@ def receivers_beside_a_timeout(rank: int, world_size: int, directory: Path) -> d
     with world(rank, world_size, directory) as group:
         found = None
         if rank == 0:
-            # Rank 1 sits in the right call, without a deadline; only rank 2 is missing here.
+            # Rank 1 waits in the same call without a deadline; only rank 2 is missing.
             found = outcome_of(lambda: group.gather_object("x", timeout_s=SHORT_S + 1.0))
         elif rank == 1:
             group.gather_object("y")
@@ -182,7 +182,7 @@ def receivers_beside_a_timeout(rank: int, world_size: int, directory: Path) -> d
 
 
 def test_an_idle_receiver_is_not_blamed_and_learns_of_the_verdict(ranks4: RankPool) -> None:
-    """A rank in `recv_object` without a deadline wakes by the others' time-out, which does not name it."""
+    """The others' time-out wakes a rank in `recv_object` without a deadline, and does not blame it."""
     found = ranks4.run(receivers_beside_a_timeout)
     assert (found[0]["kind"], found[0]["missing"]) == ("CommTimeoutError", [2, 3])
     assert (found[1]["kind"], found[1]["missing"]) == ("CommTimeoutError", [2, 3])
@@ -197,7 +197,7 @@ def error_text(rank: int, world_size: int, directory: Path) -> list[Any]:
 
 
 def test_the_text_names_group_rank_and_the_missing_rank_with_pid_and_state(ranks2: RankPool) -> None:
-    """Who reads only the text knows which group, who waited in what, for whom and for how long."""
+    """The text names the group, the waiting rank and call, the missing rank and the time waited."""
     (_, found), (culprit_pid, _) = ranks2.run(error_text)
     text = found["text"]
     assert "all_gather #1 on 'world:" in text
@@ -215,7 +215,7 @@ def one_short_deadline(rank: int, world_size: int, directory: Path) -> dict[str,
 
 
 def test_the_first_deadline_ends_the_call_on_every_rank(ranks4: RankPool) -> None:
-    """Ranks with a longer deadline do not outwait the verdict of the one whose deadline came first."""
+    """The first deadline ends the call on ranks with a longer deadline too."""
     found = ranks4.run(one_short_deadline)
     for rank in (0, 1, 3):
         assert (found[rank]["kind"], found[rank]["missing"]) == ("CommTimeoutError", [2])
@@ -234,7 +234,7 @@ def large_collective_half_done(rank: int, world_size: int, directory: Path) -> d
 
 
 def test_a_large_all_reduce_that_stopped_half_way_names_the_absent_rank(ranks4: RankPool) -> None:
-    """Also when the others have exchanged their shares among themselves already."""
+    """The absent rank is named even if the others have already exchanged their parts."""
     found = ranks4.run(large_collective_half_done)
     assert [(each["kind"], each["missing"]) for each in found] == [("CommTimeoutError", [3])] * 4
 
@@ -251,7 +251,7 @@ def second_group(rank: int, world_size: int, directory: Path) -> list[Any]:
 
 
 def test_another_group_of_the_same_ranks_goes_on(ranks2: RankPool) -> None:
-    """What broke one group leaves the others, and the creation of new ones, alone."""
+    """A broken group affects neither other groups of the same ranks nor the creation of new ones."""
     for found, total, objects in ranks2.run(second_group):
         assert found is None or found["kind"] == "CommTimeoutError"
         assert total == [2.0 * value for value in range(8)]

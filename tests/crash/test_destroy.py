@@ -1,4 +1,4 @@
-"""Leaving a group is bounded, legal in any state, and loses nothing that was sent."""
+"""Leaving a group takes bounded time, is allowed in any state, and loses nothing that was sent."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from tests.harness import RankPool
 from tests.worlds import LARGE, WAITS, meet, new_group, outcome_of, world
 
 SHORT_S = 0.4
-# Far more than any bound under test, far less than the harness allows: what should take seconds may take this.
+# What should take seconds may take this long: far above any bound under test, far below the harness's limit.
 BOUNDED_S = 20.0
 
 
@@ -35,7 +35,7 @@ def destroy_after_timeout(rank: int, world_size: int, directory: Path, name: str
 @pytest.mark.guarantee("G9")
 @pytest.mark.parametrize("name", ["barrier", "all_reduce of 1 MiB", "recv_object", "send of 64 MiB"])
 def test_destroy_after_a_timeout_is_bounded_and_idempotent(ranks2: RankPool, name: str) -> None:
-    """A destroy of a broken group returns, twice, and the group is closed from then on."""
+    """`destroy` of a broken group returns, also the second time, and the group is closed afterwards."""
     for seconds, is_closed in ranks2.run(destroy_after_timeout, name):
         assert seconds < BOUNDED_S
         assert is_closed
@@ -46,7 +46,7 @@ def destroy_with_open_handles(rank: int, world_size: int, directory: Path) -> li
         group = new_group(first)
         handles = []
         if rank == 0:
-            # Nobody will ever answer any of these; each has the default deadline of ten minutes.
+            # No peer ever answers these; each has the default deadline of ten minutes.
             for _ in range(4):
                 handles.append(group.device_communicator.irecv(torch.zeros(8), 1))
                 handles.append(group.device_communicator.isend(torch.zeros(LARGE // 8), 1))
@@ -66,7 +66,7 @@ def destroy_with_open_handles(rank: int, world_size: int, directory: Path) -> li
 
 @pytest.mark.guarantee("G9")
 def test_destroy_with_transfers_in_flight_is_bounded_and_ends_their_handles(ranks2: RankPool) -> None:
-    """Handles of transfers that can never finish raise `ClosedError`, and destroy does not wait for them."""
+    """`destroy` does not wait for transfers that cannot finish; their handles raise `ClosedError`."""
     for seconds, outcomes in ranks2.run(destroy_with_open_handles):
         assert seconds < BOUNDED_S
         assert set(outcomes) <= {"ClosedError"}
@@ -97,7 +97,7 @@ def destroy_wakes(rank: int, world_size: int, directory: Path, name: str) -> lis
 @pytest.mark.guarantee("D9")
 @pytest.mark.parametrize("name", WAITS)
 def test_destroy_from_another_thread_wakes_a_waiting_call(ranks2: RankPool, name: str) -> None:
-    """A call with the default deadline, or none, ends with `ClosedError` when its group is destroyed."""
+    """A call with the default deadline, or none, raises `ClosedError` when its group is destroyed."""
     found, seconds = ranks2.run(destroy_wakes, name)[0]
     assert found["kind"] == "ClosedError", found
     assert found["seconds"] < BOUNDED_S
@@ -116,7 +116,7 @@ def destroy_untouched(rank: int, world_size: int, directory: Path) -> float:
 
 
 def test_destroy_is_not_collective(ranks2: RankPool) -> None:
-    """One rank destroys its group while the other does nothing with it, and later destroys its own."""
+    """One rank can destroy its group while the other does nothing, and destroys its own later."""
     assert all(seconds < BOUNDED_S for seconds in ranks2.run(destroy_untouched))
 
 
@@ -129,7 +129,7 @@ def last_words(rank: int, world_size: int, directory: Path) -> list[Any]:
             group.destroy()
             meet(rank, range(world_size), directory, "destroyed")
             return []
-        # Rank 0 waits up to seconds for these to be taken; it need not wait for this rank to be quick.
+        # Receive late: rank 0's `destroy` gives its sends several seconds.
         time.sleep(0.5)
         received = [group.recv_object(0) for _ in range(50)]
         meet(rank, range(world_size), directory, "destroyed")
@@ -138,7 +138,7 @@ def last_words(rank: int, world_size: int, directory: Path) -> list[Any]:
 
 
 def test_what_was_sent_before_destroy_still_arrives(ranks2: RankPool) -> None:
-    """Small objects are sent without waiting; a destroy right after them loses none."""
+    """A `destroy` right after sends of small objects, which do not wait, loses none of them."""
     assert ranks2.run(last_words)[1] == list(range(50))
 
 
@@ -146,7 +146,7 @@ def last_transfers(rank: int, world_size: int, directory: Path) -> list[Any]:
     with world(rank, world_size, directory) as first:
         group = new_group(first)
         if rank == 0:
-            # Nobody waits for the handles.
+            # The handles are dropped.
             group.isend_object(bytes(LARGE // 8), 1)
             group.isend_tensor_dict({"x": torch.ones(LARGE // 32), "y": torch.ones(8)}, 1)
             group.destroy()
@@ -160,7 +160,7 @@ def last_transfers(rank: int, world_size: int, directory: Path) -> list[Any]:
 
 
 def test_large_transfers_that_nobody_waited_for_still_arrive(ranks2: RankPool) -> None:
-    """Handles may be dropped; destroy gives what is in flight seconds to arrive."""
+    """`destroy` gives transfers in flight several seconds to arrive, even if their handles were dropped."""
     assert ranks2.run(last_transfers)[1] == [LARGE // 8, LARGE // 32]
 
 
@@ -182,7 +182,7 @@ def destroy_after_peer_death(rank: int, world_size: int, directory: Path) -> Any
 
 
 def test_handles_of_transfers_to_a_rank_that_left_raise_typed_errors(ranks2: RankPool) -> None:
-    """Asking one whether it is complete raises `PeerLostError` and breaks the group; later sends are refused."""
+    """Such a handle raises `PeerLostError` when asked and breaks the group; later sends are refused."""
     (seconds, outcomes), _ = ranks2.run(destroy_after_peer_death)
     assert seconds < BOUNDED_S
     assert [each["kind"] for each in outcomes] == ["PeerLostError"] * 3 + ["GroupBrokenError"], outcomes
@@ -203,7 +203,7 @@ def destroy_twice_at_once(rank: int, world_size: int, directory: Path) -> bool:
 
 
 def test_threads_may_destroy_a_group_at_the_same_time(ranks2: RankPool) -> None:
-    """What belongs to it is given back once."""
+    """Concurrent calls of `destroy` release the group's resources once."""
     assert ranks2.run(destroy_twice_at_once) == [True, True]
 
 
@@ -224,6 +224,6 @@ def destroyed_while_posting(rank: int, world_size: int, directory: Path) -> list
 
 
 def test_a_call_that_is_just_being_posted_is_closed_too(ranks2: RankPool) -> None:
-    """Whenever another thread destroys the group, a call ends with `ClosedError`, or learns that the peer left."""
+    """A call raises `ClosedError`, or that the peer left, whenever another thread destroys the group."""
     for kinds in ranks2.run(destroyed_while_posting):
         assert set(kinds) <= {"ClosedError", "PeerLostError", "GroupBrokenError"}

@@ -1,4 +1,4 @@
-"""In a forked child the copies of groups are inert: using them is refused, and the child's end disturbs nobody."""
+"""Groups are inert in a forked child: it cannot use them, and its end does not disturb the parent or its peers."""
 
 import json
 import os
@@ -24,13 +24,13 @@ from tests.rank_exit import RankExit
 from tests.waiting import wait_until
 from tests.worlds import WAITS, new_group, outcome_of, small, world
 
-# A child that has not ended by then hangs.
+# A child that runs longer than this hangs.
 CHILD_S = 20.0
 
 
 def fork() -> int:
     with warnings.catch_warnings():
-        # Newer interpreters warn that a process with threads forks; what then happens is what is tested.
+        # Newer Pythons warn when a process with threads forks, which is the case under test.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
@@ -87,7 +87,7 @@ OTHER_CALLS: dict[str, Callable[[GroupCoordinator], Any]] = {
 
 
 def use_everything(group: GroupCoordinator, handles: list[Any], queue: Any) -> dict[str, str]:
-    """Call every kind of method in a child; return what each raised, by name."""
+    """Call every kind of method in a child; return the error of each, by name."""
     peer = 1 - group.rank_in_group
     kinds = {name: outcome_of(lambda: call(group, peer, 1.0))["kind"] for name, call in WAITS.items()}  # noqa: B023
     kinds |= {name: outcome_of(lambda: call(group))["kind"] for name, call in OTHER_CALLS.items()}  # noqa: B023
@@ -96,7 +96,7 @@ def use_everything(group: GroupCoordinator, handles: list[Any], queue: Any) -> d
         kinds[f"is_completed {index}"] = outcome_of(handle.is_completed)["kind"]
     move = (lambda: queue.enqueue(1)) if group.rank_in_group == 0 else queue.dequeue
     kinds["queue"] = outcome_of(move)["kind"]
-    # None of these does anything, nor waits.
+    # These do nothing and do not wait.
     group.destroy()
     group.destroy()
     parallel_state.destroy_model_parallel()
@@ -116,7 +116,7 @@ def forked(rank: int, world_size: int, directory: Path, end: str) -> list[Any]:
         report = directory / f"report-{rank}"
         child = in_child(lambda: use_everything(group, handles, queue), report, end)
         status = ended(child)
-        # All that was in flight, and everything else, goes on in the parent.
+        # In the parent, transfers in flight and everything else go on.
         group.device_communicator.send(small() + rank, peer)
         for handle in (handles[0],):
             handle.wait()
@@ -135,7 +135,7 @@ def forked(rank: int, world_size: int, directory: Path, end: str) -> list[Any]:
 def test_every_call_of_a_forked_child_is_a_usage_error_and_the_parent_goes_on(
     ranks2: RankPool, end: str
 ) -> None:
-    """Collectives, objects, handles and queues refuse the child; transfers that were in flight arrive in the parent."""
+    """Every call raises `UsageError` in the child; transfers in flight arrive in the parent."""
     for status, kinds in ranks2.run(forked, end):
         assert status == 0, kinds
         refused = {name: kind for name, kind in kinds.items() if kind != "UsageError"}
@@ -161,7 +161,7 @@ def parallel_groups_in_child(rank: int, world_size: int, directory: Path, end: s
 
 @pytest.mark.parametrize("end", ENDS)
 def test_a_record_of_groups_is_inert_in_a_child(ranks2: RankPool, end: str) -> None:
-    """`ParallelGroups.destroy` in a child leaves the parent's groups alone."""
+    """`ParallelGroups.destroy` in a child does not affect the parent's groups."""
     assert ranks2.run(parallel_groups_in_child, end) == [[0, "UsageError"], [0, "UsageError"]]
 
 
@@ -182,7 +182,7 @@ def child_outlives(rank: int, world_size: int, directory: Path, end: str) -> int
 
 @pytest.mark.parametrize("end", ENDS)
 def test_a_child_that_ends_after_its_parent_has_left_does_not_hang(ranks2: RankPool, end: str) -> None:
-    """The parent's groups and world are gone by then; the child's copies are still the ones of before."""
+    """A child still holds copies of the parent's groups after the parent destroyed them, and ends cleanly."""
     assert ranks2.run(child_outlives, end) == [0, 0]
 
 
@@ -201,7 +201,7 @@ def leave_and_return(rank: int, world_size: int, directory: Path) -> bool:
 
 
 def test_the_end_of_a_child_leaves_the_rendezvous_directory_alone(ranks2: RankPool) -> None:
-    """Torch removes a file store with its last user, which a child is not."""
+    """A child is not the last user of a file store, so its end does not remove the store's file."""
     assert ranks2.run(leave_and_return) == [True, True]
 
 
@@ -233,7 +233,7 @@ else:
 @pytest.mark.parametrize("who", ["ours", "user"])
 @pytest.mark.parametrize("way", ["file", "tcp"])
 def test_programs_that_fork_and_fall_off_their_end_do_not_hang(tmp_path: Path, way: str, who: str) -> None:
-    """Interpreters end as they do, in the child and later in the parent, which destroys nothing itself."""
+    """Child and parent exit normally although neither destroys its groups."""
     path = f"file://{tmp_path}/rendezvous"
     method = path if way == "file" else f"tcp://127.0.0.1:{free_port()}"
     processes = [

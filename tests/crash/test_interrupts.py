@@ -1,4 +1,4 @@
-"""Ctrl-C ends every wait at once, whatever the rank waits for and however long it was willing to wait."""
+"""Ctrl-C ends every wait at once, whatever the rank waits for and whatever its deadline."""
 
 import os
 import signal
@@ -17,13 +17,13 @@ from tests.harness import RankPool, run_ranks
 from tests.ports import free_port
 from tests.worlds import WAITS, meet, new_group, outcome_of, world
 
-# Ctrl-C interrupts within 0.2 s; a busy machine gets this much. Every deadline here is a minute or more.
+# Ctrl-C interrupts within 0.2 s; a busy machine may take this long. Every deadline here is a minute or more.
 PROMPT_S = 5.0
 
 
 @contextmanager
 def interrupted_after(seconds: float, sent: list[float]) -> Iterator[None]:
-    """Send SIGINT to this process's main thread; note in `sent` when."""
+    """Send SIGINT to this process's main thread after a delay; store the time in `sent`."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def send() -> None:
@@ -40,7 +40,7 @@ def interrupted_after(seconds: float, sent: list[float]) -> Iterator[None]:
 
 
 def interrupt(call: Callable[[], Any]) -> dict[str, Any]:
-    """Interrupt `call` half a second after its start; add to its outcome how long after the signal it ended."""
+    """Interrupt `call` half a second after its start; add the time from signal to return to its outcome."""
     sent: list[float] = []
     with interrupted_after(0.5, sent):
         found = outcome_of(call)
@@ -68,7 +68,7 @@ def interrupt_wait(rank: int, world_size: int, directory: Path, name: str) -> li
 @pytest.mark.guarantee("D10")
 @pytest.mark.parametrize("name", WAITS)
 def test_every_wait_of_a_group_can_be_interrupted(ranks2: RankPool, name: str) -> None:
-    """The interrupted rank's group is broken by it, the other rank is told who, other groups go on."""
+    """An interrupt breaks the group, the other rank learns which rank caused it, other groups go on."""
     (found, again), (other,) = ranks2.run(interrupt_wait, name)
     assert_interrupted(found)
     assert (again["kind"], again["cause"]) == ("GroupBrokenError", "KeyboardInterrupt")
@@ -86,7 +86,7 @@ def interrupt_handle(rank: int, world_size: int, directory: Path) -> dict[str, A
 
 
 def test_waiting_for_a_handle_can_be_interrupted(ranks2: RankPool) -> None:
-    """Also `wait` of a handle that an `isend_tensor_dict` returned."""
+    """`wait` of a handle, including that of `isend_tensor_dict`, can be interrupted."""
     assert_interrupted(ranks2.run(interrupt_handle)[0])
 
 
@@ -99,7 +99,7 @@ def interrupt_creation(rank: int, world_size: int, directory: Path) -> dict[str,
 
 
 def test_the_creation_of_a_group_can_be_interrupted(ranks2: RankPool) -> None:
-    """A rank that waits for others to create the group too gives up; the world's group goes on."""
+    """An interrupted rank stops waiting for the others to create the group; the world's group goes on."""
     assert_interrupted(ranks2.run(interrupt_creation)[0])
 
 
@@ -120,7 +120,7 @@ def interrupt_rendezvous(
 @pytest.mark.parametrize("waiting", [0, 1])
 @pytest.mark.parametrize("way", ["file", "tcp", "env"])
 def test_every_rendezvous_can_be_interrupted(way: str, waiting: int) -> None:
-    """The rank that makes the meeting place, and the one that looks for it, both give up at once."""
+    """The rank that creates the rendezvous and the rank that looks for it both stop at once."""
     port = str(free_port())
     environ = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if way == "env" else {}
     method = {
@@ -128,7 +128,7 @@ def test_every_rendezvous_can_be_interrupted(way: str, waiting: int) -> None:
         "tcp": f"tcp://127.0.0.1:{port}",
         "env": "env://",
     }[way]
-    # A thread that torch holds in a connect goes on until its deadline.
+    # A thread inside torch's connect continues until its deadline.
     held = way != "file" and waiting == 1
     (found,) = run_ranks(interrupt_rendezvous, 1, method, waiting, environ, check_leaks=not held)
     assert_interrupted(found)

@@ -1,4 +1,4 @@
-"""Worlds and groups that come and go, also after failures, leave nothing in the process that had them."""
+"""Worlds and groups that were destroyed, also after failures, leave nothing in the process."""
 
 import gc
 import os
@@ -17,7 +17,7 @@ from tests.worlds import meet, new_group, outcome_of, small, world
 
 CYCLES = 30
 BROKEN_CYCLES = 5
-# The allocator and torch keep some memory the first times; afterwards 30 cycles may add this much.
+# The allocator and torch keep some memory from the first cycles; 30 later cycles may add this much.
 WARM_UP = 5
 RSS_GROWTH_BYTES = 16 << 20
 
@@ -28,7 +28,7 @@ def rss_bytes() -> int:
 
 
 def held() -> list[int]:
-    """Return the numbers of descriptors and threads once they rest: what is closed goes some milliseconds later."""
+    """Return the numbers of descriptors and threads once they settle, some milliseconds after closing."""
     counts: list[list[int]] = []
     while len(counts) < 5 or counts[-5:] != counts[-1:] * 5:
         gc.collect()
@@ -118,13 +118,13 @@ def broken_groups_in_a_row(rank: int, world_size: int, directory: Path) -> dict[
         def cycle(number: int) -> None:
             with new_group(first) as group:
                 if rank == 0:
-                    # Never received: something is in flight, memory and threads included, when the group breaks.
+                    # Never received: when the group breaks, a transfer with its memory and threads is in flight.
                     group.isend_object(bytes(1 << 20), 1)
                     group.device_communicator.irecv(small(), 1)
                     assert outcome_of(lambda: group.barrier(0.05))["kind"] == "CommTimeoutError"
                 meet(rank, range(world_size), directory, f"verdict-{number}")
 
-        # Each takes more than a second: the deadline and its grace.
+        # Each cycle takes more than a second: the deadline and its grace period.
         return growth(cycle, BROKEN_CYCLES, 2)
 
 
@@ -136,7 +136,7 @@ def assert_nothing_grew(found: list[dict[str, Any]]) -> None:
 
 @pytest.mark.guarantee("G9")
 def test_thirty_worlds_in_one_process_leave_nothing(ranks2: RankPool) -> None:
-    """Descriptors, threads and memory stay, and the rendezvous directory is empty after the last one left."""
+    """Thirty worlds leave no descriptor, thread or memory, and an empty rendezvous directory."""
     found = ranks2.run(worlds_in_a_row, timeout_s=120.0)
     assert_nothing_grew(found)
     assert found[0]["left"] == []
@@ -144,24 +144,24 @@ def test_thirty_worlds_in_one_process_leave_nothing(ranks2: RankPool) -> None:
 
 @pytest.mark.guarantee("G9")
 def test_a_hundred_starts_in_one_process_leave_nothing(ranks2: RankPool) -> None:
-    """A world, its groups, a queue and a sub-group: no descriptor, thread or segment stays, nor memory."""
+    """A hundred worlds with groups, a queue and a sub-group leave no descriptor, thread, segment or memory."""
     found = ranks2.run(everything_in_a_row, timeout_s=120.0)
     assert_nothing_grew(found)
     assert [each["segments"] for each in found] == [[], []]
 
 
 def test_thirty_groups_in_one_world_leave_nothing(ranks2: RankPool) -> None:
-    """Creating and destroying groups costs nothing that stays."""
+    """Groups that were created and destroyed leave nothing."""
     assert_nothing_grew(ranks2.run(groups_in_a_row, timeout_s=120.0))
 
 
 def test_destroyed_groups_that_somebody_keeps_hold_nothing(ranks2: RankPool) -> None:
-    """The objects live on, and so do their communicators; the connections do not."""
+    """A destroyed group and its communicators, still referenced, hold no connections."""
     assert_nothing_grew(ranks2.run(kept_groups, timeout_s=120.0))
 
 
 def test_groups_that_broke_leave_nothing(ranks2: RankPool) -> None:
-    """Neither do groups that were destroyed after a time-out, with transfers in flight."""
+    """Groups destroyed after a time-out, with transfers in flight, leave nothing."""
     assert_nothing_grew(ranks2.run(broken_groups_in_a_row, timeout_s=120.0))
 
 
@@ -175,5 +175,5 @@ def solo_worlds(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
 
 
 def test_thirty_worlds_of_one_leave_nothing() -> None:
-    """A world of a single rank goes as completely."""
+    """Worlds of a single rank leave nothing."""
     assert_nothing_grew(run_ranks(solo_worlds, 1))

@@ -1,4 +1,4 @@
-"""When a rank dies, stops, is interrupted or leaves, every rank that waits for it is told which, at once."""
+"""When a rank dies, stops, is interrupted or leaves, every rank that waits for it learns which one, at once."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from tests.rank_exit import RankExit
 from tests.waiting import has_ended, wait_until
 from tests.worlds import EVERYONE_WAITS, WAITS, join_world, meet, new_group, outcome_of, world
 
-# The deadlines in force are minutes; a death is noticed in under a second, on a busy machine in a few.
+# Deadlines are minutes; a death is noticed within a second, and a busy machine may take a few.
 PROMPT_S = 20.0
 
 CALLS = [
@@ -54,7 +54,7 @@ DEATHS: dict[str, Callable[[], None]] = {
 def survivors_of(
     rank: int, world_size: int, directory: Path, name: str, death: str, culprit: int
 ) -> list[dict[str, Any]]:
-    """Wait for `culprit` in call `name` while it dies; return what this rank was told, and what it is told next."""
+    """Wait for `culprit` in call `name` while it dies; return this error and that of the next call."""
     join_world(rank, world_size, directory)
     try:
         return _survive(get_world_group(), directory, name, death, culprit)
@@ -74,7 +74,7 @@ def _survive(
         DEATHS[death]()
     call = WAITS[name] if rank == 0 or name in EVERYONE_WAITS else WAITS["barrier"]
     found = [outcome_of(lambda: call(group, culprit, None)), outcome_of(group.barrier)]
-    # Nobody leaves before all were told, or the others might be told of that instead.
+    # Leave only after all have their error, or the others might see the leaving instead.
     meet(rank, [other for other in range(world_size) if other != culprit], directory, "told")
     return found
 
@@ -96,7 +96,7 @@ def assert_all_were_told(found: list[Any], culprit: int) -> None:
 @pytest.mark.parametrize("death", DEATHS)
 @pytest.mark.parametrize("name", CALLS)
 def test_survivors_name_the_dead_rank(name: str, death: str, world_size: int) -> None:
-    """Whatever the survivors wait in, and however the rank ended, all of them raise `PeerLostError` with it alone."""
+    """All survivors raise `PeerLostError` with the dead rank alone, in any call and for any kind of death."""
     culprit = world_size - 1
     found = run_ranks(survivors_of, world_size, name, death, culprit, expect_dead=[culprit])
     assert_all_were_told(found, culprit)
@@ -104,7 +104,7 @@ def test_survivors_name_the_dead_rank(name: str, death: str, world_size: int) ->
 
 @pytest.mark.parametrize("name", ["barrier", "all_reduce", "broadcast"])
 def test_survivors_name_rank_0_of_a_world_by_directory(name: str) -> None:
-    """The rank that made the rendezvous is no exception."""
+    """The death of the rank that created the rendezvous is told like any other."""
     assert_all_were_told(run_ranks(survivors_of, 4, name, "killed", 0, expect_dead=[0]), 0)
 
 
@@ -123,7 +123,7 @@ def all_but_one_die(rank: int, world_size: int, directory: Path) -> dict[str, An
 
 
 def test_all_dead_ranks_are_named_in_a_call_that_starts_after_their_death() -> None:
-    """Three of four are dead before the survivor calls anything: it names the three."""
+    """A survivor names all three ranks that died before its call."""
     found = run_ranks(all_but_one_die, 4, expect_dead=[0, 2, 3])[1]
     assert (found["kind"], found["peers"]) == ("PeerLostError", [0, 2, 3])
 
@@ -133,7 +133,7 @@ def die_and_leave_a_child(rank: int, world_size: int, directory: Path, name: str
     group = get_world_group()
     group.barrier()
     if rank == 1 and os.fork() == 0:
-        # Holds copies of all sockets of its parent, and lives on.
+        # The child holds copies of all sockets of its parent and lives on.
         while directory.exists() and not (directory / "told-0").exists():
             time.sleep(0.02)  # for as long as the test runs: its directory goes with it
         os._exit(0)
@@ -145,7 +145,7 @@ def die_and_leave_a_child(rank: int, world_size: int, directory: Path, name: str
 @pytest.mark.guarantee("D7")
 @pytest.mark.parametrize("name", ["barrier", "recv_object", "broadcast_object", "send of 64 MiB"])
 def test_a_living_child_that_inherited_the_sockets_does_not_hide_a_death(name: str) -> None:
-    """The connections stay open in the child of the dead rank; the death is noticed all the same."""
+    """A death is noticed although a child of the dead rank keeps its connections open."""
     assert_all_were_told(run_ranks(die_and_leave_a_child, 2, name, expect_dead=[1]), 1)
 
 
@@ -159,7 +159,7 @@ def one_is_stopped(rank: int, world_size: int, directory: Path, name: str) -> di
     if rank == 0 or name in EVERYONE_WAITS:
         found = outcome_of(lambda: WAITS[name](group, culprit, 1.0))
     else:
-        # Rank 0 is in another call: its deadline shall pass first, as here it would count as absent itself.
+        # Rank 0 is in another call and would count as absent here, so its deadline must pass first.
         found = outcome_of(lambda: group.barrier(60.0))
     meet(rank, range(culprit), directory, "told")
     if rank == 0:
@@ -170,7 +170,7 @@ def one_is_stopped(rank: int, world_size: int, directory: Path, name: str) -> di
 
 @pytest.mark.parametrize("name", ["barrier", "all_reduce", "recv_object", "send of 64 MiB"])
 def test_a_stopped_rank_is_named_and_called_stopped(name: str) -> None:
-    """A stopped process is no dead one: the clock decides, and the text says in which state the rank is."""
+    """A stopped rank counts as missing at the deadline, and the text gives its state."""
     for found in run_ranks(one_is_stopped, 3, name, expect_dead=[2])[:2]:
         assert (found["kind"], found["missing"]) == ("CommTimeoutError", [2]), found
         assert "stopped" in found["text"]
@@ -195,7 +195,7 @@ def one_is_interrupted(rank: int, world_size: int, directory: Path) -> dict[str,
 
 
 def test_the_interruption_of_a_rank_is_told_to_the_others(ranks4: RankPool) -> None:
-    """Ctrl-C in one rank: it gets its `KeyboardInterrupt`, the others a `PeerLostError` that names it."""
+    """Ctrl-C raises `KeyboardInterrupt` in one rank, and `PeerLostError` naming it in the others."""
     found = ranks4.run(one_is_interrupted)
     assert found[1]["kind"] == "KeyboardInterrupt"
     for rank in (0, 2, 3):
@@ -222,7 +222,7 @@ def one_leaves(rank: int, world_size: int, directory: Path, name: str) -> dict[s
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_rank_that_destroyed_its_group_is_named(ranks4: RankPool, name: str) -> None:
-    """Leaving while others wait is told as such; nothing else of the ranks is disturbed."""
+    """Ranks that wait for a rank that left learn so; its other groups are not disturbed."""
     for rank, found in enumerate(ranks4.run(one_leaves, name)[:3]):
         assert (found["kind"], found["peers"]) == ("PeerLostError", [3]), (rank, found)
         assert found["seconds"] < PROMPT_S

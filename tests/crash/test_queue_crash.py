@@ -1,4 +1,4 @@
-"""Whoever of a queue is killed or stopped, and wherever it is: the others are told who, and nothing stays."""
+"""When an end of a queue is killed or stopped in any state, the others learn which, and nothing is left behind."""
 
 import os
 import random
@@ -20,7 +20,7 @@ from tests.harness import run_ranks
 from tests.queue_ranks import Meeting, blob, ended_with, offer, take
 from tests.queues import fill, find_sockets, memory_of, segments_of
 
-# The promise is one second; a loaded machine gets more. After a kill the calls themselves have no limit.
+# The promise is one second; a loaded machine gets more. After a kill the calls have no deadline of their own.
 PROMPT_S = 10.0
 STOPPED_LIMIT_S = 0.5
 SMALL, LARGE = 50_000, 6 << 20
@@ -31,7 +31,7 @@ SIGNALS = ["SIGKILL", "SIGSTOP", "SIGTERM"]
 
 
 class Part(NamedTuple):
-    """What a process knows of its case: who it is, where it is to be, and who gets the signal."""
+    """One process's part in a case: its role, the place that it has to reach, and which process gets the signal."""
 
     rank: int
     meeting: Meeting
@@ -41,34 +41,34 @@ class Part(NamedTuple):
 
     @property
     def is_victim(self) -> bool:
-        """Whether this process gets the signal."""
+        """Return whether this process gets the signal."""
         return self.rank in self.victims
 
     @property
     def is_told(self) -> bool:
-        """Whether this process waits for a victim: then it is told, and the others by its closing."""
+        """Return whether this process waits for a victim, so that it gets the error first and then closes its end."""
         return not self.is_victim and (self.rank == 0 or 0 in self.victims)
 
     @property
     def limit(self) -> float | None:
-        """The deadline of a call: a stopped process is noticed by the clock only."""
+        """Return the deadline of a call: only the clock reveals a stopped process."""
         return STOPPED_LIMIT_S if self.is_stop and self.is_told else None
 
     def ready(self, *, waits: bool) -> None:
-        """Say that the place is reached; go on at once, or when the signals are sent."""
+        """Mark that the place is reached; return at once, or when the signals have been sent."""
         self.meeting.mark(f"ready-{self.rank}")
         if waits:
             self.meeting.wait("signalled")
 
     def over(self) -> bool:
-        """Tell whether everybody was told and every stopped process goes on."""
+        """Return whether every process has its error and every stopped process runs again."""
         return self.meeting.has("end")
 
 
 def take_part(
     rank: int, world_size: int, directory: Path, marks: str, place: str, victims: list[int], is_stop: bool
 ) -> dict[str, Any]:
-    """Be at the place, wait for the signal, and return what happened then."""
+    """Go to the place, wait for the signal, and return the outcome."""
     part = Part(rank, Meeting(marks), place, victims, is_stop)
     found = write(part) if rank == 0 else read(part)
     assert segments_of() == []
@@ -128,7 +128,7 @@ def read(part: Part) -> dict[str, Any]:
 
 
 def half_attached(part: Part) -> dict[str, Any]:
-    """Take the segment over, but do not come to the point of saying so in it."""
+    """Receive the segment, but stop before marking so in it."""
     data, key = map(bytes.fromhex, part.meeting.wait("queue-0").split())
     handle = QueueHandle.from_bytes(data, key)
     segment, _, descriptor = take_over(handle.address, key, part.rank - 1, handle.segment_bytes, 30.0)
@@ -140,7 +140,7 @@ def half_attached(part: Part) -> dict[str, Any]:
 
 
 def disturb(meeting: Meeting, victims: Sequence[int], number: int) -> Callable[[Sequence[int]], None]:
-    """Return what sends the signal when all are in place, and wakes who was stopped when the others were told."""
+    """Return a function that sends the signal once all are in place, and resumes stopped processes at the end."""
 
     def run(pids: Sequence[int]) -> None:
         for rank in range(len(pids)):
@@ -162,7 +162,7 @@ def disturb(meeting: Meeting, victims: Sequence[int], number: int) -> Callable[[
 
 
 def holders_of(inode: int) -> list[str]:
-    """Return the descriptors of any process that lead to the memory with this inode."""
+    """Return the descriptors of all processes that refer to the memory with this inode."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -174,7 +174,7 @@ def holders_of(inode: int) -> list[str]:
 
 
 def assert_nothing_stays(meeting: Meeting) -> None:
-    """No socket of the queue and no descriptor of its memory is anywhere."""
+    """Check that no process holds a socket of the queue or a descriptor of its memory."""
     handle, key = map(bytes.fromhex, meeting.wait("queue-0").split())
     assert f"@{QueueHandle.from_bytes(handle, key).address}" not in find_sockets()
     assert holders_of(int(meeting.wait("inode"))) == []
@@ -185,7 +185,7 @@ def assert_nothing_stays(meeting: Meeting) -> None:
 @pytest.mark.parametrize("who", VICTIMS)
 @pytest.mark.parametrize("place", PLACES)
 def test_the_others_are_told_who_is_gone_or_stopped(place: str, who: str, name: str, tmp_path: Path) -> None:
-    """A killed process is a `PeerLostError` with its rank, a stopped one a `CommTimeoutError`; nothing stays."""
+    """A killed end raises `PeerLostError` with its rank, a stopped one `CommTimeoutError`; nothing is left."""
     victims, number, meeting = VICTIMS[who], getattr(signal, name), Meeting(tmp_path)
     is_stop = name == "SIGSTOP"
     found = run_ranks(
@@ -204,7 +204,7 @@ def test_the_others_are_told_who_is_gone_or_stopped(place: str, who: str, name: 
         if place == "closing" and 0 in victims:
             assert told["kind"] == "ClosedError"
         elif rank != 0 and 0 not in victims:
-            # It waits for the writer, which closes when it was told itself.
+            # This reader waits for the writer, which closes after its own error.
             assert told["kind"] == "ClosedError"
         else:
             times_out = is_stop and place != "closing"
@@ -223,7 +223,7 @@ def test_the_others_are_told_who_is_gone_or_stopped(place: str, who: str, name: 
 
 
 def outlived_by_a_child(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
-    """Rank 1 forks a child, which holds all of its descriptors, and is killed; rank 0 waits for its room."""
+    """Rank 1 forks a child that keeps its descriptors, and is killed; rank 0 waits for room in the ring."""
     meeting = Meeting(directory)
     if rank == 1:
         with take(meeting, 1):
@@ -240,7 +240,7 @@ def outlived_by_a_child(rank: int, world_size: int, directory: Path) -> dict[str
 
 @pytest.mark.guarantee("B13")
 def test_a_forked_child_does_not_keep_a_dead_reader_alive() -> None:
-    """The death of a process is noticed though a child of it lives on with its memory and descriptors."""
+    """A reader's death is noticed although its child keeps its memory and descriptors."""
     found = run_ranks(outlived_by_a_child, 2, expect_dead=[1])[0]
     assert (found["kind"], found["ranks"]) == ("PeerLostError", [1])
     assert ", dead, " in found["text"]
@@ -250,7 +250,7 @@ def test_a_forked_child_does_not_keep_a_dead_reader_alive() -> None:
 
 
 def dies_within_a_stream(rank: int, world_size: int, directory: Path, is_read_before: bool) -> dict[str, Any]:
-    """Rank 0 sends a message whose second half is gone from under it: that kills it in the midst of the copy."""
+    """Send from rank 0 a message whose second half is unmapped, so that the copy kills it."""
     meeting, nbytes = Meeting(directory), 4 << 20
     if rank == 0:
         place = Path(directory) / "content"
@@ -281,7 +281,7 @@ def dies_within_a_stream(rank: int, world_size: int, directory: Path, is_read_be
 @pytest.mark.guarantee("B13", "B22")
 @pytest.mark.parametrize("is_read_before", [True, False], ids=["while readers wait", "before readers look"])
 def test_a_writer_killed_within_a_stream_leaves_nothing_of_it(is_read_before: bool) -> None:
-    """Half of a streamed message is in the ring when its writer dies: readers get what was whole, and are told."""
+    """Readers get every whole message, and then the error, when the writer dies while streaming."""
     found = run_ranks(dies_within_a_stream, 3, is_read_before, expect_dead=[0])
     for told in found[1:]:
         assert (told["whole"], told["kind"], told["ranks"]) == ("whole", "PeerLostError", [0]), told
@@ -298,7 +298,7 @@ def nbytes_of(number: int) -> int:
 
 
 def under_stress(rank: int, world_size: int, directory: Path, marks: str) -> dict[str, Any]:
-    """Send and check messages of random sizes until somebody is gone."""
+    """Send and check messages of random sizes until a peer is gone."""
     meeting = Meeting(marks)
     end: Any = offer(meeting, range(1, world_size), 256 << 10) if rank == 0 else take(meeting, rank)
     number = 0
@@ -326,7 +326,7 @@ def under_stress(rank: int, world_size: int, directory: Path, marks: str) -> dic
 @pytest.mark.guarantee("B1", "B13", "B14")
 @pytest.mark.parametrize("killed", [[0], [2], [1, 3]], ids=["writer", "reader", "readers"])
 def test_stops_and_kills_at_random_tear_nothing(killed: list[int], tmp_path: Path) -> None:
-    """Processes stop and go on at random, then some are killed: until then every byte is right, then all are told."""
+    """With random stops and final kills every byte is right until the end, and all survivors get the error."""
     meeting, rng = Meeting(tmp_path), random.Random(killed[0])
 
     def torment(pids: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Failures while a world or a group is being made, and failures of the rank that hosts the store of a world."""
+"""Failures while a world or a group is created, and failures of the rank that hosts the world's store."""
 
 import os
 import signal
@@ -32,13 +32,13 @@ ENDS: dict[str, Callable[[], None]] = {
 
 
 def replace(owner: ModuleType | type, name: str, function: Callable[..., Any]) -> None:
-    """Replace a function of the product in this process, which is about to end."""
+    """Replace a function of the product in this process, which ends soon."""
     assert hasattr(owner, name)
     setattr(owner, name, function)
 
 
 def end_when_seen(other: int, end: str) -> None:
-    """Let this rank, while it waits for all ranks to come, kill or stop itself a second after it has seen `other`."""
+    """Kill or stop this rank, as `end` says, a second after it has seen `other` while it waits for all ranks."""
 
     def look(self: Any) -> None:
         if other in self._known:
@@ -54,7 +54,7 @@ def end_when_seen(other: int, end: str) -> None:
 def die_in_rendezvous(
     rank: int, world_size: int, directory: Path, method: str, culprit: int
 ) -> dict[str, Any] | None:
-    """The last rank never comes, so that the others wait; then `culprit` dies."""
+    """Keep the last rank away so that the others wait; then `culprit` dies."""
     found = None
     if rank == culprit:
         end_when_seen(1 - culprit, "killed")
@@ -71,7 +71,7 @@ def die_in_rendezvous(
 @pytest.mark.parametrize("way", ["file", "tcp"])
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_death_during_the_rendezvous_is_told_to_the_waiting_ranks(way: str, culprit: int) -> None:
-    """Ranks that wait for a third learn at once that another one has died, and which."""
+    """Ranks that wait for a third learn at once that another one has died, and which one."""
     method = f"tcp://127.0.0.1:{free_port()}" if way == "tcp" else "file://{directory}/rendezvous"
     found = run_ranks(die_in_rendezvous, 3, method, culprit, expect_dead=[culprit])[1 - culprit]
     assert (found["kind"], found["peers"]) == ("PeerLostError", [culprit]), found
@@ -94,14 +94,14 @@ def die_in_creation(rank: int, world_size: int, directory: Path, culprit: int) -
 
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_death_during_the_creation_of_a_group_is_told_to_the_waiting_ranks(culprit: int) -> None:
-    """As for the rendezvous: the rank that waits for a third learns of the dead one."""
+    """A rank that waits for a third in group creation learns at once which rank died."""
     found = run_ranks(die_in_creation, 3, culprit, expect_dead=[culprit])[1 - culprit]
     assert (found["kind"], found["peers"]) == ("PeerLostError", [culprit]), found
     assert found["seconds"] < PROMPT_S
 
 
 def die_while_connecting(rank: int, world_size: int, directory: Path, what: str) -> dict[str, Any] | None:
-    """All have come and agree; then rank 1 dies before it connects."""
+    """Let all ranks agree; then rank 1 dies before it connects."""
     if what == "the world":
         if rank == 1:
             replace(rendezvous, "connect_watched", lambda *_: ENDS["killed"]())
@@ -118,7 +118,7 @@ def die_while_connecting(rank: int, world_size: int, directory: Path, what: str)
 
 @pytest.mark.parametrize("what", ["the world", "a group"])
 def test_a_death_while_the_ranks_connect_is_told_to_the_others(what: str) -> None:
-    """Between the agreement and the first collective too, a dead rank is named at once."""
+    """A rank that dies between the agreement and the first collective is named at once."""
     for found in run_ranks(die_while_connecting, 3, what, expect_dead=[1], check_leaks=False)[::2]:
         assert (found["kind"], found["peers"]) == ("PeerLostError", [1]), found
         assert found["seconds"] < PROMPT_S
@@ -136,7 +136,7 @@ def absent_in_creation(rank: int, world_size: int, directory: Path) -> dict[str,
 
 @pytest.mark.guarantee("G8")
 def test_ranks_that_do_not_create_the_group_are_named(ranks4: RankPool) -> None:
-    """Creation has its own deadline, names exactly the absent ranks, and leaves other groups alone."""
+    """Group creation has its own deadline, names exactly the absent ranks, and leaves other groups intact."""
     for found in ranks4.run(absent_in_creation)[:2]:
         assert (found["kind"], found["missing"]) == ("CommTimeoutError", [2, 3]), found
         assert found["seconds"] >= 1.0
@@ -153,7 +153,7 @@ def anew_after_an_uneven_failure(rank: int, world_size: int, directory: Path) ->
 
 
 def test_a_new_world_forgets_a_creation_that_only_one_rank_tried(ranks2: RankPool) -> None:
-    """The ranks count their groups alike again: they would wait for groups of different names otherwise."""
+    """In a new world the ranks number their groups alike again, and so wait for the same name."""
     assert ranks2.run(anew_after_an_uneven_failure) == ["tp:0", "tp:0"]
 
 
@@ -175,7 +175,7 @@ def absent_in_rendezvous(
 @pytest.mark.parametrize("way", ["file", "tcp"])
 @pytest.mark.parametrize("absent", [0, 1])
 def test_a_rank_that_never_comes_to_the_rendezvous_is_named(ranks2: RankPool, way: str, absent: int) -> None:
-    """The other one gives up after `create_timeout_s`, and says who is missing."""
+    """The other rank gives up after `create_timeout_s` and names the missing one."""
     method = f"tcp://127.0.0.1:{free_port()}" if way == "tcp" else "file://{directory}/rendezvous"
     found = ranks2.run(absent_in_rendezvous, method, absent)[1 - absent]
     assert (found["kind"], found["missing"]) == ("CommTimeoutError", [absent]), found
@@ -200,7 +200,7 @@ def stop_in_rendezvous(rank: int, world_size: int, directory: Path, port: int) -
 
 
 def test_a_host_of_the_store_that_is_stopped_during_the_rendezvous_is_named() -> None:
-    """The store does not answer any more: the deadline holds all the same, and names its host."""
+    """The deadline holds although the store no longer answers, and its host is named."""
     found = run_ranks(stop_in_rendezvous, 3, free_port(), expect_dead=[0])[1]
     assert found["kind"] == "CommTimeoutError", found
     assert 0 in found["missing"]
@@ -211,7 +211,7 @@ def test_a_host_of_the_store_that_is_stopped_during_the_rendezvous_is_named() ->
 
 
 def lose_the_host(rank: int, world_size: int, directory: Path, port: int, name: str, end: str) -> Any:
-    """In a world that the user initialised, rank 0 hosts the store, and dies or stops."""
+    """Let rank 0, which hosts the store of a world that the user initialised, die or stop."""
     (directory / f"pid-{rank}").write_text(str(os.getpid()))
     dist.init_process_group(
         "gloo",
@@ -242,7 +242,7 @@ def lose_the_host(rank: int, world_size: int, directory: Path, port: int, name: 
 
 @pytest.mark.parametrize("name", ["barrier", "all_reduce", "recv_object", "broadcast_object"])
 def test_the_death_of_the_rank_that_hosts_the_store_is_told(name: str) -> None:
-    """The survivors cannot meet at the board any more; each sees for itself that rank 0 is dead."""
+    """Without a status store each survivor notices by itself that rank 0 is dead."""
     for first, second, seconds in run_ranks(lose_the_host, 3, free_port(), name, "killed", expect_dead=[0])[
         1:
     ]:
@@ -254,7 +254,7 @@ def test_the_death_of_the_rank_that_hosts_the_store_is_told(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["barrier", "all_reduce", "recv_object", "broadcast_object"])
 def test_a_stopped_host_of_the_store_is_named(name: str) -> None:
-    """The board hangs with rank 0: the others still raise, name it, and do not blame each other."""
+    """The status store hangs with rank 0; the others still raise, name it, and do not blame each other."""
     for first, second, seconds in run_ranks(lose_the_host, 3, free_port(), name, "stopped", expect_dead=[0])[
         1:
     ]:

@@ -16,9 +16,9 @@ def test_info_names_versions_devices_and_paths(capfd: pytest.CaptureFixture[str]
     assert main(["info", "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert found["versions"]["torch"].startswith("2.")
-    assert found["all_reduce on the CPU, ranks of one host"]["4 ranks"]["8 KiB"].startswith("one-shot: ")
+    assert found["all_reduce on the CPU, all ranks on one host"]["4 ranks"]["8 KiB"].startswith("one-shot: ")
     assert "NCCL" in found
-    assert any("agreement" in line for line in found["two ranks of this host"])
+    assert any("agreement" in line for line in found["trial start of two ranks"])
 
 
 def test_info_survives_a_setting_that_is_wrong(
@@ -47,7 +47,7 @@ def test_check_verifies_a_part_and_says_so(capfd: pytest.CaptureFixture[str]) ->
     text = capfd.readouterr().out
     assert "all_gather" in text
     assert "queue" in text
-    assert "everything is right" in text
+    assert "all parts are correct" in text
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_wrong_command_line_is_told_with_status_2(
 def test_a_deadline_that_passes_names_the_ranks_and_ends_them(capfd: pytest.CaptureFixture[str]) -> None:
     """Status 1, in time."""
     assert main(["check", "--timeout", "0.05"]) == 1
-    assert "no end within 0.05 s (--timeout); still running: ranks 0, 1" in capfd.readouterr().err
+    assert "not finished within 0.05 s (--timeout); still running: ranks 0, 1" in capfd.readouterr().err
 
 
 def test_ctrl_c_ends_the_ranks_too() -> None:

@@ -106,7 +106,7 @@ def test_what_one_rank_cannot_use_fails_all(ranks2: RankPool) -> None:
             in each["no value"]["text"]
         )
         assert "has no readers [1], but [0, 5]" in each["a rank is missing"]["text"]
-        assert "forged, or belongs to another key" in each["another key"]["text"]
+        assert "forged, or was made with another key" in each["another key"]["text"]
         assert "not the same queue on ranks [0, 1]" in each["two queues"]["text"]
 
 

@@ -155,7 +155,7 @@ def test_a_mistake_on_one_rank_is_found_before_anything_is_sent(ranks2: RankPool
     first, second = ranks2.run(bad_groups)
     assert first[0] == second[0]
     for text, part in zip(
-        first[1:], ["rank 1 stands in", "rank 0 stands", "in none of the groups"], strict=False
+        first[1:], ["rank 1 appears in", "rank 0 appears", "in none of the groups"], strict=False
     ):
         assert part in text
 

@@ -427,8 +427,8 @@ def test_initialising_twice_is_refused_unless_nothing_changes(ranks2: RankPool) 
         assert "init_distributed_environment" in texts[0]
         assert "world_size=3, but torch.distributed is initialised with world_size 2" in texts[2]
         assert "exist already" in texts[5]
-        assert "the tensor parallel group has 2 ranks, 1 are wanted" in texts[6]
-        assert "the prefill context parallel group has 1 ranks, 2 are wanted" in texts[7]
+        assert "the tensor parallel group has 2 ranks, expected 1" in texts[6]
+        assert "the prefill context parallel group has 1 ranks, expected 2" in texts[7]
 
 
 def foreign(rank: int, world_size: int, directory: Path) -> None:

@@ -276,7 +276,7 @@ def test_who_has_not_come_is_named() -> None:
             writer.wait_until_ready(0.1)
         assert caught.value.missing == (3, 7, 8)
     with QueueWriter.create("steps", remote_readers=keys, bind_address=HERE) as writer:
-        with pytest.raises(CommTimeoutError, match="rank 7 .has not come") as caught:
+        with pytest.raises(CommTimeoutError, match="rank 7 .has not connected") as caught:
             writer.wait_until_ready(0.1)
         assert caught.value.missing == (7, 8)
 

@@ -223,14 +223,14 @@ def test_a_larger_world_waits_until_a_smaller_one_has_left(tmp_path: Path) -> No
         meeting.join(5.0)
     old[1].leave()
     for rank in (1, 2):
-        with pytest.raises(CommTimeoutError, match="a world of 2 that is not left yet"):
+        with pytest.raises(CommTimeoutError, match="a world of 2 ranks, and some have not left it yet"):
             DirectoryRendezvous(tmp_path, rank, 3).join(0.05)
     old[0].leave()
     new = [DirectoryRendezvous(tmp_path, rank, 3) for rank in range(3)]
     for meeting in new:
         meeting.join(5.0)
     # And a smaller one behind a larger one.
-    with pytest.raises(CommTimeoutError, match="a world of 3 that is not left yet"):
+    with pytest.raises(CommTimeoutError, match="a world of 3 ranks, and some have not left it yet"):
         DirectoryRendezvous(tmp_path, 1, 2).join(0.05)
     for meeting in new:
         meeting.leave()
@@ -369,7 +369,7 @@ def test_a_seat_that_is_taken_is_found_without_opening_the_store(
 
     with monkeypatch.context() as patched:
         patched.setattr(DirectoryRendezvous, "_open", never)
-        with pytest.raises(CommTimeoutError, match="rank 1 of the last generation has been there before"):
+        with pytest.raises(CommTimeoutError, match="already joined the last generation as rank 1"):
             DirectoryRendezvous(tmp_path, 1, 2).join(0.05)
     first.leave()
     second.leave()

@@ -258,7 +258,7 @@ def test_a_killed_rank_is_named_and_takes_the_others_along(tmp_path: Path) -> No
         os.kill(ranks[1], signal.SIGKILL)
         assert launcher.wait(DEADLINE_S) == 1
         assert all(map(has_ended, ranks))
-    assert "rank 1 was ended by SIGKILL" in (tmp_path / "errors").read_text()
+    assert "rank 1 was killed by SIGKILL" in (tmp_path / "errors").read_text()
     assert not leftovers()
 
 
@@ -277,4 +277,4 @@ def test_the_launcher_gives_up_at_its_deadline(tmp_path: Path) -> None:
     model = random_checkpoint(tmp_path / "model", CONFIG)
     done = run_demo("--model", str(model), "--tp", "1", "--pp", "1", "--deadline", "0.5")
     assert done.returncode == 1
-    assert "no end within 0.5 s (--deadline); ranks [0] were still running" in done.stderr
+    assert "not finished within 0.5 s (--deadline); ranks [0] were still running" in done.stderr

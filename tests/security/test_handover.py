@@ -1,4 +1,4 @@
-"""Who gets a segment: the expected peers of the same user who know the key, each once; strangers delay nobody."""
+"""Only expected peers of the same user that know the key get a segment, once each; strangers delay nobody."""
 
 import hmac
 import os
@@ -31,26 +31,26 @@ TIMEOUT_S = 20.0
 
 
 def descriptors() -> dict[int, str]:
-    """Return what this process has open."""
+    """Return the open descriptors of this process."""
     return Snapshot.take().descriptors
 
 
 def connect(address: str) -> socket.socket:
     """Connect as a stranger would."""
     stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    # Without a limit, so that it waits for a place in the queue of connections.
+    # Connect without a time-out, to wait for a place in the backlog.
     stranger.connect("\0" + address)
     stranger.settimeout(TIMEOUT_S)
     return stranger
 
 
 def attach(writer: QueueWriter, rank: int) -> None:
-    """Open and close the end of `rank`."""
+    """Open and close the reader of `rank`."""
     QueueReader.open(writer.handle.to_bytes(writer.key), writer.key, rank, TIMEOUT_S).close()
 
 
 def answer_of(key: bytes, challenge: bytes, member: int) -> bytes:
-    """Return what a peer that knows `key` answers."""
+    """Return the answer of a peer that knows `key`."""
     body = msgspec.msgpack.encode(Hello(member, this_process()))
     return hmac.digest(key, b"peer" + challenge + body, "sha256") + body
 
@@ -66,7 +66,7 @@ def test_who_does_not_know_the_key_gets_nothing() -> None:
 
 @pytest.mark.guarantee("B16")
 def test_a_hundred_silent_strangers_delay_nobody() -> None:
-    """Readers attach while others hold connections and say nothing, and the writer closes at once."""
+    """Readers attach and the writer closes at once while silent strangers hold connections."""
     with QueueWriter.create("steps", [0, 1]) as writer, ExitStack() as stack:
         for _ in range(100):
             stack.enter_context(connect(writer.handle.address))
@@ -75,7 +75,7 @@ def test_a_hundred_silent_strangers_delay_nobody() -> None:
         for _ in range(300):
             stack.enter_context(connect(writer.handle.address))
         attach(writer, 1)
-        # One second for each of them would be minutes; a loaded machine takes some seconds at most.
+        # One second for each stranger would be minutes; a loaded machine takes a few seconds at most.
         assert time.monotonic() - start < TIMEOUT_S
     with QueueWriter.create("steps", [0]) as writer, connect(writer.handle.address):
         start = time.monotonic()
@@ -90,7 +90,7 @@ def test_a_hundred_silent_strangers_delay_nobody() -> None:
     ids=["short", "zeros", "page", "long", "pickle", "http"],
 )
 def test_garbage_is_dropped(said: bytes) -> None:
-    """Whatever a stranger says, it is disconnected without an answer, and the next reader is served."""
+    """A stranger that sends garbage is disconnected without an answer, and the next reader is served."""
     with QueueWriter.create("steps", [0]) as writer:
         with connect(writer.handle.address) as stranger:
             assert len(stranger.recv(4096)) == 32
@@ -101,7 +101,7 @@ def test_garbage_is_dropped(said: bytes) -> None:
 
 @pytest.mark.guarantee("B16")
 def test_descriptors_of_strangers_are_closed() -> None:
-    """Files that come with garbage, or with a good answer in the wrong number, do not stay open here."""
+    """Files sent with garbage, or in the wrong number with a good answer, are closed."""
     with QueueWriter.create("steps", [0]) as writer:
         ours = len(descriptors())
         with open("/dev/null") as file:
@@ -117,7 +117,7 @@ def test_descriptors_of_strangers_are_closed() -> None:
 
 @pytest.mark.guarantee("B16")
 def test_a_good_answer_serves_once() -> None:
-    """A recorded answer is of no use: each connection has its own challenge."""
+    """A recorded answer is refused, because each connection has a new challenge."""
     with QueueWriter.create("steps", [0]) as writer:
         with connect(writer.handle.address) as stranger, connect(writer.handle.address) as replayer:
             recorded = answer_of(writer.key, stranger.recv(4096), 0)
@@ -131,19 +131,19 @@ def test_a_good_answer_serves_once() -> None:
 
 @pytest.mark.guarantee("B16")
 def test_a_member_comes_once_and_only_if_expected() -> None:
-    """A second reader of one rank, and a place that does not exist, are refused with the key at hand."""
+    """A second reader of a rank and a place that does not exist are refused even with the key."""
     with QueueWriter.create("steps", [4, 5]) as writer:
         attach(writer, 4)
-        with pytest.raises(PeerLostError, match="or it came before"):
+        with pytest.raises(PeerLostError, match="this member has it already"):
             attach(writer, 4)
         for member in (-1, 2, 2**40):
             with pytest.raises(PeerLostError, match=f"refused member {member}"):
                 take_over(writer.handle.address, writer.key, member, writer.handle.segment_bytes, TIMEOUT_S)
         attach(writer, 5)
-        # Nobody else is expected: there is nothing to connect to any more.
+        # All peers have come, so the listener closes.
         address = f"@{writer.handle.address}"
         wait_until(lambda: address not in find_sockets(), f"the end of socket {address}", TIMEOUT_S)
-        with pytest.raises(PeerLostError, match="nobody offers"):
+        with pytest.raises(PeerLostError, match="no longer offered"):
             attach(writer, 5)
 
 
@@ -162,7 +162,7 @@ except PeerLostError as error:
 @pytest.mark.guarantee("B16")
 @requires("other_user")
 def test_another_user_is_refused_with_the_right_key() -> None:
-    """The kernel says who connected: another user gets nothing, whatever it knows."""
+    """Another user gets nothing even with the key: the kernel tells who connects."""
     with QueueWriter.create("steps", [0]) as writer:
         outcome = subprocess.run(
             [sys.executable, "-c", OTHER_USER, writer.handle.address, str(writer.handle.segment_bytes)],
@@ -177,12 +177,12 @@ def test_another_user_is_refused_with_the_right_key() -> None:
         attach(writer, 0)
 
 
-# --- owners that are none --------------------------------------------------------------------------------------
+# --- false owners ----------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def impostor(say: list[bytes], files: int = 0) -> Iterator[str]:
-    """Listen as an owner that knows no key: says each of `say` in turn, the last with `files`."""
+    """Listen as an owner without the key: send each of `say` in turn, and `files` with the last."""
     address = f"impostor-{secrets.token_hex(8)}"
     done = threading.Event()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -206,7 +206,7 @@ def impostor(say: list[bytes], files: int = 0) -> Iterator[str]:
 
 @pytest.mark.guarantee("B16")
 def test_an_owner_that_does_not_know_the_key_is_refused() -> None:
-    """Who sits at the address without the key can hand nothing over, also with descriptors; they are closed."""
+    """A listener without the key cannot hand anything over; descriptors that it sends are closed."""
     ours = len(descriptors())
     for words in (b"x", bytes(32), bytes(200), bytes(4000)):
         with (
@@ -219,7 +219,7 @@ def test_an_owner_that_does_not_know_the_key_is_refused() -> None:
 
 @pytest.mark.guarantee("B4", "B16")
 def test_an_owner_that_says_nothing_is_a_timeout() -> None:
-    """Each step of attaching ends with the deadline."""
+    """Every step of attaching ends at the deadline."""
     with (
         impostor([bytes(32)]) as address,
         pytest.raises(CommTimeoutError, match="did not answer within 0.2 s"),
@@ -229,16 +229,16 @@ def test_an_owner_that_says_nothing_is_a_timeout() -> None:
         listener.bind("\0full-" + secrets.token_hex(8))
         listener.listen(0)
         address = listener.getsockname()[1:].decode()
-        # The queue of connections is full with one: the second waits for a place in it.
+        # A backlog of one is full, so the second connection waits for a place.
         with connect(address), pytest.raises(CommTimeoutError, match="did not answer within 0.2 s"):
             take_over(address, new_key(), 0, 4096, 0.2)
-    with pytest.raises(PeerLostError, match="nobody offers"):
+    with pytest.raises(PeerLostError, match="no longer offered"):
         take_over("group-coordinator-nobody", new_key(), 0, 4096, 0.2)
 
 
 @pytest.mark.guarantee("B16")
 def test_no_listener_of_a_queue_is_reached_over_a_network() -> None:
-    """The only socket of a queue is a Unix socket with an unguessable address and no file."""
+    """A local queue's only socket is a Unix socket without a file, at a random address."""
     before = {line for name in ("tcp", "tcp6", "udp", "udp6") for line in listeners(name)}
     with QueueWriter.create("steps", [0]) as writer:
         assert {line for name in ("tcp", "tcp6", "udp", "udp6") for line in listeners(name)} <= before
@@ -249,7 +249,7 @@ def test_no_listener_of_a_queue_is_reached_over_a_network() -> None:
 
 
 def listeners(protocol: str) -> list[str]:
-    """Return the inodes of this process's own sockets of an internet protocol."""
+    """Return the inodes of this process's TCP and UDP sockets."""
     ours = set(descriptors().values())
     rows = [line.split() for line in Path(f"/proc/net/{protocol}").read_text().splitlines()[1:]]
     return [row[9] for row in rows if f"socket:[{row[9]}]" in ours]
@@ -257,7 +257,7 @@ def listeners(protocol: str) -> list[str]:
 
 @pytest.mark.guarantee("B16")
 def test_a_pidfd_of_the_peer_comes_with_it() -> None:
-    """Both sides watch the other's process by a descriptor that it opened on itself."""
+    """Each side watches the other's process through a pidfd that it opened on itself."""
     with QueueWriter.create("steps", [0]) as writer:
         segment, owner, descriptor = take_over(
             writer.handle.address, writer.key, 0, writer.handle.segment_bytes, TIMEOUT_S

@@ -1,4 +1,4 @@
-"""No pickle at run time: a whole run works in processes in which every pickler raises."""
+"""Nothing is pickled at run time: a whole run works in processes in which every pickler raises."""
 
 import _pickle
 import pickle
@@ -21,7 +21,7 @@ from tests.worlds import new_group, small, world
 
 
 class UsedError(Exception):
-    """Something was pickled or unpickled."""
+    """A pickler was used."""
 
 
 def refuse(*_: Any, **__: Any) -> Never:
@@ -29,14 +29,14 @@ def refuse(*_: Any, **__: Any) -> Never:
 
 
 class Refused:
-    """Stands for `Pickler` and `Unpickler`."""
+    """Replaces `Pickler` and `Unpickler`; raises when used."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         refuse()
 
 
 def replace_all_picklers() -> None:
-    """Replace the picklers of Python and of torch in this process, for good."""
+    """Replace the picklers of Python and torch in this process for good."""
     for module in (pickle, _pickle):
         for name in ("load", "loads", "dump", "dumps", "_load", "_loads", "_dump", "_dumps"):
             if hasattr(module, name):
@@ -45,14 +45,14 @@ def replace_all_picklers() -> None:
             if hasattr(module, name):
                 setattr(module, name, Refused)
     for name in ("_pickler", "_unpickler"):
-        # torch keeps its own names for them.
+        # torch holds its own references to them.
         assert hasattr(dist.distributed_c10d, name)
         setattr(dist.distributed_c10d, name, Refused)
     torch.save = torch.load = refuse
 
 
 def picklers_bite() -> list[str]:
-    """Return those of torch's and Python's ways to pickle that still work: there must be none."""
+    """Return the ways to pickle that still work; there must be none."""
     ways: dict[str, Callable[[], Any]] = {
         "dumps": lambda: pickle.dumps(1),
         "loads": lambda: pickle.loads(b"N."),
@@ -120,7 +120,7 @@ def use_everything(rank: int, world_size: int, directory: Path) -> list[str]:
         tp.make_sibling_device_group()
         with new_group(first) as other:
             other.barrier()
-        # Last, as torch's collectives stop half way.
+        # Last, because torch's own collectives fail half-way.
         first.barrier()
         working = picklers_bite()
         groups.destroy()
@@ -129,7 +129,7 @@ def use_everything(rank: int, world_size: int, directory: Path) -> list[str]:
 
 @pytest.mark.guarantee("G2")
 def test_every_operation_works_where_every_pickler_raises() -> None:
-    """Rendezvous, groups, objects, tensor dicts, queues: none of them pickles, in either direction."""
+    """Rendezvous, groups, objects, tensor dicts and queues neither pickle nor unpickle."""
     assert run_ranks(use_everything, 4, check_leaks=False) == [[]] * 4
 
 
@@ -138,7 +138,7 @@ def fields(settings: type[msgspec.Struct]) -> list[str]:
 
 
 def test_no_setting_turns_pickle_on() -> None:
-    """There is no such field, and none can be made up."""
+    """No setting enables pickle, and unknown settings are refused."""
     names = fields(CoordinatorSettings) + fields(BroadcastSettings)
     for word in ("pickle", "unsafe", "insecure", "trust", "allow", "cloud", "serial"):
         assert [name for name in names if word in name] == []

@@ -1,8 +1,8 @@
-"""A frame that is refused costs the group nothing: the next good message arrives, and nobody else is disturbed.
+"""A refused frame costs the group nothing: the next good message arrives, and other groups go on.
 
-What is sent here goes below the API, under the tags of the host plane, as a rank that runs other code would.
-Secrets (S6) there are none in this part: the host and device planes of one host connect over loopback, and what
-crosses process boundaries as a secret belongs to the queue.
+The tests send below the API, under the host plane's tags, as a rank with other code would. This part has no secrets
+(S6): the host and device planes of one host connect over loopback, and only the queue passes secrets between
+processes.
 """
 
 import os
@@ -33,7 +33,7 @@ class Unknown(msgspec.Struct, frozen=True):
 
 
 def frames() -> dict[str, bytes]:
-    """Return bytes that are no message, by name."""
+    """Return bytes that are not valid messages, by name."""
     good = encode({"a": [1, 2, 3]}).to_bytes()
     return {
         "random": os.urandom(200),
@@ -70,7 +70,7 @@ def send_raw(group: GroupCoordinator, frame: bytes | bytearray, peer: int, tag: 
 
 
 def way(ranks: RankPool, apart: bool) -> RankPool | ApartPool:
-    """Return the pool, or one whose ranks seem to be on different hosts."""
+    """Return the pool itself, or one whose ranks pretend to be on different hosts."""
     return ApartPool(ranks) if apart else ranks
 
 
@@ -117,7 +117,7 @@ def refuse_and_go_on(rank: int, world_size: int, directory: Path, name: str, fra
 def test_the_message_after_a_refused_one_arrives(
     ranks2: RankPool, name: str, frame: str, apart: bool
 ) -> None:
-    """The receiver raises `DecodeError`, and takes the next message as if nothing had been."""
+    """The receiver raises `DecodeError` and then receives the next message."""
     refused, received = way(ranks2, apart).run(refuse_and_go_on, name, frame)[1]
     assert refused["kind"] == "DecodeError", refused
     assert received == GOOD
@@ -128,7 +128,7 @@ def one_bad_in_a_gather(rank: int, world_size: int, directory: Path) -> list[Any
         found = []
         if rank == 2:
             send_raw(group, b"garbage", 0, GATHER_TAG)
-            # The plane counts collectives; this rank takes part in one without its method.
+            # Count the collective here, as this rank takes part without calling its method.
             group._health.begin("host", "gather_object")
         else:
             found.append(outcome_of(lambda: group.gather_object(rank, 0))["kind"])
@@ -139,7 +139,7 @@ def one_bad_in_a_gather(rank: int, world_size: int, directory: Path) -> list[Any
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_one_bad_frame_in_a_gather_leaves_none_of_the_others_behind(ranks4: RankPool, apart: bool) -> None:
-    """Rank 0 raises after it took everybody's frame: the next gather gets the next ones."""
+    """Rank 0 takes all frames before it raises, so the next gather is not confused."""
     found = way(ranks4, apart).run(one_bad_in_a_gather)
     assert found[0] == ["DecodeError", [0, 1, 2, 3], [0, 1, 2, 3]]
     assert found[1] == ["NoneType", None, [0, 1, 2, 3]]
@@ -160,7 +160,7 @@ def bad_in_an_all_gather(rank: int, world_size: int, directory: Path, length: in
 
 @pytest.mark.parametrize("length", [0, 100, -1, -(2**63), 2**62])
 def test_a_bad_frame_in_an_all_gather_is_refused_by_every_rank(ranks2: RankPool, length: int) -> None:
-    """Whatever length it claims: nobody takes memory for it, and the next all-gather works."""
+    """No rank allocates the claimed length; every rank raises, and the next all-gather works."""
     assert ranks2.run(bad_in_an_all_gather, length) == [["DecodeError", [0, 1]], ["sent", [0, 1]]]
 
 
@@ -181,7 +181,7 @@ def claims_too_much(rank: int, world_size: int, directory: Path, length: int) ->
 def test_a_frame_that_claims_more_than_there_is_memory_breaks_the_group_at_once(
     ranks2: RankPool, length: int
 ) -> None:
-    """What follows it could not be told from the next message: both ranks learn that the group is unusable."""
+    """An absurd length breaks the group on both ranks, as the stream has lost its framing."""
     (other,), (found, again) = ApartPool(ranks2).run(claims_too_much, length)
     assert found["kind"] == "CapabilityError", found
     assert str(length) in found["text"]
@@ -190,7 +190,7 @@ def test_a_frame_that_claims_more_than_there_is_memory_breaks_the_group_at_once(
 
 
 def modes(rank: int, world_size: int, directory: Path) -> list[list[int]]:
-    # What the user's mask says must not matter.
+    # The user's umask must not matter.
     before = os.umask(0)
     try:
         with world(rank, world_size, directory) as group:
@@ -205,7 +205,7 @@ def modes(rank: int, world_size: int, directory: Path) -> list[list[int]]:
 
 
 def test_nobody_else_can_enter_a_rendezvous(ranks2: RankPool) -> None:
-    """The directory and the generation in it are the user's alone; the pointer holds nothing but a name."""
+    """Only the user can read the directory and its generation; the pointer holds only a name."""
     for found in ranks2.run(modes):
         assert all(owner == os.getuid() for _, owner in found)
         assert all(mode & 0o022 == 0 for mode, _ in found), found

@@ -1,4 +1,4 @@
-"""Who is no reader of a queue gets nothing from its TCP port: no message, no decoding, no memory, no delay."""
+"""A stranger gets nothing from a queue's TCP port: no message, no decoding, no memory, no delay."""
 
 import contextlib
 import hmac
@@ -41,7 +41,7 @@ STRANGERS = 100
 
 @contextmanager
 def leg(ranks: tuple[int, ...] = (1,)) -> Iterator[tuple[RemoteWriter, dict[int, RemoteKeys]]]:
-    """Make a remote leg whose readers have not come."""
+    """Create a remote transport whose readers have not connected."""
     keys = {rank: RemoteKeys.generate() for rank in ranks}
     writer = RemoteWriter.create("steps", {rank: pair.public for rank, pair in keys.items()}, HERE)
     try:
@@ -70,7 +70,7 @@ def dialled(endpoint: RemoteEndpoint, kind: int, keys: RemoteKeys | None) -> Ite
 
 @pytest.fixture
 def unpacked(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Return the list of all records that a writer of this process takes apart from now on."""
+    """Return a list that collects every record that a writer in this process parses."""
     seen: list[bytes] = []
 
     def recording(frame: zmq.Frame) -> Any:
@@ -88,14 +88,14 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 def test_an_unknown_key_is_refused_before_a_byte_is_decoded(
     unpacked: list[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Who holds the writer's public key and a key pair of its own gets no further than the handshake."""
+    """A stranger with the writer's public key and its own key pair fails the handshake."""
     with leg() as (writer, _):
         with dialled(writer.endpoint, zmq.DEALER, RemoteKeys.generate()) as stranger:
             for _ in range(20):
                 stranger.send(pack(Kind.HELLO, writer.endpoint.generation, 0, 1, b"\x80"))
             writer.publish(codec.encode("secret"))
             assert not stranger.poll(500)
-        with pytest.raises(PeerLostError, match="no reader with this key"):
+        with pytest.raises(PeerLostError, match="no reader has this key"):
             RemoteReader.open(writer.endpoint, RemoteKeys.generate(), 1, "steps", timeout_s=PATIENCE_S)
         assert writer.absent() == [1]
     assert unpacked == []
@@ -105,7 +105,7 @@ def test_an_unknown_key_is_refused_before_a_byte_is_decoded(
 @pytest.mark.guarantee("R8")
 @pytest.mark.parametrize("kind", [zmq.DEALER, zmq.SUB, zmq.REQ, zmq.PULL])
 def test_who_does_not_encrypt_is_refused(unpacked: list[bytes], kind: int) -> None:
-    """Without CURVE the handshake fails, whatever sort of socket asks."""
+    """Without CURVE the handshake fails for every type of socket."""
     with leg() as (writer, _):
         with dialled(writer.endpoint, kind, None) as stranger:
             if kind == zmq.SUB:
@@ -131,7 +131,7 @@ GARBAGE = {
 
 @pytest.mark.guarantee("R8")
 def test_garbage_on_the_port_costs_the_queue_nothing(unpacked: list[bytes]) -> None:
-    """Bytes that are no ZMTP, or a wrong one, end their own connection; the reader does not notice."""
+    """Bytes that are not valid ZMTP end their own connection; the reader is not affected."""
     with remote_queue() as (writer, readers), ExitStack() as stack:
         assert writer.handle.remote is not None
         known = len(unpacked)
@@ -148,7 +148,7 @@ def test_garbage_on_the_port_costs_the_queue_nothing(unpacked: list[bytes]) -> N
 
 @pytest.mark.guarantee("R9")
 def test_a_hundred_that_never_read_neither_slow_the_writer_nor_use_memory() -> None:
-    """Connections that say nothing, subscribers without CURVE, and strangers with keys: the writer keeps nothing."""
+    """The writer keeps nothing for silent connections, subscribers without CURVE and strangers with keys."""
     with remote_queue() as (writer, readers), ExitStack() as stack:
         endpoint = writer.handle.remote
         assert endpoint is not None
@@ -163,7 +163,7 @@ def test_a_hundred_that_never_read_neither_slow_the_writer_nor_use_memory() -> N
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         message = np.zeros(1 << 20, np.uint8)
         for _ in range(200):
-            # A copy for each of the hundred would be 100 MiB a message, and a full socket would block.
+            # A copy for each of a hundred strangers would take 100 MiB per message, and a full socket would block.
             writer.enqueue(message, PATIENCE_S)
             assert readers[1].dequeue(PATIENCE_S).nbytes == 1 << 20
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
@@ -177,7 +177,7 @@ def test_a_hundred_that_never_read_neither_slow_the_writer_nor_use_memory() -> N
 
 @pytest.mark.guarantee("R9")
 def test_who_says_nothing_is_disconnected() -> None:
-    """A connection without a handshake is closed after two seconds: it does not keep a descriptor for ever."""
+    """A connection without a handshake is closed after two seconds, so it cannot hold a descriptor."""
     with leg() as (writer, _), socket.create_connection((HERE, writer.endpoint.port)) as silent:
         silent.settimeout(PATIENCE_S)
         while silent.recv(4096):
@@ -189,7 +189,7 @@ def test_who_says_nothing_is_disconnected() -> None:
 
 @pytest.mark.guarantee("R10")
 def test_a_reader_is_known_by_its_key_and_not_by_what_it_says() -> None:
-    """Who opens with the key of rank 1 is rank 1 to the writer, whatever rank it claims."""
+    """A reader with the key of rank 1 is rank 1 to the writer, whatever it claims."""
     with leg((1, 2)) as (writer, keys):
         reader = RemoteReader.open(writer.endpoint, keys[1], 2, "steps", timeout_s=PATIENCE_S)
         assert writer.absent() == [2]
@@ -198,7 +198,7 @@ def test_a_reader_is_known_by_its_key_and_not_by_what_it_says() -> None:
 
 @pytest.mark.guarantee("R10")
 def test_each_rank_opens_once() -> None:
-    """A second object with the key of a reader that came is refused; the first one is not disturbed."""
+    """A second reader with the same key is refused, and the first is not disturbed."""
     with leg() as (writer, keys):
         reader = RemoteReader.open(writer.endpoint, keys[1], 1, "steps", timeout_s=PATIENCE_S)
         with pytest.raises(PeerLostError, match="opened the queue before"):
@@ -222,7 +222,7 @@ WRONG_RECORDS = {
 
 @pytest.mark.guarantee("R10")
 def test_nonsense_from_a_reader_costs_the_others_nothing() -> None:
-    """Records that make no sense are dropped; the other reader gets every message."""
+    """Invalid records are dropped; the other reader gets every message."""
     with leg((1, 2)) as (writer, keys):
         reader = RemoteReader.open(writer.endpoint, keys[1], 1, "steps", timeout_s=PATIENCE_S)
         with dialled(writer.endpoint, zmq.DEALER, keys[2]) as rogue:
@@ -233,7 +233,7 @@ def test_nonsense_from_a_reader_costs_the_others_nothing() -> None:
                 assert reader.read(PATIENCE_S, None) == "fine"
             assert writer.absent() == [2]
             with contextlib.suppress(zmq.Again):
-                # Longer than a reader may speak: only its own connection ends.
+                # Longer than a reader's records may be: only this connection is closed.
                 rogue.send(bytes(1 << 20), zmq.NOBLOCK)
             writer.send(codec.encode("fine"), PATIENCE_S)
             assert reader.read(PATIENCE_S, None) == "fine"
@@ -256,7 +256,7 @@ def test_nonsense_from_a_reader_costs_the_others_nothing() -> None:
     ids=range(8),
 )
 def test_nonsense_from_the_writer_is_a_decode_error(words: tuple[bytes, ...]) -> None:
-    """Parts that do not fit together, and words that no writer says, are refused; a claimed length takes no memory."""
+    """Invalid parts and records are refused; a claimed length allocates no memory."""
     inbox = remote_ledger.Inbox()
     reader = object.__new__(remote_reader.RemoteReader)
     state: Any = reader
@@ -296,7 +296,7 @@ def test_nonsense_from_the_writer_is_a_decode_error(words: tuple[bytes, ...]) ->
     ],
 )
 def test_only_one_address_of_this_host_can_be_bound(address: str) -> None:
-    """A wildcard, a name, a multicast group, another host's address: each is a UsageError, and nothing listens."""
+    """A wildcard, name, multicast group or foreign address raises UsageError, and nothing listens."""
     before = listening_addresses()
     with pytest.raises(UsageError):
         RemoteWriter.create("steps", {1: RemoteKeys.generate().public}, address)
@@ -310,7 +310,7 @@ def test_only_one_address_of_this_host_can_be_bound(address: str) -> None:
 @pytest.mark.guarantee("R11")
 @pytest.mark.parametrize("address", [HERE, "127.0.0.9", "::1"])
 def test_it_listens_on_that_address_alone(address: str) -> None:
-    """/proc/net/tcp shows one listener more, on the address that was given."""
+    """/proc/net/tcp shows one new listener, on the given address."""
     before = listening_addresses()
     keys = RemoteKeys.generate()
     writer = RemoteWriter.create("steps", {1: keys.public}, address)
@@ -325,7 +325,7 @@ def test_it_listens_on_that_address_alone(address: str) -> None:
 
 @pytest.mark.guarantee("R11")
 def test_a_range_of_ports_is_kept() -> None:
-    """Only ports of the range are used; when all are taken, that is a CapabilityError."""
+    """Only ports of the range are used; if all are taken, `create` raises CapabilityError."""
     port = free_port()
     keys = RemoteKeys.generate()
     writer = RemoteWriter.create("steps", {1: keys.public}, HERE, (port, port))
@@ -347,17 +347,17 @@ ENDPOINT = RemoteEndpoint(1, HERE, 9, b"k" * 32, 5, (1,), RemoteSettings())
 
 @pytest.mark.guarantee("R8")
 def test_a_writer_that_does_not_hold_the_key_is_refused() -> None:
-    """A reader whose handle names another server key speaks to nobody: DecodeError, not a time-out."""
+    """A handle with another server key raises DecodeError, not a time-out."""
     with leg() as (writer, keys):
         other = msgspec.structs.replace(writer.endpoint, server_public_key=RemoteKeys.generate().public)
-        with pytest.raises(DecodeError, match="does not hold the key"):
+        with pytest.raises(DecodeError, match="does not hold the handle.s key"):
             RemoteReader.open(other, keys[1], 1, "steps", timeout_s=PATIENCE_S)
         assert writer.absent() == [1]
 
 
 @pytest.mark.guarantee("R8")
 def test_another_generation_is_refused() -> None:
-    """Though all keys are right, a handle of another generation is not."""
+    """A handle of another generation is refused even if all keys are right."""
     with leg() as (writer, keys):
         old = msgspec.structs.replace(writer.endpoint, generation=writer.endpoint.generation ^ 1)
         with pytest.raises(DecodeError, match="another generation"):
@@ -377,7 +377,7 @@ def test_every_queue_has_a_key_of_its_own() -> None:
 
 @pytest.mark.guarantee("R12")
 def test_no_secret_is_shown(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither half-made texts, nor the handle, nor the log, nor an error holds a secret key in any spelling."""
+    """No repr, handle, log or error contains a secret key in any encoding."""
     caplog.set_level(logging.DEBUG)
     made: list[RemoteKeys] = []
 
@@ -411,7 +411,7 @@ def test_no_secret_is_shown(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
 @pytest.mark.guarantee("R12")
 @pytest.mark.parametrize("key", [b"", bytes(32), b"x" * 31, b"x" * 40, "x" * 32, None])
 def test_what_is_no_key_is_refused_without_being_shown(key: Any) -> None:
-    """A key has 32 bytes; the error does not repeat what was given."""
+    """A key must have 32 bytes; the error does not repeat the value."""
     with pytest.raises(UsageError) as caught:
         RemoteWriter.create("steps", {1: key}, HERE)
     assert "x" * 8 not in str(caught.value)
@@ -419,9 +419,9 @@ def test_what_is_no_key_is_refused_without_being_shown(key: Any) -> None:
 
 @pytest.mark.guarantee("R8")
 def test_readers_have_keys_of_their_own() -> None:
-    """Two ranks with one key could not be told apart."""
+    """Two ranks with one key are refused, because they could not be told apart."""
     key = RemoteKeys.generate().public
-    with pytest.raises(UsageError, match="of its own"):
+    with pytest.raises(UsageError, match="a different key for each"):
         RemoteWriter.create("steps", {1: key, 2: key}, HERE)
 
 
@@ -445,7 +445,7 @@ def test_readers_have_keys_of_their_own() -> None:
     ids=str,
 )
 def test_a_forged_endpoint_is_refused_before_anybody_is_called(change: dict[str, Any]) -> None:
-    """Even with the right key on the handle, what stands in it is checked."""
+    """The endpoint in a handle is checked even if the handle's key is right."""
     key = bytes(range(32))
     handle = QueueHandle(1, "steps", 5, "", 0, (), "adaptive", 60.0, 0, ENDPOINT)
     assert QueueHandle.from_bytes(handle.to_bytes(key), key) == handle
@@ -459,7 +459,7 @@ def test_a_forged_endpoint_is_refused_before_anybody_is_called(change: dict[str,
 
 @pytest.mark.guarantee("R8")
 def test_a_remote_rank_needs_its_keys() -> None:
-    """Without a key pair, or as a rank of no list, a reader is refused on the spot."""
+    """A reader without a key pair, or with an unlisted rank, is refused at once."""
     with QueueWriter.create(
         "steps", [2], remote_readers={1: RemoteKeys.generate().public}, bind_address=HERE
     ) as writer:
@@ -481,7 +481,7 @@ def test_a_remote_rank_needs_its_keys() -> None:
     ids=str,
 )
 def test_no_setting_turns_protection_off(wrong: dict[str, Any]) -> None:
-    """There are three numbers to choose, each with limits, and nothing that would leave out a key."""
+    """The settings are three bounded numbers; none of them disables encryption or keys."""
     assert {*RemoteSettings.__struct_fields__} == {"high_water_bytes", "heartbeat_s", "lost_after_s"}
     with pytest.raises(SettingsError):
         RemoteSettings(**wrong)

@@ -1,4 +1,4 @@
-"""Objects that the codec must carry, and what it means that one arrived unchanged."""
+"""Objects that the codec must support, and the comparison of what arrived with what was sent."""
 
 import dataclasses
 import datetime as dt
@@ -19,7 +19,7 @@ from shm_broadcast.codec import register_type
 
 
 class Colour(enum.Enum):
-    """A plain Enum with values of no one type."""
+    """A plain Enum with values of different types."""
 
     RED = 1
     BLUE = "blue"
@@ -68,7 +68,7 @@ class Outer:
 @register_type
 @dataclasses.dataclass
 class Point:
-    """A dataclass with a field that its constructor does not take."""
+    """A dataclass with a field that is not a constructor argument."""
 
     x: Any
     y: Any = None
@@ -222,7 +222,7 @@ VALUES: dict[str, Any] = {
 
 
 def same(left: Any, right: Any) -> bool:
-    """Tell whether two objects are equal in value and exact type, at every level."""
+    """Return whether two objects are equal in value and exact type, at every level."""
     if type(left) is not type(right):
         return False
     if isinstance(left, torch.Tensor):

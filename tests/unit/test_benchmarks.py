@@ -1,4 +1,4 @@
-"""The benchmarks' own arithmetic: percentiles, noise, verdicts, thresholds; their files, pictures and arguments."""
+"""The benchmarks' own logic: percentiles, noise, comparisons, thresholds, files, plots and arguments."""
 
 import math
 import re
@@ -64,7 +64,7 @@ def a_run(*measurements: Measurement, **changes: Any) -> Results:
 
 
 def full_run() -> Results:
-    """Return a run that has figures for every picture."""
+    """Return a run with figures for every plot."""
     found = []
     for whose, factor in (("ours", 1.0), ("torch gloo", 40.0)):
         for world_size in (2, 4):
@@ -111,7 +111,7 @@ def full_run() -> Results:
 
 
 def test_percentiles_lie_between_neighbours_in_proportion() -> None:
-    """The median of four values is between the two in the middle; the ends are the ends."""
+    """A percentile is interpolated between its neighbours; 0 and 100 are the ends."""
     assert results.percentile([1.0, 2.0, 3.0, 4.0], 50) == 2.5
     assert results.percentile([1.0, 2.0, 3.0, 4.0], 0) == 1.0
     assert results.percentile([1.0, 2.0, 3.0, 4.0], 100) == 4.0
@@ -119,19 +119,19 @@ def test_percentiles_lie_between_neighbours_in_proportion() -> None:
 
 
 def test_percentiles_do_not_need_order() -> None:
-    """Samples come in the order in which they were taken."""
+    """Percentiles do not need sorted samples."""
     found = results.percentiles([float(value) for value in reversed(range(101))])
     assert found == [pytest.approx(level) for level in LEVELS]
 
 
 def test_no_samples_have_no_percentile() -> None:
-    """An empty list is a mistake, not a zero."""
+    """An empty list raises instead of giving zero."""
     with pytest.raises(ValueError, match="no values"):
         results.percentile([], 50)
 
 
 def test_bandwidth_is_bytes_by_time() -> None:
-    """1 KB in 10 µs are 0.1 GB/s; where bytes say nothing there is none."""
+    """1 KB in 10 µs is 0.1 GB/s; a case without bytes has no bandwidth."""
     assert measured(10.0).bandwidth_gb_s == pytest.approx(0.1024)
     assert measured(10.0, nbytes=None).bandwidth_gb_s is None
 
@@ -140,7 +140,7 @@ def test_bandwidth_is_bytes_by_time() -> None:
 
 
 def test_results_survive_a_file(tmp_path: Path) -> None:
-    """What is read is what was written, to four digits."""
+    """A file gives back what was written, to four digits."""
     run = full_run()
     results.write_results(tmp_path / "new" / "results.json", run)
     read = results.read_results(tmp_path / "new")
@@ -154,13 +154,13 @@ def test_results_survive_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ("", "holds no results"),
-        ("{}", "holds no results"),
-        ('{"schema":', "holds no results"),
+        ("", "holds no readable results"),
+        ("{}", "holds no readable results"),
+        ('{"schema":', "holds no readable results"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, content: str, text: str) -> None:
-    """A file that is none of ours is told by name."""
+    """An error names a file that is not a result file."""
     path = tmp_path / "results.json"
     path.write_text(content)
     with pytest.raises(results.BenchmarkError, match=text):
@@ -168,7 +168,7 @@ def test_other_files_are_refused(tmp_path: Path, content: str, text: str) -> Non
 
 
 def test_another_version_is_refused(tmp_path: Path) -> None:
-    """A file of a later version is not read by its field names."""
+    """A file of another version is refused, even if its fields look right."""
     path = tmp_path / "results.json"
     written = msgspec.to_builtins(full_run())
     written["schema"] += 1
@@ -178,13 +178,13 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
-    """The error has the path."""
+    """The error contains the path."""
     with pytest.raises(results.BenchmarkError, match=re.escape(str(tmp_path))):
         results.read_results(tmp_path)
 
 
 def test_the_machine_is_described() -> None:
-    """Name of the processor, cores and the version of torch are there."""
+    """The description holds the processor's name, the cores and the version of torch."""
     found = results.describe_machine()
     assert found.cpu
     assert 1 <= found.cores <= found.all_cores
@@ -195,18 +195,18 @@ def test_the_machine_is_described() -> None:
 
 
 def test_noise_is_zero_where_rounds_are_alike() -> None:
-    """One round says nothing about noise either."""
+    """Equal rounds have no noise, and neither has a single round."""
     assert comparing.noise_of([5.0]) == 0.0
     assert comparing.noise_of([5.0] * 5) == 0.0
 
 
 def test_one_disturbed_round_is_no_noise() -> None:
-    """Of five rounds one may be anything."""
+    """Of five rounds one outlier is ignored."""
     assert comparing.noise_of([10.0, 10.1, 9.9, 10.05, 500.0]) < 0.2
 
 
 def test_few_rounds_are_judged_by_their_range() -> None:
-    """Two of three alike do not make the third one impossible."""
+    """With three rounds the noise is their whole range."""
     assert comparing.noise_of([10.0, 10.0, 20.0]) == pytest.approx(10 / 1.693)
 
 
@@ -216,7 +216,7 @@ def verdict_of(before: Measurement, after: Measurement, least_share: float = 0.1
 
 
 def test_a_clear_change_is_told() -> None:
-    """Twice the time is slower, half of it faster, five percent are nothing."""
+    """Twice the time is slower, half of it faster, five percent is no change."""
     assert verdict_of(measured(10.0), measured(20.0)) == "slower"
     assert verdict_of(measured(20.0), measured(10.0)) == "faster"
     assert verdict_of(measured(10.0), measured(10.5)) == "same"
@@ -224,7 +224,7 @@ def test_a_clear_change_is_told() -> None:
 
 
 def test_a_change_within_the_noise_is_none() -> None:
-    """Rounds that differ by a half make a half mean nothing, in either run."""
+    """A change smaller than the spread of the rounds in either run does not count."""
     noisy = [7.0, 9.0, 10.0, 12.0, 14.0]
     assert verdict_of(measured(10.0, noisy), measured(15.0)) == "same"
     assert verdict_of(measured(10.0), measured(15.0, [1.5 * each for each in noisy])) == "same"
@@ -232,13 +232,13 @@ def test_a_change_within_the_noise_is_none() -> None:
 
 
 def test_only_what_both_runs_have_is_compared() -> None:
-    """A new case has nothing to be compared with."""
+    """A case that only one run has is not compared."""
     changes = comparing.changes_between(a_run(measured()), a_run(measured(), measured(case="barrier")))
     assert [each.after.case for each in changes] == ["all_reduce"]
 
 
 def test_only_ours_fails_a_comparison() -> None:
-    """A peer that got slower says something about the machine, not about this project."""
+    """A slower peer says something about the machine and does not fail the comparison."""
     slow = [measured(implementation=whose) for whose in ("torch gloo", "ours, spin")]
     changes = comparing.changes_between(a_run(slow[0]), a_run(measured(90.0, implementation="torch gloo")))
     assert not comparing.has_got_slower(changes)
@@ -247,7 +247,7 @@ def test_only_ours_fails_a_comparison() -> None:
 
 
 def test_compare_exits_by_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """0 where nothing got slower, 1 where something did, 2 where there is nothing to compare."""
+    """Exit status 0: nothing slower, 1: something slower, 2: nothing to compare."""
     for name, run in (
         ("a", a_run(measured(10.0))),
         ("b", a_run(measured(30.0))),
@@ -272,7 +272,7 @@ def times(*values: float) -> dict[int, float]:
 
 
 def test_each_algorithm_gets_the_band_where_it_is_fastest() -> None:
-    """One-shot for small, two-shot for middle, NCCL for the rest."""
+    """Each algorithm gets its sizes: one-shot small, two-shot middle, NCCL the rest."""
     found = tuning.bands(
         {
             "nccl": times(20, 21, 30, 40),
@@ -284,18 +284,18 @@ def test_each_algorithm_gets_the_band_where_it_is_fastest() -> None:
 
 
 def test_nccl_alone_needs_no_row() -> None:
-    """Where ours never pays there is no band."""
+    """Without a size at which ours is faster there is no row."""
     assert tuning.bands({"nccl": times(1, 1, 1, 1), "push_one_shot": times(2, 2, 2, 2)}) == []
 
 
 def test_the_last_size_may_be_ours() -> None:
-    """Then the limit is the largest size that was measured, and not beyond."""
+    """If ours is fastest up to the end, the limit is the largest measured size."""
     found = tuning.bands({"nccl": times(9, 9, 9, 9), "push_one_shot": times(2, 2, 2, 2)})
     assert found == [("push_one_shot", 256 * KB)]
 
 
 def test_one_odd_size_makes_no_band() -> None:
-    """An algorithm has one limit: a size at which another one wins by little does not cut a band in two."""
+    """A single size at which another algorithm wins by little does not split a band."""
     found = tuning.bands(
         {
             "nccl": times(50, 50, 50, 50),
@@ -307,14 +307,14 @@ def test_one_odd_size_makes_no_band() -> None:
 
 
 def test_an_algorithm_that_cannot_carry_a_size_is_not_chosen_for_it() -> None:
-    """Sizes beyond its memory were not measured."""
+    """An algorithm is not chosen for sizes beyond its memory, which were not measured."""
     one_shot = dict.fromkeys(SIZES[:2], 1.0)
     found = tuning.bands({"nccl": times(9, 9, 9, 9), "push_one_shot": one_shot})
     assert found == [("push_one_shot", 16 * KB)]
 
 
 def test_equal_thresholds_of_both_modes_are_one_row() -> None:
-    """What differs by mode stays apart."""
+    """Rows are merged only if both modes have equal thresholds."""
 
     def timings(mode: tuning.Mode, two_shot: float) -> list[tuning.Timing]:
         table = {"nccl": (9, 9, 9, 9), "push_one_shot": (1, 8, 20, 50), "push_two_shot": (3, 3, two_shot, 50)}
@@ -336,7 +336,7 @@ def test_equal_thresholds_of_both_modes_are_one_row() -> None:
 def test_tune_without_devices_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exit status 2, and no file."""
+    """Without devices `tune` exits with status 2 and writes no file."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert command.main(["tune", "--out", str(tmp_path / "policy.json")]) == 2
     assert "0 here" in capsys.readouterr().err
@@ -348,7 +348,7 @@ def test_tune_without_devices_says_so(
 
 @pytest.mark.slow
 def test_every_picture_is_drawn(tmp_path: Path) -> None:
-    """Each as PNG and as SVG, and none of them empty; in a process of its own, as matplotlib keeps its fonts open."""
+    """Every plot is written as non-empty PNG and SVG, in a process of its own as matplotlib keeps fonts open."""
     pytest.importorskip("matplotlib")
     results.write_results(tmp_path / "results.json", full_run())
     draw = [sys.executable, "-m", "benchmarks", "plot", str(tmp_path)]
@@ -360,7 +360,7 @@ def test_every_picture_is_drawn(tmp_path: Path) -> None:
 
 
 def test_a_run_without_figures_has_no_pictures(tmp_path: Path) -> None:
-    """One measurement makes no line."""
+    """A single measurement draws no plot."""
     plots = pytest.importorskip("benchmarks.plots")
     pytest.importorskip("matplotlib")
     assert plots.draw_all(a_run(measured(case="creation")), tmp_path) == []
@@ -377,14 +377,14 @@ def test_bands_touch() -> None:
 
 
 def test_the_edge_of_a_region_is_found() -> None:
-    """By doubling, and then by halves."""
+    """The edge is found by doubling and then halving."""
     assert _last_alike(lambda nbytes: nbytes <= 393216, 1024, 1 << 26) == 393216
     assert _last_alike(lambda nbytes: nbytes <= 1024, 1024, 1 << 26) == 1024
     assert _last_alike(lambda _: True, 1024, 1 << 26) == 1 << 26
 
 
 def test_times_and_sizes_are_written_for_people() -> None:
-    """Three digits and a unit."""
+    """Times and sizes are shown with three digits and a unit."""
     assert tables.time_text(4.034) == "4.03 µs"
     assert tables.time_text(12_340.0) == "12.3 ms"
     assert tables.bytes_text(64 << 10) == "64 KB"
@@ -392,7 +392,7 @@ def test_times_and_sizes_are_written_for_people() -> None:
 
 
 def test_tables_are_printed_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`show` prints a run's tables with what was not measured."""
+    """`show` prints a run's tables, with the cases that were not measured."""
     results.write_results(tmp_path / "results.json", full_run())
     assert command.main(["show", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
@@ -404,7 +404,7 @@ def test_tables_are_printed_again(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_cases_are_chosen_in_their_own_order() -> None:
-    """Whatever the order in which they are named."""
+    """Cases run in their own order, whatever the order of the arguments."""
     assert running.chosen_cases("queue, barrier") == ["barrier", "queue"]
     assert running.chosen_cases("") == list(running.CASES)
 
@@ -412,7 +412,7 @@ def test_cases_are_chosen_in_their_own_order() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["run", "--cases", "barier"], "no case 'barier'"),
+        (["run", "--cases", "barier"], "unknown case 'barier'"),
         (["--world", "1"], "at least 2"),
         (["--cases", "scaling", "--scale-to", "1"], "--scale-to is 1"),
         (["show", "/nowhere"], "cannot read"),
@@ -421,7 +421,7 @@ def test_cases_are_chosen_in_their_own_order() -> None:
 def test_wrong_arguments_are_told(
     arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In one line, with exit status 2."""
+    """Wrong arguments give one line and exit status 2."""
     assert command.main(arguments) == 2
     told = capsys.readouterr().err
     assert text in told
@@ -429,7 +429,7 @@ def test_wrong_arguments_are_told(
 
 
 def test_no_peers_is_no_error() -> None:
-    """An ordinary checkout has none; a folder that is none is told by name."""
+    """An ordinary checkout has no peers; a named folder without peers is an error."""
     implementations = pytest.importorskip("benchmarks.implementations")
     with pytest.raises(results.BenchmarkError, match="not installed"):
         implementations.vllm_class(None)
@@ -442,7 +442,7 @@ def test_no_peers_is_no_error() -> None:
 
 @pytest.mark.slow
 def test_a_quick_run_measures_ours_and_torch(tmp_path: Path) -> None:
-    """Two processes, one case: the file holds both implementations, slowest rank and all."""
+    """Two processes and one case give a file with both implementations and the slowest rank."""
     arguments = ["--quick", "--cases", "barrier", "--out", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", *arguments],

@@ -1,4 +1,4 @@
-"""The argument checks of the collectives: what is refused, and what must not be."""
+"""The collectives' argument checks refuse what is wrong and nothing else."""
 
 import math
 from collections import Counter
@@ -17,7 +17,7 @@ NO_INTEGERS = [True, 1.0, "1", None, [1]]
 
 
 def test_tensors_of_the_device_are_taken() -> None:
-    """Whatever their strides, size or dtype; a parameter is a tensor."""
+    """Tensors of any strides, size and dtype are accepted, parameters included."""
     for tensor in (
         torch.ones(2),
         torch.ones(()),
@@ -26,7 +26,7 @@ def test_tensors_of_the_device_are_taken() -> None:
         torch.nn.Parameter(torch.ones(1)),
     ):
         checks.check_tensor(tensor, CPU, "all_reduce")
-    # A device without index means whichever it is.
+    # A device without an index matches any index.
     checks.check_tensor(torch.empty(2, device="meta"), torch.device("meta"), "all_reduce")
 
 
@@ -41,13 +41,13 @@ def test_tensors_of_the_device_are_taken() -> None:
     ],
 )
 def test_other_values_are_refused(value: object, text: str) -> None:
-    """The text says what came and what was expected."""
+    """The text names the value and what was expected."""
     with pytest.raises(UsageError, match=text):
         checks.check_tensor(value, CPU, "all_reduce")
 
 
 def test_another_device_of_the_same_kind_is_refused() -> None:
-    """A group belongs to one device, not to a kind of them."""
+    """A tensor on another device of the same type is refused."""
 
     class OnDevice(torch.Tensor):
         @property
@@ -62,7 +62,7 @@ def test_another_device_of_the_same_kind_is_refused() -> None:
 
 
 def test_sequences_of_tensors() -> None:
-    """A list or a tuple; what stands in it is checked one by one."""
+    """A list or tuple is accepted, and each element is checked."""
     pair = (torch.ones(1), torch.ones(2))
     assert checks.check_tensors(pair, "all_gatherv") == list(pair)
     for value in (None, 5, "x", b"x", {1: 2}, iter(pair)):
@@ -71,7 +71,7 @@ def test_sequences_of_tensors() -> None:
 
 
 def test_ranks() -> None:
-    """From 0 to the world size; no truth values, no floats."""
+    """A rank is an int from 0 to the world size; bools and floats are refused."""
     assert [checks.check_rank(rank, 3, "dst") for rank in range(3)] == [0, 1, 2]
     for rank in (-1, 3, 1 << 70):
         with pytest.raises(UsageError, match=f"dst is {rank}, but ranks in this group go from 0 to 2"):
@@ -82,7 +82,7 @@ def test_ranks() -> None:
 
 
 def test_peers() -> None:
-    """Any rank but this one."""
+    """A peer is any rank but this one."""
     assert checks.check_peer(1, 0, 2, "src") == 1
     with pytest.raises(UsageError, match="src is 1, which is this rank itself"):
         checks.check_peer(1, 1, 2, "src")
@@ -92,7 +92,7 @@ def test_peers() -> None:
 
 @pytest.mark.parametrize("shape", [(), (3,), (3, 4), (1, 0, 2)])
 def test_dimensions_are_counted_from_the_front(shape: tuple[int, ...]) -> None:
-    """From either end; without dimensions as with one."""
+    """Dimensions count from either end; a tensor without dimensions counts as one-dimensional."""
     tensor, dims = torch.empty(shape), max(len(shape), 1)
     assert [checks.check_dim(dim, tensor) for dim in range(-dims, dims)] == [*range(dims), *range(dims)]
     for dim in (dims, -dims - 1):
@@ -104,7 +104,7 @@ def test_dimensions_are_counted_from_the_front(shape: tuple[int, ...]) -> None:
 
 
 def test_even_splits() -> None:
-    """The size of the dimension is a multiple of the ranks; zero is one."""
+    """The size of the dimension must be a multiple of the ranks; zero is one."""
     shape: tuple[int, ...]
     for shape, dim, ranks in (((4, 3), 0, 2), ((4, 3), 1, 3), ((0, 3), 0, 2), ((), 0, 1)):
         checks.check_divisible(torch.empty(shape), dim, ranks)
@@ -116,7 +116,7 @@ def test_even_splits() -> None:
 
 
 def test_sizes() -> None:
-    """One count for each rank."""
+    """`sizes` holds one count for each rank."""
     assert checks.check_sizes([0, 2, 1], 3) == (0, 2, 1)
     assert checks.check_sizes(torch.Size([4]), 1) == (4,)
     for sizes in ([1], [1, 2, 3], []):
@@ -131,7 +131,7 @@ def test_sizes() -> None:
 
 
 def test_own_and_total_sizes() -> None:
-    """The tensor has what `sizes` states for this rank, or for all together."""
+    """The tensor has the size that `sizes` gives for this rank, or for all ranks together."""
     tensor = torch.empty(3, 5)
     checks.check_own_size(tensor, 1, (2, 5), 1)
     checks.check_total_size(tensor, 1, (2, 3, 0))
@@ -144,7 +144,7 @@ def test_own_and_total_sizes() -> None:
 
 
 def test_outputs() -> None:
-    """Shape and dtype are those of the result."""
+    """An output must have the result's shape and dtype."""
     checks.check_output(torch.empty(2, 3), [2, 3], torch.float32)
     for output in (torch.empty(3, 2), torch.empty(6), torch.empty(2, 3, dtype=torch.float64)):
         with pytest.raises(UsageError, match=r"the result has shape \(2, 3\) and dtype torch.float32"):
@@ -152,7 +152,7 @@ def test_outputs() -> None:
 
 
 def test_shapes_and_dtypes() -> None:
-    """What `recv` allocates is checked before it is allocated."""
+    """Shape and dtype are checked before `recv` allocates."""
     assert checks.check_shape([2, 0]) == (2, 0)
     assert checks.check_shape(torch.Size(())) == ()
     for wrong in (3, "23", None, [2, -1], [2, True], [2.0], [None]):
@@ -165,7 +165,7 @@ def test_shapes_and_dtypes() -> None:
 
 
 def test_timeouts() -> None:
-    """A positive number of seconds, without limit too; or None for the group's own."""
+    """A deadline is a positive number of seconds, infinity included, or None for the group's own."""
     for timeout_s in (None, 1, 0.001, 1e9, math.inf):
         checks.check_timeout(timeout_s)
     for wrong in (0, -1, -0.0, math.nan, True, "1", [1]):
@@ -177,7 +177,7 @@ def test_timeouts() -> None:
 
 
 def places(tensor: torch.Tensor) -> list[int]:
-    """Return the byte address of each byte of each element, in any order."""
+    """Return the address of every byte of every element, in any order."""
     found = [tensor.data_ptr()] if tensor.numel() else []
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         found = [place + index * stride * tensor.itemsize for place in found for index in range(size)]
@@ -206,7 +206,7 @@ def refuses(check: Any, *arguments: Any) -> bool:
     ],
 )
 def test_tensors_that_overlap_themselves_are_refused(name: str, tensor: torch.Tensor) -> None:
-    """Writing into them would depend on the order of the elements."""
+    """A write into such a tensor would depend on the order of the elements."""
     with pytest.raises(UsageError, match="broadcast: the tensor of shape .* overlaps itself"):
         checks.check_writable(tensor, "broadcast")
 
@@ -226,7 +226,7 @@ def test_tensors_that_overlap_themselves_are_refused(name: str, tensor: torch.Te
     ],
 )
 def test_tensors_with_memory_of_their_own_are_taken(tensor: torch.Tensor) -> None:
-    """However their elements are strewn."""
+    """A tensor whose elements do not overlap is accepted, whatever its strides."""
     checks.check_writable(tensor, "broadcast")
 
 
@@ -242,13 +242,13 @@ strided = st.builds(
 
 @given(strided)
 def test_overlap_with_itself_is_decided_exactly(tensor: torch.Tensor) -> None:
-    """For any sizes and strides the check says what counting the bytes says."""
+    """For any sizes and strides the check agrees with counting the bytes."""
     assert refuses(checks.check_writable, tensor, "recv") == overlaps_itself(tensor)
 
 
 @given(st.data())
 def test_overlap_of_two_tensors_is_decided_exactly(data: st.DataObject) -> None:
-    """Views of one buffer may interleave, as two of its columns do; only common elements are refused."""
+    """Interleaved views of one buffer, such as two columns, are accepted; shared elements are refused."""
     buffer = torch.zeros(60, dtype=torch.float32)
 
     def view() -> torch.Tensor:
@@ -262,7 +262,7 @@ def test_overlap_of_two_tensors_is_decided_exactly(data: st.DataObject) -> None:
 
 
 def test_different_buffers_do_not_overlap() -> None:
-    """Nor do empty tensors with anything."""
+    """Different buffers do not overlap, and empty tensors overlap nothing."""
     buffer = torch.ones(4)
     checks.check_no_overlap(buffer, torch.ones(4), "x")
     checks.check_no_overlap(buffer, buffer[:0], "x")
@@ -272,7 +272,7 @@ def test_different_buffers_do_not_overlap() -> None:
 
 
 def test_views_whose_elements_stand_askew_overlap() -> None:
-    """Two views of one memory whose elements do not begin at the same bytes."""
+    """Two views overlap if their elements share bytes, even at different offsets."""
     memory = bytearray(40)
     one = torch.frombuffer(memory, dtype=torch.int16, count=12)[::2]
     other = torch.frombuffer(memory, dtype=torch.int16, count=12, offset=1)[::3]

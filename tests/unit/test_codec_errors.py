@@ -1,4 +1,4 @@
-"""What cannot be carried is a UsageError that says what, where and what to do."""
+"""An unsupported object raises UsageError with its path, its type and what to do."""
 
 import dataclasses
 import enum
@@ -14,15 +14,15 @@ from tests.unit.codec_samples import Colour, Key, Names, Pair, Point, Request, T
 
 
 class Plain:
-    """A class that nobody registered."""
+    """An unregistered class."""
 
     def __reduce__(self) -> Any:
-        """Fail: nothing may ask."""
+        """Fail: nothing may call this."""
         raise AssertionError("somebody asked for the pickled form")
 
 
 class Hidden(int):
-    """A subclass of int that nobody registered."""
+    """An unregistered subclass of int."""
 
 
 PATHS: dict[str, tuple[Any, str]] = {
@@ -55,7 +55,7 @@ PATHS: dict[str, tuple[Any, str]] = {
 @pytest.mark.guarantee("C3")
 @pytest.mark.parametrize("name", PATHS)
 def test_the_path_is_named(name: str) -> None:
-    """The error starts with the path of what cannot be carried, its type, and tells how to register it."""
+    """The error starts with the object's path and type, and tells how to register it."""
     obj, start = PATHS[name]
     with pytest.raises(UsageError) as caught:
         encode(obj)
@@ -66,7 +66,7 @@ def test_the_path_is_named(name: str) -> None:
 
 
 def test_self_containing_objects_are_named() -> None:
-    """An object that contains itself is an error that names both places."""
+    """An object that contains itself raises an error that names both places."""
     loop: dict[str, Any] = {"a": []}
     loop["a"].append(loop)
     with pytest.raises(UsageError, match=r'^obj\["a"\]\[0\] is obj again: the object contains itself'):
@@ -79,7 +79,7 @@ def test_self_containing_objects_are_named() -> None:
 
 @pytest.mark.guarantee("C4")
 def test_deep_trees_are_refused_with_their_path() -> None:
-    """A tree one level too deep is an error with its path, at any real depth."""
+    """A tree one level too deep raises an error with its path, at any actual depth."""
     for depth in (MAX_DEPTH + 1, 100_000):
         tree: Any = 0
         for _ in range(depth):
@@ -92,7 +92,7 @@ def test_deep_trees_are_refused_with_their_path() -> None:
 
 
 def test_a_local_enum_must_be_registered() -> None:
-    """A member of an Enum that a receiver cannot find by name is an error, until it is registered."""
+    """A member of an Enum that a receiver cannot find by name is refused until the Enum is registered."""
 
     class Local(enum.Enum):
         A = 1
@@ -107,12 +107,12 @@ def test_a_local_enum_must_be_registered() -> None:
 
 
 def test_pieces_without_a_meaning_elsewhere_are_refused() -> None:
-    """A factory that is a function, a missing field and an undeclared attribute are errors."""
+    """A factory that is a function, a missing field and an undeclared attribute are refused."""
     with pytest.raises(UsageError, match="default_factory"):
         encode(defaultdict(lambda: 1))
     names = Names([1])
     names.__dict__["extra"] = 1
-    with pytest.raises(UsageError, match="attributes besides its content"):
+    with pytest.raises(UsageError, match="attributes besides its builtin content"):
         encode(names)
 
     @register_type(name="tests.holes")
@@ -128,7 +128,7 @@ def test_pieces_without_a_meaning_elsewhere_are_refused() -> None:
 
 
 def test_errors_of_the_applications_own_code_are_usage_errors() -> None:
-    """What an encode function raises becomes a UsageError with the path, and the cause is kept."""
+    """An error of an encode function becomes a UsageError with the path and the cause."""
 
     def fail(_obj: object) -> object:
         raise KeyError("missing")
@@ -142,7 +142,7 @@ def test_errors_of_the_applications_own_code_are_usage_errors() -> None:
 
 
 def test_containers_that_change_meanwhile_are_refused() -> None:
-    """A list, dict or set that an encode function changes is an error, never a crash."""
+    """A list, dict or set that an encode function changes raises an error and never crashes."""
     victims: list[Any] = [[Plain(), 1, 2], {1: Plain(), 2: 3}, {Plain(), 4, 5}]
     for victim in victims:
         for change in (
@@ -169,7 +169,7 @@ def test_containers_that_change_meanwhile_are_refused() -> None:
 
 
 def test_keys_that_share_a_hash_are_refused() -> None:
-    """More than 128 keys of one hash are refused by both sides, fewer are carried."""
+    """Both sides refuse more than 128 keys with one hash and accept fewer."""
     step = (1 << 61) - 1
     assert len(decode(encode({(1 << 64) * step + n * step: n for n in range(128)}).to_bytes())) == 128
     with pytest.raises(UsageError, match="share one hash"):
@@ -180,9 +180,9 @@ def test_keys_that_share_a_hash_are_refused() -> None:
 
 
 def test_enum_values_beyond_their_class_are_refused() -> None:
-    """A member that is not in its class's table cannot be sent."""
+    """A member that is missing from its class's table cannot be sent."""
     rogue = object.__new__(Colour)
     rogue._name_ = "ROGUE"
     rogue._value_ = 77
-    with pytest.raises(UsageError, match="no member of its Enum"):
+    with pytest.raises(UsageError, match="not a member of its Enum"):
         encode(rogue)

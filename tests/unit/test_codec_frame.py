@@ -1,4 +1,4 @@
-"""How a message is laid out, and what a typed decode returns."""
+"""The layout of a message, and the result of a typed decode."""
 
 import dataclasses
 import struct
@@ -23,7 +23,7 @@ OBJECT = {"a": b"x" * 5000, "b": [torch.ones(3000), 1], "c": bytearray(b"y" * 20
     "obj", [OBJECT, {"ts": 0, "i": 1}, None, b"x" * 2048], ids=["large", "tiny", "none", "bytes"]
 )
 def test_all_layouts_of_a_message_are_one_frame(obj: Any) -> None:
-    """to_bytes, write_into and segments give the same bytes, as many as nbytes says."""
+    """`to_bytes`, `write_into` and `segments` give the same `nbytes` bytes."""
     message = encode(obj)
     frame = message.to_bytes()
     target = bytearray(b"\xff" * (message.nbytes + 7))
@@ -39,7 +39,7 @@ def test_all_layouts_of_a_message_are_one_frame(obj: Any) -> None:
 
 @pytest.mark.guarantee("C6")
 def test_the_frame_is_as_documented() -> None:
-    """Prefix, table and alignment stand where the table in codec.py says."""
+    """Prefix, table and alignment are as the table in codec.py says."""
     message = encode(OBJECT)
     frame = message.to_bytes()
     magic, version, flags, total, tree, buffers = struct.unpack_from("<4sB3sQQQ", frame)
@@ -61,7 +61,7 @@ def test_the_frame_is_as_documented() -> None:
 
 
 def test_the_tree_is_plain_msgpack() -> None:
-    """The tree can be read by any msgpack library."""
+    """Any msgpack library can read the tree."""
     frame = encode({"step": 1, "t": [None, True, -5, 1 << 40, 1.5, "é", b"b"], 3: {}}).to_bytes()
     tree = struct.unpack_from("<Q", frame, 16)[0]
     expected = {"step": 1, "t": [None, True, -5, 1 << 40, 1.5, "é", b"b"], 3: {}}
@@ -69,7 +69,7 @@ def test_the_tree_is_plain_msgpack() -> None:
 
 
 def test_native_and_python_constants_agree() -> None:
-    """The codes of Python lie in the ranges that the native core gives to Python."""
+    """Python's codes lie in the ranges that the native core leaves to Python."""
     codes = {name: code for name, code in vars(Code).items() if name.isupper() and code}
     assert len(set(codes.values())) == len(codes)
     data = {"NUMPY_ARRAY", "NUMPY_SCALAR", "TORCH_TENSOR"}
@@ -84,7 +84,7 @@ def test_messages_are_frozen() -> None:
 
 
 def test_a_bad_target_or_frame_is_a_usage_error() -> None:
-    """A small, read-only or missing buffer is the caller's error."""
+    """A small, read-only or missing buffer raises UsageError."""
     message = encode(OBJECT)
     for target in (bytearray(message.nbytes - 1), bytearray(), bytes(message.nbytes), "text", None):
         with pytest.raises(UsageError, match="cannot write a frame"):
@@ -97,7 +97,7 @@ def test_a_bad_target_or_frame_is_a_usage_error() -> None:
 
 
 def test_forged_messages_cannot_write_beyond_the_target() -> None:
-    """A message whose parts were replaced is checked against the target, not against its own size."""
+    """A message with replaced parts is checked against the target, not against its own size."""
     forged = Message(b"x" * 10, (memoryview(b"y" * 100),), 1)
     with pytest.raises(UsageError, match="too small"):
         forged.write_into(bytearray(163))
@@ -105,21 +105,21 @@ def test_forged_messages_cannot_write_beyond_the_target() -> None:
 
 
 class Step(msgspec.Struct):
-    """What a typed receiver wants."""
+    """The type that a receiver asks for."""
 
     step: int
     tokens: list[int]
 
 
 class StepDict(TypedDict):
-    """The same as a dict."""
+    """The same fields as a TypedDict."""
 
     step: int
 
 
 @dataclasses.dataclass
 class StepRecord:
-    """The same as a dataclass."""
+    """The same fields as a dataclass."""
 
     step: int
     tokens: tuple[int, ...] = ()
@@ -142,7 +142,7 @@ TYPED: list[tuple[Any, Any, Any]] = [
 @pytest.mark.guarantee("C8")
 @pytest.mark.parametrize(("obj", "wanted", "expected"), TYPED, ids=lambda value: "")
 def test_a_typed_decode_returns_the_type(obj: Any, wanted: Any, expected: Any) -> None:
-    """What arrives is an instance of the type that was asked for."""
+    """The result is an instance of the requested type."""
     assert same(decode(encode(obj).to_bytes(), type=wanted), expected)
 
 
@@ -159,12 +159,12 @@ def test_a_typed_decode_returns_the_type(obj: Any, wanted: Any, expected: Any) -
     ids=lambda value: "",
 )
 def test_a_mismatch_is_a_decode_error(obj: Any, wanted: Any) -> None:
-    """What is not of the type that was asked for is a DecodeError that names it."""
+    """A message that does not fit the requested type raises a DecodeError that names it."""
     with pytest.raises(DecodeError, match="the message is no "):
         decode(encode(obj).to_bytes(), type=wanted)
 
 
 def test_a_type_that_cannot_be_asked_for_is_a_usage_error() -> None:
-    """A type that msgspec cannot convert to is the caller's error."""
+    """A type that msgspec cannot convert to raises UsageError."""
     with pytest.raises(UsageError, match="decode to"):
         decode(encode(1).to_bytes(), type=lambda: None)

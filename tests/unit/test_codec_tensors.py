@@ -24,7 +24,7 @@ DTYPES = sorted(
 
 
 def carried(obj: object, *, copy: bool = True) -> Any:
-    """Return what arrives."""
+    """Encode and decode an object."""
     return decode(encode(obj).to_bytes(), copy=copy)
 
 
@@ -52,7 +52,7 @@ def filled(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(3, 5), (64, 65)], ids=["inline", "out of band"])
 def test_every_dtype_arrives(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    """A tensor of each dtype arrives with its bytes, copied or aliased."""
+    """A tensor of each dtype arrives unchanged, copied or aliased."""
     tensor = filled(dtype, *shape)
     for copy in (True, False):
         arrived = decode(aligned_frame([tensor]), copy=copy)[0]
@@ -78,7 +78,7 @@ STRIDED = {
 @pytest.mark.guarantee("C2")
 @pytest.mark.parametrize("name", STRIDED)
 def test_tensors_of_any_strides_arrive(name: str) -> None:
-    """Any strided tensor arrives with its elements in C order."""
+    """A tensor of any strides arrives with its elements in C order."""
     tensor = STRIDED[name](torch.arange(64 * 65, dtype=torch.float32).view(64, 65))
     for copy in (True, False):
         arrived = decode(aligned_frame({"t": tensor}), copy=copy)["t"]
@@ -88,7 +88,7 @@ def test_tensors_of_any_strides_arrive(name: str) -> None:
 
 
 def described_in_python(obj: object) -> bytes:
-    """Return the frame of an array or tensor that the adapter in Python has described."""
+    """Return the frame of an array or tensor described by the Python adapter."""
     adapter = numpy_adapter if isinstance(obj, np.ndarray) else torch_adapter
     describe = adapter.DESCRIBERS[type(obj)]
     header, buffers, nbytes = _core.encode(object(), lambda _: describe(obj))
@@ -120,7 +120,7 @@ NATIVE = [
 @pytest.mark.guarantee("C14")
 @pytest.mark.parametrize("obj", NATIVE, ids=lambda obj: f"{type(obj).__name__}-{obj.dtype}-{list(obj.shape)}")
 def test_the_core_writes_ordinary_arrays_as_python_would(obj: Any) -> None:
-    """An ordinary array or tensor is encoded without Python, to the bytes that its adapter would have given."""
+    """The native core and the Python adapter encode a common array or tensor to the same bytes."""
 
     def refuse(_obj: object) -> tuple[int, object, object]:
         raise AssertionError("Python was asked")
@@ -133,7 +133,7 @@ def test_the_core_writes_ordinary_arrays_as_python_would(obj: Any) -> None:
 @pytest.mark.guarantee("C14")
 @pytest.mark.parametrize("obj", NATIVE, ids=lambda obj: f"{type(obj).__name__}-{obj.dtype}-{list(obj.shape)}")
 def test_the_core_builds_ordinary_arrays_as_python_would(obj: Any) -> None:
-    """An ordinary array or tensor is built without Python, equal to what its adapter builds, and writable."""
+    """The native core and the Python adapter build equal, writable arrays and tensors."""
     asked = []
 
     def build(code: int, meta: object, body: object) -> object:
@@ -154,7 +154,7 @@ def test_the_core_builds_ordinary_arrays_as_python_would(obj: Any) -> None:
 
 
 def answer(description: Any, _obj: object) -> Any:
-    """Describe anything as `description`."""
+    """Describe every object as `description`."""
     return description
 
 
@@ -165,7 +165,7 @@ WRONG_SHAPES = [[3], [1, 3], [4, 2], [-4], [4.0], ["4"], [1 << 62, 4], [1 << 63]
 @pytest.mark.parametrize("shape", WRONG_SHAPES, ids=str)
 @pytest.mark.parametrize("count", [4, 4096], ids=["inline", "out of band"])
 def test_a_shape_that_does_not_fit_is_refused(shape: list[Any], count: int) -> None:
-    """What the core leaves to Python, because it makes no sense, is a DecodeError that says so."""
+    """A shape that the native core rejects raises a DecodeError with the reason."""
     for code, name, data in (
         (Code.NUMPY_ARRAY, "|u1", np.zeros(count, np.uint8)),
         (Code.TORCH_TENSOR, "uint8", torch.zeros(count, dtype=torch.uint8).numpy()),
@@ -177,7 +177,7 @@ def test_a_shape_that_does_not_fit_is_refused(shape: list[Any], count: int) -> N
 
 
 def test_a_tensor_without_its_storage_is_refused() -> None:
-    """A tensor whose storage was taken away is no tensor to send, and nothing is read."""
+    """A tensor whose storage was freed is refused, and nothing is read."""
     tensor = torch.ones(4096)
     tensor.untyped_storage().resize_(0)
     with pytest.raises(UsageError):
@@ -185,7 +185,7 @@ def test_a_tensor_without_its_storage_is_refused() -> None:
 
 
 def test_memory_goes_with_the_last_tensor_in_any_thread() -> None:
-    """A tensor that came may be dropped by a thread that does not hold the interpreter's lock."""
+    """A thread without the GIL may release a received tensor."""
     frames = [encode([torch.ones(size)]).to_bytes() for size in (4, 4096, 40000)]
 
     def work() -> None:
@@ -203,7 +203,7 @@ def test_memory_goes_with_the_last_tensor_in_any_thread() -> None:
 
 
 def test_a_tensor_that_requires_grad_arrives_detached() -> None:
-    """Gradients do not travel."""
+    """A received tensor has no gradient."""
     tensor = torch.ones(3, requires_grad=True)
     assert not carried(tensor).requires_grad
     assert torch.equal(carried(tensor * 2), tensor.detach() * 2)
@@ -220,7 +220,7 @@ def test_tensors_stand_anywhere() -> None:
 
 
 def test_copied_tensors_own_writable_memory() -> None:
-    """A copied tensor or array can be written without changing the frame."""
+    """Writing to a copied tensor or array does not change the frame."""
     frame = bytearray(encode([torch.ones(4096), np.ones(4096), np.ones(2)]).to_bytes())
     before = bytes(frame)
     for value in decode(frame):
@@ -231,7 +231,7 @@ def test_copied_tensors_own_writable_memory() -> None:
 
 @pytest.mark.guarantee("C7")
 def test_aliases_keep_the_frame_alive_and_aligned() -> None:
-    """An aliased tensor shows the frame's memory, aligned, and keeps its owner from being released."""
+    """An aliased tensor views the frame's memory, aligned, and keeps its owner alive."""
     frame = bytearray(encode([torch.ones(4096), np.ones(4096)]).to_bytes())
     tensor, array = decode(frame, copy=False)
     frame[-8:] = bytes(8)
@@ -248,7 +248,7 @@ def test_aliases_keep_the_frame_alive_and_aligned() -> None:
 
 
 def test_messages_view_memory_of_the_tensor() -> None:
-    """A large contiguous tensor is not copied before the frame is laid out."""
+    """A large contiguous tensor is not copied before the frame is written."""
     tensor = torch.zeros(4096)
     message = encode(tensor)
     tensor[0] = 5
@@ -298,7 +298,7 @@ def test_an_array_arrives(name: str) -> None:
 
 
 def test_numpy_strings_keep_their_zero_bytes() -> None:
-    """A numpy string scalar arrives whole, although an array would cut its trailing zeros."""
+    """A numpy string scalar keeps the trailing zeros that an array would drop."""
     for scalar in (np.str_("a\0"), np.str_(""), np.bytes_(b"a\0"), np.bytes_(b"")):
         assert same(carried([scalar]), [scalar]) or type(carried(scalar)) is type(scalar)
         assert carried(scalar) == scalar
@@ -320,7 +320,7 @@ def test_numpy_strings_keep_their_zero_bytes() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_arrays_that_do_not_travel_are_named(obj: object, reason: str) -> None:
-    """An array or tensor that cannot be carried is an error with its path and its reason."""
+    """An unsupported array or tensor raises an error with its path and the reason."""
     with pytest.raises(UsageError, match=r'^obj\["x"\]\[1\]') as caught:
         encode({"x": [0, obj]})
     assert reason in str(caught.value)
@@ -328,14 +328,14 @@ def test_arrays_that_do_not_travel_are_named(obj: object, reason: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_quantised_tensors_are_refused() -> None:
-    """A quantised tensor is an error that names its dtype."""
+    """A quantised tensor raises an error that names its dtype."""
     tensor = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
     with pytest.raises(UsageError, match=r"torch\.qint8"):
         encode(tensor)
 
 
 def test_a_hook_replaces_device_tensors() -> None:
-    """A tensor that is not in host memory is replaced by what the hook returns; others are not."""
+    """The hook replaces tensors outside of host memory, and no others."""
     message = encode(
         [torch.ones(1), torch.ones(2, device="meta")], device_tensor=lambda t: ("there", list(t.shape))
     )
@@ -345,7 +345,7 @@ def test_a_hook_replaces_device_tensors() -> None:
 
 @pytest.mark.guarantee("C9")
 def test_neither_torch_nor_numpy_is_imported_without_need() -> None:
-    """The codec carries other objects without importing torch or numpy."""
+    """Other objects are sent without importing torch or numpy."""
     code = (
         "import sys; from shm_broadcast.codec import decode, encode; import datetime, enum\n"
         "decode(encode([{1: 'a'}, datetime.datetime.now(), {1.5}]).to_bytes())\n"
@@ -356,7 +356,7 @@ def test_neither_torch_nor_numpy_is_imported_without_need() -> None:
 
 @pytest.mark.guarantee("C9")
 def test_a_tensor_is_refused_where_torch_is_missing() -> None:
-    """A frame with a tensor is a DecodeError that says so where torch cannot be imported."""
+    """Without torch, a frame with a tensor raises a DecodeError that says so."""
     frame = encode(torch.ones(2)).to_bytes()
     code = (
         "import sys; sys.modules['torch'] = None\n"

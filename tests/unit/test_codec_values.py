@@ -1,4 +1,4 @@
-"""Values arrive equal, and of the same type."""
+"""Values arrive equal, and with the same type."""
 
 import math
 import sys
@@ -14,14 +14,14 @@ from tests.unit.codec_samples import VALUES, Access, Colour, Point, same
 
 
 def carried(obj: object) -> Any:
-    """Return what arrives."""
+    """Encode and decode an object."""
     return decode(encode(obj).to_bytes())
 
 
 @pytest.mark.guarantee("C1")
 @pytest.mark.parametrize("name", VALUES)
 def test_a_value_arrives_equal_and_of_its_type(name: str) -> None:
-    """Every value of the sample arrives with its value and exact type."""
+    """Every sample arrives with its value and exact type."""
     assert same(carried(VALUES[name]), VALUES[name])
 
 
@@ -37,7 +37,7 @@ def test_a_memoryview_arrives_as_bytes() -> None:
 
 
 def test_shared_objects_arrive_as_copies() -> None:
-    """An object that stands in two places arrives twice."""
+    """An object referenced twice arrives as two objects."""
     inner = [1]
     arrived = carried([inner, inner])
     assert arrived == [[1], [1]]
@@ -45,7 +45,7 @@ def test_shared_objects_arrive_as_copies() -> None:
 
 
 def test_enum_members_are_the_receivers_own() -> None:
-    """A member arrives as the very member of the loaded class."""
+    """A member arrives as the same object that the loaded class has."""
     assert carried(Colour.PAIR) is Colour.PAIR
     assert carried(Access.READ | Access.EXECUTE) is Access.READ | Access.EXECUTE
 
@@ -63,14 +63,14 @@ def test_dataclasses_are_built_without_their_code(monkeypatch: pytest.MonkeyPatc
 
 
 def test_ordered_dict_keeps_its_own_order() -> None:
-    """The order of an OrderedDict is the one that it shows, not the one of insertion."""
+    """An OrderedDict keeps its own order, not that of insertion."""
     moved = OrderedDict(a=1, b=2)
     moved.move_to_end("a")
     assert list(carried(moved)) == ["b", "a"]
 
 
 def test_depth_up_to_the_limit_arrives() -> None:
-    """A tree of exactly the greatest depth arrives."""
+    """A tree of exactly the maximum depth arrives."""
     tree: list[Any] = []
     for _ in range(255):
         tree = [tree]
@@ -78,7 +78,7 @@ def test_depth_up_to_the_limit_arrives() -> None:
 
 
 def test_no_reference_is_leaked() -> None:
-    """Encoding and decoding leave the reference counts of shared objects as they were."""
+    """Encoding and decoding leave the reference counts of shared objects unchanged."""
     marker = "a key that no other test uses"
     obj = {marker: [(marker, 1.5, None)], "t": {marker}, "x": frozenset([marker])}
     frame = encode(obj).to_bytes()
@@ -129,5 +129,5 @@ trees: st.SearchStrategy[Any] = st.recursive(
 @pytest.mark.guarantee("C1")
 @given(trees)
 def test_any_tree_arrives_unchanged(tree: object) -> None:
-    """Any tree of carried types arrives with its values and types."""
+    """Any tree of supported types arrives with its values and types."""
     assert same(carried(tree), tree)

@@ -1,4 +1,4 @@
-"""Which communicator serves a device: registered, declared by a package, or the general one."""
+"""The communicator of a device is one that was registered, one that a package declares, or the general one."""
 
 import functools
 import importlib.metadata
@@ -25,15 +25,15 @@ from shm_broadcast.errors import CapabilityError, UsageError
 
 
 class Mine(SoloCommunicator):
-    """Stands for a third party's."""
+    """A third party's communicator."""
 
 
 class Other(SoloCommunicator):
-    """Stands for another's."""
+    """Another third party's communicator."""
 
 
 def build(context: CommunicatorContext, **options: Any) -> DeviceCommunicator:
-    """A factory that is no class."""
+    """A factory that is a function, not a class."""
     return Mine(context)
 
 
@@ -49,7 +49,7 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Install packages that declare an entry point."""
+    """Install packages that each declare an entry point."""
 
     def one(package: str, entry_point: str, source: str = "") -> None:
         site = tmp_path / package
@@ -70,14 +70,14 @@ SOURCE = "from device_comm.solo import SoloCommunicator\nclass Declared(SoloComm
 
 
 def test_without_more_the_process_group_serves() -> None:
-    """And a group of one needs nobody."""
+    """By default the general communicator serves, and a group of one uses the solo communicator."""
     assert communicator_factory("xpu", 2) is ProcessGroupCommunicator
     assert communicator_factory("xpu", 1) is SoloCommunicator
     assert communicator_name("xpu", 2) == "device_comm.process_group.ProcessGroupCommunicator"
 
 
 def test_a_registered_factory_serves_its_type() -> None:
-    """In groups of more than one, until it is unregistered."""
+    """A registered factory serves groups of several ranks until it is unregistered."""
     register_communicator("xpu", Mine)
     register_communicator("xpu", Mine)
     assert communicator_factory("xpu", 2) is Mine
@@ -94,25 +94,25 @@ def test_a_registered_factory_serves_its_type() -> None:
 
 @pytest.mark.parametrize("device_type", ["", "cuda:0", 1, None, "c p u"])
 def test_a_device_type_is_checked(device_type: Any) -> None:
-    """An index, for example, would never be asked for."""
+    """A device type with an index is refused, because it would never be looked up."""
     with pytest.raises(UsageError, match="device_type must be"):
         register_communicator(device_type, Mine)
 
 
 def test_a_factory_can_be_called() -> None:
-    """What cannot would fail in the middle of a group's creation."""
+    """A factory must be callable, as it would otherwise fail while a group is created."""
     with pytest.raises(UsageError, match="a factory takes a CommunicatorContext"):
         register_communicator("xpu", "module:Mine")  # type: ignore[arg-type]
 
 
 def test_any_factory_has_a_name_that_ranks_can_compare() -> None:
-    """Without addresses, which differ between processes."""
+    """A factory's name contains no address, which would differ between processes."""
     register_communicator("xpu", functools.partial(functools.partial(build, depth=2), width=3))
     assert communicator_name("xpu", 2).endswith("test_communicator_registry.build")
 
 
 def test_a_declared_factory_serves_its_type(install: Install) -> None:
-    """Installing a package is enough; what is registered beats it."""
+    """An installed package's factory serves its device; a registered one takes precedence."""
     install("acme", "xpu = acme:Declared", SOURCE)
     factory = communicator_factory("xpu", 2)
     assert communicator_name("xpu", 2) == "acme.Declared"
@@ -124,14 +124,14 @@ def test_a_declared_factory_serves_its_type(install: Install) -> None:
 
 
 def test_the_same_declaration_twice_is_one(install: Install) -> None:
-    """An editable install beside a built one, for example."""
+    """Equal declarations count once, such as those of an editable install beside a built one."""
     install("acme", "xpu = acme:Declared", SOURCE)
     install("acme_again", "xpu = acme:Declared")
     assert communicator_name("xpu", 2) == "acme.Declared"
 
 
 def test_two_declarations_are_refused(install: Install) -> None:
-    """Which comes first depends on the host; registering one of them settles it."""
+    """Different declarations are refused, as their order depends on the host; registering one resolves it."""
     install("acme", "xpu = acme:Declared", SOURCE)
     install("emca", "xpu = emca:Declared", SOURCE)
     with pytest.raises(UsageError, match="acme:Declared .acme.*choose one with register_communicator"):
@@ -152,7 +152,7 @@ def test_two_declarations_are_refused(install: Install) -> None:
 def test_a_declaration_that_cannot_be_used_is_named(
     install: Install, target: str, source: str, text: str
 ) -> None:
-    """There is no silent way back to the general communicator: other ranks would not take it."""
+    """An unusable declaration raises, because a silent fallback could differ from other ranks."""
     install("broken", f"xpu = {target}", source)
     with pytest.raises(CapabilityError, match=text) as caught:
         communicator_factory("xpu", 2)
@@ -161,7 +161,7 @@ def test_a_declaration_that_cannot_be_used_is_named(
 
 
 def test_the_metadata_of_all_packages_is_read_once(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for every group; again only when the path has changed."""
+    """Package metadata is read once, and again only if the path changes."""
     calls = []
 
     def counted(**arguments: Any) -> Any:

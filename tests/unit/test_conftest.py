@@ -1,4 +1,4 @@
-"""The rules that tests/conftest.py sets for every test are kept."""
+"""tests/conftest.py enforces its rules on every test."""
 
 import subprocess
 import sys
@@ -58,7 +58,7 @@ def test_environment():
 
 
 def outcomes(tmp_path: Path, source: str, *options: str) -> tuple[dict[str, str], str]:
-    """Run `source` as a test file of this repository; return each test's outcome, and the whole output."""
+    """Run `source` as a test file of this repository; return each test's outcome and the whole output."""
     path = tmp_path / "test_planted.py"
     path.write_text(source)
     pytest_options = ["-c", "pyproject.toml", "--rootdir=.", "-p", "tests.conftest", "-rA", "--no-header"]
@@ -80,7 +80,7 @@ def outcomes(tmp_path: Path, source: str, *options: str) -> tuple[dict[str, str]
 
 
 def test_what_is_against_the_rules_fails(tmp_path: Path) -> None:
-    """A leak or a skip for a reason of its own fails the test; a named skip and an expected failure do not."""
+    """A leak or an unlisted skip fails the test; a listed skip and an expected failure do not."""
     found, output = outcomes(tmp_path, PLANTED)
     assert {name for name, outcome in found.items() if outcome in ("FAILED", "ERROR")} == {
         "test_skips",
@@ -109,13 +109,13 @@ def test_a_skip_can_be_forbidden(tmp_path: Path, option: str) -> None:
 
 
 def test_a_whole_module_cannot_be_skipped(tmp_path: Path) -> None:
-    """A skip while a module is imported is an error of the run."""
+    """A skip while a module is imported fails the run."""
     source = "import pytest\npytest.importorskip('no_such_module')\ndef test_good(): pass\n"
     _, output = outcomes(tmp_path, source)
     assert "a whole module is skipped" in output
 
 
 def test_an_unknown_probe_is_refused() -> None:
-    """A test cannot ask for a probe that does not exist."""
+    """A test cannot name a probe that does not exist."""
     with pytest.raises(ValueError, match="there are"):
         requires("luck")

@@ -1,4 +1,4 @@
-"""The driver of the tests convicts what a device forgives now and then, and runs the kernels of the product."""
+"""The tests' driver finds errors that a device may forgive, and runs the product's kernels."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ def in_a_child(call: Callable[[], object]) -> int:
 
 
 def test_memory_that_is_freed_while_a_peer_has_it_open_is_convicted(tmp_path: Path) -> None:
-    """Also if everything else is right; a peer that has died has nothing open."""
+    """Freeing memory that a live peer has open is an error; a dead peer does not count."""
     owner = FakeDriver(tmp_path, 0)
     address = owner.mem_alloc(4096)
     handle = owner.ipc_get_handle(address)
@@ -56,7 +56,7 @@ def test_memory_that_is_freed_while_a_peer_has_it_open_is_convicted(tmp_path: Pa
 
 
 def test_a_handle_is_opened_once_and_not_at_home(tmp_path: Path) -> None:
-    """A second mapping, one in the process that owns the memory, and one of freed memory are errors."""
+    """A handle opened twice, by its own process, or after its memory was freed is an error."""
     owner = FakeDriver(tmp_path, 0)
     address = owner.mem_alloc(64)
     handle = owner.ipc_get_handle(address)
@@ -85,7 +85,7 @@ def test_a_handle_is_opened_once_and_not_at_home(tmp_path: Path) -> None:
 
 
 def test_an_export_that_was_not_asked_about_is_convicted(tmp_path: Path) -> None:
-    """Expandable segments say that they are not capable; who exports all the same is found out."""
+    """Exporting an expandable segment without asking whether that is possible is an error."""
     driver = FakeDriver(tmp_path, 0, faults=FakeFaults(expandable_segments=True))
     tensor = driver.tensor((4, 4), torch.float16, padding_bytes=32)
     assert not driver.is_legacy_ipc_capable(tensor.data_ptr())
@@ -100,7 +100,7 @@ def test_an_export_that_was_not_asked_about_is_convicted(tmp_path: Path) -> None
 
 
 def test_what_is_not_given_back_is_listed(tmp_path: Path) -> None:
-    """Memory, mappings, handles, modules, streams, events and host memory, each until it is released."""
+    """Everything that was not released is listed: memory, mappings, handles, modules, streams, events."""
     driver = FakeDriver(tmp_path, 0, kernels={"empty": None})
     memory = driver.mem_alloc(4096)
     host, device = driver.host_alloc_mapped(64)
@@ -126,7 +126,7 @@ def test_what_is_not_given_back_is_listed(tmp_path: Path) -> None:
 
 
 def test_a_call_fails_when_it_is_told_to(tmp_path: Path) -> None:
-    """The n-th call of a method, and allocations beyond what is there."""
+    """The n-th call of a method fails on request, and allocation fails beyond the device's memory."""
     driver = FakeDriver(tmp_path, 0, faults=FakeFaults(fail={"mem_alloc": (2, 999)}, memory_bytes=100))
     address = driver.mem_alloc(60)
     with pytest.raises(CudaError) as raised:
@@ -138,7 +138,7 @@ def test_a_call_fails_when_it_is_told_to(tmp_path: Path) -> None:
 
 
 def test_capture_records_launches_with_their_arguments_of_then(tmp_path: Path) -> None:
-    """Nothing runs while a stream captures, what capture forbids is an error, and a replay runs what was recorded."""
+    """A capture runs nothing, refuses forbidden calls, and a replay uses the recorded arguments."""
     seen: list[tuple[int, int, int]] = []
 
     def kernel(grid: int, block: int, arguments: PreparedLaunch) -> None:
@@ -178,7 +178,7 @@ def test_capture_records_launches_with_their_arguments_of_then(tmp_path: Path) -
 
 
 def test_arguments_lie_where_the_driver_looks() -> None:
-    """Each begins on a multiple of eight bytes, its bytes are kept, and a word can be rewritten."""
+    """Each argument is 8-byte aligned and kept unchanged, and one word can be rewritten."""
     prepared = PreparedLaunch([b"x" * 20, struct.pack("<f", 1.5), (7).to_bytes(8, "little")])
     assert prepared.word_of == (0, 3, 4)
     prepared.words[prepared.word_of[2]] = 1 << 63
@@ -201,7 +201,7 @@ int launch(const char *kernel, unsigned grid, unsigned block, void **arguments) 
 
 @requires("compiler")
 def test_kernels_come_from_a_host_library(tmp_path: Path) -> None:
-    """A module names a shared library; a launch passes the pointers to the arguments as a driver does."""
+    """A module names a shared library, and a launch passes pointers to the arguments."""
     (tmp_path / "kernels.c").write_text(LIBRARY)
     library = tmp_path / "kernels.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "kernels.c"], check=True)

@@ -1,4 +1,4 @@
-"""Fake groups: one process, and results as if every rank held the same."""
+"""Fake groups run in one process and compute results as if every rank held the same."""
 
 import pathlib
 import subprocess
@@ -37,12 +37,12 @@ TABLE = torch.arange(24, dtype=torch.float32).view(4, 6)
 
 
 class Unknown:
-    """No codec carries it."""
+    """A class that the codec does not support."""
 
 
 @pytest.fixture
 def group() -> Any:
-    """Return rank 5 of ranks 3, 5 and 9: the second of three."""
+    """Return rank 5 of ranks 3, 5 and 9, the second of three."""
     with FakeGroupCoordinator(5, 3, ranks=(3, 5, 9)) as fake:
         yield fake
 
@@ -52,7 +52,7 @@ def group() -> Any:
 
 @pytest.mark.guarantee("G17")
 def test_a_fake_is_a_group(group: FakeGroupCoordinator) -> None:
-    """With all that a group says about itself."""
+    """A fake is a `GroupCoordinator` with all of its attributes."""
     assert isinstance(group, GroupCoordinator)
     assert (group.rank, group.ranks, group.world_size, group.rank_in_group) == (5, [3, 5, 9], 3, 1)
     assert (group.first_rank, group.last_rank, group.next_rank, group.prev_rank) == (3, 9, 9, 3)
@@ -66,7 +66,7 @@ def test_a_fake_is_a_group(group: FakeGroupCoordinator) -> None:
 
 
 def test_fakes_have_names_of_their_own() -> None:
-    """Code that keeps groups by name can keep several."""
+    """Every fake has its own name, so that code can keep several by name."""
     groups = [FakeGroupCoordinator(0, 2, group_name="tp") for _ in range(3)]
     assert len({group.unique_name for group in groups}) == 3
     assert all(group.unique_name.startswith("tp:") for group in groups)
@@ -90,14 +90,14 @@ def test_fakes_have_names_of_their_own() -> None:
     ],
 )
 def test_a_rank_that_does_not_fit_is_refused(rank: Any, world_size: Any, ranks: Any) -> None:
-    """As a real group refuses it."""
+    """A rank that does not fit is refused, as in a real group."""
     with pytest.raises(UsageError):
         FakeGroupCoordinator(rank, world_size, ranks=ranks)
 
 
 @pytest.mark.slow
 def test_a_fake_needs_nothing() -> None:
-    """Neither torch.distributed nor threads nor the environment; no descriptor stays."""
+    """A fake uses neither torch.distributed nor threads nor the environment, and opens no descriptor."""
     code = (
         "import os, threading, torch\n"
         "from coordinator.testing import FakeGroupCoordinator\n"
@@ -112,7 +112,7 @@ def test_a_fake_needs_nothing() -> None:
 
 
 def test_a_fake_has_no_process_groups(group: FakeGroupCoordinator) -> None:
-    """It says so."""
+    """Asking a fake for a process group raises an error that says so."""
     for ask in (lambda: group.cpu_group, lambda: group.device_group, group.make_sibling_device_group):
         with pytest.raises(UsageError, match="a fake group has no process group"):
             ask()
@@ -124,7 +124,7 @@ def test_a_fake_has_no_process_groups(group: FakeGroupCoordinator) -> None:
 
 
 def test_reductions(group: FakeGroupCoordinator) -> None:
-    """As if every rank held the input, in the real arithmetic."""
+    """A reduction computes with the real arithmetic what equal inputs on every rank would give."""
     assert torch.equal(group.all_reduce(TABLE), TABLE * 3)
     assert torch.equal(group.all_reduce(TABLE, "product"), TABLE**3)  # type: ignore[call-overload]
     third = torch.tensor([1 / 3], dtype=torch.bfloat16)
@@ -140,7 +140,7 @@ def test_reductions(group: FakeGroupCoordinator) -> None:
 
 
 def test_gathers(group: FakeGroupCoordinator) -> None:
-    """The input over and over, along any dimension."""
+    """A gather repeats the input along any dimension."""
     assert torch.equal(group.all_gather(TABLE, 0), torch.cat([TABLE] * 3))
     assert torch.equal(group.all_gather(TABLE), torch.cat([TABLE] * 3, 1))
     assert group.all_gather(torch.tensor(2.0)).tolist() == [2, 2, 2]
@@ -150,7 +150,7 @@ def test_gathers(group: FakeGroupCoordinator) -> None:
 
 
 def test_uneven_gathers(group: FakeGroupCoordinator) -> None:
-    """Ranks of other sizes bring this rank's rows, as many as they need."""
+    """Ranks with other sizes contribute this rank's rows, repeated as needed."""
     rows = torch.tensor([[1.0], [2.0]])
     assert group.all_gatherv(rows, 0, (1, 2, 5)).view(-1).tolist() == [1, 1, 2, 1, 2, 1, 2, 1]
     assert group.all_gatherv(rows[:0], 0, (2, 0, 1)).view(-1).tolist() == [0, 0, 0]
@@ -159,7 +159,7 @@ def test_uneven_gathers(group: FakeGroupCoordinator) -> None:
 
 
 def test_calls_in_which_ranks_take_different_parts(group: FakeGroupCoordinator) -> None:
-    """The real result on this rank, of what this rank brings; from other ranks comes what is there already."""
+    """Such calls return this rank's real share of its own input; other ranks contribute nothing new."""
     assert group.reduce(TABLE, 0) is None
     assert torch.equal(group.reduce(TABLE, 1), TABLE * 3)  # type: ignore[arg-type]
     output = torch.zeros(4, 2)
@@ -172,14 +172,14 @@ def test_calls_in_which_ranks_take_different_parts(group: FakeGroupCoordinator) 
 
 
 def test_results_are_new_memory(group: FakeGroupCoordinator) -> None:
-    """So code that changes a result does not change its input here and only here."""
+    """Results are new memory, so that changing one changes no input."""
     for result in (group.all_reduce(TABLE), group.all_gather(TABLE), group.reduce_scatter(TABLE)):
         result.zero_()
     assert TABLE.sum() == 276
 
 
 def test_expert_parallel_calls(group: FakeGroupCoordinator) -> None:
-    """Tokens of every rank out, the sum for this rank's own tokens back."""
+    """Dispatch returns the tokens of every rank, combine the sum for this rank's tokens."""
     hidden, logits, extra = group.dispatch(TABLE, torch.ones(4, 2), extra_tensors=[torch.ones(4)])  # type: ignore[misc]
     assert (hidden.shape, logits.shape, extra[0].shape) == ((12, 6), (12, 2), (12,))
     assert torch.equal(group.combine(hidden), TABLE * 3)
@@ -191,7 +191,7 @@ def test_expert_parallel_calls(group: FakeGroupCoordinator) -> None:
 
 @pytest.mark.guarantee("G17")
 def test_what_real_groups_refuse_is_refused(group: FakeGroupCoordinator) -> None:
-    """With the same words: the checks are the same code."""
+    """Fakes and real groups share their checks and so refuse the same, with the same text."""
     calls: dict[str, Callable[[], object]] = {
         "cannot be split evenly": lambda: group.reduce_scatter(TABLE, 0),
         "dim 2 is out of range": lambda: group.all_gather(TABLE, 2),
@@ -219,7 +219,7 @@ def test_what_real_groups_refuse_is_refused(group: FakeGroupCoordinator) -> None
 
 
 def test_objects(group: FakeGroupCoordinator) -> None:
-    """Copies of what this rank passes; on the source the object itself."""
+    """A call returns copies of this rank's objects, and on the source the object itself."""
     step = {"tokens": [1, 2], "mask": torch.ones(2)}
     assert group.broadcast_object(step, 1) is step
     received = group.broadcast_object(step, 0)
@@ -240,7 +240,7 @@ def test_objects(group: FakeGroupCoordinator) -> None:
 
 
 def test_objects_that_cannot_be_carried_are_refused(group: FakeGroupCoordinator) -> None:
-    """On every path, so that the test fails where the engine would."""
+    """Every call refuses an unsupported object, so that the test fails where the engine would."""
     calls: list[Callable[[], object]] = [
         lambda: group.broadcast_object([Unknown()], 1),
         lambda: group.broadcast_object([Unknown()], 0),
@@ -259,7 +259,7 @@ def test_objects_that_cannot_be_carried_are_refused(group: FakeGroupCoordinator)
 
 
 def test_a_message_that_cannot_be_decoded_is_an_error_once(group: FakeGroupCoordinator) -> None:
-    """What follows it arrives."""
+    """One bad message raises once, and the next arrives."""
     register_type(Marker, encode=lambda marker: 1, decode=lambda value: Marker())
     try:
         group.send_object(Marker(), 0)
@@ -277,14 +277,14 @@ def test_a_message_that_cannot_be_decoded_is_an_error_once(group: FakeGroupCoord
 
 
 class Marker:
-    """Known only for a while."""
+    """A class that is registered only for a while."""
 
 
 # --- point to point -------------------------------------------------------------------------------------------
 
 
 def test_what_was_sent_to_a_peer_is_received_from_it(group: FakeGroupCoordinator) -> None:
-    """In order, and apart for each peer."""
+    """What was sent to a peer is received from it, in order, separately for each peer."""
     for number in range(3):
         group.send(torch.tensor([number]), 0)
         group.send_object(number, 0)
@@ -308,7 +308,7 @@ def test_what_arrives_is_a_copy(group: FakeGroupCoordinator) -> None:
 
 
 def test_receiving_what_was_not_sent_is_refused(group: FakeGroupCoordinator) -> None:
-    """A real rank would wait; the text says why this one does not."""
+    """A receive with nothing sent raises, where a real rank would wait; the text says why."""
     calls: list[Callable[[], object]] = [
         lambda: group.recv((1,), torch.float32, 0),
         lambda: group.recv((1,), torch.float32),
@@ -320,13 +320,13 @@ def test_receiving_what_was_not_sent_is_refused(group: FakeGroupCoordinator) -> 
     for call in calls:
         with pytest.raises(UsageError, match="nothing is there"):
             call()
-    # A refused receive takes nothing that is sent later.
+    # A refused receive does not consume a later send.
     group.send(torch.tensor([3.0]), 0)
     assert group.recv((1,), torch.float32, 0).item() == 3
 
 
 def test_a_receive_may_be_posted_before_the_send(group: FakeGroupCoordinator) -> None:
-    """The handles are filled in the order in which they were posted."""
+    """Receives posted early are filled in the order of posting."""
     communicator = group.device_communicator
     targets = [torch.zeros(2), torch.zeros(3)]
     handles = [communicator.irecv(target, 0) for target in targets]
@@ -341,7 +341,7 @@ def test_a_receive_may_be_posted_before_the_send(group: FakeGroupCoordinator) ->
 
 
 def test_a_receive_of_another_shape_is_refused(group: FakeGroupCoordinator) -> None:
-    """In a real group it would be an error of the transport, or silent."""
+    """A receive of another shape raises; in a real group the transport may fail or stay silent."""
     group.send(torch.ones(2, 3), 0)
     with pytest.raises(UsageError, match=r"expects shape \(6,\) .* shape \(2, 3\)"):
         group.recv((6,), torch.float32, 0)
@@ -351,7 +351,7 @@ def test_a_receive_of_another_shape_is_refused(group: FakeGroupCoordinator) -> N
 
 
 def test_default_peers() -> None:
-    """Sends go to the next rank, receives come from the previous: the same one in a group of two."""
+    """Sends go to the next rank and receives come from the previous one; in a group of two both are the same."""
     with FakeGroupCoordinator(0, 2) as pair:
         pair.send(torch.ones(1))
         assert pair.recv((1,), torch.float32).item() == 1
@@ -360,7 +360,7 @@ def test_default_peers() -> None:
 
 
 def test_queues_have_their_roles(group: FakeGroupCoordinator) -> None:
-    """The writer's objects are encoded and go nowhere; a reader has nobody who writes."""
+    """The writer encodes its objects and drops them; a reader refuses to wait, as nobody writes."""
     writer: Any = group.create_mq_broadcaster(1)
     writer.enqueue({"step": 1})
     with pytest.raises(UsageError, match="Unknown"):
@@ -390,7 +390,7 @@ def test_queues_have_their_roles(group: FakeGroupCoordinator) -> None:
 
 
 def test_a_broadcaster_changes_no_result(group: FakeGroupCoordinator) -> None:
-    """Broadcasts go on as before, from every rank."""
+    """Broadcasts give the same results with a broadcaster, from every rank."""
     group.enable_broadcaster()
     end = group.mq_broadcaster
     group.enable_broadcaster()
@@ -401,7 +401,7 @@ def test_a_broadcaster_changes_no_result(group: FakeGroupCoordinator) -> None:
 
 
 def test_asynchronous_coalesced_and_tagged_calls(group: FakeGroupCoordinator) -> None:
-    """Made at once, without a thread; what was sent under a tag can be received from its peer, or from any."""
+    """Such calls complete at once without a thread; tagged sends are received from that peer or any."""
     handle = group.all_reduce(TABLE, async_op=True)
     assert handle.is_completed()
     assert torch.equal(handle.wait(), TABLE * 3)
@@ -460,7 +460,7 @@ def assert_same(received: Any, sent: dict[str, Any]) -> None:
 
 
 def test_tensor_dicts_loop_back(group: FakeGroupCoordinator) -> None:
-    """What arrives equals what was sent, and shares nothing with it."""
+    """What arrives equals what was sent and shares no memory with it."""
     for number in range(2):
         assert group.send_tensor_dict({**tensor_dict(), "step": number}, 2) is None
     for handle in group.isend_tensor_dict(tensor_dict(), 0):
@@ -479,7 +479,7 @@ def test_tensor_dicts_loop_back(group: FakeGroupCoordinator) -> None:
 def test_sliced_tensor_dicts_arrive_whole(
     group: FakeGroupCoordinator, tp_rank: int, overrides: dict[str, bool] | None
 ) -> None:
-    """The slices of ranks that do not exist never come, so what was sent is kept whole."""
+    """A sliced dict is kept whole, because the ranks that would send the other slices do not exist."""
     with FakeGroupCoordinator(tp_rank, 2) as tp:
         group.send_tensor_dict(tensor_dict(), 0, tp, overrides)
         group.send_tensor_dict({"last": torch.ones(2)}, 0, tp)
@@ -498,7 +498,7 @@ def test_sliced_tensor_dicts_arrive_whole(
 
 
 def test_slicing_must_be_the_same_on_both_sides(group: FakeGroupCoordinator) -> None:
-    """As in a real group, which is of no use afterwards: the tensors would be taken for the next ones."""
+    """Different slicing breaks the group, as in a real one: tensors would be mixed up."""
     with FakeGroupCoordinator(0, 2) as tp:
         group.send_tensor_dict(tensor_dict(), 0, tp)
         with pytest.raises(DisagreementError):
@@ -508,7 +508,7 @@ def test_slicing_must_be_the_same_on_both_sides(group: FakeGroupCoordinator) -> 
 
 
 def test_broadcast_tensor_dicts(group: FakeGroupCoordinator) -> None:
-    """The dict itself on the source, a copy elsewhere; without a dict there is nothing to return."""
+    """The source gets the dict itself, other ranks a copy; without a dict there is nothing to return."""
     sent = tensor_dict()
     assert group.broadcast_tensor_dict(sent, 1) is sent
     assert_same(group.broadcast_tensor_dict(sent, 0), sent)
@@ -522,7 +522,7 @@ def test_broadcast_tensor_dicts(group: FakeGroupCoordinator) -> None:
 
 
 def test_a_group_of_one_is_as_a_real_one() -> None:
-    """Results are the inputs, and there is no peer."""
+    """In a fake of one rank results are the inputs, and there is no peer."""
     with FakeGroupCoordinator(4, 1, ranks=[4]) as alone:
         assert alone.all_reduce(TABLE) is TABLE
         assert alone.all_gather(TABLE) is TABLE
@@ -545,7 +545,7 @@ def test_a_group_of_one_is_as_a_real_one() -> None:
 
 
 def test_a_destroyed_fake_refuses_every_call() -> None:
-    """With the error of a real group; destroying again does nothing."""
+    """A destroyed fake raises the error of a real group; destroying it again does nothing."""
     group = FakeGroupCoordinator(0, 3)
     group.send(torch.ones(1), 1)
     pending = group.device_communicator.irecv(torch.ones(2), 2)
@@ -574,7 +574,7 @@ def test_a_destroyed_fake_refuses_every_call() -> None:
 
 
 def test_a_fake_works_in_any_thread() -> None:
-    """It belongs to the process, not to a thread."""
+    """A fake works in any thread of the process."""
     results = []
     with FakeGroupCoordinator(0, 2) as group:
         thread = threading.Thread(target=lambda: results.append(group.all_reduce(torch.ones(1)).item()))
@@ -584,7 +584,7 @@ def test_a_fake_works_in_any_thread() -> None:
 
 
 def test_models_prepare_their_buffers(group: FakeGroupCoordinator) -> None:
-    """Hooks are called, and a graph capture on the CPU is entered."""
+    """Hooks are called, and a graph capture on the CPU can be entered."""
     seen = []
 
     class Layer(torch.nn.Linear):
@@ -601,7 +601,7 @@ def test_models_prepare_their_buffers(group: FakeGroupCoordinator) -> None:
 
 
 def test_the_groups_of_one_rank() -> None:
-    """One rank of a layout sees its own rank lists; equal lists share a group."""
+    """A rank of a layout sees its own rank lists; equal lists share a group."""
     layout = ParallelLayout(tensor=2, pipeline=2, data=2)
     with fake_groups(layout, 5) as groups:
         assert isinstance(groups, ParallelGroups)
@@ -621,20 +621,20 @@ def test_the_groups_of_one_rank() -> None:
 
 
 def test_dimensions_of_one_table_share_a_fake() -> None:
-    """As the real record shares its groups."""
+    """Dimensions with equal rank lists share a fake, as real ones share a group."""
     groups = fake_groups(ParallelLayout(tensor=2), 1)
     assert groups.world is groups.tp is groups.ep
     assert groups.pp is groups.dp is groups.cp
     assert "world=tp=ep" in groups.tp.unique_name
-    with pytest.raises(UsageError, match="no rank 2"):
+    with pytest.raises(UsageError, match="there is no rank 2"):
         fake_groups(ParallelLayout(tensor=2), 2)
 
 
 def test_ranks_do_not_mean_a_fake() -> None:
-    """Somebody's fake of the same ranks would answer for the real group; by itself and by name it is found."""
+    """A fake is found by itself or its name, never by ranks: it would answer for the real group."""
     fake = FakeGroupCoordinator(0, 2)
     for meant in (fake, fake.unique_name):
         assert functional.all_reduce(TABLE, "sum", meant)[0, 1] == 2
-    with pytest.raises(UsageError, match="no group of the ranks"):
+    with pytest.raises(UsageError, match="no group with the ranks"):
         functional.all_reduce(TABLE, "sum", [0, 1])
     fake.destroy()

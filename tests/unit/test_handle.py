@@ -1,4 +1,4 @@
-"""What crosses to a reader: authenticated, versioned, and without the key."""
+"""A handle is authenticated and versioned, and does not contain the key."""
 
 import hmac
 import os
@@ -19,20 +19,20 @@ HANDLE = QueueHandle(VERSION, "steps", 5, "group-coordinator-x", 69632, (0, 3), 
 
 
 def signed(body: bytes) -> bytes:
-    """Return `body` as somebody who knows the key would send it."""
+    """Return `body` with a valid code, as a process with the key would send it."""
     return hmac.digest(KEY, b"handle" + body, "sha256") + body
 
 
 @pytest.mark.guarantee("B17")
 def test_a_handle_survives_the_crossing() -> None:
-    """The bytes give an equal handle back."""
+    """Decoding the bytes gives an equal handle."""
     assert QueueHandle.from_bytes(HANDLE.to_bytes(KEY), KEY) == HANDLE
 
 
 @pytest.mark.guarantee("B17")
 @given(st.integers(0, 10_000), st.integers(1, 255))
 def test_a_changed_byte_is_found(place: int, change: int) -> None:
-    """Whichever byte of a handle is changed, it is refused."""
+    """A handle with any byte changed is refused."""
     data = bytearray(HANDLE.to_bytes(KEY))
     data[place % len(data)] ^= change
     with pytest.raises(DecodeError):
@@ -60,14 +60,14 @@ def test_a_changed_byte_is_found(place: int, change: int) -> None:
     ids=range(13),
 )
 def test_what_is_no_handle_of_ours_is_refused(data: bytes) -> None:
-    """Cut, longer, foreign, malformed, of another version: always a `DecodeError`."""
+    """Bytes that are cut, too long, foreign, malformed or of another version raise `DecodeError`."""
     with pytest.raises(DecodeError):
         QueueHandle.from_bytes(data, KEY)
 
 
 @pytest.mark.guarantee("B17")
 def test_a_forged_handle_is_refused_before_anything_is_mapped() -> None:
-    """A reader with a changed address, size or generation connects to nobody and maps nothing."""
+    """A reader with a changed address, size or generation neither connects nor maps."""
     with QueueWriter.create("steps", [0]) as writer:
         held = segments_of()
         for change in (
@@ -84,10 +84,10 @@ def test_a_forged_handle_is_refused_before_anything_is_mapped() -> None:
 
 @pytest.mark.guarantee("B17")
 def test_a_stale_handle_is_refused() -> None:
-    """A handle of an earlier queue leads nowhere, and one that leads to another ring is found by its generation."""
+    """A handle of an earlier queue finds nothing, and the generation reveals one that leads to another ring."""
     with QueueWriter.create("steps", [0]) as old:
         stale, key = old.handle.to_bytes(old.key), old.key
-    with pytest.raises(PeerLostError, match="nobody offers the segment"):
+    with pytest.raises(PeerLostError, match="no longer offered"):
         QueueReader.open(stale, key, 0)
     with QueueWriter.create("steps", [0], key=key) as new:
         mixed = msgspec.structs.replace(old.handle, address=new.handle.address).to_bytes(key)
@@ -95,7 +95,7 @@ def test_a_stale_handle_is_refused() -> None:
             QueueReader.open(mixed, key, 0)
     with QueueWriter.create("steps", [0], key=key) as new:
         resized = msgspec.structs.replace(new.handle, segment_bytes=new.handle.segment_bytes - 4096)
-        with pytest.raises(DecodeError, match="no sealed segment"):
+        with pytest.raises(DecodeError, match="not a sealed segment"):
             QueueReader.open(resized, key, 0)
     with (
         QueueWriter.create("steps", [0], key=key) as new,
@@ -107,7 +107,7 @@ def test_a_stale_handle_is_refused() -> None:
 
 @pytest.mark.guarantee("B17")
 def test_the_key_is_seen_nowhere(caplog: pytest.LogCaptureFixture) -> None:
-    """Neither handle, repr, log, error, environment nor command line holds the key, in bytes or in hex."""
+    """Neither handle, repr, log, error, environment nor command line contains the key, raw or in hex."""
     with caplog.at_level(0), QueueWriter.create("steps", [0]) as writer:
         with pytest.raises(PeerLostError) as refused:
             QueueReader.open(writer.handle, new_key(), 0)

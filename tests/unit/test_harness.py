@@ -1,4 +1,4 @@
-"""The harness tells what went wrong in which rank, and no process survives it."""
+"""The harness reports what went wrong in which rank, and leaves no process behind."""
 
 import ctypes
 import os
@@ -128,7 +128,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_results_and_arguments_travel() -> None:
-    """Each rank gets the arguments, and its result comes back in order of the ranks."""
+    """Each rank gets the arguments, and results come back in rank order."""
     results = run_ranks(answer, 3, 5, "text", b"\0bytes", [1, 2], {"key": None})
     assert [result["rank"] for result in results] == [0, 1, 2]
     assert {result["world_size"] for result in results} == {3}
@@ -139,7 +139,7 @@ def test_results_and_arguments_travel() -> None:
 
 
 def test_an_exception_is_shown_with_its_rank() -> None:
-    """The failure holds the traceback, the local variables and the output of the rank that raised, no other."""
+    """The failure holds the traceback, local variables and output of the rank that raised, and no other's."""
     with pytest.raises(RankFailureError, match="1 of 3 ranks failed") as caught:
         run_ranks(raise_in_rank_1, 3)
     assert set(caught.value.failures) == {1}
@@ -152,7 +152,7 @@ def test_an_exception_is_shown_with_its_rank() -> None:
 
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_hang_is_shown_with_its_stack(fresh: bool) -> None:
-    """At the deadline the failure shows where the rank that hangs is, and the rank is killed."""
+    """At the deadline a rank that hangs is killed, and the failure shows its stack."""
     pids: list[int] = []
     with pytest.raises(RankFailureError, match="no answer within") as caught:
         run_ranks(hang_in_rank_1, 2, timeout_s=3.0 if fresh else 0.5, fresh=fresh, while_running=pids.extend)
@@ -163,14 +163,14 @@ def test_a_hang_is_shown_with_its_stack(fresh: bool) -> None:
 
 
 def test_a_stopped_rank_is_killed() -> None:
-    """A rank that is stopped shows no stack, but the harness does not wait for it."""
+    """A stopped rank shows no stack, and the harness kills it without waiting for one."""
     with pytest.raises(RankFailureError, match="no stacks"):
         run_ranks(die_in_rank_1, 2, int(signal.SIGSTOP), timeout_s=0.5)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_death_is_shown_with_its_signal(number: signal.Signals) -> None:
-    """A rank that a signal ends is a failure that names the signal, unless the death is expected."""
+    """A rank killed by a signal is a failure that names the signal, unless expected."""
     with pytest.raises(RankFailureError, match=rf"died, by signal {int(number)}") as caught:
         run_ranks(die_in_rank_1, 2, int(number))
     assert set(caught.value.failures) == {1}
@@ -190,7 +190,7 @@ def test_a_death_that_does_not_come_is_a_failure() -> None:
 
 
 def test_a_test_can_kill_a_rank_from_outside() -> None:
-    """`while_running` gets the process ids by rank."""
+    """`while_running` gets the process ids by rank and can kill one."""
 
     def kill_rank_1(pids: Sequence[int]) -> None:
         os.kill(pids[1], signal.SIGKILL)
@@ -199,7 +199,7 @@ def test_a_test_can_kill_a_rank_from_outside() -> None:
 
 
 def test_the_first_failure_ends_the_wait_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that wait for one that failed are shown and killed long before the deadline."""
+    """After one failure the ranks that wait for it are shown and killed well before the deadline."""
     monkeypatch.setattr("tests.harness.GRACE_S", 0.3)
     with pytest.raises(RankFailureError, match="of the first failure") as caught:
         run_ranks(raise_while_the_other_waits, 2, timeout_s=3600)
@@ -208,7 +208,7 @@ def test_the_first_failure_ends_the_wait_for_the_others(monkeypatch: pytest.Monk
 
 
 def test_a_process_that_a_rank_leaves_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child that outlives its rank is killed, and makes the test fail even where the death was expected."""
+    """A child that outlives its rank is killed and fails the test, even if the rank's death was expected."""
     monkeypatch.setattr("tests.harness.SURVIVOR_GRACE_S", 0.1)
     note = tmp_path / "pid"
     with pytest.raises(RankFailureError, match="survive it"):
@@ -229,7 +229,7 @@ def test_a_process_that_a_rank_leaves_is_a_failure(tmp_path: Path, monkeypatch: 
     ],
 )
 def test_what_a_rank_leaves_is_a_failure(what: str, text: str) -> None:
-    """A rank that leaves something behind, or hides an error, fails."""
+    """A rank that leaves something behind or hides an error fails."""
     with pytest.raises(RankFailureError, match=text):
         run_ranks(leave, 1, what)
     for path in Path(tempfile.gettempdir()).glob(f"{TEMP_PREFIX}*"):
@@ -257,7 +257,7 @@ def abort_after_a_pool() -> None:
 
 
 def test_the_exit_functions_of_c_are_left_out_only_by_a_rank_of_one_thread() -> None:
-    """A rank of `run_ranks` runs them if a thread could run into what they destroy, a rank of a pool always."""
+    """`run_ranks` runs them if another thread could meet what they destroy; a pool always does."""
     ended = "had returned, but then ended by signal 6"
     run_ranks(abort_after_python, 1, False)
     with pytest.raises(RankFailureError, match=ended):
@@ -267,11 +267,11 @@ def test_the_exit_functions_of_c_are_left_out_only_by_a_rank_of_one_thread() -> 
 
 
 def test_our_cores_have_no_exit_functions_of_c() -> None:
-    """Nothing of ours is left out when a rank leaves them out."""
+    """Our native cores have no C exit functions that a rank could skip."""
     for core in (device_comm._core, shm_broadcast._core):
         path = core.__file__
         assert path is not None
-        # Among what it takes from libraries: elsewhere the name may stand in what a debugger reads.
+        # List imported symbols only: debug information may contain the name elsewhere.
         listed = subprocess.run(
             ["nm", "--dynamic", "--undefined-only", path], capture_output=True, text=True, check=True
         ).stdout
@@ -286,7 +286,7 @@ def test_a_function_that_ranks_cannot_import_is_refused() -> None:
 
 
 def test_a_fresh_rank_is_a_new_interpreter() -> None:
-    """A fresh rank has imported nothing and has its environment from the start; warnings are errors in both."""
+    """A fresh rank has imported nothing and starts with its environment; in both kinds warnings are errors."""
     (forked,) = run_ranks(tell_the_interpreter, 1, environ={"HARNESS_TEST": "forked"})
     (fresh,) = run_ranks(tell_the_interpreter, 1, environ={"HARNESS_TEST": "fresh"}, fresh=True)
     assert (forked["torch"], forked["variable"], forked["warnings"]) == (True, "forked", ["error"])
@@ -302,7 +302,7 @@ def test_a_pool_keeps_its_processes(ranks2: RankPool) -> None:
 
 
 def test_a_pool_is_rebuilt_after_a_failure() -> None:
-    """After a failure no process of the pool is left, and the next function runs in new ones."""
+    """A failure ends all processes of the pool, and the next function runs in new ones."""
     with RankPool(2) as pool:
         pool.run(answer)
         before = pool.pids
@@ -315,7 +315,7 @@ def test_a_pool_is_rebuilt_after_a_failure() -> None:
 
 
 def test_no_rank_survives_the_death_of_the_test_process() -> None:
-    """When the process that runs the tests is killed, its ranks die at once, whatever they do."""
+    """Ranks die at once when the process that runs the tests is killed."""
     code = """
 import os, signal
 from tests.harness import RankPool

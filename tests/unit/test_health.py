@@ -1,4 +1,4 @@
-"""The health of a group with a board and transports that are fakes: who is blamed for what, and what follows."""
+"""With a fake status store and fake transports: which ranks a group's health blames, and what follows."""
 
 import sys
 import threading
@@ -19,7 +19,7 @@ from shm_broadcast.errors import (
     UsageError,
 )
 
-# Deadlines that must never count.
+# Deadlines that must never matter.
 LONG_S = 600.0
 # What must happen at once may take this long on a busy machine.
 SOON_S = 20.0
@@ -27,7 +27,7 @@ OPERATION = Operation("host", "barrier", 3)
 
 
 class FakeWatch:
-    """Says of processes what the test says."""
+    """Reports the process states that the test sets."""
 
     def __init__(self) -> None:
         self.dead: tuple[int, ...] = ()
@@ -52,7 +52,7 @@ class FakeWatch:
 
 
 class FakeBoard:
-    """A board in this process; `others` are the arrivals that other ranks have written."""
+    """A status store in this process; `others` holds the arrivals of the other ranks."""
 
     def __init__(self) -> None:
         self.verdicts: list[Verdict] = []
@@ -87,7 +87,7 @@ class FakeBoard:
 
 
 class FakeWork:
-    """Complete after `after_s` seconds, or never; or fails then."""
+    """Work that completes after `after_s` seconds, fails then, or never ends."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class FakeWork:
 
 
 class Group:
-    """A health of rank 4 among ranks 4, 5, 6 and 9, with its fakes."""
+    """The health of rank 4 among ranks 4, 5, 6 and 9, with its fakes."""
 
     def __init__(self) -> None:
         self.watch = FakeWatch()
@@ -133,7 +133,7 @@ class Group:
     def fails(
         self, work: FakeWork, timeout_s: float | None = LONG_S, operation: Operation = OPERATION
     ) -> Any:
-        """Wait, expect an error, check that the group is broken by it, and return it."""
+        """Wait, expect an error, check that it breaks the group, and return it."""
         with pytest.raises(Exception) as caught:  # noqa: PT011 - the test looks at it
             self.health.wait(operation, work, timeout_s)
         assert self.health.is_broken
@@ -146,7 +146,7 @@ class Group:
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Group:
-    """Return a healthy group whose waits are as short as a test wants them."""
+    """Return a healthy group with short waits."""
     for name, seconds in (
         ("SLICE_S", 0.01),
         ("BOARD_AFTER_S", 0.05),
@@ -164,7 +164,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
 
 
 def test_a_call_that_finishes_touches_no_board(group: Group) -> None:
-    """Neither is anything written nor read."""
+    """A call that finishes neither writes nor reads the status store."""
     group.health.wait(OPERATION, FakeWork(0.02), LONG_S)
     assert group.board.own == []
     assert group.board.asked == 0
@@ -172,25 +172,25 @@ def test_a_call_that_finishes_touches_no_board(group: Group) -> None:
 
 
 def test_a_call_that_waits_says_once_where(group: Group) -> None:
-    """After a while, with the operation and its number."""
+    """A call that waits for a while writes its operation and number once."""
     group.health.wait(OPERATION, FakeWork(0.3), LONG_S)
     assert group.board.own == [Arrival("barrier", 3)]
 
 
 def test_point_to_point_calls_have_no_place_on_the_board(group: Group) -> None:
-    """They have no number that others could compare."""
+    """Point-to-point calls have no number to compare and are not written."""
     group.health.wait(Operation("host", "recv_object from rank 5", 0), FakeWork(0.3), None)
     assert group.board.own == []
 
 
 def test_a_call_that_finishes_within_the_grace_is_no_failure(group: Group) -> None:
-    """The deadline has passed, the verdict has not."""
+    """A call that finishes after the deadline but within the grace period succeeds."""
     group.health.wait(OPERATION, FakeWork(0.1), 0.06)
     assert not group.health.is_broken
 
 
 def test_numbers_count_the_collectives_of_each_plane(group: Group) -> None:
-    """Point-to-point calls do not count, and refused calls neither."""
+    """Neither point-to-point nor refused calls are counted."""
     begin = group.health.begin
     assert [begin("host", "barrier").number, begin("device", "x").number, begin("host", "y").number] == [
         1,
@@ -203,7 +203,7 @@ def test_numbers_count_the_collectives_of_each_plane(group: Group) -> None:
 
 
 def test_numbers_of_several_threads_are_different(group: Group) -> None:
-    """A barrier under way is counted by the group's own thread while the caller's counts too."""
+    """Threads that count at once get different numbers, as when a barrier runs in the group's own thread."""
     numbers: list[int] = []
     before = sys.getswitchinterval()
 
@@ -226,7 +226,7 @@ def test_numbers_of_several_threads_are_different(group: Group) -> None:
 
 
 def test_ranks_that_wait_elsewhere_or_nowhere_are_missing(group: Group) -> None:
-    """At an earlier collective counts as missing, at the same or a later one does not."""
+    """A rank at an earlier collective is missing; one at the same or a later collective is not."""
     group.board.others = {5: Arrival("barrier", 3), 6: Arrival("gather", 2), 9: Arrival("gather", 4)}
     error = group.fails(FakeWork(), 0.05)
     assert isinstance(error, CommTimeoutError)
@@ -238,13 +238,13 @@ def test_ranks_that_wait_elsewhere_or_nowhere_are_missing(group: Group) -> None:
 
 
 def test_what_a_transfer_still_waits_for_is_missing(group: Group) -> None:
-    """Where the transport knows, the board is not asked."""
+    """If the transport knows which ranks are missing, the status store is not read."""
     group.others_wait(5, 6, 9)
     assert group.fails(FakeWork(pending=[9, 6]), 0.05).missing == (6, 9)
 
 
 def test_all_arrived_but_stuck_is_a_timeout_without_names(group: Group) -> None:
-    """Then it is the transfer."""
+    """If all ranks have arrived the transfer is at fault, and no rank is named."""
     group.others_wait(5, 6, 9)
     error = group.fails(FakeWork(), 0.05)
     assert error.missing == ()
@@ -252,7 +252,7 @@ def test_all_arrived_but_stuck_is_a_timeout_without_names(group: Group) -> None:
 
 
 def test_without_a_board_a_stopped_rank_explains_the_timeout(group: Group) -> None:
-    """Where nobody can be asked, those that the kernel shows as stopped are to blame; without such, all."""
+    """Without a status store the stopped ranks are blamed, or all if none is stopped."""
     group.board.is_reachable = False
     group.watch.stopped = (6,)
     assert group.fails(FakeWork(), 0.05).missing == (6,)
@@ -262,7 +262,7 @@ def test_without_a_board_a_stopped_rank_explains_the_timeout(group: Group) -> No
 
 
 def test_without_a_deadline_a_call_waits(group: Group) -> None:
-    """Also much longer than deadlines here last."""
+    """A call without a deadline waits much longer than the settings' deadline."""
     group.health.wait(OPERATION, FakeWork(0.8), None)
 
 
@@ -270,13 +270,13 @@ def test_without_a_deadline_a_call_waits(group: Group) -> None:
 
 
 def judged(kind: Any, ranks: tuple[int, ...], detail: str) -> Verdict:
-    """Return a verdict that rank 9 found."""
+    """Return a failure record written by rank 9."""
     return Verdict(kind, ranks, 9, "gather #2", 30.0, detail)
 
 
 @pytest.mark.parametrize("operation", [OPERATION, Operation("host", "recv_object from rank 5", 0)])
 def test_a_dead_rank_ends_every_wait(group: Group, operation: Operation) -> None:
-    """Also one that the call does not wait for: the group is lost without it."""
+    """A dead rank ends even calls that do not wait for it, as the group is lost without it."""
     group.watch.dead = (5, 9)
     error = group.fails(FakeWork(pending=[6]), None, operation)
     assert isinstance(error, PeerLostError)
@@ -299,7 +299,7 @@ def test_a_dead_rank_ends_every_wait(group: Group, operation: Operation) -> None
 def test_the_verdict_of_another_rank_is_adopted(
     group: Group, verdict: Verdict, kind: type[Exception], text: str
 ) -> None:
-    """Of every kind; the error says who found it, and in what."""
+    """Failure records of every kind are adopted; the error says which rank wrote it, in which call."""
     group.board.verdicts = [verdict]
     error = group.fails(FakeWork(), None)
     assert type(error) is kind
@@ -309,7 +309,7 @@ def test_the_verdict_of_another_rank_is_adopted(
 
 
 def test_the_first_verdict_wins(group: Group) -> None:
-    """Who finds out second raises what the first one found, not what it saw itself."""
+    """A rank that finds a failure second raises the first record, not what it saw itself."""
     published = Verdict("lost", (9,), 5, "barrier #3", detail="9")
     group.board.verdict = lambda: None  # type: ignore[method-assign]
     group.board.verdicts = [published]
@@ -322,7 +322,7 @@ def test_the_first_verdict_wins(group: Group) -> None:
 
 
 def test_a_transport_error_is_explained_by_a_death_seen_later(group: Group) -> None:
-    """The kernel closes the sockets of a dying process before it says that it has ended."""
+    """A dying process closes its sockets before the kernel reports its end."""
     threading.Timer(0.05, lambda: setattr(group.watch, "dead", (5,))).start()
     error = group.fails(FakeWork(0.0, RuntimeError("connection reset")))
     assert isinstance(error, PeerLostError)
@@ -331,7 +331,7 @@ def test_a_transport_error_is_explained_by_a_death_seen_later(group: Group) -> N
 
 
 def test_a_transport_error_is_explained_by_a_verdict(group: Group) -> None:
-    """A peer that gave up closes its connections after it said why."""
+    """A peer that gives up writes the failure record before it closes its connections."""
     group.board.verdicts = [Verdict("timeout", (9,), 5, "barrier #3", 30.0, "9")]
     error = group.fails(FakeWork(0.0, RuntimeError("connection reset")))
     assert isinstance(error, CommTimeoutError)
@@ -339,7 +339,7 @@ def test_a_transport_error_is_explained_by_a_verdict(group: Group) -> None:
 
 
 def test_a_transport_error_is_explained_by_a_rank_that_left(group: Group) -> None:
-    """It said so on the board."""
+    """A rank that leaves writes so to the status store."""
     group.board.gone = (4, 6)
     error = group.fails(FakeWork(0.0, RuntimeError("connection closed")))
     assert isinstance(error, PeerLostError)
@@ -348,7 +348,7 @@ def test_a_transport_error_is_explained_by_a_rank_that_left(group: Group) -> Non
 
 
 def test_a_transport_error_blames_peers_that_cannot_be_seen(group: Group) -> None:
-    """On another host nobody shows whether they live: of those that were awaited, they are the likely ones."""
+    """Awaited peers on other hosts are blamed, because nothing here shows whether they live."""
     group.watch.unseen = (6, 9)
     error = group.fails(FakeWork(0.0, RuntimeError("connection reset"), pending=[5, 9]))
     assert isinstance(error, PeerLostError)
@@ -356,7 +356,7 @@ def test_a_transport_error_blames_peers_that_cannot_be_seen(group: Group) -> Non
 
 
 def test_a_transport_error_that_nothing_explains_is_native(group: Group) -> None:
-    """Every process lives: then it is the transport, and the others are told so."""
+    """If every process lives, the transport is at fault, and the others learn so."""
     error = group.fails(FakeWork(0.0, RuntimeError("no buffer space")))
     assert isinstance(error, NativeError)
     assert "no buffer space" in str(error)
@@ -365,7 +365,7 @@ def test_a_transport_error_that_nothing_explains_is_native(group: Group) -> None
 
 
 def test_an_error_while_a_call_is_posted_is_explained_too(group: Group) -> None:
-    """The transport may refuse at once; errors of ours pass unchanged."""
+    """An error of the transport while posting is explained; our own errors pass unchanged."""
     group.watch.dead = (5,)
     with pytest.raises(UsageError, match="ours"), group.health.transport(OPERATION):
         raise UsageError("ours")
@@ -377,7 +377,7 @@ def test_an_error_while_a_call_is_posted_is_explained_too(group: Group) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), SystemExit(1)])
 def test_an_interruption_breaks_the_group_and_is_told(group: Group, error: BaseException) -> None:
-    """It passes as it is; the others read who was interrupted by what."""
+    """The interrupt passes unchanged; the others read which rank was interrupted and by what."""
     with pytest.raises(type(error)):
         group.health.wait(OPERATION, FakeWork(0.0, error), LONG_S)
     verdict = group.board.verdicts[0]
@@ -392,7 +392,7 @@ def test_an_interruption_breaks_the_group_and_is_told(group: Group, error: BaseE
 
 
 def test_closing_wakes_a_waiting_call(group: Group) -> None:
-    """With `ClosedError`, soon; nobody is blamed for it."""
+    """Closing ends a waiting call soon with `ClosedError`; nobody is blamed."""
     threading.Timer(0.1, group.health.close).start()
     start = time.monotonic()
     with pytest.raises(ClosedError, match="destroyed while the call waited"):
@@ -402,7 +402,7 @@ def test_closing_wakes_a_waiting_call(group: Group) -> None:
 
 
 def test_closing_explains_a_transport_error(group: Group) -> None:
-    """The connections were closed by this process itself."""
+    """A transport error after closing is a `ClosedError`, as this process closed the connections."""
     group.health.close()
     with pytest.raises(ClosedError):
         group.health.wait(OPERATION, FakeWork(0.0, RuntimeError("connection closed")), LONG_S)
@@ -410,7 +410,7 @@ def test_closing_explains_a_transport_error(group: Group) -> None:
 
 
 def test_closing_counts_once(group: Group) -> None:
-    """What belongs to the group is released by who closed it first."""
+    """`close` returns true only the first time, so that resources are released once."""
     assert group.health.close()
     assert not group.health.close()
     with pytest.raises(ClosedError):
@@ -419,7 +419,7 @@ def test_closing_counts_once(group: Group) -> None:
 
 
 def test_a_broken_group_is_left_without_goodbye(group: Group) -> None:
-    """The others have the verdict; that this rank left afterwards explains nothing."""
+    """Leaving a broken group is not announced: the others have the failure record."""
     group.fails(FakeWork(), 0.05)
     group.health.say_goodbye()
     assert group.board.goodbyes == 0
@@ -429,7 +429,7 @@ def test_a_broken_group_is_left_without_goodbye(group: Group) -> None:
 
 
 def test_releasing_closes_the_watch_and_drops_the_transports(group: Group) -> None:
-    """What it held of them goes, so that their owners' last reference is the last."""
+    """Releasing drops the transports, so that their owners hold the last references."""
     group.health.release()
     group.health.abort()
     assert group.watch.closed == 1
@@ -437,7 +437,7 @@ def test_releasing_closes_the_watch_and_drops_the_transports(group: Group) -> No
 
 
 def test_the_copy_of_a_forked_child_refuses(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It cannot be used nor closed."""
+    """A copy in a forked child can be neither used nor closed."""
     monkeypatch.setattr(health_module, "fork_count", lambda: 1000)
     assert group.health.is_inherited
     for check in (group.health.check_usable, group.health.check_owner):
@@ -448,7 +448,7 @@ def test_the_copy_of_a_forked_child_refuses(group: Group, monkeypatch: pytest.Mo
 
 
 def test_a_failure_that_the_caller_found_is_told_to_the_others(group: Group) -> None:
-    """`fail` breaks the group by an error that the caller raises itself."""
+    """`fail` breaks the group with an error that the caller then raises itself."""
     found = UsageError("does not fit")
     group.health.fail(found)
     assert group.aborts == 1

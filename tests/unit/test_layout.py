@@ -32,7 +32,7 @@ def layouts(draw: st.DrawFn) -> ParallelLayout:
 
 
 def test_eight_ranks_in_two_by_four() -> None:
-    """The example that every engine documents: tensor 2, pipeline 4."""
+    """The usual example of engines, tensor 2 and pipeline 4, gives the usual lists."""
     layout = ParallelLayout(tensor=2, pipeline=4)
     assert layout.world_size == 8
     assert layout.groups("tp") == ((0, 1), (2, 3), (4, 5), (6, 7))
@@ -44,7 +44,7 @@ def test_eight_ranks_in_two_by_four() -> None:
 
 
 def test_eight_ranks_in_three_dimensions() -> None:
-    """Data 2 x pipeline 2 x tensor 2: experts span data and tensor within one stage."""
+    """With data 2 x pipeline 2 x tensor 2, experts span data and tensor within one stage."""
     layout = ParallelLayout(tensor=2, pipeline=2, data=2)
     assert layout.groups("tp") == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert layout.groups("pp") == ((0, 2), (1, 3), (4, 6), (5, 7))
@@ -53,7 +53,7 @@ def test_eight_ranks_in_three_dimensions() -> None:
 
 
 def test_an_expert_size_cuts_the_stage() -> None:
-    """With `expert` given, the ranks of a stage are cut into runs of that many."""
+    """With `expert` given, the ranks of a stage are divided into runs of that size."""
     layout = ParallelLayout(tensor=2, pipeline=2, data=2, expert=2)
     assert layout.groups("ep") == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert ParallelLayout(tensor=2, data=4, expert=4).groups("ep") == ((0, 1, 2, 3), (4, 5, 6, 7))
@@ -70,7 +70,7 @@ def test_context_stands_between_tensor_and_pipeline() -> None:
 
 @given(layouts())
 def test_lists_are_those_of_an_array_with_four_axes(layout: ParallelLayout) -> None:
-    """The lists are the lines along one axis of arange(world) in the shape (data, pipeline, context, tensor)."""
+    """The lists are the lines of arange(world), shaped (data, pipeline, context, tensor), along one axis."""
     shape = (layout.data, layout.pipeline, layout.context, layout.tensor)
     ranks = np.arange(layout.world_size).reshape(shape)
     axes: dict[Dimension, int] = {"dp": 0, "pp": 1, "cp": 2, "tp": 3}
@@ -99,7 +99,7 @@ def test_every_rank_is_in_one_list(layout: ParallelLayout, name: Dimension) -> N
 
 @given(layouts(), st.data())
 def test_coordinates_find_the_rank_again(layout: ParallelLayout, data: st.DataObject) -> None:
-    """`rank_at` inverts `coordinates`, and a coordinate is the position in the list of `group_of`."""
+    """`rank_at` inverts `coordinates`, and a coordinate is the rank's position in `group_of`."""
     rank = data.draw(st.integers(0, layout.world_size - 1))
     where = layout.coordinates(rank)
     assert layout.rank_at(tp=where["tp"], cp=where["cp"], pp=where["pp"], dp=where["dp"]) == rank
@@ -111,7 +111,7 @@ def test_coordinates_find_the_rank_again(layout: ParallelLayout, data: st.DataOb
 
 @given(layouts())
 def test_the_data_size_follows_from_the_world(layout: ParallelLayout) -> None:
-    """`from_world_size` finds the layout that has as many ranks."""
+    """`from_world_size` finds the layout with that many ranks."""
     found = ParallelLayout.from_world_size(
         layout.world_size,
         tensor=layout.tensor,
@@ -134,7 +134,7 @@ def test_a_world_that_does_not_divide_is_refused() -> None:
 
 
 def test_an_expert_size_that_does_not_divide_is_refused() -> None:
-    """The error names the ranks of a stage and the sizes that fit."""
+    """The error names the number of ranks in a stage and the sizes that fit."""
     with pytest.raises(
         UsageError, match=r"expert=3 does not divide the 8 ranks .* possible sizes: 1, 2, 4, 8"
     ):
@@ -178,19 +178,19 @@ def test_a_coordinate_outside_its_dimension_is_refused(place: dict[str, Any]) ->
 
 
 def test_an_unknown_dimension_is_refused() -> None:
-    """The error lists the dimensions there are."""
+    """The error lists the valid dimensions."""
     name: Any = "pipeline"
     for ask in (
         ParallelLayout().groups,
         ParallelLayout().size,
         lambda name: ParallelLayout().group_of(name, 0),
     ):
-        with pytest.raises(UsageError, match="there are world, tp, cp, pp, dp, ep"):
+        with pytest.raises(UsageError, match="the dimensions are world, tp, cp, pp, dp, ep"):
             ask(name)
 
 
 def test_a_layout_is_a_value() -> None:
-    """Equal sizes make equal, hashable layouts, which cannot be changed."""
+    """Equal sizes give equal, hashable layouts that cannot be changed."""
     layout = ParallelLayout(tensor=2)
     assert layout == ParallelLayout(tensor=2)
     assert len({layout, ParallelLayout(tensor=2), ParallelLayout(tensor=4)}) == 2
@@ -200,7 +200,7 @@ def test_a_layout_is_a_value() -> None:
 
 @pytest.mark.parametrize("expert", [None, 50])
 def test_a_hundred_thousand_ranks(expert: int | None) -> None:
-    """All dimensions of 100,000 ranks partition them, and `group_of` agrees at both ends and between."""
+    """Every dimension of 100,000 ranks partitions them, and `group_of` agrees at the ends and in between."""
     layout = ParallelLayout.from_world_size(100_000, tensor=8, pipeline=5, context=5, expert=expert)
     assert layout.data == 500
     everybody = set(range(100_000))
@@ -213,7 +213,7 @@ def test_a_hundred_thousand_ranks(expert: int | None) -> None:
 
 
 def test_the_module_loads_no_library() -> None:
-    """The arithmetic, without what its package imports beside it, needs neither torch nor any other library."""
+    """The module itself imports neither torch nor any other library."""
     code = """
 import sys, types
 for name in "coordinator", "shm_broadcast":

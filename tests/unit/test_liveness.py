@@ -1,4 +1,4 @@
-"""Who is alive, told by the kernel: identities, states, and the watch over a group's processes."""
+"""The kernel tells which processes live: identities, states, and the watch over a group's processes."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from shm_broadcast import liveness
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, process_state, this_process
 from tests.waiting import wait_until
 
-# How long the kernel may take for what it does at once, on a busy machine.
+# The kernel acts at once; a busy machine may take this long.
 SOON_S = 20.0
 
 
@@ -26,7 +26,7 @@ def identity_of(pid: int) -> ProcessIdentity:
 
 @contextmanager
 def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
-    """Start a process that does nothing; end and reap it."""
+    """Start a process that does nothing; end and reap it afterwards."""
     with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"]) as process:
         try:
             yield process
@@ -42,7 +42,7 @@ def descriptors() -> int:
 
 
 def test_an_identity_is_stable_and_travels() -> None:
-    """The same each time, and after a journey through JSON or msgpack."""
+    """An identity is the same each time, and survives JSON and msgpack."""
     own = this_process()
     assert own == this_process()
     assert own.pid == os.getpid()
@@ -51,7 +51,7 @@ def test_an_identity_is_stable_and_travels() -> None:
 
 
 def test_a_process_whose_name_has_brackets_and_blanks_is_read_correctly() -> None:
-    """/proc puts the command name, whatever it is, between the fields."""
+    """A command name with brackets and blanks does not confuse /proc/PID/stat."""
     code = "import time; open('/proc/self/comm', 'w').write('a) R 1 (b'); print('named', flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE) as process:
         try:
@@ -65,7 +65,7 @@ def test_a_process_whose_name_has_brackets_and_blanks_is_read_correctly() -> Non
 
 
 def test_two_processes_differ() -> None:
-    """Also those that started one after the other."""
+    """Two processes differ, also if one starts right after the other."""
     with sleeper() as one, sleeper() as other:
         assert identity_of(one.pid) != identity_of(other.pid)
 
@@ -80,7 +80,7 @@ def test_two_processes_differ() -> None:
     ],
 )
 def test_what_namespaces_mean(changed: dict[str, Any], same_host: bool, loopback: bool, sees: bool) -> None:
-    """Loopback is decided by the network namespace, sight by the PID namespace, both within one kernel."""
+    """The network namespace decides about loopback, the PID namespace about sight, on one kernel."""
     own = this_process()
     other = msgspec.structs.replace(own, pid=1, **changed)
     assert own.on_same_host(other) is same_host
@@ -94,7 +94,7 @@ def test_what_namespaces_mean(changed: dict[str, Any], same_host: bool, loopback
 
 @pytest.mark.guarantee("L1")
 def test_the_states_of_a_process() -> None:
-    """Alive, stopped, alive again, dead while nobody has reaped it, dead when its pid is free."""
+    """A process is alive, stopped, alive again, dead before it is reaped, and dead once its pid is free."""
     with sleeper() as process:
         identity = identity_of(process.pid)
         assert process_state(identity) == "alive"
@@ -105,7 +105,7 @@ def test_the_states_of_a_process() -> None:
         process.send_signal(signal.SIGCONT)
         wait_until(lambda: process_state(identity) == "alive", 'process_state(identity) == "alive"', SOON_S)
         process.kill()
-        # A zombie: its parent, this process, has not waited for it yet.
+        # A zombie: this process, its parent, has not waited for it yet.
         wait_until(lambda: process_state(identity) == "dead", 'process_state(identity) == "dead"', SOON_S)
         process.wait()
         assert process_state(identity) == "dead"
@@ -113,13 +113,13 @@ def test_the_states_of_a_process() -> None:
 
 @pytest.mark.guarantee("L1")
 def test_a_process_that_has_another_ones_pid_is_not_that_one() -> None:
-    """A start time that differs says that the pid was used again: who had it before is dead."""
+    """Another start time means that the pid was reused and its former owner is dead."""
     own = this_process()
     assert process_state(msgspec.structs.replace(own, start_ticks=own.start_ticks - 1)) == "dead"
 
 
 def test_forks_are_counted() -> None:
-    """A child has one more than its parent, and its child again."""
+    """A child counts one fork more than its parent, and so does its own child."""
     before = fork_count()
     child = os.fork()
     if child == 0:
@@ -138,7 +138,7 @@ def test_forks_are_counted() -> None:
 
 @pytest.mark.guarantee("L1")
 def test_the_watch_names_who_has_ended_and_nobody_else() -> None:
-    """Each rank as its process ends, in ascending order, and for ever after; those that live never."""
+    """Each rank is named from its process's end on, in ascending order; live ones never are."""
     with sleeper() as one, sleeper() as two, sleeper() as three:
         peers = {7: identity_of(one.pid), 2: identity_of(two.pid), 5: identity_of(three.pid)}
         watch = PeerWatch(this_process(), peers)
@@ -158,7 +158,7 @@ def test_the_watch_names_who_has_ended_and_nobody_else() -> None:
 
 @pytest.mark.guarantee("L1")
 def test_a_child_that_lives_on_does_not_hide_the_end_of_its_parent() -> None:
-    """The descriptor belongs to the process, not to what it inherited or left behind."""
+    """A pidfd belongs to the process, not to its children."""
     code = "import os, time; child = os.fork(); child and print(child, flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -172,7 +172,7 @@ def test_a_child_that_lives_on_does_not_hide_the_end_of_its_parent() -> None:
 
 
 def test_a_stopped_peer_is_not_lost() -> None:
-    """It may go on at any time."""
+    """A stopped peer is not lost, as it may continue."""
     with sleeper() as process:
         watch = PeerWatch(this_process(), {1: identity_of(process.pid)})
         process.send_signal(signal.SIGSTOP)
@@ -183,7 +183,7 @@ def test_a_stopped_peer_is_not_lost() -> None:
 
 
 def test_who_had_ended_before_the_watch_began_is_lost() -> None:
-    """Whether its pid is free, is that of a zombie, or was used again."""
+    """A process that ended earlier is lost, whether its pid is free, a zombie's or reused."""
     with sleeper() as zombie, sleeper() as gone:
         peers = {1: identity_of(zombie.pid), 2: identity_of(gone.pid)}
         peers[3] = msgspec.structs.replace(this_process(), start_ticks=1)
@@ -202,7 +202,7 @@ def test_who_had_ended_before_the_watch_began_is_lost() -> None:
 @pytest.mark.guarantee("L2")
 @pytest.mark.parametrize("changed", [{"boot_id": "another"}, {"pid_namespace": 1}])
 def test_a_peer_that_cannot_be_seen_from_here_is_unknown(changed: dict[str, Any]) -> None:
-    """Its pid may be that of any process here: it is neither alive nor dead, and the text says where it is."""
+    """A peer in another PID namespace is neither alive nor dead; the text names its host."""
     own = this_process()
     for pid in (own.pid, 2**22 - 1):
         other = msgspec.structs.replace(own, pid=pid, hostname="far", **changed)
@@ -216,7 +216,7 @@ def test_a_peer_that_cannot_be_seen_from_here_is_unknown(changed: dict[str, Any]
 
 
 def test_a_rank_that_was_never_announced_is_unknown() -> None:
-    """The watch knows no process for it."""
+    """A rank without a known process is unknown."""
     watch = PeerWatch(this_process(), {})
     assert watch.state(9) == "unknown"
     assert not watch.watches(9)
@@ -225,7 +225,7 @@ def test_a_rank_that_was_never_announced_is_unknown() -> None:
 
 
 def test_closing_gives_every_descriptor_back() -> None:
-    """Once, however often it is closed, and also for peers that ended meanwhile."""
+    """Closing twice releases each descriptor once, also of peers that ended before."""
     before = descriptors()
     with sleeper() as one, sleeper() as other:
         watch = PeerWatch(this_process(), {1: identity_of(one.pid), 2: identity_of(other.pid)})

@@ -1,4 +1,4 @@
-"""Finding, loading and calling libnccl: the stub, and the real one as far as it goes without a device."""
+"""Find, load and call libnccl: the stub, and the real library as far as it works without a device."""
 
 import ctypes
 import dataclasses
@@ -39,7 +39,7 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_versions_are_read_in_both_spellings() -> None:
-    """From 2.9 on a version has five digits."""
+    """Versions from 2.9 on have five digits, earlier ones four."""
     assert [version_text(code) for code in (2804, 21800, 22907, 23203)] == [
         "2.8.4",
         "2.18.0",
@@ -49,7 +49,7 @@ def test_versions_are_read_in_both_spellings() -> None:
 
 
 def test_the_library_knows_its_file_and_version(stub: Path) -> None:
-    """By the loader's word, not by what was asked for."""
+    """File and version come from the loader, not from the request."""
     link = stub.with_name("link.so")
     link.symlink_to(stub)
     library = NcclLibrary(link)
@@ -58,7 +58,7 @@ def test_the_library_knows_its_file_and_version(stub: Path) -> None:
 
 
 def test_an_error_has_all_that_is_known(stub: Path) -> None:
-    """Function, code, its name, both of the library's texts, file and version; as text and as fields."""
+    """An error holds function, code and its name, both NCCL texts, file and version, as text and fields."""
     library = NcclLibrary(stub)
     ctypes.CDLL(str(stub)).stub_fail(b"ncclGetUniqueId", 6, 1)
     with pytest.raises(NcclError) as caught:
@@ -77,7 +77,7 @@ def test_an_error_has_all_that_is_known(stub: Path) -> None:
 
 
 def test_what_a_library_lacks_is_named_when_it_is_called(tmp_path: Path) -> None:
-    """Loading goes well; the call says function, version needed, version there and file."""
+    """A missing function is reported by its call: name, version needed, version found and file."""
     library = NcclLibrary(build_stub(tmp_path, "-DWITHOUT_SPLIT", "-DWITHOUT_SUSPEND", "-DVERSION=21901"))
     assert not library.has("ncclCommSplit")
     assert library.has("ncclAllReduce")
@@ -88,7 +88,7 @@ def test_what_a_library_lacks_is_named_when_it_is_called(tmp_path: Path) -> None
 
 
 def test_too_old_or_no_nccl_is_refused(tmp_path: Path) -> None:
-    """With what is needed; a file that is missing, another library, an old one."""
+    """A missing file, another library and an old NCCL are refused with what is needed."""
     with pytest.raises(CapabilityError, match="cannot be loaded") as missing:
         NcclLibrary(tmp_path / "libnccl.so.2")
     assert missing.value.requirement == "libnccl.so.2"
@@ -101,7 +101,7 @@ def test_too_old_or_no_nccl_is_refused(tmp_path: Path) -> None:
 def test_the_library_of_the_process_comes_first(
     tmp_path: Path, stub: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then the wheel's; a path beats both."""
+    """A loaded library is preferred to the wheel's; a given path beats both."""
     maps = tmp_path / "maps"
     maps.write_text(
         "7f00-7f01 r-xp 00000000 08:01 1  /opt/a b/libnccl.so.2.21.5\n"
@@ -132,13 +132,13 @@ def context() -> CommunicatorContext:
 
 
 def test_a_context_without_an_exchange_is_refused(stub: Path) -> None:
-    """There would be no way to agree on an id."""
+    """Without an exchange the ranks could not agree on an id, so the context is refused."""
     with pytest.raises(InternalError, match="exchange"):
         NcclCommunicator(context(), library=NcclLibrary(stub), streams=HostStreams())
 
 
 def test_a_forked_child_has_no_short_way(stub: Path) -> None:
-    """Its handles belong to its parent: a call there is refused before the library sees it."""
+    """A call in a forked child is refused before the library sees the parent's handles."""
     facts = dataclasses.replace(context(), exchange=lambda own: [own, own])
     communicator = NcclCommunicator(facts, library=NcclLibrary(stub), streams=HostStreams())
     connection = communicator._connection
@@ -166,7 +166,7 @@ def real() -> NcclLibrary:
 
 @requires("nccl")
 def test_the_real_library_has_every_function(real: NcclLibrary) -> None:
-    """All that its version should have; and it is the wheel's."""
+    """The real library is the wheel's and has every function of its version."""
     lacking = {name for name in FUNCTIONS if not real.has(name)}
     assert lacking == {name for name, (_, since) in FUNCTIONS.items() if since > real.version}
     assert real.path.endswith("nvidia/nccl/lib/libnccl.so.2")
@@ -181,7 +181,7 @@ def _link(name: str) -> str:
 
 
 def own_listeners() -> list[str]:
-    """Return the hexadecimal addresses at which this process waits for TCP connections."""
+    """Return the hexadecimal addresses on which this process listens by TCP."""
     links = [_link(name) for name in os.listdir("/proc/self/fd")]
     inodes = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
     rows = [
@@ -197,7 +197,7 @@ def ids_and_errors(rank: int, world_size: int, directory: Path) -> None:
     first, second = real.new_unique_id(), real.new_unique_id()
     assert len(first) == 128
     assert first != second
-    # It waits for those who have the id, at one address of this host and at no wildcard.
+    # NCCL listens for holders of the id, on addresses of this host and on no wildcard.
     assert own_listeners()
     assert all(set(address) != {"0"} for address in own_listeners())
     assert real.error_string(2)
@@ -216,15 +216,15 @@ def ids_and_errors(rank: int, world_size: int, directory: Path) -> None:
 
 @requires("nccl")
 def test_the_real_library_gives_ids_and_readable_errors() -> None:
-    """Each id is new; without a device joining fails with the library's own words."""
-    # In a process of its own: NCCL goes on listening for those who have the id.
+    """Each id is new; joining without a device fails with the library's own text."""
+    # In a separate process, because NCCL keeps listening for holders of the id.
     run_ranks(ids_and_errors, 1, check_leaks=False)
 
 
 @requires("nccl")
 @requires("compiler")
 def test_our_structures_and_numbers_are_those_of_the_header(real: NcclLibrary, tmp_path: Path) -> None:
-    """Sizes, offsets, enumerators and the parameters of every function, by a program that includes nccl.h."""
+    """A program that includes nccl.h checks sizes, offsets, enumerators and parameters."""
     header = Path(real.path).parents[1] / "include"
     for name in ("cuda_runtime.h", "cuda_fp16.h", "cuda_bf16.h"):
         (tmp_path / name).write_text(
@@ -269,7 +269,7 @@ def test_our_structures_and_numbers_are_those_of_the_header(real: NcclLibrary, t
     }
     calls = []
     for name, (arguments, _) in FUNCTIONS.items():
-        # A pointer parameter takes a void*, a number none: a wrong count or kind does not compile.
+        # A pointer parameter accepts a void*, a number does not, so a wrong count or kind does not compile.
         given = ", ".join(f"*({kinds[each]}*)anything" for each in arguments)  # type: ignore[index]
         calls.append(f"  (void){name}({given});")
     program = tmp_path / "check.c"

@@ -1,4 +1,4 @@
-"""What NCCL calls our dtypes and reductions."""
+"""NCCL's names for our dtypes and reductions."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ NEW, OLD = 23203, 22304
 
 
 def test_every_dtype_of_nccl_has_every_reduction() -> None:
-    """Twelve data types and five reductions, each with its own number."""
+    """Twelve data types and five reductions map to distinct numbers."""
     assert sorted(DATA_TYPES.values()) == list(range(12))
     for dtype, code in DATA_TYPES.items():
         codes = [reduction_code(dtype, op, NEW) for op in ReduceOperation]
@@ -22,7 +22,7 @@ def test_every_dtype_of_nccl_has_every_reduction() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_fp8_needs_a_library_that_has_it(dtype: torch.dtype) -> None:
-    """The same on all ranks, as they have agreed on the version."""
+    """FP8 needs NCCL 2.24; with an older version, on which all ranks have agreed, it is refused."""
     assert reduction_code(dtype, ReduceOperation.SUM, 22400)[0] >= 10
     with pytest.raises(CapabilityError, match=r"2\.24\.0 or newer, this is 2\.23\.4") as caught:
         reduction_code(dtype, ReduceOperation.SUM, OLD)
@@ -30,7 +30,7 @@ def test_fp8_needs_a_library_that_has_it(dtype: torch.dtype) -> None:
 
 
 def test_bools_and_complex_numbers_are_reduced_as_what_they_consist_of() -> None:
-    """Or is the larger byte, and the smaller one; sums of complex numbers are sums of their parts."""
+    """Bools reduce as bytes (or is MAX, and is MIN); sums of complex numbers reduce their parts."""
     expected = {"SUM": 2, "MAX": 2, "PRODUCT": 3, "MIN": 3}
     for name, code in expected.items():
         assert reduction_code(torch.bool, ReduceOperation[name], NEW) == (1, code, 1)

@@ -28,7 +28,7 @@ MESSAGES = [
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_a_message_arrives_as_it_was_told(message: msgspec.Struct) -> None:
-    """What is encoded is decoded; what is cut, longer, or of another kind is refused with the rank's name."""
+    """A message decodes to what was encoded; cut, longer or other messages are refused with the rank's name."""
     data = msgspec.msgpack.encode(message)
     assert speak(lambda own: [own, data], message, [4, 7]) == [message, message]
     for wrong in (data[:-1], data + b"\0", b"", b"\x80\x04\x95gadget"):
@@ -58,7 +58,7 @@ def test_a_message_arrives_as_it_was_told(message: msgspec.Struct) -> None:
     ],
 )
 def test_what_is_out_of_bounds_is_refused(kind: type[msgspec.Struct], fields: object) -> None:
-    """Sizes, lengths, places and kinds are checked before anything is opened."""
+    """Sizes, lengths, offsets and kinds are checked before anything is opened."""
     with pytest.raises(DecodeError):
         decode(msgspec.msgpack.encode(fields), kind, 7)
 
@@ -66,7 +66,7 @@ def test_what_is_out_of_bounds_is_refused(kind: type[msgspec.Struct], fields: ob
 @settings(deadline=None)
 @given(st.binary(max_size=300), st.sampled_from([type(message) for message in MESSAGES]), st.integers(0, 200))
 def test_any_bytes_give_a_message_or_an_error(data: bytes, kind: type[msgspec.Struct], cut: int) -> None:
-    """Also bytes that begin as a message does."""
+    """Any bytes give a message or a `DecodeError`, also if they begin like a message."""
     for text in (data, msgspec.msgpack.encode(MESSAGES[len(data) % len(MESSAGES)])[:cut] + data):
         try:
             assert isinstance(decode(text, kind, 7), kind)

@@ -1,4 +1,4 @@
-"""The policy: a pure, total function of what all ranks know, with a reason and a source for every number."""
+"""The policy is a pure, total function of what all ranks know; every number has a reason and a source."""
 
 from typing import Any
 
@@ -85,7 +85,7 @@ def with_(facts: GroupFacts, **changes: Any) -> GroupFacts:
 @pytest.mark.guarantee("D50")
 @given(GROUPS, CALLS)
 def test_every_call_has_one_plan_with_a_reason(facts: GroupFacts, call: CallFacts) -> None:
-    """Any facts give a plan that can be launched, with a reason, and equal facts give an equal one."""
+    """Any facts give a valid plan with a reason, and equal facts give equal plans."""
     plan = choose(facts, call)
     assert plan.reason.strip()
     if plan.algorithm.is_custom:
@@ -101,7 +101,7 @@ def test_every_call_has_one_plan_with_a_reason(facts: GroupFacts, call: CallFact
 
 @given(GROUPS, CALLS, st.integers(0, 64 * MIB))
 def test_regions_are_monotone(facts: GroupFacts, call: CallFacts, other: int) -> None:
-    """As a message grows, algorithms follow each other in one order, and none comes back."""
+    """As messages grow, the algorithms follow in one order, and none returns."""
     small, large = sorted((max(call.nbytes & ~3, 4), max(other & ~3, 4)))
     plans = [
         choose(facts, at(call, nbytes=size)).algorithm for size in (small, (small + large) // 8 * 4, large)
@@ -118,7 +118,7 @@ def test_regions_are_monotone(facts: GroupFacts, call: CallFacts, other: int) ->
 @pytest.mark.guarantee("D51")
 @given(GROUPS, CALLS)
 def test_the_deterministic_setting_sums_floats_in_rank_order_only(facts: GroupFacts, call: CallFacts) -> None:
-    """NCCL never sums floats then, and all sizes of an all-reduce take the same algorithm, in pieces."""
+    """NCCL never sums floats, and all sizes of an all-reduce use one algorithm, in pieces."""
     facts = with_(facts, is_deterministic=True)
     plan = choose(facts, call)
     if call.depends_on_order:
@@ -131,7 +131,7 @@ def test_the_deterministic_setting_sums_floats_in_rank_order_only(facts: GroupFa
 @pytest.mark.parametrize("nbytes", [2, 16, 8 * KIB, MIB, 64 * MIB, 64 * MIB + 2, 3 << 30])
 @pytest.mark.parametrize("in_graph", [False, True])
 def test_a_deterministic_group_has_one_algorithm(nbytes: int, in_graph: bool) -> None:
-    """From one element to gigabytes, captured or not, the two-shot push carries the sum."""
+    """From one element to gigabytes, captured or not, the two-shot push does the sum."""
     plan = choose(with_(H200, is_deterministic=True), at(ALL_REDUCE, nbytes=nbytes, in_graph=in_graph))
     assert plan.algorithm is Algorithm.PUSH_TWO_SHOT
     assert plan.piece_bytes == min(nbytes, 64 * MIB)
@@ -150,7 +150,7 @@ def test_a_deterministic_group_has_one_algorithm(nbytes: int, in_graph: bool) ->
     ],
 )
 def test_what_the_kernels_cannot_sum(dtype: str, reduction: str, expected: Algorithm) -> None:
-    """Where the order shows, a deterministic group sums in rank order; where it does not, NCCL may."""
+    """A deterministic group sums in rank order where the order matters; elsewhere NCCL may be used."""
     call = at(ALL_REDUCE, dtype=dtype, reduction=reduction)
     assert choose(with_(H200, is_deterministic=True), call).algorithm is expected
     assert choose(H200, call).algorithm is Algorithm.NCCL
@@ -176,7 +176,7 @@ THRESHOLDS = [
 
 @pytest.mark.parametrize(("arch", "world_size", "in_graph", "last"), THRESHOLDS)
 def test_thresholds_are_exact(arch: str, world_size: int, in_graph: bool, last: int) -> None:
-    """The last byte of a region belongs to it, the next one does not."""
+    """The last byte of a region belongs to it, and the next byte does not."""
     facts = with_(H200, arch=arch, world_size=world_size)
 
     def of(nbytes: int) -> Plan:
@@ -196,7 +196,7 @@ def test_thresholds_are_exact(arch: str, world_size: int, in_graph: bool, last: 
 
 
 def test_pulls_need_memory_that_peers_can_map() -> None:
-    """With `expandable_segments` a large captured call goes through NCCL, and the reason says why."""
+    """With `expandable_segments` a large captured call uses NCCL, and the reason says why."""
     call = at(ALL_REDUCE, nbytes=16 * MIB, in_graph=True)
     assert choose(H200, call).algorithm is Algorithm.PULL_TWO_SHOT
     plan = choose(with_(H200, is_exportable=False), call)
@@ -205,7 +205,7 @@ def test_pulls_need_memory_that_peers_can_map() -> None:
 
 
 def test_other_operations() -> None:
-    """Reduce-scatters and all-gathers have a push of their own up to their limits."""
+    """Reduce-scatter and all-gather use their own push algorithm up to their limits."""
     for operation, algorithm, last in (
         ("reduce_scatter", Algorithm.PUSH_REDUCE_SCATTER, 8 * MIB),
         ("all_gather", Algorithm.PUSH_ALL_GATHER, 64 * KIB),
@@ -226,7 +226,7 @@ def test_other_operations() -> None:
         ({"world_size": 9}, "2 to 8 ranks, not 9"),
         ({"world_size": 1}, "2 to 8 ranks, not 1"),
         ({"arch": ""}, "different architectures"),
-        ({"arch": "sm_75"}, "nobody has measured"),
+        ({"arch": "sm_75"}, "no thresholds are known for sm_75"),
         ({"is_verified": False}, "could read"),
         ({"obstacle": "rank 3 has no IPC"}, "rank 3 has no IPC"),
         ({"has_nvlink": False}, "no threshold for all_reduce of 8 ranks over pcie"),
@@ -234,19 +234,19 @@ def test_other_operations() -> None:
     ],
 )
 def test_a_fallback_has_its_reason(changes: dict[str, Any], words: str) -> None:
-    """Each obstacle gives NCCL, or sums in rank order if the group is deterministic, and names itself."""
+    """Each obstacle selects NCCL, or rank order if the group is deterministic, and is named in the reason."""
     plan = choose(with_(H200, **changes), ALL_REDUCE)
     assert plan.algorithm is Algorithm.NCCL
     assert words in plan.reason
     plan = choose(with_(H200, is_deterministic=True, **changes), ALL_REDUCE)
-    # What has no figures can still be deterministic: there speed does not choose.
+    # A machine without figures can still be deterministic, because speed does not decide there.
     unmeasured = "arch" in changes and changes["arch"] == "sm_75"
     expected = Algorithm.PUSH_TWO_SHOT if unmeasured or "has_nvlink" in changes else Algorithm.RANK_ORDER
     assert plan.algorithm is expected
 
 
 def test_two_ranks_over_pcie() -> None:
-    """Two ranks without NVLink use the one-shot push; more go through NCCL until somebody measures."""
+    """Two ranks without NVLink use the one-shot push; more ranks use NCCL until figures exist."""
     facts = with_(H200, has_nvlink=False, world_size=2)
     assert choose(facts, ALL_REDUCE).algorithm is Algorithm.PUSH_ONE_SHOT
     assert choose(with_(facts, world_size=3), ALL_REDUCE).algorithm is Algorithm.NCCL
@@ -254,14 +254,14 @@ def test_two_ranks_over_pcie() -> None:
 
 @pytest.mark.guarantee("D50")
 def test_every_number_has_a_source() -> None:
-    """Each built-in row says where its number comes from, and none claims to be measured here."""
+    """Each built-in row names its source, and none claims to be measured here."""
     for row in BUILT_IN.thresholds:
         assert len(row.source) > 20
         assert "measured on" not in row.source
 
 
 def test_digests_tell_tables_apart() -> None:
-    """Two tables have one digest if and only if their numbers are equal; the sources do not count."""
+    """Two tables have equal digests exactly if their numbers are equal; sources do not count."""
     renamed = [msgspec.structs.replace(row, source="hearsay") for row in BUILT_IN.thresholds]
     assert policy_digest(PolicyTable(thresholds=tuple(renamed), origin="x")) == policy_digest(BUILT_IN)
     for field, value in (("max_bytes", 1), ("mode", "graph"), ("max_world_size", 2), ("link", "pcie")):
@@ -280,7 +280,7 @@ def test_families() -> None:
 
 
 def test_rows_are_found_by_size() -> None:
-    """Of the rows that hold the smallest sufficient one decides, in whatever order the table has them."""
+    """The row with the smallest sufficient size decides, whatever the order of the table."""
     rows = tuple(reversed(BUILT_IN.thresholds))
     assert choose(H200, ALL_REDUCE, PolicyTable(thresholds=rows)).algorithm is Algorithm.PUSH_ONE_SHOT
     assert isinstance(rows[0], Threshold)

@@ -1,4 +1,4 @@
-"""The policy file: what was measured beats the built-in table, and what is wrong with a file is named."""
+"""The policy file: measured figures beat the built-in table, and errors in a file are named."""
 
 import threading
 from pathlib import Path
@@ -73,7 +73,7 @@ FILES = st.builds(
 
 @given(FILES)
 def test_a_file_says_what_was_written(content: PolicyFile) -> None:
-    """What is written is what is read, and no other file is left beside it."""
+    """A file reads back as written, and no other file is left beside it."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as directory:
@@ -84,7 +84,7 @@ def test_a_file_says_what_was_written(content: PolicyFile) -> None:
 
 
 def test_a_file_beats_the_table_where_it_speaks() -> None:
-    """Its rows replace those of its operation and world size, with their source; the others stay."""
+    """Its rows replace those of the same operation and world size, with their source; the rest stays."""
     table = table_of(FILE, H200, "/etc/policy.json")
     call = CallFacts(operation="all_reduce", dtype="float32", nbytes=1 << 16)
     assert table.origin == "/etc/policy.json"
@@ -105,7 +105,7 @@ def test_a_file_beats_the_table_where_it_speaks() -> None:
 
 
 def test_digests_are_of_numbers() -> None:
-    """Files that differ in who measured agree; files that differ in a number do not."""
+    """The digest depends on the numbers, not on who measured them."""
     digest = policy_digest(table_of(FILE, H200))
     assert digest != policy_digest(BUILT_IN)
     assert policy_digest(table_of(msgspec.structs.replace(FILE, host="other"), H200, "/x")) == digest
@@ -117,7 +117,7 @@ def test_digests_are_of_numbers() -> None:
     "changes", [{"device_name": "NVIDIA B200"}, {"arch": "sm_100"}, {"has_nvlink": False}]
 )
 def test_a_file_of_another_machine_is_refused(changes: dict[str, Any]) -> None:
-    """Figures of other devices or links are no silent default; the error shows both."""
+    """Figures of other devices or links are refused, and the error shows both."""
     with pytest.raises(SettingsError, match=r"is about NVIDIA H200 \(sm_90, nvlink\), but the group has"):
         table_of(FILE, msgspec.structs.replace(H200, **changes))
 
@@ -159,7 +159,7 @@ def with_row(**changes: Any) -> bytes:
     ],
 )
 def test_a_wrong_file_is_refused(data: bytes, words: str, tmp_path: Path) -> None:
-    """The error names the file, and what is wrong where."""
+    """The error names the file, the place and the fault."""
     path = tmp_path / "policy.json"
     path.write_bytes(data)
     with pytest.raises(SettingsError, match="policy.json") as raised:
@@ -168,7 +168,7 @@ def test_a_wrong_file_is_refused(data: bytes, words: str, tmp_path: Path) -> Non
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
-    """A missing file and a missing directory are named."""
+    """The error names a missing file or directory."""
     with pytest.raises(SettingsError, match="cannot read the policy file .*absent"):
         read_policy_file(tmp_path / "absent")
     with pytest.raises(SettingsError, match="cannot write the policy file .*policy.json"):
@@ -176,7 +176,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
 
 
 def test_writing_fails_whole(tmp_path: Path) -> None:
-    """Where a file cannot be replaced, nothing is left of the attempt."""
+    """A failed replacement leaves no partial file."""
     (tmp_path / "policy.json").mkdir()
     with pytest.raises(SettingsError, match="cannot write"):
         write_policy_file(tmp_path / "policy.json", FILE)
@@ -184,7 +184,7 @@ def test_writing_fails_whole(tmp_path: Path) -> None:
 
 
 def test_a_reader_sees_the_old_file_or_the_new_one(tmp_path: Path) -> None:
-    """A file that is replaced while others read it is always whole."""
+    """A file that is replaced while others read it is always complete."""
     path = tmp_path / "policy.json"
     other = msgspec.structs.replace(FILE, thresholds=())
     write_policy_file(path, FILE)

@@ -10,7 +10,7 @@ NO_PACKAGES = {"csrc", "__pycache__"}
 
 
 def test_the_public_api_is_the_one_written_down() -> None:
-    """Names and signatures are those in public_api.txt; `make api` writes it anew where a change is meant."""
+    """Names and signatures equal public_api.txt; `make api` rewrites it for an intended change."""
     difference = "\n".join(
         difflib.unified_diff(
             SNAPSHOT.read_text().splitlines(),
@@ -24,7 +24,7 @@ def test_the_public_api_is_the_one_written_down() -> None:
 
 
 def test_every_public_module_is_documented() -> None:
-    """The API pages of the site describe each module of the snapshot."""
+    """The site's API pages describe each module of the snapshot."""
     described = {
         line.removeprefix("::: ").strip()
         for page in (ROOT / "docs" / "api").glob("*.md")
@@ -35,7 +35,7 @@ def test_every_public_module_is_documented() -> None:
 
 
 def test_every_package_says_that_it_is_typed() -> None:
-    """Each folder of modules has a py.typed, so that type checkers read our annotations."""
+    """Each folder of modules has a py.typed, so that type checkers read the annotations."""
     folders = [
         folder
         for package in ("coordinator", "device_comm", "shm_broadcast")

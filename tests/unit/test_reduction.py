@@ -61,7 +61,7 @@ def reducible(dtype: torch.dtype) -> list[ReduceOperation]:
 
 @pytest.mark.parametrize("op", ReduceOperation)
 def test_an_operation_has_several_names(op: ReduceOperation) -> None:
-    """A member, its name and its value in any case, and torch's ReduceOp mean the same."""
+    """A member, its name and value in any case, and torch's ReduceOp mean the same."""
     torch_name = "AVG" if op is MEAN else op.name
     reduce_op = getattr(dist.ReduceOp, torch_name)
     for name in (
@@ -80,14 +80,14 @@ def test_an_operation_has_several_names(op: ReduceOperation) -> None:
     "name", ["xor", "", None, 1, dist.ReduceOp.BAND, dist.ReduceOp.PREMUL_SUM, max, torch.sum]
 )
 def test_an_unknown_operation_is_refused(name: object) -> None:
-    """What is no operation of ours is a UsageError that lists those that are."""
+    """An unknown operation raises a UsageError that lists the valid ones."""
     with pytest.raises(UsageError, match="SUM, MEAN, PRODUCT, MIN, MAX"):
         reduce_operation(name)
 
 
 @pytest.mark.guarantee("D4")
 def test_operations_without_meaning_are_refused() -> None:
-    """Order of complex numbers, means of integers, and dtypes that are no numbers."""
+    """Ordering complex numbers, means of integers, and non-numeric dtypes are refused."""
     for dtype in (*COMPLEX, torch.complex32):
         assert reducible(dtype) == [SUM, MEAN, PRODUCT]
     for dtype in (*INTEGERS, torch.bool):
@@ -121,7 +121,7 @@ FOLDS: dict[ReduceOperation, Callable[[np.float32, np.float32], np.float32]] = {
 def test_floats_are_combined_in_rank_order_in_float32(
     op: ReduceOperation, dtype: torch.dtype, ranks: int
 ) -> None:
-    """As numpy's float32 folds them from rank 0 upwards, rounded to the dtype once, at the end."""
+    """The result equals numpy's float32 fold from rank 0 up, rounded to the dtype once at the end."""
     parts = [random(dtype, 101, seed=rank) for rank in range(ranks)]
     columns = zip(*(part.float().tolist() for part in parts), strict=True)
     folded = [functools.reduce(FOLDS[op], map(np.float32, column)) for column in columns]
@@ -132,14 +132,14 @@ def test_floats_are_combined_in_rank_order_in_float32(
 
 
 def test_the_order_of_ranks_shows() -> None:
-    """Another order gives other bits, so it is worth a promise."""
+    """Another order gives other bits, so the rank order is a real promise."""
     parts = [torch.tensor([1.0]), torch.tensor([2.0**-24]), torch.tensor([2.0**-24])]
     assert reduce_in_rank_order(parts, SUM).item() == 1.0
     assert reduce_in_rank_order(parts[::-1], SUM).item() == 1.0 + 2.0**-23
 
 
 def test_narrow_floats_are_rounded_once() -> None:
-    """In float16 itself 2048 + 1 + 1 would stay 2048, and 60000 + 60000 - 60000 would be infinite."""
+    """In float16, 2048 + 1 + 1 would stay 2048 and 60000 + 60000 - 60000 would be infinite."""
     ones = [torch.tensor([value], dtype=torch.float16) for value in (2048.0, 1.0, 1.0)]
     assert reduce_in_rank_order(ones, SUM).item() == 2050
     large = [torch.tensor([value], dtype=torch.float16) for value in (6e4, 6e4, -6e4)]
@@ -148,7 +148,7 @@ def test_narrow_floats_are_rounded_once() -> None:
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 def test_integers_wrap_around(dtype: torch.dtype) -> None:
-    """SUM and PRODUCT are those of the integers modulo two to their width; MIN and MAX are exact."""
+    """SUM and PRODUCT wrap modulo two to the width; MIN and MAX are exact."""
     parts = [random(dtype, 50, seed=rank) for rank in range(5)]
     columns = list(zip(*(part.tolist() for part in parts), strict=True))
     limits = torch.iinfo(dtype)
@@ -165,7 +165,7 @@ def test_integers_wrap_around(dtype: torch.dtype) -> None:
 
 
 def test_truth_values() -> None:
-    """SUM and MAX are a logical or, PRODUCT and MIN a logical and, also of many ranks."""
+    """SUM and MAX are a logical or, PRODUCT and MIN a logical and, for many ranks too."""
     parts = [torch.tensor([True, False, rank == 0]) for rank in range(300)]
     for op in (SUM, MAX):
         assert reduce_in_rank_order(parts, op).tolist() == [True, False, True]
@@ -175,7 +175,7 @@ def test_truth_values() -> None:
 
 @pytest.mark.parametrize("dtype", COMPLEX, ids=str)
 def test_complex_numbers(dtype: torch.dtype) -> None:
-    """SUM and MEAN by component, PRODUCT by the rule from school, each step rounded."""
+    """SUM and MEAN work by component, PRODUCT multiplies out, and each step rounds."""
     parts = [random(dtype, 40, seed=rank) for rank in range(3)]
     real = np.float32 if dtype is torch.complex64 else np.float64
     columns = list(zip(*(torch.view_as_real(part).tolist() for part in parts), strict=True))
@@ -202,7 +202,7 @@ def _typed(columns: list, real: type) -> list:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_half_complex_numbers_are_combined_in_single_precision() -> None:
-    """2048 + 1 + 1, as for float16."""
+    """For half complex numbers too, 2048 + 1 + 1 gives 2050."""
     parts = [torch.tensor([value + 0j], dtype=torch.complex64).to(torch.complex32) for value in (2048, 1, 1)]
     result = reduce_in_rank_order(parts, SUM)
     assert result.dtype is torch.complex32
@@ -211,7 +211,7 @@ def test_half_complex_numbers_are_combined_in_single_precision() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
 def test_special_values(dtype: torch.dtype) -> None:
-    """A NaN of any rank is the result; infinities and the signs of zeros follow the order."""
+    """A NaN of any rank gives NaN; infinities and signs of zeros follow the order."""
 
     def result(op: ReduceOperation, *values: float) -> str:
         return repr(reduce_in_rank_order([torch.tensor([each], dtype=dtype) for each in values], op).item())
@@ -238,7 +238,7 @@ def test_special_values(dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("two_torch_threads")
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, *COMPLEX, torch.bool], ids=str)
 def test_a_result_does_not_depend_on_where_its_element_stands(dtype: torch.dtype) -> None:
-    """Vector body, tail and threads of torch's loops give the same bits: a shard is reduced as the whole is."""
+    """Vector body, tail and threads give the same bits, so a shard reduces like the whole."""
     parts = [random(dtype, 40_007, seed=rank) for rank in range(3)]
     if dtype.is_floating_point:
         for rank, part in enumerate(parts):
@@ -253,7 +253,7 @@ def test_a_result_does_not_depend_on_where_its_element_stands(dtype: torch.dtype
             if not dtype.is_floating_point:
                 assert bits(shard) == bits(expected)
                 continue
-            # A NaN equals a NaN, whatever else its bits say.
+            # All NaNs count as equal, whatever their bits.
             shard, expected = shard.double(), expected.double()
             assert torch.equal(shard.isnan(), expected.isnan())
             assert bits(shard.nan_to_num(1e300)) == bits(expected.nan_to_num(1e300))
@@ -261,7 +261,7 @@ def test_a_result_does_not_depend_on_where_its_element_stands(dtype: torch.dtype
 
 @given(st.integers(1, 6), st.integers(0, 300), st.data())
 def test_any_split_gives_the_same_bits(ranks: int, length: int, data: st.DataObject) -> None:
-    """Reducing piece by piece is reducing the whole."""
+    """Reducing piece by piece gives the same bits as reducing the whole."""
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.complex64, torch.int8]))
     parts = [random(dtype, length, seed=rank) for rank in range(ranks)]
     cut = data.draw(st.integers(0, length))
@@ -276,7 +276,7 @@ def test_any_split_gives_the_same_bits(ranks: int, length: int, data: st.DataObj
 )
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_parts_are_left_alone(dtype: torch.dtype, ranks: int) -> None:
-    """The result is new memory of the parts' shape and dtype, without gradient."""
+    """The result is new memory with the parts' shape and dtype, without gradient."""
     parts = [random(dtype, 2, 3, seed=rank) for rank in range(ranks)]
     if dtype is torch.float32:
         parts = [part.requires_grad_() for part in parts]
@@ -290,14 +290,14 @@ def test_the_parts_are_left_alone(dtype: torch.dtype, ranks: int) -> None:
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0), (1, 1)])
 def test_any_shape(shape: tuple[int, ...]) -> None:
-    """Empty tensors and those without dimensions are reduced too."""
+    """Empty tensors and tensors without dimensions are reduced too."""
     for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.bool):
         for op in reducible(dtype):
             assert reduce_in_rank_order([torch.ones(shape, dtype=dtype)] * 2, op).shape == shape
 
 
 def test_accumulation_dtypes() -> None:
-    """Narrow floats are combined in float32; what torch has no arithmetic for in something wider."""
+    """Narrow floats are combined in float32; dtypes without torch arithmetic in a wider one."""
     for dtype in (torch.float16, torch.bfloat16, *FP8):
         assert accumulation_dtype(dtype) is torch.float32
     assert accumulation_dtype(torch.uint16) is torch.int64

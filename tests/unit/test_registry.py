@@ -1,4 +1,4 @@
-"""Classes are carried only when both sides registered them."""
+"""Objects of a class are sent only if both sides registered it."""
 
 import dataclasses
 import enum
@@ -16,7 +16,7 @@ from tests.unit.codec_samples import Key, Point, Request
 
 
 class Fraction:
-    """A class of no kind that the codec knows."""
+    """A class of a kind that the codec does not know."""
 
     def __init__(self, top: int, bottom: int) -> None:
         """Store both parts."""
@@ -25,7 +25,7 @@ class Fraction:
 
 @pytest.fixture
 def fraction() -> Any:
-    """Register Fraction with functions for one test."""
+    """Register Fraction with encode and decode functions for one test."""
     register_type(
         Fraction, name="fraction", encode=lambda f: (f.top, f.bottom), decode=lambda tree: Fraction(*tree)
     )
@@ -34,7 +34,7 @@ def fraction() -> Any:
 
 
 def test_functions_carry_any_class(fraction: Any) -> None:
-    """A class with encode and decode functions is carried through them."""
+    """A class with encode and decode functions is sent through them."""
     arrived = decode(encode([fraction(1, 3)]).to_bytes())[0]
     assert (type(arrived), arrived.top, arrived.bottom) == (Fraction, 1, 3)
 
@@ -42,7 +42,7 @@ def test_functions_carry_any_class(fraction: Any) -> None:
 @pytest.mark.usefixtures("fraction")
 @pytest.mark.parametrize("tree", [(1, 2, 3), None, "ab", {}], ids=repr)
 def test_a_decode_function_that_refuses_is_a_decode_error(tree: object) -> None:
-    """What a decode function raises becomes a DecodeError that names the class."""
+    """An error of a decode function becomes a DecodeError that names the class."""
     register_type(Fraction, name="fraction", encode=lambda _f: tree, decode=_strict)
     frame = encode(Fraction(1, 2)).to_bytes()
     with pytest.raises(DecodeError, match="the decode function of fraction refused"):
@@ -56,7 +56,7 @@ def _strict(tree: Any) -> Fraction:
 
 @pytest.mark.usefixtures("fraction")
 def test_a_decode_function_must_return_the_class() -> None:
-    """A decode function that returns something else is a DecodeError."""
+    """A decode function that returns another class raises DecodeError."""
     frame = encode(Fraction(1, 2)).to_bytes()
     register_type(Fraction, name="fraction", encode=lambda _f: 1, decode=lambda _tree: "x")  # type: ignore[arg-type, return-value]
     with pytest.raises(DecodeError, match="returned a str"):
@@ -65,7 +65,7 @@ def test_a_decode_function_must_return_the_class() -> None:
 
 @pytest.mark.guarantee("C5")
 def test_an_unknown_class_is_named() -> None:
-    """A message with a class that is not registered here is a DecodeError that names it."""
+    """A message with an unregistered class raises a DecodeError that names it."""
 
     @register_type(name="tests.passing")
     @dataclasses.dataclass
@@ -81,7 +81,7 @@ def test_an_unknown_class_is_named() -> None:
 
 @pytest.mark.guarantee("C5")
 def test_an_enum_is_found_only_in_loaded_modules(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An Enum of a module that is not loaded is a DecodeError, and the module is not imported."""
+    """An Enum of a module that is not loaded raises DecodeError, and the module is not imported."""
     (tmp_path / "unloaded_enum.py").write_text("import enum\nclass E(enum.Enum):\n    A = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     import unloaded_enum  # type: ignore[import-not-found]
@@ -95,7 +95,7 @@ def test_an_enum_is_found_only_in_loaded_modules(tmp_path: Any, monkeypatch: pyt
 
 
 def test_fields_must_agree() -> None:
-    """A record with other fields than the receiver's class is a DecodeError that names both."""
+    """A record whose fields differ from the receiver's class raises a DecodeError that names both."""
 
     @dataclasses.dataclass
     class First:
@@ -116,21 +116,21 @@ def test_fields_must_agree() -> None:
 
 
 def test_registering_twice_is_fine() -> None:
-    """The same class under the same name may be registered again, also as a decorator."""
+    """A class may be registered again under its name, also as a decorator."""
     assert register_type(Point) is Point
     assert register_type()(Point) is Point
     assert register_type(Key, name=f"{Key.__module__}.Key") is Key
 
 
 class Slotted(list):
-    """A subclass of a builtin type with a slot of its own."""
+    """A subclass of a builtin type with its own slot."""
 
     __slots__ = ("extra",)
 
 
 @dataclasses.dataclass
 class Output(OrderedDict):
-    """A dataclass that is a dict as well."""
+    """A dataclass that is also a dict."""
 
     a: int = 0
 
@@ -139,39 +139,39 @@ class Output(OrderedDict):
     ("arguments", "reason"),
     [
         ({"cls": 3}, "needs a class"),
-        ({"cls": int}, "carried anyway"),
+        ({"cls": int}, "needs no registration"),
         ({"cls": str}, "cannot be registered"),
         ({"cls": object}, "cannot be registered"),
         ({"cls": type}, "cannot be registered"),
         ({"cls": enum.EnumType}, "cannot be registered"),
-        ({"cls": Fraction}, "give encode= and decode="),
-        ({"cls": Slotted}, "give encode= and decode="),
-        ({"cls": Output}, "give encode= and decode="),
+        ({"cls": Fraction}, "without encode= and decode="),
+        ({"cls": Slotted}, "without encode= and decode="),
+        ({"cls": Output}, "without encode= and decode="),
         ({"cls": Fraction, "encode": str}, "both encode= and decode="),
         ({"cls": Fraction, "decode": str}, "both encode= and decode="),
-        ({"cls": Point, "name": "other"}, "is registered as"),
+        ({"cls": Point, "name": "other"}, "already registered as"),
         ({"cls": Key, "name": f"{Point.__module__}.Point"}, "belongs to another class"),
-        ({"cls": Slotted, "name": ""}, "is no name"),
-        ({"cls": Slotted, "name": 3}, "is no name"),
-        ({"cls": np.ndarray}, "carried anyway"),
+        ({"cls": Slotted, "name": ""}, "is not a printable name"),
+        ({"cls": Slotted, "name": 3}, "is not a printable name"),
+        ({"cls": np.ndarray}, "needs no registration"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_cannot_be_registered_is_a_usage_error(arguments: dict[str, Any], reason: str) -> None:
-    """A class that cannot be carried, or a taken name, is a UsageError and changes nothing."""
+    """A class that cannot be sent, or a taken name, raises UsageError and changes nothing."""
     with pytest.raises(UsageError, match=reason):
         register_type(**arguments)
     assert decode(encode(Point(1)).to_bytes()) == Point(1)
 
 
 def test_unregistering_an_unknown_class_is_a_usage_error() -> None:
-    """A class that is not registered cannot be forgotten."""
+    """Unregistering a class that is not registered raises UsageError."""
     with pytest.raises(UsageError, match="is not registered"):
         unregister_type(Fraction)
 
 
 def test_subclasses_of_a_registered_class_are_not_included() -> None:
-    """Only the exact class is carried."""
+    """Only objects of exactly the registered class are sent."""
 
     class Special(Point):
         pass
@@ -181,7 +181,7 @@ def test_subclasses_of_a_registered_class_are_not_included() -> None:
 
 
 def test_a_struct_runs_its_post_init() -> None:
-    """A Struct is built by its constructor, the only way that msgspec has."""
+    """A Struct is built by its constructor, as msgspec offers nothing else."""
     seen = []
 
     class Seen(msgspec.Struct):
@@ -198,7 +198,7 @@ def test_a_struct_runs_its_post_init() -> None:
 
 
 def test_a_bad_value_for_a_subclass_is_a_decode_error() -> None:
-    """A registered subclass of a builtin type is built of that type only."""
+    """A subclass of a builtin type is built only from that type."""
 
     class Bag(list):
         pass
@@ -210,7 +210,7 @@ def test_a_bad_value_for_a_subclass_is_a_decode_error() -> None:
     frame = encode(Box(1)).to_bytes()
     unregister_type(Box)
     register_type(Bag, name="tests.shape")
-    with pytest.raises(DecodeError, match="cannot be built of a dict"):
+    with pytest.raises(DecodeError, match="cannot be built from a dict"):
         decode(frame)
     unregister_type(Bag)
     assert decode(encode(Request("a", [])).to_bytes()) == Request("a", [])

@@ -1,4 +1,4 @@
-"""RMSNorm: every bit against a plain loop in float32, and the whole against torch within rounding."""
+"""RMSNorm: bit for bit equal to a plain float32 loop, and equal to torch within rounding."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ EPS = 1e-6
 
 
 def slow_sum_of_squares(row: Any, vector: int) -> Any:
-    """Return the sum of the squares of a float32 row, one operation at a time, in the order of `DESIGN.md`."""
+    """Sum the squares of a float32 row one operation at a time, in the order of `DESIGN.md`."""
     lanes = [np.float32(0)] * LANES
     for start in range(0, len(row), vector):
         lane = start // vector % LANES
@@ -30,7 +30,7 @@ def slow_sum_of_squares(row: Any, vector: int) -> Any:
 
 
 def slow_rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return the normalised rows, with one IEEE operation after the other."""
+    """Normalise the rows one IEEE operation at a time."""
     results = []
     scales = weight.float().numpy()
     with np.errstate(all="ignore"):
@@ -43,13 +43,13 @@ def slow_rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits, of NaN only that it is one."""
+    """Return the bits, with all NaNs made equal."""
     whole = torch.where(tensor.isnan(), torch.full_like(tensor, torch.nan), tensor)
     return whole.view(torch.int32 if tensor.itemsize == 4 else torch.int16)
 
 
 def filled(tokens: int, hidden: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Return random rows over many magnitudes."""
+    """Return random rows that span many magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(tokens, hidden, generator=generator)
     return (rows * torch.exp2(torch.randint(-6, 7, rows.shape, generator=generator))).to(dtype)
@@ -58,7 +58,7 @@ def filled(tokens: int, hidden: int, dtype: torch.dtype, seed: int) -> torch.Ten
 @pytest.mark.guarantee("D17")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_bit_is_that_of_a_plain_loop(dtype: torch.dtype) -> None:
-    """For rows shorter and longer than the lanes reach, divisible or not, with zeros of both signs, inf and NaN."""
+    """Rows of any length match, whether or not the lanes divide them, with signed zeros, inf and NaN."""
     for hidden in (1, 7, 64, 1000, 1024, 2048, 2056, 5003):
         rows, weight = filled(3, hidden, dtype, hidden), filled(1, hidden, dtype, 1)[0]
         assert torch.equal(bits(rms_norm(rows, weight, EPS)), bits(slow_rms_norm(rows, weight, EPS))), hidden
@@ -74,7 +74,7 @@ def test_every_bit_is_that_of_a_plain_loop(dtype: torch.dtype) -> None:
 
 
 def test_the_order_of_the_sum_can_be_seen() -> None:
-    """Another order gives other bits: so the test above would notice one."""
+    """Another summation order gives other bits, so the test above would notice it."""
     rows = filled(16, 5003, torch.float32, 4)
     ours = sum_of_squares(rows, 4)
     assert not torch.equal(ours, sum_of_squares(rows, 8))
@@ -83,7 +83,7 @@ def test_the_order_of_the_sum_can_be_seen() -> None:
 
 
 def test_rows_do_not_depend_on_their_neighbours() -> None:
-    """However many are normalised at a time, over the blocks in which that is done."""
+    """A row's result does not depend on how many rows are normalised, across block boundaries."""
     rows, weight = filled(150, 4096, torch.bfloat16, 5), filled(1, 4096, torch.bfloat16, 6)[0]
     whole = rms_norm(rows, weight, EPS)
     for row in (0, 63, 64, 149):
@@ -93,14 +93,14 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_torch_differs_by_rounding(dtype: torch.dtype) -> None:
-    """It is the same function."""
+    """The result equals torch's within rounding."""
     rows, weight = filled(8, 1536, dtype, 7), filled(1, 1536, dtype, 8)[0]
     theirs = torch.nn.functional.rms_norm(rows, (1536,), weight, EPS)
     torch.testing.assert_close(rms_norm(rows, weight, EPS), theirs)
 
 
 def test_what_cannot_be_normalised_is_refused() -> None:
-    """With the argument that does not fit."""
+    """The error names the argument that does not fit."""
     x, w = torch.ones(2, 8), torch.ones(8)
     with FakeGroupCoordinator(0, 2) as group:
         for text, call in {
@@ -125,7 +125,7 @@ def test_what_cannot_be_normalised_is_refused() -> None:
 
 
 def test_results_are_new_also_in_a_group_of_one() -> None:
-    """And the arguments are unchanged; no gradient flows."""
+    """Results are new memory in a group of one too; arguments stay unchanged, no gradient flows."""
     for size in (1, 2):
         with FakeGroupCoordinator(0, size) as group:
             x, w = filled(4, 48, torch.float32, 1).requires_grad_(), torch.ones(48)

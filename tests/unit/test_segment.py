@@ -1,4 +1,4 @@
-"""Shared memory without a name: sealed, reserved, and refused where it is not."""
+"""Shared memory without a name is sealed and reserved; other memory is refused."""
 
 import fcntl
 import mmap
@@ -20,7 +20,7 @@ NBYTES = 5 * 4096
 
 @pytest.mark.guarantee("B15")
 def test_a_segment_is_zeroed_private_and_reserved() -> None:
-    """Every page exists when `create` returns, nobody else may open the memory, and it stands in no directory."""
+    """`create` reserves every page, other users cannot open the memory, and it has no file name."""
     before = named_memory_of()
     made = Segment.create(NBYTES)
     status = os.fstat(made.descriptor)
@@ -36,7 +36,7 @@ def test_a_segment_is_zeroed_private_and_reserved() -> None:
 
 @pytest.mark.guarantee("B15")
 def test_a_segment_can_neither_shrink_nor_grow() -> None:
-    """No peer can cut pages off under the others, which would be a SIGBUS for them."""
+    """No peer can truncate the memory, which would raise SIGBUS in the others."""
     made = Segment.create(NBYTES)
     for size in (0, 4096, 2 * NBYTES):
         with pytest.raises(PermissionError):
@@ -48,7 +48,7 @@ def test_a_segment_can_neither_shrink_nor_grow() -> None:
 
 @pytest.mark.guarantee("B15")
 def test_both_ends_see_one_memory() -> None:
-    """What is written through one mapping is read through the other, also after the first was closed."""
+    """Writes through one mapping are read through the other, also after the first was closed."""
     made = Segment.create(NBYTES)
     adopted = Segment.adopt(os.dup(made.descriptor), NBYTES)
     made.memory[100:103] = b"abc"
@@ -79,21 +79,21 @@ def memory_file(nbytes: int, seals: int) -> int:
     ],
 )
 def test_memory_that_could_change_or_has_another_size_is_refused(nbytes: int, seals: int) -> None:
-    """A segment that is handed over is mapped only with every seal and the size that the handle gives."""
-    with pytest.raises(DecodeError, match=f"no sealed segment of {NBYTES} bytes"):
+    """A received segment is mapped only with every seal and the handle's size."""
+    with pytest.raises(DecodeError, match=f"not a sealed segment of {NBYTES} bytes"):
         Segment.adopt(memory_file(nbytes, seals), NBYTES)
 
 
 @pytest.mark.guarantee("B15")
 def test_what_is_no_memory_is_refused() -> None:
-    """A file, a pipe and a closed descriptor are no segment, and are closed."""
+    """A file, a pipe and a closed descriptor are refused and closed."""
     with tempfile.TemporaryFile() as file:
         file.truncate(NBYTES)
         with pytest.raises(DecodeError):
             Segment.adopt(os.dup(file.fileno()), NBYTES)
     ends = os.pipe()
     for end in ends:
-        with pytest.raises(DecodeError, match="no shared segment"):
+        with pytest.raises(DecodeError, match="not a shared segment"):
             Segment.adopt(end, NBYTES)
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(end)
@@ -101,7 +101,7 @@ def test_what_is_no_memory_is_refused() -> None:
 
 @pytest.mark.guarantee("B15")
 def test_too_little_memory_is_told_with_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error gives the bytes that are needed and those that are free; nothing was taken."""
+    """The error gives the bytes needed and the bytes free; nothing is allocated."""
     monkeypatch.setattr(segment, "free_memory_bytes", lambda: 20_000_000)
     with pytest.raises(CapabilityError, match="needs 10000000 bytes, 20000000 are free") as caught:
         Segment.create(10_000_000)
@@ -113,7 +113,7 @@ def test_too_little_memory_is_told_with_its_numbers(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.guarantee("B15")
 def test_the_kernels_refusal_is_told_with_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the kernel has no pages, though the numbers promised some, the same error comes and nothing stays."""
+    """If the kernel lacks pages that seemed free, the same error is raised and nothing is left."""
 
     def refuse(descriptor: int, start: int, nbytes: int) -> None:
         raise OSError(28, "No space left on device")
@@ -125,7 +125,7 @@ def test_the_kernels_refusal_is_told_with_its_numbers(monkeypatch: pytest.Monkey
 
 
 def test_free_memory_is_what_the_kernel_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a number of bytes between one MiB and all memory; a limited cgroup makes it less."""
+    """The result lies between 1 MiB and all memory, and a cgroup's limit reduces it."""
     total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
     assert 1 << 20 < free_memory_bytes() <= total
     read_text = Path.read_text
@@ -136,7 +136,7 @@ def test_free_memory_is_what_the_kernel_says(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.guarantee("B15")
 def test_a_queue_works_without_a_directory_for_shared_memory() -> None:
-    """Nothing of a queue is in /dev/shm, which may be absent, tiny or full; its mappings are memfds."""
+    """A queue uses memfds and nothing in /dev/shm, which may be absent, tiny or full."""
     before = named_memory_of()
     with queue() as (writer, [reader]):
         writer.enqueue("x")
@@ -147,7 +147,7 @@ def test_a_queue_works_without_a_directory_for_shared_memory() -> None:
 
 
 def test_views_of_a_closed_segment_stay_valid() -> None:
-    """Memory that somebody still views is let go with the last view, not before."""
+    """Memory with views is released with the last view, not before."""
     made = Segment.create(NBYTES)
     view = memoryview(made.memory)
     made.close()

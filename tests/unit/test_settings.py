@@ -1,4 +1,4 @@
-"""Settings: an argument beats the environment, which beats the default; what is wrong is named."""
+"""Settings: an argument beats the environment, which beats the default; errors name the setting."""
 
 import re
 import subprocess
@@ -71,7 +71,7 @@ SETTINGS = st.builds(
 
 
 def variables_of(settings: CoordinatorSettings) -> dict[str, str]:
-    """Return the environment that says what `settings` say."""
+    """Return the environment variables that express `settings`."""
     variables = {}
     for field, value in msgspec.to_builtins(settings).items():
         inner = value.items() if isinstance(value, dict) else [(None, value)]
@@ -99,7 +99,7 @@ def test_defaults() -> None:
 
 @given(SETTINGS)
 def test_every_field_has_a_variable(settings: CoordinatorSettings) -> None:
-    """What the variables say is what `from_env` returns, for every field; other programs' variables are ignored."""
+    """`from_env` reads a variable for every field and ignores other programs' variables."""
     environ = {"PATH": "/bin", "VLLM_X": "1", **variables_of(settings)}
     assert CoordinatorSettings.from_env(environ) == settings
 
@@ -108,13 +108,13 @@ def test_every_field_has_a_variable(settings: CoordinatorSettings) -> None:
 def test_an_argument_beats_the_environment(
     given_settings: CoordinatorSettings, env: CoordinatorSettings
 ) -> None:
-    """Arguments win over variables, and a section given whole replaces the environment's."""
+    """Arguments beat variables, and a whole section replaces the environment's."""
     arguments = {field: getattr(given_settings, field) for field in given_settings.__struct_fields__}
     assert CoordinatorSettings.resolve(variables_of(env), **arguments) == given_settings
 
 
 def test_a_section_may_be_given_in_part() -> None:
-    """A mapping for a section beats the variables of its fields only."""
+    """A mapping for a section beats the variables of its own fields only."""
     environ = {
         "GROUP_COORDINATOR_BROADCAST__WAIT": "spin",
         "GROUP_COORDINATOR_BROADCAST__RING_BYTES": "65536",
@@ -126,7 +126,7 @@ def test_a_section_may_be_given_in_part() -> None:
 
 
 def test_fields_of_a_section_may_limit_each_other() -> None:
-    """A variable that only goes together with another one is taken with it, in any order, and refused alone."""
+    """Variables that depend on each other are accepted together, in any order, and refused alone."""
     lost, beat = "GROUP_COORDINATOR_REMOTE__LOST_AFTER_S", "GROUP_COORDINATOR_REMOTE__HEARTBEAT_S"
     for environ in ({lost: "9", beat: "3"}, {beat: "3", lost: "9"}):
         remote = CoordinatorSettings.from_env(environ).remote
@@ -142,14 +142,14 @@ def test_fields_of_a_section_may_limit_each_other() -> None:
 
 
 def test_ports_are_a_range() -> None:
-    """The text becomes the first and the last port that queues may take."""
+    """The text gives the first and last port that queues may use."""
     settings = CoordinatorSettings.from_env({"GROUP_COORDINATOR_REMOTE_PORTS": "29600-29699"})
     assert settings.remote_port_range == (29600, 29699)
     assert CoordinatorSettings(remote_ports="7000-7000").remote_port_range == (7000, 7000)
 
 
 def test_the_environment_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a mapping the process's environment is read, at the call."""
+    """Without a mapping the process's environment is read, when called."""
     monkeypatch.setenv("GROUP_COORDINATOR_TIMEOUT_S", "12.5")
     assert CoordinatorSettings.from_env().timeout_s == 12.5
     assert CoordinatorSettings.resolve().timeout_s == 12.5
@@ -169,7 +169,7 @@ def test_the_environment_of_the_process_is_the_default(monkeypatch: pytest.Monke
     ],
 )
 def test_an_unknown_variable_is_refused(name: str, suggestion: str) -> None:
-    """A variable with our prefix that means nothing raises and suggests the closest name."""
+    """An unknown variable with our prefix raises and suggests the closest name."""
     with pytest.raises(
         SettingsError, match=f"unknown environment variable '{name}'; did you mean '{suggestion}'"
     ):
@@ -177,7 +177,7 @@ def test_an_unknown_variable_is_refused(name: str, suggestion: str) -> None:
 
 
 def test_an_unknown_argument_is_refused() -> None:
-    """An argument that means nothing raises and suggests the closest name."""
+    """An unknown argument raises and suggests the closest name."""
     with pytest.raises(SettingsError, match="unknown setting 'timeout'; did you mean 'timeout_s'"):
         CoordinatorSettings.resolve({}, timeout=3)
     with pytest.raises(SettingsError, match="section 'broadcast' 'ring_byte'; did you mean 'ring_bytes'"):
@@ -243,7 +243,7 @@ def test_a_malformed_variable_is_refused(field: str, text: str) -> None:
 
 
 def test_a_choice_lists_its_values() -> None:
-    """The error of a choice lists what may be chosen."""
+    """The error of a choice lists the valid values."""
     with pytest.raises(SettingsError, match="'adaptive', 'spin', 'park'"):
         CoordinatorSettings.from_env({"GROUP_COORDINATOR_BROADCAST__WAIT": "sleep"})
 
@@ -386,7 +386,7 @@ def test_every_field_counts_in_the_fingerprint() -> None:
 
 @pytest.mark.slow
 def test_a_fingerprint_is_stable() -> None:
-    """The same settings have the same fingerprint in another process, whether given as int or as float."""
+    """Equal settings have equal fingerprints in another process, and for int and float values."""
     code = "from coordinator.settings import *; print(CoordinatorSettings(timeout_s=30).fingerprint())"
     output = subprocess.run(
         [sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True
@@ -398,7 +398,7 @@ def test_a_fingerprint_is_stable() -> None:
 
 
 def test_differences_name_field_value_and_ranks() -> None:
-    """Only the fields that differ are shown, the value of most ranks first."""
+    """Only fields that differ are shown, the majority's value first."""
     usual, other = (
         CoordinatorSettings(),
         CoordinatorSettings(timeout_s=30, broadcast=BroadcastSettings(wait="spin")),
@@ -415,7 +415,7 @@ def test_differences_name_field_value_and_ranks() -> None:
 
 
 def test_a_launch_is_read() -> None:
-    """Everything that torchrun says is in the record."""
+    """The record holds everything that torchrun sets."""
     assert LaunchEnvironment.from_env(TORCHRUN) == LaunchEnvironment(
         rank=5,
         world_size=8,
@@ -430,7 +430,7 @@ def test_a_launch_is_read() -> None:
 
 
 def test_a_launch_needs_four_variables() -> None:
-    """A launcher may say no more than what torch's own rendezvous needs."""
+    """The variables that torch's own rendezvous needs are enough."""
     four = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     launch = LaunchEnvironment.from_env(four)
     assert launch is not None
@@ -439,7 +439,7 @@ def test_a_launch_needs_four_variables() -> None:
 
 
 def test_no_launch() -> None:
-    """Without the variables of a launcher there is none; an address of the master alone is no launch."""
+    """Without a launcher's variables there is no launch; the master's address alone does not count."""
     assert LaunchEnvironment.from_env({}) is None
     assert LaunchEnvironment.from_env({"MASTER_ADDR": "localhost", "MASTER_PORT": "1234"}) is None
 
@@ -457,14 +457,14 @@ def test_the_launch_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 @pytest.mark.parametrize("is_empty", [False, True])
 def test_a_partial_launch_is_refused(missing: str, is_empty: bool) -> None:
-    """The error names what is missing and what is set."""
+    """The error names the missing variables and those that are set."""
     environ = {name: value for name, value in TORCHRUN.items() if name != missing}
     if is_empty:
         environ[missing] = ""
-    with pytest.raises(SettingsError, match=f"incomplete: {missing} missing, though .*LOCAL_RANK"):
+    with pytest.raises(SettingsError, match=f"incomplete: it lacks {missing}, though it sets .*LOCAL_RANK"):
         LaunchEnvironment.from_env(environ)
     with pytest.raises(
-        SettingsError, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT missing, though LOCAL_RANK"
+        SettingsError, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, though it sets LOCAL_RANK"
     ):
         LaunchEnvironment.from_env({"LOCAL_RANK": "0"})
 
@@ -498,7 +498,7 @@ def test_a_malformed_launch_is_refused(name: str, text: str) -> None:
 
 @pytest.mark.slow
 def test_nothing_is_read_at_import() -> None:
-    """A misspelt variable breaks no import, only the call that reads it."""
+    """A misspelt variable does not break the import, only the call that reads it."""
     code = "import coordinator.settings as s; s.CoordinatorSettings(); s.CoordinatorSettings.from_env()"
     outcome = subprocess.run(
         [sys.executable, "-c", code],

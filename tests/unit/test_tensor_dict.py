@@ -1,4 +1,4 @@
-"""Tensor dicts: what is split, sent, received and joined is the dict again."""
+"""Tensor dicts: splitting, sending, receiving and joining gives the same dict."""
 
 import collections
 from typing import Any
@@ -32,7 +32,7 @@ def large(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def land(parcel: Parcel, slicing: Slicing | None = None) -> Landing:
-    """Return the landing of a parcel whose message and parts have arrived."""
+    """Return the landing of a packed dict whose message and parts have arrived."""
     landing = join(codec.decode(codec.encode(parcel.metadata).to_bytes()), CPU, slicing or Slicing())
     assert len(landing.parts) == len(parcel.tensors)
     for (plane, into), (sent_plane, sent) in zip(landing.parts, parcel.tensors, strict=True):
@@ -46,7 +46,7 @@ def land(parcel: Parcel, slicing: Slicing | None = None) -> Landing:
 def carried(
     tensor_dict: Any, world_size: int = 1, overrides: dict[str, bool] | None = None
 ) -> dict[Any, Any]:
-    """Return what arrives when each rank of an all-gather group sends its slices."""
+    """Return what arrives if each rank of an all-gather group sends its slices."""
     slicings = [Slicing(world_size, rank, overrides or {}) for rank in range(world_size)]
     landings = [land(split(tensor_dict, slicing), slicing) for slicing in slicings]
     for position, (_, put) in enumerate(landings[0].sliced):
@@ -87,13 +87,13 @@ dicts = st.recursive(
 
 @given(dicts, st.integers(1, 4))
 def test_a_dict_arrives(tensor_dict: dict[Any, Any], world_size: int) -> None:
-    """With any number of slices every value arrives with its type, shape, dtype and elements."""
+    """With any number of slices every value keeps its type, shape, dtype and elements."""
     assert same(carried(tensor_dict, world_size), tensor_dict)
 
 
 @given(dicts)
 def test_splitting_leaves_the_dict_alone(tensor_dict: dict[Any, Any]) -> None:
-    """The dict still holds the very same values."""
+    """Splitting changes neither the dict nor its values."""
     before = list(tensor_dict.items())
     parcel = split(tensor_dict, Slicing(2, 1))
     assert all(now is then for now, then in zip(tensor_dict.values(), dict(before).values(), strict=True))
@@ -101,7 +101,7 @@ def test_splitting_leaves_the_dict_alone(tensor_dict: dict[Any, Any]) -> None:
 
 
 def test_any_mapping_can_be_sent() -> None:
-    """It arrives as a dict."""
+    """Any mapping can be sent and arrives as a dict."""
     mapping: collections.ChainMap[str, Any] = collections.ChainMap({"x": torch.ones(2)}, {"y": 1})
     arrived = carried(mapping)
     assert type(arrived) is dict
@@ -110,7 +110,7 @@ def test_any_mapping_can_be_sent() -> None:
 
 @pytest.mark.parametrize("value", [None, [], "x", torch.ones(2), [("x", 1)]])
 def test_what_is_no_mapping_is_refused(value: object) -> None:
-    """The text names its type."""
+    """The error names the type of a value that is not a mapping."""
     with pytest.raises(UsageError, match=f"not {type(value).__name__}"):
         split(value, Slicing())  # type: ignore[arg-type]
 
@@ -129,7 +129,7 @@ STRIDED = {
 @pytest.mark.parametrize("columns", [4, 400], ids=["small", "large"])
 @pytest.mark.parametrize("name", STRIDED)
 def test_any_layout_arrives(name: str, columns: int) -> None:
-    """Strides, lazy signs and gradients do not travel, values do; small tensors and large ones alike."""
+    """Values arrive for small and large tensors of any layout; strides, lazy signs and gradients do not."""
     tensor = STRIDED[name](large(200, columns))
     for world_size in (1, 2):
         arrived = carried({"x": tensor}, world_size)["x"]
@@ -143,7 +143,7 @@ def test_any_layout_arrives(name: str, columns: int) -> None:
 
 
 def test_small_tensors_travel_inside() -> None:
-    """Below the limit a tensor is part of the message, from it on it travels beside it."""
+    """A tensor below the limit is part of the message; from the limit on it is sent beside it."""
     below = torch.zeros(INLINE_BYTES - 1, dtype=torch.uint8)
     at = torch.zeros(INLINE_BYTES, dtype=torch.uint8)
     parcel = split({"below": below, "at": at}, Slicing())
@@ -153,7 +153,7 @@ def test_small_tensors_travel_inside() -> None:
 
 
 def test_slots_count_in_order() -> None:
-    """The tensors beside the message come in the order of the dict, nested dicts in their place."""
+    """Tensors beside the message follow the order of the dict, nested dicts in their place."""
     parcel = split({"a": large(LARGE), "b": {"c": large(LARGE, 2), "d": 1}, "e": large(LARGE, 3)}, Slicing())
     assert [tensor.shape for _, tensor in parcel.tensors] == [(LARGE,), (LARGE, 2), (LARGE, 3)]
     assert (parcel.metadata["a"].index, parcel.metadata["b"]["c"].index, parcel.metadata["e"].index) == (
@@ -164,19 +164,19 @@ def test_slots_count_in_order() -> None:
 
 
 def test_tensors_in_lists_stay_in_the_message() -> None:
-    """Only dicts are searched; what else the codec carries is carried whole."""
+    """Only dicts are searched for tensors; lists are sent within the message."""
     parcel = split({"x": [large(LARGE)], "y": (large(LARGE),)}, Slicing(2, 0))
     assert parcel.tensors == []
 
 
 def test_tensors_that_are_not_dense_are_refused() -> None:
-    """Nothing else can be laid out as elements."""
+    """A tensor that is not dense has no plain elements and is refused."""
     with pytest.raises(UsageError, match="only dense"):
         split({"x": torch.eye(2).to_sparse()}, Slicing())
 
 
 def test_a_dict_that_contains_itself_is_refused() -> None:
-    """So is one that is nested deeper than an object may be, by the codec."""
+    """The codec refuses a dict that contains itself or is nested too deeply."""
     endless: dict[str, Any] = {}
     endless["self"] = endless
     with pytest.raises(UsageError, match="contains itself"):
@@ -189,7 +189,7 @@ def test_a_dict_that_contains_itself_is_refused() -> None:
 
 
 def test_the_message_tells_what_follows() -> None:
-    """Its slots can be read where its tree cannot; without tensors beside it, it is the dict itself."""
+    """Slots are readable without decoding the tree; without extra tensors the message is the dict itself."""
     assert split({"x": torch.ones(2), "n": 1}, Slicing()).message().keys() == {"x", "n"}  # type: ignore[attr-defined]
     parcel = split({"x": large(LARGE), "n": 1, "y": large(8, dtype=torch.int64)}, Slicing(2, 0))
     message = parcel.message()
@@ -206,13 +206,13 @@ def test_the_message_tells_what_follows() -> None:
 @pytest.mark.parametrize("numel", [0, 1, 5, 6, 7, 12])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_tensors_are_sliced_whose_size_divides(numel: int, world_size: int) -> None:
-    """All others travel whole; so do all in a group of one."""
+    """Tensors whose size does not divide are sent whole, as are all in a group of one."""
     slices = Slicing(world_size, 0).slices("x", numel)
     assert slices == (world_size if numel and numel % world_size == 0 else 1)
 
 
 def test_slices_are_cut_from_the_flat_tensor() -> None:
-    """Rank i sends the i-th part in C order, also where the first dimension does not divide."""
+    """Rank i sends the i-th part in C order, even if the first dimension does not divide."""
     whole = large(3, 4)
     for rank in range(4):
         parcel = split({"x": whole}, Slicing(4, rank))
@@ -221,7 +221,7 @@ def test_slices_are_cut_from_the_flat_tensor() -> None:
 
 
 def test_overrides_are_by_key() -> None:
-    """A key inside of a nested dict is `outer.inner`; what is overridden travels whole."""
+    """A nested key is `outer.inner`; an overridden tensor is sent whole."""
     overrides = {"x": False, "outer.y": False, "3.z": True}
     parcel = split(
         {"x": large(8), "outer": {"y": large(8), "x": large(8)}, 3: {"z": large(8)}}, Slicing(2, 0, overrides)
@@ -234,7 +234,7 @@ def test_overrides_are_by_key() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_override_that_names_no_tensor_is_refused(world_size: int) -> None:
-    """It is a misspelt key; but slicing may be switched off for a tensor that only some models have."""
+    """A misspelt key is refused, but slicing may be disabled for a tensor that only some models have."""
     with pytest.raises(UsageError, match=r"names \['hiden', 'n'\], the dict's tensors are \['hidden'\]"):
         split({"hidden": large(8), "n": 1}, Slicing(world_size, 0, {"hiden": True, "n": True}))
     assert "hidden" in split({"hidden": large(8)}, Slicing(world_size, 0, {"residual": False})).metadata
@@ -250,13 +250,13 @@ def test_an_override_that_names_no_tensor_is_refused(world_size: int) -> None:
     ],
 )
 def test_ranks_that_slice_differently_disagree(sender: Slicing, receiver: Slicing) -> None:
-    """The receiver notices before it receives a byte into the wrong place, and names the tensor."""
+    """The receiver raises before it receives a byte into the wrong place, and names the tensor."""
     with pytest.raises(DisagreementError, match="tensor 'd.x' was sent in"):
         join(split({"d": {"x": large(LARGE)}}, sender).metadata, CPU, receiver)
 
 
 def test_gathered_slices_take_the_tensors_place() -> None:
-    """Until then the dict holds the slice."""
+    """A gathered tensor replaces its slice in the dict."""
     parcel = split({"d": {"x": large(4, 6)}}, Slicing(2, 1))
     landing = land(parcel, Slicing(2, 1))
     assert landing.tensor_dict["d"]["x"].shape == (12,)
@@ -270,7 +270,7 @@ def test_gathered_slices_take_the_tensors_place() -> None:
 
 @pytest.mark.parametrize("metadata", [None, [], 5, "x", TensorSlot(0, (1,), "float32", "host", 1)])
 def test_metadata_that_is_no_dict_is_refused(metadata: object) -> None:
-    """Another message was taken for that of a tensor dict."""
+    """A message that is not the metadata of a tensor dict is refused."""
     with pytest.raises(DecodeError, match=f"received {type(metadata).__name__}"):
         join(metadata, CPU, Slicing())
 
@@ -294,13 +294,13 @@ def test_metadata_that_is_no_dict_is_refused(metadata: object) -> None:
     ],
 )
 def test_malformed_slots_are_refused(index: int, shape: tuple[int, ...], dtype: str) -> None:
-    """A slot that no split could have made is no reason to crash."""
+    """Slots that no split could have made raise an error and never crash."""
     with pytest.raises(DecodeError):
         join({"x": TensorSlot(index, shape, dtype, "host", 1)}, CPU, Slicing())
 
 
 @pytest.mark.parametrize("slices", [0, -1, 3, 1 << 70])
 def test_a_slot_with_another_number_of_slices_is_refused(slices: int) -> None:
-    """Whatever the number."""
+    """A slot with any other number of slices is refused."""
     with pytest.raises(DisagreementError):
         join({"x": TensorSlot(0, (6,), "float32", "host", slices)}, CPU, Slicing(2, 0))

@@ -1,4 +1,4 @@
-"""The demo's scheduler, sampler, tokenizer and report, none of which needs a model."""
+"""The demo's scheduler, sampler, tokenizer and report; none of them needs a model."""
 
 import json
 from pathlib import Path
@@ -21,17 +21,17 @@ EOS = 99
 
 
 def make_scheduler(*requests: Request, slots: int = 2, tokens_per_step: int = 8) -> Scheduler:
-    """Make a scheduler with small limits."""
+    """Create a scheduler with small limits."""
     return Scheduler(requests, slots=slots, tokens_per_step=tokens_per_step, max_length=32, eos_tokens=(EOS,))
 
 
 def request(number: int, length: int, max_tokens: int = 4, arrival_step: int = 0) -> Request:
-    """Make a request whose prompt is `length` times its number."""
+    """Create a request whose prompt repeats its number `length` times."""
     return Request(number, (number,) * length, max_tokens, arrival_step)
 
 
 def test_a_plan_survives_its_message() -> None:
-    """What is broadcast is plain lists, and reads back as the same plan."""
+    """A plan is broadcast as plain lists and reads back as the same plan."""
     scheduler = make_scheduler(request(0, 3), request(1, 2))
     scheduler.take_tokens({} if scheduler.next_plan().stop else {0: 5, 1: EOS})
     plan = scheduler.next_plan()
@@ -42,7 +42,7 @@ def test_a_plan_survives_its_message() -> None:
 
 
 def test_requests_join_and_leave_at_different_steps() -> None:
-    """A request that arrives later shares its prefill step with the decode of one that came before."""
+    """A later request's prefill shares a step with the decode of an earlier one."""
     scheduler = make_scheduler(request(0, 3, max_tokens=3), request(1, 5, max_tokens=1, arrival_step=1))
     assert scheduler.next_plan().run == {0: 3}
     scheduler.take_tokens({0: 7})
@@ -59,7 +59,7 @@ def test_requests_join_and_leave_at_different_steps() -> None:
 
 
 def test_a_slot_is_used_again_once_its_request_is_finished() -> None:
-    """The third of three requests waits for two slots, and gets that of the one that ends first."""
+    """The third request waits for the two slots and gets the one that is free first."""
     scheduler = make_scheduler(request(0, 1), request(1, 1), request(2, 1))
     first = scheduler.next_plan()
     slots = {new.number: new.slot for new in first.admitted}
@@ -72,7 +72,7 @@ def test_a_slot_is_used_again_once_its_request_is_finished() -> None:
 
 
 def test_a_long_prompt_takes_several_steps_and_decodes_go_first() -> None:
-    """A step never has more tokens than its limit, and a prompt fills what decoding leaves."""
+    """A step never exceeds its token limit; decodes go first and a prompt fills the rest."""
     scheduler = make_scheduler(request(0, 1), request(1, 12), tokens_per_step=6)
     assert scheduler.next_plan().run == {0: 1, 1: 5}
     scheduler.take_tokens({0: 3})
@@ -84,7 +84,7 @@ def test_a_long_prompt_takes_several_steps_and_decodes_go_first() -> None:
 
 
 def test_an_idle_scheduler_moves_on_to_the_next_arrival() -> None:
-    """No empty steps are broadcast while nothing runs."""
+    """While nothing runs, no empty steps are broadcast."""
     scheduler = make_scheduler(request(0, 2, arrival_step=40))
     assert scheduler.next_plan().run == {0: 2}
     assert scheduler.step == 41
@@ -99,24 +99,24 @@ def test_an_idle_scheduler_moves_on_to_the_next_arrival() -> None:
     ],
 )
 def test_a_request_that_can_never_run_is_refused(bad: Request, text: str) -> None:
-    """It is refused at once, by number, instead of waiting for ever."""
+    """A request that can never run is refused at once, by number, instead of waiting for ever."""
     with pytest.raises(DemoError, match=text):
         make_scheduler(bad)
 
 
 def test_more_slots_than_tokens_per_step_are_refused() -> None:
-    """Otherwise a running request could be left out of a step."""
+    """Such limits are refused, as a running request could be left out of a step."""
     with pytest.raises(DemoError, match="4 slots need at least as many tokens"):
         make_scheduler(request(0, 1), slots=4, tokens_per_step=3)
 
 
 def test_greedy_sampling_takes_the_likeliest_token() -> None:
-    """Temperature 0 draws no lots."""
+    """At temperature 0 sampling is not random."""
     assert Sampler().choose(torch.tensor([0.1, 3.0, 2.9]), request=0, position=1) == 1
 
 
 def test_sampling_is_seeded_per_request_and_position() -> None:
-    """A draw depends on seed, request and position alone, and follows the probabilities."""
+    """A draw depends only on seed, request and position, and follows the probabilities."""
     logits = torch.tensor([0.0, 1.0, -40.0])
     draws = [Sampler(1.0, seed=3).choose(logits, request=1, position=place) for place in range(600)]
     again = [Sampler(1.0, seed=3).choose(logits, request=1, position=place) for place in range(600)]
@@ -139,7 +139,7 @@ def test_the_byte_tokenizer_gives_back_what_it_got() -> None:
 
 
 def test_a_tokenizer_file_beats_bytes(tmp_path: Path) -> None:
-    """The directory's `tokenizer.json` is used where there is one; a broken one is named."""
+    """The directory's `tokenizer.json` is used if it exists; a broken one is named."""
     config = ModelConfig(101, 32, 40, 3, 4, 2, 8)
     with pytest.raises(DemoError, match=r"no tokenizer\.json"):
         open_tokenizer(tmp_path, config)
@@ -155,13 +155,13 @@ def test_a_tokenizer_file_beats_bytes(tmp_path: Path) -> None:
 
 
 def make_report(ours: list[int], theirs: list[int]) -> Report:
-    """Make a report of one prompt."""
+    """Create a report of one prompt."""
     rows = summarize([{"tp": {"all_reduce": [1.0, 3.0]}}, {"tp": {"all_reduce": [2.0]}}])
     return Report(2, 2, 5, 0.5, 1.0, [Continuation("a", "b", ours, theirs)], rows)
 
 
 def test_the_verdict_follows_the_tokens() -> None:
-    """Equal tokens pass; the first difference is named otherwise."""
+    """Equal tokens pass; otherwise the first difference is named."""
     assert make_report([1, 2], [1, 2]).verdict.startswith("OK: all 2 tokens of TP 2 x PP 2 are identical")
     assert not make_report([1, 2], [1, 3]).is_identical
     assert "prompt 0 differ from those of one process from token 1 on" in make_report([1, 2], [1, 3]).verdict
@@ -169,18 +169,18 @@ def test_the_verdict_follows_the_tokens() -> None:
 
 
 def test_the_table_merges_the_ranks() -> None:
-    """Counts add up, and quantiles are taken over the calls of all ranks."""
+    """Counts are summed, and quantiles are taken over the calls of all ranks."""
     row = make_report([1], [1]).operations[0]
     assert (row.group, row.operation, row.count, row.p50_us, row.p99_us) == ("tp", "all_reduce", 3, 2.0, 3.0)
 
 
 def test_text_cannot_command_the_terminal() -> None:
-    """Control characters of a model's output are escaped."""
+    """Control characters in a model's output are escaped."""
     assert printable("a\x1b[2Jb\nß") == "a\\x1b[2Jb\nß"
 
 
 def test_the_command_line_has_the_defaults_of_the_options() -> None:
-    """No argument gives the demo's own run."""
+    """Without arguments the demo runs with its defaults."""
     assert parse_options([]) == Options()
     parsed = parse_options(["--tp", "1", "--prompt", "a", "--prompt", "b", "--launched", "3", "/d", "42"])
     assert (parsed.tensor, parsed.prompts) == (1, ("a", "b"))
@@ -191,7 +191,7 @@ def test_the_command_line_has_the_defaults_of_the_options() -> None:
     "arguments", [["--tp", "0"], ["--temperature", "-1"], ["--pp", "x"], ["--deadline", "nan"]]
 )
 def test_a_bad_number_is_a_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """It ends with status 2 and names the option."""
+    """A bad number exits with status 2 and names the option."""
     with pytest.raises(SystemExit) as caught:
         parse_options(arguments)
     assert caught.value.code == 2
@@ -199,7 +199,7 @@ def test_a_bad_number_is_a_usage_error(arguments: list[str], capsys: pytest.Capt
 
 
 def test_a_failure_is_left_for_the_launcher(tmp_path: Path) -> None:
-    """The file says what happened, with the traceback."""
+    """The file holds the error with its traceback."""
     with pytest.raises(DemoError) as caught:
         make_scheduler(Request(3, (), 1))
     leave_failure(LaunchedRank(1, tmp_path, 1), caught.value)

@@ -1,4 +1,4 @@
-"""What devices a group has: probed without raising, told to all, and derived by pure functions."""
+"""A group's devices: probed without raising, sent to all ranks, and evaluated by pure functions."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +31,7 @@ def group(devices: Sequence[DeviceFacts]) -> GroupTopology:
 
 
 def test_facts_are_what_the_driver_says(tmp_path: Path) -> None:
-    """Every field, and a link to every device that the process sees."""
+    """The facts hold every field, and a link to every device that the process sees."""
     one, other = facts_of(tmp_path)
     assert (one.arch, one.name, one.multiprocessors) == ("sm_90", "Fake H100", 132)
     assert (one.driver_version, one.ipc, one.vmm, one.problems) == (13000, True, True, {})
@@ -62,7 +62,7 @@ def test_facts_are_what_the_driver_says(tmp_path: Path) -> None:
     ],
 )
 def test_a_probe_that_fails_is_a_fact_with_a_reason(tmp_path: Path, method: str) -> None:
-    """Nothing is raised, the reason is kept, and the other facts stand."""
+    """A failed probe raises nothing; its reason is kept, and the other facts remain."""
     _, broken = facts_of(tmp_path, fail={method: (1, 999)})
     (reason,) = broken.problems.values()
     assert "CudaError" in reason
@@ -71,7 +71,7 @@ def test_a_probe_that_fails_is_a_fact_with_a_reason(tmp_path: Path, method: str)
 
 
 def test_links_are_told_apart(tmp_path: Path) -> None:
-    """Same device, NVLink, PCIe, none and unknown; only a link that is known not to work speaks against trying."""
+    """Links are same device, NVLink, PCIe, none or unknown; only a link known to fail forbids trying."""
     one, other = facts_of(tmp_path)
     assert group([one, other]).link(0, 1) == "nvlink"
     assert group([one, one]).link(0, 1) == "same device"
@@ -90,7 +90,7 @@ def test_links_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_what_speaks_against_peers_has_a_reason(tmp_path: Path) -> None:
-    """Several hosts, and several or unknown architectures."""
+    """Several hosts, and different or unknown architectures, are reasons against peer access."""
     one, other = facts_of(tmp_path)
     elsewhere = msgspec.structs.replace(other, place="elsewhere")
     assert group([one, elsewhere]).link(0, 1) == "none"
@@ -122,13 +122,13 @@ def test_what_speaks_against_peers_has_a_reason(tmp_path: Path) -> None:
     ],
 )
 def test_nonsense_is_refused(data: bytes) -> None:
-    """Whatever a rank tells, the others get facts within their bounds or a `DecodeError` that names it."""
+    """Whatever a rank sends, the others get facts within bounds or a `DecodeError` that names it."""
     with pytest.raises(DecodeError, match="rank 7"):
         gather_topology(DeviceFacts(), [4, 7], lambda own: [own, data])
 
 
 def test_all_ranks_get_the_same(tmp_path: Path) -> None:
-    """The topology is a function of what was told, and survives the way there."""
+    """All ranks derive the same topology from the same facts, which survive encoding."""
     told = facts_of(tmp_path, no_nvlink=True)
     encoded = [msgspec.msgpack.encode(facts) for facts in told]
     one, other = (gather_topology(facts, [4, 7], lambda _own: encoded) for facts in told)

@@ -1,4 +1,4 @@
-"""Fakes of what training frameworks ask of groups, and the rules that records keep without any other rank."""
+"""Fakes of what training frameworks ask of groups, and the checks that records make without other ranks."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from coordinator.testing import FakeGroupCoordinator, fake_groups
 
 
 def test_a_fake_record_has_the_groups_of_hybrid_sharding() -> None:
-    """Those of the layout, shared where they are equal, whichever rank one is."""
+    """A fake record has the layout's groups for every rank; equal groups are shared."""
     layout = ParallelLayout(data=8, shard=4, tensor=2)
     for rank in range(16):
         with fake_groups(layout, rank) as groups:
@@ -28,14 +28,14 @@ def test_a_fake_record_has_the_groups_of_hybrid_sharding() -> None:
 
 @pytest.mark.parametrize("rank", [-1, 8, True, "0"])
 def test_a_rank_outside_of_the_layout_is_refused(rank: int) -> None:
-    """As the layout refuses it."""
+    """A rank outside of the layout is refused, as by the layout itself."""
     with pytest.raises(UsageError):
         fake_groups(ParallelLayout(data=4, shard=2, tensor=2), rank)
 
 
 @pytest.mark.parametrize("name", ["tp", "cp", "pp", "dp", "ep", "rdp", "sdp"])
 def test_rank_0_of_the_world_is_rank_0_of_every_group(name: str) -> None:
-    """Of each, whatever the others are; the other ranks may stand anywhere."""
+    """Rank 0 comes first in each of its groups; the order of other ranks is free."""
     groups = fake_groups(ParallelLayout(data=2), 0)
     second = FakeGroupCoordinator(0, 2, ranks=(1, 0))
     with pytest.raises(UsageError, match=f"in '{name}' it is 1"):
@@ -46,7 +46,7 @@ def test_rank_0_of_the_world_is_rank_0_of_every_group(name: str) -> None:
 
 
 def test_a_fake_sub_group_is_a_fake() -> None:
-    """With the same bounds as a real one; None for a rank outside."""
+    """A sub-group has the same limits as a real one, and is None for a rank outside."""
     with FakeGroupCoordinator(5, 3, ranks=(3, 5, 9)) as group:
         part = group.create_subgroup([2, 1])
         assert isinstance(part, FakeGroupCoordinator)
@@ -62,7 +62,7 @@ def test_a_fake_sub_group_is_a_fake() -> None:
 
 
 def test_fakes_of_flags_sums_and_lists() -> None:
-    """As if every rank held the same, from each source that exists."""
+    """Results are as if every rank held the same, for each possible source."""
     with FakeGroupCoordinator(1, 3) as group:
         assert [group.broadcast_flag(flag, source) for flag in (True, False) for source in range(3)] == [
             *(True, True, True),
@@ -81,7 +81,7 @@ def test_fakes_of_flags_sums_and_lists() -> None:
 
 
 def test_a_group_of_one_gathers_a_copy() -> None:
-    """What is returned shares nothing with what was passed."""
+    """The result shares no memory with the argument."""
     own = torch.ones(3)
     with FakeGroupCoordinator(0, 1) as group:
         (gathered,) = group.all_gather_to_list(own)
@@ -92,7 +92,7 @@ def test_a_group_of_one_gathers_a_copy() -> None:
 
 
 def test_a_fake_record_has_no_mesh() -> None:
-    """There are no process groups to make one of."""
+    """A fake record has no device mesh, as it has no process groups."""
     with (
         fake_groups(ParallelLayout(data=2), 0) as groups,
         pytest.raises(UsageError, match="no process group"),
@@ -101,7 +101,7 @@ def test_a_fake_record_has_no_mesh() -> None:
 
 
 def test_a_start_up_report_counts_a_common_agreement_once() -> None:
-    """Everything else adds up; phases that took no time are left out of the text."""
+    """Other times add up; phases that took no time are left out of the text."""
     first = CreationReport(name="world:0", world_size=4, together=("world:0",), agreement_s=0.001)
     pair = [
         CreationReport(

@@ -1,4 +1,4 @@
-"""The threads that wait in a transport."""
+"""Threads that wait in a transport."""
 
 import threading
 import time
@@ -9,7 +9,7 @@ from device_comm.works import WaiterThreads
 
 
 def test_closing_while_a_thread_is_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`close` joins only threads that have started, whenever it comes."""
+    """`close` joins only threads that have started, whenever it is called."""
     threads = WaiterThreads("test")
     is_starting = threading.Event()
     start = threading.Thread.start

@@ -31,7 +31,7 @@ MOST_MODULES = 18
 
 
 def code_lines(path: Path) -> int:
-    """Return how many lines of a source file hold code."""
+    """Return the number of lines of code in a source file."""
     source = path.read_text(encoding="utf-8")
     if path.suffix in (".py", ".pyi"):
         return len(rules.python_code_lines(source))
@@ -39,7 +39,7 @@ def code_lines(path: Path) -> int:
 
 
 def count(root: Path) -> dict[Path, int]:
-    """Return the lines of code of each source file of the three packages, by its path below `root`."""
+    """Return the lines of code of each source file in the three packages, by path relative to `root`."""
     return {
         path.relative_to(root): code_lines(path)
         for package in PACKAGES
@@ -49,13 +49,13 @@ def count(root: Path) -> dict[Path, int]:
 
 
 def crowded_folders(counted: dict[Path, int]) -> dict[Path, int]:
-    """Return each folder with more than `MOST_MODULES` modules and their number; a stub is no module."""
+    """Return the folders with more than `MOST_MODULES` modules, and how many each has; stubs do not count."""
     modules = Counter(path.parent for path in counted if path.suffix != ".pyi")
     return {folder: number for folder, number in sorted(modules.items()) if number > MOST_MODULES}
 
 
 def report(counted: dict[Path, int], largest: int = 0) -> list[str]:
-    """Return the lines to print: a table by package and language, then the `largest` files and crowded folders."""
+    """Format a table by package and language, and with `largest` also the largest files and the crowded folders."""
     languages = list(dict.fromkeys(LANGUAGES.values()))
     sums: Counter[tuple[str, str]] = Counter()
     for path, size in counted.items():

@@ -1,4 +1,4 @@
-"""CI, the hooks of git and the Makefile agree: what they call are words of the Makefile."""
+"""CI and the git hooks call targets of the Makefile and nothing else."""
 
 import re
 from pathlib import Path
@@ -10,28 +10,28 @@ WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 HOOKS = ROOT / ".pre-commit-config.yaml"
 
 
-def words() -> set[str]:
-    """Return the words of the Makefile that `make help` lists."""
+def targets() -> set[str]:
+    """Return the targets that `make help` lists."""
     return set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def called(path: Path, pattern: str) -> list[str]:
-    """Return what a file gives to make, in its order."""
+    """Return the matches of a pattern in a file, in order."""
     return re.findall(pattern, path.read_text(), re.MULTILINE)
 
 
-def test_ci_runs_the_same_words_everywhere() -> None:
-    """The hosted workflow and .ci/run call the same words in the same order, and nothing besides."""
+def test_ci_runs_the_same_targets_everywhere() -> None:
+    """The hosted workflow and .ci/run call the same targets in the same order."""
     ours = called(ROOT / ".ci" / "run", r"^make (.+)$")
-    assert called(WORKFLOW, r"^\s*- run: (.+)$") == [f"make {word}" for word in ours]
-    assert {"setup", "check", "test"} <= set(ours) <= words()
+    assert called(WORKFLOW, r"^\s*- run: (.+)$") == [f"make {target}" for target in ours]
+    assert {"setup", "check", "test"} <= set(ours) <= targets()
 
 
-@pytest.mark.parametrize("word", ["check", "test-fast"])
-def test_the_hooks_call_words_of_the_makefile(word: str) -> None:
-    """A hook that runs make runs a word that there is."""
-    assert word in called(HOOKS, r"^\s*entry: make (.+)$")
-    assert word in words()
+@pytest.mark.parametrize("target", ["check", "test-fast"])
+def test_the_hooks_call_targets_of_the_makefile(target: str) -> None:
+    """A hook that runs make names an existing target."""
+    assert target in called(HOOKS, r"^\s*entry: make (.+)$")
+    assert target in targets()
 
 
 def test_the_hooks_fetch_nothing() -> None:

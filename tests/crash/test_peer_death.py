@@ -135,7 +135,7 @@ def die_and_leave_a_child(rank: int, world_size: int, directory: Path, name: str
     if rank == 1 and os.fork() == 0:
         # The child holds copies of all sockets of its parent and lives on.
         while directory.exists() and not (directory / "told-0").exists():
-            time.sleep(0.02)  # for as long as the test runs: its directory goes with it
+            time.sleep(0.02)  # until the test ends, which removes the directory
         os._exit(0)
     found = _survive(group, directory, name, "killed", 1)
     destroy_distributed_environment()

@@ -42,7 +42,7 @@ def end_when_seen(other: int, end: str) -> None:
 
     def look(self: Any) -> None:
         if other in self._known:
-            time.sleep(1.0)  # by then `other` has seen this rank too, and can tell its end
+            time.sleep(1.0)  # by then `other` has seen this rank too, and can report its death
             ENDS[end]()
 
     replace(agreement._Agreement, "raise_if_lost", look)

@@ -185,7 +185,7 @@ def healthy(rank: int) -> dict[str, Any]:
 def until_error(call: Callable[[], Any]) -> dict[str, Any]:
     """Call until an error of ours comes; return it."""
     while (found := outcome_of(call))["kind"] == "NoneType":
-        time.sleep(0.01)  # few enough steps that the dead reader's connection does not fill first
+        time.sleep(0.01)  # slow enough that the connection to the dead reader does not fill first
     return found
 
 

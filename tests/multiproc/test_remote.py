@@ -143,7 +143,7 @@ def test_a_remote_reader_waits_at_next_to_no_cost() -> None:
     """A writer and a waiting reader spend a few hundredths of a core on each other while nothing is sent."""
     with remote_queue() as (writer, readers), background(readers[1].dequeue):
         before = resource.getrusage(resource.RUSAGE_SELF)
-        time.sleep(1.5)  # what this costs is what is measured
+        time.sleep(1.5)  # the processor time of this wait is measured
         after = resource.getrusage(resource.RUSAGE_SELF)
         writer.enqueue("done")
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3
@@ -314,7 +314,7 @@ def die(rank: int, world_size: int, directory: Path, victim: int, how: int, full
 
             def call() -> None:
                 writer.enqueue(step)
-                time.sleep(0 if full else 0.01)  # now and then, so that the connection never fills
+                time.sleep(0 if full else 0.01)  # slow enough that the connection never fills
 
             found = ended_with(call)
             again = ended_with(lambda: writer.enqueue(1))

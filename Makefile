@@ -6,10 +6,12 @@ STAMP := $(VENV)/.installed
 NATIVE := $(wildcard shm_broadcast/csrc/* device_comm/csrc/*)
 # Parallel test processes. More than cores, because half of the tests wait for processes to die, stop or time out.
 TEST_WORKERS ?= 4
+# Fast tests do not wait: one process per core.
+FAST_WORKERS ?= $(shell nproc)
 PIP := $(PY) -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench check typecheck test test-native test-nccl test-kernels test-gpu test-wheel api docs dist clean
+.PHONY: help setup demo bench check typecheck test test-fast test-native test-nccl test-kernels test-gpu test-wheel api docs dist clean
 # Tests that `make test-wheel` runs; all of them take as long as `make test`.
 TESTS ?= tests
 # Folder for the figures and plots of `make bench`; it is not committed.
@@ -54,6 +56,9 @@ api: $(STAMP) ## Update the snapshot of the public API after an intended change
 
 test: $(STAMP) ## Run the whole test suite (no GPU needed)
 	$(PY) -m pytest -q -n $(TEST_WORKERS) -m "not thorough"
+
+test-fast: $(STAMP) ## Run unit and architecture tests without the slow ones, in under a minute
+	$(PY) -m pytest -q -n $(FAST_WORKERS) -m "not slow and not thorough" tests/unit tests/architecture
 
 test-native: $(STAMP) ## Run the slow native tests: the cores under sanitizers, and kernels with injected bugs
 	$(PY) -m pytest -q -n 2 -m thorough tests/native

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from shm_broadcast.errors import CapabilityError
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity, this_process
 from tests.fake_cuda import FakeDriver, FakeFaults, fake_cubin, fake_devices, violations
 from tests.native.cuda.host_build import build_host_library
+from tests.waiting import wait_until
 
 __all__ = ["FIRST_RANK", "SMALL_POLICY", "CustomRank", "policy_file", "shuffled", "store_exchange"]
 
@@ -70,14 +70,10 @@ def store_exchange(store: dist.Store, rank: int, world_size: int) -> Callable[[b
 
     def exchange(data: bytes) -> list[bytes]:
         number = next(numbers)
-        # Not empty: the store cannot hold that.
+        # The prefix keeps the value non-empty, as the store requires.
         store.set(f"{number}/{rank}", "+" + data.hex())
         keys = [f"{number}/{other}" for other in range(world_size)]
-        end = time.monotonic() + 20.0
-        while not store.check(keys):
-            if time.monotonic() > end:
-                raise TimeoutError(f"no answer in exchange {number}")
-            time.sleep(0.001)
+        wait_until(lambda: store.check(keys), f"every answer in exchange {number}", 20.0, 0.001)
         return [bytes.fromhex(store.get(key).decode()[1:]) for key in keys]
 
     return exchange

@@ -17,7 +17,7 @@ from coordinator import (
     init_distributed_environment,
 )
 
-__all__ = ["engine", "refusal", "works"]
+__all__ = ["Layer", "engine", "refusal", "works"]
 
 
 @contextlib.contextmanager
@@ -55,3 +55,16 @@ def refusal(call: Callable[[], Any], kind: type[Exception] = UsageError) -> str:
         call()
     assert type(raised.value) is kind
     return str(raised.value)
+
+
+class Layer(torch.nn.Module):
+    """A layer that wants to know which group it communicates over."""
+
+    prepared_for: GroupCoordinator | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(8, 64))
+
+    def prepare_communication_buffer(self, group: GroupCoordinator) -> None:
+        self.prepared_for = group

@@ -15,9 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("coordinator", "device_comm", "shm_broadcast")
 COPIED = (
-    "tests", "examples", "benchmarks", "docs", ".ci",
+    "tests", "examples", "benchmarks", "docs", ".ci", ".github",
     "pyproject.toml", "setup.py", "Makefile", "mkdocs.yml",
-    "README.md", "CHANGELOG.md", "CONTRIBUTING.md",
+    "README.md", "CHANGELOG.md", "CONTRIBUTING.md", ".pre-commit-config.yaml",
 )  # fmt: skip
 
 # Every test process starts like this one: in the copy, with the same path.

@@ -10,6 +10,7 @@ import numpy as np
 from shm_broadcast.errors import CommError
 from shm_broadcast.queue import QueueReader, QueueWriter
 from shm_broadcast.settings import BroadcastSettings
+from tests.waiting import wait_until
 
 __all__ = ["Meeting", "blob", "ended_with", "offer", "take"]
 
@@ -35,11 +36,7 @@ class Meeting:
 
     def wait(self, name: str) -> str:
         """Wait for a mark and return its text."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not self.has(name):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"nobody left the mark {name!r}")
-            time.sleep(0.002)
+        wait_until(lambda: self.has(name), f"the mark {name!r}", PATIENCE_S, poll_s=0.002)
         return (self._directory / name).read_text()
 
 

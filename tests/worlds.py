@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from coordinator.errors import CommError
+from coordinator.errors import CommError, UsageError
 from coordinator.group import GroupCoordinator
 from coordinator.parallel_state import (
     destroy_distributed_environment,
@@ -19,6 +19,7 @@ from coordinator.parallel_state import (
 from coordinator.settings import CoordinatorSettings
 from device_comm import fabric
 from tests.harness import RankPool
+from tests.waiting import wait_until
 
 __all__ = [
     "EVERYONE_WAITS",
@@ -31,6 +32,7 @@ __all__ = [
     "meet",
     "new_group",
     "outcome_of",
+    "refused",
     "run_at",
     "world",
 ]
@@ -92,8 +94,21 @@ def outcome_of(call: Callable[[], Any]) -> dict[str, Any]:
 def meet(rank: int, ranks: Collection[int], directory: Path, place: str) -> None:
     """Wait, through files and apart from all groups, until all of `ranks` have reached `place`."""
     (directory / f"{place}-{rank}").touch()
-    while not all((directory / f"{place}-{other}").exists() for other in ranks):
-        time.sleep(0.005)
+    wait_until(
+        lambda: all((directory / f"{place}-{other}").exists() for other in ranks),
+        f"all of ranks {sorted(ranks)} at {place!r}",
+        # Calls before a meeting may take as long as the harness allows.
+        timeout_s=300.0,
+    )
+
+
+def refused(call: Any) -> bool:
+    """Tell whether `call` is refused as a UsageError."""
+    try:
+        call()
+    except UsageError:
+        return True
+    return False
 
 
 class ApartPool:

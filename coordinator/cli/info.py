@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -22,7 +23,6 @@ from device_comm.policy import CallFacts, Capacity, GroupFacts, choose
 from device_comm.policy_file import read_policy_file, table_of
 from device_comm.policy_table import BUILT_IN, PolicyTable
 from device_comm.topology import probe
-from device_comm.visible_devices import plugged_in, visible_devices
 from shm_broadcast.errors import CommError
 
 __all__ = ["collect", "show_info"]
@@ -78,7 +78,7 @@ def collect(*, tries: bool = True) -> dict[str, Any]:
         },
         "settings": _settings(settings),
         "trial start of two ranks": _start_up() if tries else "skipped (--no-start)",
-        "CUDA_VISIBLE_DEVICES": _visible(cuda_visible_devices()),
+        "CUDA_VISIBLE_DEVICES": _visible(cuda_visible_devices(), drivers),
         "CUDA devices": _devices(drivers),
         "NCCL": _try(lambda: _nccl(settings)),
         "all_reduce on the CPU, all ranks on one host": {
@@ -91,11 +91,13 @@ def collect(*, tries: bool = True) -> dict[str, Any]:
     }
 
 
-def _try(question: Callable[[], Any]) -> Any:
+def _try(
+    question: Callable[[], Any], errors: tuple[type[Exception], ...] = (CommError, OSError, RuntimeError)
+) -> Any:
     """Return the answer, or the error as one line."""
     try:
         return question()
-    except (CommError, OSError, RuntimeError) as error:
+    except errors as error:
         return f"{type(error).__name__}: {error}"
 
 
@@ -114,11 +116,63 @@ def _settings(settings: Any) -> Any:
     return {"fingerprint": settings.fingerprint(), "changed from the defaults": changed}
 
 
-def _visible(text: str | None) -> Any:
+def _visible(text: str | None, drivers: Any) -> Any:
+    """Return the devices that CUDA shows, the entry at which the list ended, and all devices of the host."""
     if text is None:
         return "not set"
-    seen = visible_devices(text, plugged_in())
-    return {"text": text, "shows": [each.uuid for each in seen.devices], "ended by": seen.ended or "its end"}
+    shown = [_try(driver.uuid) for driver in drivers] if isinstance(drivers, list) else []
+    return {
+        "text": text,
+        "shows": shown if isinstance(drivers, list) else drivers,
+        "ended by": _ended_by(text, len(shown)),
+        "plugged in": _plugged_in(),
+    }
+
+
+def _ended_by(text: str, shown: int) -> str:
+    """Return why a list of devices, of which CUDA shows the first `shown`, ends there: CUDA itself gives no reason."""
+    entries = [entry.strip() for entry in text.split(",")] if text.strip() else []
+    if shown >= len(entries):
+        return "its end"
+    entry = entries[shown]
+    kind = entry[:4].upper()
+    if not shown and len({each.lower() for each in entries}) < len(entries):
+        why = "an entry that comes twice leaves no device at all"
+    elif shown and any(each.upper().startswith("MIG-") for each in entries[: shown + 1]):
+        why = "a process sees one MIG instance and nothing beside it"
+    elif kind in ("GPU-", "MIG-"):
+        why = "no device has this UUID, or several begin with it"
+    elif not entry.lstrip("+-").isdecimal():
+        why = "neither a number nor a UUID that begins with GPU- or MIG-"
+    else:
+        why = (
+            "a negative number ends the list"
+            if entry.startswith("-")
+            else "there is no device of this number"
+        )
+    return f"entry {shown + 1} of {len(entries)}, {entry!r}: {why}"
+
+
+def _plugged_in() -> Any:
+    """Return every device and MIG instance as NVML lists them, which CUDA_VISIBLE_DEVICES does not hide from it."""
+    try:
+        from cuda.bindings import nvml
+    except ImportError as error:
+        return f"unknown, NVML needs cuda-python: {error}"
+
+    def listed() -> list[str]:
+        nvml.init_v2()
+        found = []
+        for index in range(nvml.device_get_count_v2()):
+            device = nvml.device_get_handle_by_index_v2(index)
+            found.append(f"{index}: {nvml.device_get_uuid(device)} {nvml.device_get_name(device)}")
+            for number in range(nvml.device_get_max_mig_device_count(device)):
+                with contextlib.suppress(nvml.NotFoundError):  # the instances may leave gaps
+                    part = nvml.device_get_mig_device_handle_by_index(device, number)
+                    found.append(f"{index}: {nvml.device_get_uuid(part)}")
+        return found
+
+    return _try(listed, (nvml.NvmlError, RuntimeError))
 
 
 def _start_up() -> list[str]:

@@ -1,17 +1,19 @@
 """What the source of the three packages must not contain, as functions from source text to complaints."""
 
 import ast
+import functools
 import io
 import re
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 __all__ = [
     "cpp_code_lines",
     "cpp_functions",
     "guarding_asserts",
     "imports",
+    "nodes",
     "pickling",
     "python_code_lines",
     "python_functions",
@@ -49,6 +51,12 @@ NO_CODE = {
 }
 
 
+@functools.cache
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    """Return every node of a file, parsed once for all rules."""
+    return tuple(ast.walk(ast.parse(source)))
+
+
 # --- Python: names --------------------------------------------------------------------------------------------
 
 
@@ -57,12 +65,10 @@ def imports(source: str, package: str = "") -> list[tuple[str, bool]]:
 
     `package` is the dotted package of the file, against which relative imports are resolved.
     """
-    tree = ast.parse(source)
-    inside = {
-        id(node) for function in ast.walk(tree) if _is_function(function) for node in ast.walk(function)
-    }
+    tree = nodes(source)
+    inside = {id(node) for function in tree if _is_function(function) for node in ast.walk(function)}
     found = []
-    for node in ast.walk(tree):
+    for node in tree:
         if isinstance(node, ast.Import):
             found += [(alias.name, id(node) in inside) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -77,7 +83,7 @@ def imports(source: str, package: str = "") -> list[tuple[str, bool]]:
 def pickling(source: str) -> list[str]:
     """Return every use of something that pickles."""
     complaints = []
-    for line, name in _uses(ast.parse(source)):
+    for line, name in _uses(nodes(source)):
         parts = name.split(".")
         if parts[0] in PICKLING_MODULES or f"{name}.".startswith(PICKLING_TORCH):
             complaints.append(f"line {line}: {name}")
@@ -93,15 +99,15 @@ def reads_environment(source: str) -> list[str]:
     banned = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
     return [
         f"line {line}: {name}"
-        for line, name in _uses(ast.parse(source))
+        for line, name in _uses(nodes(source))
         if ".".join(name.split(".")[:2]) in banned
     ]
 
 
-def _uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _uses(tree: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield every imported name and every attribute chain, with aliases of imports resolved."""
     aliases: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in tree:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -112,7 +118,7 @@ def _uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
             for alias in node.names:
                 yield node.lineno, f"{node.module}.{alias.name}"
                 aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-    for node in ast.walk(tree):
+    for node in tree:
         if isinstance(node, ast.Attribute):
             chain = _chain(node)
             if chain is not None:
@@ -145,7 +151,7 @@ def guarding_asserts(source: str) -> list[str]:
     """Return every `assert` that does more than narrow a type: `isinstance`, `callable`, `is (not) None`."""
     return [
         f"line {node.lineno}: {ast.unparse(node)}"
-        for node in ast.walk(ast.parse(source))
+        for node in nodes(source)
         if isinstance(node, ast.Assert) and not _narrows(node.test)
     ]
 
@@ -161,7 +167,7 @@ def _narrows(test: ast.expr) -> bool:
 def swallowed_errors(source: str) -> list[str]:
     """Return every place where any error whatever is dropped without a word."""
     complaints = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if (
             isinstance(node, ast.ExceptHandler)
             and _is_broad(node.type)
@@ -194,13 +200,14 @@ def _says_nothing(statement: ast.stmt) -> bool:
 # --- Python: sizes --------------------------------------------------------------------------------------------
 
 
-def python_code_lines(source: str) -> set[int]:
+@functools.cache
+def python_code_lines(source: str) -> frozenset[int]:
     """Return the numbers of the lines that hold code: not blank, no comment, no docstring."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in NO_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         # A docstring, and the text under an attribute that documents it.
         if (
             isinstance(node, ast.Expr)
@@ -208,7 +215,7 @@ def python_code_lines(source: str) -> set[int]:
             and isinstance(node.value.value, str)
         ):
             lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    return lines
+    return frozenset(lines)
 
 
 def python_functions(source: str) -> list[tuple[str, int]]:
@@ -216,7 +223,7 @@ def python_functions(source: str) -> list[tuple[str, int]]:
     lines = python_code_lines(source)
     return [
         (node.name, len(lines & set(range(node.lineno, (node.end_lineno or node.lineno) + 1))))
-        for node in ast.walk(ast.parse(source))
+        for node in nodes(source)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
 

@@ -182,7 +182,7 @@ def shown() -> set[str]:
     """Return every number that a test is marked with."""
     numbers = set()
     for path in TESTS:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in rules.nodes(path.read_text()):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.guarantee":
                 numbers |= {
                     str(argument.value) for argument in node.args if isinstance(argument, ast.Constant)
@@ -210,7 +210,7 @@ def test_every_test_says_what_it_shows(path: Path) -> None:
     """Each test has a docstring."""
     silent = [
         node.name
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in rules.nodes(path.read_text())
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and not ast.get_docstring(node)
     ]
     assert silent == []
@@ -258,6 +258,7 @@ def run_python(code: str) -> dict[str, list[str]]:
     return {line.split()[0]: line.split()[1:] for line in outcome.stdout.splitlines()}
 
 
+@pytest.mark.slow
 def test_importing_does_nothing() -> None:
     """`import coordinator` starts no thread, opens no descriptor, reads no variable, touches no GPU, stays light."""
     told = run_python(IMPORT_QUIETLY)

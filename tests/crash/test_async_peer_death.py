@@ -23,7 +23,7 @@ def wait_for_the_dead(rank: int, world_size: int, directory: Path) -> list[dict[
     group.all_reduce(torch.ones(1), async_op=True).wait()
     meet(rank, range(world_size), directory, "ready")
     if rank == 1:
-        time.sleep(0.3)
+        time.sleep(0.3)  # the others have started their calls by now
         os.kill(os.getpid(), signal.SIGKILL)
     handle = group.all_reduce(torch.ones(1 << 18), async_op=True)
     future = group.barrier(async_op=True).get_future()

@@ -125,6 +125,7 @@ def longer_deadline_for_one_call(rank: int, world_size: int, directory: Path) ->
     with world(rank, world_size, directory, timeout_s=SHORT_S) as group:
         group.barrier(30.0)
         if rank == 1:
+            # Beyond the deadline of the settings and its grace.
             time.sleep(SHORT_S + 2.0)
         return outcome_of(lambda: group.barrier(30.0))
 
@@ -224,7 +225,7 @@ def test_the_first_deadline_ends_the_call_on_every_rank(ranks4: RankPool) -> Non
 def large_collective_half_done(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
     with world(rank, world_size, directory) as group:
         if rank == world_size - 1:
-            time.sleep(3.0)
+            # It stays away until the deadline of the others has passed.
             meet(rank, range(world_size), directory, "end")
             return outcome_of(lambda: group.all_reduce(torch.ones(LARGE // 4)))
         found = outcome_of(lambda: group.all_reduce(torch.ones(LARGE // 4), timeout_s=SHORT_S))

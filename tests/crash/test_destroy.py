@@ -82,7 +82,7 @@ def destroy_wakes(rank: int, world_size: int, directory: Path, name: str) -> lis
         times = []
 
         def destroy() -> None:
-            time.sleep(SHORT_S)
+            time.sleep(SHORT_S)  # the call waits by now
             times.append(destroyed_in_time(group))
 
         thread = threading.Thread(target=destroy)
@@ -152,7 +152,7 @@ def last_transfers(rank: int, world_size: int, directory: Path) -> list[Any]:
             group.destroy()
             meet(rank, range(world_size), directory, "destroyed")
             return []
-        time.sleep(0.3)
+        time.sleep(0.3)  # rank 0 is in destroy by now
         received = [len(group.recv_object(0)), (group.recv_tensor_dict(0) or {})["x"].sum().item()]
         meet(rank, range(world_size), directory, "destroyed")
         group.destroy()

@@ -21,6 +21,7 @@ from coordinator.layout import ParallelLayout
 from tests.harness import RankPool
 from tests.ports import free_port
 from tests.rank_exit import RankExit
+from tests.waiting import wait_until
 from tests.worlds import WAITS, new_group, outcome_of, small, world
 
 # A child that runs longer than this hangs.
@@ -169,8 +170,8 @@ def child_outlives(rank: int, world_size: int, directory: Path, end: str) -> int
         group.barrier()
 
         def wait() -> bool:
-            while not (directory / f"left-{rank}").exists():
-                time.sleep(0.01)
+            left = directory / f"left-{rank}"
+            wait_until(left.exists, f"the parent of rank {rank} left", CHILD_S)
             return True
 
         child = in_child(wait, directory / f"report-{rank}", end)

@@ -33,7 +33,7 @@ def held() -> list[int]:
     while len(counts) < 5 or counts[-5:] != counts[-1:] * 5:
         gc.collect()
         counts.append([len(os.listdir("/proc/self/fd")), threading.active_count()])
-        time.sleep(0.05)
+        time.sleep(0.05)  # until five counts in a row are equal
     return counts[-1]
 
 

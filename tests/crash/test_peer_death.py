@@ -14,6 +14,7 @@ from coordinator.group import GroupCoordinator
 from coordinator.parallel_state import destroy_distributed_environment, get_world_group
 from tests.harness import RankPool, run_ranks
 from tests.rank_exit import RankExit
+from tests.waiting import has_ended, wait_until
 from tests.worlds import EVERYONE_WAITS, WAITS, join_world, meet, new_group, outcome_of, world
 
 # Deadlines are minutes; a death is noticed within a second, and a busy machine may take a few.
@@ -69,7 +70,7 @@ def _survive(
     group.barrier()
     meet(rank, range(world_size), directory, "ready")
     if rank == culprit:
-        time.sleep(0.3)
+        time.sleep(0.3)  # the others wait in the call by now
         DEATHS[death]()
     call = WAITS[name] if rank == 0 or name in EVERYONE_WAITS else WAITS["barrier"]
     found = [outcome_of(lambda: call(group, culprit, None)), outcome_of(group.barrier)]
@@ -111,10 +112,11 @@ def all_but_one_die(rank: int, world_size: int, directory: Path) -> dict[str, An
     join_world(rank, world_size, directory)
     group = get_world_group()
     group.barrier()
+    others = [pid for pid in group.all_gather_object(os.getpid()) if pid != os.getpid()]
     meet(rank, range(world_size), directory, "ready")
     if rank != 1:
         be_killed()
-    time.sleep(0.5)
+    wait_until(lambda: all(map(has_ended, others)), f"the end of processes {others}")
     found = outcome_of(group.barrier)
     destroy_distributed_environment()
     return found
@@ -133,7 +135,7 @@ def die_and_leave_a_child(rank: int, world_size: int, directory: Path, name: str
     if rank == 1 and os.fork() == 0:
         # The child holds copies of all sockets of its parent and lives on.
         while directory.exists() and not (directory / "told-0").exists():
-            time.sleep(0.02)
+            time.sleep(0.02)  # until the test ends, which removes the directory
         os._exit(0)
     found = _survive(group, directory, name, "killed", 1)
     destroy_distributed_environment()
@@ -207,7 +209,7 @@ def one_leaves(rank: int, world_size: int, directory: Path, name: str) -> dict[s
         found = None
         culprit = world_size - 1
         if rank == culprit:
-            time.sleep(0.3)
+            time.sleep(0.3)  # the others wait in the call by now
             group.destroy()
         else:
             call = WAITS[name] if rank == 0 or name in EVERYONE_WAITS else WAITS["barrier"]

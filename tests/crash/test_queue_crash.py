@@ -145,7 +145,7 @@ def disturb(meeting: Meeting, victims: Sequence[int], number: int) -> Callable[[
     def run(pids: Sequence[int]) -> None:
         for rank in range(len(pids)):
             meeting.wait(f"ready-{rank}")
-        time.sleep(0.02)
+        time.sleep(0.02)  # a rank that is ready makes its call next
         for victim in victims:
             os.kill(pids[victim], number)
         meeting.mark("signalled", str(time.monotonic()))
@@ -153,7 +153,7 @@ def disturb(meeting: Meeting, victims: Sequence[int], number: int) -> Callable[[
             if rank not in victims and (rank == 0 or 0 in victims):
                 meeting.wait(f"told-{rank}")
         if number == signal.SIGSTOP:
-            time.sleep(0.05)
+            time.sleep(0.05)  # the other ranks act on the error while the victim is still stopped
             for victim in victims:
                 os.kill(pids[victim], signal.SIGCONT)
         meeting.mark("end")
@@ -264,12 +264,12 @@ def dies_within_a_stream(rank: int, world_size: int, directory: Path, is_read_be
             if is_read_before:
                 meeting.wait("read-1")
                 meeting.wait("read-2")
-                time.sleep(0.05)
+                time.sleep(0.05)  # the readers wait for the next message by now
             writer.enqueue(content.view(np.ndarray))
     with take(meeting, rank) as reader:
         meeting.wait("written")
         if not is_read_before:
-            time.sleep(0.3)
+            time.sleep(0.3)  # rank 0 has died within its second message by now
         whole = reader.dequeue(30.0)
         meeting.mark(f"read-{rank}")
         found = ended_with(reader.dequeue)
@@ -335,7 +335,7 @@ def test_stops_and_kills_at_random_tear_nothing(killed: list[int], tmp_path: Pat
         while time.monotonic() < end:
             victim = rng.choice(pids)
             os.kill(victim, signal.SIGSTOP)
-            time.sleep(rng.uniform(0.001, 0.12))
+            time.sleep(rng.uniform(0.001, 0.12))  # as long as a busy machine may keep a process from running
             os.kill(victim, signal.SIGCONT)
             time.sleep(rng.uniform(0.001, 0.05))
         for rank in killed:

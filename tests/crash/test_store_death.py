@@ -42,7 +42,7 @@ def end_when_seen(other: int, end: str) -> None:
 
     def look(self: Any) -> None:
         if other in self._known:
-            time.sleep(1.0)
+            time.sleep(1.0)  # by then `other` has seen this rank too, and can report its death
             ENDS[end]()
 
     replace(agreement._Agreement, "raise_if_lost", look)
@@ -225,7 +225,7 @@ def lose_the_host(rank: int, world_size: int, directory: Path, port: int, name: 
     group.barrier()
     meet(rank, range(world_size), directory, "ready")
     if rank == 0:
-        time.sleep(0.3)
+        time.sleep(0.3)  # the others wait in the call by now
         ENDS[end]()
     call = WAITS[name] if rank == 1 or name in EVERYONE_WAITS else WAITS["barrier"]
     found: list[Any] = [outcome_of(lambda: call(group, 0, 1.0)), outcome_of(group.barrier)]

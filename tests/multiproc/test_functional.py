@@ -143,3 +143,21 @@ def test_functional_collectives_are_traced(ranks2: RankPool) -> None:
     """Into one graph, through the operations of this package."""
     # The compiler itself leaves pipes and sockets.
     assert ranks2.run(compiled, timeout_s=120, check_leaks=False) == [[True, True]] * 2
+
+
+def lazy_inputs(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory) as group:
+        ones = torch.ones(1 << 19)
+        lazy = functional.all_reduce(ones, "sum", group)
+        assert type(lazy) is not torch.Tensor
+        assert group.all_reduce(lazy)[0] == world_size**2
+        lazy = functional.all_reduce(ones, "sum", group)
+        assert group.all_reduce_(lazy)[0] == world_size**2
+        lazy = functional.all_reduce(ones, "sum", group)
+        total = group.reduce(lazy)
+        assert rank or (total is not None and total[0] == world_size**2)
+
+
+def test_a_result_that_waits_can_be_reduced_again(ranks2: RankPool) -> None:
+    """It has no memory before it is used."""
+    ranks2.run(lazy_inputs)

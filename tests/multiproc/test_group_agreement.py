@@ -23,6 +23,8 @@ from coordinator import (
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
+from coordinator.agreement import View, agree
+from shm_broadcast.liveness import this_process
 from tests.engines import refusal, works
 from tests.harness import RankPool, run_ranks
 from tests.worlds import meet, world
@@ -213,3 +215,21 @@ def test_a_misspelt_variable_is_an_error() -> None:
     for text in run_ranks(misspelt, 2, environ={"GROUP_COORDINATOR_TIMEOUTS": "7"}):
         assert "unknown environment variable 'GROUP_COORDINATOR_TIMEOUTS'" in text
         assert "GROUP_COORDINATOR_TIMEOUT_S" in text
+
+
+def others_agreed(rank: int, world_size: int, directory: Path) -> str:
+    store = dist.FileStore(str(directory / "store"), -1)
+    view = View({"groups": "a"}, this_process(), "")
+    if rank < 2:
+        agree(store, "a", rank, [0, 1], view, 10.0)
+        meet(rank, (0, 1), directory, "done")
+        return ""
+    meet(rank, (0, 1), directory, "done")
+    with pytest.raises(DisagreementError) as caught:
+        agree(store, "b", rank, [2, 3], View({"groups": "b"}, this_process(), ""), 10.0)
+    return str(caught.value)
+
+
+def test_who_comes_to_an_agreement_of_others_does_not_take_it_for_its_own() -> None:
+    """They held other facts, so that what they told each other is not about this rank's groups."""
+    assert "rank 2" in run_ranks(others_agreed, 3)[2]

@@ -31,6 +31,7 @@ from tests.leaks import Snapshot, leaked_since
 from tests.ports import listening_addresses
 from tests.probes import requires
 from tests.queue_ranks import PATIENCE_S, Meeting
+from tests.waiting import wait_until
 from tests.worlds import outcome_of
 
 pytestmark = requires("network_namespaces")
@@ -184,7 +185,7 @@ def healthy(rank: int) -> dict[str, Any]:
 def until_error(call: Callable[[], Any]) -> dict[str, Any]:
     """Call until an error of ours comes; return it."""
     while (found := outcome_of(call))["kind"] == "NoneType":
-        time.sleep(0.01)
+        time.sleep(0.01)  # slow enough that the connection to the dead reader does not fill first
     return found
 
 
@@ -215,9 +216,9 @@ def one_stops(rank: int, directory: Path) -> dict[str, Any]:
     processes = group.all_gather_object(os.getpid())
     if rank == 3:
         os.kill(os.getpid(), signal.SIGSTOP)
-    while rank == 1 and Path(f"/proc/{processes[3]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        time.sleep(0.005)
     if rank == 1:
+        stat = Path(f"/proc/{processes[3]}/stat")
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "rank 3 stopped")
         end.enqueue("rank 3 does not take it")
         meeting.mark("sent")
     meeting.wait("sent")

@@ -75,7 +75,7 @@ def test_a_directory_can_be_used_again_at_once(ranks4: RankPool) -> None:
 
 def join_late(rank: int, world_size: int, directory: Path, late: int) -> list[int]:
     if rank == late:
-        time.sleep(1.0)
+        time.sleep(0.3)  # the other rank polls several times and finds nobody
     with world(rank, world_size, directory) as group:
         gathered: list[int] = group.all_gather_object(rank)
         return gathered
@@ -122,7 +122,7 @@ def test_what_a_killed_run_left_is_swept_by_the_next(tmp_path: Path) -> None:
 
 def wait_for_a_live_run(rank: int, world_size: int, directory: Path, path: str) -> Any:
     if rank == 0:
-        # Long enough for rank 1 to look at what the killed run left.
+        # Rank 1 has read what the killed run left by then; no event tells when it has.
         time.sleep(1.0)
     return run_in(rank, world_size, directory, path)[0]
 

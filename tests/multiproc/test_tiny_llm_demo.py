@@ -7,8 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from examples.tiny_llm.group import ModelGroups
 from examples.tiny_llm.model import LlamaStage
 from tests.leaks import TEMP_PREFIX, children_of
 from tests.unit.test_tiny_llm_model import Alone
+from tests.waiting import has_ended, wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 DEMO = (sys.executable, "-m", "examples.tiny_llm")
@@ -244,27 +244,11 @@ def generating(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int
             text=True,
         )
     try:
-        wait_until(lambda: "generating with TP" in errors.read_text())
+        wait_until(lambda: "generating with TP" in errors.read_text(), "the first tokens", DEADLINE_S, 0.05)
         yield launcher, sorted(children_of(launcher.pid))
     finally:
         launcher.kill()
         launcher.wait()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for something, but not for ever."""
-    give_up_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < give_up_s
-        time.sleep(0.05)
-
-
-def has_ended(pid: int) -> bool:
-    """Whether a process is gone, or dead and not yet waited for."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 def test_a_killed_rank_is_named_and_takes_the_others_along(tmp_path: Path) -> None:
@@ -283,7 +267,7 @@ def test_the_ranks_end_with_their_launcher(tmp_path: Path) -> None:
     with generating(tmp_path) as (launcher, ranks):
         launcher.kill()
         launcher.wait()
-        wait_until(lambda: all(map(has_ended, ranks)))
+        wait_until(lambda: all(map(has_ended, ranks)), f"the end of ranks {ranks}", DEADLINE_S, 0.05)
     for path in leftovers():  # nobody was left to remove them
         shutil.rmtree(path)
 

@@ -24,6 +24,7 @@ from shm_broadcast.segment import Hello, take_over
 from tests.leaks import Snapshot
 from tests.probes import requires
 from tests.queues import background, find_sockets, segments_of
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 20.0
@@ -140,10 +141,8 @@ def test_a_member_comes_once_and_only_if_expected() -> None:
                 take_over(writer.handle.address, writer.key, member, writer.handle.segment_bytes, TIMEOUT_S)
         attach(writer, 5)
         # All peers have come, so the listener closes.
-        deadline = time.monotonic() + TIMEOUT_S
-        while f"@{writer.handle.address}" in find_sockets() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert f"@{writer.handle.address}" not in find_sockets()
+        address = f"@{writer.handle.address}"
+        wait_until(lambda: address not in find_sockets(), f"the end of socket {address}", TIMEOUT_S)
         with pytest.raises(PeerLostError, match="no longer offered"):
             attach(writer, 5)
 

@@ -97,6 +97,7 @@ def test_a_rank_that_comes_after_a_disagreement_is_told_of_it(store_of: StoreOf)
     assert isinstance(error, DisagreementError)
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_come_are_named_by_all_that_came(store_of: StoreOf) -> None:
     """The first deadline holds for all: later ranks blame nobody else and wait no longer."""
     outcomes = agree_in_threads(store_of, {0: view(), 2: view()}, [0, 1, 2, 3], timeout_s=1.0, delay_s=0.5)
@@ -160,6 +161,7 @@ def test_a_store_that_is_gone_is_a_native_error() -> None:
         agree(store, "group 'tp:0'", 0, [0, 1], view(), 60.0)
 
 
+@pytest.mark.slow
 def test_a_store_that_hangs_does_not_outlast_the_deadline() -> None:
     """The call raises at its deadline although the stopped host never answers."""
     store: Any = FailingStore(4.0)

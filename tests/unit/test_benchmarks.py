@@ -346,6 +346,7 @@ def test_tune_without_devices_says_so(
 # --- pictures and tables ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_picture_is_drawn(tmp_path: Path) -> None:
     """Every plot is written as non-empty PNG and SVG, in a process of its own as matplotlib keeps fonts open."""
     pytest.importorskip("matplotlib")
@@ -439,6 +440,7 @@ def test_no_peers_is_no_error() -> None:
 # --- one run ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_quick_run_measures_ours_and_torch(tmp_path: Path) -> None:
     """Two processes and one case give a file with both implementations and the slowest rank."""
     arguments = ["--quick", "--cases", "barrier", "--out", str(tmp_path)]

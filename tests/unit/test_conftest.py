@@ -8,6 +8,8 @@ import pytest
 
 from tests.probes import requires
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 PLANTED = """

@@ -95,6 +95,7 @@ def test_a_rank_that_does_not_fit_is_refused(rank: Any, world_size: Any, ranks: 
         FakeGroupCoordinator(rank, world_size, ranks=ranks)
 
 
+@pytest.mark.slow
 def test_a_fake_needs_nothing() -> None:
     """A fake uses neither torch.distributed nor threads nor the environment, and opens no descriptor."""
     code = (

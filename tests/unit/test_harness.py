@@ -19,6 +19,9 @@ import device_comm._core
 import shm_broadcast._core
 from tests.harness import RankFailureError, RankPool, run_ranks
 from tests.leaks import TEMP_PREFIX, Snapshot, leaked_since
+from tests.waiting import has_ended, wait_until
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 KEPT: list[Any] = []
@@ -326,18 +329,7 @@ RankPool(2).run(hang_in_rank_1, while_running=die)
     assert dead.returncode == -signal.SIGKILL
     pids = [int(pid) for pid in dead.stdout.split()]
     assert len(pids) == 2
-    deadline = time.monotonic() + 20.0
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    """Return whether the process still runs; init may take time to reap a dead one."""
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    wait_until(lambda: all(map(has_ended, pids)), f"the end of processes {pids}", 20.0)
 
 
 def test_leaks_of_this_process_are_found() -> None:

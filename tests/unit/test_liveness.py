@@ -4,8 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 
 from shm_broadcast import liveness
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, process_state, this_process
+from tests.waiting import wait_until
 
 # The kernel acts at once; a busy machine may take this long.
 SOON_S = 20.0
@@ -32,15 +32,6 @@ def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
             yield process
         finally:
             process.kill()
-
-
-def soon(condition: Callable[[], Any]) -> bool:
-    deadline = time.monotonic() + SOON_S
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def descriptors() -> int:
@@ -108,12 +99,14 @@ def test_the_states_of_a_process() -> None:
         identity = identity_of(process.pid)
         assert process_state(identity) == "alive"
         process.send_signal(signal.SIGSTOP)
-        assert soon(lambda: process_state(identity) == "stopped")
+        wait_until(
+            lambda: process_state(identity) == "stopped", 'process_state(identity) == "stopped"', SOON_S
+        )
         process.send_signal(signal.SIGCONT)
-        assert soon(lambda: process_state(identity) == "alive")
+        wait_until(lambda: process_state(identity) == "alive", 'process_state(identity) == "alive"', SOON_S)
         process.kill()
         # A zombie: this process, its parent, has not waited for it yet.
-        assert soon(lambda: process_state(identity) == "dead")
+        wait_until(lambda: process_state(identity) == "dead", 'process_state(identity) == "dead"', SOON_S)
         process.wait()
         assert process_state(identity) == "dead"
 
@@ -151,9 +144,9 @@ def test_the_watch_names_who_has_ended_and_nobody_else() -> None:
         watch = PeerWatch(this_process(), peers)
         assert watch.lost() == ()
         one.kill()
-        assert soon(lambda: watch.lost() == (7,))
+        wait_until(lambda: watch.lost() == (7,), "watch.lost() == (7,)", SOON_S)
         two.kill()
-        assert soon(lambda: watch.lost() == (2, 7))
+        wait_until(lambda: watch.lost() == (2, 7), "watch.lost() == (2, 7)", SOON_S)
         one.wait()
         two.wait()
         assert watch.lost() == (2, 7)
@@ -172,7 +165,7 @@ def test_a_child_that_lives_on_does_not_hide_the_end_of_its_parent() -> None:
         child = int(process.stdout.readline())
         watch = PeerWatch(this_process(), {1: identity_of(process.pid)})
         process.kill()
-        assert soon(lambda: watch.lost() == (1,))
+        wait_until(lambda: watch.lost() == (1,), "watch.lost() == (1,)", SOON_S)
         os.kill(child, 0)
         os.kill(child, signal.SIGKILL)
         watch.close()
@@ -183,7 +176,7 @@ def test_a_stopped_peer_is_not_lost() -> None:
     with sleeper() as process:
         watch = PeerWatch(this_process(), {1: identity_of(process.pid)})
         process.send_signal(signal.SIGSTOP)
-        assert soon(lambda: watch.state(1) == "stopped")
+        wait_until(lambda: watch.state(1) == "stopped", 'watch.state(1) == "stopped"', SOON_S)
         assert watch.lost() == ()
         assert watch.describe(1) == f"pid {process.pid}, stopped"
         watch.close()
@@ -197,10 +190,10 @@ def test_who_had_ended_before_the_watch_began_is_lost() -> None:
         zombie.kill()
         gone.kill()
         gone.wait()
-        assert soon(lambda: process_state(peers[1]) == "dead")
+        wait_until(lambda: process_state(peers[1]) == "dead", 'process_state(peers[1]) == "dead"', SOON_S)
         before = descriptors()
         watch = PeerWatch(this_process(), peers)
-        assert soon(lambda: watch.lost() == (1, 2, 3))
+        wait_until(lambda: watch.lost() == (1, 2, 3), "watch.lost() == (1, 2, 3)", SOON_S)
         assert watch.state(3) == "dead"
         watch.close()
         assert descriptors() == before
@@ -238,7 +231,7 @@ def test_closing_gives_every_descriptor_back() -> None:
         watch = PeerWatch(this_process(), {1: identity_of(one.pid), 2: identity_of(other.pid)})
         assert descriptors() == before + 2
         one.kill()
-        assert soon(lambda: watch.lost() == (1,))
+        wait_until(lambda: watch.lost() == (1,), "watch.lost() == (1,)", SOON_S)
         assert descriptors() == before + 1
         watch.close()
         watch.close()

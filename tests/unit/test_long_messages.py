@@ -94,6 +94,7 @@ def exchanged(ends: Any, *messages: Any) -> list[Any]:
 
 @pytest.mark.guarantee("B1", "B21")
 @pytest.mark.parametrize("ring_bytes", [MIN_RING_BYTES, MIB, 32 * MIB], ids=["least", "parts", "streamed"])
+@pytest.mark.slow
 def test_long_messages_arrive_equal_in_memory_of_their_own(ring_bytes: int) -> None:
     """Every object equals what was sent, can be written to, and shares no byte with anything else."""
     scale = min(ring_bytes, MIB)
@@ -174,6 +175,7 @@ def use_and_give_back() -> None:
 
 
 @pytest.mark.guarantee("B21")
+@pytest.mark.slow
 def test_memory_that_is_given_back_is_used_again_and_bounded() -> None:
     """At most 64 MiB wait for the next message, which gets the same memory; a closed queue keeps none of it."""
     # In a process of its own: what other tests left to the allocator would count.

@@ -127,6 +127,7 @@ def test_a_late_reader_is_named_with_all_that_is_known() -> None:
 
 
 @pytest.mark.guarantee("B5")
+@pytest.mark.slow
 def test_a_long_wait_warns_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
     """A call that waits says for whom every `warn_after_s`, not at every turn."""
     with queue(warn_after_s=0.2) as (writer, [reader]), caplog.at_level(logging.WARNING):
@@ -146,6 +147,7 @@ def test_a_long_wait_warns_now_and_then(caplog: pytest.LogCaptureFixture) -> Non
 @pytest.mark.guarantee("B6")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("role", ["reader", "writer", "any"])
+@pytest.mark.slow
 def test_ctrl_c_interrupts_every_wait(mode: WaitMode, role: str) -> None:
     """A signal ends a wait without limit; the promise is 0.2 s, a loaded machine gets ten times that."""
     with queue(wait=mode) as (writer, [reader]):

@@ -384,6 +384,7 @@ def test_every_field_counts_in_the_fingerprint() -> None:
             assert (one.fingerprint() == plain.fingerprint()) == (f"{name}.{field}" in PER_RANK_FIELDS)
 
 
+@pytest.mark.slow
 def test_a_fingerprint_is_stable() -> None:
     """Equal settings have equal fingerprints in another process, and for int and float values."""
     code = "from coordinator.settings import *; print(CoordinatorSettings(timeout_s=30).fingerprint())"
@@ -495,6 +496,7 @@ def test_a_malformed_launch_is_refused(name: str, text: str) -> None:
         LaunchEnvironment.from_env({**TORCHRUN, name: text})
 
 
+@pytest.mark.slow
 def test_nothing_is_read_at_import() -> None:
     """A misspelt variable does not break the import, only the call that reads it."""
     code = "import coordinator.settings as s; s.CoordinatorSettings(); s.CoordinatorSettings.from_env()"

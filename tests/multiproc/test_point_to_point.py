@@ -1,0 +1,106 @@
+"""Messages between two ranks by tag, in batches and from any rank; scattered objects."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coordinator import DisagreementError, P2POperation
+from tests.harness import RankPool
+from tests.worlds import ApartPool, meet, outcome_of, refused, world
+
+
+def messages(rank: int, world_size: int, directory: Path) -> list[bool]:
+    with world(rank, world_size, directory) as group:
+        found = []
+        peer = 1 - rank
+        for tag in (1, 2, 0):
+            group.isend(torch.full((3,), 10.0 * tag + rank), peer, tag=tag)
+        # In another order than they were sent.
+        received = {tag: group.recv((3,), torch.float32, peer, tag=tag).tolist() for tag in (2, 0, 1)}
+        found.append(received == {tag: [10.0 * tag + peer] * 3 for tag in range(3)})
+        into = torch.zeros(4, 2, dtype=torch.bfloat16).t()
+        large = torch.zeros(1 << 20)
+        handles = group.batch_isend_irecv(
+            [
+                P2POperation(
+                    verb="isend",
+                    tensor=torch.full((2, 4), float(rank), dtype=torch.bfloat16),
+                    peer=peer,
+                    tag=5,
+                ),
+                P2POperation(verb="irecv", tensor=into, peer=peer, tag=5),
+                P2POperation(verb="isend", tensor=torch.full((1 << 20,), 1.0 + rank), peer=peer),
+                P2POperation(verb="irecv", tensor=large, peer=peer),
+            ]
+        )
+        for handle in handles:
+            handle.wait()
+            handle.wait()
+        found += [
+            all(handle.is_completed() for handle in handles),
+            bool((into == peer).all()),
+            bool((large == 1 + peer).all()),
+        ]
+        found += [
+            refused(lambda wrong=wrong: group.send(torch.ones(1), peer, tag=wrong))
+            for wrong in (-1, True, 1 << 30, "x")
+        ]
+        found.append(refused(lambda: group.batch_isend_irecv([("isend", 1)])))  # type: ignore[list-item]
+        found.append(refused(lambda: group.isend(torch.ones(1), rank, tag=3)))
+        box: list[Any] = [None]
+        group.scatter_object_list(
+            box, [{"for": each} for each in range(world_size)] if rank == 1 else None, 1
+        )
+        found.append(box == [{"for": rank}])
+        if rank == 0:
+            found.append(refused(lambda: group.scatter_object_list(box, [1], 0)))
+            found.append(refused(lambda: group.scatter_object_list([], [1, 2], 0)))
+        group.monitored_barrier(5.0)
+        return found
+
+
+def test_tags_batches_and_scattered_objects(ranks2: RankPool) -> None:
+    """Messages of different tags do not disturb each other, on one host and over Gloo."""
+    for found in [*ranks2.run(messages), *ApartPool(ranks2).run(messages)]:
+        assert all(found), found
+
+
+def from_any(rank: int, world_size: int, directory: Path) -> list[Any]:
+    with world(rank, world_size, directory) as group:
+        found: list[Any] = []
+        if rank != 0:
+            for each in range(3):
+                group.send(torch.tensor([rank * 10 + each]), 0)
+                group.send(torch.tensor([float(rank)]), 0, tag=7)
+            meet(rank, range(world_size), directory, "taken")
+            if rank == 1:
+                group.send(torch.ones(2), 0, tag=9)
+            return []
+        by_rank: dict[int, list[int]] = {}
+        for _ in range(3 * (world_size - 1)):
+            tensor, src = group.recv_any((1,), torch.int64)
+            by_rank.setdefault(src, []).append(int(tensor))
+        found.append(by_rank == {src: [src * 10 + each for each in range(3)] for src in range(1, world_size)})
+        found.append(group.recv((1,), torch.float32, 2, tag=7).item() == 2.0)
+        tagged = [group.recv_any((1,), torch.float32, tag=7) for _ in range(3 * (world_size - 1) - 1)]
+        found.append(all(int(tensor) == src for tensor, src in tagged))
+        meet(rank, range(world_size), directory, "taken")
+        try:
+            group.recv_any((3,), torch.float32, tag=9)
+        except DisagreementError as error:
+            found.append("rank 1 sent" in str(error))
+        outcome = outcome_of(lambda: group.recv_any((3,), torch.float32, tag=9, timeout_s=0.1))
+        found.append(outcome["kind"] in ("CommTimeoutError", "PeerLostError"))
+        return found
+
+
+def no_shared_memory(rank: int, world_size: int, directory: Path) -> str:
+    with world(rank, world_size, directory) as group:
+        return str(outcome_of(lambda: group.recv_any((1,), torch.int64))["kind"])
+
+
+def test_a_tensor_from_any_rank(ranks4: RankPool, ranks2: RankPool) -> None:
+    """With the rank that sent it, in order from each, and by tag."""
+    assert all(ranks4.run(from_any)[0])
+    assert ApartPool(ranks2).run(no_shared_memory) == ["CapabilityError"] * 2

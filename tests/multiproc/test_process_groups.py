@@ -1,0 +1,167 @@
+"""torch's own functions on the process groups of a group, and on a group as a process group."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as torch_functional
+
+from coordinator import ReduceOperation, get_dp_group, get_pp_group
+from tests.engines import engine
+from tests.harness import RankPool
+from tests.worlds import new_group, outcome_of, world
+
+
+def named(new: str, old: str) -> Any:
+    """Return the torch function of that name, or where torch is older of the other."""
+    return getattr(dist, new, None) or getattr(dist, old)
+
+
+def torch_calls(rank: int, world_size: int, directory: Path) -> list[Any]:
+    with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
+        pg, x = group.as_process_group(), torch.arange(4.0) + rank
+        found: list[Any] = [group.as_process_group() is pg, pg.rank() == rank, dist.get_rank(pg) == rank]
+        found += [
+            dist.get_process_group_ranks(pg) == group.ranks,
+            dist.get_backend(pg) == "group_coordinator",
+        ]
+        total = x.clone()
+        dist.all_reduce(total, group=pg)
+        found.append(torch.equal(total, group.all_reduce(x)))
+        total = x.clone()
+        work = dist.all_reduce(total, dist.ReduceOp.MAX, group=pg, async_op=True)
+        work.wait()
+        found += [torch.equal(total, group.all_reduce(x, ReduceOperation.MAX)), work.is_completed()]
+        whole = torch.empty(8)
+        named("all_gather_single", "all_gather_into_tensor")(whole, x, group=pg)
+        found.append(torch.equal(whole, group.all_gather(x, 0)))
+        parts = [torch.empty(4), torch.empty(4)]
+        dist.all_gather(parts, x, group=pg)
+        found.append(torch.equal(torch.cat(parts), whole))
+        own = torch.empty(2)
+        named("reduce_scatter_single", "reduce_scatter_tensor")(own, x, group=pg)
+        found.append(torch.equal(own, group.reduce_scatter(x, 0)))
+        dist.reduce_scatter(own, list(x.chunk(2)), group=pg)
+        found.append(torch.equal(own, group.reduce_scatter(x, 0)))
+        sent = x.clone()
+        dist.broadcast(sent, 1, group=pg)
+        found.append(torch.equal(sent, torch.arange(4.0) + 1))
+        dist.reduce(sent.copy_(x), 0, group=pg)
+        found.append(rank == 1 or torch.equal(sent, 2 * torch.arange(4.0) + 1))
+        boxes = [torch.empty(4), torch.empty(4)] if rank == 0 else None
+        dist.gather(x, boxes, 0, group=pg)
+        found.append(boxes is None or torch.equal(torch.cat(boxes), whole))
+        dist.scatter(own, list(torch.arange(4.0).chunk(2)) if rank == 0 else None, 0, group=pg)
+        found.append(torch.equal(own, torch.arange(4.0).chunk(2)[rank]))
+        out = torch.empty(4)
+        dist.all_to_all_single(out, x, group=pg)
+        found.append(torch.equal(out, group.all_to_all(x)))
+        outs = [torch.empty(1), torch.empty(1)]
+        dist.all_to_all(outs, [x[:1].clone(), x[1:2].clone()], group=pg)
+        found.append(torch.equal(torch.cat(outs), group.all_to_all(x[:2])))
+        dist.barrier(group=pg)
+        if rank == 0:
+            dist.send(x, 1, group=pg, tag=4)
+            dist.send(x, 1, group=pg)
+        else:
+            found.append(dist.recv(out, 0, group=pg, tag=4) == 0 and torch.equal(out, x - 1))
+            found.append(dist.recv(out, group=pg) == 0 and torch.equal(out, x - 1))
+        ops = [dist.P2POp(dist.isend, x, 1 - rank, pg), dist.P2POp(dist.irecv, out, 1 - rank, pg)]
+        for each in dist.batch_isend_irecv(ops):
+            each.wait()
+        found.append(torch.equal(out, torch.arange(4.0) + 1 - rank))
+        named_functional = (
+            getattr(torch_functional, "all_gather_single", None) or torch_functional.all_gather_tensor
+        )
+        found.append(torch.equal(torch_functional.all_reduce(x, "sum", pg) + 0, group.all_reduce(x)))
+        found.append(torch.equal(named_functional(x, 0, pg) + 0, whole))
+        outcome = outcome_of(
+            lambda: dist.all_reduce(torch.ones(2, dtype=torch.int8), dist.ReduceOp.AVG, group=pg)
+        )
+        found.append(outcome["kind"] == "UsageError")
+    found.append(outcome_of(lambda: pg.allreduce([x]))["kind"] == "ClosedError")
+    return found
+
+
+def test_torch_functions_run_on_a_group(ranks2: RankPool) -> None:
+    """As on any process group, with our results and errors; it ends with the group."""
+    # What torch imports for its functional collectives keeps descriptors, with groups of torch too.
+    for found in ranks2.run(torch_calls, check_leaks=False):
+        assert all(found), found
+
+
+def torch_functions(rank: int, world_size: int, directory: Path) -> None:
+    with engine(rank, world_size, directory, tp=2, pp=2):
+        pp = get_pp_group()
+        for group in (pp.cpu_group, pp.device_group, pp.make_sibling_device_group("pp_broadcast")):
+            assert dist.get_rank(group) == group.rank() == pp.rank_in_group
+            assert dist.get_world_size(group) == group.size() == 2
+            assert dist.get_process_group_ranks(group) == pp.ranks
+            assert dist.get_global_rank(group, 1) == pp.last_rank
+            tensor = torch.full((2,), rank)
+            dist.all_reduce(tensor, group=group)
+            assert tensor.tolist() == [sum(pp.ranks)] * 2
+            tensor = torch.full((2,), rank)
+            dist.broadcast(tensor, src=pp.last_rank, group=group)
+            assert tensor.tolist() == [pp.last_rank] * 2
+            gathered = torch.empty(4, dtype=torch.int64)
+            with warnings.catch_warnings():
+                # Newer torch has another name for it; engines call this one.
+                warnings.simplefilter("ignore", FutureWarning)
+                dist.all_gather_into_tensor(gathered, torch.full((2,), rank), group=group)
+            assert gathered.tolist() == [pp.first_rank] * 2 + [pp.last_rank] * 2
+            work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True)
+            work.wait()
+            if pp.is_first_rank:
+                dist.send(tensor, dst=pp.next_rank, group=group)
+            else:
+                dist.recv(tensor, src=pp.prev_rank, group=group)
+            dist.barrier(group=group)
+        assert pp.make_sibling_device_group() is not pp.make_sibling_device_group()
+        # Groups that an engine makes for itself, with the world's backend and with another.
+        for backend in (None, "gloo"):
+            mine = dist.new_group(list(range(world_size)), backend=backend)
+            tensor = torch.ones(1)
+            dist.all_reduce(tensor, group=mine)
+            assert tensor.item() == world_size
+            dist.destroy_process_group(mine)
+        dp = get_dp_group()
+        assert dp.world_size == 1
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor, group=dp.cpu_group)
+        dist.all_reduce(tensor, group=dp.device_group)
+        assert tensor.item() == 1
+        assert pp.all_reduce(torch.ones(1)).item() == 2
+
+
+def test_torch_functions_take_the_groups_process_groups(ranks4: RankPool) -> None:
+    """`cpu_group`, `device_group` and siblings are process groups like any, beside our own calls."""
+    ranks4.run(torch_functions)
+
+
+def asked_by_one_rank(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory) as first:
+        for _ in range(3):
+            with new_group(first) as group:
+                if rank == 0:
+                    assert group.cpu_group.size() == group.device_group.size() == 2
+                    assert group.cpu_group is group.cpu_group
+                    assert group.cpu_group is not group.device_group
+                group.barrier()
+        group = new_group(first)
+        if rank == 0:
+            dist.send(torch.ones(2), 1, group=group.cpu_group)
+            group.barrier()
+        else:
+            into = torch.zeros(2)
+            dist.recv(into, 0, group=group.cpu_group)
+            assert into.tolist() == [1.0, 1.0]
+            group.barrier()
+        group.destroy()
+
+
+def test_one_rank_alone_may_ask_for_its_process_group(ranks2: RankPool) -> None:
+    """Nothing waits for the others before ranks talk to each other; what was made goes with the group."""
+    ranks2.run(asked_by_one_rank)

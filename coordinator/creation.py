@@ -37,7 +37,7 @@ from device_comm.base import CommunicatorContext, DeviceCommunicator
 from device_comm.handles import Handle
 from device_comm.health import GroupHealth
 from device_comm.process_group import ProcessGroupCommunicator
-from device_comm.registry import communicator_factory, communicator_name
+from device_comm.registry import communicator_factory, communicator_name, needs_process_group
 from device_comm.solo import SoloCommunicator
 from shm_broadcast.errors import (
     CapabilityError,
@@ -397,9 +397,8 @@ class _Builder:
                 else ProcessGroupCommunicator
             )
             gloo = None
-            # On the CPU a group over several hosts is served by Gloo; other communicators say what they need.
-            needs_group = getattr(factory, "needs_process_group", True) or (
-                self._shared is None and self._device.type == "cpu"
+            needs_group = needs_process_group(
+                factory, self._device.type, shares_memory=self._shared is not None
             )
             if needs_group or self._shared is None:
                 with self._clock.phase("gloo"):

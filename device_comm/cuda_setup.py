@@ -11,6 +11,7 @@ from typing import Final
 import torch
 
 from device_comm.base import CommunicatorContext
+from device_comm.cuda_settings import cuda_settings
 from device_comm.custom_all_reduce import CustomAllReduce, CustomContext
 from device_comm.custom_launches import CubinSource
 from device_comm.driver import Driver
@@ -60,7 +61,7 @@ def build_custom(
         SettingsError: This rank's policy file cannot be used.
         DisagreementError: Another rank's cannot, or they say different things.
     """
-    settings, exchange = context.cuda, context.exchange
+    settings, exchange = cuda_settings(context.cuda), context.exchange
     if exchange is None:
         raise InternalError(f"{context.name!r}: a CUDA group needs a host plane to agree over")
     if not settings.custom_all_reduce:
@@ -105,7 +106,7 @@ def _build(
         is_verified=True,
         # The memory of tensors goes by CUDA IPC alone, which the region that was just tried has shown to work, or not.
         is_exportable=_is_exportable(context, exchange, driver) and kind in ("ipc", "local"),
-        is_deterministic=context.cuda.deterministic,
+        is_deterministic=cuda_settings(context.cuda).deterministic,
     )
     source, trouble = cubin, ""
     try:
@@ -123,7 +124,7 @@ def _build(
             ranks=context.ranks,
             exchange=exchange,
             facts=facts,
-            settings=context.cuda,
+            settings=cuda_settings(context.cuda),
             timeout_s=context.timeout_s,
             cubin=source,
         )
@@ -141,7 +142,7 @@ def _has_fast_links(topology: GroupTopology) -> bool:
 
 
 def _directory(context: CommunicatorContext) -> Path:
-    chosen = context.cuda.kernel_cache
+    chosen = cuda_settings(context.cuda).kernel_cache
     return default_cache_directory() if chosen is None else Path(chosen)
 
 

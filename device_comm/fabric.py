@@ -19,7 +19,6 @@ from shm_broadcast.errors import (
     ClosedError,
     CommError,
     DisagreementError,
-    InternalError,
     UsageError,
 )
 from shm_broadcast.liveness import this_process
@@ -32,8 +31,6 @@ SLOT_BYTES: Final = 256 << 10
 # Those of the host plane: barriers, and objects of some KB.
 HOST_SLOT_BYTES: Final = 16 << 10
 
-# What ranks tell each other when a fabric is made fits here; texts are cut.
-_MESSAGE_BYTES: Final = 512
 _KEY_BYTES: Final = 32
 
 _OPERATIONS: Final = ("SUM", "MEAN", "PRODUCT", "MIN", "MAX")
@@ -57,7 +54,7 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
 
 _offer_decoder: Final = msgspec.msgpack.Decoder(_Offer)
 
-# Returns every rank's bytes, of equal length, in rank order.
+# Returns every rank's bytes in rank order; the lengths may differ. Collective.
 Exchange = Callable[[bytes], Sequence[bytes | memoryview]]
 
 
@@ -236,20 +233,6 @@ def _describe(
     return ", ".join(parts)
 
 
-def connect(
-    health: GroupHealth, rank_in_group: int, timeout_s: float, exchange: Exchange
-) -> SharedMemory | None:
-    """Return what the group's ranks share; None, on all of them, if they are on several hosts.
-
-    Collective.
-
-    Raises:
-        CapabilityError: Rank 0 lacks the memory, or a rank could not map it; on every rank.
-    """
-    segment = _share(health, range(len(health.ranks)), rank_in_group, timeout_s, exchange)
-    return None if segment is None else SharedMemory(segment, rank_in_group, health)
-
-
 class Preparation:
     """What a rank does for the memory of a group before it meets the others: the first one makes it and offers it.
 
@@ -301,7 +284,7 @@ class Preparation:
 
 def places(exchange: Exchange) -> list[str]:
     """Return where each rank of the group is, in rank order. Collective."""
-    return [str(_unframed(frame), "utf-8") for frame in exchange(_framed(place().encode()))]
+    return [str(name, "utf-8") for name in exchange(place().encode())]
 
 
 class SharedPart:
@@ -334,36 +317,16 @@ def connect_part(
     Raises:
         CapabilityError: On some host the memory could not be made or mapped; on every rank of the group.
     """
-    segment = _share(health, members, rank_in_group, timeout_s, exchange)
-    if len(members) == 1:
-        return None
-    if segment is None:
-        raise InternalError(f"{health.where('create shared memory')}: one host has become several")
-    return SharedPart(segment, members, members.index(rank_in_group), health)
-
-
-def _share(
-    health: GroupHealth, members: Sequence[int], rank_in_group: int, timeout_s: float, exchange: Exchange
-) -> Segment | None:
-    """Return the memory of `members`, which the first of them makes; None if they are on several hosts.
-
-    A single member needs none, but takes part in what the group exchanges.
-    """
     size, index = len(members), members.index(rank_in_group)
     handover, segment, own = _offer(size) if index == 0 and size > 1 else (None, None, _Offer(place()))
     try:
-        offers = [_offer_decoder.decode(_unframed(frame)) for frame in exchange(_framed(own))]
-        if len({offers[member].place for member in members}) > 1:
-            _drop(segment)
-            return None
-        offer = offers[members[0]]
+        offers = exchange(msgspec.msgpack.encode(own))
+        offer = _offer_decoder.decode(offers[members[0]])
         failure = offer.failure
         if not failure and segment is None and size > 1:
             segment, failure = _take(offer, index, size, timeout_s)
             failure = failure and f"rank {rank_in_group} of the group: {failure}"
-        failures = [
-            str(_unframed(frame), "utf-8", "replace") for frame in exchange(_framed(failure.encode()))
-        ]
+        failures = [str(each, "utf-8", "replace") for each in exchange(failure.encode())]
     except BaseException:
         _drop(segment)
         raise
@@ -376,9 +339,7 @@ def _share(
         raise CapabilityError(
             f"{health.where('create shared memory')}: {reasons}", requirement="shared memory"
         )
-    if segment is None and size > 1:
-        raise InternalError(f"{health.where('create shared memory')}: no segment and no reason")
-    return segment
+    return None if segment is None else SharedPart(segment, members, index, health)
 
 
 def _drop(segment: Segment | None) -> None:
@@ -434,13 +395,3 @@ def _take(offer: _Offer, rank: int, world_size: int, timeout_s: float) -> tuple[
         return None, str(error)
     os.close(descriptor)
     return segment, ""
-
-
-def _framed(message: bytes | _Offer) -> bytes:
-    data = msgspec.msgpack.encode(message) if isinstance(message, _Offer) else message
-    data = data[: _MESSAGE_BYTES - 2]
-    return (len(data).to_bytes(2, "little") + data).ljust(_MESSAGE_BYTES, b"\0")
-
-
-def _unframed(frame: bytes | memoryview) -> bytes | memoryview:
-    return frame[2 : 2 + int.from_bytes(frame[:2], "little")]

@@ -15,7 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
 from device_comm.base import CommunicatorContext, DeviceCommunicator
-from device_comm.cpu import CpuCommunicator
+from device_comm.cpu_connect import connect_cpu
 from device_comm.process_group import ProcessGroupCommunicator
 from device_comm.solo import SoloCommunicator
 from shm_broadcast.errors import CapabilityError, UsageError
@@ -75,7 +75,18 @@ def communicator_factory(device_type: str, world_size: int) -> CommunicatorFacto
         from device_comm.cuda import CudaCommunicator
 
         return CudaCommunicator
-    return CpuCommunicator if device_type == "cpu" else ProcessGroupCommunicator
+    return connect_cpu if device_type == "cpu" else ProcessGroupCommunicator
+
+
+def needs_process_group(factory: CommunicatorFactory, device_type: str, *, shares_memory: bool) -> bool:
+    """Return whether a group connects a process group for what `factory` builds.
+
+    On the CPU it does where the ranks share no memory. Elsewhere, and for a factory that says nothing by an attribute
+    `needs_process_group`, it does.
+    """
+    if device_type == "cpu" and not shares_memory:
+        return True
+    return bool(getattr(factory, "needs_process_group", factory is not connect_cpu))
 
 
 def communicator_name(device_type: str, world_size: int) -> str:

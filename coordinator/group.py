@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,14 +20,16 @@ import torch.distributed as dist
 from coordinator import compile_ops
 from coordinator.broadcaster import Broadcaster
 from coordinator.coalesced import CoalescedCollectives
-from coordinator.creation import GroupParts, GroupPlan, create_parts, device_of
+from coordinator.creation import create_parts, device_of
 from coordinator.expert_parallel import ExpertParallel
 from coordinator.external_writer import ExternalWriter
 from coordinator.graph_capture import GraphCaptureContext, capture_on
 from coordinator.group_names import next_names, unique_name, use_names
+from coordinator.group_parts import GroupParts, GroupPlan
 from coordinator.group_queues import GroupQueues
 from coordinator.membership import find_membership, world_store
 from coordinator.object_collectives import ObjectCollectives, broadcast_object_of
+from coordinator.open_sends import OpenSends
 from coordinator.point_to_point import PointToPoint
 from coordinator.queue_ends import Queues, Reader, Writer
 from coordinator.scalar_collectives import ScalarCollectives
@@ -38,7 +39,6 @@ from coordinator.subgroups import Subgroups
 from coordinator.tensor_messages import TensorMessages
 from device_comm import base, checks
 from device_comm.async_calls import CallLine
-from device_comm.handles import Handle
 from shm_broadcast.errors import UsageError
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -207,20 +207,18 @@ class GroupCoordinator(
         self.settings = settings
         self.device: torch.device = parts.device
         self.device_communicator: base.DeviceCommunicator = parts.communicator
-        self.creation: CreationReport = parts.report or CreationReport(
-            name=self.unique_name, world_size=self.world_size
-        )
+        self.creation: CreationReport = parts.report
         self._parts = parts
         self._host = parts.host
         self._health = parts.health
-        self._cpu_group = parts.cpu_group
-        self._device_group = parts.device_group
-        self._open_sends: deque[Handle] = deque()
+        self._cpu_group = parts.process_groups.host
+        self._device_group = parts.process_groups.device
+        self._open_sends = OpenSends()
         self._calls = CallLine(parts.health, parts.device, is_alone=self.world_size == 1)
         self._open_calls = self._calls.open
         self._stated_counts = None
         self._dispatched_counts = None
-        self._queues: Queues = GroupQueues(parts.host, parts.health, settings, parts.address)
+        self._queues: Queues = GroupQueues(parts.host, parts.health, settings, parts.process_groups.address)
         self._broadcaster: Broadcaster | None = None
         self.mq_broadcaster: Writer | Reader | None = None
         compile_ops.register_group(self)
@@ -266,7 +264,7 @@ class GroupCoordinator(
         """
         self._health.check_usable("cpu_group")
         if self._cpu_group is None:
-            self._cpu_group = self._parts.open_gloo_group("host")
+            self._cpu_group = self._parts.process_groups.open_gloo("host")
         return self._cpu_group
 
     @property
@@ -274,7 +272,7 @@ class GroupCoordinator(
         """Return the group's process group for device tensors; on the CPU see `cpu_group`."""
         self._health.check_usable("device_group")
         if self._device_group is None:
-            self._device_group = self._parts.open_device_group()
+            self._device_group = self._parts.process_groups.open_device()
         return self._device_group
 
     # ------------------------------------------------------------------ queues, buffers, graphs
@@ -367,9 +365,7 @@ class GroupCoordinator(
         """
         self._keep_order("make_sibling_device_group")
         self._health.check_usable("make_sibling_device_group")
-        sibling = self._parts.new_device_group(group_desc or "sibling")
-        self._parts.adopt(sibling)
-        return sibling
+        return self._parts.process_groups.connect_sibling(group_desc or "sibling")
 
     def prepare_communication_buffer_for_model(self, model: torch.nn.Module) -> None:
         """Reserve the communicators' buffers for what `model` will send. Collective.
@@ -425,7 +421,7 @@ class GroupCoordinator(
         self._calls.close(CALLS_END_S)
         self._queues.close(self.settings.destroy_timeout_s / 2)
         left_s = max(deadline - time.monotonic(), self.settings.destroy_timeout_s / 2)
-        self._parts.destroy(left_s, list(self._open_sends))
+        self._parts.destroy(left_s, self._open_sends)
         self._open_sends.clear()
         self._calls.close(self.settings.destroy_timeout_s / 2)
         self._process_group = None

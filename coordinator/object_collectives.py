@@ -11,7 +11,7 @@ import torch.distributed as dist
 from coordinator.planes import GroupPlanes
 from coordinator.transfer_tags import OBJECT_TAG, SCATTER_TAG
 from device_comm import checks
-from device_comm.handles import CompletedHandle, Handle
+from device_comm.handles import Handle
 from shm_broadcast import codec
 from shm_broadcast.errors import ClosedError, UsageError
 
@@ -162,8 +162,7 @@ class ObjectCollectives(GroupPlanes):
         checks.check_timeout(timeout_s)
         peer = checks.check_peer(dst, self.rank_in_group, self.world_size, "dst")
         handle = self._host.isend_object(obj, peer, "send_object", timeout_s, OBJECT_TAG)
-        if not isinstance(handle, CompletedHandle):
-            self._keep_sending(handle)
+        self._open_sends.keep(handle)
         return handle
 
     def recv_object(self, src: int, *, timeout_s: float | None = None, type: Any = None) -> Any:  # noqa: A002
@@ -178,14 +177,6 @@ class ObjectCollectives(GroupPlanes):
         checks.check_timeout(timeout_s)
         peer = checks.check_peer(src, self.rank_in_group, self.world_size, "src")
         return self._host.recv_object(peer, timeout_s, type, "recv_object", OBJECT_TAG)
-
-    def _check_own_group(self, group: object, own: tuple[object, ...], name: str) -> None:
-        """Refuse a process group that is not this group's own; no such argument is ever ignored."""
-        raise NotImplementedError
-
-    def _keep_sending(self, handle: Handle) -> None:
-        """Keep a handle's memory until it is complete, so that dropping the handle is harmless."""
-        raise NotImplementedError
 
 
 def broadcast_object_of(alive: weakref.ref[ObjectCollectives], *args: Any, **kwargs: Any) -> Any:

@@ -11,10 +11,12 @@ import torch.distributed as dist
 
 from coordinator.broadcaster import Broadcaster
 from coordinator.host_plane import HostPlane
+from coordinator.open_sends import OpenSends
 from device_comm import checks
 from device_comm.async_calls import CallHandle, CallLine
 from device_comm.base import DeviceCommunicator
 from device_comm.health import GroupHealth
+from shm_broadcast.errors import UsageError
 
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
@@ -45,6 +47,7 @@ class GroupPlanes:
     _host: HostPlane
     _broadcaster: Broadcaster | None
     _health: GroupHealth
+    _open_sends: OpenSends
     _calls: CallLine
     # Those of `_calls`: while there are any, a collective that does not stand in line waits for them.
     _open_calls: Sequence[CallHandle[Any]] = ()
@@ -75,3 +78,12 @@ class GroupPlanes:
         """Wait for the open calls: what comes next is a collective that does not stand in line."""
         if self._open_calls:
             self._calls.settle(name)
+
+    def _check_own_group(self, group: object, own: tuple[object, ...], name: str) -> None:
+        """Refuse a process group that is not this group's own; no such argument is ever ignored."""
+        if group is None or group is self or any(group is each for each in own):
+            return
+        raise UsageError(
+            f"{name}: {self.unique_name!r} moves data over its own process groups; pass None, or the one of them "
+            f"that this argument means, not {group!r}"
+        )

@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from coordinator.planes import GroupPlanes
 from coordinator.tensor_dict import (
+    WHOLE_TENSORS,
     Landing,
+    PackedDict,
     Plane,
     Slicing,
     TensorDictMessage,
-    is_flat,
     join,
     landing_places,
-    split,
-    split_whole,
+    pack_whole,
 )
-from coordinator.transfer_tags import BROADCAST_TENSOR_TAG, TENSOR_DICT_TAG, TENSOR_TAG
+from coordinator.transfer_tags import TENSOR_DICT_TAG, TENSOR_TAG
 from device_comm import checks
-from device_comm.handles import CompletedHandle, Handle
+from device_comm.handles import Handle
 from shm_broadcast import codec
 from shm_broadcast.errors import DecodeError, DisagreementError, UsageError
 
 TensorDict = dict[Any, Any]
 
-_WHOLE_TENSORS: Final = Slicing()
-
-# Handles that nobody waits for are kept until they are complete. When so many are open, the oldest is
-# waited for: a receiver this far behind has stopped receiving.
-MAX_OPEN_SENDS: Final = 256
+# The tensors that follow a message, by plane.
+Parts = Sequence[tuple[Plane, torch.Tensor]]
 
 
 class PointToPoint(GroupPlanes):
@@ -52,8 +48,6 @@ class PointToPoint(GroupPlanes):
     for tensors that are not equal on those ranks. Sender and receiver must pass the same; if they do not,
     the receiver raises `DisagreementError` and the group is broken.
     """
-
-    _open_sends: deque[Handle]
 
     def send_tensor_dict(
         self,
@@ -74,11 +68,11 @@ class PointToPoint(GroupPlanes):
         if self.world_size == 1:
             return tensor_dict if isinstance(tensor_dict, dict) else dict(tensor_dict)
         peer = self._neighbour(dst, 1, "dst")
-        message, tensors = self._pack(tensor_dict, all_gather_group, all_gather_tensors)
-        if not tensors:
-            self._host.send_object(message, peer, "send_tensor_dict", timeout_s, TENSOR_DICT_TAG)
+        packed = self._host.pack(tensor_dict, _slicing(all_gather_group, all_gather_tensors))
+        if packed.is_single:
+            self._host.send_object(packed.message(), peer, "send_tensor_dict", timeout_s, TENSOR_DICT_TAG)
             return None
-        for handle in self._start(message, tensors, peer, timeout_s):
+        for handle in self._start(packed, peer, timeout_s):
             handle.wait()
         return None
 
@@ -102,41 +96,20 @@ class PointToPoint(GroupPlanes):
         if self.world_size == 1:
             return []
         peer = self._neighbour(dst, 1, "dst")
-        message, tensors = self._pack(tensor_dict, all_gather_group, all_gather_tensors)
-        return self._start(message, tensors, peer, timeout_s)
+        packed = self._host.pack(tensor_dict, _slicing(all_gather_group, all_gather_tensors))
+        return self._start(packed, peer, timeout_s)
 
-    def _pack(
-        self,
-        tensor_dict: Mapping[Any, Any],
-        group: GroupPlanes | None,
-        overrides: Mapping[str, bool] | None,
-    ) -> tuple[object, list[tuple[Plane, torch.Tensor]]]:
-        return _pack(tensor_dict, _slicing(group, overrides), self._host.carries_whole)
-
-    def _start(
-        self,
-        message: object,
-        tensors: Sequence[tuple[Plane, torch.Tensor]],
-        peer: int,
-        timeout_s: float | None,
-    ) -> list[Handle]:
-        """Start to send what `_pack` returned."""
-        name = "send_tensor_dict"
-        handles = [self._host.isend_object(message, peer, name, timeout_s, TENSOR_DICT_TAG)]
-        if self._host.carries_whole and not isinstance(handles[0], CompletedHandle):
-            # Engines take the first handle for that of the metadata, and wait for the others alone.
-            handles.append(handles[0])
-        for plane, tensor in tensors:
-            if plane == "host":
-                handles.append(self._host.isend_tensor(tensor, [peer], timeout_s, TENSOR_TAG))
-        on_device = [tensor for plane, tensor in tensors if plane == "device"]
+    def _start(self, packed: PackedDict, peer: int, timeout_s: float | None) -> list[Handle]:
+        """Start to send a dict: what the host plane carries, then the tensors of the group's device."""
+        handles = self._host.isend_tensor_dict(packed, peer, timeout_s)
+        on_device = packed.beside("device")
         if on_device:
             with self.device_communicator.group():
                 handles += [
                     self.device_communicator.isend(tensor, peer, timeout_s=timeout_s) for tensor in on_device
                 ]
         for handle in handles:
-            self._keep_sending(handle)
+            self._open_sends.keep(handle)
         return handles
 
     def recv_tensor_dict(
@@ -187,17 +160,20 @@ class PointToPoint(GroupPlanes):
         peer = self._neighbour(src, -1, "src")
         slicing = _slicing(all_gather_group, all_gather_tensors)
         message = self._host.recv_object(peer, timeout_s, None, "recv_tensor_dict", TENSOR_DICT_TAG)
-        if slicing is _WHOLE_TENSORS and self._host.carries_whole and type(message) is dict:
-            # Everything came with it: what has slots is a `TensorDictMessage` there.
+        if type(message) is dict:
+            # Everything came with it: a dict with slots is a `TensorDictMessage`.
             return message, [], []
 
-        def receive(plane: Plane, tensor: torch.Tensor) -> Handle:
-            if plane == "host":
-                return self._host.irecv_tensor(tensor, peer, timeout_s, TENSOR_TAG)
-            return self.device_communicator.irecv(tensor, peer, timeout_s=timeout_s)
+        def receive(parts: Parts) -> list[Handle]:
+            return [
+                self._host.irecv_tensor(tensor, peer, timeout_s, TENSOR_TAG)
+                if plane == "host"
+                else self.device_communicator.irecv(tensor, peer, timeout_s=timeout_s)
+                for plane, tensor in parts
+            ]
 
-        landing = self._land(message, slicing, lambda plane, tensor: receive(plane, tensor).wait())
-        handles = [receive(plane, tensor) for plane, tensor in landing.parts]
+        landing = self._land(message, slicing, receive)
+        handles = receive(landing.parts)
         callbacks = [
             _gatherer(all_gather_group, part, put)
             for part, put in landing.sliced
@@ -234,48 +210,46 @@ class PointToPoint(GroupPlanes):
         self._check_own_group(metadata_group, (self._cpu_group,), "metadata_group")
         if self.rank_in_group != src:
 
-            def receive(plane: Plane, tensor: torch.Tensor) -> None:
-                if plane == "host":
-                    self._host.irecv_tensor(tensor, src, timeout_s, BROADCAST_TENSOR_TAG).wait()
-                else:
-                    self.device_communicator.broadcast(tensor, src, timeout_s=timeout_s)
+            def receive(parts: Parts) -> list[Handle]:
+                on_host = [tensor for plane, tensor in parts if plane == "host"]
+                self._host.broadcast_tensors(on_host, src, timeout_s)
+                for plane, tensor in parts:
+                    if plane == "device":
+                        self.device_communicator.broadcast(tensor, src, timeout_s=timeout_s)
+                return []
 
             message = self._broadcast(None, src, timeout_s, None)
-            landing = self._land(message, Slicing(), receive)
-            for plane, tensor in landing.parts:
-                receive(plane, tensor)
+            landing = self._land(message, WHOLE_TENSORS, receive)
+            receive(landing.parts)
             return landing.tensor_dict
         if tensor_dict is None:
             raise UsageError("broadcast_tensor_dict: rank src must give a tensor dict")
         queue = self._broadcaster
         by_queue = queue is not None and queue.writer == src
-        message, tensors = _pack(tensor_dict, _WHOLE_TENSORS, by_queue or self._host.carries_whole)
-        self._broadcast(message, src, timeout_s, None)
-        peers = [rank for rank in range(self.world_size) if rank != src]
-        for plane, tensor in tensors:
-            if plane == "device":
-                self.device_communicator.broadcast(tensor, src, timeout_s=timeout_s)
-            elif peers:
-                self._host.isend_tensor(tensor, peers, timeout_s, BROADCAST_TENSOR_TAG).wait()
+        # A queue moves a message of any size as fast as tensors by themselves.
+        packed = (pack_whole if by_queue else self._host.pack)(tensor_dict, WHOLE_TENSORS)
+        self._broadcast(packed.message(), src, timeout_s, None)
+        self._host.broadcast_tensors(packed.beside("host"), src, timeout_s)
+        for tensor in packed.beside("device"):
+            self.device_communicator.broadcast(tensor, src, timeout_s=timeout_s)
         return tensor_dict if isinstance(tensor_dict, dict) else dict(tensor_dict)
 
     # ------------------------------------------------------------------ helpers
 
-    def _land(
-        self, message: object, slicing: Slicing, receive: Callable[[Plane, torch.Tensor], None]
-    ) -> Landing:
+    def _land(self, message: object, slicing: Slicing, receive: Callable[[Parts], list[Handle]]) -> Landing:
         """Return where the dict of `message` lands; if it cannot be decoded, receive what follows it and raise."""
-        metadata, given = message, None
-        if isinstance(message, TensorDictMessage):
-            given = message.parts
-            try:
-                metadata = codec.decode(message.tree)
-            except DecodeError:
-                for plane, tensor in landing_places(message, self.device):
-                    receive(plane, tensor)
-                raise
+        if type(message) is dict:
+            return Landing(message)
+        if not isinstance(message, TensorDictMessage):
+            raise DecodeError(f"expected the message of a tensor dict, received {type(message).__name__}")
         try:
-            return join(metadata, self.device, slicing, given)
+            metadata = codec.decode(message.tree)
+        except DecodeError:
+            for handle in receive(landing_places(message, self.device)):
+                handle.wait()
+            raise
+        try:
+            return join(metadata, self.device, slicing, message.parts)
         except DisagreementError as error:
             # The tensors are on their way and nobody will receive them: the next transfer would take them.
             self._health.fail(error)
@@ -286,42 +260,10 @@ class PointToPoint(GroupPlanes):
             return (self.rank_in_group + step) % self.world_size
         return checks.check_peer(rank, self.rank_in_group, self.world_size, name)
 
-    def _check_own_group(self, group: object, own: tuple[object, ...], name: str) -> None:
-        if group is None or group is self or any(group is each for each in own):
-            return
-        raise UsageError(
-            f"{name}: {self.unique_name!r} moves data over its own process groups; pass None, or the one of them "
-            f"that this argument means, not {group!r}"
-        )
-
-    def _keep_sending(self, handle: Handle) -> None:
-        """Keep a handle, and the memory it owns, until it is complete, so that it may be dropped."""
-        if isinstance(handle, CompletedHandle):
-            return
-        while self._open_sends and self._open_sends[0].is_completed():
-            self._open_sends.popleft()
-        if len(self._open_sends) >= MAX_OPEN_SENDS:
-            self._open_sends.popleft().wait()
-        self._open_sends.append(handle)
-
-
-def _pack(
-    tensor_dict: Mapping[Any, Any], slicing: Slicing, is_whole: bool
-) -> tuple[object, list[tuple[Plane, torch.Tensor]]]:
-    """Return the message of a tensor dict, and the tensors that travel beside it: with `is_whole` no CPU tensors."""
-    if not is_whole:
-        parcel = split(tensor_dict, slicing)
-        return parcel.message(), parcel.tensors
-    if slicing is _WHOLE_TENSORS and is_flat(tensor_dict):
-        return tensor_dict, []
-    parcel = split_whole(tensor_dict, slicing)
-    beside = [each for each in parcel.tensors if each[0] == "device"]
-    return parcel.message(with_parts=True), beside
-
 
 def _slicing(group: GroupPlanes | None, overrides: Mapping[str, bool] | None) -> Slicing:
     if group is None:
-        return _WHOLE_TENSORS
+        return WHOLE_TENSORS
     if not isinstance(group, GroupPlanes):
         raise UsageError(f"all_gather_group must be a GroupCoordinator, not {type(group).__name__}")
     return Slicing(group.world_size, group.rank_in_group, dict(overrides or {}))

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Final, Literal
 
 import torch
 
+from coordinator.host_plane import refuse_any
 from coordinator.planes import GroupPlanes
 from coordinator.transfer_tags import FIRST_USER_TAG
 from device_comm import checks
-from device_comm.base import movable_dtype
 from device_comm.handles import Handle
-from device_comm.process_group import TENSOR_TAG, dense, is_plain
-from shm_broadcast.errors import CapabilityError, DisagreementError, UsageError
+from device_comm.movable import movable_dtype
+from device_comm.process_group import TENSOR_TAG, dense
+from shm_broadcast.errors import UsageError
 
 # Gloo's tags are 32 bits with a sign; some of them are ours.
 _MOST_TAGS: Final = 1 << 30
@@ -107,15 +107,11 @@ class TensorMessages(GroupPlanes):
         checks.check_timeout(timeout_s)
         if self.world_size == 1:
             raise UsageError("recv_any: a group of one has no other rank")
-        channels = self._host.channels
-        if channels is None or self.device.type != "cpu":
-            raise CapabilityError(
-                f"{self._health.where('recv_any')}: a tensor from any rank takes CPU tensors and memory that all "
-                "ranks share",
-                requirement="shared memory",
-            )
-        received, src = channels.recv_any("device", "recv", self._wire_tag(tag), timeout_s)
-        return self._checked(received, movable_dtype(dtype), shape, src).view(dtype), src
+        if self.device.type != "cpu":
+            raise refuse_any(self._health)
+        moved = movable_dtype(dtype)
+        received, src = self._host.recv_any(shape, moved, self._wire_tag(tag), timeout_s)
+        return received.view(dtype), src
 
     def isend(
         self, tensor: torch.Tensor, dst: int | None = None, *, tag: int = 0, timeout_s: float | None = None
@@ -134,12 +130,8 @@ class TensorMessages(GroupPlanes):
             checks.check_timeout(timeout_s)
             peer, wire = self._other(dst, 1, "dst"), self._wire_tag(tag)
             source = dense(tensor.view(movable_dtype(tensor.dtype))).cpu()
-            channels, deadline = self._host.channels, timeout_s or self.device_communicator.context.timeout_s
-            if channels is not None:
-                handle = channels.isend("device", "send", source, peer, wire, deadline)
-            else:
-                handle = self._host.isend_tensor(source, [peer], timeout_s, wire)
-        self._keep_sending(handle)
+            handle = self._host.isend_tensor(source, peer, timeout_s, wire)
+        self._open_sends.keep(handle)
         return handle
 
     def irecv(
@@ -159,17 +151,7 @@ class TensorMessages(GroupPlanes):
         checks.check_writable(tensor, "recv")
         peer, wire = self._other(src, -1, "src"), self._wire_tag(tag)
         into = tensor.detach().view(movable_dtype(tensor.dtype))
-        channels = self._host.channels
-        if channels is not None:
-
-            def land(received: object) -> None:
-                into.copy_(self._checked(received, into.dtype, into.shape, peer))
-
-            return channels.irecv("device", "recv", peer, wire, timeout_s, land)
-        if is_plain(into) and into.device.type == "cpu":
-            return self._host.irecv_tensor(into, peer, timeout_s, wire)
-        landing = torch.empty(into.shape, dtype=into.dtype)
-        return _Landing(self._host.irecv_tensor(landing, peer, timeout_s, wire), into, landing)
+        return self._host.irecv_tensor(into, peer, timeout_s, wire)
 
     def batch_isend_irecv(self, operations: Sequence[P2POperation]) -> list[Handle]:
         """Start several transfers at once; their order matters only between two ranks and under one tag.
@@ -207,44 +189,3 @@ class TensorMessages(GroupPlanes):
         return checks.check_peer(
             self.rank_in_group if rank is None else rank, self.rank_in_group, self.world_size, name
         )
-
-    def _checked(self, received: object, dtype: torch.dtype, shape: Sequence[int], src: int) -> torch.Tensor:
-        if isinstance(received, torch.Tensor):
-            if received.dtype == dtype and received.numel() == math.prod(shape):
-                return received.view(tuple(shape))
-            sent = f"a tensor of shape {list(received.shape)} and dtype {received.dtype}"
-        else:
-            sent = f"an object of type {type(received).__name__}"
-        raise DisagreementError(
-            f"{self._health.where('recv')}: rank {self.ranks[src]} sent {sent}, this rank expects a tensor of shape "
-            f"{list(shape)} and dtype {dtype}; the message is gone, the next one can be received"
-        )
-
-    def _keep_sending(self, handle: Handle) -> None:
-        """Keep a handle's memory until it is complete, so that dropping the handle is harmless."""
-        raise NotImplementedError
-
-
-class _Landing:
-    """A receive whose tensor is filled from memory that the transport can write to."""
-
-    def __init__(self, handle: Handle, into: torch.Tensor, landing: torch.Tensor) -> None:
-        self._handle = handle
-        self._into = into
-        self._landing: torch.Tensor | None = landing
-
-    def is_completed(self) -> bool:
-        """Return whether the tensor is filled. Raises what went wrong."""
-        if self._landing is not None and self._handle.is_completed():
-            self._fill()
-        return self._landing is None
-
-    def wait(self) -> None:
-        """Wait until the tensor is filled."""
-        self._handle.wait()
-        self._fill()
-
-    def _fill(self) -> None:
-        landing, self._landing = self._landing, None
-        if landing is not None:
-            self._into.copy_(landing)

@@ -382,7 +382,7 @@ def register(group: GroupCoordinator) -> dist.ProcessGroup:
     world.tags_to_pg.setdefault(tag, []).append(made)
     world.tags_to_pg.setdefault("", []).append(made)
     _register_process_group(GroupName(made.getGroupName()), made)
-    group._parts.adopt(made)  # noqa: SLF001 - one class in two files
+    group._parts.process_groups.adopt(made)  # noqa: SLF001 - one class in two files
     registered: dist.ProcessGroup = made
     return registered
 

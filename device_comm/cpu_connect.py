@@ -38,4 +38,15 @@ def connect_cpu(
     return HierarchicalCommunicator(context, general, hosts, part)
 
 
-__all__ = ["connect_cpu"]
+def needs_process_group(factory: object, device_type: str, *, shares_memory: bool) -> bool:
+    """Return whether a group connects a process group for what `factory` builds.
+
+    On the CPU it does where the ranks share no memory. Elsewhere, and for a factory that says nothing by an attribute
+    `needs_process_group`, it does.
+    """
+    if device_type == "cpu" and not shares_memory:
+        return True
+    return bool(getattr(factory, "needs_process_group", factory is not connect_cpu))
+
+
+__all__ = ["connect_cpu", "needs_process_group"]

@@ -78,17 +78,6 @@ def communicator_factory(device_type: str, world_size: int) -> CommunicatorFacto
     return connect_cpu if device_type == "cpu" else ProcessGroupCommunicator
 
 
-def needs_process_group(factory: CommunicatorFactory, device_type: str, *, shares_memory: bool) -> bool:
-    """Return whether a group connects a process group for what `factory` builds.
-
-    On the CPU it does where the ranks share no memory. Elsewhere, and for a factory that says nothing by an attribute
-    `needs_process_group`, it does.
-    """
-    if device_type == "cpu" and not shares_memory:
-        return True
-    return bool(getattr(factory, "needs_process_group", factory is not connect_cpu))
-
-
 def communicator_name(device_type: str, world_size: int) -> str:
     """Return a name of that choice which ranks can compare. Raises as `communicator_factory`."""
     factory: object = communicator_factory(device_type, world_size)

@@ -10,7 +10,7 @@ import torch
 
 from coordinator.host_plane import isend_with_tensors, refuse_any
 from coordinator.tensor_dict import PackedDict, Slicing, pack_beside
-from device_comm.base import CommunicatorContext, DeviceCommunicator
+from device_comm.base import CommunicatorContext, DeviceCommunicator, Sizes, Timeout
 from device_comm.handles import CompletedHandle, Handle
 from device_comm.health import Arrival, GroupHealth, Verdict
 from device_comm.process_group import dense
@@ -168,19 +168,6 @@ class FakeCommunicator(DeviceCommunicator):
         self.context.health.check_usable("all_reduce")
         return reduce_in_rank_order([dense(input_)] * self.world_size, op)
 
-    def _reduce_scatter(
-        self,
-        input_: torch.Tensor,
-        dim: int,
-        sizes: tuple[int, ...],
-        op: ReduceOperation,
-        timeout_s: float | None,
-    ) -> torch.Tensor:
-        self.context.health.check_usable("reduce_scatter")
-        source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
-        part = source.narrow(dim, sum(sizes[: self.rank_in_group]), sizes[self.rank_in_group]).contiguous()
-        return reduce_in_rank_order([part] * self.world_size, op)
-
     def _all_gather(
         self, input_: torch.Tensor, dim: int, sizes: tuple[int, ...], timeout_s: float | None
     ) -> torch.Tensor:
@@ -204,12 +191,7 @@ class FakeCommunicator(DeviceCommunicator):
             output.detach().copy_(part.reshape(output.shape))
 
     def _all_to_all(
-        self,
-        input_: torch.Tensor,
-        dim: int,
-        send_sizes: tuple[int, ...],
-        recv_sizes: tuple[int, ...],
-        timeout_s: float | None,
+        self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
     ) -> torch.Tensor:
         self.context.health.check_usable("all_to_all")
         source, rank = dense(input_.reshape(1) if input_.dim() == 0 else input_), self.rank_in_group

@@ -11,7 +11,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Final, cast, overload
+from typing import Any, ClassVar, Final, TypeAlias, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,10 @@ from device_comm.reduction import ReduceOperation, check_reducible, reduce_in_ra
 from shm_broadcast.errors import UsageError
 
 SUM: Final = ReduceOperation.SUM
+
+# In the methods that an implementation fills in: one size for each rank; seconds, None for the group's deadline.
+Sizes: TypeAlias = tuple[int, ...]
+Timeout: TypeAlias = float | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -508,12 +512,7 @@ class DeviceCommunicator(ABC):
         return reduce_in_rank_order(list(rows), op).view(input_.shape)
 
     def _reduce_scatter(
-        self,
-        input_: torch.Tensor,
-        dim: int,
-        sizes: tuple[int, ...],
-        op: ReduceOperation,
-        timeout_s: float | None,
+        self, input_: torch.Tensor, dim: int, sizes: Sizes, op: ReduceOperation, timeout_s: Timeout
     ) -> torch.Tensor:
         whole = self._all_reduce(input_.reshape(input_.shape or 1), op, timeout_s)
         start, size = sum(sizes[: self.rank_in_group]), sizes[self.rank_in_group]
@@ -564,12 +563,7 @@ class DeviceCommunicator(ABC):
         output.detach().copy_(whole.narrow(dim, sum(sizes[:rank]), sizes[rank]).view(output.shape))
 
     def _all_to_all(
-        self,
-        input_: torch.Tensor,
-        dim: int,
-        send_sizes: tuple[int, ...],
-        recv_sizes: tuple[int, ...],
-        timeout_s: float | None,
+        self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
     ) -> torch.Tensor:
         source = input_.detach().reshape(input_.shape or 1)
         own = torch.tensor([[*send_sizes, *recv_sizes]], dtype=torch.int64, device=self.device)

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 
 from device_comm import _core
-from device_comm.base import SUM, CommunicatorContext, DeviceCommunicator
+from device_comm.base import SUM, CommunicatorContext, DeviceCommunicator, Sizes, Timeout
 from device_comm.fabric import SharedMemory
 from device_comm.handles import Handle
 from device_comm.movable import movable_dtype
@@ -90,6 +90,11 @@ class SharedMemoryCommunicator(DeviceCommunicator):
             return torch.empty(shape, dtype=dtype, device=self.device)
         return torch.frombuffer(self._pool.take(nbytes), dtype=dtype).view(shape)
 
+    def _fresh_like(self, source: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+        """Return a new tensor as `source` with `size` in dimension `dim`; see `_fresh`."""
+        shape = (*source.shape[:dim], size, *source.shape[dim + 1 :])
+        return self._fresh(shape, source.dtype, math.prod(shape) * source.itemsize)
+
     # ------------------------------------------------------------------ reductions
 
     def all_reduce(
@@ -164,16 +169,10 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         return result
 
     def _reduce_scatter(
-        self,
-        input_: torch.Tensor,
-        dim: int,
-        sizes: tuple[int, ...],
-        op: ReduceOperation,
-        timeout_s: float | None,
+        self, input_: torch.Tensor, dim: int, sizes: Sizes, op: ReduceOperation, timeout_s: Timeout
     ) -> torch.Tensor:
         source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
-        shape = (*source.shape[:dim], sizes[self.rank_in_group], *source.shape[dim + 1 :])
-        result = self._fresh(shape, source.dtype, math.prod(shape) * source.itemsize)
+        result = self._fresh_like(source, dim, sizes[self.rank_in_group])
         rows, widths = _columns(source, dim, sizes)
         codes = (TYPE_CODES[source.dtype], OPERATION_CODES[op])
         addresses = (source.data_ptr(), result.data_ptr())
@@ -187,9 +186,8 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         self, input_: torch.Tensor, dim: int, sizes: tuple[int, ...], timeout_s: float | None
     ) -> torch.Tensor:
         source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
-        shape = (*source.shape[:dim], sum(sizes), *source.shape[dim + 1 :])
-        result = self._fresh(shape, source.dtype, math.prod(shape) * source.itemsize)
-        self._gather_into("all_gather", _core.ALL_GATHER, source, result, dim, sizes, 0, timeout_s)
+        result = self._fresh_like(source, dim, sum(sizes))
+        self._gather_into("all_gather", (_core.ALL_GATHER, 0), source, result, dim, sizes, timeout_s)
         return result
 
     def _gather(
@@ -197,24 +195,21 @@ class SharedMemoryCommunicator(DeviceCommunicator):
     ) -> torch.Tensor | None:
         source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
         sizes = (source.shape[dim],) * self.world_size
-        result = None
-        if self.rank_in_group == dst:
-            shape = (*source.shape[:dim], sum(sizes), *source.shape[dim + 1 :])
-            result = self._fresh(shape, source.dtype, math.prod(shape) * source.itemsize)
-        self._gather_into("gather", _core.GATHER, source, result, dim, sizes, dst, timeout_s)
+        result = self._fresh_like(source, dim, sum(sizes)) if self.rank_in_group == dst else None
+        self._gather_into("gather", (_core.GATHER, dst), source, result, dim, sizes, timeout_s)
         return result
 
     def _gather_into(
         self,
         name: str,
-        kind: int,
+        kind_and_root: tuple[int, int],
         source: torch.Tensor,
         result: torch.Tensor | None,
         dim: int,
         sizes: tuple[int, ...],
-        root: int,
         timeout_s: float | None,
     ) -> None:
+        kind, root = kind_and_root
         rows, widths = _columns(source, dim, sizes)
         address = 0 if result is None else result.data_ptr()
         code = copy_code(source.dtype)
@@ -242,16 +237,10 @@ class SharedMemoryCommunicator(DeviceCommunicator):
             into.copy_(landing)
 
     def _all_to_all(
-        self,
-        input_: torch.Tensor,
-        dim: int,
-        send_sizes: tuple[int, ...],
-        recv_sizes: tuple[int, ...],
-        timeout_s: float | None,
+        self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
     ) -> torch.Tensor:
         source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
-        shape = (*source.shape[:dim], sum(recv_sizes), *source.shape[dim + 1 :])
-        result = self._fresh(shape, source.dtype, math.prod(shape) * source.itemsize)
+        result = self._fresh_like(source, dim, sum(recv_sizes))
         (rows, sent), (_, received) = (_columns(source, dim, sizes) for sizes in (send_sizes, recv_sizes))
         code = copy_code(source.dtype)
         status = self._core.exchange(source.data_ptr(), result.data_ptr(), rows, sent, received, code)

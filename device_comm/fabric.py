@@ -234,21 +234,28 @@ def _describe(
 
 
 class Preparation:
-    """What a rank does for the memory of a group before it meets the others: the first one makes it and offers it.
+    """What a rank does for shared memory before it meets the other ranks: the first one makes it and offers it.
 
-    So all of it is there when they have met, and nothing has to be exchanged once more.
+    The memory is there when they meet, and nothing has to be exchanged once more.
     """
 
-    def __init__(self, world_size: int, rank_in_group: int) -> None:
-        """Make the memory, on the first rank; why it cannot be made is part of the offer."""
+    def __init__(self, world_size: int, rank: int, rank_in_group: int | None = None) -> None:
+        """Make the memory, on the first rank; why it cannot be made is part of the offer.
+
+        Args:
+            world_size: How many ranks share it.
+            rank: This rank's position among them.
+            rank_in_group: Its rank in the group, if only a part of the group shares it.
+        """
         self._world_size = world_size
-        self._rank = rank_in_group
+        self._rank = rank
+        self._rank_in_group = rank if rank_in_group is None else rank_in_group
         self._handover: Handover | None = None
         self._segment: Segment | None = None
         offer = _Offer(place())
-        if rank_in_group == 0 and world_size > 1:
+        if rank == 0 and world_size > 1:
             self._handover, self._segment, offer = _offer(world_size)
-        self.offer: Final = b"" if rank_in_group else msgspec.msgpack.encode(offer)
+        self.offer: Final = b"" if rank else msgspec.msgpack.encode(offer)
 
     def map(self, health: GroupHealth, offer: bytes, timeout_s: float) -> SharedMemory:
         """Map what the first rank offers. The others may still fail to.
@@ -261,17 +268,20 @@ class Preparation:
         Raises:
             CapabilityError: The first rank lacks the memory, or this one could not map it.
         """
+        segment, failure = self.take(offer, timeout_s)
+        if segment is None:
+            raise _no_memory(health, failure)
+        return SharedMemory(segment, self._rank, health)
+
+    def take(self, offer: bytes, timeout_s: float) -> tuple[Segment | None, str]:
+        """Return (the segment that the first rank offers, "") or (None, why not); the segment is the caller's."""
         offered = _offer_decoder.decode(offer)
         failure = offered.failure
         if not failure and self._segment is None:
             self._segment, failure = _take(offered, self._rank, self._world_size, timeout_s)
-            failure = failure and f"rank {self._rank} of the group: {failure}"
-        if failure or self._segment is None:
-            raise CapabilityError(
-                f"{health.where('create shared memory')}: {failure}", requirement="shared memory"
-            )
+            failure = failure and f"rank {self._rank_in_group} of the group: {failure}"
         segment, self._segment = self._segment, None
-        return SharedMemory(segment, self._rank, health)
+        return segment, failure
 
     def close(self) -> None:
         """Hand nothing over any more, and drop what nobody has mapped. Idempotent."""
@@ -317,29 +327,27 @@ def connect_part(
     Raises:
         CapabilityError: On some host the memory could not be made or mapped; on every rank of the group.
     """
-    size, index = len(members), members.index(rank_in_group)
-    handover, segment, own = _offer(size) if index == 0 and size > 1 else (None, None, _Offer(place()))
+    index = members.index(rank_in_group)
+    preparation, segment, failure = Preparation(len(members), index, rank_in_group), None, ""
     try:
-        offers = exchange(msgspec.msgpack.encode(own))
-        offer = _offer_decoder.decode(offers[members[0]])
-        failure = offer.failure
-        if not failure and segment is None and size > 1:
-            segment, failure = _take(offer, index, size, timeout_s)
-            failure = failure and f"rank {rank_in_group} of the group: {failure}"
+        offers = exchange(preparation.offer)
+        if len(members) > 1:
+            segment, failure = preparation.take(bytes(offers[members[0]]), timeout_s)
         failures = [str(each, "utf-8", "replace") for each in exchange(failure.encode())]
     except BaseException:
         _drop(segment)
         raise
     finally:
-        if handover is not None:
-            handover.close()
+        preparation.close()
     reasons = "; ".join(dict.fromkeys(reason for reason in failures if reason))
     if reasons:
         _drop(segment)
-        raise CapabilityError(
-            f"{health.where('create shared memory')}: {reasons}", requirement="shared memory"
-        )
+        raise _no_memory(health, reasons)
     return None if segment is None else SharedPart(segment, members, index, health)
+
+
+def _no_memory(health: GroupHealth, reasons: str) -> CapabilityError:
+    return CapabilityError(f"{health.where('create shared memory')}: {reasons}", requirement="shared memory")
 
 
 def _drop(segment: Segment | None) -> None:

@@ -17,7 +17,7 @@ from typing import Final
 import torch
 
 from device_comm import _core
-from device_comm.base import SUM, CommunicatorContext, DeviceCommunicator
+from device_comm.base import SUM, CommunicatorContext, DeviceCommunicator, Sizes, Timeout
 from device_comm.fabric import SharedPart
 from device_comm.handles import Handle
 from device_comm.health import GroupHealth
@@ -144,12 +144,7 @@ class HierarchicalCommunicator(DeviceCommunicator):
         return result if self.rank_in_group == dst else None
 
     def _reduce_scatter(
-        self,
-        input_: torch.Tensor,
-        dim: int,
-        sizes: tuple[int, ...],
-        op: ReduceOperation,
-        timeout_s: float | None,
+        self, input_: torch.Tensor, dim: int, sizes: Sizes, op: ReduceOperation, timeout_s: Timeout
     ) -> torch.Tensor:
         call = self._start_call("reduce_scatter", timeout_s)
         rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
@@ -205,12 +200,7 @@ class HierarchicalCommunicator(DeviceCommunicator):
         self._general.scatter(output, input_, src, dim, sizes, timeout_s=timeout_s)
 
     def _all_to_all(
-        self,
-        input_: torch.Tensor,
-        dim: int,
-        send_sizes: tuple[int, ...],
-        recv_sizes: tuple[int, ...],
-        timeout_s: float | None,
+        self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
     ) -> torch.Tensor:
         return self._general.all_to_all(input_, dim, send_sizes, recv_sizes, timeout_s=timeout_s)
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from device_comm import checks
-from device_comm.base import CommunicatorContext, DeviceCommunicator
-from device_comm.handles import Handle, PointToPointHandle
+from device_comm.base import CommunicatorContext, DeviceCommunicator, Sizes, Timeout
+from device_comm.handles import Handle, PointToPointHandle, StreamHandle
 from device_comm.health import FOREVER_S, GRACE_S, Operation
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from device_comm.works import CollectiveWork, PointToPointWorks, WaiterThreads
@@ -186,12 +186,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         return [min(rank * share, elements) for rank in range(self.world_size + 1)]
 
     def _reduce_scatter(
-        self,
-        input_: torch.Tensor,
-        dim: int,
-        sizes: tuple[int, ...],
-        op: ReduceOperation,
-        timeout_s: float | None,
+        self, input_: torch.Tensor, dim: int, sizes: Sizes, op: ReduceOperation, timeout_s: Timeout
     ) -> torch.Tensor:
         operation = self._health.begin("device", "reduce_scatter")
         rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
@@ -266,12 +261,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         self._transfer(operation, timeout_s, sends=others)
 
     def _all_to_all(
-        self,
-        input_: torch.Tensor,
-        dim: int,
-        send_sizes: tuple[int, ...],
-        recv_sizes: tuple[int, ...],
-        timeout_s: float | None,
+        self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
     ) -> torch.Tensor:
         operation = self._health.begin("device", "all_to_all")
         if self._on_host:
@@ -334,7 +324,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         sends: dict[int, torch.Tensor],
         receives: dict[int, torch.Tensor],
         landing: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> PointToPointHandle:
+    ) -> Handle:
         ranks = self.context.ranks
         tag = COLLECTIVE_TAG if operation.number else TENSOR_TAG
         works: list[tuple[int, dist.Work]] = []
@@ -346,7 +336,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
                 if tensor.numel():
                     works.append((ranks[peer], self.process_group.recv([as_bytes(tensor)], peer, tag)))
         if not self._on_host:
-            return PointToPointHandle.on_stream(self._health, operation, works, (sends, receives), landing)
+            return StreamHandle(self._health, operation, works, (sends, receives), landing)
         keep = (list(sends.values()), list(receives.values()))
         transfer = PointToPointWorks(self.threads, works, keep)
         return PointToPointHandle(self._health, operation, transfer, timeout_s, landing)

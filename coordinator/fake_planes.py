@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from device_comm.base import CommunicatorContext, DeviceCommunicator
-from device_comm.channels import Channels
+from coordinator.host_plane import isend_with_tensors, refuse_any
+from coordinator.tensor_dict import PackedDict, Slicing, pack_beside
+from device_comm.base import CommunicatorContext, DeviceCommunicator, Sizes, Timeout
 from device_comm.handles import CompletedHandle, Handle
 from device_comm.health import Arrival, GroupHealth, Verdict
 from device_comm.process_group import dense
@@ -167,40 +168,12 @@ class FakeCommunicator(DeviceCommunicator):
         self.context.health.check_usable("all_reduce")
         return reduce_in_rank_order([dense(input_)] * self.world_size, op)
 
-    def _reduce_scatter(
-        self,
-        input_: torch.Tensor,
-        dim: int,
-        sizes: tuple[int, ...],
-        op: ReduceOperation,
-        timeout_s: float | None,
-    ) -> torch.Tensor:
-        self.context.health.check_usable("reduce_scatter")
-        source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
-        part = source.narrow(dim, sum(sizes[: self.rank_in_group]), sizes[self.rank_in_group]).contiguous()
-        return reduce_in_rank_order([part] * self.world_size, op)
-
     def _all_gather(
         self, input_: torch.Tensor, dim: int, sizes: tuple[int, ...], timeout_s: float | None
     ) -> torch.Tensor:
         self.context.health.check_usable("all_gather")
         source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
         return torch.cat([_with_rows(source, dim, size) for size in sizes], dim)
-
-    def _gather(
-        self, input_: torch.Tensor, dst: int, dim: int, timeout_s: float | None
-    ) -> torch.Tensor | None:
-        self.context.health.check_usable("gather")
-        if self.rank_in_group != dst:
-            return None
-        source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
-        return torch.cat([source] * self.world_size, dim)
-
-    def _reduce(
-        self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
-    ) -> torch.Tensor | None:
-        self.context.health.check_usable("reduce")
-        return self._all_reduce(input_, op, timeout_s) if self.rank_in_group == dst else None
 
     def _scatter(
         self,
@@ -218,12 +191,7 @@ class FakeCommunicator(DeviceCommunicator):
             output.detach().copy_(part.reshape(output.shape))
 
     def _all_to_all(
-        self,
-        input_: torch.Tensor,
-        dim: int,
-        send_sizes: tuple[int, ...],
-        recv_sizes: tuple[int, ...],
-        timeout_s: float | None,
+        self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
     ) -> torch.Tensor:
         self.context.health.check_usable("all_to_all")
         source, rank = dense(input_.reshape(1) if input_.dim() == 0 else input_), self.rank_in_group
@@ -293,15 +261,9 @@ class FakeHostPlane:
         frame = codec.encode(obj).to_bytes()
         return obj if self._rank == src else codec.decode(frame, type_)
 
-    @property
-    def carries_whole(self) -> bool:
-        """Return False, as on a group over several hosts."""
-        return False
-
-    @property
-    def channels(self) -> Channels | None:
-        """Return None, as on a group over several hosts."""
-        return None
+    def broadcast_tensors(self, tensors: Sequence[torch.Tensor], src: int, timeout_s: float | None) -> None:
+        """Leave the tensors as they are."""
+        self._health.check_usable("broadcast_tensor_dict")
 
     def send_object(self, obj: object, dst: int, name: str, timeout_s: float | None, tag: int) -> None:
         """Keep the object for a receive from rank `dst`."""
@@ -333,18 +295,28 @@ class FakeHostPlane:
             raise UsageError(nothing_there(where))
         return codec.decode(frames.popleft(), type_)
 
-    def isend_tensor(
-        self, tensor: torch.Tensor, peers: Sequence[int], timeout_s: float | None, tag: int
-    ) -> Handle:
-        """Keep a copy of the tensor for a receive from each of `peers`."""
+    def isend_tensor(self, tensor: torch.Tensor, dst: int, timeout_s: float | None, tag: int) -> Handle:
+        """Keep a copy of the tensor for a receive from rank `dst`."""
         self._health.check_usable("send")
-        for peer in peers:
-            self._tensors.send((peer, tag), tensor)
-        return CompletedHandle()
+        return self._tensors.send((dst, tag), tensor)
 
     def irecv_tensor(self, tensor: torch.Tensor, src: int, timeout_s: float | None, tag: int) -> Handle:
         """Receive the next tensor that was sent to rank `src`, now or when it is sent."""
         return self._tensors.post((src, tag), tensor, f"recv from rank {self._health.ranks[src]}")
+
+    def recv_any(
+        self, shape: Sequence[int], dtype: torch.dtype, tag: int, timeout_s: float | None
+    ) -> tuple[torch.Tensor, int]:
+        """Refuse; `FakeGroupCoordinator` looks at one rank after the other itself."""
+        raise refuse_any(self._health)
+
+    def pack(self, tensor_dict: Mapping[Any, Any], slicing: Slicing) -> PackedDict:
+        """Pack as on a group over several hosts."""
+        return pack_beside(tensor_dict, slicing)
+
+    def isend_tensor_dict(self, packed: PackedDict, dst: int, timeout_s: float | None) -> list[Handle]:
+        """Keep the message and the CPU tensors beside it for receives from rank `dst`."""
+        return isend_with_tensors(self, packed, dst, timeout_s)
 
     def flush(self, timeout_s: float) -> None:
         """Nothing is on its way."""

@@ -10,10 +10,10 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from coordinator.creation import GroupParts
 from coordinator.fake_planes import FakeCommunicator, FakeHostPlane, SilentBoard
 from coordinator.fake_queues import FakeQueues
 from coordinator.group import GroupCoordinator
+from coordinator.group_parts import GroupParts, GroupProcessGroups
 from coordinator.groups import ParallelGroups, group_tables
 from coordinator.host_plane import HostPlane, SoloHostPlane
 from coordinator.layout import ParallelLayout
@@ -21,7 +21,8 @@ from coordinator.planes import GroupPlanes
 from coordinator.point_to_point import TensorDict
 from coordinator.queue_ends import Reader, Writer
 from coordinator.settings import CoordinatorSettings
-from coordinator.tensor_dict import Slicing, split
+from coordinator.start_up import CreationReport
+from coordinator.tensor_dict import WHOLE_TENSORS, Slicing
 from coordinator.transfer_tags import SCATTER_TAG
 from device_comm import checks
 from device_comm.base import CommunicatorContext, DeviceCommunicator
@@ -99,11 +100,8 @@ class FakeGroupCoordinator(GroupCoordinator):
             host=host,
             communicator=communicator,
             device=where,
-            cpu_group=None,
-            device_group=None,
-            backend="fake",
-            address="",
-            create_timeout_s=settings.create_timeout_s,
+            process_groups=GroupProcessGroups(name, members, "fake", "", settings.create_timeout_s),
+            report=CreationReport(name=name, world_size=world_size),
             is_fake=True,
         )
         self._bind(parts, [members], where.index or 0, "fake", settings)
@@ -239,7 +237,7 @@ class FakeGroupCoordinator(GroupCoordinator):
             tensor_dict, dst, all_gather_group, all_gather_tensors, timeout_s=timeout_s
         )
         if self.world_size > 1:
-            slicing = Slicing()
+            slicing = WHOLE_TENSORS
             if all_gather_group is not None:
                 overrides = dict(all_gather_tensors or {})
                 slicing = Slicing(all_gather_group.world_size, all_gather_group.rank_in_group, overrides)
@@ -305,12 +303,12 @@ class FakeGroupCoordinator(GroupCoordinator):
                 f"{self._health.where('broadcast_tensor_dict')}: a fake group has no rank {src} that sends a tensor "
                 "dict; pass the one that shall arrive"
             )
-        parcel = split(tensor_dict, Slicing())
-        frame = codec.encode(parcel.message()).to_bytes()
+        packed = self._host.pack(tensor_dict, WHOLE_TENSORS)
+        frame = codec.encode(packed.message()).to_bytes()
         if self.rank_in_group == src:
             return tensor_dict if isinstance(tensor_dict, dict) else dict(tensor_dict)
-        landing = self._land(codec.decode(frame), Slicing(), lambda _plane, _tensor: None)
-        for (_, into), (_, sent) in zip(landing.parts, parcel.tensors, strict=True):
+        landing = self._land(codec.decode(frame), WHOLE_TENSORS, lambda _parts: [])
+        for (_, into), (_, sent) in zip(landing.parts, packed.tensors, strict=True):
             into.copy_(sent)
         return landing.tensor_dict
 

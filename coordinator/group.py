@@ -21,11 +21,12 @@ from coordinator import group_registry, subgroups, torch_group
 from coordinator.broadcaster import Broadcaster
 from coordinator.calls import Calls
 from coordinator.coalesced import CoalescedCollectives
-from coordinator.creation import GroupParts, GroupPlan, create_parts, device_of
+from coordinator.creation import create_parts, device_of
 from coordinator.expert_parallel import ExpertParallel, TokenRouting
 from coordinator.external_writer import ExternalWriter
 from coordinator.graph_capture import GraphCaptureContext, capture_on
 from coordinator.group_names import next_names, unique_name, use_names
+from coordinator.group_parts import GroupParts, GroupPlan
 from coordinator.group_queues import GroupQueues
 from coordinator.membership import find_membership, world_store
 from coordinator.object_collectives import ObjectCollectives, broadcast_object_of
@@ -198,19 +199,17 @@ class GroupCoordinator(CoalescedCollectives, ExpertParallel, PointToPoint, Tenso
         self.settings = settings
         self.device: torch.device = parts.device
         self.device_communicator: base.DeviceCommunicator = parts.communicator
-        self.creation: CreationReport = parts.report or CreationReport(
-            name=self.unique_name, world_size=self.world_size
-        )
+        self.creation: CreationReport = parts.report
         self._parts = parts
         self._host = parts.host
         self._health = parts.health
-        self._cpu_group = parts.cpu_group
-        self._device_group = parts.device_group
-        self._sends = OpenSends()
+        self._cpu_group = parts.process_groups.host
+        self._device_group = parts.process_groups.device
+        self._open_sends = OpenSends()
         self._calls = Calls(parts.health, parts.device, is_alone=self.world_size == 1 or parts.is_fake)
         self._routing = TokenRouting(parts.communicator, parts.host)
         self._process_group: dist.ProcessGroup | None = None
-        self._queues: Queues = GroupQueues(parts.host, parts.health, settings, parts.address)
+        self._queues: Queues = GroupQueues(parts.host, parts.health, settings, parts.process_groups.address)
         self._broadcaster: Broadcaster | None = None
         self.mq_broadcaster: Writer | Reader | None = None
         group_registry.register(self, self._calls)
@@ -256,7 +255,7 @@ class GroupCoordinator(CoalescedCollectives, ExpertParallel, PointToPoint, Tenso
         """
         self._calls.enter("cpu_group", in_line=False)
         if self._cpu_group is None:
-            self._cpu_group = self._parts.open_gloo_group("host")
+            self._cpu_group = self._parts.process_groups.open_gloo("host")
         return self._cpu_group
 
     @property
@@ -264,7 +263,7 @@ class GroupCoordinator(CoalescedCollectives, ExpertParallel, PointToPoint, Tenso
         """Return the group's process group for device tensors; on the CPU see `cpu_group`."""
         self._calls.enter("device_group", in_line=False)
         if self._device_group is None:
-            self._device_group = self._parts.open_device_group()
+            self._device_group = self._parts.process_groups.open_device()
         return self._device_group
 
     # ------------------------------------------------------------------ queues, buffers, graphs
@@ -354,9 +353,7 @@ class GroupCoordinator(CoalescedCollectives, ExpertParallel, PointToPoint, Tenso
         For operations that shall run beside those on `device_group`. It is destroyed with this group.
         """
         with self._calls.call("make_sibling_device_group"):
-            sibling = self._parts.new_device_group(group_desc or "sibling")
-            self._parts.adopt(sibling)
-            return sibling
+            return self._parts.process_groups.connect_sibling(group_desc or "sibling")
 
     def prepare_communication_buffer_for_model(self, model: torch.nn.Module) -> None:
         """Reserve the communicators' buffers for what `model` will send. Collective.
@@ -465,7 +462,7 @@ class GroupCoordinator(CoalescedCollectives, ExpertParallel, PointToPoint, Tenso
         self._calls.enter("as_process_group", in_line=False)
         if self._process_group is None:
             self._process_group = torch_group.register(self, self._calls)
-            self._parts.adopt(self._process_group)
+            self._parts.process_groups.adopt(self._process_group)
         return self._process_group
 
     def _lists_by_color(self, color: int | None, key: int) -> list[list[int]]:
@@ -509,7 +506,8 @@ class GroupCoordinator(CoalescedCollectives, ExpertParallel, PointToPoint, Tenso
         self._calls.close(CALLS_END_S)
         self._queues.close(self.settings.destroy_timeout_s / 2)
         left_s = max(deadline - time.monotonic(), self.settings.destroy_timeout_s / 2)
-        self._parts.destroy(left_s, self._sends.take())
+        self._parts.destroy(left_s, self._open_sends)
+        self._open_sends.clear()
         self._calls.close(self.settings.destroy_timeout_s / 2)
         self._process_group = None
         self._cpu_group = None

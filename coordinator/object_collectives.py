@@ -153,7 +153,7 @@ class ObjectCollectives(GroupPlanes):
         with self._calls.call("send_object", timeout_s, in_line=False):
             peer = checks.check_peer(dst, self.rank_in_group, self.world_size, "dst")
             handle = self._host.isend_object(obj, peer, "send_object", timeout_s, OBJECT_TAG)
-            self._sends.keep(handle)
+            self._open_sends.keep(handle)
             return handle
 
     def recv_object(self, src: int, *, timeout_s: float | None = None, type: Any = None) -> Any:  # noqa: A002

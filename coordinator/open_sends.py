@@ -1,35 +1,52 @@
-"""Sends that nobody may be waiting for: their memory is kept until they are complete."""
+"""Sends that nobody may wait for: their handles own memory that a transport still reads."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import Final
 
 from device_comm.handles import CompletedHandle, Handle
+from shm_broadcast.errors import CommError
 
-# When this many sends are open, the oldest is waited for: a receiver this far behind has stopped receiving.
+# When this many sends are open, the oldest is waited for: a receiver that is so far behind has stopped receiving.
 MAX_OPEN_SENDS: Final = 256
+
+# Pause between two looks at sends that are still in flight.
+_FLUSH_PAUSE_S: Final = 0.002
 
 
 class OpenSends:
-    """The sends of one group that are not complete, so that the caller may drop a handle."""
+    """The handles of a group's sends until they are complete, so that the application may drop its own."""
 
     def __init__(self) -> None:
-        """Keep nothing yet."""
-        self._open: deque[Handle] = deque()
+        """Hold none yet."""
+        self._handles: deque[Handle] = deque()
 
     def keep(self, handle: Handle) -> None:
-        """Keep `handle`, and the memory it owns, until it is complete. Waits when too many are open."""
+        """Hold a handle, and the memory that it owns, until the send is complete."""
         if isinstance(handle, CompletedHandle):
             return
-        while self._open and self._open[0].is_completed():
-            self._open.popleft()
-        if len(self._open) >= MAX_OPEN_SENDS:
-            self._open.popleft().wait()
-        self._open.append(handle)
+        handles = self._handles
+        while handles and handles[0].is_completed():
+            handles.popleft()
+        if len(handles) >= MAX_OPEN_SENDS:
+            handles.popleft().wait()
+        handles.append(handle)
 
-    def take(self) -> list[Handle]:
-        """Return the open sends, oldest first, and keep none of them any longer."""
-        handles = list(self._open)
-        self._open.clear()
-        return handles
+    def flush(self, timeout_s: float) -> None:
+        """Wait for up to `timeout_s` seconds until all are complete, or one cannot complete any more."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            while not all(send.is_completed() for send in self._handles) and time.monotonic() < deadline:
+                time.sleep(_FLUSH_PAUSE_S)
+        except CommError as gone:
+            # A connection is closed: its peer is gone.
+            del gone
+
+    def clear(self) -> None:
+        """Drop the handles."""
+        self._handles.clear()
+
+
+__all__ = ["MAX_OPEN_SENDS", "OpenSends"]

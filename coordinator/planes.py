@@ -42,7 +42,7 @@ class GroupPlanes:
     _broadcaster: Broadcaster | None
     _health: GroupHealth
     _calls: Calls
-    _sends: OpenSends
+    _open_sends: OpenSends
     _cpu_group: dist.ProcessGroup | None
     _device_group: dist.ProcessGroup | None
 

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from coordinator.planes import GroupPlanes
 from coordinator.tensor_dict import (
+    WHOLE_TENSORS,
     Landing,
+    PackedDict,
     Plane,
     Slicing,
     TensorDictMessage,
-    is_flat,
     join,
     landing_places,
-    split,
-    split_whole,
+    pack_whole,
 )
-from coordinator.transfer_tags import BROADCAST_TENSOR_TAG, TENSOR_DICT_TAG, TENSOR_TAG
+from coordinator.transfer_tags import TENSOR_DICT_TAG, TENSOR_TAG
 from device_comm import checks
-from device_comm.handles import CompletedHandle, Handle
+from device_comm.handles import Handle
 from shm_broadcast import codec
 from shm_broadcast.errors import DecodeError, DisagreementError, UsageError
 
 TensorDict = dict[Any, Any]
 
-_WHOLE_TENSORS: Final = Slicing()
+# The tensors that follow a message, by plane.
+Parts = Sequence[tuple[Plane, torch.Tensor]]
 
 
 class PointToPoint(GroupPlanes):
@@ -62,18 +63,18 @@ class PointToPoint(GroupPlanes):
         Returns:
             None; in a group of one the dict itself, as nobody is there to receive it.
         """
-        self._health.check_usable("send_tensor_dict")
-        checks.check_timeout(timeout_s)
-        if self.world_size == 1:
-            return tensor_dict if isinstance(tensor_dict, dict) else dict(tensor_dict)
-        peer = self._neighbour(dst, 1, "dst")
-        message, tensors = self._pack(tensor_dict, all_gather_group, all_gather_tensors)
-        if not tensors:
-            self._host.send_object(message, peer, "send_tensor_dict", timeout_s, TENSOR_DICT_TAG)
+        name = "send_tensor_dict"
+        with self._calls.call(name, timeout_s, in_line=False):
+            if self.world_size == 1:
+                return tensor_dict if isinstance(tensor_dict, dict) else dict(tensor_dict)
+            peer = self._neighbour(dst, 1, "dst")
+            packed = self._host.pack(tensor_dict, _slicing(all_gather_group, all_gather_tensors))
+            if packed.is_single:
+                self._host.send_object(packed.message(), peer, name, timeout_s, TENSOR_DICT_TAG)
+                return None
+            for handle in self._start(packed, peer, timeout_s):
+                handle.wait()
             return None
-        for handle in self._start(message, tensors, peer, timeout_s):
-            handle.wait()
-        return None
 
     def isend_tensor_dict(
         self,
@@ -90,46 +91,24 @@ class PointToPoint(GroupPlanes):
             Handles, in a group of one none. The tensors must not be changed until all of them have been
             waited for; their memory is kept until then, also if the handles are dropped.
         """
-        self._health.check_usable("send_tensor_dict")
-        checks.check_timeout(timeout_s)
-        if self.world_size == 1:
-            return []
-        peer = self._neighbour(dst, 1, "dst")
-        message, tensors = self._pack(tensor_dict, all_gather_group, all_gather_tensors)
-        return self._start(message, tensors, peer, timeout_s)
+        with self._calls.call("send_tensor_dict", timeout_s, in_line=False):
+            if self.world_size == 1:
+                return []
+            peer = self._neighbour(dst, 1, "dst")
+            packed = self._host.pack(tensor_dict, _slicing(all_gather_group, all_gather_tensors))
+            return self._start(packed, peer, timeout_s)
 
-    def _pack(
-        self,
-        tensor_dict: Mapping[Any, Any],
-        group: GroupPlanes | None,
-        overrides: Mapping[str, bool] | None,
-    ) -> tuple[object, list[tuple[Plane, torch.Tensor]]]:
-        return _pack(tensor_dict, _slicing(group, overrides), self._host.carries_whole)
-
-    def _start(
-        self,
-        message: object,
-        tensors: Sequence[tuple[Plane, torch.Tensor]],
-        peer: int,
-        timeout_s: float | None,
-    ) -> list[Handle]:
-        """Start to send what `_pack` returned."""
-        name = "send_tensor_dict"
-        handles = [self._host.isend_object(message, peer, name, timeout_s, TENSOR_DICT_TAG)]
-        if self._host.carries_whole and not isinstance(handles[0], CompletedHandle):
-            # Engines take the first handle for that of the metadata, and wait for the others alone.
-            handles.append(handles[0])
-        for plane, tensor in tensors:
-            if plane == "host":
-                handles.append(self._host.isend_tensor(tensor, [peer], timeout_s, TENSOR_TAG))
-        on_device = [tensor for plane, tensor in tensors if plane == "device"]
+    def _start(self, packed: PackedDict, peer: int, timeout_s: float | None) -> list[Handle]:
+        """Start to send a dict: what the host plane carries, then the tensors of the group's device."""
+        handles = self._host.isend_tensor_dict(packed, peer, timeout_s)
+        on_device = packed.beside("device")
         if on_device:
             with self.device_communicator.group():
                 handles += [
                     self.device_communicator.isend(tensor, peer, timeout_s=timeout_s) for tensor in on_device
                 ]
         for handle in handles:
-            self._sends.keep(handle)
+            self._open_sends.keep(handle)
         return handles
 
     def recv_tensor_dict(
@@ -173,24 +152,26 @@ class PointToPoint(GroupPlanes):
             all-gather the slices, so all ranks of the all-gather group run theirs. In a group of one:
             (None, [], []).
         """
-        self._health.check_usable("recv_tensor_dict")
-        checks.check_timeout(timeout_s)
-        if self.world_size == 1:
-            return None, [], []
-        peer = self._neighbour(src, -1, "src")
-        slicing = _slicing(all_gather_group, all_gather_tensors)
-        message = self._host.recv_object(peer, timeout_s, None, "recv_tensor_dict", TENSOR_DICT_TAG)
-        if slicing is _WHOLE_TENSORS and self._host.carries_whole and type(message) is dict:
-            # Everything came with it: what has slots is a `TensorDictMessage` there.
-            return message, [], []
+        with self._calls.call("recv_tensor_dict", timeout_s, in_line=False):
+            if self.world_size == 1:
+                return None, [], []
+            peer = self._neighbour(src, -1, "src")
+            slicing = _slicing(all_gather_group, all_gather_tensors)
+            message = self._host.recv_object(peer, timeout_s, None, "recv_tensor_dict", TENSOR_DICT_TAG)
+            if type(message) is dict:
+                # Everything came with it: a dict with slots is a `TensorDictMessage`.
+                return message, [], []
 
-        def receive(plane: Plane, tensor: torch.Tensor) -> Handle:
-            if plane == "host":
-                return self._host.irecv_tensor(tensor, peer, timeout_s, TENSOR_TAG)
-            return self.device_communicator.irecv(tensor, peer, timeout_s=timeout_s)
+            def receive(parts: Parts) -> list[Handle]:
+                return [
+                    self._host.irecv_tensor(tensor, peer, timeout_s, TENSOR_TAG)
+                    if plane == "host"
+                    else self.device_communicator.irecv(tensor, peer, timeout_s=timeout_s)
+                    for plane, tensor in parts
+                ]
 
-        landing = self._land(message, slicing, lambda plane, tensor: receive(plane, tensor).wait())
-        handles = [receive(plane, tensor) for plane, tensor in landing.parts]
+            landing = self._land(message, slicing, receive)
+            handles = receive(landing.parts)
         callbacks = [
             _gatherer(all_gather_group, part, put)
             for part, put in landing.sliced
@@ -219,55 +200,54 @@ class PointToPoint(GroupPlanes):
         Returns:
             On rank `src` the dict itself, elsewhere a new dict of new tensors.
         """
-        self._calls.enter("broadcast_tensor_dict")
-        checks.check_timeout(timeout_s)
-        checks.check_rank(src, self.world_size, "src")
-        self._check_own_group(group, (self._cpu_group, self._device_group), "group")
-        self._check_own_group(metadata_group, (self._cpu_group,), "metadata_group")
-        if self.rank_in_group != src:
-
-            def receive(plane: Plane, tensor: torch.Tensor) -> None:
-                if plane == "host":
-                    self._host.irecv_tensor(tensor, src, timeout_s, BROADCAST_TENSOR_TAG).wait()
-                else:
-                    self.device_communicator.broadcast(tensor, src, timeout_s=timeout_s)
-
-            message = self._broadcast(None, src, timeout_s, None)
-            landing = self._land(message, Slicing(), receive)
-            for plane, tensor in landing.parts:
-                receive(plane, tensor)
-            return landing.tensor_dict
-        if tensor_dict is None:
-            raise UsageError("broadcast_tensor_dict: rank src must give a tensor dict")
-        queue = self._broadcaster
-        by_queue = queue is not None and queue.writer == src
-        message, tensors = _pack(tensor_dict, _WHOLE_TENSORS, by_queue or self._host.carries_whole)
-        self._broadcast(message, src, timeout_s, None)
-        peers = [rank for rank in range(self.world_size) if rank != src]
-        for plane, tensor in tensors:
-            if plane == "device":
+        with self._calls.call("broadcast_tensor_dict", timeout_s):
+            checks.check_rank(src, self.world_size, "src")
+            self._check_own_group(group, (self._cpu_group, self._device_group), "group")
+            self._check_own_group(metadata_group, (self._cpu_group,), "metadata_group")
+            if self.rank_in_group != src:
+                return self._receive_broadcast(src, timeout_s)
+            if tensor_dict is None:
+                raise UsageError("broadcast_tensor_dict: rank src must give a tensor dict")
+            queue = self._broadcaster
+            by_queue = queue is not None and queue.writer == src
+            # A queue moves a message of any size as fast as tensors by themselves.
+            packed = (pack_whole if by_queue else self._host.pack)(tensor_dict, WHOLE_TENSORS)
+            self._broadcast(packed.message(), src, timeout_s, None)
+            self._host.broadcast_tensors(packed.beside("host"), src, timeout_s)
+            for tensor in packed.beside("device"):
                 self.device_communicator.broadcast(tensor, src, timeout_s=timeout_s)
-            elif peers:
-                self._host.isend_tensor(tensor, peers, timeout_s, BROADCAST_TENSOR_TAG).wait()
-        return tensor_dict if isinstance(tensor_dict, dict) else dict(tensor_dict)
+            return tensor_dict if isinstance(tensor_dict, dict) else dict(tensor_dict)
+
+    def _receive_broadcast(self, src: int, timeout_s: float | None) -> TensorDict | None:
+        def receive(parts: Parts) -> list[Handle]:
+            on_host = [tensor for plane, tensor in parts if plane == "host"]
+            self._host.broadcast_tensors(on_host, src, timeout_s)
+            for plane, tensor in parts:
+                if plane == "device":
+                    self.device_communicator.broadcast(tensor, src, timeout_s=timeout_s)
+            return []
+
+        message = self._broadcast(None, src, timeout_s, None)
+        landing = self._land(message, WHOLE_TENSORS, receive)
+        receive(landing.parts)
+        return landing.tensor_dict
 
     # ------------------------------------------------------------------ helpers
 
-    def _land(
-        self, message: object, slicing: Slicing, receive: Callable[[Plane, torch.Tensor], None]
-    ) -> Landing:
+    def _land(self, message: object, slicing: Slicing, receive: Callable[[Parts], list[Handle]]) -> Landing:
         """Return where the dict of `message` lands; if it cannot be decoded, receive what follows it and raise."""
-        metadata, given = message, None
-        if isinstance(message, TensorDictMessage):
-            given = message.parts
-            try:
-                metadata = codec.decode(message.tree)
-            except DecodeError:
-                for plane, tensor in landing_places(message, self.device):
-                    receive(plane, tensor)
-                raise
+        if type(message) is dict:
+            return Landing(message)
+        if not isinstance(message, TensorDictMessage):
+            raise DecodeError(f"expected the message of a tensor dict, received {type(message).__name__}")
         try:
-            return join(metadata, self.device, slicing, given)
+            metadata = codec.decode(message.tree)
+        except DecodeError:
+            for handle in receive(landing_places(message, self.device)):
+                handle.wait()
+            raise
+        try:
+            return join(metadata, self.device, slicing, message.parts)
         except DisagreementError as error:
             # The tensors are on their way and nobody will receive them: the next transfer would take them.
             self._health.fail(error)
@@ -279,23 +259,9 @@ class PointToPoint(GroupPlanes):
         return checks.check_peer(rank, self.rank_in_group, self.world_size, name)
 
 
-def _pack(
-    tensor_dict: Mapping[Any, Any], slicing: Slicing, is_whole: bool
-) -> tuple[object, list[tuple[Plane, torch.Tensor]]]:
-    """Return the message of a tensor dict, and the tensors that travel beside it: with `is_whole` no CPU tensors."""
-    if not is_whole:
-        parcel = split(tensor_dict, slicing)
-        return parcel.message(), parcel.tensors
-    if slicing is _WHOLE_TENSORS and is_flat(tensor_dict):
-        return tensor_dict, []
-    parcel = split_whole(tensor_dict, slicing)
-    beside = [each for each in parcel.tensors if each[0] == "device"]
-    return parcel.message(with_parts=True), beside
-
-
 def _slicing(group: GroupPlanes | None, overrides: Mapping[str, bool] | None) -> Slicing:
     if group is None:
-        return _WHOLE_TENSORS
+        return WHOLE_TENSORS
     if not isinstance(group, GroupPlanes):
         raise UsageError(f"all_gather_group must be a GroupCoordinator, not {type(group).__name__}")
     return Slicing(group.world_size, group.rank_in_group, dict(overrides or {}))

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, cast
 
 import msgspec
 import torch
@@ -87,26 +87,42 @@ class Slicing:
         return self.world_size
 
 
+WHOLE_TENSORS: Final = Slicing()
+
+
 @dataclasses.dataclass(frozen=True)
-class Parcel:
-    """A tensor dict ready to travel.
+class PackedDict:
+    """A tensor dict ready to travel: one message, and the tensors beside it.
 
     Attributes:
-        metadata: The dict with slots in the place of the tensors beside it.
+        metadata: The dict with slots in the place of the tensors that are not in it.
         slots: The slots, in order.
         tensors: Pairs (plane, contiguous tensor) in slot order.
+        is_whole: Whether the tensors of the "host" plane travel in the message too.
     """
 
     metadata: dict[Any, Any]
     slots: list[TensorSlot]
     tensors: list[tuple[Plane, torch.Tensor]]
+    is_whole: bool = False
 
-    def message(self, with_parts: bool = False) -> object:
-        """Return the object that travels ahead of the tensors, or with those of the host plane."""
+    def message(self) -> object:
+        """Return the object that travels ahead of the tensors; to be called once, as it encodes the metadata."""
         if not self.slots:
             return self.metadata
-        parts = [tensor for plane, tensor in self.tensors if plane == "host"] if with_parts else None
+        parts = [tensor for plane, tensor in self.tensors if plane == "host"] if self.is_whole else None
         return TensorDictMessage(self.slots, codec.encode(self.metadata).to_bytes(), parts)
+
+    @property
+    def is_single(self) -> bool:
+        """Return whether nothing travels beside the message."""
+        return not self.tensors or (self.is_whole and all(plane == "host" for plane, _ in self.tensors))
+
+    def beside(self, plane: Plane) -> list[torch.Tensor]:
+        """Return the tensors of `plane` that travel beside the message, in order."""
+        if plane == "host" and self.is_whole:
+            return []
+        return [tensor for each, tensor in self.tensors if each == plane]
 
 
 # What needs neither a slot nor another look.
@@ -126,14 +142,23 @@ def is_flat(tensor_dict: Mapping[Any, Any]) -> bool:
     return True
 
 
-def split_whole(tensor_dict: Mapping[Any, Any], slicing: Slicing) -> Parcel:
-    """Split a dict of which every CPU tensor travels in one message; raises as `split`."""
-    parcel = split(tensor_dict, slicing, WHOLE)
-    # The metadata beside slots is encoded by itself, so large tensors had better not be in it.
-    return split(tensor_dict, slicing) if parcel.slots else parcel
+def pack_beside(tensor_dict: Mapping[Any, Any], slicing: Slicing) -> PackedDict:
+    """Pack a dict whose larger CPU tensors travel beside the message; raises as `split`."""
+    return split(tensor_dict, slicing)
 
 
-def split(tensor_dict: Mapping[Any, Any], slicing: Slicing, inline_bytes: int = INLINE_BYTES) -> Parcel:
+def pack_whole(tensor_dict: Mapping[Any, Any], slicing: Slicing) -> PackedDict:
+    """Pack a dict whose CPU tensors all travel in the message; raises as `split`."""
+    if slicing is WHOLE_TENSORS and is_flat(tensor_dict):
+        return PackedDict(cast("dict[Any, Any]", tensor_dict), [], [], is_whole=True)
+    packed = split(tensor_dict, slicing, WHOLE)
+    if packed.slots:
+        # The metadata beside slots is encoded by itself: large tensors in it would be copied once more.
+        packed = split(tensor_dict, slicing)
+    return dataclasses.replace(packed, is_whole=True)
+
+
+def split(tensor_dict: Mapping[Any, Any], slicing: Slicing, inline_bytes: int = INLINE_BYTES) -> PackedDict:
     """Split a tensor dict. Tensors inside of lists and other values stay in the metadata.
 
     Args:
@@ -146,26 +171,26 @@ def split(tensor_dict: Mapping[Any, Any], slicing: Slicing, inline_bytes: int = 
     """
     if not isinstance(tensor_dict, Mapping):
         raise UsageError(f"expected a dict of tensors and other values, not {type(tensor_dict).__name__}")
-    parcel = Parcel({}, [], [])
+    packed = PackedDict({}, [], [])
     keys: set[str] = set()
     try:
         is_simple = inline_bytes == WHOLE and slicing.world_size == 1 and not slicing.overrides
-        splitting = _Splitting(is_simple, parcel, slicing, inline_bytes, keys)
-        parcel.metadata.update(_split_value(dict(tensor_dict), "", splitting))
+        splitting = _Splitting(is_simple, packed, slicing, inline_bytes, keys)
+        packed.metadata.update(_split_value(dict(tensor_dict), "", splitting))
     except RecursionError as error:
         raise UsageError("the dict contains itself, or is nested too deeply") from error
     # Engines switch the slicing off for tensors that only some models have.
     unknown = {key for key, wanted in slicing.overrides.items() if wanted} - keys
     if unknown:
         raise UsageError(f"all_gather_tensors names {sorted(unknown)}, the dict's tensors are {sorted(keys)}")
-    return parcel
+    return packed
 
 
 class _Splitting(NamedTuple):
     """What a dict is split into, and how. Simple: every CPU tensor stays in the metadata and no key is looked up."""
 
     is_simple: bool
-    parcel: Parcel
+    packed: PackedDict
     slicing: Slicing
     inline_bytes: int
     keys: set[str]
@@ -188,13 +213,13 @@ def _split_value(value: Any, key: str, to: _Splitting) -> Any:
         # The codec does the rest, and refuses what it does not carry.
         return value
     to.keys.add(key)
-    return _place(value, to.slicing.slices(key, value.numel()), to.slicing, to.parcel, to.inline_bytes)
+    return _place(value, to.slicing.slices(key, value.numel()), to.slicing, to.packed, to.inline_bytes)
 
 
 def _place(
-    value: torch.Tensor, slices: int, slicing: Slicing, parcel: Parcel, inline_bytes: int
+    value: torch.Tensor, slices: int, slicing: Slicing, packed: PackedDict, inline_bytes: int
 ) -> torch.Tensor | TensorSlot:
-    """Return what stands for a tensor in the metadata; append it to the parcel's unless it travels inside."""
+    """Return what stands for a tensor in the metadata; append it to the packed's unless it travels inside."""
     if value.layout is not torch.strided or value.is_quantized:
         raise UsageError(f"only dense, unquantized tensors can be sent, not {value.layout}")
     plane: Plane = "host" if value.device.type == "cpu" else "device"
@@ -204,10 +229,10 @@ def _place(
     whole = value.detach().resolve_conj().resolve_neg().contiguous()
     part = whole.view(slices, -1)[slicing.rank_in_group] if slices > 1 else whole
     slot = TensorSlot(
-        len(parcel.slots), tuple(value.shape), str(value.dtype).removeprefix("torch."), plane, slices
+        len(packed.slots), tuple(value.shape), str(value.dtype).removeprefix("torch."), plane, slices
     )
-    parcel.slots.append(slot)
-    parcel.tensors.append((plane, part))
+    packed.slots.append(slot)
+    packed.tensors.append((plane, part))
     return slot
 
 

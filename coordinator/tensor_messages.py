@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Final, Literal
 
 import torch
 
+from coordinator.host_plane import refuse_any
 from coordinator.planes import GroupPlanes
 from coordinator.transfer_tags import FIRST_USER_TAG
 from device_comm import checks
-from device_comm.base import movable_dtype
 from device_comm.handles import Handle
-from device_comm.process_group import TENSOR_TAG, dense, is_plain
-from shm_broadcast.errors import CapabilityError, DisagreementError, UsageError
+from device_comm.movable import movable_dtype
+from device_comm.process_group import TENSOR_TAG, dense
+from shm_broadcast.errors import UsageError
 
 # Gloo's tags are 32 bits with a sign; some of them are ours.
 _MOST_TAGS: Final = 1 << 30
@@ -54,11 +54,11 @@ class TensorMessages(GroupPlanes):
         512 KiB do not wait for that, and larger tensors go on while `dst` is in any point-to-point call of the group,
         so ranks may all send first and receive then.
         """
-        self._health.check_usable("send")
-        if tag:
-            self.isend(tensor, dst, tag=tag, timeout_s=timeout_s).wait()
-        else:
-            self.device_communicator.send(tensor, dst, timeout_s=timeout_s)
+        with self._calls.call("send", timeout_s, in_line=False):
+            if tag:
+                self._isend_tagged(tensor, dst, tag, timeout_s).wait()
+            else:
+                self.device_communicator.send(tensor, dst, timeout_s=timeout_s)
 
     def recv(
         self,
@@ -76,14 +76,14 @@ class TensorMessages(GroupPlanes):
         Raises:
             DisagreementError: On one host: what came has another shape or dtype. The next message can be received.
         """
-        self._health.check_usable("recv")
-        if not isinstance(dtype, torch.dtype):
-            raise UsageError(f"dtype must be a torch.dtype, not {dtype!r}")
-        if not tag:
-            return self.device_communicator.recv(size, dtype, src, timeout_s=timeout_s)
-        tensor = torch.empty(checks.check_shape(size), dtype=dtype, device=self.device)
-        self.irecv(tensor, src, tag=tag, timeout_s=timeout_s).wait()
-        return tensor
+        with self._calls.call("recv", timeout_s, in_line=False):
+            if not isinstance(dtype, torch.dtype):
+                raise UsageError(f"dtype must be a torch.dtype, not {dtype!r}")
+            if not tag:
+                return self.device_communicator.recv(size, dtype, src, timeout_s=timeout_s)
+            tensor = torch.empty(checks.check_shape(size), dtype=dtype, device=self.device)
+            self._irecv_tagged(tensor, src, tag, timeout_s).wait()
+            return tensor
 
     def recv_any(
         self,
@@ -102,20 +102,15 @@ class TensorMessages(GroupPlanes):
             CapabilityError: The ranks share no memory; the group is intact.
             DisagreementError: What came has another shape or dtype; the message is gone, the group is intact.
         """
-        self._health.check_usable("recv_any")
-        shape, dtype = checks.check_shape(size), checks.check_dtype(dtype)
-        checks.check_timeout(timeout_s)
-        if self.world_size == 1:
-            raise UsageError("recv_any: a group of one has no other rank")
-        channels = self._host.channels
-        if channels is None or self.device.type != "cpu":
-            raise CapabilityError(
-                f"{self._health.where('recv_any')}: a tensor from any rank takes CPU tensors and memory that all "
-                "ranks share",
-                requirement="shared memory",
-            )
-        received, src = channels.recv_any("device", "recv", self._wire_tag(tag), timeout_s)
-        return self._checked(received, movable_dtype(dtype), shape, src).view(dtype), src
+        with self._calls.call("recv_any", timeout_s, in_line=False):
+            shape, dtype = checks.check_shape(size), checks.check_dtype(dtype)
+            if self.world_size == 1:
+                raise UsageError("recv_any: a group of one has no other rank")
+            if self.device.type != "cpu":
+                raise refuse_any(self._health)
+            moved = movable_dtype(dtype)
+            received, src = self._host.recv_any(shape, moved, self._wire_tag(tag), timeout_s)
+            return received.view(dtype), src
 
     def isend(
         self, tensor: torch.Tensor, dst: int | None = None, *, tag: int = 0, timeout_s: float | None = None
@@ -126,21 +121,12 @@ class TensorMessages(GroupPlanes):
             A handle that owns the memory; the tensor must not be changed before it has been waited for. It may be
             dropped.
         """
-        self._health.check_usable("send")
-        if not tag:
+        with self._calls.call("send", timeout_s, in_line=False):
+            if tag:
+                return self._isend_tagged(tensor, dst, tag, timeout_s)
             handle = self.device_communicator.isend(tensor, dst, timeout_s=timeout_s)
-        else:
-            checks.check_tensor(tensor, self.device, "send")
-            checks.check_timeout(timeout_s)
-            peer, wire = self._other(dst, 1, "dst"), self._wire_tag(tag)
-            source = dense(tensor.view(movable_dtype(tensor.dtype))).cpu()
-            channels, deadline = self._host.channels, timeout_s or self.device_communicator.context.timeout_s
-            if channels is not None:
-                handle = channels.isend("device", "send", source, peer, wire, deadline)
-            else:
-                handle = self._host.isend_tensor(source, [peer], timeout_s, wire)
-        self._sends.keep(handle)
-        return handle
+            self._open_sends.keep(handle)
+            return handle
 
     def irecv(
         self, tensor: torch.Tensor, src: int | None = None, *, tag: int = 0, timeout_s: float | None = None
@@ -151,25 +137,10 @@ class TensorMessages(GroupPlanes):
             A handle. The tensor is filled once it has been waited for, and must not be touched before; it does not
             overlap itself.
         """
-        self._health.check_usable("recv")
-        if not tag:
+        with self._calls.call("recv", timeout_s, in_line=False):
+            if tag:
+                return self._irecv_tagged(tensor, src, tag, timeout_s)
             return self.device_communicator.irecv(tensor, src, timeout_s=timeout_s)
-        checks.check_tensor(tensor, self.device, "recv")
-        checks.check_timeout(timeout_s)
-        checks.check_writable(tensor, "recv")
-        peer, wire = self._other(src, -1, "src"), self._wire_tag(tag)
-        into = tensor.detach().view(movable_dtype(tensor.dtype))
-        channels = self._host.channels
-        if channels is not None:
-
-            def land(received: object) -> None:
-                into.copy_(self._checked(received, into.dtype, into.shape, peer))
-
-            return channels.irecv("device", "recv", peer, wire, timeout_s, land)
-        if is_plain(into) and into.device.type == "cpu":
-            return self._host.irecv_tensor(into, peer, timeout_s, wire)
-        landing = torch.empty(into.shape, dtype=into.dtype)
-        return _Landing(self._host.irecv_tensor(landing, peer, timeout_s, wire), into, landing)
 
     def batch_isend_irecv(self, operations: Sequence[P2POperation]) -> list[Handle]:
         """Start several transfers at once; their order matters only between two ranks and under one tag.
@@ -182,12 +153,12 @@ class TensorMessages(GroupPlanes):
         Raises:
             UsageError: An operation is none, or cannot be. Those of the other direction may have begun.
         """
-        self._health.check_usable("batch_isend_irecv")
-        for each in operations:
-            if not isinstance(each, P2POperation) or each.verb not in ("isend", "irecv"):
-                raise UsageError(f"batch_isend_irecv takes operations of type P2POperation, not {each!r}")
-            checks.check_tensor(each.tensor, self.device, "batch_isend_irecv")
-            checks.check_peer(each.peer, self.rank_in_group, self.world_size, "peer")
+        with self._calls.call("batch_isend_irecv", in_line=False):
+            for each in operations:
+                if not isinstance(each, P2POperation) or each.verb not in ("isend", "irecv"):
+                    raise UsageError(f"batch_isend_irecv takes operations of type P2POperation, not {each!r}")
+                checks.check_tensor(each.tensor, self.device, "batch_isend_irecv")
+                checks.check_peer(each.peer, self.rank_in_group, self.world_size, "peer")
         handles: dict[int, Handle] = {}
         for verb in ("irecv", "isend"):
             for at, each in enumerate(operations):
@@ -195,6 +166,26 @@ class TensorMessages(GroupPlanes):
                     start = self.irecv if verb == "irecv" else self.isend
                     handles[at] = start(each.tensor, each.peer, tag=each.tag)
         return [handles[at] for at in range(len(operations))]
+
+    def _isend_tagged(
+        self, tensor: torch.Tensor, dst: int | None, tag: int, timeout_s: float | None
+    ) -> Handle:
+        checks.check_tensor(tensor, self.device, "send")
+        peer, wire = self._other(dst, 1, "dst"), self._wire_tag(tag)
+        source = dense(tensor.view(movable_dtype(tensor.dtype))).cpu()
+        handle = self._host.isend_tensor(source, peer, timeout_s, wire)
+        self._open_sends.keep(handle)
+        return handle
+
+    def _irecv_tagged(
+        self, tensor: torch.Tensor, src: int | None, tag: int, timeout_s: float | None
+    ) -> Handle:
+        checks.check_tensor(tensor, self.device, "recv")
+        checks.check_writable(tensor, "recv")
+        peer, wire = self._other(src, -1, "src"), self._wire_tag(tag)
+        return self._host.irecv_tensor(
+            tensor.detach().view(movable_dtype(tensor.dtype)), peer, timeout_s, wire
+        )
 
     def _wire_tag(self, tag: int) -> int:
         if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < _MOST_TAGS:
@@ -207,40 +198,3 @@ class TensorMessages(GroupPlanes):
         return checks.check_peer(
             self.rank_in_group if rank is None else rank, self.rank_in_group, self.world_size, name
         )
-
-    def _checked(self, received: object, dtype: torch.dtype, shape: Sequence[int], src: int) -> torch.Tensor:
-        if isinstance(received, torch.Tensor):
-            if received.dtype == dtype and received.numel() == math.prod(shape):
-                return received.view(tuple(shape))
-            sent = f"a tensor of shape {list(received.shape)} and dtype {received.dtype}"
-        else:
-            sent = f"an object of type {type(received).__name__}"
-        raise DisagreementError(
-            f"{self._health.where('recv')}: rank {self.ranks[src]} sent {sent}, this rank expects a tensor of shape "
-            f"{list(shape)} and dtype {dtype}; the message is gone, the next one can be received"
-        )
-
-
-class _Landing:
-    """A receive whose tensor is filled from memory that the transport can write to."""
-
-    def __init__(self, handle: Handle, into: torch.Tensor, landing: torch.Tensor) -> None:
-        self._handle = handle
-        self._into = into
-        self._landing: torch.Tensor | None = landing
-
-    def is_completed(self) -> bool:
-        """Return whether the tensor is filled. Raises what went wrong."""
-        if self._landing is not None and self._handle.is_completed():
-            self._fill()
-        return self._landing is None
-
-    def wait(self) -> None:
-        """Wait until the tensor is filled."""
-        self._handle.wait()
-        self._fill()
-
-    def _fill(self) -> None:
-        landing, self._landing = self._landing, None
-        if landing is not None:
-            self._into.copy_(landing)

@@ -11,22 +11,24 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Final, cast, overload
+from typing import Any, ClassVar, Final, TypeAlias, cast, overload
 
 import torch
 import torch.distributed as dist
 
 from device_comm import checks, rms_norm
-from device_comm.cuda_settings import CudaSettings
-from device_comm.fabric import SharedMemory
 from device_comm.handles import Handle
 from device_comm.health import GroupHealth
 from device_comm.movable import movable, movable_dtype, restored
 from device_comm.paths import CallPath
-from device_comm.reduction import ReduceOperation, check_reducible, reduce_operation
+from device_comm.reduction import ReduceOperation, check_reducible, reduce_in_rank_order, reduce_operation
 from shm_broadcast.errors import UsageError
 
 SUM: Final = ReduceOperation.SUM
+
+# In the methods that an implementation fills in: one size for each rank; seconds, None for the group's deadline.
+Sizes: TypeAlias = tuple[int, ...]
+Timeout: TypeAlias = float | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,12 +40,14 @@ class CommunicatorContext:
         rank_in_group: This process's rank in the group.
         ranks: Global ranks of the group, in group order.
         device: Where the tensors live.
-        process_group: A torch process group of the same ranks. None in a group of one, and where the ranks share
-            memory and the communicator's class says by `needs_process_group = False` that this is enough.
+        process_group: A torch process group of the same ranks. None in a group of one, and where the communicator's
+            class says by `needs_process_group = False` that it can do without.
         health: The group's shared state: every blocking wait goes through it.
         timeout_s: Deadline of a call that states none, in seconds.
-        shared: Memory that all ranks share, where they are on one host; it stays the caller's.
-        cuda: Settings of groups on CUDA devices, equal on all ranks but for paths.
+        shared: The memory that all ranks share if they are on one host (`fabric.SharedMemory`), else None. It stays
+            the caller's. Only communicators that use it look inside.
+        cuda: Settings of groups on CUDA devices (`CudaSettings`), equal on all ranks except for paths; None for the
+            defaults. Only communicators for CUDA look inside.
         exchange: Takes this rank's bytes and returns those of all ranks, in group order, over the host plane: how
             device communicators agree on facts before they can talk themselves. Collective; has its own deadline.
     """
@@ -55,8 +59,8 @@ class CommunicatorContext:
     process_group: dist.ProcessGroup | None
     health: GroupHealth
     timeout_s: float
-    shared: SharedMemory | None = None
-    cuda: CudaSettings = dataclasses.field(default_factory=CudaSettings)
+    shared: object = None
+    cuda: object = None
     exchange: Callable[[bytes], list[bytes]] | None = None
 
     @property
@@ -450,7 +454,7 @@ class DeviceCommunicator(ABC):
             dtype: Its dtype.
         """
         del operation, nbytes, dtype
-        return CallPath(self.algorithm, "the one way of this communicator")
+        return CallPath(self.algorithm, "this communicator has one algorithm")
 
     @contextmanager
     def capture(self, stream: Any) -> Iterator[None]:
@@ -480,38 +484,47 @@ class DeviceCommunicator(ABC):
     def destroy(self) -> None:
         """Release everything. Idempotent, legal in any state, bounded to seconds."""
 
-    # ------------------------------------------------------------------ to be implemented
-
-    @abstractmethod
-    def _all_reduce(
-        self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None
-    ) -> torch.Tensor: ...
-
-    @abstractmethod
-    def _reduce_scatter(
-        self,
-        input_: torch.Tensor,
-        dim: int,
-        sizes: tuple[int, ...],
-        op: ReduceOperation,
-        timeout_s: float | None,
-    ) -> torch.Tensor: ...
+    # ------------------------------------------------------------------ to be implemented, with `destroy`
 
     @abstractmethod
     def _all_gather(
         self, input_: torch.Tensor, dim: int, sizes: tuple[int, ...], timeout_s: float | None
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """Concatenate along `dim`, where rank i brings `sizes[i]`; a 0-dim input counts as one of shape [1]."""
 
     @abstractmethod
+    def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
+        """Fill `tensor` with that of rank `src`; return `tensor`."""
+
+    @abstractmethod
+    def _isend(self, tensor: torch.Tensor, dst: int, timeout_s: float | None) -> Handle:
+        """Start to send; the handle owns what the transfer needs."""
+
+    @abstractmethod
+    def _irecv(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> Handle:
+        """Start to receive into `tensor`, which may be non-contiguous."""
+
+    # ------------------------------------------------------------------ made of the above, unless overridden
+    # The price is more passes over memory, or bytes that ranks receive and drop.
+
+    def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None) -> torch.Tensor:
+        rows = self._all_gather(input_.detach().reshape(1, -1), 0, (1,) * self.world_size, timeout_s)
+        return reduce_in_rank_order(list(rows), op).view(input_.shape)
+
+    def _reduce_scatter(
+        self, input_: torch.Tensor, dim: int, sizes: Sizes, op: ReduceOperation, timeout_s: Timeout
+    ) -> torch.Tensor:
+        whole = self._all_reduce(input_.reshape(input_.shape or 1), op, timeout_s)
+        start, size = sum(sizes[: self.rank_in_group]), sizes[self.rank_in_group]
+        # A copy even if the part is contiguous: a view would keep the whole alive.
+        return whole.narrow(dim, start, size).clone(memory_format=torch.contiguous_format)
+
     def _gather(
         self, input_: torch.Tensor, dst: int, dim: int, timeout_s: float | None
-    ) -> torch.Tensor | None: ...
-
-    @abstractmethod
-    def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor: ...
-
-    # What follows is made of the above, so that a communicator need not have it: at the price of more passes over
-    # memory, or of bytes that ranks get and drop.
+    ) -> torch.Tensor | None:
+        size = input_.shape[dim] if input_.dim() else 1
+        result = self._all_gather(input_, dim, (size,) * self.world_size, timeout_s)
+        return result if self.rank_in_group == dst else None
 
     def _all_reduce_add_rms_norm(
         self,
@@ -550,12 +563,7 @@ class DeviceCommunicator(ABC):
         output.detach().copy_(whole.narrow(dim, sum(sizes[:rank]), sizes[rank]).view(output.shape))
 
     def _all_to_all(
-        self,
-        input_: torch.Tensor,
-        dim: int,
-        send_sizes: tuple[int, ...],
-        recv_sizes: tuple[int, ...],
-        timeout_s: float | None,
+        self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
     ) -> torch.Tensor:
         source = input_.detach().reshape(input_.shape or 1)
         own = torch.tensor([[*send_sizes, *recv_sizes]], dtype=torch.int64, device=self.device)
@@ -578,12 +586,6 @@ class DeviceCommunicator(ABC):
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
         self._irecv(movable(tensor), src, timeout_s).wait()
         return tensor
-
-    @abstractmethod
-    def _isend(self, tensor: torch.Tensor, dst: int, timeout_s: float | None) -> Handle: ...
-
-    @abstractmethod
-    def _irecv(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> Handle: ...
 
     # ------------------------------------------------------------------ helpers
 

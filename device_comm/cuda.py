@@ -16,6 +16,7 @@ import torch
 
 from device_comm import checks
 from device_comm.base import SUM, CommunicatorContext
+from device_comm.cuda_settings import cuda_settings
 from device_comm.cuda_setup import build_custom
 from device_comm.custom_all_reduce import CustomAllReduce
 from device_comm.custom_launches import CubinSource
@@ -78,6 +79,7 @@ class CudaCommunicator(NcclCommunicator):
         eager = context.world_size > 2
         super().__init__(context, library=library, streams=streams, progress=self._events, eager=eager)
         self._cubin = cubin
+        self._is_deterministic = cuda_settings(context.cuda).deterministic
         self._custom: CustomAllReduce | None = None
         self._is_decided = False
         self._obstacle = ""
@@ -150,7 +152,7 @@ class CudaCommunicator(NcclCommunicator):
 
     def _must_keep_order(self, dtype: torch.dtype, op: ReduceOperation) -> bool:
         is_float = dtype.is_floating_point or dtype.is_complex
-        return self.context.cuda.deterministic and is_float and op in _INEXACT
+        return self._is_deterministic and is_float and op in _INEXACT
 
     # ------------------------------------------------------------------ reductions
 
@@ -189,7 +191,7 @@ class CudaCommunicator(NcclCommunicator):
         self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None
     ) -> torch.Tensor:
         is_elsewhere = self._custom is None or (_is_known(input_, self._elsewhere) and not self._is_capturing)
-        if self._is_decided and is_elsewhere and not self.context.cuda.deterministic:
+        if self._is_decided and is_elsewhere and not self._is_deterministic:
             # NCCL's fast path. Sizes that our kernels may carry go through `_all_reduce` below.
             return super().all_reduce(input_, op, timeout_s=timeout_s)
         op = self._check_reduction("all_reduce", input_, op, timeout_s)

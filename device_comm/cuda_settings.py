@@ -9,7 +9,7 @@ import msgspec
 
 from shm_broadcast.errors import SettingsError
 
-__all__ = ["MAX_CUSTOM_BYTES", "MIN_ARENA_BYTES", "PER_RANK_CUDA_FIELDS", "CudaSettings"]
+__all__ = ["MAX_CUSTOM_BYTES", "MIN_ARENA_BYTES", "PER_RANK_CUDA_FIELDS", "CudaSettings", "cuda_settings"]
 
 PER_RANK_CUDA_FIELDS: Final = frozenset({"policy_file", "nccl_library", "kernel_cache"})
 """Fields that may differ between ranks, because hosts keep files in different places. The content of the policy files
@@ -69,6 +69,19 @@ class CudaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             path = getattr(self, field)
             if path is not None and (not isinstance(path, str) or not path or "\0" in path):
                 raise SettingsError(f"cuda.{field} is {path!r}, but must be the path of a file or directory")
+
+
+def cuda_settings(given: object) -> CudaSettings:
+    """Return the `cuda` of a communicator's context; None stands for the defaults.
+
+    Raises:
+        SettingsError: It is something else.
+    """
+    if given is None:
+        return CudaSettings()
+    if not isinstance(given, CudaSettings):
+        raise SettingsError(f"cuda is {given!r}, but must be CudaSettings")
+    return given
 
 
 def _check_bytes(field: str, value: object, lowest: int) -> None:

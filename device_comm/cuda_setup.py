@@ -11,6 +11,7 @@ from typing import Final
 import torch
 
 from device_comm.base import CommunicatorContext
+from device_comm.cuda_settings import cuda_settings
 from device_comm.custom_all_reduce import CustomAllReduce, CustomContext
 from device_comm.custom_launches import CubinSource
 from device_comm.driver import Driver
@@ -59,7 +60,7 @@ def build_custom(
         SettingsError: This rank's policy file cannot be used.
         DisagreementError: Another rank's policy file cannot be used, or two of them differ.
     """
-    settings, exchange = context.cuda, context.exchange
+    settings, exchange = cuda_settings(context.cuda), context.exchange
     if exchange is None:
         raise InternalError(f"{context.name!r}: a CUDA group needs a host plane to agree over")
     if not settings.custom_all_reduce:
@@ -104,7 +105,7 @@ def _build(
         is_verified=True,
         # Tensors' memory can be shared by CUDA IPC only, and the region that was just tested shows whether IPC works.
         is_exportable=_is_exportable(context, exchange, driver) and kind in ("ipc", "local"),
-        is_deterministic=context.cuda.deterministic,
+        is_deterministic=cuda_settings(context.cuda).deterministic,
     )
     source, trouble = cubin, ""
     try:
@@ -122,7 +123,7 @@ def _build(
             ranks=context.ranks,
             exchange=exchange,
             facts=facts,
-            settings=context.cuda,
+            settings=cuda_settings(context.cuda),
             timeout_s=context.timeout_s,
             cubin=source,
         )
@@ -136,7 +137,7 @@ def _has_fast_links(topology: GroupTopology) -> bool:
 
 
 def _directory(context: CommunicatorContext) -> Path:
-    chosen = context.cuda.kernel_cache
+    chosen = cuda_settings(context.cuda).kernel_cache
     return default_cache_directory() if chosen is None else Path(chosen)
 
 

@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 
 from device_comm import checks
+from device_comm.base import SUM, DeviceCommunicator
 from device_comm.reduction import ReduceOperation, accumulation_dtype
 from shm_broadcast.errors import UsageError
-
-SUM: Final = ReduceOperation.SUM
 
 # Up to this size every rank gets everything; beyond it each combines a share, and the shares are gathered.
 ONE_SHOT_BYTES: Final = 64 << 10
@@ -70,87 +69,34 @@ def premul_sum(factor: float | torch.Tensor) -> PremulSum:
 
 
 class Reducing(Protocol):
-    """What reduces tensors: a communicator, or reductions that are made of its calls."""
+    """What reduces tensors, with the methods of a communicator: one, or reductions made of its calls."""
 
-    def all_reduce(
-        self, input_: torch.Tensor, op: Any = SUM, *, timeout_s: float | None = None
-    ) -> torch.Tensor:
+    @property
+    def all_reduce(self) -> Callable[..., torch.Tensor]:
         """Combine the ranks' tensors."""
 
-    def all_reduce_(
-        self, tensor: torch.Tensor, op: Any = SUM, *, timeout_s: float | None = None
-    ) -> torch.Tensor:
+    @property
+    def all_reduce_(self) -> Callable[..., torch.Tensor]:
         """Combine the ranks' tensors in place."""
 
-    def reduce(
-        self, input_: torch.Tensor, dst: int = 0, op: Any = SUM, *, timeout_s: float | None = None
-    ) -> torch.Tensor | None:
+    @property
+    def reduce(self) -> Callable[..., torch.Tensor | None]:
         """Combine the ranks' tensors on rank `dst`."""
 
-    def reduce_scatter(
-        self,
-        input_: torch.Tensor,
-        dim: int = -1,
-        op: Any = SUM,
-        *,
-        timeout_s: float | None = None,
-    ) -> torch.Tensor:
+    @property
+    def reduce_scatter(self) -> Callable[..., torch.Tensor]:
         """Combine the ranks' tensors and keep this rank's part."""
 
-    def reduce_scatterv(
-        self,
-        input_: torch.Tensor,
-        dim: int = -1,
-        sizes: Sequence[int] | None = None,
-        op: Any = SUM,
-        *,
-        timeout_s: float | None = None,
-    ) -> torch.Tensor:
+    @property
+    def reduce_scatterv(self) -> Callable[..., torch.Tensor]:
         """Combine the ranks' tensors and keep this rank's part, of `sizes[rank]`."""
 
-    def reduce_scatterv_into_output(
-        self,
-        input_: torch.Tensor,
-        output: torch.Tensor,
-        dim: int = -1,
-        sizes: Sequence[int] | None = None,
-        op: Any = SUM,
-        *,
-        timeout_s: float | None = None,
-    ) -> torch.Tensor:
+    @property
+    def reduce_scatterv_into_output(self) -> Callable[..., torch.Tensor]:
         """As `reduce_scatterv`, into `output`."""
 
 
-class Moving(Reducing, Protocol):
-    """What derived reductions ask of a communicator."""
-
-    device: torch.device
-    rank_in_group: int
-    world_size: int
-
-    def all_gather(
-        self, input_: torch.Tensor, dim: int = -1, *, timeout_s: float | None = None
-    ) -> torch.Tensor:
-        """Concatenate the ranks' tensors."""
-
-    def gather(
-        self, input_: torch.Tensor, dst: int = 0, dim: int = -1, *, timeout_s: float | None = None
-    ) -> torch.Tensor | None:
-        """Concatenate the ranks' tensors on rank `dst`."""
-
-    def all_to_all(
-        self,
-        input_: torch.Tensor,
-        dim: int = 0,
-        send_sizes: Sequence[int] | None = None,
-        recv_sizes: Sequence[int] | None = None,
-        *,
-        timeout_s: float | None = None,
-    ) -> torch.Tensor:
-        """Send the i-th part to rank i."""
-
-
-def reducer(op: object, communicator: Moving) -> Reducing:
+def reducer(op: object, communicator: DeviceCommunicator) -> Reducing:
     """Return what reduces with `op`: the communicator itself, or what is made of its calls.
 
     Args:
@@ -187,7 +133,7 @@ def _derived(op: object) -> BitwiseOperation | PremulSum | None:
 class _Derived(ABC):
     """What all derived reductions have in common: each is made of the first three calls."""
 
-    def __init__(self, communicator: Moving) -> None:
+    def __init__(self, communicator: DeviceCommunicator) -> None:
         self._communicator = communicator
 
     @abstractmethod
@@ -261,7 +207,7 @@ class _Derived(ABC):
 class _Premultiplied(_Derived):
     """Sums of products."""
 
-    def __init__(self, communicator: Moving, factor: float | torch.Tensor) -> None:
+    def __init__(self, communicator: DeviceCommunicator, factor: float | torch.Tensor) -> None:
         super().__init__(communicator)
         self._factor = factor
 
@@ -303,7 +249,7 @@ class _Premultiplied(_Derived):
 class _Bitwise(_Derived):
     """Bits, combined by each rank."""
 
-    def __init__(self, communicator: Moving, op: BitwiseOperation) -> None:
+    def __init__(self, communicator: DeviceCommunicator, op: BitwiseOperation) -> None:
         super().__init__(communicator)
         self._op = op
 

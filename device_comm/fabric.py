@@ -19,7 +19,6 @@ from shm_broadcast.errors import (
     ClosedError,
     CommError,
     DisagreementError,
-    InternalError,
     UsageError,
 )
 from shm_broadcast.liveness import this_process
@@ -32,8 +31,6 @@ SLOT_BYTES: Final = 256 << 10
 # Those of the host plane: barriers, and objects of some KB.
 HOST_SLOT_BYTES: Final = 16 << 10
 
-# What ranks tell each other when a fabric is made fits here; texts are cut.
-_MESSAGE_BYTES: Final = 512
 _KEY_BYTES: Final = 32
 
 _OPERATIONS: Final = ("SUM", "MEAN", "PRODUCT", "MIN", "MAX")
@@ -57,7 +54,7 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
 
 _offer_decoder: Final = msgspec.msgpack.Decoder(_Offer)
 
-# Returns every rank's bytes, of equal length, in rank order.
+# Returns every rank's bytes in rank order; the lengths may differ. Collective.
 Exchange = Callable[[bytes], Sequence[bytes | memoryview]]
 
 
@@ -236,36 +233,29 @@ def _describe(
     return ", ".join(parts)
 
 
-def connect(
-    health: GroupHealth, rank_in_group: int, timeout_s: float, exchange: Exchange
-) -> SharedMemory | None:
-    """Return what the group's ranks share; None, on all of them, if they are on several hosts.
-
-    Collective.
-
-    Raises:
-        CapabilityError: Rank 0 lacks the memory, or a rank could not map it; on every rank.
-    """
-    segment = _share(health, range(len(health.ranks)), rank_in_group, timeout_s, exchange)
-    return None if segment is None else SharedMemory(segment, rank_in_group, health)
-
-
 class Preparation:
-    """What a rank does for the memory of a group before it meets the others: the first one makes it and offers it.
+    """What a rank does for shared memory before it meets the other ranks: the first one makes it and offers it.
 
-    So all of it is there when they have met, and nothing has to be exchanged once more.
+    The memory is there when they meet, and nothing has to be exchanged once more.
     """
 
-    def __init__(self, world_size: int, rank_in_group: int) -> None:
-        """Make the memory, on the first rank; why it cannot be made is part of the offer."""
+    def __init__(self, world_size: int, rank: int, rank_in_group: int | None = None) -> None:
+        """Make the memory, on the first rank; why it cannot be made is part of the offer.
+
+        Args:
+            world_size: How many ranks share it.
+            rank: This rank's position among them.
+            rank_in_group: Its rank in the group, if only a part of the group shares it.
+        """
         self._world_size = world_size
-        self._rank = rank_in_group
+        self._rank = rank
+        self._rank_in_group = rank if rank_in_group is None else rank_in_group
         self._handover: Handover | None = None
         self._segment: Segment | None = None
         offer = _Offer(place())
-        if rank_in_group == 0 and world_size > 1:
+        if rank == 0 and world_size > 1:
             self._handover, self._segment, offer = _offer(world_size)
-        self.offer: Final = b"" if rank_in_group else msgspec.msgpack.encode(offer)
+        self.offer: Final = b"" if rank else msgspec.msgpack.encode(offer)
 
     def map(self, health: GroupHealth, offer: bytes, timeout_s: float) -> SharedMemory:
         """Map what the first rank offers. The others may still fail to.
@@ -278,17 +268,20 @@ class Preparation:
         Raises:
             CapabilityError: The first rank lacks the memory, or this one could not map it.
         """
+        segment, failure = self.take(offer, timeout_s)
+        if segment is None:
+            raise _no_memory(health, failure)
+        return SharedMemory(segment, self._rank, health)
+
+    def take(self, offer: bytes, timeout_s: float) -> tuple[Segment | None, str]:
+        """Return (the segment that the first rank offers, "") or (None, why not); the segment is the caller's."""
         offered = _offer_decoder.decode(offer)
         failure = offered.failure
         if not failure and self._segment is None:
             self._segment, failure = _take(offered, self._rank, self._world_size, timeout_s)
-            failure = failure and f"rank {self._rank} of the group: {failure}"
-        if failure or self._segment is None:
-            raise CapabilityError(
-                f"{health.where('create shared memory')}: {failure}", requirement="shared memory"
-            )
+            failure = failure and f"rank {self._rank_in_group} of the group: {failure}"
         segment, self._segment = self._segment, None
-        return SharedMemory(segment, self._rank, health)
+        return segment, failure
 
     def close(self) -> None:
         """Hand nothing over any more, and drop what nobody has mapped. Idempotent."""
@@ -301,7 +294,7 @@ class Preparation:
 
 def places(exchange: Exchange) -> list[str]:
     """Return where each rank of the group is, in rank order. Collective."""
-    return [str(_unframed(frame), "utf-8") for frame in exchange(_framed(place().encode()))]
+    return [str(name, "utf-8") for name in exchange(place().encode())]
 
 
 class SharedPart:
@@ -334,51 +327,27 @@ def connect_part(
     Raises:
         CapabilityError: On some host the memory could not be made or mapped; on every rank of the group.
     """
-    segment = _share(health, members, rank_in_group, timeout_s, exchange)
-    if len(members) == 1:
-        return None
-    if segment is None:
-        raise InternalError(f"{health.where('create shared memory')}: one host has become several")
-    return SharedPart(segment, members, members.index(rank_in_group), health)
-
-
-def _share(
-    health: GroupHealth, members: Sequence[int], rank_in_group: int, timeout_s: float, exchange: Exchange
-) -> Segment | None:
-    """Return the memory of `members`, which the first of them makes; None if they are on several hosts.
-
-    A single member needs none, but takes part in what the group exchanges.
-    """
-    size, index = len(members), members.index(rank_in_group)
-    handover, segment, own = _offer(size) if index == 0 and size > 1 else (None, None, _Offer(place()))
+    index = members.index(rank_in_group)
+    preparation, segment, failure = Preparation(len(members), index, rank_in_group), None, ""
     try:
-        offers = [_offer_decoder.decode(_unframed(frame)) for frame in exchange(_framed(own))]
-        if len({offers[member].place for member in members}) > 1:
-            _drop(segment)
-            return None
-        offer = offers[members[0]]
-        failure = offer.failure
-        if not failure and segment is None and size > 1:
-            segment, failure = _take(offer, index, size, timeout_s)
-            failure = failure and f"rank {rank_in_group} of the group: {failure}"
-        failures = [
-            str(_unframed(frame), "utf-8", "replace") for frame in exchange(_framed(failure.encode()))
-        ]
+        offers = exchange(preparation.offer)
+        if len(members) > 1:
+            segment, failure = preparation.take(bytes(offers[members[0]]), timeout_s)
+        failures = [str(each, "utf-8", "replace") for each in exchange(failure.encode())]
     except BaseException:
         _drop(segment)
         raise
     finally:
-        if handover is not None:
-            handover.close()
+        preparation.close()
     reasons = "; ".join(dict.fromkeys(reason for reason in failures if reason))
     if reasons:
         _drop(segment)
-        raise CapabilityError(
-            f"{health.where('create shared memory')}: {reasons}", requirement="shared memory"
-        )
-    if segment is None and size > 1:
-        raise InternalError(f"{health.where('create shared memory')}: no segment and no reason")
-    return segment
+        raise _no_memory(health, reasons)
+    return None if segment is None else SharedPart(segment, members, index, health)
+
+
+def _no_memory(health: GroupHealth, reasons: str) -> CapabilityError:
+    return CapabilityError(f"{health.where('create shared memory')}: {reasons}", requirement="shared memory")
 
 
 def _drop(segment: Segment | None) -> None:
@@ -434,13 +403,3 @@ def _take(offer: _Offer, rank: int, world_size: int, timeout_s: float) -> tuple[
         return None, str(error)
     os.close(descriptor)
     return segment, ""
-
-
-def _framed(message: bytes | _Offer) -> bytes:
-    data = msgspec.msgpack.encode(message) if isinstance(message, _Offer) else message
-    data = data[: _MESSAGE_BYTES - 2]
-    return (len(data).to_bytes(2, "little") + data).ljust(_MESSAGE_BYTES, b"\0")
-
-
-def _unframed(frame: bytes | memoryview) -> bytes | memoryview:
-    return frame[2 : 2 + int.from_bytes(frame[:2], "little")]

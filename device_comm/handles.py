@@ -65,17 +65,6 @@ class PointToPointHandle:
         self._timeout_s = timeout_s
         self._landing = landing
 
-    @staticmethod
-    def on_stream(
-        health: GroupHealth,
-        operation: Operation,
-        works: Sequence[tuple[int, dist.Work]],
-        keep: object,
-        landing: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> PointToPointHandle:
-        """Return the handle of a transfer on an accelerator: waiting orders the stream behind it."""
-        return _StreamHandle(health, operation, works, keep, landing)
-
     def is_completed(self) -> bool:
         """Return whether the transfer is complete, without waiting. Raises as `wait`."""
         self._health.check_owner(self._operation)
@@ -111,8 +100,8 @@ class PointToPointHandle:
         self._transfer = None
 
 
-class _StreamHandle(PointToPointHandle):
-    """A transfer that an accelerator carries out in stream order."""
+class StreamHandle:
+    """A transfer that an accelerator carries out in stream order: waiting orders the current stream behind it."""
 
     def __init__(
         self,
@@ -122,6 +111,7 @@ class _StreamHandle(PointToPointHandle):
         keep: object,
         landing: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
+        """Own the memory in `keep` and, as `PointToPointHandle`, `landing`, until the works are complete."""
         self._health = health
         self._operation = operation
         self._works = list(works)
@@ -129,9 +119,11 @@ class _StreamHandle(PointToPointHandle):
         self._landing = landing
 
     def is_completed(self) -> bool:
+        """Return whether the device is done, without waiting."""
         return all(work.is_completed() for _, work in self._works)
 
     def wait(self) -> None:
+        """Order the current stream behind the transfer; later calls return at once."""
         with self._health.transport(self._operation):
             for _, work in self._works:
                 work.wait()

@@ -2,7 +2,7 @@
 
 The first rank of each host is its leader, and only leaders talk to other hosts. A call has three parts: the ranks of a
 host bring their data together in its shared memory, the leaders swap, and each leader passes on what came. No rank
-leaves a call before all have come to it, so whoever is late is known by the group's board.
+leaves a call before all have come to it, so the group's board knows who is late.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from typing import Final
 
 import torch
 
-from device_comm import _core, fabric
-from device_comm.base import CommunicatorContext
+from device_comm import _core
+from device_comm.base import SUM, CommunicatorContext, DeviceCommunicator, Sizes, Timeout
 from device_comm.fabric import SharedPart
+from device_comm.handles import Handle
+from device_comm.health import GroupHealth
 from device_comm.leaders import Call, Leaders, Swap
+from device_comm.native_codes import COPY_ONLY, OPERATION_CODES, TYPE_CODES, copy_code
 from device_comm.paths import CallPath
 from device_comm.process_group import (
     ProcessGroupCommunicator,
@@ -28,7 +31,6 @@ from device_comm.process_group import (
     is_plain,
 )
 from device_comm.reduction import ReduceOperation, accumulation_dtype, reduce_in_rank_order
-from device_comm.works import WaiterThreads
 from shm_broadcast.errors import DisagreementError
 
 # An all-reduce is cut into pieces of this size: while one is on its way between the hosts, the next is combined.
@@ -37,20 +39,6 @@ PIECE_BYTES: Final = 4 << 20
 ONE_SWAP_BYTES: Final = 64 << 10
 # Beyond this size more than two ranks of a host share the work of combining; else the leader does it alone.
 _SHARED_WORK_BYTES: Final = 64 << 10
-
-_OPS: Final = {
-    ReduceOperation.SUM: 0,
-    # The sum of all hosts is divided once, at the end.
-    ReduceOperation.MEAN: 0,
-    ReduceOperation.PRODUCT: 2,
-    ReduceOperation.MIN: 3,
-    ReduceOperation.MAX: 4,
-}
-_TYPES: Final[dict[torch.dtype, int]] = {
-    getattr(torch, name): code for code, name in _core.TYPE_NAMES.items() if hasattr(torch, name)
-}
-# What is merely moved is told by its size.
-_OTHER_TYPE: Final = 0xFF
 
 
 def group_by_place(places: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -75,107 +63,101 @@ def partial_dtype(dtype: torch.dtype, op: ReduceOperation) -> torch.dtype:
     return accumulation_dtype(dtype) if is_wider else dtype
 
 
-class HierarchicalCommunicator(ProcessGroupCommunicator):
-    """Collectives in two levels, where ranks share hosts; else, and point to point, over the process group."""
+class HierarchicalCommunicator(DeviceCommunicator):
+    """Collectives in two levels, for ranks on several hosts of which at least one holds several ranks.
 
-    def __init__(self, context: CommunicatorContext) -> None:
-        """Share nothing yet."""
+    Gather, scatter, all-to-all and point to point take the process group: there every byte crosses once anyway.
+    """
+
+    algorithm = "two levels"
+
+    def __init__(
+        self,
+        context: CommunicatorContext,
+        general: ProcessGroupCommunicator,
+        hosts: tuple[tuple[int, ...], ...],
+        part: SharedPart | None,
+    ) -> None:
+        """Build on what `connect_cpu` has connected.
+
+        Args:
+            context: The group.
+            general: A communicator of the same ranks over the process group; owned from now on.
+            hosts: The ranks of each host.
+            part: The shared region of this host, owned from now on; None if this rank is alone on its host.
+        """
         super().__init__(context)
-        self._hierarchy: _Hierarchy | None = None
-
-    def _connect_hosts(self) -> None:
-        """Find out which ranks are on one host and, if that helps, let them share memory. Collective."""
-        operation = self._health.begin("device", "create shared memory")
-        timeout_s = self.context.timeout_s
-
-        def exchange(own: bytes) -> list[bytes]:
-            tensor = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-            gathered = super(HierarchicalCommunicator, self)._gather_bytes(operation, tensor, timeout_s)
-            return [bytes(row.numpy()) for row in gathered.view(self.world_size, -1)]
-
-        hosts = group_by_place(fabric.places(exchange))
-        if not is_hierarchical(hosts):
-            return
-        own = next(ranks for ranks in hosts if self.rank_in_group in ranks)
-        part = fabric.connect_part(self._health, self.rank_in_group, own, timeout_s, exchange)
-        self._hierarchy = _Hierarchy(self.context, self._threads, hosts, part)
+        self._health = context.health
+        self._general = general
+        self._levels = _Levels(context, general, hosts, part)
 
     def path(self, operation: str, nbytes: int, dtype: torch.dtype) -> CallPath:
         """Return how a call is carried."""
-        if self._hierarchy is not None:
-            return CallPath("two levels", "shared memory inside of each host, Gloo between their first ranks")
-        return CallPath("gloo", "no two ranks share a host")
+        del operation, nbytes, dtype
+        return CallPath(self.algorithm, "shared memory inside of each host, Gloo between their first ranks")
+
+    def prepare_buffers(self, message_bytes: int) -> None:
+        """Reserve the staging memory of the process group's communicator."""
+        self._general.prepare_buffers(message_bytes)
 
     def destroy(self) -> None:
-        """Let the shared memory go, then the rest."""
-        if self._hierarchy is not None:
-            self._hierarchy.close()
-        super().destroy()
+        """Release the shared region, then the rest."""
+        self._levels.close()
+        self._general.destroy()
+        self.context: CommunicatorContext = self._general.context
 
     def all_reduce_(
         self,
         tensor: torch.Tensor,
-        op: ReduceOperation = ReduceOperation.SUM,
+        op: ReduceOperation = SUM,
         *,
         timeout_s: float | None = None,
     ) -> torch.Tensor:
         """Combine the ranks' tensors in place; return `tensor`, which must not overlap itself."""
-        if self._hierarchy is None or not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
+        if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
             return super().all_reduce_(tensor, op, timeout_s=timeout_s)
         op = self._check_reduction("all_reduce_", tensor, op, timeout_s)
         into = tensor.detach()
-        self._hierarchy.all_reduce(self._start_call("all_reduce", timeout_s), into, into, op)
+        self._levels.all_reduce(self._start_call("all_reduce", timeout_s), into, into, op)
         return tensor
 
     def _start_call(self, name: str, timeout_s: float | None) -> Call:
         operation = self._health.begin("device", name)
-        return Call(operation, self._group, time.monotonic() + (timeout_s or self.context.timeout_s))
+        end = time.monotonic() + (timeout_s or self.context.timeout_s)
+        return Call(operation, self._general.process_group, end)
 
     def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None) -> torch.Tensor:
-        if self._hierarchy is None:
-            return super()._all_reduce(input_, op, timeout_s)
         source = dense(input_)
         result = torch.empty_like(source)
-        self._hierarchy.all_reduce(self._start_call("all_reduce", timeout_s), source, result, op)
+        self._levels.all_reduce(self._start_call("all_reduce", timeout_s), source, result, op)
         return result
 
     def _reduce(
         self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
     ) -> torch.Tensor | None:
-        if self._hierarchy is None:
-            return super()._reduce(input_, dst, op, timeout_s)
-        # As the all-reduce, to have its bits and its way to tell who is late.
+        # As the all-reduce: it then has the same bits, and knows in the same way who is late.
         source = dense(input_)
         result = torch.empty_like(source)
         call = self._start_call("reduce", timeout_s)
         call.view = f", root {dst}"
-        self._hierarchy.all_reduce(call, source, result, op)
+        self._levels.all_reduce(call, source, result, op)
         return result if self.rank_in_group == dst else None
 
     def _reduce_scatter(
-        self,
-        input_: torch.Tensor,
-        dim: int,
-        sizes: tuple[int, ...],
-        op: ReduceOperation,
-        timeout_s: float | None,
+        self, input_: torch.Tensor, dim: int, sizes: Sizes, op: ReduceOperation, timeout_s: Timeout
     ) -> torch.Tensor:
-        if self._hierarchy is None:
-            return super()._reduce_scatter(input_, dim, sizes, op, timeout_s)
         call = self._start_call("reduce_scatter", timeout_s)
         rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
         result = rows.new_empty((sizes[self.rank_in_group], *rows.shape[1:]))
         if rows.numel():
             per_row = rows[0].numel()
             counts = [size * per_row for size in sizes]
-            self._hierarchy.reduce_scatter(call, rows.view(-1), counts, result.view(-1), op)
+            self._levels.reduce_scatter(call, rows.view(-1), counts, result.view(-1), op)
         return result.movedim(0, dim).contiguous()
 
     def _all_gather(
         self, input_: torch.Tensor, dim: int, sizes: tuple[int, ...], timeout_s: float | None
     ) -> torch.Tensor:
-        if self._hierarchy is None:
-            return super()._all_gather(input_, dim, sizes, timeout_s)
         call = self._start_call("all_gather", timeout_s)
         source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
         result = source.new_empty((*source.shape[:dim], sum(sizes), *source.shape[dim + 1 :]))
@@ -183,23 +165,138 @@ class HierarchicalCommunicator(ProcessGroupCommunicator):
             rows = math.prod(source.shape[:dim])
             inner = math.prod(source.shape[dim + 1 :]) * source.itemsize
             widths = [size * inner for size in sizes]
-            self._hierarchy.all_gather(
-                call, as_bytes(source), as_bytes(result), rows, widths, _TYPES.get(source.dtype, _OTHER_TYPE)
+            self._levels.all_gather(
+                call, as_bytes(source), as_bytes(result), rows, widths, copy_code(source.dtype)
             )
         return result
 
     def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
-        if self._hierarchy is None:
-            return super()._broadcast(tensor, src, timeout_s)
         call = self._start_call("broadcast", timeout_s)
         if tensor.numel() == 0:
             return tensor
         into = tensor.detach()
         landing = into if is_plain(into) else dense(into)
-        self._hierarchy.broadcast(call, as_bytes(landing), _TYPES.get(tensor.dtype, _OTHER_TYPE), src)
+        self._levels.broadcast(call, as_bytes(landing), copy_code(tensor.dtype), src)
         if landing is not into and self.rank_in_group != src:
             into.copy_(landing)
         return tensor
+
+    # ------------------------------------------------------------------ over the process group
+
+    def _gather(
+        self, input_: torch.Tensor, dst: int, dim: int, timeout_s: float | None
+    ) -> torch.Tensor | None:
+        return self._general.gather(input_, dst, dim, timeout_s=timeout_s)
+
+    def _scatter(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor | None,
+        src: int,
+        dim: int,
+        sizes: tuple[int, ...],
+        timeout_s: float | None,
+    ) -> None:
+        self._general.scatter(output, input_, src, dim, sizes, timeout_s=timeout_s)
+
+    def _all_to_all(
+        self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
+    ) -> torch.Tensor:
+        return self._general.all_to_all(input_, dim, send_sizes, recv_sizes, timeout_s=timeout_s)
+
+    def _isend(self, tensor: torch.Tensor, dst: int, timeout_s: float | None) -> Handle:
+        return self._general.isend(tensor, dst, timeout_s=timeout_s)
+
+    def _irecv(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> Handle:
+        return self._general.irecv(tensor, src, timeout_s=timeout_s)
+
+
+class _LoneHost:
+    """The inside of a host that holds one rank: it has everything already."""
+
+    def combine(self, call: Call, flat: torch.Tensor, op: ReduceOperation) -> torch.Tensor:
+        """Return the host's elements combined in rank order; on ranks other than the leader, unspecified data."""
+        del call, op
+        return flat
+
+    def pass_on(self, call: Call, flat: torch.Tensor, code: int = COPY_ONLY, root: int = 0) -> None:
+        """Copy the bytes of `flat` from rank `root` of the host, by default the leader, to all its ranks."""
+
+    def meet(self, call: Call) -> None:
+        """Return once all ranks of the host have come."""
+
+    def gather(
+        self, call: Call, source: torch.Tensor, block: torch.Tensor, lengths: tuple[int, ...], code: int
+    ) -> None:
+        """Put `lengths[i]` bytes of each rank of the host into `block`, one rank after the other."""
+        del call, lengths, code
+        block.copy_(source)
+
+    def scatter(
+        self, call: Call, block: torch.Tensor | None, result: torch.Tensor, counts: Sequence[int]
+    ) -> None:
+        """Cut the leader's `block` into `counts` elements for each rank of the host; the own ones go to `result`."""
+        del call, counts
+        if block is not None:
+            result.copy_(block)
+
+    def close(self) -> None:
+        """Release nothing."""
+
+
+class _SharedHost:
+    """The inside of a host whose ranks share a region; its methods are those of `_LoneHost`."""
+
+    def __init__(self, part: SharedPart, members: int, health: GroupHealth) -> None:
+        self._part = part
+        self._core = part.device.core
+        self._members = members
+        self._health = health
+
+    def _finish(self, call: Call, status: int) -> None:
+        """Wait for a step that has begun."""
+        if status == _core.DONE:
+            return
+        try:
+            self._part.device.finish_part(call.operation, status, call.left_s())
+        except DisagreementError as error:
+            # The other hosts do not know of it and would wait: nobody can go on.
+            self._health.fail(error)
+            raise
+
+    def combine(self, call: Call, flat: torch.Tensor, op: ReduceOperation) -> torch.Tensor:
+        is_shared = self._members > 2 and flat.nbytes > _SHARED_WORK_BYTES
+        kind = _core.ALL_REDUCE_TWO_SHOT if is_shared else _core.REDUCE
+        result = torch.empty_like(flat)
+        # The sum of all hosts is divided once, at the end.
+        code = OPERATION_CODES[SUM if op is ReduceOperation.MEAN else op]
+        addresses = (flat.data_ptr(), result.data_ptr())
+        self._finish(call, self._core.reduce(kind, *addresses, flat.numel(), TYPE_CODES[flat.dtype], code, 0))
+        return result
+
+    def pass_on(self, call: Call, flat: torch.Tensor, code: int = COPY_ONLY, root: int = 0) -> None:
+        if flat.numel():
+            self._finish(call, self._core.broadcast(flat.data_ptr(), flat.nbytes, code, root))
+
+    def meet(self, call: Call) -> None:
+        self._finish(call, self._core.barrier())
+
+    def gather(
+        self, call: Call, source: torch.Tensor, block: torch.Tensor, lengths: tuple[int, ...], code: int
+    ) -> None:
+        addresses = (source.data_ptr(), block.data_ptr())
+        self._finish(call, self._core.move(_core.ALL_GATHER, *addresses, 1, lengths, code, 0, 0))
+
+    def scatter(
+        self, call: Call, block: torch.Tensor | None, result: torch.Tensor, counts: Sequence[int]
+    ) -> None:
+        widths = tuple(count * result.itemsize for count in counts)
+        addresses = (0 if block is None else block.data_ptr(), result.data_ptr())
+        code = TYPE_CODES[result.dtype]
+        self._finish(call, self._core.move(_core.SCATTER, *addresses, 1, widths, code, 0, 0))
+
+    def close(self) -> None:
+        self._part.close()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,66 +316,31 @@ class _Piece:
     swap: Swap | None = None
 
 
-class _Hierarchy:
+class _Levels:
     """The two levels of one group, seen from one rank."""
 
     def __init__(
         self,
         context: CommunicatorContext,
-        threads: WaiterThreads,
+        general: ProcessGroupCommunicator,
         hosts: tuple[tuple[int, ...], ...],
         part: SharedPart | None,
     ) -> None:
-        """Take over `part`, the memory of this host; None if this rank is alone on it."""
-        self._health = context.health
-        self._rank = context.rank_in_group
+        """As `HierarchicalCommunicator`."""
+        rank = context.rank_in_group
         self._world_size = context.world_size
         self._hosts = hosts
-        self._part = part
-        self._host = next(index for index, ranks in enumerate(hosts) if self._rank in ranks)
+        self._host = next(index for index, ranks in enumerate(hosts) if rank in ranks)
         self._members = hosts[self._host]
-        self._is_leader = self._rank == self._members[0]
-        self._links = Leaders(context.health, threads, [ranks[0] for ranks in hosts], self._host)
+        self._is_leader = rank == self._members[0]
+        self._inside: _SharedHost | _LoneHost = (
+            _LoneHost() if part is None else _SharedHost(part, len(self._members), context.health)
+        )
+        self._links = Leaders(context.health, general.threads, [ranks[0] for ranks in hosts], self._host)
 
     def close(self) -> None:
-        """Let the memory go. Idempotent."""
-        if self._part is not None:
-            self._part.close()
-
-    # ------------------------------------------------------------------ the two levels
-
-    def _finish(self, call: Call, status: int) -> None:
-        """Wait for a step inside this host that has begun."""
-        if status == _core.DONE or self._part is None:
-            return
-        try:
-            self._part.device.finish_part(call.operation, status, call.left_s())
-        except DisagreementError as error:
-            # The other hosts know nothing of it and would wait: here nobody can go on.
-            self._health.fail(error)
-            raise
-
-    def _partial(self, call: Call, flat: torch.Tensor, op: ReduceOperation) -> torch.Tensor:
-        """Return, to the leader, the host's elements combined in rank order; to others what is of no use."""
-        if self._part is None:
-            return flat
-        is_shared = len(self._members) > 2 and flat.nbytes > _SHARED_WORK_BYTES
-        kind = _core.ALL_REDUCE_TWO_SHOT if is_shared else _core.REDUCE
-        result = torch.empty_like(flat)
-        addresses = (flat.data_ptr(), result.data_ptr())
-        code = _TYPES[flat.dtype]
-        self._finish(call, self._part.device.core.reduce(kind, *addresses, flat.numel(), code, _OPS[op], 0))
-        return result
-
-    def _pass_on(self, call: Call, flat: torch.Tensor, code: int = _OTHER_TYPE, root: int = 0) -> None:
-        """Give the bytes of `flat` on rank `root` of the host, else its leader, to all ranks of the host."""
-        if self._part is not None and flat.numel():
-            core = self._part.device.core
-            self._finish(call, core.broadcast(flat.data_ptr(), flat.nbytes, code, root))
-
-    def _meet(self, call: Call) -> None:
-        if self._part is not None:
-            self._finish(call, self._part.device.core.barrier())
+        """Release the shared region. Idempotent."""
+        self._inside.close()
 
     # ------------------------------------------------------------------ reductions
 
@@ -290,7 +352,7 @@ class _Hierarchy:
         length = PIECE_BYTES // wide.itemsize
         before: _Piece | None = None
         for start in range(0, flat.numel(), length):
-            partial = self._partial(call, flat[start : start + length].to(wide), op)
+            partial = self._inside.combine(call, flat[start : start + length].to(wide), op)
             piece = self._start_piece(call, partial, slice(start, start + partial.numel()))
             if before is not None:
                 self._finish_piece(call, before, into, op)
@@ -328,7 +390,7 @@ class _Hierarchy:
                 self._links.wait(
                     call, self._links.swap(call, dict.fromkeys(self._links.others, own), received)
                 )
-        self._pass_on(call, whole, _TYPES[whole.dtype])
+        self._inside.pass_on(call, whole, TYPE_CODES[whole.dtype])
 
     def _combined(
         self, parts: Sequence[torch.Tensor], op: ReduceOperation, dtype: torch.dtype
@@ -351,9 +413,8 @@ class _Hierarchy:
     ) -> None:
         """Combine the ranks' flat tensors; this rank's `counts[rank]` elements, in rank order, go to `result`."""
         call.view = f"{op.name} of elements {list(counts)}, {flat.dtype}"
-        partial = self._partial(call, flat.to(partial_dtype(flat.dtype, op)), op)
-        widths = tuple(counts[rank] * flat.itemsize for rank in self._members)
-        address = 0
+        partial = self._inside.combine(call, flat.to(partial_dtype(flat.dtype, op)), op)
+        block = None
         if self._is_leader:
             pieces = partial.split_with_sizes(list(counts))
             own = [torch.cat([pieces[rank] for rank in ranks]) for ranks in self._hosts]
@@ -363,14 +424,8 @@ class _Hierarchy:
             self._links.wait(
                 call, self._links.swap(call, sends, {host: parts[host] for host in self._links.others})
             )
-            combined = self._combined(parts, op, flat.dtype)
-            if self._part is None:
-                result.copy_(combined)
-            address = combined.data_ptr()
-        if self._part is not None:
-            move = self._part.device.core.move
-            code = _TYPES[flat.dtype]
-            self._finish(call, move(_core.SCATTER, address, result.data_ptr(), 1, widths, code, 0, 0))
+            block = self._combined(parts, op, flat.dtype)
+        self._inside.scatter(call, block, result, [counts[rank] for rank in self._members])
 
     # ------------------------------------------------------------------ moving data
 
@@ -391,21 +446,15 @@ class _Hierarchy:
         stage = result if is_in_place else torch.empty_like(result)
         blocks = stage.split_with_sizes([rows * sum(widths[rank] for rank in ranks) for ranks in self._hosts])
         own = blocks[self._host]
-        if self._part is None:
-            own.copy_(source)
-        else:
-            lengths = tuple(rows * widths[rank] for rank in self._members)
-            addresses = (source.data_ptr(), own.data_ptr())
-            status = self._part.device.core.move(_core.ALL_GATHER, *addresses, 1, lengths, code, 0, 0)
-            self._finish(call, status)
+        self._inside.gather(call, source, own, tuple(rows * widths[rank] for rank in self._members), code)
         if self._is_leader:
             received = {host: blocks[host] for host in self._links.others}
             self._links.wait(call, self._links.swap(call, dict.fromkeys(self._links.others, own), received))
         start = sum(block.numel() for block in blocks[: self._host])
         if own.numel() == stage.numel():
-            self._meet(call)
-        self._pass_on(call, stage[:start])
-        self._pass_on(call, stage[start + own.numel() :])
+            self._inside.meet(call)
+        self._inside.pass_on(call, stage[:start])
+        self._inside.pass_on(call, stage[start + own.numel() :])
         if not is_in_place:
             parts = dict(
                 zip(order, stage.split_with_sizes([rows * widths[rank] for rank in order]), strict=True)
@@ -419,17 +468,17 @@ class _Hierarchy:
         home = next(index for index, ranks in enumerate(self._hosts) if src in ranks)
         is_home = home == self._host
         if is_home:
-            self._pass_on(call, flat, code, self._members.index(src))
+            self._inside.pass_on(call, flat, code, self._members.index(src))
         else:
-            self._meet(call)
+            self._inside.meet(call)
         if self._is_leader:
             sends = dict.fromkeys(self._links.others, flat) if is_home else {}
             receives = {} if is_home else {home: flat}
             self._links.wait(call, self._links.swap(call, sends, receives))
         if is_home:
-            self._meet(call)
+            self._inside.meet(call)
         else:
-            self._pass_on(call, flat, code)
+            self._inside.pass_on(call, flat, code)
 
 
 __all__ = [

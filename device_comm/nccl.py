@@ -16,6 +16,7 @@ from typing import ClassVar, Final
 import torch
 
 from device_comm.base import SUM, CommunicatorContext
+from device_comm.cuda_settings import cuda_settings
 from device_comm.nccl_connection import NcclConnection
 from device_comm.nccl_library import NcclLibrary
 from device_comm.nccl_queue import NcclQueue
@@ -72,7 +73,7 @@ class NcclCommunicator(NcclQueue):
         """
         super().__init__(
             context,
-            library or open_library(context.cuda.nccl_library),
+            library or open_library(cuda_settings(context.cuda).nccl_library),
             streams or TorchStreams(context.device),
             progress,
             connection,

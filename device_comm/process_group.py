@@ -13,15 +13,15 @@ import math
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import ClassVar, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from device_comm import checks
-from device_comm.base import CommunicatorContext, DeviceCommunicator
-from device_comm.handles import Handle, PointToPointHandle
+from device_comm.base import CommunicatorContext, DeviceCommunicator, Sizes, Timeout
+from device_comm.handles import Handle, PointToPointHandle, StreamHandle
 from device_comm.health import FOREVER_S, GRACE_S, Operation
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from device_comm.works import CollectiveWork, PointToPointWorks, WaiterThreads
@@ -79,17 +79,16 @@ class ProcessGroupCommunicator(DeviceCommunicator):
     """Collectives over a torch process group; on accelerators the results are queued on the stream."""
 
     algorithm = "process group"
-    needs_process_group: ClassVar[bool] = True
 
     def __init__(self, context: CommunicatorContext) -> None:
         """Use `context.process_group`, which stays the caller's and is not destroyed here."""
         super().__init__(context)
-        if context.process_group is None and (self.needs_process_group or context.shared is None):
+        if context.process_group is None:
             raise InternalError(f"{context.name!r}: the general communicator needs a process group")
         self._open_group: dist.ProcessGroup | None = context.process_group
         self._health = context.health
         self._on_host = self.device.type == "cpu"
-        self._threads = WaiterThreads(context.name)
+        self.threads: WaiterThreads = WaiterThreads(context.name)
         self._staging = torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def prepare_buffers(self, message_bytes: int) -> None:
@@ -101,18 +100,19 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         # A thread whose transfer is complete is busy for a moment more; to abort then would end the whole group, which
         # may outlive its communicator.
         give_up = time.monotonic() + _SETTLE_S
-        while self._threads.is_busy and time.monotonic() < give_up:
+        while self.threads.is_busy and time.monotonic() < give_up:
             time.sleep(0.001)
-        if self._threads.is_busy:
+        if self.threads.is_busy:
             self._health.abort()
-        self._threads.close(timeout_s=2.0)
+        self.threads.close(timeout_s=2.0)
         self._staging = self._staging.new_empty(0)
         # A user may keep the destroyed group; its connections must not live as long.
         self._open_group = None
         self.context: CommunicatorContext = dataclasses.replace(self.context, process_group=None)
 
     @property
-    def _group(self) -> dist.ProcessGroup:
+    def process_group(self) -> dist.ProcessGroup:
+        """Return the process group; `ClosedError` once the communicator was destroyed."""
         group = self._open_group
         if group is None:
             raise ClosedError(
@@ -186,12 +186,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         return [min(rank * share, elements) for rank in range(self.world_size + 1)]
 
     def _reduce_scatter(
-        self,
-        input_: torch.Tensor,
-        dim: int,
-        sizes: tuple[int, ...],
-        op: ReduceOperation,
-        timeout_s: float | None,
+        self, input_: torch.Tensor, dim: int, sizes: Sizes, op: ReduceOperation, timeout_s: Timeout
     ) -> torch.Tensor:
         operation = self._health.begin("device", "reduce_scatter")
         rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
@@ -266,12 +261,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         self._transfer(operation, timeout_s, sends=others)
 
     def _all_to_all(
-        self,
-        input_: torch.Tensor,
-        dim: int,
-        send_sizes: tuple[int, ...],
-        recv_sizes: tuple[int, ...],
-        timeout_s: float | None,
+        self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
     ) -> torch.Tensor:
         operation = self._health.begin("device", "all_to_all")
         if self._on_host:
@@ -334,21 +324,21 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         sends: dict[int, torch.Tensor],
         receives: dict[int, torch.Tensor],
         landing: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> PointToPointHandle:
+    ) -> Handle:
         ranks = self.context.ranks
         tag = COLLECTIVE_TAG if operation.number else TENSOR_TAG
         works: list[tuple[int, dist.Work]] = []
         with self._health.transport(operation):
             for peer, tensor in sends.items():
                 if tensor.numel():
-                    works.append((ranks[peer], self._group.send([as_bytes(tensor)], peer, tag)))
+                    works.append((ranks[peer], self.process_group.send([as_bytes(tensor)], peer, tag)))
             for peer, tensor in receives.items():
                 if tensor.numel():
-                    works.append((ranks[peer], self._group.recv([as_bytes(tensor)], peer, tag)))
+                    works.append((ranks[peer], self.process_group.recv([as_bytes(tensor)], peer, tag)))
         if not self._on_host:
-            return PointToPointHandle.on_stream(self._health, operation, works, (sends, receives), landing)
+            return StreamHandle(self._health, operation, works, (sends, receives), landing)
         keep = (list(sends.values()), list(receives.values()))
-        transfer = PointToPointWorks(self._threads, works, keep)
+        transfer = PointToPointWorks(self.threads, works, keep)
         return PointToPointHandle(self._health, operation, transfer, timeout_s, landing)
 
     def _transfer(
@@ -375,7 +365,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         options.timeout = backend_timeout(deadline)
         result = own.new_empty(own.numel() * self.world_size)
         with self._health.transport(operation):
-            work = self._group._allgather_base(result, own, options)
+            work = self.process_group._allgather_base(result, own, options)
         self._finish(operation, work, deadline)
         return result
 
@@ -404,7 +394,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         options = dist.AllToAllOptions()
         options.timeout = backend_timeout(deadline)
         with self._health.transport(operation):
-            work = self._group.alltoall_base(result, source, list(received), list(sent), options)
+            work = self.process_group.alltoall_base(result, source, list(received), list(sent), options)
         self._finish(operation, work, deadline)
 
     def _stage(self, nbytes: int) -> torch.Tensor:

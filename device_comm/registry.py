@@ -15,7 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
 from device_comm.base import CommunicatorContext, DeviceCommunicator
-from device_comm.cpu import CpuCommunicator
+from device_comm.cpu_connect import connect_cpu
 from device_comm.process_group import ProcessGroupCommunicator
 from device_comm.solo import SoloCommunicator
 from shm_broadcast.errors import CapabilityError, UsageError
@@ -75,7 +75,7 @@ def communicator_factory(device_type: str, world_size: int) -> CommunicatorFacto
         from device_comm.cuda import CudaCommunicator
 
         return CudaCommunicator
-    return CpuCommunicator if device_type == "cpu" else ProcessGroupCommunicator
+    return connect_cpu if device_type == "cpu" else ProcessGroupCommunicator
 
 
 def communicator_name(device_type: str, world_size: int) -> str:

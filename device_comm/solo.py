@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from device_comm.base import DeviceCommunicator
+from device_comm.base import DeviceCommunicator, Sizes, Timeout
 from device_comm.handles import Handle
 from device_comm.paths import CallPath
 from device_comm.reduction import ReduceOperation
@@ -29,12 +29,7 @@ class SoloCommunicator(DeviceCommunicator):
         return input_
 
     def _reduce_scatter(
-        self,
-        input_: torch.Tensor,
-        dim: int,
-        sizes: tuple[int, ...],
-        op: ReduceOperation,
-        timeout_s: float | None,
+        self, input_: torch.Tensor, dim: int, sizes: Sizes, op: ReduceOperation, timeout_s: Timeout
     ) -> torch.Tensor:
         del dim, sizes, op, timeout_s
         return input_
@@ -43,12 +38,6 @@ class SoloCommunicator(DeviceCommunicator):
         self, input_: torch.Tensor, dim: int, sizes: tuple[int, ...], timeout_s: float | None
     ) -> torch.Tensor:
         del dim, sizes, timeout_s
-        return input_
-
-    def _gather(
-        self, input_: torch.Tensor, dst: int, dim: int, timeout_s: float | None
-    ) -> torch.Tensor | None:
-        del dst, dim, timeout_s
         return input_
 
     def _scatter(
@@ -65,12 +54,7 @@ class SoloCommunicator(DeviceCommunicator):
             output.detach().copy_(input_.detach().reshape(output.shape))
 
     def _all_to_all(
-        self,
-        input_: torch.Tensor,
-        dim: int,
-        send_sizes: tuple[int, ...],
-        recv_sizes: tuple[int, ...],
-        timeout_s: float | None,
+        self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
     ) -> torch.Tensor:
         del dim, send_sizes, recv_sizes, timeout_s
         return input_

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from device_comm.base import DeviceCommunicator
 from tests.architecture import rules
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +36,11 @@ RING_USERS = {
     "channel_ends.py": {"_core", "codec"},
     "cpu.py": {"_core"},
 }
+# What the contract of a communicator may be built on.
+CONTRACT = {
+    *("base", "checks", "handles", "health", "movable", "paths", "reduction", "rms_norm"),
+}
+WORDS = {4: "Four", 5: "Five", 6: "Six"}
 GUARANTEE = re.compile(r"^\s*(?:[-*]\s+|\|\s*)\*\*([A-Z]\d+)\*\*", re.MULTILINE)
 
 
@@ -116,6 +122,34 @@ def test_imports_point_downwards(path: Path) -> None:
             )
             continue
         assert rules.is_standard(top) or top in ours | RUNTIME, module
+
+
+def test_the_contract_of_a_communicator_knows_no_implementation() -> None:
+    """`base.py` imports neither shared memory nor CUDA nor Gloo, and nothing that it imports does."""
+    seen, open_ = set(), [ROOT / "device_comm" / "base.py"]
+    while open_:
+        path = open_.pop()
+        seen.add(path.stem)
+        for module, _ in imported_by(path):
+            found = (ROOT / "device_comm" / f"{name}.py" for name in module.split(".")[1:2])
+            open_ += [each for each in found if module.startswith("device_comm.") and each.exists()]
+            open_ = [each for each in open_ if each.stem not in seen]
+    assert seen <= CONTRACT, sorted(seen - CONTRACT)
+
+
+def test_the_page_names_the_methods_that_a_communicator_needs() -> None:
+    """As many as are abstract, in words and by name."""
+    page = (ROOT / "docs" / "howto" / "add-a-communicator.md").read_text()
+    needed = DeviceCommunicator.__abstractmethods__
+    assert f"{WORDS[len(needed)]} methods are enough" in page
+    sentence = page.partition("methods are enough:")[2].partition(". ")[0]
+    assert set(re.findall(r"`(\w+)`", sentence)) == needed
+
+
+@each_python_file
+def test_nothing_is_left_to_a_sibling(path: Path) -> None:
+    """No method waits for another base class to define it: `NotImplementedError` is raised nowhere."""
+    assert "NotImplementedError" not in path.read_text()
 
 
 @each_python_file

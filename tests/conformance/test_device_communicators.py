@@ -63,7 +63,7 @@ def keeps_contract(
 @pytest.mark.parametrize("use_host", [True, False], ids=["by the host plane", "by itself"])
 def test_the_communicators_of_two_ranks(ranks2: RankPool, use_host: bool, is_general: bool) -> None:
     """Two ranks conform with the general communicator and with the one over shared memory."""
-    name = "ProcessGroupCommunicator" if is_general else "CpuCommunicator"
+    name = "ProcessGroupCommunicator" if is_general else "SharedMemoryCommunicator"
     assert ranks2.run(keeps_contract, use_host, is_general) == [name] * 2
 
 
@@ -85,14 +85,14 @@ def test_the_communicators_in_inference_mode(ranks2: RankPool, is_general: bool)
 @pytest.mark.parametrize("is_general", [True, False], ids=["over Gloo", "over shared memory"])
 def test_the_communicators_of_three_ranks(ranks3: RankPool, is_general: bool) -> None:
     """Three ranks conform, of which no tensor size is a multiple."""
-    name = "ProcessGroupCommunicator" if is_general else "CpuCommunicator"
+    name = "ProcessGroupCommunicator" if is_general else "SharedMemoryCommunicator"
     assert ranks3.run(keeps_contract, True, is_general) == [name] * 3
 
 
 @pytest.mark.parametrize("is_general", [True, False], ids=["over Gloo", "over shared memory"])
 def test_the_communicators_of_four_ranks(ranks4: RankPool, is_general: bool) -> None:
     """Four ranks conform."""
-    name = "ProcessGroupCommunicator" if is_general else "CpuCommunicator"
+    name = "ProcessGroupCommunicator" if is_general else "SharedMemoryCommunicator"
     assert ranks4.run(keeps_contract, True, is_general) == [name] * 4
 
 
@@ -384,7 +384,7 @@ def test_ranks_with_different_communicators_disagree(ranks2: RankPool) -> None:
     """Group creation compares the communicators, as two different algorithms would wait for each other."""
     for text in ranks2.run(differs):
         assert "ThirdParty" in text
-        assert "CpuCommunicator" in text
+        assert "connect_cpu" in text
 
 
 def uses_declared(rank: int, world_size: int, directory: Path) -> str:

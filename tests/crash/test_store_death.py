@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from coordinator import agreement, creation, rendezvous
+from coordinator import agreement, rendezvous
+from coordinator.group_builder import GroupBuilder
 from coordinator.parallel_state import (
     destroy_distributed_environment,
     get_world_group,
@@ -109,7 +110,7 @@ def die_while_connecting(rank: int, world_size: int, directory: Path, what: str)
     else:
         join_world(rank, world_size, directory)
         if rank == 1:
-            replace(creation, "_share", lambda *_: ENDS["killed"]())
+            replace(GroupBuilder, "share", lambda *_: ENDS["killed"]())
         found = outcome_of(lambda: new_group(get_world_group()))
     meet(rank, [0, 2], directory, "told")
     destroy_distributed_environment()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from coordinator import DisagreementError, UsageError
-from device_comm.cpu import CpuCommunicator
+from device_comm.cpu import SharedMemoryCommunicator
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from tests.harness import RankPool
 from tests.worlds import world
@@ -54,7 +54,7 @@ def test_ranks_that_disagree_are_all_told_what_each_called(ranks2: RankPool) -> 
 
 def sums_of_many_sizes(rank: int, world_size: int, directory: Path) -> None:
     with world(rank, world_size, directory) as group:
-        assert isinstance(group.device_communicator, CpuCommunicator)
+        assert isinstance(group.device_communicator, SharedMemoryCommunicator)
         for elements in (1, 1000, 65_536, 300_001, 3_000_000):
             inputs = [
                 torch.randn(elements, generator=torch.Generator().manual_seed(each)).bfloat16()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from coordinator import DisagreementError, GroupCoordinator, UsageError
-from device_comm.cpu import CpuCommunicator
+from device_comm.cpu import SharedMemoryCommunicator
 from device_comm.fabric import SLOT_BYTES
 from device_comm.reduction import ReduceOperation, check_reducible, reduce_in_rank_order
 from tests.harness import RankPool
@@ -159,7 +159,7 @@ def test_sizes_that_do_not_match_are_found_over_gloo_too(ranks4: RankPool) -> No
 
 def disagree(rank: int, world_size: int, directory: Path) -> list[str]:
     with world(rank, world_size, directory) as group:
-        assert isinstance(group.device_communicator, CpuCommunicator)
+        assert isinstance(group.device_communicator, SharedMemoryCommunicator)
         texts = []
         for rows in (0, 2, SLOT_BYTES):
             found = mismatched(group, rows)

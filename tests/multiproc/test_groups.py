@@ -17,17 +17,19 @@ from coordinator import (
     ParallelGroups,
     ParallelLayout,
     UsageError,
-    creation,
     current_groups,
     destroy_distributed_environment,
     destroy_model_parallel,
     ensure_model_parallel_initialized,
     get_tp_group,
     get_world_group,
+    group_builder,
     init_distributed_environment,
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
+from coordinator.group_builder import GroupBuilder
+from coordinator.group_parts import GroupParts
 from coordinator.groups import DIMENSIONS
 from coordinator.rendezvous_directory import DirectoryRendezvous
 from device_comm import fabric
@@ -253,17 +255,17 @@ def test_a_second_model_has_groups_of_its_own(ranks4: RankPool) -> None:
 
 
 def cleans_up(rank: int, world_size: int, directory: Path) -> None:
-    made: list[creation.GroupParts] = []
-    real = creation._Builder.connect
+    made: list[GroupParts] = []
+    real = GroupBuilder.connect
 
-    def failing(self: Any, *args: Any) -> creation.GroupParts:
-        if self.built.health.name.startswith("pp"):
+    def failing(self: Any, *args: Any) -> GroupParts:
+        if self.health.name.startswith("pp"):
             raise KeyboardInterrupt
         made.append(real(self, *args))
         return made[-1]
 
     with world(rank, world_size, directory) as everyone:
-        with mock.patch.object(creation._Builder, "connect", failing), pytest.raises(KeyboardInterrupt):
+        with mock.patch.object(GroupBuilder, "connect", failing), pytest.raises(KeyboardInterrupt):
             ParallelGroups.create(ParallelLayout(tensor=2, pipeline=2))
         assert len(made) == 2
         assert all(parts.health.is_closed for parts in made)
@@ -320,7 +322,7 @@ def unreachable(rank: int, world_size: int, directory: Path) -> None:
         before = pidfds()
         refusal = CapabilityError("loopback", requirement="an address")
         with (
-            mock.patch.object(creation, "listening_address", side_effect=refusal),
+            mock.patch.object(group_builder, "listening_address", side_effect=refusal),
             pytest.raises(CapabilityError, match="loopback") as caught,
         ):
             new_group(everyone)

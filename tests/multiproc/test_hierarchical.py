@@ -25,6 +25,7 @@ from device_comm.hierarchical import (
     is_hierarchical,
     partial_dtype,
 )
+from device_comm.process_group import ProcessGroupCommunicator
 from device_comm.reduction import ReduceOperation, accumulation_dtype, check_reducible, reduce_in_rank_order
 from shm_broadcast.errors import CapabilityError, UsageError
 from shm_broadcast.segment import Segment
@@ -53,9 +54,7 @@ def hosts(request: pytest.FixtureRequest, ranks4: RankPool) -> HostsPool:
 
 def host_map() -> tuple[tuple[int, ...], ...]:
     """Return which ranks are together, as this rank's group sees it."""
-    hierarchy = hierarchical(get_world_group())._hierarchy
-    assert hierarchy is not None
-    return hierarchy._hosts
+    return hierarchical(get_world_group())._levels._hosts
 
 
 def hierarchical(group: GroupCoordinator) -> HierarchicalCommunicator:
@@ -309,16 +308,15 @@ def test_a_broadcast_from_every_rank_reaches_all(hosts: HostsPool) -> None:
 
 def count_messages(rank: int, world_size: int, directory: Path) -> list[int]:
     with world(rank, world_size, directory) as group:
-        hierarchy = hierarchical(group)._hierarchy
-        assert hierarchy is not None
+        levels = hierarchical(group)._levels
         sent = []
-        swap = hierarchy._links.swap
+        swap = levels._links.swap
 
         def counted(call: Any, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> Any:
             sent.append(sum(each.nbytes for each in sends.values()))
             return swap(call, sends, receives)
 
-        hierarchy._links.swap = counted  # type: ignore[method-assign,assignment]
+        levels._links.swap = counted  # type: ignore[method-assign,assignment]
         totals = []
         for call in (
             lambda: group.all_reduce(torch.ones(1000)),
@@ -365,11 +363,10 @@ def in_a_part_of_the_world(rank: int, world_size: int, directory: Path) -> list[
     ):
         if rank == 0:
             return None
-        hierarchy = hierarchical(part)._hierarchy
-        assert hierarchy is not None
+        levels = hierarchical(part)._levels
         total = part.all_reduce(torch.tensor([float(rank)]))
         part.broadcast(total, 2)
-        return [list(map(list, hierarchy._hosts)), part.all_gather(total * rank).tolist()]
+        return [list(map(list, levels._hosts)), part.all_gather(total * rank).tolist()]
 
 
 def test_ranks_in_a_group_are_not_those_of_the_world(ranks4: RankPool) -> None:
@@ -646,7 +643,7 @@ def far_apart(rank: int, world_size: int, directory: Path) -> bool:
     with world(rank, world_size, directory) as group:
         assert fabric.place() == "ABCD"[rank]
         assert group.all_reduce(torch.ones(3)).tolist() == [world_size] * 3
-        return hierarchical(group)._hierarchy is None
+        return type(group.device_communicator) is ProcessGroupCommunicator
 
 
 def test_ranks_with_a_host_each_use_the_process_group(ranks4: RankPool) -> None:

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator import DecodeError, GroupCoordinator, UsageError, register_type
-from coordinator import cpu_group as cpu_group_module
-from coordinator.cpu_group import FIRST_BYTES
+from coordinator import DecodeError, GroupCoordinator, UsageError, gloo_plane, register_type
+from coordinator.gloo_plane import FIRST_BYTES
 from shm_broadcast import codec
 from tests.engines import refusal
 from tests.harness import RankPool
@@ -349,7 +348,7 @@ def test_two_ranks_may_send_to_each_other_before_they_receive(ranks2: RankPool) 
 def bounded(rank: int, world_size: int, directory: Path) -> float:
     with (
         world(rank, world_size, directory) as group,
-        mock.patch.object(cpu_group_module, "EAGER_BYTES", 1 << 18),
+        mock.patch.object(gloo_plane, "EAGER_BYTES", 1 << 18),
     ):
         if rank == 1:
             time.sleep(0.5)

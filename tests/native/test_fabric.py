@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from device_comm import _core
-from device_comm.cpu import _OPS, _TYPES, all_reduce_kind
-from device_comm.fabric import connect
+from device_comm.cpu import all_reduce_kind
+from device_comm.fabric import connect_part
+from device_comm.native_codes import OPERATION_CODES, TYPE_CODES
 from device_comm.reduction import ReduceOperation, check_reducible, reduce_in_rank_order
 from shm_broadcast.errors import UsageError
 
@@ -74,7 +75,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 @given(
     ranks=st.integers(1, 5),
     elements=st.one_of(st.integers(0, 70), st.integers(0, 6 * SLOT)),
-    dtype=st.sampled_from(sorted(_TYPES, key=str)),
+    dtype=st.sampled_from(sorted(TYPE_CODES, key=str)),
     op=st.sampled_from(list(ReduceOperation)),
     in_place=st.booleans(),
     two_shot=st.booleans(),
@@ -101,7 +102,14 @@ def test_an_all_reduce_has_the_bits_of_the_rank_order_reference(
     def call(rank: int, end: _core.Fabric) -> torch.Tensor:
         source = inputs[rank].clone()
         result = source if in_place else torch.empty_like(source)
-        arguments = (source.data_ptr(), result.data_ptr(), elements, _TYPES[dtype], _OPS[op], 0)
+        arguments = (
+            source.data_ptr(),
+            result.data_ptr(),
+            elements,
+            TYPE_CODES[dtype],
+            OPERATION_CODES[op],
+            0,
+        )
         assert finish(end, end.reduce(kind, *arguments)) == _core.DONE
         if not in_place:
             assert same_bits(source, inputs[rank])
@@ -267,7 +275,14 @@ def test_a_reduce_has_the_bits_of_the_reference_on_its_root_alone(
         source = inputs[rank].clone()
         result = torch.empty_like(source)
         address = result.data_ptr() if rank == root else 0
-        arguments = (source.data_ptr(), address, elements, _TYPES[dtype], _OPS[ReduceOperation.SUM], root)
+        arguments = (
+            source.data_ptr(),
+            address,
+            elements,
+            TYPE_CODES[dtype],
+            OPERATION_CODES[ReduceOperation.SUM],
+            root,
+        )
         assert finish(end, end.reduce(_core.REDUCE, *arguments)) == _core.DONE
         assert same_bits(source, inputs[rank])
         assert rank != root or same_bits(result, expected)
@@ -286,8 +301,10 @@ def test_a_reduce_scatter_has_the_bits_of_the_reference(rows: int) -> None:
         result = torch.empty(rows * sizes[rank], dtype=torch.bfloat16)
         widths = tuple(2 * size for size in sizes)
         addresses = (inputs[rank].data_ptr(), result.data_ptr())
-        code = _TYPES[torch.bfloat16]
-        status = end.move(_core.REDUCE_SCATTER, *addresses, rows, widths, code, _OPS[ReduceOperation.SUM], 0)
+        code = TYPE_CODES[torch.bfloat16]
+        status = end.move(
+            _core.REDUCE_SCATTER, *addresses, rows, widths, code, OPERATION_CODES[ReduceOperation.SUM], 0
+        )
         assert finish(end, status) == _core.DONE
         return result
 
@@ -302,7 +319,7 @@ def test_ranks_that_make_different_calls_all_learn_it_and_go_on() -> None:
 
     def call(rank: int, end: _core.Fabric) -> tuple[int, list[tuple[int, int, int, int]], torch.Tensor]:
         tensor = torch.full((10 + rank,), float(rank))
-        status = finish(end, end.broadcast(tensor.data_ptr(), tensor.nbytes, _TYPES[torch.float32], 0))
+        status = finish(end, end.broadcast(tensor.data_ptr(), tensor.nbytes, TYPE_CODES[torch.float32], 0))
         views = end.views()
         assert finish(end, end.barrier()) == _core.DONE
         return status, views, tensor
@@ -410,10 +427,10 @@ def test_every_field_stands_where_the_layout_says() -> None:
     _core.lay_out(memory, 2, SLOT, 7)
     ends = [_core.Fabric(memory, rank) for rank in range(2)]
     tensor = torch.arange(8, dtype=torch.uint8)
-    assert ends[1].broadcast(tensor.data_ptr(), 8, _TYPES[torch.uint8], 1) == _core.PENDING
+    assert ends[1].broadcast(tensor.data_ptr(), 8, TYPE_CODES[torch.uint8], 1) == _core.PENDING
     # Rank 1's post for odd steps: behind the identity, and a block of three lines for rank 0.
     post = struct.unpack_from("<6Q", memory, 2 * LINE + 3 * LINE + LINE)
-    assert post == (1, 1, 5 | _TYPES[torch.uint8] << 8 | 1 << 24, 8, 0, 1)
+    assert post == (1, 1, 5 | TYPE_CODES[torch.uint8] << 8 | 1 << 24, 8, 0, 1)
     slot = mmap.PAGESIZE + (2 * 1 + 1) * SLOT
     assert memory[slot : slot + 8] == bytes(range(8))
 
@@ -433,7 +450,7 @@ def test_a_creation_that_fails_leaves_no_descriptor(fails_at: int) -> None:
     health: Any = SimpleNamespace(ranks=(0, 1))
     before = sorted(os.listdir("/proc/self/fd"))
     with pytest.raises(ConnectionError):
-        connect(health, 0, 1.0, exchange)
+        connect_part(health, 0, (0, 1), 1.0, exchange)
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 

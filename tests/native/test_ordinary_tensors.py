@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from device_comm import _core
-from device_comm.cpu import _TYPES
+from device_comm.native_codes import TYPE_CODES
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from tests.native.test_fabric import SLOT, everybody, fabrics, filled, finish, same_bits
 
 ROOT = Path(__file__).parents[2]
 MOST = 1 << 40
-ORDINARY = [dtype for dtype in _TYPES if not dtype.is_complex and dtype is not torch.bool]
+ORDINARY = [dtype for dtype in TYPE_CODES if not dtype.is_complex and dtype is not torch.bool]
 
 # A process whose address space has no room for the result.
 SCARCE = """

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from coordinator.group import GroupCoordinator
+from coordinator.shared_plane import SharedHostPlane
 from coordinator.transfer_tags import BROADCAST_TAG, GATHER_TAG, OBJECT_TAG, TENSOR_DICT_TAG
 from shm_broadcast import _core
 from shm_broadcast.codec import encode, register_type
@@ -60,13 +61,13 @@ NAMES = [
 
 
 def send_raw(group: GroupCoordinator, frame: bytes | bytearray, peer: int, tag: int) -> None:
-    shared = getattr(group._host, "_shared")  # noqa: B009 - of the host plane of a group on one host
-    if shared is None:
-        data = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
-        group._host.isend_tensor(data, [peer], None, tag).wait()
-    else:
-        memory = shared.channels._outlet(peer, "raw").memory
+    host = group._host
+    if isinstance(host, SharedHostPlane):
+        memory = host._channels._outlet(peer, "raw").memory
         assert _core.ring_write(memory, bytes(frame), (), 0, 0, 0, tag) == len(frame)
+    else:
+        data = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+        host.isend_tensor(data, peer, None, tag).wait()
 
 
 def way(ranks: RankPool, apart: bool) -> RankPool | ApartPool:
@@ -149,8 +150,7 @@ def bad_in_an_all_gather(rank: int, world_size: int, directory: Path, length: in
     with world(rank, world_size, directory) as group:
         if rank == 1:
             host: Any = group._host
-            operation = group._health.begin("host", "all_gather_object")
-            host._all_gather(operation, struct.pack("<q", length) + bytes(4096), None)
+            host._all_gather("all_gather_object", None, struct.pack("<q", length) + bytes(4096))
             first = "sent"
         else:
             first = outcome_of(lambda: group.all_gather_object(rank))["kind"]

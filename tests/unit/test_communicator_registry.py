@@ -11,7 +11,7 @@ import pytest
 
 from device_comm import registry
 from device_comm.base import CommunicatorContext, DeviceCommunicator
-from device_comm.cpu import CpuCommunicator
+from device_comm.cpu_connect import connect_cpu
 from device_comm.process_group import ProcessGroupCommunicator
 from device_comm.registry import (
     ENTRY_POINTS,
@@ -81,7 +81,7 @@ def test_a_registered_factory_serves_its_type() -> None:
     register_communicator("xpu", Mine)
     register_communicator("xpu", Mine)
     assert communicator_factory("xpu", 2) is Mine
-    assert communicator_factory("cpu", 2) is CpuCommunicator
+    assert communicator_factory("cpu", 2) is connect_cpu
     assert communicator_factory("xpu", 1) is SoloCommunicator
     assert communicator_name("xpu", 2).endswith("test_communicator_registry.Mine")
     with pytest.raises(UsageError, match="a communicator for 'xpu' is registered already: .*Mine"):
@@ -118,7 +118,7 @@ def test_a_declared_factory_serves_its_type(install: Install) -> None:
     assert communicator_name("xpu", 2) == "acme.Declared"
     assert isinstance(factory, type)
     assert issubclass(factory, SoloCommunicator)
-    assert communicator_factory("cpu", 2) is CpuCommunicator
+    assert communicator_factory("cpu", 2) is connect_cpu
     register_communicator("xpu", Mine)
     assert communicator_factory("xpu", 2) is Mine
 
@@ -136,7 +136,7 @@ def test_two_declarations_are_refused(install: Install) -> None:
     install("emca", "xpu = emca:Declared", SOURCE)
     with pytest.raises(UsageError, match="acme:Declared .acme.*choose one with register_communicator"):
         communicator_factory("xpu", 2)
-    assert communicator_factory("cpu", 2) is CpuCommunicator
+    assert communicator_factory("cpu", 2) is connect_cpu
     register_communicator("xpu", Mine)
     assert communicator_factory("xpu", 2) is Mine
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from coordinator.tensor_dict import (
     INLINE_BYTES,
     Landing,
-    Parcel,
+    PackedDict,
     Slicing,
     TensorDictMessage,
     TensorSlot,
@@ -31,11 +31,11 @@ def large(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
 
 
-def land(parcel: Parcel, slicing: Slicing | None = None) -> Landing:
+def land(packed: PackedDict, slicing: Slicing | None = None) -> Landing:
     """Return the landing of a packed dict whose message and parts have arrived."""
-    landing = join(codec.decode(codec.encode(parcel.metadata).to_bytes()), CPU, slicing or Slicing())
-    assert len(landing.parts) == len(parcel.tensors)
-    for (plane, into), (sent_plane, sent) in zip(landing.parts, parcel.tensors, strict=True):
+    landing = join(codec.decode(codec.encode(packed.metadata).to_bytes()), CPU, slicing or Slicing())
+    assert len(landing.parts) == len(packed.tensors)
+    for (plane, into), (sent_plane, sent) in zip(landing.parts, packed.tensors, strict=True):
         assert plane == sent_plane
         assert into.is_contiguous()
         assert sent.is_contiguous()
@@ -95,9 +95,9 @@ def test_a_dict_arrives(tensor_dict: dict[Any, Any], world_size: int) -> None:
 def test_splitting_leaves_the_dict_alone(tensor_dict: dict[Any, Any]) -> None:
     """Splitting changes neither the dict nor its values."""
     before = list(tensor_dict.items())
-    parcel = split(tensor_dict, Slicing(2, 1))
+    packed = split(tensor_dict, Slicing(2, 1))
     assert all(now is then for now, then in zip(tensor_dict.values(), dict(before).values(), strict=True))
-    assert parcel.metadata is not tensor_dict
+    assert packed.metadata is not tensor_dict
 
 
 def test_any_mapping_can_be_sent() -> None:
@@ -146,17 +146,17 @@ def test_small_tensors_travel_inside() -> None:
     """A tensor below the limit is part of the message; from the limit on it is sent beside it."""
     below = torch.zeros(INLINE_BYTES - 1, dtype=torch.uint8)
     at = torch.zeros(INLINE_BYTES, dtype=torch.uint8)
-    parcel = split({"below": below, "at": at}, Slicing())
-    assert torch.equal(parcel.metadata["below"], below)
-    assert parcel.metadata["at"] == TensorSlot(0, (INLINE_BYTES,), "uint8", "host", 1)
-    assert [(plane, tensor.data_ptr()) for plane, tensor in parcel.tensors] == [("host", at.data_ptr())]
+    packed = split({"below": below, "at": at}, Slicing())
+    assert torch.equal(packed.metadata["below"], below)
+    assert packed.metadata["at"] == TensorSlot(0, (INLINE_BYTES,), "uint8", "host", 1)
+    assert [(plane, tensor.data_ptr()) for plane, tensor in packed.tensors] == [("host", at.data_ptr())]
 
 
 def test_slots_count_in_order() -> None:
     """Tensors beside the message follow the order of the dict, nested dicts in their place."""
-    parcel = split({"a": large(LARGE), "b": {"c": large(LARGE, 2), "d": 1}, "e": large(LARGE, 3)}, Slicing())
-    assert [tensor.shape for _, tensor in parcel.tensors] == [(LARGE,), (LARGE, 2), (LARGE, 3)]
-    assert (parcel.metadata["a"].index, parcel.metadata["b"]["c"].index, parcel.metadata["e"].index) == (
+    packed = split({"a": large(LARGE), "b": {"c": large(LARGE, 2), "d": 1}, "e": large(LARGE, 3)}, Slicing())
+    assert [tensor.shape for _, tensor in packed.tensors] == [(LARGE,), (LARGE, 2), (LARGE, 3)]
+    assert (packed.metadata["a"].index, packed.metadata["b"]["c"].index, packed.metadata["e"].index) == (
         0,
         1,
         2,
@@ -165,8 +165,8 @@ def test_slots_count_in_order() -> None:
 
 def test_tensors_in_lists_stay_in_the_message() -> None:
     """Only dicts are searched for tensors; lists are sent within the message."""
-    parcel = split({"x": [large(LARGE)], "y": (large(LARGE),)}, Slicing(2, 0))
-    assert parcel.tensors == []
+    packed = split({"x": [large(LARGE)], "y": (large(LARGE),)}, Slicing(2, 0))
+    assert packed.tensors == []
 
 
 def test_tensors_that_are_not_dense_are_refused() -> None:
@@ -191,12 +191,12 @@ def test_a_dict_that_contains_itself_is_refused() -> None:
 def test_the_message_tells_what_follows() -> None:
     """Slots are readable without decoding the tree; without extra tensors the message is the dict itself."""
     assert split({"x": torch.ones(2), "n": 1}, Slicing()).message().keys() == {"x", "n"}  # type: ignore[attr-defined]
-    parcel = split({"x": large(LARGE), "n": 1, "y": large(8, dtype=torch.int64)}, Slicing(2, 0))
-    message = parcel.message()
+    packed = split({"x": large(LARGE), "n": 1, "y": large(8, dtype=torch.int64)}, Slicing(2, 0))
+    message = packed.message()
     assert isinstance(message, TensorDictMessage)
     places = landing_places(message, CPU)
     assert [(plane, place.shape, place.dtype) for plane, place in places] == [
-        (plane, tensor.shape, tensor.dtype) for plane, tensor in parcel.tensors
+        (plane, tensor.shape, tensor.dtype) for plane, tensor in packed.tensors
     ]
 
 
@@ -215,21 +215,21 @@ def test_slices_are_cut_from_the_flat_tensor() -> None:
     """Rank i sends the i-th part in C order, even if the first dimension does not divide."""
     whole = large(3, 4)
     for rank in range(4):
-        parcel = split({"x": whole}, Slicing(4, rank))
-        assert parcel.metadata["x"] == TensorSlot(0, (3, 4), "float32", "host", 4)
-        assert parcel.tensors[0][1].tolist() == list(range(3 * rank, 3 * rank + 3))
+        packed = split({"x": whole}, Slicing(4, rank))
+        assert packed.metadata["x"] == TensorSlot(0, (3, 4), "float32", "host", 4)
+        assert packed.tensors[0][1].tolist() == list(range(3 * rank, 3 * rank + 3))
 
 
 def test_overrides_are_by_key() -> None:
     """A nested key is `outer.inner`; an overridden tensor is sent whole."""
     overrides = {"x": False, "outer.y": False, "3.z": True}
-    parcel = split(
+    packed = split(
         {"x": large(8), "outer": {"y": large(8), "x": large(8)}, 3: {"z": large(8)}}, Slicing(2, 0, overrides)
     )
-    assert isinstance(parcel.metadata["x"], torch.Tensor)
-    assert isinstance(parcel.metadata["outer"]["y"], torch.Tensor)
-    assert parcel.metadata["outer"]["x"].slices == 2
-    assert parcel.metadata[3]["z"].slices == 2
+    assert isinstance(packed.metadata["x"], torch.Tensor)
+    assert isinstance(packed.metadata["outer"]["y"], torch.Tensor)
+    assert packed.metadata["outer"]["x"].slices == 2
+    assert packed.metadata[3]["z"].slices == 2
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -257,8 +257,8 @@ def test_ranks_that_slice_differently_disagree(sender: Slicing, receiver: Slicin
 
 def test_gathered_slices_take_the_tensors_place() -> None:
     """A gathered tensor replaces its slice in the dict."""
-    parcel = split({"d": {"x": large(4, 6)}}, Slicing(2, 1))
-    landing = land(parcel, Slicing(2, 1))
+    packed = split({"d": {"x": large(4, 6)}}, Slicing(2, 1))
+    landing = land(packed, Slicing(2, 1))
     assert landing.tensor_dict["d"]["x"].shape == (12,)
     ((part, put),) = landing.sliced
     put(torch.cat([torch.zeros(12), part]))

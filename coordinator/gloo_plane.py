@@ -1,4 +1,4 @@
-"""The host plane: barriers, objects and raw tensors between the CPU memory of a group's ranks, over Gloo.
+"""The host plane over Gloo, for groups whose ranks do not all share memory.
 
 An object travels as one frame of the codec. The first `FIRST_BYTES` of it are one message of at most that
 size, into which the receiver has a buffer of fixed size ready; only what is longer needs a second
@@ -7,25 +7,32 @@ message, which follows at once. So no object ever needs a round trip.
 
 from __future__ import annotations
 
-import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
+from coordinator.host_plane import (
+    frame_of,
+    gather_frames,
+    isend_with_tensors,
+    pack_integer,
+    refuse_any,
+    unpack_integer,
+)
 from coordinator.process_groups import GlooBackend, abort_gloo
-from coordinator.transfer_tags import BROADCAST_TAG, GATHER_TAG, OBJECT_TAG
-from device_comm.channels import Channels
-from device_comm.fabric import SharedMemory
+from coordinator.tensor_dict import PackedDict, Slicing, pack_beside
+from coordinator.transfer_tags import BROADCAST_TAG, BROADCAST_TENSOR_TAG, GATHER_TAG, OBJECT_TAG
 from device_comm.handles import CompletedHandle, Handle, PointToPointHandle
 from device_comm.health import GroupHealth, Operation
-from device_comm.process_group import as_bytes, backend_timeout
+from device_comm.process_group import as_bytes, backend_timeout, is_plain
 from device_comm.works import CollectiveWork, PointToPointWorks, WaiterThreads
 from shm_broadcast import codec
-from shm_broadcast.errors import CapabilityError, ClosedError, DecodeError, UsageError
+from shm_broadcast.errors import CapabilityError, ClosedError
 
 # Receivers post this much for the first message of a frame: a scheduler's step fits many times.
 FIRST_BYTES: Final = 64 << 10
@@ -35,12 +42,6 @@ FIRST_BYTES: Final = 64 << 10
 EAGER_SENDS: Final = 32
 # A sender that is so far ahead of its receiver, under one tag, waits for it.
 EAGER_BYTES: Final = 64 << 20
-
-# What of each rank's frame fits in the one round of an all-gather of objects.
-_GATHER_INLINE_BYTES: Final = 4096
-_LENGTH: Final = struct.Struct("<q")
-# Every rank takes memory for the longest frame of all, once for each rank.
-_GATHER_LIMIT_BYTES: Final = 1 << 31
 
 
 class _EagerSends:
@@ -68,36 +69,27 @@ class _EagerSends:
         self.nbytes = sum(data.numel() for _, data in self.open)
 
 
-class CpuGroup:
-    """The host plane of one group. Ranks here are ranks in the group."""
+class GlooHostPlane:
+    """The host plane of one group over Gloo. Ranks here are ranks in the group."""
 
     def __init__(
-        self,
-        ranks: Sequence[int],
-        rank_in_group: int,
-        backend: GlooBackend | None,
-        health: GroupHealth,
-        timeout_s: float,
-        shared: SharedMemory | None = None,
+        self, backend: GlooBackend, health: GroupHealth, rank_in_group: int, timeout_s: float
     ) -> None:
-        """Take over what the ranks are connected by.
+        """Take over what connects the ranks.
 
         Args:
-            ranks: Global ranks in group order.
-            rank_in_group: This process's position.
-            backend: Gloo among exactly these ranks, used by nobody else. Not needed where they share memory.
+            backend: Gloo among exactly these ranks, used by nobody else.
             health: The group's shared state.
+            rank_in_group: This process's position.
             timeout_s: Deadline of collectives that state none.
-            shared: What all ranks share, where they are on one host.
         """
-        self._ranks = tuple(ranks)
+        self._ranks = health.ranks
         self._rank = rank_in_group
         self._open_backend: GlooBackend | None = backend
         self._health = health
         self._timeout_s = timeout_s
         self._threads = WaiterThreads(health.name)
         self._eager: dict[tuple[int, int], _EagerSends] = {}
-        self._shared = shared
         self._others = [rank for rank in range(len(self._ranks)) if rank != rank_in_group]
         health.on_abort(self.abort)
 
@@ -110,18 +102,10 @@ class CpuGroup:
             )
         return backend
 
-    def share(self, shared: SharedMemory | None) -> None:
-        """Use memory that all ranks share from now on, and own it. All ranks call this at the same point."""
-        self._shared = shared
-
     # ------------------------------------------------------------------ collectives
 
     def barrier(self, timeout_s: float | None = None) -> None:
         """Return once every rank has called this."""
-        if self._shared is not None:
-            fabric = self._shared.host
-            fabric.finish("barrier", fabric.core.barrier(), timeout_s or self._timeout_s)
-            return
         operation = self._health.begin("host", "barrier")
         deadline = timeout_s or self._timeout_s
         options = dist.BarrierOptions()
@@ -130,15 +114,9 @@ class CpuGroup:
             work = self._backend.barrier(options)
         self._health.wait(operation, CollectiveWork(work), deadline)
 
-    def all_gather_bytes(self, data: bytes, timeout_s: float | None = None) -> list[memoryview]:
+    def _all_gather(self, operation: Operation, timeout_s: float | None, data: bytes) -> list[memoryview]:
         """Return every rank's bytes, in rank order; all ranks bring the same number of bytes."""
-        return self._all_gather(self._health.begin("host", "all_gather"), data, timeout_s)
-
-    def _all_gather(self, operation: Operation, data: bytes, timeout_s: float | None) -> list[memoryview]:
         deadline = timeout_s or self._timeout_s
-        if self._shared is not None:
-            rows = self._shared.host.all_gather_bytes(operation.name, data, deadline)
-            return [rows[start : start + len(data)] for start in range(0, len(rows), len(data))]
         options = AllgatherOptions()
         options.timeout = backend_timeout(deadline)
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -152,34 +130,18 @@ class CpuGroup:
     def all_gather_integers(self, value: int, timeout_s: float | None = None) -> list[int]:
         """Return every rank's integer of up to 64 bits, in rank order."""
         operation = self._health.begin("host", "all_gather_integers")
-        rows = self._all_gather(operation, _LENGTH.pack(value), timeout_s)
-        return [int(_LENGTH.unpack(row)[0]) for row in rows]
+        return [unpack_integer(row) for row in self._all_gather(operation, timeout_s, pack_integer(value))]
 
     def all_gather_object(self, obj: object, timeout_s: float | None = None) -> list[Any]:
         """Return the ranks' objects on every rank, in rank order. One round when all are small."""
-        self._health.check_usable("all_gather_object")
-        frame = codec.encode(obj).to_bytes()
-        if len(frame) > _GATHER_LIMIT_BYTES:
-            raise UsageError(
-                f"all_gather_object: the object takes {len(frame)} bytes, at most {_GATHER_LIMIT_BYTES} can be gathered"
-            )
-        operation = self._health.begin("host", "all_gather_object")
-        inline = frame[:_GATHER_INLINE_BYTES].ljust(_GATHER_INLINE_BYTES, b"\0")
-        rows = self._all_gather(operation, _LENGTH.pack(len(frame)) + inline, timeout_s)
-        lengths = [int(_LENGTH.unpack_from(row)[0]) for row in rows]
-        for rank, length in zip(self._ranks, lengths, strict=True):
-            # All ranks see this alike, before anybody waits for more.
-            if not 0 <= length <= _GATHER_LIMIT_BYTES:
-                raise DecodeError(f"{self._health.where(operation)}: rank {rank} announced {length} bytes")
-        rows = [row[_LENGTH.size :] for row in rows]
-        if max(lengths) > _GATHER_INLINE_BYTES:
-            rows = self._all_gather(operation, frame.ljust(max(lengths), b"\0"), timeout_s)
-        return [codec.decode(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+        name = "all_gather_object"
+        self._health.check_usable(name)
+        frame = frame_of(obj)
+        gather = partial(self._all_gather, self._health.begin("host", name), timeout_s)
+        return [codec.decode(row) for row in gather_frames(frame, gather, self._health)]
 
     def broadcast_object(self, obj: object, src: int, timeout_s: float | None, type_: Any = None) -> Any:
         """Return rank `src`'s object on every rank."""
-        if self._shared is not None:
-            return self._broadcast_shared(self._shared.channels, obj, src, timeout_s, type_)
         # Not counted: it does not stand in line behind calls under way, so ranks would number those differently, and
         # blame by that. What is awaited here names the ranks itself.
         if self._rank == src:
@@ -193,22 +155,18 @@ class CpuGroup:
         operation = self._health.begin_point_to_point("host", f"broadcast_object from {self._global([src])}")
         return self._receive_frame(operation, src, BROADCAST_TAG, timeout_s, type_)
 
-    def _broadcast_shared(
-        self, channels: Channels, obj: object, src: int, timeout_s: float | None, type_: Any
-    ) -> Any:
-        name = "broadcast_object"
-        if self._rank == src:
-            channels.send("host", name, obj, self._others, BROADCAST_TAG, timeout_s or self._timeout_s)
-            return obj
-        value = channels.recv("host", name, src, BROADCAST_TAG, timeout_s)
-        return value if type_ is None else codec.convert(value, type_)
+    def broadcast_tensors(self, tensors: Sequence[torch.Tensor], src: int, timeout_s: float | None) -> None:
+        """Fill contiguous CPU tensors on every rank with those of rank `src`, one after the other."""
+        for tensor in tensors:
+            if self._rank == src:
+                self._send_to(tensor, self._others, timeout_s, BROADCAST_TENSOR_TAG).wait()
+            else:
+                self.irecv_tensor(tensor, src, timeout_s, BROADCAST_TENSOR_TAG).wait()
 
     def gather_object(self, obj: object, dst: int, timeout_s: float | None = None) -> list[Any] | None:
         """Return the ranks' objects on rank `dst`, in rank order; None elsewhere."""
         self._health.check_usable("gather_object")
         deadline = timeout_s or self._timeout_s
-        if self._shared is not None:
-            return self._gather_shared(self._shared.channels, obj, dst, deadline)
         if self._rank != dst:
             message = codec.encode(obj)
             operation = self._health.begin("host", "gather_object")
@@ -225,42 +183,17 @@ class CpuGroup:
         objects[dst] = obj
         return [objects[rank] for rank in range(len(self._ranks))]
 
-    def _gather_shared(self, channels: Channels, obj: object, dst: int, timeout_s: float) -> list[Any] | None:
-        name = "gather_object"
-        if self._rank != dst:
-            channels.send("host", name, obj, (dst,), GATHER_TAG, timeout_s)
-            return None
-        objects = channels.recv_each("host", name, self._others, GATHER_TAG, timeout_s)
-        return [*objects[:dst], obj, *objects[dst:]]
-
     # ------------------------------------------------------------------ point to point
-
-    @property
-    def carries_whole(self) -> bool:
-        """Return whether objects go through shared memory, each byte copied once by each side."""
-        return self._shared is not None
-
-    @property
-    def channels(self) -> Channels | None:
-        """Return what carries objects between ranks that share memory; None where not all do."""
-        return None if self._shared is None else self._shared.channels
 
     def send_object(self, obj: object, dst: int, name: str, timeout_s: float | None, tag: int) -> None:
         """Send an object to rank `dst`; return when the transport owns it."""
-        if self._shared is None:
-            self.isend_object(obj, dst, name, timeout_s, tag).wait()
-        else:
-            self._shared.channels.send("host", name, obj, (dst,), tag, timeout_s or self._timeout_s)
+        self.isend_object(obj, dst, name, timeout_s, tag).wait()
 
     def isend_object(self, obj: object, dst: int, name: str, timeout_s: float | None, tag: int) -> Handle:
-        """Start to send an object to rank `dst`; its tensors must not change before that is."""
-        deadline = timeout_s or self._timeout_s
-        if self._shared is not None:
-            copies = tag == OBJECT_TAG
-            return self._shared.channels.isend("host", name, obj, dst, tag, deadline, copies)
+        """Start to send an object to rank `dst`, of which this takes a copy."""
         message = codec.encode(obj)
         operation = self._health.begin_point_to_point("host", f"{name} to {self._global([dst])}")
-        return self._start_frame(operation, message, [dst], tag, deadline)
+        return self._start_frame(operation, message, [dst], tag, timeout_s or self._timeout_s)
 
     def recv_object(
         self,
@@ -271,29 +204,46 @@ class CpuGroup:
         tag: int = OBJECT_TAG,
     ) -> Any:
         """Receive an object from rank `src`; without a deadline this waits until there is one."""
-        if self._shared is not None:
-            value = self._shared.channels.recv("host", name, src, tag, timeout_s)
-            return value if type_ is None else codec.convert(value, type_)
         operation = self._health.begin_point_to_point("host", f"{name} from {self._global([src])}")
         return self._receive_frame(operation, src, tag, timeout_s, type_)
 
-    def isend_tensor(
+    def isend_tensor(self, tensor: torch.Tensor, dst: int, timeout_s: float | None, tag: int) -> Handle:
+        """Start to send a contiguous CPU tensor to rank `dst`."""
+        return self._send_to(tensor, [dst], timeout_s, tag)
+
+    def _send_to(
         self, tensor: torch.Tensor, peers: Sequence[int], timeout_s: float | None, tag: int
     ) -> Handle:
-        """Start to send the bytes of a contiguous CPU tensor to each of `peers`."""
         operation = self._health.begin_point_to_point("host", f"send to {self._global(peers)}")
-        works: list[tuple[int, dist.Work]] = []
+        data = [as_bytes(tensor)]
         with self._health.transport(operation):
-            data = [as_bytes(tensor)]
-            works.extend((self._ranks[peer], self._backend.send(data, peer, tag)) for peer in peers)
+            works = [(self._ranks[peer], self._backend.send(data, peer, tag)) for peer in peers]
         return self._handle(operation, works, tensor, timeout_s or self._timeout_s)
 
     def irecv_tensor(self, tensor: torch.Tensor, src: int, timeout_s: float | None, tag: int) -> Handle:
-        """Start to receive into a contiguous CPU tensor."""
+        """Start to receive into a tensor of any layout and device."""
         operation = self._health.begin_point_to_point("host", f"recv from {self._global([src])}")
+        into = tensor.detach()
+        is_direct = is_plain(into) and into.device.type == "cpu"
+        landing = into if is_direct else torch.empty(into.shape, dtype=into.dtype)
         with self._health.transport(operation):
-            work = self._backend.recv([as_bytes(tensor)], src, tag)
-        return self._handle(operation, [(self._ranks[src], work)], tensor, timeout_s)
+            works = [(self._ranks[src], self._backend.recv([as_bytes(landing)], src, tag))]
+        return self._handle(operation, works, landing, timeout_s, None if is_direct else (into, landing))
+
+    def recv_any(
+        self, shape: Sequence[int], dtype: torch.dtype, tag: int, timeout_s: float | None
+    ) -> tuple[torch.Tensor, int]:
+        """Refuse: Gloo receives from one rank at a time."""
+        del shape, dtype, tag, timeout_s
+        raise refuse_any(self._health)
+
+    def pack(self, tensor_dict: Mapping[Any, Any], slicing: Slicing) -> PackedDict:
+        """Leave small CPU tensors in the message: one of its own costs each of them a round."""
+        return pack_beside(tensor_dict, slicing)
+
+    def isend_tensor_dict(self, packed: PackedDict, dst: int, timeout_s: float | None) -> list[Handle]:
+        """Start to send the message and the CPU tensors beside it."""
+        return isend_with_tensors(self, packed, dst, timeout_s)
 
     # ------------------------------------------------------------------ frames
 
@@ -382,9 +332,10 @@ class CpuGroup:
         works: Sequence[tuple[int, dist.Work]],
         keep: object,
         timeout_s: float | None,
+        landing: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> PointToPointHandle:
         transfer = PointToPointWorks(self._threads, works, keep)
-        return PointToPointHandle(self._health, operation, transfer, timeout_s)
+        return PointToPointHandle(self._health, operation, transfer, timeout_s, landing)
 
     def _global(self, peers: Sequence[int]) -> str:
         return ", ".join(f"rank {self._ranks[peer]}" for peer in peers)
@@ -418,7 +369,5 @@ class CpuGroup:
             self.abort()
         self._threads.close(timeout_s)
         self._eager.clear()
-        if self._shared is not None:
-            self._shared.close(timeout_s)
         # The connections close when the last reference goes; a user may keep the destroyed group.
         self._open_backend = None

@@ -407,7 +407,7 @@ def test_a_mapping_that_is_no_fabric_is_refused(offset: int, value: int) -> None
     memory = mmap.mmap(-1, _core.segment_bytes(2, SLOT))
     _core.lay_out(memory, 2, SLOT, 7)
     struct.pack_into("<I" if offset in (8, 12) else "<Q", memory, offset, value)
-    with pytest.raises(ValueError, match="no fabric of this version"):
+    with pytest.raises(ValueError, match="no shared region of this version"):
         _core.Fabric(memory, 0)
 
 
@@ -417,7 +417,7 @@ def test_a_rank_outside_of_the_fabric_is_refused() -> None:
     with pytest.raises(ValueError, match="too small"):
         _core.lay_out(memory, 3, SLOT, 7)
     _core.lay_out(memory, 2, SLOT, 7)
-    with pytest.raises(ValueError, match="no fabric of this version"):
+    with pytest.raises(ValueError, match="no shared region of this version"):
         _core.Fabric(memory, 2)
 
 

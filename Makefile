@@ -87,8 +87,8 @@ test-wheel: dist ## Run the tests against the wheel in a separate environment (T
 	build/wheel-venv/bin/python -m pip install -q -c constraints.txt "$$(ls dist/*.whl)[test,bench,examples]"
 	build/wheel-venv/bin/python -m tests.installed -n $(TEST_WORKERS) $(TESTS)
 
-test-gpu: ## Run the GPU tests on a machine with a GPU (WHEELS=DIR: missing packages, OUT=DIR: report)
-	tests/gpu/run.sh $(if $(WHEELS),--wheels $(WHEELS)) $(if $(OUT),--out $(OUT))
+test-gpu: ## Run the GPU tests on a machine with a GPU (WHEELS=DIR: missing packages, OUT=DIR: report, ONLY=GROUPS)
+	tests/gpu/run.sh $(if $(WHEELS),--wheels $(WHEELS)) $(if $(OUT),--out $(OUT)) $(if $(ONLY),--only $(ONLY))
 
 clean: ## Remove everything that the other targets created
 	rm -rf $(VENV) build dist site *.egg-info */*.so .*_cache .hypothesis

@@ -55,7 +55,7 @@ class ExternalWriter:
         """Return the handle after verifying it with the key.
 
         Raises:
-            DecodeError: The handle is forged, or belongs to another key.
+            DecodeError: The handle is forged, or was made with another key.
         """
         return QueueHandle.from_bytes(self.handle_bytes(), self.key)
 

@@ -117,6 +117,7 @@ class CustomAllReduce:
         self._bound = StreamBinding(context.driver, context.health.where)
         self._capture_stream: int | None = None
         self._is_open = True
+        self._was_raised = False
         self._routes: dict[tuple[str, torch.dtype, int, bool], _Route] = {}
         self._reduce_routes: dict[tuple[torch.dtype, int], _Route] = {}
         self._fusable: dict[tuple[torch.dtype, int, int, bool], bool] = {}
@@ -515,8 +516,8 @@ class CustomAllReduce:
     def _refuse_unfinished(self, operation: str) -> None:
         if self._inputs.pending:
             raise UsageError(
-                f"{self._health.where(operation)}: {self._inputs.pending} inputs were captured that the other ranks "
-                "do not know of; call finish_capture first, on all ranks"
+                f"{self._health.where(operation)}: {self._inputs.pending} captured inputs have not been exchanged yet; "
+                "call finish_capture first, on all ranks"
             )
 
     def _tell(self, operation: str, failure: str, requirement: str) -> None:
@@ -548,7 +549,9 @@ class CustomAllReduce:
         if not self._is_open:
             return ClosedError(f"{self._health.where(operation)}: the communicator was destroyed")
         untold = self._resources.take_untold()
-        if untold is not None:
+        # The watch may find a failure that a call has raised already: later calls raise `GroupBrokenError`.
+        was_raised, self._was_raised = self._was_raised, True
+        if untold is not None and not was_raised:
             return untold
         # The group was closed or broken by something else, which made the kernels leave.
         self._health.check_usable(operation)

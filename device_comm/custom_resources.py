@@ -216,8 +216,8 @@ class CustomResources:
         failure = self.record.failure()
         if failure is not None and failure.reason == "unregistered":
             error = UsageError(
-                f"{self._health.where(operation)}: a CUDA graph was replayed before finish_capture had told the other "
-                f"ranks of its inputs ({failure.kernel}); the group is now unusable, destroy it"
+                f"{self._health.where(operation)}: a CUDA graph was replayed before finish_capture had exchanged its "
+                f"inputs ({failure.kernel}); the group is now unusable, destroy it"
             )
             self._health.fail(error)
             return error

@@ -36,7 +36,8 @@ class StreamBinding:
         if self.stream is not None:
             raise UsageError(
                 f"{self._where(operation)}: on stream {stream:#x}, but this communicator is in use on stream "
-                f"{self.stream:#x}; two streams at once would mix up their data: order them and call use_stream first"
+                f"{self.stream:#x}; calls on two streams would overwrite each other's data: order the streams and call "
+                "use_stream first"
             )
         self._wait_behind(stream)
         self.stream = stream

@@ -1,14 +1,48 @@
-"""Add pages to the site that are elsewhere in the repository: the designs, and the benchmarks with their plots."""
+"""Add the pages that are elsewhere in the repository to the site, and draw the diagrams of all pages."""
 
+import hashlib
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+import mermaidx
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("coordinator", "device_comm", "shm_broadcast")
 PICTURES = {".svg", ".png"}
+THEME = {
+    "fontFamily": "Helvetica, Arial, sans-serif",
+    "fontSize": "14px",
+    "primaryColor": "#e4f0ff",
+    "primaryBorderColor": "#7fb0ea",
+    "primaryTextColor": "#123f73",
+    "lineColor": "#66748a",
+    "textColor": "#2b3545",
+    "noteBkgColor": "#fdf0dc",
+    "noteBorderColor": "#e0ad5b",
+    "noteTextColor": "#6b4206",
+    "edgeLabelBackground": "#fbfcfe",
+    "clusterBkg": "#f3f6fa",
+    "clusterBorder": "#c3ccd9",
+}
+"""The colors of images/planes.svg."""
+SEQUENCE = {
+    "mirrorActors": False,
+    "height": 36,
+    "messageFontSize": 14,
+    "noteFontSize": 14,
+    "actorFontSize": 14,
+}
+OPTIONS = {"theme": "base", "themeVariables": THEME, "sequence": SEQUENCE}
+
+
+def on_config(config: Any) -> Any:
+    """Draw each block of Mermaid while the site is built: a reader's browser runs and fetches nothing for it."""
+    fence = {"name": "mermaid", "class": "diagram", "format": _draw}
+    config.mdx_configs["pymdownx.superfences"] = {"custom_fences": [fence]}
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -33,6 +67,13 @@ def on_files(files: Files, config: Any) -> Files:
                 )
             )
     return files
+
+
+def _draw(source: str, *_: Any, **__: Any) -> str:
+    """Return the SVG of a Mermaid block; an error in it fails the build."""
+    svg = mermaidx.render(f"%%{{init: {json.dumps(OPTIONS)}}}%%\n{source}").svg()
+    name = f"diagram-{hashlib.sha256(source.encode()).hexdigest()[:8]}"
+    return f'<div class="diagram">{" ".join(svg.replace("my-svg", name).split())}</div>'
 
 
 def _without_code_links(text: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 from tests import rank_processes
 from tests.harness import RankPool
 from tests.leaks import Snapshot, leaked_since
-from tests.probes import PROBES, missing_gpus
+from tests.probes import PROBES, missing_gpus, skip, skipped_by_rule
 
 LAUNCHER_VARIABLES = (
     "RANK",
@@ -26,7 +26,6 @@ LAUNCHER_VARIABLES = (
     "TORCHELASTIC_RUN_ID",
 )
 
-skipped_by_rule = pytest.StashKey[bool]()
 temporary = pytest.StashKey[str]()
 
 hypothesis.settings.register_profile("steady", deadline=None, derandomize=True)
@@ -37,18 +36,27 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options that turn skips into failures."""
+    """Add the options that turn skips into failures, and those of `tests/gpu`."""
     parser.addoption(
         "--require-gpu", action="store_true", help="fail instead of skipping tests that need GPUs"
     )
     parser.addoption("--require-all", action="store_true", help="fail instead of skipping any test")
+    parser.addoption(
+        "--gpu-report", metavar="DIR", help="write what the tests on a GPU found to this directory"
+    )
+    parser.addoption(
+        "--gpu-seconds", type=float, default=420.0, help="time for all tests on a GPU together (420)"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give this run a temporary directory of its own and a clean environment."""
     config.addinivalue_line("markers", "requires_gpus(count): the test needs that many CUDA devices")
     config.addinivalue_line("markers", "requires(probe): the test needs what the probe looks for")
-    directory = tempfile.mkdtemp(prefix="gc-")  # short, as paths of Unix sockets have at most 107 bytes
+    config.addinivalue_line(
+        "markers", "gpu_seconds(least, most): time of a test on a GPU; tests.gpu.running.on_gpu"
+    )
+    directory = tempfile.mkdtemp(prefix="gc-")  # short: Unix sockets in it have paths of at most 107 bytes
     config.stash[temporary] = directory
     tempfile.tempdir = os.environ["TMPDIR"] = directory
     for name in list(os.environ):
@@ -71,15 +79,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test whose needs this machine does not meet, or fail it if the options say so."""
-    gpu_marks = list(item.iter_markers("requires_gpus"))
-    reasons = [missing_gpus(*mark.args) for mark in gpu_marks]
-    reasons += [PROBES[mark.args[0]]() for mark in item.iter_markers("requires")]
-    options = item.config.option
-    must_run = options.require_all or (options.require_gpu and bool(gpu_marks))
-    for reason in reasons:
+    for mark in item.iter_markers("requires_gpus"):
+        reason = missing_gpus(*mark.args)
+        if reason is not None and item.config.option.require_gpu:
+            pytest.fail(reason)
         if reason is not None:
-            item.stash[skipped_by_rule] = True
-            (pytest.fail if must_run else pytest.skip)(reason)
+            skip(item, reason)
+    for mark in item.iter_markers("requires"):
+        reason = PROBES[mark.args[0]]()
+        if reason is not None:
+            skip(item, reason)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,7 +1,8 @@
 """A rank with a fake device and the product's own CUDA collectives on it; kernels run as threads."""
 
+import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from tests.fake_cuda import FakeDriver, FakeFaults, fake_cubin, fake_devices, vi
 from tests.native.cuda.host_build import build_host_library
 from tests.waiting import wait_until
 
-__all__ = ["FIRST_RANK", "SMALL_POLICY", "CustomRank", "policy_file", "shuffled"]
+__all__ = ["FIRST_RANK", "SMALL_POLICY", "CustomRank", "policy_file", "shuffled", "store_exchange"]
 
 FIRST_RANK = 4
 """The global rank of rank 0 of the group: no test passes that mixes up the two."""
@@ -32,8 +33,10 @@ KIB = 1 << 10
 MULTIPROCESSORS = 4
 
 
-def policy_file(path: Path, world_size: int, **limits: int) -> str:
-    """Write thresholds such as `push_one_shot=4096` for the fake devices; return the path."""
+def policy_file(
+    path: Path, world_size: int, device_name: str = "Fake H100", arch: str = "sm_90", /, **limits: int
+) -> str:
+    """Write thresholds such as `push_one_shot=4096` for a device; return the path."""
     rows = [
         msgspec.convert(
             {
@@ -49,8 +52,8 @@ def policy_file(path: Path, world_size: int, **limits: int) -> str:
     ]
     content = PolicyFile(
         version=1,
-        device_name="Fake H100",
-        arch="sm_90",
+        device_name=device_name,
+        arch=arch,
         link="nvlink",
         host="here",
         driver="fake",
@@ -59,6 +62,21 @@ def policy_file(path: Path, world_size: int, **limits: int) -> str:
     )
     write_policy_file(path, content)
     return str(path)
+
+
+def store_exchange(store: dist.Store, rank: int, world_size: int) -> Callable[[bytes], list[bytes]]:
+    """Return a function that gives the bytes of every rank to all ranks."""
+    numbers = itertools.count(1)
+
+    def exchange(data: bytes) -> list[bytes]:
+        number = next(numbers)
+        # The prefix keeps the value non-empty, as the store requires.
+        store.set(f"{number}/{rank}", "+" + data.hex())
+        keys = [f"{number}/{other}" for other in range(world_size)]
+        wait_until(lambda: store.check(keys), f"every answer in exchange {number}", 20.0, 0.001)
+        return [bytes.fromhex(store.get(key).decode()[1:]) for key in keys]
+
+    return exchange
 
 
 SMALL_POLICY = {
@@ -90,7 +108,7 @@ class CustomRank:
         self.rank, self.world_size, self.directory = rank, world_size, directory
         self.ranks = tuple(range(FIRST_RANK, FIRST_RANK + world_size))
         self.store = dist.FileStore(str(directory / "store"), world_size)
-        self.number = 0
+        self.exchange = store_exchange(self.store, rank, world_size)
         devices = fake_devices(world_size, multiprocessors=MULTIPROCESSORS)
         self.driver = FakeDriver(directory, rank, devices=devices, faults=FakeFaults(**(faults or {})))
         self.libraries = Path(libraries)
@@ -119,15 +137,6 @@ class CustomRank:
         small = {"arena_bytes": 64 * KIB, "staging_bytes": 32 * KIB}
         self.settings = CudaSettings(**{**small, **settings})
         self.custom: CustomAllReduce | None = None
-
-    def exchange(self, data: bytes) -> list[bytes]:
-        """Return every rank's bytes."""
-        self.number += 1
-        # The prefix keeps the value non-empty, as the store requires.
-        self.store.set(f"{self.number}/{self.rank}", "+" + data.hex())
-        keys = [f"{self.number}/{rank}" for rank in range(self.world_size)]
-        wait_until(lambda: self.store.check(keys), f"every answer in exchange {self.number}", 20.0, 0.001)
-        return [bytes.fromhex(self.store.get(key).decode()[1:]) for key in keys]
 
     def meet(self) -> None:
         """Wait until all ranks have arrived."""

@@ -7,11 +7,28 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
-__all__ = ["PROBES", "missing_gpus", "requires", "requires_gpus"]
+__all__ = [
+    "PROBES",
+    "compute_sanitizer",
+    "missing_gpus",
+    "requires",
+    "requires_gpus",
+    "skip",
+    "skipped_by_rule",
+]
+
+skipped_by_rule = pytest.StashKey[bool]()
+"""Set for a test that is skipped for a reason that we name; any other skip is a failure."""
+
+
+def skip(item: pytest.Item, reason: str) -> NoReturn:
+    """Skip a test whose machine turns out to lack something while it runs; `--require-all` fails it instead."""
+    item.stash[skipped_by_rule] = True
+    (pytest.fail if item.config.option.require_all else pytest.skip)(reason)
 
 
 def requires_gpus(count: int) -> Any:
@@ -64,6 +81,15 @@ def _sanitizers() -> str | None:
     return None if Path(asked.stdout.strip()).is_absolute() else "needs libasan of g++"
 
 
+def _compute_sanitizer() -> str | None:
+    return None if compute_sanitizer() else "needs compute-sanitizer of the CUDA toolkit"
+
+
+def compute_sanitizer() -> str | None:
+    """Return the path of the CUDA toolkit's sanitizer, or None."""
+    return shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+
+
 def _other_user() -> str | None:
     return None if os.geteuid() == 0 else "needs root, to act as another user"
 
@@ -81,6 +107,7 @@ PROBES: dict[str, Callable[[], str | None]] = {
     "network_namespaces": functools.cache(_network_namespaces),
     "compiler": functools.cache(_compiler),
     "sanitizers": functools.cache(_sanitizers),
+    "compute_sanitizer": _compute_sanitizer,
     "other_user": _other_user,
     "nccl": functools.cache(_nccl),
 }

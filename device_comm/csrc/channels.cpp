@@ -24,7 +24,7 @@ public:
         has_view_ = PyObject_GetBuffer(args[0], &view_, PyBUF_WRITABLE) == 0;
         if (!has_view_ || !read(args[1], channels::kMaxRanks + 1, &ranks_)) return false;
         if (static_cast<size_t>(view_.len) < channels::table_bytes(ranks_)) {
-            PyErr_SetString(PyExc_ValueError, "the mapping is too small for so many ranks");
+            PyErr_SetString(PyExc_ValueError, "the mapping is too small for this number of ranks");
             return false;
         }
         for (Py_ssize_t i = 0; i < given; ++i) {

@@ -263,7 +263,7 @@ PyObject* fabric_exchange(PyObject* self, PyObject* const* args, Py_ssize_t coun
     plan.out = reinterpret_cast<unsigned char*>(v[1]);
     const uint32_t ranks = object->fabric->ranks();
     if (table_offset(*object->fabric) < ranks * kLine) {
-        PyErr_SetString(PyExc_ValueError, "the slots are too small for an exchange between so many ranks");
+        PyErr_SetString(PyExc_ValueError, "the slots are too small for an exchange between this number of ranks");
         return nullptr;
     }
     if (!read_widths(args[3], ranks, v[2], &plan.columns)) return nullptr;
@@ -295,7 +295,7 @@ PyObject* lay_out(PyObject*, PyObject* args) {
                                    slot_bytes, generation);
     PyBuffer_Release(&view);
     if (!ok) {
-        PyErr_SetString(PyExc_ValueError, "the mapping is too small for so many ranks and slots");
+        PyErr_SetString(PyExc_ValueError, "the mapping is too small for this number of ranks and size of slots");
         return nullptr;
     }
     Py_RETURN_NONE;

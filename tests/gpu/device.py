@@ -1,25 +1,28 @@
-"""The GPU as the steps use it: the product's driver, and besides graphs, clocks, memory and programs of our own."""
+"""The GPU as the tests use it: the product's driver, with graphs, clocks, memory and programs of the tests."""
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 
 from device_comm.cuda_driver import CudaDriver
 from device_comm.driver import Driver, PreparedLaunch
-from device_comm.kernels import DTYPES
+from device_comm.kernels import DTYPES, FAMILIES, kernel_source
 
 __all__ = [
-    "Clock",
     "Gpu",
     "GpuDriver",
     "Memory",
     "arch_of",
+    "compile_mutant",
     "compile_text",
+    "measured_us",
+    "mutated_source",
     "program_source",
     "u32",
     "u64",
@@ -37,31 +40,26 @@ def u64(value: int) -> bytes:
 
 
 class Gpu(Driver, Protocol):
-    """What the steps need beyond `Driver`; a fake in the tests has it too."""
+    """What the tests need beyond `Driver`. A fake device has it too."""
 
-    def begin_capture(self, stream: int) -> None:
-        """Record what this thread gives to `stream` from now on."""
+    def begin_capture(self, stream: int) -> None: ...
 
-    def end_capture(self, stream: int) -> Any:
-        """Return the graph, ready to be launched."""
+    def end_capture(self, stream: int) -> Any: ...
 
-    def replay(self, graph: Any, stream: int) -> None:
-        """Launch a graph."""
+    def replay(self, graph: Any, stream: int) -> None: ...
 
-    def forget(self, graph: Any) -> None:
-        """Give a graph back."""
+    def forget(self, graph: Any) -> None: ...
 
     def launch_cooperative(
         self, function: int, grid: tuple[int, int], block_x: int, stream: int, arguments: PreparedLaunch
-    ) -> None:
-        """Launch block rows that all run at once."""
+    ) -> None: ...
 
 
 class GpuDriver(CudaDriver):
-    """The product's driver of a real device, with graphs and events that tell the time."""
+    """The product's driver of a real device, with graphs and events that record the time."""
 
     def begin_capture(self, stream: int) -> None:
-        # Of this thread alone: other ranks of this process go on allocating and synchronizing.
+        # For this thread alone: other ranks of this process go on allocating and synchronizing.
         mode = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         self._in_context("cuStreamBeginCapture", self._stream(stream), mode)
 
@@ -79,11 +77,11 @@ class GpuDriver(CudaDriver):
         self._in_context("cuGraphExecDestroy", graph)
 
     def timed_event(self) -> Any:
-        """Return an event that remembers when it was reached."""
+        """Return an event that records when the stream reached it."""
         return self._in_context("cuEventCreate", 0)
 
     def mark(self, event: Any, stream: int) -> None:
-        """Let the stream reach `event`."""
+        """Record `event` on the stream."""
         self._in_context("cuEventRecord", event, self._stream(stream))
 
     def microseconds(self, start: Any, end: Any) -> float:
@@ -95,35 +93,23 @@ class GpuDriver(CudaDriver):
         self._in_context("cuEventDestroy", event)
 
 
-class Clock:
-    """Times what is given to a stream, on the device."""
-
-    def __init__(self, driver: GpuDriver, stream: int) -> None:
-        self.driver, self.stream = driver, stream
-        self._events = driver.timed_event(), driver.timed_event()
-
-    def __enter__(self) -> Self:
-        self.driver.mark(self._events[0], self.stream)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.driver.mark(self._events[1], self.stream)
-
-    def microseconds(self) -> float:
-        """Wait, and return how long the body of the context took."""
-        self.driver.stream_synchronize(self.stream)
-        return self.driver.microseconds(*self._events)
-
-    def close(self) -> None:
-        """Give the events back."""
-        for event in self._events:
-            self.driver.drop(event)
+def measured_us(driver: GpuDriver, stream: int, queue: Callable[[], None]) -> float:
+    """Return how long the device takes for what `queue` puts on the stream."""
+    start, end = driver.timed_event(), driver.timed_event()
+    driver.mark(start, stream)
+    queue()
+    driver.mark(end, stream)
+    driver.stream_synchronize(stream)
+    spent = driver.microseconds(start, end)
+    driver.drop(start)
+    driver.drop(end)
+    return spent
 
 
 class Memory:
-    """One allocation that is handed out in parts: nothing is allocated while kernels wait for each other.
+    """One allocation, handed out in parts, so that nothing is allocated while kernels wait for each other.
 
-    An allocation may wait for all kernels of the process, and one of them may wait for a launch that comes later.
+    An allocation may wait for all kernels of the process, and a kernel may wait for a launch that comes later.
     """
 
     def __init__(self, driver: Driver, nbytes: int) -> None:
@@ -141,11 +127,11 @@ class Memory:
         return address
 
     def mark(self) -> int:
-        """Return a place for `back_to`."""
+        """Return a position for `back_to`."""
         return self._used
 
     def back_to(self, mark: int) -> None:
-        """Hand out again what was handed out since `mark`."""
+        """Take back everything handed out since `mark`."""
         self._used = mark
 
     def put(self, data: torch.Tensor | bytes) -> int:
@@ -153,7 +139,7 @@ class Memory:
         raw = data if isinstance(data, bytes) else to_bytes(data)
         address = self.room(len(raw))
         self.driver.memcpy_htod(address, raw)
-        # From pageable memory the copy may return before the data has arrived, and our streams do not wait for it.
+        # A copy from pageable memory may return before the data has arrived, and our streams do not wait for it.
         self.driver.stream_synchronize(0)
         return address
 
@@ -185,12 +171,33 @@ def arch_of(driver: Driver) -> int:
 
 
 def program_source() -> str:
-    """Return the source of what the tests launch besides the kernels."""
+    """Return the source of the programs that the tests launch beside the kernels."""
     return (Path(__file__).parent / "test_programs.cu").read_text()
 
 
+def mutated_source(name: str) -> str:
+    """Return the kernels with the mistake of `tests/native/cuda/mutations/NAME.patch`."""
+    patch = (Path(__file__).parents[1] / "native" / "cuda" / "mutations" / f"{name}.patch").read_text()
+    source = kernel_source()
+    for hunk in re.split(r"^@@.*\n", patch, flags=re.MULTILINE)[1:]:
+        lines = hunk.splitlines()
+        old = "\n".join(line[1:] for line in lines if not line.startswith("+"))
+        new = "\n".join(line[1:] for line in lines if not line.startswith("-"))
+        if source.count(old) != 1:
+            raise ValueError(f"{name}.patch does not apply to the kernels any more")
+        source = source.replace(old, new)
+    return source
+
+
+def compile_mutant(source: str, arch: int, world_size: int, dtype: str, family: str, *options: str) -> bytes:
+    """Compile a changed source of the kernels as `device_comm.kernels` compiles the right one."""
+    number = 1 + list(FAMILIES).index(family)
+    defines = (f"-DWORLD_SIZE={world_size}", f"-DFAMILY={number}", *options)
+    return compile_text(source, arch, dtype, *defines, "-fmad=false")
+
+
 def compile_text(source: str, arch: int, dtype: str, *options: str) -> bytes:
-    """Compile a source that needs no header; return the machine code."""
+    """Compile a source without headers; return the machine code."""
     from cuda.bindings import nvrtc
 
     def call(function: str, *arguments: Any) -> Any:

@@ -1,27 +1,41 @@
-"""All ranks of a group in one cooperative launch: a block row for each rank, its own workspace, state and error record.
+"""All ranks of a group in one cooperative launch: a row of blocks for each rank, with its own workspace and state.
 
 The kernels are compiled with EMULATE: every argument that differs between ranks is a table in device memory. A
-cooperative launch runs all blocks at once or fails, so ranks cannot wait for one that has no multiprocessor.
+cooperative launch runs all blocks at once or fails, so no rank can wait for one that has no multiprocessor.
+
+    python -m tests.gpu.emulation CACHE     compares a small subset: for compute-sanitizer, which is slow
 """
 
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
 
 from device_comm import kernel_layout
 from device_comm.driver import PreparedLaunch
 from device_comm.kernel_layout import KernelFailure, WorkspaceLayout, blocks_for, required_arena, work_items
-from device_comm.kernels import family_of
-from tests.gpu.device import Gpu, Memory, u32, u64
-from tests.gpu.values import DTYPES
+from device_comm.kernels import KernelCache, KernelVariant, family_of
+from device_comm.reduction import ReduceOperation, reduce_in_rank_order
+from device_comm.rms_norm import add_rms_norm
+from tests.gpu.device import Gpu, GpuDriver, Memory, arch_of, u32, u64
+from tests.gpu.values import DTYPES, SIZES, WrongResultError, expect_equal, expected_sum, random_words
 
-__all__ = ["SUMS", "Emulation"]
+__all__ = ["Cubin", "Emulation", "check_variant", "compiled", "largest_call", "one_variant"]
 
 SUMS = ("push_one_shot", "push_two_shot", "pull_one_shot", "pull_two_shot")
-_THREADS = 256
+GATHERED = (1, 2, 5, 8, 13, 16, 100, 1000, 4096, 65536)
+SCATTERED = (1, 3, 4, 7, 8, 9, 33, 64, 1000, 8192)
+NORMS = ((1, 64), (3, 128), (16, 4096), (200, 2560))
+SMALL = (1, 7, 8, 100, 1025)
+_EPS = 1e-5
+
+Cubin = Callable[[int, str, str], bytes]
+"""(world size, dtype, family) -> the compiled module."""
 
 
 class Emulation:
@@ -41,124 +55,96 @@ class Emulation:
 
         Args:
             driver: The device.
-            world_size: Ranks.
+            world_size: Number of ranks.
             dtype: A name of `DTYPES`.
-            cubin: Gives the compiled family with EMULATE.
+            cubin: Returns the compiled family, with EMULATE.
             largest: Elements of the largest call.
-            deadline_s: How long a rank waits for another.
+            deadline_s: How long a rank waits for another one.
         """
         self.driver, self.world_size, self.dtype = driver, world_size, DTYPES[dtype]
         self._cubin = cubin
         self._modules: dict[str, int] = {}
-        self._functions: dict[str, int] = {}
         nbytes = largest * self.dtype.itemsize
         arena = max(required_arena(name, nbytes, world_size) for name in ("push_one_shot", "push_all_gather"))
         staging = kernel_layout.required_staging("pull_two_shot", nbytes)
-        self.layout = WorkspaceLayout(world_size, arena, staging)
-        own = self.layout.total_bytes + kernel_layout.STATE_BYTES + kernel_layout.ERROR_RECORD_BYTES + 4096
-        # Inputs and outputs of all ranks, of all-gathers too, which give everybody everything.
+        layout = WorkspaceLayout(world_size, arena, staging)
+        own = layout.total_bytes + kernel_layout.STATE_BYTES + kernel_layout.ERROR_RECORD_BYTES + 4096
+        # Inputs and outputs of all ranks; an all-gather gives each of them everything.
         data = (3 + world_size) * (nbytes + 4096) + (1 << 16)
-        self.memory = Memory(driver, world_size * (own + data) + (1 << 20))
+        memory = self.memory = Memory(driver, world_size * (own + data) + (1 << 20))
         self.stream = driver.stream_create()
-        self._set_up(deadline_s)
-
-    def _set_up(self, deadline_s: float) -> None:
-        driver, memory = self.driver, self.memory
-        workspaces = [memory.room(self.layout.total_bytes) for _ in range(self.world_size)]
+        workspaces = [memory.room(layout.total_bytes) for _ in range(world_size)]
         for workspace in workspaces:
-            for offset, value, words in self.layout.initial_words:
+            for offset, value, words in layout.initial_words:
                 driver.memset_d32(workspace + offset, value, words, self.stream)
         states = [memory.put(bytes(kernel_layout.STATE_BYTES)) for _ in workspaces]
         self.errors = [memory.put(bytes(kernel_layout.ERROR_RECORD_BYTES)) for _ in workspaces]
         packed = [
             kernel_layout.pack_params(
-                self.layout,
+                layout,
                 workspaces=workspaces,
                 state=states[rank],
                 error=self.errors[rank],
                 deadline_ns=int(deadline_s * 1e9),
                 rank=rank,
             )
-            for rank in range(self.world_size)
+            for rank in range(world_size)
         ]
         self._params = memory.put(b"".join(packed))
         driver.stream_synchronize(self.stream)
         self._mark = memory.mark()
 
-    def function(self, kernel: str) -> int:
-        """Return a kernel, loaded now if need be."""
-        if kernel not in self._functions:
-            family = family_of(kernel)
-            if family not in self._modules:
-                self._modules[family] = self.driver.module_load(self._cubin(family))
-            self._functions[kernel] = self.driver.module_function(self._modules[family], kernel)
-        return self._functions[kernel]
-
     def _launch(self, kernel: str, items: int, arguments: Sequence[bytes]) -> None:
+        family = family_of(kernel)
+        if family not in self._modules:
+            self._modules[family] = self.driver.module_load(self._cubin(family))
+        function = self.driver.module_function(self._modules[family], kernel)
         most = max(1, self.driver.multiprocessors() // self.world_size)
-        threads = next((each for each in (128, _THREADS, 512) if items <= each * most), 512)
-        grid = blocks_for(items, threads, most)
+        threads = next((each for each in (128, 256, 512) if items <= each * most), 512)
+        grid = (blocks_for(items, threads, most), self.world_size)
         prepared = PreparedLaunch([u64(self._params), *arguments])
-        function = self.function(kernel)
-        self.driver.launch_cooperative(function, (grid, self.world_size), threads, self.stream, prepared)
+        self.driver.launch_cooperative(function, grid, threads, self.stream, prepared)
         self.driver.stream_synchronize(self.stream)
 
-    def _results(self, addresses: Sequence[int], count: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        return [self.memory.get(address, count, dtype) for address in addresses]
+    def call(
+        self, kernel: str, inputs: Sequence[torch.Tensor], count: int, produced: int
+    ) -> list[torch.Tensor]:
+        """Launch a kernel on the ranks' inputs; return the result of each rank.
 
-    def sum(self, kernel: str, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """All-reduce the ranks' inputs; return each rank's result."""
-        memory, count = self.memory, inputs[0].numel()
+        Args:
+            kernel: Any but the fused norm.
+            inputs: One for each rank.
+            count: The kernel's argument: elements, or bytes of an all-gather.
+            produced: Elements of a result.
+        """
+        memory, dtype = self.memory, inputs[0].dtype
         memory.back_to(self._mark)
         first = [memory.put(each) for each in inputs]
         if kernel.startswith("pull"):
-            # Every rank has a table of all ranks' inputs; here they can share one.
+            # Every rank has a table of all inputs; here the ranks can share one.
             first = [memory.table(first)] * self.world_size
-        nbytes = count * self.dtype.itemsize
-        outputs = [memory.room(nbytes) for _ in inputs]
+        outputs = [memory.room(produced * dtype.itemsize) for _ in inputs]
         arguments = [u64(memory.table(first)), u64(memory.table(outputs)), u64(count)]
-        self._launch(kernel, work_items(kernel, nbytes, self.world_size), arguments)
-        return self._results(outputs, count, self.dtype)
-
-    def reduce_scatter(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return each rank's part of the sum."""
-        memory, count = self.memory, inputs[0].numel() // self.world_size
-        memory.back_to(self._mark)
-        first = [memory.put(each) for each in inputs]
-        nbytes = count * self.dtype.itemsize
-        outputs = [memory.room(nbytes) for _ in inputs]
-        arguments = [u64(memory.table(first)), u64(memory.table(outputs)), u64(count)]
-        self._launch(
-            "push_reduce_scatter", work_items("push_reduce_scatter", nbytes, self.world_size), arguments
-        )
-        return self._results(outputs, count, self.dtype)
-
-    def all_gather(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return what each rank has gathered of the ranks' bytes."""
-        memory, nbytes = self.memory, inputs[0].nbytes
-        memory.back_to(self._mark)
-        first = [memory.put(each) for each in inputs]
-        outputs = [memory.room(nbytes * self.world_size) for _ in inputs]
-        arguments = [u64(memory.table(first)), u64(memory.table(outputs)), u64(nbytes)]
-        self._launch("push_all_gather", work_items("push_all_gather", nbytes, self.world_size), arguments)
-        return self._results(outputs, nbytes * self.world_size, torch.uint8)
+        self._launch(kernel, work_items(kernel, count * dtype.itemsize, self.world_size), arguments)
+        return [memory.get(output, produced, dtype) for output in outputs]
 
     def norm(
-        self, inputs: Sequence[torch.Tensor], residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, inputs: Sequence[torch.Tensor], residual: torch.Tensor, weight: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each rank's (normed, sum with the residual) of the fused kernel."""
         memory = self.memory
         memory.back_to(self._mark)
         rows, hidden = inputs[0].shape
-        first = [memory.put(each) for each in inputs]
-        shared = [[memory.put(each)] * self.world_size for each in (residual, weight)]
-        outputs = [memory.room(inputs[0].nbytes) for _ in inputs]
-        totals = [memory.room(inputs[0].nbytes) for _ in inputs]
-        tables = [u64(memory.table(each)) for each in (first, *shared, outputs, totals)]
-        arguments = [*tables, u32(rows), u32(hidden), struct.pack("<f", eps)]
-        self._launch("push_add_rms_norm", rows * kernel_layout.NORM_LANES, arguments)
         count = rows * hidden
-        normed, total = (self._results(each, count, self.dtype) for each in (outputs, totals))
+        tables = [
+            [memory.put(each) for each in inputs],
+            *([memory.put(each)] * self.world_size for each in (residual, weight)),
+            *([memory.room(inputs[0].nbytes) for _ in inputs] for _ in range(2)),
+        ]
+        arguments = [u64(memory.table(each)) for each in tables]
+        arguments += [u32(rows), u32(hidden), struct.pack("<f", _EPS)]
+        self._launch("push_add_rms_norm", rows * kernel_layout.NORM_LANES, arguments)
+        normed, total = ([memory.get(each, count, self.dtype) for each in table] for table in tables[3:])
         return list(zip(normed, total, strict=True))
 
     def failures(self) -> list[KernelFailure | None]:
@@ -172,3 +158,102 @@ class Emulation:
             self.driver.module_unload(module)
         self.driver.stream_destroy(self.stream)
         self.memory.free()
+
+
+def check_variant(emulation: Emulation, sizes: Sequence[int], *, full: bool = True) -> int:
+    """Compare every algorithm at every size; return the number of calls that were compared."""
+    world, dtype = emulation.world_size, emulation.dtype
+    scattered, gathered = (SCATTERED, GATHERED) if full else (SMALL, SMALL)
+    for size in sizes:
+        inputs = [random_words(size, dtype, 100 * size + r) for r in range(world)]
+        expected = expected_sum(inputs)
+        for kernel in SUMS:
+            _compare(
+                emulation, f"{kernel} {dtype}", emulation.call(kernel, inputs, size, size), [expected] * world
+            )
+    for size in scattered:
+        inputs = [random_words(size * world, dtype, size + r) for r in range(world)]
+        found = emulation.call("push_reduce_scatter", inputs, size, size)
+        _compare(emulation, f"push_reduce_scatter {dtype}", found, expected_sum(inputs).split(size))
+    for nbytes in gathered:
+        made = torch.Generator().manual_seed(nbytes)
+        inputs = list(torch.randint(0, 256, (world, nbytes), dtype=torch.uint8, generator=made))
+        # All ones are the sentinel of the sums, and must be ordinary data here.
+        inputs[1] = inputs[1] | 255
+        found = emulation.call("push_all_gather", inputs, nbytes, nbytes * world)
+        _compare(emulation, "push_all_gather", found, [torch.cat(inputs)] * world)
+    norms = NORMS if full else NORMS[:2]
+    for rows, hidden in norms:
+        made = torch.Generator().manual_seed(hidden)
+        tensors = [torch.randn(rows, hidden, generator=made).to(dtype) for _ in range(world + 1)]
+        weight = torch.randn(hidden, generator=made).to(dtype)
+        *inputs, residual = tensors
+        reduced = reduce_in_rank_order(inputs, ReduceOperation.SUM)
+        pairs = emulation.norm(inputs, residual, weight)
+        for which, expected in enumerate(add_rms_norm(reduced, residual, weight, _EPS)):
+            found = [pair[which] for pair in pairs]
+            _compare(emulation, f"push_add_rms_norm of {rows} x {hidden}", found, [expected] * world)
+    if any(emulation.failures()):
+        raise AssertionError(f"error records: {emulation.failures()}")
+    return len(SUMS) * len(sizes) + len(scattered) + len(gathered) + len(norms)
+
+
+def _compare(
+    emulation: Emulation, what: str, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
+) -> None:
+    try:
+        for rank, (result, right) in enumerate(zip(found, expected, strict=True)):
+            expect_equal(result, right, f"{what} rank {rank}")
+    except WrongResultError as error:
+        error.add_note(f"error records: {emulation.failures()}")
+        raise
+
+
+def largest_call() -> int:
+    """Return the elements that the largest call of any algorithm needs, with any world size."""
+    return max(*SIZES, *GATHERED, 8 * max(SCATTERED), *(rows * hidden for rows, hidden in NORMS))
+
+
+def compiled(arch: int, cache: Path) -> Cubin:
+    """Return the source of compiled families; several threads may ask it."""
+    kernels = KernelCache(cache)
+
+    def source(world_size: int, dtype: str, family: str) -> bytes:
+        return kernels.cubin(KernelVariant(arch, world_size, dtype, family, emulate=True))
+
+    return source
+
+
+def one_variant(
+    driver: Gpu,
+    world: int,
+    dtype: str,
+    cubin: Cubin,
+    sizes: Sequence[int] = SIZES,
+    *,
+    full: bool = True,
+    deadline_s: float = 2.0,
+) -> int:
+    """Compare all algorithms for one world size and dtype; return the number of calls."""
+    largest = largest_call() if full else 16384
+    emulation = Emulation(
+        driver, world, dtype, partial(cubin, world, dtype), largest=largest, deadline_s=deadline_s
+    )
+    try:
+        return check_variant(emulation, sizes, full=full)
+    finally:
+        emulation.close()
+
+
+def main(cache: str) -> None:
+    """Compare the subset for the sanitizer."""
+    driver = GpuDriver(0)
+    cubin = compiled(arch_of(driver), Path(cache))
+    variants = ((2, "bfloat16"), (4, "float32"))
+    total = sum(one_variant(driver, *each, cubin, SMALL, full=False, deadline_s=60.0) for each in variants)
+    driver.close()
+    print(f"small subset compared: {total} calls")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,96 +1,93 @@
-"""What a step writes down while it runs: checks, figures and goals, on disk after each of them.
+"""What a GPU test finds out, and the processes that its body runs in.
 
-A step may hang or take its process with it; what it had found out by then is in the file, and the check that was
-running says so.
+Notes go to a file at once, so a body that hangs, or takes its process down, loses nothing that it had found by then.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import time
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Notes", "SkipCheckError"]
-
-_MOST_TEXT = 3000
-
-
-class SkipCheckError(Exception):
-    """This machine cannot show what the check is about; the text says why."""
+__all__ = ["GpuRank", "Notes", "gpu_body", "read_notes"]
 
 
 class Notes:
-    """The record of one step.
+    """Figures, goals and facts of one test, each appended to the file `path` as a line of JSON."""
 
-    Attributes:
-        checks: Each with name, status ("passed", "failed", "skipped", "running"), reason and seconds.
-        figures: What was measured: name -> {"value", "unit"}.
-        goals: What had to be reached: name, target, what was found, and whether that holds.
-        facts: What the machine is.
-    """
-
-    def __init__(self, path: Path, seconds: float) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.checks: list[dict[str, Any]] = []
-        self.figures: dict[str, dict[str, Any]] = {}
-        self.goals: list[dict[str, Any]] = []
-        self.facts: dict[str, str] = {}
-        self._end = time.monotonic() + seconds
-        self._write()
-
-    def left(self) -> float:
-        """Return how many seconds the step still has."""
-        return self._end - time.monotonic()
-
-    def need(self, seconds: float, what: str) -> None:
-        """Skip the check that is running unless so many seconds are left."""
-        if self.left() < seconds:
-            raise SkipCheckError(f"no time left for {what}")
-
-    @contextmanager
-    def check(self, name: str) -> Iterator[None]:
-        """Run the body as one check; what it raises is its result, and the next check goes on."""
-        entry: dict[str, Any] = {"name": name, "status": "running", "reason": "", "seconds": 0.0}
-        self.checks.append(entry)
-        self._write()
-        start = time.monotonic()
-        try:
-            yield
-            entry["status"] = "passed"
-        except SkipCheckError as skip:
-            entry["status"], entry["reason"] = "skipped", str(skip)
-        except Exception as error:
-            lines = traceback.format_exc().strip().splitlines()
-            entry["status"] = "failed"
-            text = f"{type(error).__name__}: {error}\n" + "\n".join(lines[-8:])
-            entry["reason"] = text[:_MOST_TEXT]
-        finally:
-            # A KeyboardInterrupt goes on, and leaves "running" behind.
-            entry["seconds"] = round(time.monotonic() - start, 3)
-            self._write()
 
     def figure(self, name: str, value: float, unit: str) -> float:
-        """Write down what was measured, and return it."""
-        self.figures[name] = {"value": round(float(value), 4), "unit": unit}
-        self._write()
+        """Record a measurement and return it."""
+        self._append("figures", name, {"value": round(float(value), 4), "unit": unit})
         return value
 
-    def goal(self, name: str, target: str, found: str, holds: bool) -> None:
-        """Write down whether something was reached that had to be."""
-        self.goals.append({"name": name, "target": target, "found": found, "holds": holds})
-        self._write()
+    def goal(self, name: str, target: str, found: str, reached: bool) -> None:
+        """Record whether a goal was reached; the last record of a name counts. A missed goal fails no test."""
+        self._append("goals", name, {"target": target, "found": found, "reached": reached})
 
     def fact(self, name: str, value: object) -> None:
-        """Write down something about the machine."""
-        self.facts[name] = str(value)
-        self._write()
+        """Record a fact about the machine."""
+        self._append("facts", name, str(value))
 
-    def _write(self) -> None:
-        content = {name: getattr(self, name) for name in ("checks", "figures", "goals", "facts")}
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(content))
-        part.replace(self.path)
+    def _append(self, kind: str, name: str, content: object) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps([kind, name, content]) + "\n")
+
+
+def read_notes(path: Path) -> dict[str, dict[str, Any]]:
+    """Return what was written to `path`, by kind and name."""
+    found: dict[str, dict[str, Any]] = {"figures": {}, "goals": {}, "facts": {}}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        kind, name, content = json.loads(line)
+        found[kind][name] = content
+    return found
+
+
+class GpuRank(Notes):
+    """The process that a body runs in.
+
+    Attributes:
+        rank: Its number, from 0.
+        world_size: Number of processes that run the body.
+        directory: New for each run, and the same for all its ranks.
+        cache: Compiled kernels, kept for the whole session.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, directory: Path, notes: Path, cache: Path, seconds: float
+    ) -> None:
+        super().__init__(notes)
+        self.rank, self.world_size, self.directory, self.cache = rank, world_size, directory, cache
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Return the seconds until the deadline of the test."""
+        return self._end - time.monotonic()
+
+
+def gpu_body(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Turn `body(me: GpuRank, ...)` into a function that `tests.harness.run_ranks` runs on every rank.
+
+    A warning is an error here too, but only once the body has ended: on a machine that is lent for minutes it must not
+    hide the results.
+    """
+
+    @functools.wraps(body)
+    def run(
+        rank: int, world_size: int, directory: Path, notes: str, cache: str, seconds: float, *args: Any
+    ) -> Any:
+        me = GpuRank(rank, world_size, directory, Path(notes), Path(cache), seconds)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            value = body(me, *args)
+        if caught:
+            raise AssertionError("warnings: " + "; ".join(str(each.message) for each in caught))
+        return value
+
+    return run

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# What one GPU can show, on a bare machine: CUDA 13, torch, g++, no network. See README.md beside this.
-#   tests/gpu/run.sh [--wheels DIR] [--out DIR] [--seconds 420] [--only STEP,STEP]
+# What one GPU can show, on a bare machine: CUDA 13, torch, pytest, g++, no network. See README.md beside this.
+#   tests/gpu/run.sh [--wheels DIR] [--out DIR] [--seconds 420] [--only GROUP,GROUP]
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 tree="$(cd "$here/../.." && pwd)"
-wheels="" out="$PWD/gpu-report" seconds=420 only=""
+wheels="" out="$PWD/gpu-report" seconds=420 tests=(tests/gpu)
 
 usage() {
     sed -n '2,3s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
@@ -14,31 +14,35 @@ usage() {
 
 while [ $# -gt 0 ]; do
     case "$1" in
-        --wheels) wheels="${2:?--wheels needs a directory}"; shift 2 ;;
-        --out) out="${2:?--out needs a directory}"; shift 2 ;;
+        --wheels) wheels="$(realpath "${2:?--wheels needs a directory}")"; shift 2 ;;
+        --out) out="$(realpath -m "${2:?--out needs a directory}")"; shift 2 ;;
         --seconds) seconds="${2:?--seconds needs a number}"; shift 2 ;;
-        --only) only="${2:?--only needs names}"; shift 2 ;;
+        --only)
+            tests=()
+            IFS=, read -ra names <<< "${2:?--only needs names}"
+            for name in "${names[@]}"; do
+                [ -f "$here/test_$name.py" ] || { echo "no group $name" >&2; usage 2; }
+                tests+=("tests/gpu/test_$name.py")
+            done
+            shift 2
+            ;;
         -h | --help) usage 0 ;;
         *) echo "unknown argument: $1" >&2; usage 2 ;;
     esac
 done
 
 python="${PYTHON:-python3}"
-begin=$SECONDS
 work="$(mktemp -d -t gc-gpu-XXXXXX)"
 trap 'rm -rf "$work"' EXIT
 mkdir -p "$work/site" "$work/tree" "$out"
 
-# A copy: nothing that is built may be left in the tree. Without pyproject.toml, which asks for newer tools than a
-# machine may have and says nothing that the native cores need.
+# Work in a copy: nothing that is built may be left in the tree.
 for part in coordinator device_comm shm_broadcast tests setup.py; do
     cp -R "$tree/$part" "$work/tree/"
 done
 find "$work/tree" \( -name '*.so' -o -name '__pycache__' \) -prune -exec rm -rf {} +
-
+cd "$work/tree"
 export PYTHONPATH="$work/tree:$work/site${PYTHONPATH:+:$PYTHONPATH}" PYTHONDONTWRITEBYTECODE=1
-# The ranks of a step share the cores: torch's own threads would only get in their way.
-export OMP_NUM_THREADS=1
 
 for pair in zmq:pyzmq msgspec:msgspec; do
     module="${pair%%:*}" package="${pair##*:}"
@@ -54,20 +58,15 @@ for pair in zmq:pyzmq msgspec:msgspec; do
 done
 
 echo "building the native cores ..."
-(
-    cd "$work/tree"
-    timeout 150 "$python" setup.py -q build_ext --inplace --parallel 2
-)
-rm -rf "$work/tree/build"
+timeout 150 "$python" setup.py -q build_ext --inplace --parallel 2
+# pytest needs its settings. The build goes without them: they ask for newer tools than a machine may have.
+cp "$tree/pyproject.toml" .
 
-# From outside of the tree: what is imported is the copy.
-cd "$work"
-left=$((seconds - (SECONDS - begin)))
-arguments=(--out "$out" --seconds "$left")
-if [ -n "$only" ]; then
-    arguments+=(--only "$only")
-fi
+left=$((seconds - SECONDS))
 status=0
-timeout --kill-after=5 "$((left + 30))" "$python" -m tests.gpu.main "${arguments[@]}" || status=$?
-echo "done in $((SECONDS - begin)) s"
+# Plugins of the machine stay out: their warnings would be errors.
+PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 timeout --kill-after=5 "$((left + 60))" \
+    "$python" -m pytest -v -p no:cacheprovider --require-gpu --gpu-seconds "$left" --gpu-report "$out" \
+    "${tests[@]}" || status=$?
+echo "done in $SECONDS s; the report: $out/gpu-report.md"
 exit "$status"

@@ -1,10 +1,10 @@
 """Entry point of the demo: runs the launcher, one of its ranks, or one rank under torchrun."""
 
+import os
 import sys
 from collections.abc import Sequence
 
-from coordinator.errors import SettingsError
-from coordinator.settings import LaunchEnvironment
+from shm_broadcast.errors import SettingsError
 
 from .config import ModelConfig
 from .errors import DemoError
@@ -13,6 +13,10 @@ from .lessons import SEEDED_CONFIG
 from .options import Options, parse_options
 
 __all__ = ["main"]
+
+# torchrun sets them. `coordinator.settings` knows more, but importing it imports torch: seconds that our own launcher
+# does not need.
+LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,10 +38,9 @@ def main(arguments: Sequence[str]) -> int:
             return 1
     try:
         _check_model(options)
-        launcher = LaunchEnvironment.from_env()
-        if launcher is None:
+        if not LAUNCHER_VARIABLES & os.environ.keys():
             return launch(options, arguments)
-        options.check_world_size(launcher.world_size)
+        _check_launcher(options)
         return _run_rank(options)
     except (DemoError, SettingsError) as error:
         sys.stderr.write(f"tiny_llm: error: {error}\n")
@@ -52,6 +55,20 @@ def _check_model(options: Options) -> None:
     """
     config = SEEDED_CONFIG if options.model is None else ModelConfig.from_directory(options.model)
     config.check_layout(options.tensor, options.pipeline)
+
+
+def _check_launcher(options: Options) -> None:
+    """Check what torchrun says about the ranks that it started.
+
+    Raises:
+        DemoError: The number of ranks is not the one that the options need.
+        SettingsError: A variable of the launcher is missing or malformed.
+    """
+    from coordinator.settings import LaunchEnvironment
+
+    environment = LaunchEnvironment.from_env()
+    if environment is not None:
+        options.check_world_size(environment.world_size)
 
 
 def _run_rank(options: Options) -> int:

@@ -206,6 +206,12 @@ def test_what_cannot_work_is_said_in_one_line(arguments: tuple[str, ...], text: 
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_the_launcher_needs_no_torch() -> None:
+    """Importing torch takes seconds, which only the ranks spend."""
+    code = "import sys, examples.tiny_llm.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
+
+
 def test_an_error_of_rank_0_is_said_in_one_line(tmp_path: Path) -> None:
     """What only a rank finds out reaches the user without a traceback as well."""
     model = random_checkpoint(tmp_path / "model", CONFIG)

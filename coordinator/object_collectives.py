@@ -45,9 +45,7 @@ class ObjectCollectives(GroupPlanes):
             type: Decode straight into this type; a message that does not fit is a `DecodeError`.
 
         Returns:
-            The object: on rank `src` `obj` itself, elsewhere a copy that shares nothing. One of builtin types
-            that came through a queue on one host, of up to 4 KiB, and what is put into it, may live on until the call
-            after the next one begins: nobody waits then until it is freed.
+            The object: on rank `src` `obj` itself, elsewhere a copy that shares nothing.
         """
         self._health.check_usable("broadcast_object")
         checks.check_timeout(timeout_s)

@@ -172,13 +172,6 @@ class ReadPort(_Port):
     @property
     def is_assembling(self) -> bool:
         """Whether a message has come in part."""
-    @property
-    def previewed(self) -> int:
-        """How many messages were decoded while they were written."""
-    @property
-    def rehearsed(self) -> int:
-        """How often the last message was decoded once more, to keep the caches warm."""
-
     def receive(self, spin_ns: int, park_ns: int, nap_ns: int, /) -> Any:
         """Return the next object, or NOTHING: none came in time, or this end cannot be used.
 

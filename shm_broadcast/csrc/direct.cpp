@@ -65,22 +65,6 @@ bool ask(PyObject* next_stage, bool has_waited, Patience* patience) {
     return true;
 }
 
-// An application keeps a message until it assigns the next one: that frees it, 30 objects of a scheduler step, 1 to 2 us
-// that the next message would wait for. So a message that was decoded ahead, which is short and made of builtin types, is
-// held until the call after the next one begins, which has time; one that nobody else holds, until the next. Called where
-// a call begins, outside of any lock: the application may have put more into the message, whose code then runs.
-void let_go(Port* port) {
-    const Ref gone(port->older);
-    port->older = port->latest;
-    port->latest = nullptr;
-    if (port->older != nullptr && Py_REFCNT(port->older) == 1) Py_CLEAR(port->older);
-}
-
-void hold_until_later(Port* port, PyObject* message) {
-    if (port->is_closed || port->latest != nullptr) return;  // another call came between
-    port->latest = Py_NewRef(message);
-}
-
 }  // namespace
 
 // direct(source, general[, next_stage, refuse]): serve `broadcast_object` of a group in which the writer has rank `source`
@@ -114,19 +98,14 @@ PyObject* write_port_broadcast(PyObject* self, PyObject* const* args, Py_ssize_t
 // broadcast_object(obj=None, src=0, ...) -> the writer's object
 PyObject* read_port_broadcast(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* names) {
     Port* port = port_of(self);
-    let_go(port);
     if (!is_ordinary(port, args, count, names) || !usable(port)) return generally(port, args, count, names);
     // Another thread may close the port meanwhile, which lets them go.
     Ref next_stage = Ref::borrowed(port->next_stage), refuse = Ref::borrowed(port->refuse);
     Patience patience{0, 0, 0};
     for (bool has_waited = false; usable(port); has_waited = true) {
-        const auto ahead = port->previewed;
         PyObject* result = receive(port, patience);
         if (result == nullptr) return refused(refuse.get());
-        if (result != nothing) {
-            if (port->previewed != ahead) hold_until_later(port, result);
-            return result;
-        }
+        if (result != nothing) return result;
         Py_DECREF(result);
         if (!ask(next_stage.get(), has_waited, &patience)) return refused(refuse.get());
     }

@@ -4,6 +4,9 @@
 #include <pthread.h>
 #include <structmember.h>
 
+#include <algorithm>
+
+#include "encoder.hpp"
 #include "pieces.hpp"
 
 namespace port {
@@ -30,8 +33,6 @@ bool usable(const Port* port) { return !port->is_closed && !port->is_held && !po
 
 void release_memory(Port* port) {
     delete port->assembly;
-    delete port->rehearsal;
-    port->rehearsal = nullptr;
     delete port->ring;
     delete port->view;
     port->assembly = nullptr;
@@ -50,8 +51,6 @@ int port_traverse(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(port->general);
     Py_VISIT(port->next_stage);
     Py_VISIT(port->refuse);
-    Py_VISIT(port->latest);
-    Py_VISIT(port->older);
     return 0;
 }
 
@@ -61,8 +60,6 @@ int port_clear(PyObject* self) {
     Py_CLEAR(port->general);
     Py_CLEAR(port->next_stage);
     Py_CLEAR(port->refuse);
-    Py_CLEAR(port->latest);
-    Py_CLEAR(port->older);
     return 0;
 }
 
@@ -118,10 +115,8 @@ PyObject* read_port_new(PyTypeObject* type, PyObject* args, PyObject*) {
     }
     port->reads = true;
     port->index = static_cast<uint32_t>(index);
-    port->given_up = draft::kNowhere;
     port->assembly = new (std::nothrow) codec::Assembly;
-    port->rehearsal = new (std::nothrow) codec::Rehearsal;
-    if (port->assembly == nullptr || port->rehearsal == nullptr) return PyErr_NoMemory();
+    if (port->assembly == nullptr) return PyErr_NoMemory();
     return guard.release();
 }
 
@@ -129,13 +124,10 @@ PyObject* read_port_new(PyTypeObject* type, PyObject* args, PyObject*) {
 PyObject* port_close(PyObject* self, PyObject*) {
     Port* port = port_of(self);
     port->is_closed = true;
-    ++port->turn;
     if (!port->is_busy) release_memory(port);
     // They hold the end that holds the port.
     Py_CLEAR(port->next_stage);
     Py_CLEAR(port->refuse);
-    Py_CLEAR(port->latest);
-    Py_CLEAR(port->older);
     Py_RETURN_NONE;
 }
 
@@ -144,48 +136,47 @@ PyObject* port_hold(PyObject* self, PyObject* flag) {
     const int held = PyObject_IsTrue(flag);
     if (held < 0) return nullptr;
     port_of(self)->is_held = held != 0;
-    ++port_of(self)->turn;
     Py_RETURN_NONE;
 }
 
-// Publishes a message that is no more than a short header, as most are. Nothing else is in its way: see `send`.
-void publish_short(Port* port, const Encoder& encoder, draft::Draft& draft, uint32_t tag) {
-    draft.lay(encoder.header());
-    ++port->turn;  // an older send may end while a newer one encodes
-    port->ring->publish(encoder.nbytes(), ring::kWhole, encoder.nbytes(), true, tag);
+// So much of a long message is copied before readers are told: some microseconds of copying.
+constexpr size_t kStreamedBytes = 32 * 1024;
+
+// Copies a long message into the ring, without the GIL; readers copy behind us.
+void stream(Ring& ring, const codec::Pieces& pieces, uint32_t tag) {
+    const size_t total = pieces.total();
+    unsigned char* to = ring.reserve(total);
+    ring.begin_stream(total, tag);
+    for (size_t done = 0; done < total;) {
+        const size_t bytes = std::min(kStreamedBytes, total - done);
+        pieces.copy(to + done, done, bytes);
+        done += bytes;
+        ring.fill(done);
+    }
+    ring.end_stream();
 }
 
-// Publishes any other; false when its buffers cannot be read or have changed, and nothing was changed here.
-[[gnu::noinline]] bool publish_long(Port* port, const Encoder& encoder, uint32_t tag) {
+// Puts an encoded message into the ring if it fits in one record and there is room. False: nothing was changed.
+bool publish(Port* port, const Encoder& encoder, uint32_t tag) {
     Ring& ring = *port->ring;
+    const uint64_t total = encoder.nbytes();
+    if (total > ring.longest_payload() || !ring.is_aligned() || ring.hopeless() || !ring.has_room(total)) return false;
     codec::Pieces pieces;
     if (!pieces.acquire({encoder.header().data(), encoder.header().size()}, encoder.buffers())) {
         PyErr_Clear();
         return false;
     }
-    const size_t total = pieces.total();
-    if (total != encoder.nbytes()) return false;
-    ++port->turn;
+    if (pieces.total() != total) return false;
     if (total <= kUnlockedCopy) {
-        draft::Draft::lay_anew(ring.reserve(total), pieces, 0, total);
+        pieces.copy(ring.reserve(total), 0, total);
         ring.publish(total, ring::kWhole, total, true, tag);
     } else {
         port->is_busy = true;
         Py_BEGIN_ALLOW_THREADS
-        draft::stream(ring, pieces, tag);
+        stream(ring, pieces, tag);
         Py_END_ALLOW_THREADS
         port->is_busy = false;
     }
-    return true;
-}
-
-// Puts an encoded message into the ring if it fits in one record and there is room.
-bool publish(Port* port, const Encoder& encoder, draft::Draft& draft, uint32_t tag) {
-    Ring& ring = *port->ring;
-    const uint64_t total = encoder.nbytes();
-    if (total > ring.longest_payload() || !ring.is_aligned() || ring.hopeless() || !ring.has_room(total)) return false;
-    if (encoder.buffers() == nullptr && total <= ring::kDraftBytes) publish_short(port, encoder, draft, tag);
-    else if (!publish_long(port, encoder, tag)) return false;
     port->messages += 1;
     port->nbytes += total;
     if (!port->is_closed) return !port->is_held;
@@ -198,10 +189,8 @@ bool publish(Port* port, const Encoder& encoder, draft::Draft& draft, uint32_t t
 int send(Port* port, PyObject* object) {
     if (!usable(port)) return 0;
     port->ring->announce();
-    ++port->turn;
     const uint32_t tag = port->tag;  // of this message, whatever is sent while it is encoded
-    draft::Draft draft(*port->ring, {port->turn, forks});
-    Encoder encoder(port->hook, draft::is_worthwhile(*port->ring) ? &draft : nullptr);
+    Encoder encoder(port->hook);
     if (!encoder.build(object)) {
         // What is no Exception, such as Ctrl-C, goes to the caller; the rest happens again on the general way.
         if (!PyErr_ExceptionMatches(PyExc_Exception)) return -1;
@@ -209,7 +198,7 @@ int send(Port* port, PyObject* object) {
         return 0;
     }
     // Describing an object may have run application code.
-    return usable(port) && publish(port, encoder, draft, tag) ? 1 : 0;
+    return usable(port) && publish(port, encoder, tag) ? 1 : 0;
 }
 
 namespace {
@@ -258,8 +247,6 @@ PyMemberDef members[] = {
     {"tag", T_UINT, offsetof(Port, tag), 0, nullptr},
     {"waited_ns", T_ULONGLONG, offsetof(Port, waited_ns), 0, nullptr},
     {"arrived_ns", T_ULONGLONG, offsetof(Port, arrived_ns), READONLY, nullptr},
-    {"previewed", T_ULONGLONG, offsetof(Port, previewed), READONLY, nullptr},
-    {"rehearsed", T_ULONGLONG, offsetof(Port, rehearsed), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
 

@@ -4,8 +4,6 @@
 #pragma once
 
 #include "assembly.hpp"
-#include "draft.hpp"
-#include "rehearsal.hpp"
 #include "ring.hpp"
 
 namespace port {
@@ -16,7 +14,6 @@ struct Port {
     PyObject* hook;  // the codec's, for what is no builtin type
     ring::Ring* ring;
     uint64_t born;  // `forks` when it was made
-    uint64_t turn;  // changes with each use of the port that touches the ring; writers only
     unsigned long long messages;
     unsigned long long nbytes;
     unsigned int tag;  // of the next message that is sent; of the latest that was received
@@ -32,15 +29,9 @@ struct Port {
     uint32_t index;
     unsigned long long waited_ns;
     unsigned long long arrived_ns;
-    uint64_t given_up;  // where a draft came to nothing, so that it is not looked at again
-    codec::Rehearsal* rehearsal;
     codec::Assembly* assembly;
-    PyObject* next_stage;          // how to wait
-    PyObject* refuse;              // raises for an error
-    PyObject* latest;              // what the last direct call returned, if it was decoded ahead
-    PyObject* older;               // the same of the call before it
-    unsigned long long previewed;  // messages that were decoded ahead
-    unsigned long long rehearsed;  // times that the last message was decoded again
+    PyObject* next_stage;  // how to wait
+    PyObject* refuse;      // raises for an error
 };
 
 inline Port* port_of(PyObject* self) { return reinterpret_cast<Port*>(self); }

@@ -40,9 +40,7 @@ int wait_until(Port* port, Patience patience, Done done) {
     const uint64_t parked_from = start + patience.spin_ns, until = parked_from + patience.park_ns;
     int status = 0;
     while (status == 0 && now < until && !ready()) {
-        const bool paused = now - port->arrived_ns >= codec::kPauseNs;
-        if (paused && now + codec::kShortestPollNs <= parked_from) port->rehearsed += port->rehearsal->perform();
-        const uint64_t spin = now < parked_from ? std::min(parked_from - now, codec::kRehearsedNs) : 0;
+        const uint64_t spin = now < parked_from ? std::min(parked_from - now, kSignalsNs) : 0;
         const uint64_t park = now + spin < parked_from ? 0 : std::min(until - now - spin, kSignalsNs);
         Py_BEGIN_ALLOW_THREADS
         ring.wait(port->index, spin, park, patience.nap_ns, ready);
@@ -68,7 +66,6 @@ void count_message(Port* port, const ring::RecordHeader& record, uint64_t nbytes
 PyObject* take_whole(Port* port, const ring::RecordHeader& record, const unsigned char* payload) {
     Decoder decoder({payload, record.payload_bytes}, port->memory, port->hook, true);
     PyObject* result = decoder.run();
-    if (result != nullptr) port->rehearsal->remember(payload, record.payload_bytes);
     port->ring->release(port->index, record);
     count_message(port, record, record.payload_bytes);
     return result;
@@ -119,41 +116,13 @@ PyObject* take(Port* port, const ring::RecordHeader& record, const unsigned char
     }
 }
 
-// Decodes the next message while it is written; nullptr without an exception when it has to be read as any other.
-PyObject* take_ahead(Port* port) {
-    draft::Preview preview(*port->ring, port->index);
-    Decoder decoder({preview.bytes(), ring::kDraftBytes}, &preview);
-    const codec::NoCollections guard;
-    PyObject* result = decoder.run_ahead();
-    if (result == nullptr) {
-        PyErr_Clear();
-        port->given_up = port->ring->reader(port->index).consumed.load(std::memory_order_relaxed);
-        return nullptr;
-    }
-    port->rehearsal->remember(preview.bytes(), preview.record().payload_bytes);
-    port->ring->release(port->index, preview.record());
-    count_message(port, preview.record(), preview.record().payload_bytes);
-    port->arrived_ns = ring::now_ns();
-    port->previewed += 1;
-    return result;
-}
-
 PyObject* receive_whole(Port* port, Patience patience) {
     Ring& ring = *port->ring;
     const uint32_t index = port->index;
     const bool waits = patience.spin_ns > 0 || patience.park_ns > 0;
     uint64_t until = 0;
     ring::RecordHeader record{};
-    const bool looks = waits && !port->assembly->active();
-    const uint64_t before = port->arrived_ns;
-    int found = wait_until(port, patience, [&] { return ring.has_data(index) || (looks && draft::is_offered(ring, index, port->given_up)); });
-    if (found > 0 && !ring.has_data(index)) {
-        PyObject* result = take_ahead(port);
-        if (result != nullptr) return result;
-        // Nothing has arrived yet, or just now.
-        port->arrived_ns = ring.has_data(index) ? ring::now_ns() : before;
-        if (!ring.has_data(index)) return none_yet();
-    }
+    int found = wait_until(port, patience, [&] { return ring.has_data(index); });
     while (found > 0) {
         unsigned char* payload = nullptr;
         if (!ring.next(index, &record, &payload)) return corrupt("the ring holds no readable record");

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "draft.hpp"
 #include "pieces.hpp"
 
 namespace {
@@ -124,7 +123,7 @@ PyObject* ring_write(PyObject*, PyObject* const* args, Py_ssize_t count) {
             if (!ring.has_room(payload)) ring.wait_for_room(payload, park_ns);
             if (!ring.has_room(payload)) break;
         }
-        draft::Draft::lay_anew(ring.reserve(payload), pieces, static_cast<size_t>(done), payload);
+        pieces.copy(ring.reserve(payload), static_cast<size_t>(done), payload);
         done += payload;
         const uint32_t flags = whole ? ring::kWhole : done == total ? ring::kLastPart : ring::kPart;
         ring.publish(payload, flags, total, done == total, static_cast<uint32_t>(tag));

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from shm_broadcast import _core, codec
 from shm_broadcast.errors import UsageError
@@ -156,6 +158,41 @@ def test_describing_may_send() -> None:
     assert [reader.receive(0, 0, 0), reader.receive(0, 0, 0)] == ["inner", [Point(1)]]
 
 
+class Acting(TorchFunctionMode):
+    """Acts once, when something is first asked of a tensor."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        """Do `act`."""
+        super().__init__()
+        self._acts = [act]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Act, then do what was asked."""
+        if self._acts:
+            self._acts.pop()()
+        return func(*args, **(kwargs or {}))
+
+
+def test_ctrl_c_while_a_tensor_is_looked_at_goes_up() -> None:
+    """It is no reason to describe the tensor in another way; an ordinary exception is."""
+    codec.encode(torch.zeros(1))
+    _, writer, reader = ends()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    def fail() -> None:
+        raise RuntimeError("not now")
+
+    message = [torch.ones(2)]
+    for encode in (codec.encode, writer.send):
+        with Acting(interrupt), pytest.raises(KeyboardInterrupt):
+            encode(message)
+    with Acting(fail):
+        assert writer.send(message)
+    assert torch.equal(reader.receive(0, 0, 0)[0], message[0])
+
+
 @pytest.mark.guarantee("B19")
 def test_a_forked_child_sends_and_receives_nothing() -> None:
     """Both ends do nothing in a child, and go on in the parent."""
@@ -177,7 +214,7 @@ def test_a_forked_child_sends_and_receives_nothing() -> None:
 @pytest.mark.guarantee("B10")
 @pytest.mark.parametrize(
     ("offset", "form", "value"),
-    [(0, "Q", 0), (8, "I", 2), (12, "I", 0), (12, "I", 1025), (16, "Q", 64), (24, "Q", 2**63), (24, "Q", 65)],
+    [(0, "Q", 0), (8, "I", 1), (12, "I", 0), (12, "I", 1025), (16, "Q", 64), (24, "Q", 2**63), (24, "Q", 65)],
 )
 def test_a_mapping_that_holds_no_ring_is_refused(offset: int, form: str, value: int) -> None:
     """No port is made on memory that is not laid out as ours."""

@@ -24,7 +24,7 @@ IDENTITY = {
     "data bytes": (24, "Q"),
 }
 GENERATION = 32
-PUBLISHED, WRITER_MESSAGES, STAMP, SEQUENCE, CLOSED, FILLED, DRAFT = 64, 72, 80, 88, 92, 96, 104
+PUBLISHED, WRITER_MESSAGES, STAMP, SEQUENCE, CLOSED, FILLED = 64, 72, 80, 88, 92, 96
 SPACE_WORD, SPACE_WAITING = 128, 132
 CONSUMED, READER_MESSAGES, PROGRESS, PARKED, STATE = 192, 200, 208, 216, 220
 RECORD = {"payload bytes": (0, "Q"), "flags": (8, "I"), "message": (16, "Q"), "total bytes": (24, "Q")}
@@ -47,7 +47,7 @@ def test_every_field_stands_where_the_layout_says() -> None:
     memory = bare_ring(2 * PAGE, readers=2, generation=0x1234)
     assert memory[:8] == b"!GCRING1"
     assert [get(memory, *IDENTITY[name]) for name in ("version", "readers", "data offset", "data bytes")] == [
-        1,
+        2,
         2,
         PAGE,
         2 * PAGE,
@@ -61,7 +61,7 @@ def test_every_field_stands_where_the_layout_says() -> None:
     assert (get(memory, SEQUENCE, "I"), get(memory, CLOSED, "I")) == (1, 0)
     assert [get(memory, PAGE + offset, form) for offset, form in RECORD.values()] == [3, 0, 1, 3]
     assert memory[PAGE + RECORD_HEADER : PAGE + RECORD_HEADER + 3] == b"abc"
-    assert (get(memory, FILLED, "Q"), get(memory, DRAFT, "Q")) == (0, 0)
+    assert get(memory, FILLED, "Q") == 0
     _core.ring_take(memory, 1)
     _core.ring_release(memory, 1)
     second = 64
@@ -142,7 +142,7 @@ def test_an_identity_that_changes_later_does_no_harm(name: str, nbytes: int) -> 
 
 
 @pytest.mark.guarantee("B10")
-@pytest.mark.parametrize("where", ["published", "consumed", "filled", "draft", *RECORD])
+@pytest.mark.parametrize("where", ["published", "consumed", "filled", *RECORD])
 @pytest.mark.parametrize("value", WRONG)
 def test_an_overwritten_field_gives_an_error_or_a_message(where: str, value: int) -> None:
     """Whatever stands in the words of the protocol, each call returns in time with an error of ours or an object."""
@@ -154,34 +154,12 @@ def test_an_overwritten_field_gives_an_error_or_a_message(where: str, value: int
             offset, form = RECORD[where]
             put(memory, PAGE + offset, form, value)
         else:
-            offset = {"published": PUBLISHED, "consumed": CONSUMED, "filled": FILLED, "draft": DRAFT}[where]
+            offset = {"published": PUBLISHED, "consumed": CONSUMED, "filled": FILLED}[where]
             put(memory, offset, "Q", value)
         for _ in range(4):
             outcomes = [outcome_of(lambda: reader.dequeue(0.0)), outcome_of(lambda: writer.enqueue(1, 0.0))]
             assert all(isinstance(each, (CommError, list, int, type(None))) for each in outcomes), outcomes
         reader.statistics()
-
-
-@pytest.mark.guarantee("B10", "B23")
-@pytest.mark.parametrize("value", WRONG)
-def test_a_draft_of_anything_is_looked_at_once(value: int) -> None:
-    """A reader that waits is not kept busy by a draft that becomes no message, and gets the next message."""
-    memory = bare_ring(64 * PAGE)
-    writer, reader = _core.WritePort(memory, codec.describe), _core.ReadPort(memory, 0, codec.build_owned)
-    memory[PAGE + RECORD_HEADER : 2 * PAGE] = (
-        codec.encode(list(range(200))).to_bytes().ljust(PAGE, b"\x91")[:-RECORD_HEADER]
-    )
-    put(memory, DRAFT, "Q", value)
-    before = time.process_time()
-    for _ in range(2):
-        start = time.monotonic()
-        while time.monotonic() < start + 0.1:
-            assert reader.receive(0, 100_000_000, 0) is _core.NOTHING
-    assert time.process_time() - before < 0.1
-    assert writer.send([7] * 300)
-    assert get(memory, DRAFT, "Q") in (0, value % 2**64)
-    assert reader.receive(10**9, 0, 0) == [7] * 300
-    assert reader.previewed == 0
 
 
 @pytest.mark.guarantee("B10")

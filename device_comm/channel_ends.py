@@ -199,7 +199,7 @@ class Inlet:
 
     def _take(self, spin_ns: int, park_ns: int) -> Any:
         try:
-            return self.port.receive(spin_ns, park_ns, 0)
+            return self.port.receive(spin_ns, park_ns)
         except rings.RingCorrupt as error:
             self._crossing.fail_corrupt(self.peer, error)
         except Exception as error:  # noqa: BLE001 - raised where the message is asked for

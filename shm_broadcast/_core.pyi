@@ -172,11 +172,10 @@ class ReadPort(_Port):
     @property
     def is_assembling(self) -> bool:
         """Whether a message has come in part."""
-    def receive(self, spin_ns: int, park_ns: int, nap_ns: int, /) -> Any:
+    def receive(self, spin_ns: int, park_ns: int, /) -> Any:
         """Return the next object, or NOTHING: none came in time, or this end cannot be used.
 
-        Waits for at most `spin_ns` and then `park_ns` for each record, in naps of `nap_ns` unless 0, and lets
-        signal handlers run. RingCorrupt: the ring is unusable. Any
+        Waits for at most `spin_ns` and then `park_ns` for each record, and lets signal handlers run. RingCorrupt: the ring is unusable. Any
         other exception is the decoder's: the message is gone, the next one can be read.
         """
 
@@ -184,7 +183,7 @@ class ReadPort(_Port):
         self,
         source: int,
         general: Callable[..., Any],
-        next_stage: Callable[[bool], tuple[int, int, int]],
+        next_stage: Callable[[bool], tuple[int, int]],
         refuse: Callable[[Exception], NoReturn],
         /,
     ) -> None:

@@ -57,7 +57,7 @@ class RingReader(RingEnd):
         """Wait for the next message, copy it out and return its object."""
         try:
             with self._calls:
-                value = self._port.receive(0, 0, 0)
+                value = self._port.receive(0, 0)
                 if value is _core.NOTHING:
                     value = self._await("dequeue", timeout_s, self._port.receive)
         except Exception as error:  # noqa: BLE001 - raises
@@ -97,7 +97,7 @@ class RingReader(RingEnd):
         """Return (True, the next object), or (False, None) if it is not there, or not whole yet."""
         try:
             with self._calls:
-                value = self._port.receive(0, 0, 0)
+                value = self._port.receive(0, 0)
                 if value is not _core.NOTHING:
                     return True, value
                 self._check_lease("try_dequeue")
@@ -164,7 +164,7 @@ class RingReader(RingEnd):
         self._port.nbytes += total
         return window
 
-    def _wait(self, spin_ns: int, park_ns: int, _nap_ns: int) -> object:
+    def _wait(self, spin_ns: int, park_ns: int) -> object:
         """Wait as `receive` does, but take nothing."""
         park_ns = min(park_ns, SLICE_NS)
         status = _core.ring_wait(self._memory, self._index, spin_ns, park_ns)
@@ -206,7 +206,7 @@ class RingReader(RingEnd):
         """Return whether a message is there. Does not wait."""
         return _core.ring_wait(self._memory, self._index, 0, 0) == _DATA
 
-    def _await(self, call: str, timeout_s: float | None, take: Callable[[int, int, int], Any]) -> Any:
+    def _await(self, call: str, timeout_s: float | None, take: Callable[[int, int], Any]) -> Any:
         """Return what `take` returns, called until that is something; it waits for as long as it is told.
 
         What happens behind a message's arrival counts, so what can be is done before the next wait.
@@ -214,11 +214,11 @@ class RingReader(RingEnd):
         now = self._begin_wait(call)
         limit = None if timeout_s is None else now + int(timeout_s * 1e9)
         while True:
-            spin_ns, park_ns, nap_ns = self._pacer.next_stage(now)
+            spin_ns, park_ns = self._pacer.next_stage(now)
             if limit is not None:
                 left = max(limit - now, 0)
                 spin_ns, park_ns = min(spin_ns, left), min(park_ns, left)
-            value = take(spin_ns, park_ns, nap_ns)
+            value = take(spin_ns, park_ns)
             if value is not _core.NOTHING:
                 return value
             now = self._look_around(call)

@@ -52,16 +52,16 @@ PyObject* refused(PyObject* refuse) {
 bool ask(PyObject* next_stage, bool has_waited, Patience* patience) {
     Ref stage(PyObject_CallFunctionObjArgs(next_stage, has_waited ? Py_True : Py_False, nullptr));
     if (!stage) return false;
-    if (!PyTuple_Check(stage.get()) || PyTuple_Size(stage.get()) != 3) {
-        PyErr_SetString(PyExc_TypeError, "a stage is three durations");
+    if (!PyTuple_Check(stage.get()) || PyTuple_Size(stage.get()) != 2) {
+        PyErr_SetString(PyExc_TypeError, "a stage is two durations");
         return false;
     }
-    uint64_t times[3];
-    for (int i = 0; i < 3; ++i) {
+    uint64_t times[2];
+    for (int i = 0; i < 2; ++i) {
         times[i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(stage.get(), i));
         if (times[i] == static_cast<uint64_t>(-1) && PyErr_Occurred()) return false;
     }
-    *patience = {times[0], times[1], times[2]};
+    *patience = {times[0], times[1]};
     return true;
 }
 
@@ -101,7 +101,7 @@ PyObject* read_port_broadcast(PyObject* self, PyObject* const* args, Py_ssize_t 
     if (!is_ordinary(port, args, count, names) || !usable(port)) return generally(port, args, count, names);
     // Another thread may close the port meanwhile, which lets them go.
     Ref next_stage = Ref::borrowed(port->next_stage), refuse = Ref::borrowed(port->refuse);
-    Patience patience{0, 0, 0};
+    Patience patience{0, 0};
     for (bool has_waited = false; usable(port); has_waited = true) {
         PyObject* result = receive(port, patience);
         if (result == nullptr) return refused(refuse.get());

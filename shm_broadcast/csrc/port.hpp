@@ -40,7 +40,6 @@ inline Port* port_of(PyObject* self) { return reinterpret_cast<Port*>(self); }
 struct Patience {
     uint64_t spin_ns;
     uint64_t park_ns;
-    uint64_t nap_ns;
 };
 
 // What `receive` returns when there is no whole message.

@@ -43,7 +43,7 @@ int wait_until(Port* port, Patience patience, Done done) {
         const uint64_t spin = now < parked_from ? std::min(parked_from - now, kSignalsNs) : 0;
         const uint64_t park = now + spin < parked_from ? 0 : std::min(until - now - spin, kSignalsNs);
         Py_BEGIN_ALLOW_THREADS
-        ring.wait(port->index, spin, park, patience.nap_ns, ready);
+        ring.wait(port->index, spin, park, ready);
         Py_END_ALLOW_THREADS
         now = ring::now_ns();
         if (!ready()) status = PyErr_CheckSignals();
@@ -153,18 +153,18 @@ PyObject* receive(Port* port, Patience patience) {
     return result;
 }
 
-// receive(spin_ns, park_ns, nap_ns) -> the next object, or NOTHING: none came in time, or this end cannot be used.
+// receive(spin_ns, park_ns) -> the next object, or NOTHING: none came in time, or this end cannot be used.
 // Exceptions of signal handlers and of the decoder leave the queue intact; RingCorrupt does not.
 PyObject* read_port_receive(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     Port* port = port_of(self);
-    if (!expect_arguments("receive", count, 3)) return nullptr;
-    uint64_t times[3];
-    for (int i = 0; i < 3; ++i) {
+    if (!expect_arguments("receive", count, 2)) return nullptr;
+    uint64_t times[2];
+    for (int i = 0; i < 2; ++i) {
         times[i] = PyLong_AsUnsignedLongLong(args[i]);
         if (times[i] == static_cast<uint64_t>(-1) && PyErr_Occurred()) return nullptr;
     }
     if (!usable(port)) return none_yet();
-    return receive(port, {times[0], times[1], times[2]});
+    return receive(port, {times[0], times[1]});
 }
 
 }  // namespace port

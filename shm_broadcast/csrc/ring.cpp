@@ -145,7 +145,7 @@ PyObject* ring_wait(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const auto ready = [&] { return ring.has_whole_record(index) || ring.ended(index); };
     if ((spin_ns > 0 || park_ns > 0) && !ready()) {
         Py_BEGIN_ALLOW_THREADS
-        ring.wait(index, spin_ns, park_ns, 0, ready);
+        ring.wait(index, spin_ns, park_ns, ready);
         Py_END_ALLOW_THREADS
     }
     const bool ended = ring.ended(index);  // first: what was published before the end is still read

@@ -382,14 +382,13 @@ public:
         return true;
     }
 
-    // Waits until `done`: polls for `spin_ns`, then sleeps for at most `park_ns`, in naps of `nap_ns` unless
-    // that is 0: a core that wakes up now and then does not fall into the deepest sleep. False for a signal.
+    // Waits until `done`: polls for `spin_ns`, then sleeps for at most `park_ns`. False for a signal.
     template <typename Done>
-    bool wait(uint32_t index, uint64_t spin_ns, uint64_t park_ns, uint64_t nap_ns, Done done) {
+    bool wait(uint32_t index, uint64_t spin_ns, uint64_t park_ns, Done done) {
         if (spin_ns > 0 && spin(done, now_ns() + spin_ns)) return true;
         const uint64_t until = now_ns() + park_ns;
         for (uint64_t left = park_ns; left > 0 && !done();) {
-            if (!park(index, nap_ns > 0 && nap_ns < left ? nap_ns : left, done)) return false;
+            if (!park(index, left, done)) return false;
             const uint64_t now = now_ns();
             left = until > now ? until - now : 0;
         }

@@ -2,7 +2,6 @@
 
 import mmap
 import struct
-import time
 from functools import partial
 from typing import Any
 

@@ -188,12 +188,12 @@ def test_memory_that_is_given_back_is_used_again_and_bounded() -> None:
 def pass_on(memory: Any, port: _core.WritePort, reader: _core.ReadPort, obj: Any) -> Any:
     """Send one object and receive it, turn by turn."""
     if port.send(obj):
-        return reader.receive(0, 0, 0)
+        return reader.receive(0, 0)
     message, done, value = codec.encode(obj), 0, _core.NOTHING
     while value is _core.NOTHING:
         if done < message.nbytes:
             done = _core.ring_write(memory, message.header, message.buffers, done, 0, 0)
-        value = reader.receive(0, 0, 0)
+        value = reader.receive(0, 0)
     assert done == message.nbytes
     return value
 
@@ -312,7 +312,7 @@ def test_a_claim_of_more_memory_than_there_is_takes_none() -> None:
     struct.pack_into("<Q", frame, len(frame) - 8, claimed - start)
     memory[PAGE + RECORD_HEADER : PAGE + RECORD_HEADER + len(frame)] = bytes(frame)
     struct.pack_into("Q", memory, PAGE + 24, claimed)
-    assert reader.receive(0, 0, 0) is _core.NOTHING
+    assert reader.receive(0, 0) is _core.NOTHING
     assert reader.is_assembling
     assert private_bytes() - before < 8 * MIB
 

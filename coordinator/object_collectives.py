@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from coordinator.transfer_tags import OBJECT_TAG, SCATTER_TAG
 from device_comm import checks
 from device_comm.handles import CompletedHandle, Handle
 from shm_broadcast import codec
-from shm_broadcast.errors import ClosedError, UsageError
+from shm_broadcast.errors import CommError, UsageError
 
 
 class ObjectCollectives(GroupPlanes):
@@ -47,6 +46,12 @@ class ObjectCollectives(GroupPlanes):
         Returns:
             The object: on rank `src` `obj` itself, elsewhere a copy that shares nothing.
         """
+        if src == self._queue_source and timeout_s is None and type is None:
+            # One native call: behind a pause every further Python frame delays all workers by 1 us or more.
+            try:
+                return self._exchange(obj)
+            except CommError as error:
+                self._blame_queue(error)
         self._health.check_usable("broadcast_object")
         checks.check_timeout(timeout_s)
         checks.check_rank(src, self.world_size, "src")
@@ -184,11 +189,3 @@ class ObjectCollectives(GroupPlanes):
     def _keep_sending(self, handle: Handle) -> None:
         """Keep a handle's memory until it is complete, so that dropping the handle is harmless."""
         raise NotImplementedError
-
-
-def broadcast_object_of(alive: weakref.ref[ObjectCollectives], *args: Any, **kwargs: Any) -> Any:
-    """Broadcast on the general way of a group that may be gone."""
-    group = alive()
-    if group is None:
-        raise ClosedError("broadcast_object: its group is gone")
-    return ObjectCollectives.broadcast_object(group, *args, **kwargs)

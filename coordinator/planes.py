@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from device_comm import checks
 from device_comm.async_calls import CallHandle, CallLine
 from device_comm.base import DeviceCommunicator
 from device_comm.health import GroupHealth
+from shm_broadcast.errors import CommError
 
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
@@ -43,13 +44,33 @@ class GroupPlanes:
     device: torch.device
     device_communicator: DeviceCommunicator
     _host: HostPlane
-    _broadcaster: Broadcaster | None
+    _broadcaster: Broadcaster | None = None
+    # Of the broadcaster, for `broadcast_object`: the rank whose objects go through the queue, -1 without one.
+    _queue_source: int = -1
+    _exchange: Callable[[Any], Any]
     _health: GroupHealth
     _calls: CallLine
     # Those of `_calls`: while there are any, a collective that does not stand in line waits for them.
     _open_calls: Sequence[CallHandle[Any]] = ()
     _cpu_group: dist.ProcessGroup | None
     _device_group: dist.ProcessGroup | None
+
+    def _adopt_queue(self, broadcaster: Broadcaster | None) -> None:
+        """Broadcast the objects of its writer through this queue from now on; through none if it is None."""
+        self._broadcaster = broadcaster
+        if broadcaster is None:
+            self._queue_source = -1
+        else:
+            self._exchange, self._queue_source = broadcaster.exchange, broadcaster.writer
+
+    def _blame_queue(self, error: CommError) -> NoReturn:
+        """Raise what an error of the group's queue is to the group."""
+        broadcaster = self._broadcaster
+        if broadcaster is None:
+            # Another thread destroyed the group during the call.
+            self._health.check_usable("broadcast_object")
+            raise error
+        broadcaster.blame(error)
 
     def _broadcast(self, obj: Any, src: int, timeout_s: float | None, type_: Any) -> Any:
         """Return rank `src`'s object: by the queue if it is the queue's writer, else by the host plane."""

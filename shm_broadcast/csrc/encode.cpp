@@ -382,12 +382,13 @@ PyObject* views_of(PyObject* buffers) {
 
 }  // namespace
 
-// Returns (header, buffers, nbytes).
 PyObject* Encoder::run(PyObject* object) {
-    if (!build(object)) {
-        tell_path();
-        return nullptr;
-    }
+    if (build(object)) return result();
+    tell_path();
+    return nullptr;
+}
+
+PyObject* Encoder::result() {
     Ref header(PyBytes_FromStringAndSize(reinterpret_cast<char*>(out_.data()), static_cast<Py_ssize_t>(out_.size())));
     Ref views(views_of(buffers_));
     Ref nbytes(PyLong_FromUnsignedLongLong(nbytes_));

@@ -63,7 +63,10 @@ public:
     bool build(PyObject* object);
     const Output& header() const { return out_; }
     PyObject* buffers() const { return buffers_; }  // a list of what has a buffer, or nullptr for none
-    uint64_t nbytes() const { return nbytes_; }      // of the whole frame
+    // Leaves where in the object it happened on the exception that is set.
+    void tell_path();
+    // What was built as (header, buffers, bytes of the frame).
+    PyObject* result();
 
 private:
     bool value(PyObject* object, int depth);
@@ -91,7 +94,6 @@ private:
     bool enter(int depth);
     bool changed(const char* kind);
     bool fail(char kind, PyObject* key, PyObject* container);
-    void tell_path();
     bool finish();
 
     // Encodes an entry of a container, of which it need not own a reference.

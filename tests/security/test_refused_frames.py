@@ -18,9 +18,9 @@ import torch
 
 from coordinator.group import GroupCoordinator
 from coordinator.transfer_tags import BROADCAST_TAG, GATHER_TAG, OBJECT_TAG, TENSOR_DICT_TAG
-from shm_broadcast import _core
 from shm_broadcast.codec import encode, register_type
 from tests.harness import RankPool
+from tests.queues import ring_write
 from tests.worlds import ApartPool, meet, outcome_of, world
 
 GOOD = {"next": ["good", 1]}
@@ -66,7 +66,7 @@ def send_raw(group: GroupCoordinator, frame: bytes | bytearray, peer: int, tag: 
         group._host.isend_tensor(data, [peer], None, tag).wait()
     else:
         memory = shared.channels._outlet(peer, "raw").memory
-        assert _core.ring_write(memory, bytes(frame), (), 0, 0, 0, tag) == len(frame)
+        assert ring_write(memory, bytes(frame), (), 0, 0, 0, tag) == len(frame)
 
 
 def way(ranks: RankPool, apart: bool) -> RankPool | ApartPool:

@@ -45,8 +45,8 @@ class GroupPlanes:
     device_communicator: DeviceCommunicator
     _host: HostPlane
     _broadcaster: Broadcaster | None = None
-    # Of the broadcaster, for `broadcast_object`: the rank whose objects go through the queue, -1 without one.
-    _queue_source: int = -1
+    # Of the broadcaster, for `broadcast_object`: the rank whose objects go through the queue.
+    _queue_source: int | None = None
     _exchange: Callable[[Any], Any]
     _health: GroupHealth
     _calls: CallLine
@@ -59,7 +59,7 @@ class GroupPlanes:
         """Broadcast the objects of its writer through this queue from now on; through none if it is None."""
         self._broadcaster = broadcaster
         if broadcaster is None:
-            self._queue_source = -1
+            self._queue_source = None
         else:
             self._exchange, self._queue_source = broadcaster.exchange, broadcaster.writer
 

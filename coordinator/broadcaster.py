@@ -30,16 +30,14 @@ class Broadcaster:
         self._dequeue = end.dequeue if isinstance(end, QueueReader) else None
         # Sends its argument and returns it on the writer; returns the next object on the others. The queue is closed
         # with its group and when that breaks, so the group need not be asked.
-        self.exchange: Callable[[Any], Any] = (
-            end.exchange() if isinstance(end, QueueReader) else self._writing(end)
-        )
+        self.exchange: Callable[[Any], Any] = self._exchange_of(end)
 
-    def _writing(self, end: Writer | Reader) -> Callable[[Any], Any]:
+    def _exchange_of(self, end: Writer | Reader) -> Callable[[Any], Any]:
+        if not isinstance(end, (QueueWriter, QueueReader)):
+            raise InternalError(f"{self._health.where('enable_broadcaster')}: {end!r} is no queue's end")
         if isinstance(end, QueueWriter):
-            return end.exchange(self._timeout_s)
-        raise InternalError(
-            f"{self._health.where('enable_broadcaster')}: no queue to broadcast through: {end!r}"
-        )
+            end.endpoint.timeout_ns = int(self._timeout_s * 1e9)
+        return end.endpoint.exchange
 
     def send(self, obj: Any, timeout_s: float | None) -> None:
         """Send an object to all other ranks; only on the writer."""

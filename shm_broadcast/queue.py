@@ -28,7 +28,7 @@ from shm_broadcast.errors import CommError, CommTimeoutError, DecodeError, PeerL
 from shm_broadcast.handle import KEY_BYTES, VERSION, QueueHandle, new_key
 from shm_broadcast.legs import NoRemote, NoRing, RemoteLeg, await_any
 from shm_broadcast.liveness import PeerWatch, this_process
-from shm_broadcast.ring import RingWriter, nanoseconds
+from shm_broadcast.ring import RingWriter
 from shm_broadcast.ring_reader import RingReader
 from shm_broadcast.segment import Handover, Hello, Segment, take_over
 from shm_broadcast.settings import BroadcastSettings
@@ -47,6 +47,19 @@ def segment_bytes(ring_bytes: int, readers: int) -> int:
     return header + (ring_bytes + _PAGE - 1) // _PAGE * _PAGE
 
 
+class _FarEndpoint:
+    """Stands in for the native endpoint of a queue that reaches other hosts."""
+
+    def __init__(self, call: Callable[[Any, float | None], Any]) -> None:
+        """Exchange by `call`, of an object and a deadline in seconds."""
+        self._call = call
+        self.timeout_ns: int = -1
+
+    def exchange(self, obj: Any) -> Any:
+        """Send or receive."""
+        return self._call(obj, None if self.timeout_ns < 0 else self.timeout_ns / 1e9)
+
+
 class QueueWriter:
     """The writing end. One thread at a time writes; `close` may come from any."""
 
@@ -60,6 +73,10 @@ class QueueWriter:
         self._remote = remote
         self._handover = handover
         self._is_local = isinstance(remote, NoRemote)
+        # `exchange` sends its argument within `timeout_ns` and returns it: for callers that count Python frames.
+        self.endpoint: _core.WriteEndpoint | _FarEndpoint = (
+            ring.endpoint if self._is_local else _FarEndpoint(self._pass_on)
+        )
 
     @classmethod
     def create(
@@ -172,17 +189,9 @@ class QueueWriter:
         self._ring.write(message, left)
         self._remote.publish(message)
 
-    def exchange(self, timeout_s: float) -> Callable[[Any], Any]:
-        """Return a function that enqueues its argument and returns it; a native one if no reader is remote."""
-        if self._is_local:
-            self._ring.endpoint.timeout_ns = nanoseconds(timeout_s)
-            return self._ring.endpoint.exchange
-
-        def exchange(obj: Any) -> Any:
-            self.enqueue(obj, timeout_s)
-            return obj
-
-        return exchange
+    def _pass_on(self, obj: Any, timeout_s: float | None) -> Any:
+        self.enqueue(obj, timeout_s)
+        return obj
 
     def statistics(self) -> QueueStatistics:
         """Return what was written, and how far each reader is."""
@@ -244,6 +253,12 @@ class QueueReader:
         self.handle = handle
         self._ring = ring
         self._read = ring.read
+        # `exchange` ignores its argument and reads within `timeout_ns`: for callers that count Python frames.
+        self.endpoint: _core.ReadEndpoint | _FarEndpoint = (
+            ring.endpoint
+            if isinstance(ring, RingReader)
+            else _FarEndpoint(lambda _, timeout_s: ring.read(timeout_s, None))
+        )
 
     @classmethod
     def open(
@@ -315,12 +330,6 @@ class QueueReader:
             ClosedError: The writer closed the queue and everything has been read, or this end was closed.
         """
         return self._read(timeout_s, type)
-
-    def exchange(self) -> Callable[[Any], Any]:
-        """Return a function that ignores its argument and dequeues: a native one on the writer's host."""
-        if isinstance(self._ring, RingReader):
-            return self._ring.endpoint.exchange
-        return lambda _ignored: self.dequeue()
 
     def try_dequeue(self) -> tuple[bool, Any]:
         """Return (True, the next object), or (False, None) if none is there, or not whole yet. Does not wait.

@@ -7,8 +7,14 @@ from typing import Any, NoReturn
 
 from coordinator.queue_ends import Reader, Writer
 from device_comm.health import GroupHealth
-from shm_broadcast.direct_call import direct_call
-from shm_broadcast.errors import ClosedError, CommError, CommTimeoutError, PeerLostError, UsageError
+from shm_broadcast.errors import (
+    ClosedError,
+    CommError,
+    CommTimeoutError,
+    InternalError,
+    PeerLostError,
+    UsageError,
+)
 from shm_broadcast.queue import QueueReader, QueueWriter
 
 
@@ -22,17 +28,16 @@ class Broadcaster:
         self._health = health
         self._timeout_s = timeout_s
         self._dequeue = end.dequeue if isinstance(end, QueueReader) else None
+        # Sends its argument and returns it on the writer; returns the next object on the others. The queue is closed
+        # with its group and when that breaks, so the group need not be asked.
+        self.exchange: Callable[[Any], Any] = self._exchange_of(end)
 
-    def direct_call(self, general: Callable[..., Any]) -> Callable[..., Any] | None:
-        """Return `broadcast_object` as one native call that ends in `general` where it is no ordinary one.
-
-        The queue is closed with its group and when that breaks, so a message is sent or taken without asking the
-        group, which is asked before each wait. None where the queue has no such call.
-        """
-        end = self.end
-        if isinstance(end, (QueueWriter, QueueReader)):
-            return direct_call(end, self.writer, general, self._health.check_usable, self._blame)
-        return None
+    def _exchange_of(self, end: Writer | Reader) -> Callable[[Any], Any]:
+        if not isinstance(end, (QueueWriter, QueueReader)):
+            raise InternalError(f"{self._health.where('enable_broadcaster')}: {end!r} is no queue's end")
+        if isinstance(end, QueueWriter):
+            end.endpoint.timeout_ns = int(self._timeout_s * 1e9)
+        return end.endpoint.exchange
 
     def send(self, obj: Any, timeout_s: float | None) -> None:
         """Send an object to all other ranks; only on the writer."""
@@ -42,7 +47,7 @@ class Broadcaster:
         try:
             end.enqueue(obj, timeout_s or self._timeout_s)
         except CommError as error:
-            self._blame(error)
+            self.blame(error)
 
     def receive(self, timeout_s: float | None, type_: Any) -> Any:
         """Return the writer's next object; only on the others."""
@@ -51,9 +56,10 @@ class Broadcaster:
         try:
             return self._dequeue(timeout_s, type_)
         except CommError as error:
-            self._blame(error)
+            self.blame(error)
 
-    def _blame(self, error: CommError) -> NoReturn:
+    def blame(self, error: CommError) -> NoReturn:
+        """Raise what an error of the queue is to the group."""
         blamed = self._blamed(error)
         if blamed is error:
             raise error

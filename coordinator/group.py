@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -29,7 +27,6 @@ from coordinator.group_names import next_names, unique_name, use_names
 from coordinator.group_parts import GroupParts, GroupPlan
 from coordinator.group_queues import GroupQueues
 from coordinator.membership import find_membership, world_store
-from coordinator.object_collectives import ObjectCollectives, broadcast_object_of
 from coordinator.open_sends import OpenSends
 from coordinator.point_to_point import PointToPoint
 from coordinator.queue_ends import Queues, Reader, Writer
@@ -210,7 +207,6 @@ class GroupCoordinator(CoalescedCollectives, ExpertParallel, PointToPoint, Tenso
         self._routing = TokenRouting(parts.communicator, parts.host)
         self._process_group: dist.ProcessGroup | None = None
         self._queues: Queues = GroupQueues(parts.host, parts.health, settings, parts.process_groups.address)
-        self._broadcaster: Broadcaster | None = None
         self.mq_broadcaster: Writer | Reader | None = None
         group_registry.register(self, self._calls)
 
@@ -336,16 +332,9 @@ class GroupCoordinator(CoalescedCollectives, ExpertParallel, PointToPoint, Tenso
         started = time.perf_counter()
         self.mq_broadcaster = self.create_mq_broadcaster(writer_rank)
         self.creation = self.creation.plus(queue=time.perf_counter() - started)
-        self._broadcaster = Broadcaster(
-            self.mq_broadcaster, writer_rank, self._health, self.settings.timeout_s
+        self._adopt_queue(
+            Broadcaster(self.mq_broadcaster, writer_rank, self._health, self.settings.timeout_s)
         )
-        if type(self).broadcast_object is ObjectCollectives.broadcast_object:
-            # Not the method, which would hold the group.
-            general = partial(broadcast_object_of, weakref.ref(self))
-            direct = self._broadcaster.direct_call(general)
-            if direct is not None:
-                # Found in front of the method: every frame that it would run through delays all workers.
-                vars(self)["broadcast_object"] = direct
 
     def make_sibling_device_group(self, group_desc: str | None = None) -> dist.ProcessGroup:
         """Create another process group of this group's ranks and backend. Collective.
@@ -512,8 +501,8 @@ class GroupCoordinator(CoalescedCollectives, ExpertParallel, PointToPoint, Tenso
         self._process_group = None
         self._cpu_group = None
         self._device_group = None
-        self.mq_broadcaster = self._broadcaster = None
-        vars(self).pop("broadcast_object", None)
+        self.mq_broadcaster = None
+        self._adopt_queue(None)
 
     def __enter__(self) -> Self:
         """Return the group itself."""

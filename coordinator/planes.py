@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from coordinator.host_plane import HostPlane
 from coordinator.open_sends import OpenSends
 from device_comm.base import DeviceCommunicator
 from device_comm.health import GroupHealth
-from shm_broadcast.errors import UsageError
+from shm_broadcast.errors import CommError, UsageError
 
 
 class GroupPlanes:
@@ -39,12 +40,32 @@ class GroupPlanes:
     device: torch.device
     device_communicator: DeviceCommunicator
     _host: HostPlane
-    _broadcaster: Broadcaster | None
+    _broadcaster: Broadcaster | None = None
+    # Of the broadcaster, for `broadcast_object`: the rank whose objects go through the queue.
+    _queue_source: int | None = None
+    _exchange: Callable[[Any], Any]
     _health: GroupHealth
     _calls: Calls
     _open_sends: OpenSends
     _cpu_group: dist.ProcessGroup | None
     _device_group: dist.ProcessGroup | None
+
+    def _adopt_queue(self, broadcaster: Broadcaster | None) -> None:
+        """Broadcast the objects of its writer through this queue from now on; through none if it is None."""
+        self._broadcaster = broadcaster
+        if broadcaster is None:
+            self._queue_source = None
+        else:
+            self._exchange, self._queue_source = broadcaster.exchange, broadcaster.writer
+
+    def _blame_queue(self, error: CommError) -> NoReturn:
+        """Raise what an error of the group's queue is to the group."""
+        broadcaster = self._broadcaster
+        if broadcaster is None:
+            # Another thread destroyed the group during the call.
+            self._health.check_usable("broadcast_object")
+            raise error
+        broadcaster.blame(error)
 
     def _broadcast(self, obj: Any, src: int, timeout_s: float | None, type_: Any) -> Any:
         """Return rank `src`'s object: by the queue if it is the queue's writer, else by the host plane."""

@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn, Protocol
 
 from shm_broadcast import _core as rings
 from shm_broadcast import codec
-from shm_broadcast.errors import CommError, InternalError, NativeError
+from shm_broadcast.errors import CommError, DecodeError, InternalError, NativeError, UsageError
 
 # A call polls and yields so long before it sleeps, as the other rank is often about to come.
 _SPIN_NS: Final = 100_000
@@ -26,7 +26,7 @@ _ANY_LONGEST_S: Final = 0.001
 _BACKGROUND_SLICE_NS: Final = 20_000_000
 # So many messages are taken in before a waiting call looks after its own again.
 _MOST_AT_ONCE: Final = 64
-# `receive` goes on with a message that comes in parts only if it may wait at all.
+# `receive_within` goes on with a message that comes in parts only if it may wait at all.
 _BARELY_NS: Final = 1
 
 # Takes the place of the memory of a closed channel; every native function refuses it.
@@ -48,10 +48,39 @@ class Crossing(Protocol):
         """Raise for a channel with rank `peer` that holds no ring: it was closed, or else the group breaks."""
 
 
+class LeftError(RuntimeError):
+    """The other end of a channel has left, or this one was closed. The board knows why; see `GroupHealth.explain`."""
+
+
+def look_around_of(crossing: Crossing, peer: int) -> Callable[[int, Any], None]:
+    """Return what the endpoint of a channel with rank `peer` calls when it cannot go on."""
+
+    def look_around(reason: int, detail: Any) -> None:
+        if reason == rings.LOOK_CORRUPT:
+            crossing.fail_corrupt(peer, detail)
+        if reason == rings.LOOK_UNDECODABLE:
+            codec.raise_decode_error(detail)
+        if reason == rings.LOOK_UNENCODABLE:
+            codec.raise_usage_error(detail)
+        if reason == rings.LOOK_REENTRANT:
+            raise UsageError(
+                f"this thread is inside of a call on the channel with rank {peer} already, "
+                "as in a signal handler or a finalizer"
+            )
+        raise_left()
+
+    return look_around
+
+
+def _refuse_closed(_reason: int, _detail: object) -> NoReturn:
+    """Take the place of `look_around` behind `close`."""
+    raise_left()
+
+
 class _Undecodable:
     """Takes the place of a message that cannot be decoded, until somebody asks for it."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: DecodeError | MemoryError) -> None:
         self.error = error
 
 
@@ -110,7 +139,9 @@ class Inlet:
         self.peer = peer
         self._crossing = crossing
         self._memory = memory
-        self.port: rings.ReadPort = rings.ReadPort(memory, 0, codec.build_owned)
+        self.endpoint: rings.ReadEndpoint = rings.ReadEndpoint(
+            memory, 0, codec.build_owned, "adaptive", look_around_of(crossing, peer)
+        )
         rings.ring_attach(memory, 0)
         self._arrived: dict[int, deque[Any]] = {}
         self._awaited: dict[int, deque[Receiving]] = {}
@@ -123,7 +154,7 @@ class Inlet:
             return rings.NOTHING
         try:
             value = self._take(0, 0)
-            if value is rings.NOTHING or (self.port.tag == tag and not isinstance(value, _Undecodable)):
+            if value is rings.NOTHING or (self.endpoint.tag == tag and not isinstance(value, _Undecodable)):
                 return value
             self._sort(value)
             return rings.NOTHING
@@ -191,7 +222,7 @@ class Inlet:
             for count in range(_MOST_AT_ONCE):
                 value = self._take(_BARELY_NS, 0)
                 if value is rings.NOTHING:
-                    return count > 0 or self.port.is_assembling
+                    return count > 0 or self.endpoint.is_assembling
                 self._sort(value)
             return True
         finally:
@@ -199,14 +230,13 @@ class Inlet:
 
     def _take(self, spin_ns: int, park_ns: int) -> Any:
         try:
-            return self.port.receive(spin_ns, park_ns, 0)
-        except rings.RingCorrupt as error:
-            self._crossing.fail_corrupt(self.peer, error)
-        except Exception as error:  # noqa: BLE001 - raised where the message is asked for
+            return self.endpoint.receive_within(spin_ns, park_ns)
+        except (DecodeError, MemoryError) as error:
+            # Raised where the message is asked for.
             return _Undecodable(error)
 
     def _sort(self, value: Any) -> None:
-        tag = self.port.tag
+        tag = self.endpoint.tag
         awaited = self._awaited.get(tag)
         if awaited:
             awaited.popleft().arrive(value)
@@ -216,7 +246,7 @@ class Inlet:
     def close(self) -> None:
         """Tell the sender that nobody reads any more."""
         rings.ring_end(self._memory, 0)
-        self.port.close()
+        self.endpoint.close(_refuse_closed)
         self._memory = NO_RING
 
 
@@ -274,7 +304,7 @@ class ReceivingAny:
             raise InternalError("a message from any rank was taken before it had come")
         inlet, value = self._found
         if isinstance(value, _Undecodable):
-            codec.raise_decode_error(value.error)
+            raise value.error
         return inlet, value
 
     def pending(self) -> tuple[int, ...]:
@@ -328,8 +358,8 @@ class Sending:
         try:
             if before == 0 and is_deserted(memory):
                 raise_left()
-            self._done = rings.ring_write(
-                memory, message.header, message.buffers, before, spin_ns, park_ns, self._tag
+            self._done = self._outlet.endpoint.write_some(
+                message.header, message.buffers, before, spin_ns, park_ns, self._tag
             )
             if self._done < message.nbytes and self._done == before and is_deserted(memory):
                 raise_left()
@@ -419,19 +449,25 @@ class Outlet:
         self.peer = peer
         self.crossing = crossing
         self.memory: mmap.mmap = memory
-        self.port: rings.WritePort = rings.WritePort(memory, codec.describe)
+        self.endpoint: rings.WriteEndpoint = rings.WriteEndpoint(
+            memory, codec.describe, "adaptive", look_around_of(crossing, peer)
+        )
         # What is not in the channel as a whole, in order: the first is under way.
         self._waiting: deque[Sending] = deque()
         # Whether a thread writes what waits, until nothing does.
         self._has_thread = False
         self._lock = threading.Lock()
 
-    def send_now(self, obj: Any, tag: int) -> bool:
-        """Send an object that is short, fits, and has nothing before it; False leaves it to `enqueue`."""
+    def send_now(self, obj: Any, tag: int) -> codec.Message | None:
+        """Send an object that fits and has nothing before it; return it encoded if it was not sent."""
         if self._waiting:
-            return False
-        self.port.tag = tag
-        return self.port.send(obj)
+            return codec.encode(obj)
+        encoded = self.endpoint.send_now(obj, tag)
+        return None if encoded is None else codec.Message(*encoded)
+
+    def write_now(self, message: codec.Message, tag: int) -> bool:
+        """Send a message that fits and has nothing before it; return whether it was sent."""
+        return not self._waiting and self.endpoint.write_now(message.header, message.buffers, tag)
 
     def enqueue(
         self, message: codec.Message, tag: int, start: Callable[[Callable[[], None]], None] | None = None
@@ -448,11 +484,7 @@ class Outlet:
         """
         sending = Sending(self, message, tag)
         with self._lock:
-            while self.port.is_busy:
-                # Another thread copies a message into the ring, which takes less than 1 ms.
-                time.sleep(0.0001)
-            # Nothing overtakes what waits, nor what the port has begun to encode, which then comes behind it.
-            self.port.hold(True)
+            # Nothing overtakes what waits.
             self._waiting.append(sending)
             if self._has_thread:
                 return sending, False
@@ -475,12 +507,11 @@ class Outlet:
         """Forget a message that is owned by the channel, or cannot be sent."""
         with self._lock:
             self._waiting.remove(sending)
-            self.port.hold(bool(self._waiting))
 
     def close(self) -> None:
         """Tell the receiver that nothing follows; what was written can still be read."""
         rings.ring_end(self.memory, -1)
-        self.port.close()
+        self.endpoint.close(_refuse_closed)
         self.memory = NO_RING
 
 
@@ -491,5 +522,4 @@ def is_deserted(memory: mmap.mmap) -> bool:
 
 def raise_left() -> NoReturn:
     """Raise for a channel whose other end has left."""
-    # The board knows why; see `GroupHealth.explain`.
-    raise RuntimeError("a rank has left the group")
+    raise LeftError("a rank has left the group")

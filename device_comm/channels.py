@@ -17,13 +17,22 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn
 
 from device_comm import _core
-from device_comm.channel_ends import Inlet, Outlet, ReceivingAll, ReceivingAny, Sending, Writing, raise_left
+from device_comm.channel_ends import (
+    Inlet,
+    LeftError,
+    Outlet,
+    ReceivingAll,
+    ReceivingAny,
+    Sending,
+    Writing,
+    raise_left,
+)
 from device_comm.handles import CompletedHandle, Handle, PointToPointHandle
 from device_comm.health import GroupHealth, Operation
 from device_comm.works import WaiterThreads
 from shm_broadcast import _core as rings
 from shm_broadcast import codec
-from shm_broadcast.errors import InternalError
+from shm_broadcast.errors import CommError, InternalError
 from shm_broadcast.queue import segment_bytes
 from shm_broadcast.segment import Segment
 
@@ -113,11 +122,24 @@ class Channels:
             CommTimeoutError: A receiver made no room in time; the group is broken.
             PeerLostError: A receiver is gone; the group is broken.
         """
-        rest = [peer for peer in peers if not self._outlet(peer, name).send_now(obj, tag)]
-        if not rest:
+        outlets = [self._outlet(peer, name) for peer in peers]
+        message: codec.Message | None
+        try:
+            if len(outlets) == 1:
+                message = outlets[0].send_now(obj, tag)
+                rest = list(peers)
+            else:
+                message = codec.encode(obj)
+                rest = [
+                    peer
+                    for peer, outlet in zip(peers, outlets, strict=True)
+                    if not outlet.write_now(message, tag)
+                ]
+        except LeftError as error:
+            raise self._left(plane, name, "to", peers, error) from error
+        if message is None or not rest:
             return
         operation = self._operation(plane, name, "to", rest)
-        message = codec.encode(obj)
         own: list[Sending] = []
         for peer in rest:
             sending, is_own = self._outlet(peer, name).enqueue(message, tag)
@@ -136,10 +158,13 @@ class Channels:
         Its tensors and large buffers must not change until the handle has been waited for, unless it `copies`.
         """
         outlet = self._outlet(dst, name)
-        if outlet.send_now(obj, tag):
+        try:
+            message = outlet.send_now(obj, tag)
+        except LeftError as error:
+            raise self._left(plane, name, "to", [dst], error) from error
+        if message is None:
             return CompletedHandle()
         operation = self._operation(plane, name, "to", [dst])
-        message = codec.encode(obj)
         if copies and message.buffers:
             message = codec.Message(message.to_bytes(), (), message.nbytes)
         sending, _ = outlet.enqueue(message, tag, self._threads.submit)
@@ -156,7 +181,10 @@ class Channels:
             PeerLostError: The sender is gone; the group is broken.
         """
         inlet = self._inlet(src, name)
-        value = inlet.receive_now(tag)
+        try:
+            value = inlet.receive_now(tag)
+        except LeftError as error:
+            raise self._left(plane, name, "from", [src], error) from error
         if value is not rings.NOTHING:
             return value
         operation = self._operation(plane, name, "from", [src])
@@ -208,6 +236,13 @@ class Channels:
     def _operation(self, plane: str, name: str, direction: str, peers: Sequence[int]) -> Operation:
         ranks = ", ".join(f"rank {self._health.ranks[peer]}" for peer in peers)
         return self._health.begin_point_to_point(plane, f"{name} {direction} {ranks}")
+
+    def _left(
+        self, plane: str, name: str, direction: str, peers: Sequence[int], error: LeftError
+    ) -> CommError:
+        """Return what to raise for a channel that was closed."""
+        operation = self._operation(plane, name, direction, peers)
+        return self._health.explain(operation, error, [self._health.ranks[peer] for peer in peers])
 
     def _outlet(self, peer: int, name: str) -> Outlet:
         outlet = self._outlets.get(peer)

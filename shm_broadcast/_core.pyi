@@ -1,7 +1,7 @@
 """Types of the native core. Every function checks its arguments and touches no memory outside them."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn, Self, final
+from typing import Any, Self, final
 
 from typing_extensions import Buffer
 
@@ -75,21 +75,6 @@ def ring_format(mapping: Buffer, readers: int, generation: int, /) -> None:
 def ring_facts(mapping: Buffer, /) -> tuple[int, int, int, int]:
     """Return (readers, generation, bytes of records, longest payload of one record)."""
 
-def ring_write(
-    mapping: Buffer,
-    header: bytes,
-    buffers: tuple[memoryview, ...],
-    done: int,
-    spin_ns: int,
-    park_ns: int,
-    tag: int = 0,
-    /,
-) -> int:
-    """Publish the frame from byte `done` on, as far as there is room, and return how far that is.
-
-    Waits once, for at most `spin_ns` and then `park_ns`, where there is no room.
-    """
-
 def ring_wait(mapping: Buffer, reader: int, spin_ns: int, park_ns: int, /) -> int:
     """Wait for a record: 1 when there is one, 2 when none will come, 0 when the time is up."""
 
@@ -118,98 +103,129 @@ def ring_state(mapping: Buffer, /) -> tuple[int, int, int, int, tuple[tuple[int,
 
 NOTHING: object
 
-class RingCorrupt(Exception):  # noqa: N818 - not an error of ours: `InternalError` is raised for it
-    """The ring's own words make no sense: nothing behind them can be found."""
+LOOK_BEGIN: int
+LOOK_WAITING: int
+LOOK_LATE: int
+LOOK_UNUSABLE: int
+LOOK_REENTRANT: int
+LOOK_LENT: int
+LOOK_CORRUPT: int
+LOOK_UNDECODABLE: int
+LOOK_UNENCODABLE: int
+PACER_BYTES: int
 
-class _Port:
-    messages: int
-    nbytes: int
-    waited_ns: int
-    tag: int
-    """Of the next message that is sent, or of the latest whole one that was received: the application's."""
+def pacer_step(state: bytearray, wait: str, now: int, has_arrived: bool, /) -> tuple[int, int]:
+    """Tell a pacer, at first `PACER_BYTES` zeros, that a message has arrived, or return (spin_ns, park_ns)."""
 
+class _Endpoint:
+    """An end of a ring. One thread at a time is inside; others wait for their turn, within their deadlines.
+
+    `look_around(reason, detail)` is called while a call waits, and from LOOK_LATE on to raise why it cannot go on. Its
+    exceptions, and those of signal handlers, end the call as they are.
+    """
+
+    timeout_ns: int
+    """Deadline of `exchange`; negative for none."""
+
+    @property
+    def messages(self) -> int:
+        """Whole messages that were written or read."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes of their frames."""
+    @property
+    def tag(self) -> int:
+        """The application's, of the latest whole message that was received."""
+    @property
+    def waits(self) -> int:
+        """How many calls had to wait."""
+    @property
+    def waited_ns(self) -> int:
+        """How long they waited in all."""
     @property
     def is_busy(self) -> bool:
-        """Whether a call is copying or waiting without the GIL."""
+        """Whether a thread is inside of a call, or has a message on loan."""
     @property
-    def arrived_ns(self) -> int:
-        """When the last wait ended with a record, on CLOCK_MONOTONIC."""
+    def cause(self) -> BaseException | None:
+        """What broke this end."""
 
-    def hold(self, flag: bool, /) -> None:
-        """Let nothing pass while the flag is set."""
+    def fail(self, error: BaseException, /) -> None:
+        """Break this end, unless it is broken already."""
 
-    def close(self) -> None:
-        """Let nothing pass any more, and the mapping go when the call that is under way has ended."""
+    def close(self, refusing: Callable[[int, Any], object], /) -> None:
+        """Refuse every call by `refusing` from now on; the mapping goes when the thread that is inside has left."""
 
-class WritePort(_Port):
-    """The writing end of a ring for what is short and fits at once."""
+class WriteEndpoint(_Endpoint):
+    """The writing end of a ring."""
 
     def __new__(
-        cls, mapping: Buffer, describe: Callable[[object], tuple[int, object, object]], /
+        cls,
+        mapping: Buffer,
+        describe: Callable[[object], tuple[int, object, object]],
+        wait: str,
+        look_around: Callable[[int, Any], object],
+        /,
     ) -> Self: ...
-    def send(self, obj: object, /) -> bool:
-        """Encode and publish an object; False, with nothing changed, leaves it to the general way."""
+    def exchange(self, obj: Any, /) -> Any:
+        """`send` within `timeout_ns` and return the object."""
 
-    def direct(self, source: int, general: Callable[..., Any], /) -> None:
-        """Serve a group in which the writer has rank `source`. Once; ValueError behind that, and when closed."""
+    def send(self, obj: object, timeout_ns: int = -1, /) -> None:
+        """Encode an object and publish all of it."""
 
-    def broadcast_object(
+    def write(self, header: bytes, buffers: tuple[memoryview, ...], timeout_ns: int = -1, /) -> None:
+        """Publish all of an encoded message."""
+
+    def send_now(self, obj: object, tag: int, /) -> tuple[bytes, tuple[memoryview, ...], int] | None:
+        """Encode an object and publish it if it fits into one record and there is room; else return it encoded."""
+
+    def write_now(self, header: bytes, buffers: tuple[memoryview, ...], tag: int, /) -> bool:
+        """Publish an encoded message if it fits into one record and there is room; return whether it was published."""
+
+    def write_some(
         self,
-        obj: Any = None,
-        src: int = 0,
-        *,
-        timeout_s: float | None = None,
-        type: Any = None,  # noqa: A002
-    ) -> Any:
-        """`send` and return the object; all but ordinary calls and what `send` leaves are made by `general`."""
+        header: bytes,
+        buffers: tuple[memoryview, ...],
+        done: int,
+        spin_ns: int,
+        park_ns: int,
+        tag: int,
+        /,
+    ) -> int:
+        """Publish a message from byte `done` on, as far as there is room, and return how far that is.
 
-class ReadPort(_Port):
+        Waits once, for at most `spin_ns` and then `park_ns`, where there is no room.
+        """
+
+class ReadEndpoint(_Endpoint):
     """The reading end of a ring."""
 
     def __new__(
-        cls, mapping: Buffer, reader: int, build: Callable[[int, object, object], object], /
+        cls,
+        mapping: Buffer,
+        reader: int,
+        build: Callable[[int, object, object], object],
+        wait: str,
+        look_around: Callable[[int, Any], object],
+        /,
     ) -> Self: ...
     @property
     def is_assembling(self) -> bool:
         """Whether a message has come in part."""
-    @property
-    def previewed(self) -> int:
-        """How many messages were decoded while they were written."""
-    @property
-    def rehearsed(self) -> int:
-        """How often the last message was decoded once more, to keep the caches warm."""
 
-    def receive(self, spin_ns: int, park_ns: int, nap_ns: int, /) -> Any:
-        """Return the next object, or NOTHING: none came in time, or this end cannot be used.
+    def exchange(self, ignored: object, /) -> Any:
+        """`receive` within `timeout_ns`."""
 
-        Waits for at most `spin_ns` and then `park_ns` for each record, in naps of `nap_ns` unless 0, and lets
-        signal handlers run. RingCorrupt: the ring is unusable. Any
-        other exception is the decoder's: the message is gone, the next one can be read.
-        """
+    def receive(self, timeout_ns: int = -1, /) -> Any:
+        """Return the next object."""
 
-    def direct(
-        self,
-        source: int,
-        general: Callable[..., Any],
-        next_stage: Callable[[bool], tuple[int, int, int]],
-        refuse: Callable[[Exception], NoReturn],
-        /,
-    ) -> None:
-        """Serve a group in which the writer has rank `source`. Once; ValueError behind that, and when closed.
+    def receive_within(self, spin_ns: int, park_ns: int, /) -> Any:
+        """Return the next object, or NOTHING if none came in at most `spin_ns` and then `park_ns` for each record."""
 
-        `next_stage(has_waited)` says before each wait how to, as for `receive`. What it raises, or `receive` does,
-        goes to `refuse` if it is an Exception.
-        """
+    def lend(self, timeout_ns: int = -1, /) -> None:
+        """Wait until a record is there as a whole; this thread has it on loan until `end_loan`."""
 
-    def broadcast_object(
-        self,
-        obj: Any = None,
-        src: int = 0,
-        *,
-        timeout_s: float | None = None,
-        type: Any = None,  # noqa: A002
-    ) -> Any:
-        """`receive` until there is an object; all but ordinary calls are made by `general`."""
+    def end_loan(self, taken_bytes: int, /) -> None:
+        """End the loan, by which a message of `taken_bytes` was read, or none if that is 0."""
 
 def fork_count() -> int:
     """Return how many forks lie between the process that loaded this module and this one."""

@@ -146,11 +146,16 @@ def encode(obj: object, *, device_tensor: Callable[[Any], object] | None = None)
     fallback = describe if device_tensor is None else partial(_describe_device, device_tensor)
     try:
         header, buffers, nbytes = _core.encode(obj, fallback)
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise _usage_error(error) from error
+    except Exception as error:  # noqa: BLE001 - raises
+        raise_usage_error(error)
     return Message(header, buffers, nbytes)
+
+
+def raise_usage_error(error: Exception) -> NoReturn:
+    """Raise what `encode` raises for an exception of the native encoder."""
+    if isinstance(error, MemoryError):
+        raise error
+    raise _usage_error(error) from error
 
 
 def decode(frame: bytes | bytearray | memoryview, type: Any = None, *, copy: bool = True) -> Any:  # noqa: A002

@@ -90,7 +90,7 @@ class NoRing(RingWriter):
         """Do nothing."""
 
 
-def await_either(readers: Sequence[RingReader | RemoteReader], timeout_s: float | None) -> int:
+def await_any(readers: Sequence[RingReader | RemoteReader], timeout_s: float | None) -> int:
     """Wait for several readers; return the index of one that has a message or whose queue has ended.
 
     Args:
@@ -104,22 +104,24 @@ def await_either(readers: Sequence[RingReader | RemoteReader], timeout_s: float 
     """
     start = time.monotonic()
     poll = select.poll()
+    has_remote = False
     places = []
     for reader in readers:
         reader.check("dequeue_any")
         if isinstance(reader, RingReader):
             places.append(reader.place())
         else:
+            has_remote = True
             for descriptor in reader.descriptors:
                 poll.register(descriptor, select.POLLIN)
     memories, indices = tuple(memory for memory, _ in places), tuple(index for _, index in places)
     # Start behind the reader that was served last, so that a busy writer cannot starve the others.
     first = sum(reader.messages for reader in readers)
-    nap_ns = _SHORTEST_NAP_NS
+    nap_ns = _SHORTEST_NAP_NS if has_remote else SLICE_NS
     while True:
         for offset in range(len(readers)):
             index = (first + offset) % len(readers)
-            if _is_ready(readers[index]):
+            if readers[index].is_ready():
                 return index
         waited = time.monotonic() - start
         if timeout_s is not None and waited >= timeout_s:
@@ -128,16 +130,6 @@ def await_either(readers: Sequence[RingReader | RemoteReader], timeout_s: float 
         left_ns = SLICE_NS if timeout_s is None else min(SLICE_NS, int((timeout_s - waited) * 1e9))
         if places:
             _core.ring_wait_any(memories, indices, SHORT_SPIN_NS, min(nap_ns, left_ns))
-            nap_ns = min(2 * nap_ns, _LONGEST_NAP_NS)
+            nap_ns = min(2 * nap_ns, _LONGEST_NAP_NS if has_remote else SLICE_NS)
         else:
             poll.poll(left_ns / 1e6 + 1)
-
-
-def _is_ready(reader: RingReader | RemoteReader) -> bool:
-    if not isinstance(reader, RingReader):
-        return reader.is_ready()
-    memory, place = reader.place()
-    if _core.ring_wait(memory, place, 0, 0) != 0:
-        return True
-    reader.raise_if_lost("dequeue_any")
-    return False

@@ -7,7 +7,7 @@
     writer.enqueue({"step": 1})
     reader.dequeue()
 
-Readers on other hosts are given as `remote_readers`, each with its public key; see `remote.py`. Both ends then
+Readers on other hosts are given as `remote_readers`, each with its public key; see `endpoint.py`. Both ends then
 work alike.
 
 Needs no torch. Every message reaches every reader, whole, once and in order; the slowest reader holds the
@@ -26,14 +26,13 @@ from shm_broadcast import _core, codec
 from shm_broadcast.endpoint import RemoteKeys, RemoteSettings
 from shm_broadcast.errors import CommError, CommTimeoutError, DecodeError, PeerLostError, UsageError
 from shm_broadcast.handle import KEY_BYTES, VERSION, QueueHandle, new_key
-from shm_broadcast.legs import NoRemote, NoRing, RemoteLeg, await_either
+from shm_broadcast.legs import NoRemote, NoRing, RemoteLeg, await_any
 from shm_broadcast.liveness import PeerWatch, this_process
 from shm_broadcast.ring import RingWriter
 from shm_broadcast.ring_reader import RingReader
 from shm_broadcast.segment import Handover, Hello, Segment, take_over
 from shm_broadcast.settings import BroadcastSettings
 from shm_broadcast.statistics import QueueStatistics
-from shm_broadcast.wait import SHORT_SPIN_NS, SLICE_NS
 
 if TYPE_CHECKING:
     from shm_broadcast.remote_reader import RemoteReader
@@ -48,6 +47,19 @@ def segment_bytes(ring_bytes: int, readers: int) -> int:
     return header + (ring_bytes + _PAGE - 1) // _PAGE * _PAGE
 
 
+class _FarEndpoint:
+    """Stands in for the native endpoint of a queue that reaches other hosts."""
+
+    def __init__(self, call: Callable[[Any, float | None], Any]) -> None:
+        """Exchange by `call`, of an object and a deadline in seconds."""
+        self._call = call
+        self.timeout_ns: int = -1
+
+    def exchange(self, obj: Any) -> Any:
+        """Send or receive."""
+        return self._call(obj, None if self.timeout_ns < 0 else self.timeout_ns / 1e9)
+
+
 class QueueWriter:
     """The writing end. One thread at a time writes; `close` may come from any."""
 
@@ -60,8 +72,11 @@ class QueueWriter:
         self._ring = ring
         self._remote = remote
         self._handover = handover
-        # Sends an object that is short and fits at once, in one native call; False leaves it to `enqueue`.
-        self.send_now: Callable[[Any], bool] = ring.send if isinstance(remote, NoRemote) else _leave_it
+        self._is_local = isinstance(remote, NoRemote)
+        # `exchange` sends its argument within `timeout_ns` and returns it: for callers that count Python frames.
+        self.endpoint: _core.WriteEndpoint | _FarEndpoint = (
+            ring.endpoint if self._is_local else _FarEndpoint(self._pass_on)
+        )
 
     @classmethod
     def create(
@@ -165,13 +180,18 @@ class QueueWriter:
             PeerLostError: A reader whose room is needed, or any remote one, is gone. The queue is unusable.
             ClosedError: The queue was closed.
         """
-        if self.send_now(obj):
+        if self._is_local:
+            self._ring.send(obj, timeout_s)
             return
         message = codec.encode(obj)
         # Room at the remote readers first, which sends nothing: a message goes to all readers or to none.
         left = self._remote.reserve(message.nbytes, timeout_s)
         self._ring.write(message, left)
         self._remote.publish(message)
+
+    def _pass_on(self, obj: Any, timeout_s: float | None) -> Any:
+        self.enqueue(obj, timeout_s)
+        return obj
 
     def statistics(self) -> QueueStatistics:
         """Return what was written, and how far each reader is."""
@@ -200,11 +220,6 @@ class QueueWriter:
     def __repr__(self) -> str:
         """Name the queue; never its key."""
         return f"<QueueWriter {self.handle.name!r} to ranks {_ranks(self.handle)}>"
-
-
-def _leave_it(_obj: object) -> bool:
-    """Leave every message to the general way: where readers are remote, a message goes to all of them or to none."""
-    return False
 
 
 def _offer_ring(
@@ -238,6 +253,12 @@ class QueueReader:
         self.handle = handle
         self._ring = ring
         self._read = ring.read
+        # `exchange` ignores its argument and reads within `timeout_ns`: for callers that count Python frames.
+        self.endpoint: _core.ReadEndpoint | _FarEndpoint = (
+            ring.endpoint
+            if isinstance(ring, RingReader)
+            else _FarEndpoint(lambda _, timeout_s: ring.read(timeout_s, None))
+        )
 
     @classmethod
     def open(
@@ -388,31 +409,6 @@ def dequeue_any(readers: Sequence[QueueReader], timeout_s: float | None = None) 
         raise UsageError("dequeue_any needs at least one queue")
     start = time.monotonic()
     ends = [reader._ring for reader in readers]  # noqa: SLF001 - the same module
-    rings = [end for end in ends if isinstance(end, RingReader)]
-    index = _await_any(rings, timeout_s) if len(rings) == len(ends) else await_either(ends, timeout_s)
+    index = await_any(ends, timeout_s)
     left = None if timeout_s is None else max(0.0, start + timeout_s - time.monotonic())
     return index, readers[index].dequeue(left)
-
-
-def _await_any(readers: Sequence[RingReader], timeout_s: float | None) -> int:
-    """Return the index of a reader that has a message, or whose queue has ended; raises as a read would."""
-    start = time.monotonic()
-    for reader in readers:
-        reader.check("dequeue_any")
-    places = [reader.place() for reader in readers]
-    memories, indices = tuple(memory for memory, _ in places), tuple(index for _, index in places)
-    # Each call begins one place further, so that a busy writer cannot starve the others.
-    first = sum(reader.messages for reader in readers)
-    while True:
-        for offset in range(len(readers)):
-            index = (first + offset) % len(readers)
-            status = _core.ring_wait(memories[index], indices[index], 0, 0)
-            if status != 0:
-                return index
-            readers[index].raise_if_lost("dequeue_any")
-        waited = time.monotonic() - start
-        if timeout_s is not None and waited >= timeout_s:
-            names = ", ".join(reader.name for reader in readers)
-            raise CommTimeoutError(f"dequeue_any on {names}: no message within {timeout_s:.1f} s")
-        park_ns = SLICE_NS if timeout_s is None else min(SLICE_NS, int((timeout_s - waited) * 1e9))
-        _core.ring_wait_any(memories, indices, SHORT_SPIN_NS, park_ns)

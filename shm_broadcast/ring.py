@@ -1,16 +1,16 @@
 """What both ends of one ring share, and the writing one: records in, and waiting that always ends.
 
-The protocol is in the native core (`csrc/ring.hpp`) and explained in `DESIGN.md`; here are deadlines,
-dead peers, signals, `close` from another thread, and errors that name who is behind. `ring_reader.py` is the other end.
+The protocol is in the native core (`csrc/ring.hpp`), and so is each end's state machine (`csrc/endpoint.hpp`);
+`DESIGN.md` explains both. The native endpoint calls `look_around` while it waits and when it cannot go on: here are
+dead peers, `close` from another thread, and errors that name who is behind. `ring_reader.py` is the other end.
 """
 
 from __future__ import annotations
 
 import logging
 import mmap
-import threading
 import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, NoReturn
 
 from shm_broadcast import _core, codec
@@ -27,22 +27,30 @@ from shm_broadcast.liveness import PeerWatch, fork_count
 from shm_broadcast.segment import Segment
 from shm_broadcast.settings import BroadcastSettings
 from shm_broadcast.statistics import QueueStatistics, ReaderStatistics
-from shm_broadcast.wait import SHORT_SPIN_NS, SLICE_NS
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 _LEFT: Final = 2  # ring::kLeft
 _LINE: Final = 64  # ring::kLine: records and their headers are multiples of it
 
+# The longest time-out that the native core can count, 146 years.
+_LONGEST_NS: Final = 1 << 62
+
 # Takes the place of the mapping of a closed end; every native function refuses it.
 _NOTHING: Final = mmap.mmap(-1, mmap.PAGESIZE)
+
+
+def nanoseconds(timeout_s: float | None) -> int:
+    """Return a time-out as the native endpoints take it: -1 for none."""
+    return -1 if timeout_s is None else max(0, int(min(timeout_s * 1e9, _LONGEST_NS)))
 
 
 class RingEnd:
     """What both ends share."""
 
     role: str
-    _port: _core.WritePort | _core.ReadPort
+    call: str
+    endpoint: _core.WriteEndpoint | _core.ReadEndpoint
 
     def __init__(
         self,
@@ -68,15 +76,15 @@ class RingEnd:
         self._watch = watch
         self._settings = settings
         self._closing = False
-        self._cause: BaseException | None = None
         self._forks = fork_count()
-        # Held by every call, so that `close` from another thread lets the memory go behind them; re-entrant,
-        # as a lease may be closed from inside.
-        self._calls = threading.RLock()
-        self._waits = 0
+        # The present wait, for texts: the call, its deadline, when it began, and after how long it warns next.
+        self._call = self.call
+        self._within_s: float | None = None
+        self._began_s = 0.0
+        self._warns_s = 0.0
 
     def _where(self, call: str) -> str:
-        return f"{call} on queue {self.name!r} ({self.role}, message #{self._port.messages + 1})"
+        return f"{call} on queue {self.name!r} ({self.role}, message #{self.endpoint.messages + 1})"
 
     def check(self, call: str) -> None:
         """Raise unless this end can be used by this process now."""
@@ -84,10 +92,67 @@ class RingEnd:
             raise UsageError(f"{self._where(call)}: the queue belongs to the process that forked this one")
         if self._closing:
             raise ClosedError(f"{self._where(call)}: the queue was closed")
-        if self._cause is not None:
+        cause = self.endpoint.cause
+        if cause is not None:
             raise GroupBrokenError(
-                f"{self._where(call)}: an earlier failure made the queue unusable, close it: {self._cause}"
-            ) from self._cause
+                f"{self._where(call)}: an earlier failure made the queue unusable, close it: {cause}"
+            ) from cause
+
+    def look_around(self, reason: int, detail: Any) -> None:
+        """Raise what ends the endpoint's call, or return for it to go on waiting; see `csrc/endpoint.hpp`."""
+        try:
+            self._look_around(self._call, reason, detail)
+        except CommError:
+            raise
+        except ValueError as error:
+            # There is no ring any more: another thread has closed this end meanwhile, or it was overwritten.
+            self.check(self._call)
+            self._raise_corrupt(self._call, error)
+
+    def _look_around(self, call: str, reason: int, detail: Any) -> None:
+        if reason == _core.LOOK_BEGIN:
+            self._began_s, self._warns_s = time.monotonic(), self._settings.warn_after_s
+            self._begin_wait(call)
+        elif reason == _core.LOOK_WAITING:
+            self.check(call)
+            self.raise_if_lost(call)
+            waited_s = time.monotonic() - self._began_s
+            if waited_s >= self._warns_s:
+                self._warns_s += self._settings.warn_after_s
+                missing = self._missing(detail)
+                logger.warning("%s: waiting for %.0f s: %s", self._where(call), waited_s, missing)
+        elif reason == _core.LOOK_LATE:
+            within_s = self.endpoint.timeout_ns / 1e9 if self._within_s is None else self._within_s
+            self._raise_late(call, within_s, detail)
+        elif reason == _core.LOOK_CORRUPT:
+            self._raise_corrupt(call, detail)
+        elif reason == _core.LOOK_UNDECODABLE:
+            codec.raise_decode_error(detail)
+        elif reason == _core.LOOK_UNENCODABLE:
+            codec.raise_usage_error(detail)
+        else:
+            self.check(call)
+            why = "a lease is open; what it lent is still the next message"
+            if reason != _core.LOOK_LENT:
+                why = "this thread is inside of a call on the queue already, as in a signal handler or a finalizer"
+            raise UsageError(f"{self._where(call)}: {why}")
+
+    def _begin_wait(self, call: str) -> None:
+        """Raise if there is nothing to wait for."""
+
+    def raise_if_lost(self, call: str) -> None:
+        """Raise `PeerLostError` if nobody is left to wait for."""
+        raise InternalError(f"{call}: an end of a ring must say whom it waits for")
+
+    def _missing(self, nbytes: int | None) -> str:
+        """Return what a waiting call of a message of `nbytes` lacks."""
+        raise InternalError(f"an end of a ring must say what it lacks for {nbytes} bytes")
+
+    def _raise_late(self, call: str, within_s: float, nbytes: int | None) -> NoReturn:
+        """Raise for a deadline that has passed."""
+        raise InternalError(
+            f"{call}: an end of a ring must say who is late for {nbytes} bytes in {within_s} s"
+        )
 
     def _readers(self) -> tuple[ReaderStatistics, ...]:
         published, messages, _, _, readers = _core.ring_state(self._memory)
@@ -114,10 +179,8 @@ class RingEnd:
             # Another thread has closed this end meanwhile, or there is no ring any more.
             self.check("statistics")
             self._raise_corrupt("statistics", error)
-        port = self._port
-        return QueueStatistics(
-            port.messages, port.nbytes, self._waits, port.waited_ns / 1e9, capacity, readers
-        )
+        end = self.endpoint
+        return QueueStatistics(end.messages, end.nbytes, end.waits, end.waited_ns / 1e9, capacity, readers)
 
     def _describe_reader(self, reader: ReaderStatistics) -> str:
         progress = (
@@ -128,9 +191,6 @@ class RingEnd:
             state = f"{state}, not attached yet" if self._watch.watches(reader.rank) else "has not come"
         return f"rank {reader.rank} ({state}, {reader.behind_messages} behind, {progress})"
 
-    def _warn(self, call: str, waited_s: float, text: str) -> None:
-        logger.warning("%s: waiting for %.0f s: %s", self._where(call), waited_s, text)
-
     def _raise_corrupt(self, call: str, error: object) -> NoReturn:
         """Raise for a ring whose own words make no sense: nothing behind them can be found."""
         corrupt = InternalError(f"{self._where(call)}: the shared memory was overwritten: {error}")
@@ -138,9 +198,7 @@ class RingEnd:
         raise corrupt from (error if isinstance(error, BaseException) else None)
 
     def _fail(self, error: BaseException) -> None:
-        self._port.hold(True)
-        if self._cause is None:
-            self._cause = error
+        self.endpoint.fail(error)
 
     def _end(self, who: int) -> None:
         try:
@@ -149,25 +207,31 @@ class RingEnd:
             # The ring was overwritten; the other end is told by our death, or by its own errors.
             logger.warning("%s: %s", self._where("close"), str(error))
 
-    def _release_memory(self) -> None:
-        """Let the mapping go; views of it that a lease left behind keep it until they die."""
+    def _close(self, who: int) -> None:
+        """Leave the ring as `who`, wake waiting calls, and let the mapping go behind them and all views of it."""
+        if self._closing or self._forks != fork_count():
+            return
+        self._closing = True
+        self._end(who)
         self._watch.close()
-        self._port.close()
+        self.endpoint.close(partial(_refuse, self._where(self.call), self._forks))
         self._memory = _NOTHING
         self._segment.close()
-        # The calls in its traceback may hold windows on the memory.
-        self._cause = None
 
 
-# How long a writer spins and then parks before it looks around again, in ns.
-_WRITER_STAGES: Final = {"spin": (SLICE_NS, 0), "adaptive": (SHORT_SPIN_NS, SLICE_NS), "park": (0, SLICE_NS)}
+def _refuse(where: str, forks: int, _reason: int, _detail: object) -> NoReturn:
+    """Take the place of `look_around` behind `close`: it holds nothing of the end."""
+    if forks != fork_count():
+        raise UsageError(f"{where}: the queue belongs to the process that forked this one")
+    raise ClosedError(f"{where}: the queue was closed")
 
 
 class RingWriter(RingEnd):
     """The writing end of a ring."""
 
     role = "writer"
-    _port: _core.WritePort
+    call = "enqueue"
+    endpoint: _core.WriteEndpoint
 
     def __init__(
         self,
@@ -179,80 +243,17 @@ class RingWriter(RingEnd):
     ) -> None:
         """Write into a formatted segment; see `RingEnd`."""
         super().__init__(name, segment, ranks, watch, settings)
-        self._port = _core.WritePort(self._memory, codec.describe)
-        # Sends what is short and fits at once; False leaves it to `write`.
-        self.send: Callable[[Any], bool] = self._port.send
+        self.endpoint = _core.WriteEndpoint(self._memory, codec.describe, settings.wait, self.look_around)
 
-    def direct_call(self, source: int, general: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `broadcast_object` of a group in which this rank is `source` as one native call.
-
-        It sends as `send` does, and ends in `general` where that does not.
-        """
-        self._port.direct(source, general)
-        return self._port.broadcast_object
+    def send(self, obj: Any, timeout_s: float | None) -> None:
+        """Encode and publish an object; return when every byte of it is in the ring."""
+        self._within_s = timeout_s
+        self.endpoint.send(obj, nanoseconds(timeout_s))
 
     def write(self, message: codec.Message, timeout_s: float | None) -> None:
         """Publish a message; return when every byte of it is in the ring."""
-        total = message.nbytes
-        with self._calls:
-            self.check("enqueue")
-            while self._port.is_busy:
-                # Another thread copies a message into the ring, which takes less than 1 ms.
-                time.sleep(0.0001)
-            self._port.hold(True)
-            try:
-                done = _core.ring_write(self._memory, message.header, message.buffers, 0, 0, 0)
-                if done < total:
-                    self._write_rest(message, done, timeout_s)
-            except CommError:
-                raise
-            except ValueError as error:
-                self._raise_corrupt("enqueue", error)
-            except BaseException as error:
-                # A signal may have come with parts of the message in the ring: nobody can continue behind them.
-                if total > _core.ring_facts(self._memory)[3]:
-                    self._fail(error)
-                raise
-            finally:
-                self._port.hold(self._closing or self._cause is not None)
-            if self._closing:
-                # The other thread may have ended the queue before this message was in it.
-                raise ClosedError(f"{self._where('enqueue')}: the queue was closed during the call")
-            self._port.messages += 1
-            self._port.nbytes += total
-
-    def _write_rest(self, message: codec.Message, done: int, timeout_s: float | None) -> None:
-        start = time.monotonic()
-        deadline = None if timeout_s is None else start + timeout_s
-        spins, parks = _WRITER_STAGES[self._settings.wait]
-        next_warning = self._settings.warn_after_s
-        self._waits += 1
-        try:
-            while done < message.nbytes:
-                before, limit = done, SLICE_NS
-                if deadline is not None:
-                    limit = max(0, min(SLICE_NS, int((deadline - time.monotonic()) * 1e9)))
-                done = _core.ring_write(
-                    self._memory, message.header, message.buffers, done, min(spins, limit), min(parks, limit)
-                )
-                if done > before:
-                    continue
-                if self._closing:
-                    raise ClosedError(f"{self._where('enqueue')}: the queue was closed while the call waited")
-                self.raise_if_lost("enqueue")
-                if deadline is not None and time.monotonic() >= deadline:
-                    self._raise_late(message.nbytes, timeout_s or 0.0)
-                waited = time.monotonic() - start
-                if waited >= next_warning:
-                    self._warn("enqueue", waited, self._no_room(message.nbytes))
-                    next_warning += self._settings.warn_after_s
-        except CommError as error:
-            # A message of which nothing was written has merely not been sent.
-            if done > 0:
-                self._fail(error)
-            raise
-        finally:
-            self._port.waited_ns += int((time.monotonic() - start) * 1e9)
+        self._within_s = timeout_s
+        self.endpoint.write(message.header, message.buffers, nanoseconds(timeout_s))
 
     def raise_if_lost(self, call: str) -> None:
         """Raise `PeerLostError` if a reader has died or has closed its end. Does not wait."""
@@ -294,21 +295,17 @@ class RingWriter(RingEnd):
         limit = min(capacity - record + 1, max(reader.behind_bytes for reader in readers))
         return [reader for reader in readers if reader.behind_bytes >= limit]
 
-    def _no_room(self, nbytes: int) -> str:
+    def _missing(self, nbytes: int | None) -> str:
+        if nbytes is None:
+            return "another thread is writing"
         return "no room, behind are " + ", ".join(map(self._describe_reader, self._laggards(nbytes)))
 
-    def _raise_late(self, nbytes: int, timeout_s: float) -> None:
+    def _raise_late(self, call: str, within_s: float, nbytes: int | None) -> NoReturn:
         raise CommTimeoutError(
-            f"{self._where('enqueue')}: {self._no_room(nbytes)}, within {timeout_s:.1f} s",
-            missing=sorted(reader.rank for reader in self._laggards(nbytes)),
+            f"{self._where(call)}: {self._missing(nbytes)}, within {within_s:.1f} s",
+            missing=() if nbytes is None else sorted(reader.rank for reader in self._laggards(nbytes)),
         )
 
     def close(self) -> None:
         """Tell the readers that nothing follows, and unmap. Idempotent; wakes a waiting call."""
-        if self._closing or self._forks != fork_count():
-            return
-        self._closing = True
-        self._port.hold(True)
-        self._end(-1)
-        with self._calls:
-            self._release_memory()
+        self._close(-1)

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from shm_broadcast import _core
+from shm_broadcast import _core, codec
 from shm_broadcast.errors import CommTimeoutError
 from shm_broadcast.queue import QueueReader, QueueWriter
 from shm_broadcast.settings import MIN_RING_BYTES, BroadcastSettings, WaitMode
@@ -16,6 +16,7 @@ from shm_broadcast.settings import MIN_RING_BYTES, BroadcastSettings, WaitMode
 __all__ = [
     "PAGE",
     "RECORD_HEADER",
+    "RefusedError",
     "background",
     "bare_ring",
     "fill",
@@ -23,6 +24,8 @@ __all__ = [
     "memory_of",
     "named_memory_of",
     "queue",
+    "refuse",
+    "ring_write",
     "segments_of",
     "sockets_of",
 ]
@@ -56,6 +59,36 @@ def bare_ring(data_bytes: int = PAGE, readers: int = 1, generation: int = 7) -> 
     memory = mmap.mmap(-1, header + data_bytes)
     _core.ring_format(memory, readers, generation)
     return memory
+
+
+class RefusedError(Exception):
+    """What `refuse` raises: why an endpoint of a bare ring cannot go on."""
+
+    def __init__(self, reason: int, detail: object) -> None:
+        """Keep both."""
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+
+def refuse(reason: int, detail: object) -> None:
+    """Look around for an endpoint of a bare ring: let it wait, and raise where it cannot go on."""
+    if reason > _core.LOOK_WAITING:
+        raise RefusedError(reason, detail)
+
+
+def ring_write(
+    memory: mmap.mmap,
+    header: bytes,
+    buffers: tuple[memoryview, ...],
+    done: int,
+    spin_ns: int,
+    park_ns: int,
+    tag: int = 0,
+) -> int:
+    """Write as far as there is room from byte `done` on, through an endpoint of its own; return how far that is."""
+    end = _core.WriteEndpoint(memory, codec.describe, "park", refuse)
+    return end.write_some(header, buffers, done, spin_ns, park_ns, tag)
 
 
 def fill(

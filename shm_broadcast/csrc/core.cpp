@@ -3,7 +3,7 @@
 #include "blocks.hpp"
 #include "codec.hpp"
 
-int port_add(PyObject* module);
+int endpoint_add(PyObject* module);
 int ring_add(PyObject* module);
 
 namespace {
@@ -17,7 +17,7 @@ PyMODINIT_FUNC PyInit__core() {
     PyObject* module = PyModule_Create(&core_module);
     if (module == nullptr) return nullptr;
     if (codec::add_codec(module) < 0 || codec::blocks_add(module) < 0 || codec::numpy_add(module) < 0 ||
-        codec::torch_add(module) < 0 || ring_add(module) < 0 || port_add(module) != 0) {
+        codec::torch_add(module) < 0 || ring_add(module) < 0 || endpoint_add(module) != 0) {
         Py_DECREF(module);
         return nullptr;
     }

@@ -71,7 +71,7 @@ PyObject* Decoder::refuse(const char* what) {
 bool Decoder::enter(int depth) { return depth <= kMaxDepth || refuse("too many levels") != nullptr; }
 
 bool Decoder::claim(size_t entries, size_t each) {
-    if (entries > unclaimed_ / each || entries > room() / each) {
+    if (entries > unclaimed_ / each || entries > left() / each) {
         return refuse("a container claims more entries than there are bytes") != nullptr;
     }
     unclaimed_ -= entries * each;
@@ -120,28 +120,6 @@ PyObject* Decoder::run() {
     return result.release();
 }
 
-bool Decoder::await(size_t nbytes) {
-    const size_t wanted = position() + nbytes;
-    const size_t known = nbytes > readable_ ? 0 : source_->await(wanted);
-    if (known < wanted || known > readable_) return false;
-    end_ = start_ + known;
-    return true;
-}
-
-PyObject* Decoder::run_ahead() {
-    at_ = end_ = start_ + sizeof(Prefix);
-    unclaimed_ = readable_;
-    Ref result(value(1));
-    if (!result) return nullptr;
-    total_ = source_->finish();
-    if (total_ == 0 || total_ > readable_) return refuse("not sent yet");
-    readable_ = total_;
-    const unsigned char* const tree_end = at_;
-    if (!prefix()) return nullptr;
-    if (tree_end != end_ || buffers_left_ != 0 || offset_ != total_) return refuse("bytes after the end of the value");
-    return result.release();
-}
-
 // Takes the next out-of-band buffer. They are used in order, each once.
 bool Decoder::far(Taken* taken, FarKind kind) {
     if (buffers_left_ == 0) return refuse("the tree uses a buffer that the frame does not have") != nullptr;
@@ -165,14 +143,14 @@ bool Decoder::far(Taken* taken, FarKind kind) {
 }
 
 PyObject* Decoder::string(size_t nbytes) {
-    if (!has(nbytes)) return refuse("a string ends after the bytes");
+    if (nbytes > left()) return refuse("a string ends after the bytes");
     const char* text = reinterpret_cast<const char*>(at_);
     at_ += nbytes;
     return PyUnicode_DecodeUTF8(text, static_cast<Py_ssize_t>(nbytes), nullptr);
 }
 
 PyObject* Decoder::blob(size_t nbytes) {
-    if (!has(nbytes)) return refuse("bytes end after the tree");
+    if (nbytes > left()) return refuse("bytes end after the tree");
     const char* data = reinterpret_cast<const char*>(at_);
     at_ += nbytes;
     return PyBytes_FromStringAndSize(data, static_cast<Py_ssize_t>(nbytes));
@@ -216,9 +194,9 @@ PyObject* Decoder::set(size_t entries, bool frozen, int depth) {
 }
 
 PyObject* Decoder::key(int depth) {
-    if (has(1) && (*at_ & 0xe0) == 0xa0) {
+    if (left() > 0 && (*at_ & 0xe0) == 0xa0) {
         const size_t nbytes = *at_ & 0x1f;
-        if (has(nbytes + 1)) {
+        if (nbytes < left()) {
             const unsigned char* text = at_ + 1;
             at_ += 1 + nbytes;
             return cached_string(text, nbytes);
@@ -284,16 +262,13 @@ PyObject* Decoder::extension(int depth) {
     size_t nbytes = 0;
     uint8_t code = 0;
     if (!length<uint32_t>(&nbytes) || !take(&code)) return nullptr;
-    if (!has(nbytes)) return refuse("an extension ends after the bytes");
+    if (nbytes > left()) return refuse("an extension ends after the bytes");
     const unsigned char* outer = end_;
-    Source* const source = source_;
-    source_ = nullptr;  // all of it is there
     end_ = at_ + nbytes;
     Ref result(extended(code, depth));
     if (!result) return nullptr;
     if (at_ != end_) return refuse("bytes left over in an extension");
     end_ = outer;
-    source_ = source;
     return result.release();
 }
 
@@ -343,7 +318,6 @@ PyObject* Decoder::raw(uint8_t code) {
 PyObject* Decoder::hooked(uint8_t code, int depth) {
     size_t entries = 0;
     if (code < kFirstHook || code > kLastCode) return refuse("an extension that this codec does not use");
-    if (is_preview_) return refuse("nothing is built of what was not sent yet");
     if (!enter(depth)) return nullptr;
     if (copies_ && (code == kNumpyArray || code == kTorchTensor)) {
         PyObject* result = depth < kMaxDepth ? array(code) : nullptr;

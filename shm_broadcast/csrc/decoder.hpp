@@ -12,16 +12,6 @@ struct FarBuffer {
     size_t nbytes;
 };
 
-// Bytes of a frame that are still being written.
-class Source {
-public:
-    virtual ~Source() = default;
-    // Returns how many bytes are there, once that is `wanted` at least; 0: not soon, or never.
-    virtual size_t await(size_t wanted) = 0;
-    // Returns the length of the frame, once all of it is there; 0: not soon, or it was not what it seemed to be.
-    virtual size_t finish() = 0;
-};
-
 class Decoder {
 public:
     // `owner` keeps the frame's bytes alive for the windows on them.
@@ -30,12 +20,7 @@ public:
     // A frame of `total` bytes of which `header` are in one piece, and each buffer in memory of its own.
     Decoder(Span header, size_t total, const FarBuffer* far, PyObject* hook)
         : hook_(hook), total_(total), start_(header.data), readable_(header.nbytes), far_(far) {}
-    // A frame of at most `room.nbytes`, written by `source` while it is decoded: only what consists of builtin types.
-    Decoder(Span room, Source* source)
-        : total_(room.nbytes), start_(room.data), readable_(room.nbytes), source_(source), is_preview_(true) {}
     PyObject* run();
-    // The same for a frame with a source. nullptr, with an exception that means nothing: decode it when it is there.
-    PyObject* run_ahead();
 
 private:
     struct Taken {
@@ -76,16 +61,11 @@ private:
     bool enter(int depth);
     PyObject* refuse(const char* what);
     size_t left() const { return static_cast<size_t>(end_ - at_); }
-    // Bytes that may still come.
-    size_t room() const { return source_ == nullptr ? left() : readable_ - position(); }
-    // Whether there are `nbytes` more, after waiting for them.
-    bool has(size_t nbytes) { return nbytes <= left() || (source_ != nullptr && await(nbytes)); }
-    bool await(size_t nbytes);
     size_t position() const { return static_cast<size_t>(at_ - start_); }
 
     template <typename T>
     bool take(T* value) {
-        if (!has(sizeof(T))) return refuse("the bytes end inside a value") != nullptr;
+        if (sizeof(T) > left()) return refuse("the bytes end inside a value") != nullptr;
         T wire;
         std::memcpy(&wire, at_, sizeof(T));
         at_ += sizeof(T);
@@ -116,8 +96,6 @@ private:
     size_t total_;  // bytes of the frame
     const unsigned char* start_;
     size_t readable_;                 // bytes from start_ on that are in one piece
-    Source* source_ = nullptr;        // where more bytes come from
-    bool is_preview_ = false;
     const FarBuffer* far_ = nullptr;  // the buffers not taken yet, where they stand on their own
     const unsigned char* at_ = nullptr;
     const unsigned char* end_ = nullptr;

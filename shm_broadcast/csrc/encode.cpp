@@ -124,7 +124,6 @@ bool Encoder::long_text(const char* data, size_t nbytes) {
 }
 
 bool Encoder::far(PyObject* object, FarKind kind) {
-    stop_showing();  // its bytes stand elsewhere
     if (buffers_ == nullptr && (buffers_ = PyList_New(0)) == nullptr) return false;
     // A window never changes its size; of anything else a view is held, so that it cannot.
     Ref view(is_window(object) ? Ref::borrowed(object).release() : PyMemoryView_FromObject(object));
@@ -186,7 +185,6 @@ bool Encoder::list(PyObject* object, int depth) {
             Ref index(PyLong_FromSsize_t(i));
             return fail('i', index.get(), object);
         }
-        show();
     }
     return PyList_Size(object) == entries || changed("list");
 }
@@ -239,7 +237,6 @@ bool Encoder::dict(PyObject* object, int depth) {
         if (!guard.admit(key.get()) || !value(key.get(), depth + 1)) return fail('K', key.get(), object);
         if (!entry(item.get(), depth + 1)) return fail('k', key.get(), object);
         if (PyDict_Size(object) != entries) return changed("dict");
-        show();
     }
     return seen == entries || changed("dict");
 }
@@ -251,13 +248,11 @@ bool Encoder::begin(uint8_t code, size_t* mark) {
     std::memset(at + 1, 0, 4);
     at[5] = code;
     *mark = out_.size();
-    ++open_extensions_;
     return true;
 }
 
 bool Encoder::end(size_t mark) {
     const size_t length = out_.size() - mark;
-    --open_extensions_;
     if (length > UINT32_MAX) {
         PyErr_SetString(PyExc_ValueError, "a value of more than 4294967295 encoded bytes");
         return false;
@@ -291,7 +286,6 @@ bool Encoder::other(PyObject* object, int depth) {
         if (torch_describe(object, &found)) return array(object, kTorchTensor, found);
         if (PyErr_Occurred()) return false;
     }
-    stop_showing();  // it may take long, send something else, or fail
     Ref description(PyObject_CallFunctionObjArgs(fallback_, object, nullptr));
     if (!description) return false;
     return described(description.get(), depth) || fail('x', object, object);
@@ -346,10 +340,8 @@ void Encoder::tell_path() {
 }
 
 bool Encoder::build(PyObject* object) {
-    unsigned char* prefix = out_.extend(sizeof(Prefix));
-    if (prefix == nullptr) return false;
-    std::memset(prefix, 0, sizeof(Prefix));  // filled in last, but it may be shown before
-    return value(object, 1) && finish();
+    // The prefix is filled in by `finish`.
+    return out_.extend(sizeof(Prefix)) != nullptr && value(object, 1) && finish();
 }
 
 // Appends the table of the buffers and fills the prefix.
@@ -390,12 +382,13 @@ PyObject* views_of(PyObject* buffers) {
 
 }  // namespace
 
-// Returns (header, buffers, nbytes).
 PyObject* Encoder::run(PyObject* object) {
-    if (!build(object)) {
-        tell_path();
-        return nullptr;
-    }
+    if (build(object)) return result();
+    tell_path();
+    return nullptr;
+}
+
+PyObject* Encoder::result() {
     Ref header(PyBytes_FromStringAndSize(reinterpret_cast<char*>(out_.data()), static_cast<Py_ssize_t>(out_.size())));
     Ref views(views_of(buffers_));
     Ref nbytes(PyLong_FromUnsignedLongLong(nbytes_));

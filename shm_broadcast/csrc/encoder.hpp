@@ -49,22 +49,9 @@ private:
     size_t capacity_ = kStackBytes;
 };
 
-inline constexpr size_t kShownBytes = 128;  // fewer are not worth a store that readers wait for
-
-// Who looks on while an object is encoded.
-class Audience {
-public:
-    virtual ~Audience() = default;
-    // The first `nbytes`, less the prefix of the frame, will not change; false: show no more.
-    virtual bool show(const unsigned char* data, size_t nbytes) = 0;
-    // What was shown will not become a message.
-    virtual void stop() = 0;
-};
-
 class Encoder {
 public:
-    explicit Encoder(PyObject* fallback, Audience* audience = nullptr)
-        : fallback_(fallback), audience_(audience), next_show_(audience == nullptr ? SIZE_MAX : kShownBytes) {}
+    explicit Encoder(PyObject* fallback) : fallback_(fallback) {}
     ~Encoder() {
         Py_XDECREF(buffers_);
         Py_XDECREF(path_);
@@ -76,7 +63,10 @@ public:
     bool build(PyObject* object);
     const Output& header() const { return out_; }
     PyObject* buffers() const { return buffers_; }  // a list of what has a buffer, or nullptr for none
-    uint64_t nbytes() const { return nbytes_; }      // of the whole frame
+    // Leaves where in the object it happened on the exception that is set.
+    void tell_path();
+    // What was built as (header, buffers, bytes of the frame).
+    PyObject* result();
 
 private:
     bool value(PyObject* object, int depth);
@@ -104,18 +94,7 @@ private:
     bool enter(int depth);
     bool changed(const char* kind);
     bool fail(char kind, PyObject* key, PyObject* container);
-    void tell_path();
     bool finish();
-
-    // Behind each entry of a container. What stands in an extension, whose length is filled in at its end, waits for that.
-    void show() {
-        if (out_.size() < next_show_ || open_extensions_ > 0) return;
-        next_show_ = audience_->show(out_.data(), out_.size()) ? out_.size() + kShownBytes : SIZE_MAX;
-    }
-    void stop_showing() {
-        if (next_show_ != SIZE_MAX) audience_->stop();
-        next_show_ = SIZE_MAX;
-    }
 
     // Encodes an entry of a container, of which it need not own a reference.
     bool entry(PyObject* object, int depth) {
@@ -151,9 +130,6 @@ private:
     }
 
     PyObject* fallback_;
-    Audience* audience_;
-    size_t next_show_;  // so many bytes are worth a look; SIZE_MAX: nobody looks, or no more
-    int open_extensions_ = 0;
     PyObject* buffers_ = nullptr;  // list of windows and memoryviews, made for the first one
     PyObject* path_ = nullptr;     // list of (kind, key, container), innermost first, made on failure
     uint64_t nbytes_ = 0;

@@ -1,9 +1,9 @@
 // The reading end: waits for records, and makes an object of them.
 #include <algorithm>
 
-#include "port.hpp"
+#include "endpoint.hpp"
 
-namespace port {
+namespace endpoint {
 namespace {
 
 using codec::Decoder;
@@ -13,189 +13,268 @@ using ring::Ring;
 
 // While a message comes in parts, the writer fills the next one right now: that takes less than a sleep.
 constexpr uint64_t kNextPartNs = 60 * 1000;
-// A long message is left to Python so often, which looks for signals and deadlines.
+// A long message is left after so long, to look for signals and deadlines.
 constexpr uint64_t kLongestCallNs = 50 * 1000 * 1000;
-// A signal that comes just before a sleep does not end it; Ctrl-C must interrupt within 0.2 s.
-constexpr uint64_t kSignalsNs = 100 * 1000 * 1000;
 
-PyObject* corrupt(const char* what) {
-    PyErr_SetString(ring_corrupt, what);
+PyObject* corrupt(Endpoint* end, const char* what) {
+    refuse_corrupt(end, what);
     return nullptr;
 }
 
-PyObject* none_yet() { return Ref::borrowed(nothing).release(); }
-
 // Waits until `done` or the end: 1 when it is done, 0 when not, -1 with the exception of a signal handler.
 template <typename Done>
-int wait_until(Port* port, Patience patience, Done done) {
-    Ring& ring = *port->ring;
+int wait_until(Endpoint* end, Budget budget, Done done) {
+    Ring& ring = *end->ring;
     if (done()) {
-        port->arrived_ns = ring.writer().stamp_ns.load(std::memory_order_relaxed);
+        end->arrived_ns = ring.writer().stamp_ns.load(std::memory_order_relaxed);
         return 1;
     }
-    if (patience.spin_ns == 0 && patience.park_ns == 0) return 0;
-    const auto ready = [&] { return done() || ring.ended(port->index); };
+    if (budget.spin_ns == 0 && budget.park_ns == 0) return 0;
+    const auto ready = [&] { return done() || ring.ended(end->index); };
     const uint64_t start = ring::now_ns();
     uint64_t now = start;
-    const uint64_t parked_from = start + patience.spin_ns, until = parked_from + patience.park_ns;
+    const uint64_t parked_from = start + budget.spin_ns, until = parked_from + budget.park_ns;
     int status = 0;
-    while (status == 0 && now < until && !ready()) {
-        const bool paused = now - port->arrived_ns >= codec::kPauseNs;
-        if (paused && now + codec::kShortestPollNs <= parked_from) port->rehearsed += port->rehearsal->perform();
-        const uint64_t spin = now < parked_from ? std::min(parked_from - now, codec::kRehearsedNs) : 0;
-        const uint64_t park = now + spin < parked_from ? 0 : std::min(until - now - spin, kSignalsNs);
+    while (status == 0 && now < until && !ready() && !end->is_closed) {
+        const uint64_t spin = now < parked_from ? std::min(parked_from - now, kSliceNs) : 0;
+        const uint64_t park = now + spin < parked_from ? 0 : std::min(until - now - spin, kSliceNs);
         Py_BEGIN_ALLOW_THREADS
-        ring.wait(port->index, spin, park, patience.nap_ns, ready);
+        ring.wait(end->index, spin, park, ready);
         Py_END_ALLOW_THREADS
         now = ring::now_ns();
         if (!ready()) status = PyErr_CheckSignals();
     }
-    port->waited_ns += now - start;
+    end->waited_ns += now - start;
     if (status < 0) return -1;
     if (!done()) return 0;
     // When the message was published: a reader that slept has lost some time since then.
     const uint64_t stamp = ring.writer().stamp_ns.load(std::memory_order_relaxed);
-    port->arrived_ns = stamp > start && stamp < now ? stamp : now;
+    end->arrived_ns = stamp > start && stamp < now ? stamp : now;
     return 1;
 }
 
-void count_message(Port* port, const ring::RecordHeader& record, uint64_t nbytes) {
-    port->messages += 1;
-    port->nbytes += nbytes;
-    port->tag = record.tag;
+void give_back(Endpoint* end, const ring::RecordHeader& record, uint64_t nbytes) {
+    end->ring->release(end->index, record);
+    end->messages += 1;
+    end->nbytes += nbytes;
+    end->tag = record.tag;
 }
 
-PyObject* take_whole(Port* port, const ring::RecordHeader& record, const unsigned char* payload) {
-    Decoder decoder({payload, record.payload_bytes}, port->memory, port->hook, true);
-    PyObject* result = decoder.run();
-    if (result != nullptr) port->rehearsal->remember(payload, record.payload_bytes);
-    port->ring->release(port->index, record);
-    count_message(port, record, record.payload_bytes);
-    return result;
+// Hands the object of a message out that is given back; nullptr with the exception for one that could not be decoded.
+PyObject* decoded(Endpoint* end, PyObject* object) {
+    if (object == nullptr) refuse_error(end, kUndecodable);
+    return object;
+}
+
+// A message is given back only when its object can be handed out: the exception of a signal handler, or of a hook that is
+// no Exception, loses nothing.
+PyObject* take_whole(Endpoint* end, const ring::RecordHeader& record, const unsigned char* payload) {
+    const Ref memory = Ref::borrowed(end->memory), hook = Ref::borrowed(end->hook);
+    Decoder decoder({payload, record.payload_bytes}, memory.get(), hook.get(), true);
+    Ref result(decoder.run());
+    if (result ? PyErr_CheckSignals() < 0 : !PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;
+    give_back(end, record, record.payload_bytes);
+    return decoded(end, result.release());
 }
 
 // Copies a streamed record as far as it is there; returns the message when that is all, `nothing` before.
-PyObject* take_streamed(Port* port, const ring::RecordHeader& record, const unsigned char* payload) {
-    codec::Assembly& assembly = *port->assembly;
+PyObject* take_streamed(Endpoint* end, const ring::RecordHeader& record, const unsigned char* payload) {
+    codec::Assembly& assembly = *end->assembly;
     if (!assembly.active()) assembly.begin(record.message, record.payload_bytes);
     const uint64_t taken = assembly.total() - assembly.missing();
-    const uint64_t available = port->ring->available(port->index, record);
-    if (assembly.total() != record.payload_bytes || available < taken) return corrupt("a streamed record changed");
+    const uint64_t available = end->ring->available(end->index, record);
+    if (assembly.total() != record.payload_bytes || available < taken) return corrupt(end, "a streamed record changed");
     assembly.feed(payload + taken, available - taken);
     if (available < record.payload_bytes) return none_yet();
-    port->ring->release(port->index, record);
-    count_message(port, record, record.payload_bytes);
-    return assembly.finish(port->hook);
+    if (PyErr_CheckSignals() < 0) return nullptr;
+    give_back(end, record, record.payload_bytes);
+    const Ref hook = Ref::borrowed(end->hook);
+    return decoded(end, assembly.finish(hook.get()));
 }
 
 // Adds one part to the message that is under way; returns it when that was the last, `nothing` before.
-PyObject* take_part(Port* port, const ring::RecordHeader& record, const unsigned char* payload) {
-    codec::Assembly& assembly = *port->assembly;
+PyObject* take_part(Endpoint* end, const ring::RecordHeader& record, const unsigned char* payload) {
+    codec::Assembly& assembly = *end->assembly;
     if (!assembly.active()) {
-        if (record.total_bytes == 0 || record.total_bytes > PY_SSIZE_T_MAX) return corrupt("a message of no length");
+        if (record.total_bytes == 0 || record.total_bytes > PY_SSIZE_T_MAX) return corrupt(end, "a message of no length");
         assembly.begin(record.message, record.total_bytes);
     }
     if (record.message != assembly.message() || record.total_bytes != assembly.total()) {
-        return corrupt("a message ends before its last part");
+        return corrupt(end, "a message ends before its last part");
     }
     const bool ends = record.payload_bytes == assembly.missing();
     if (record.payload_bytes > assembly.missing() || ends != (record.flags == ring::kLastPart)) {
-        return corrupt("parts of a message do not fit together");
+        return corrupt(end, "parts of a message do not fit together");
     }
+    if (ends && PyErr_CheckSignals() < 0) return nullptr;
     assembly.feed(payload, record.payload_bytes);
-    port->ring->release(port->index, record);
-    if (!ends) return none_yet();
-    count_message(port, record, assembly.total());
-    return assembly.finish(port->hook);
+    if (!ends) {
+        end->ring->release(end->index, record);
+        return none_yet();
+    }
+    give_back(end, record, assembly.total());
+    const Ref hook = Ref::borrowed(end->hook);
+    return decoded(end, assembly.finish(hook.get()));
 }
 
 // Takes what is there of the next record, which is there in part at least.
-PyObject* take(Port* port, const ring::RecordHeader& record, const unsigned char* payload) {
-    const bool active = port->assembly->active();
+PyObject* take(Endpoint* end, const ring::RecordHeader& record, const unsigned char* payload) {
     switch (record.flags) {
-        case ring::kWhole: return active ? corrupt("a message ends before its last part") : take_whole(port, record, payload);
-        case ring::kStreamed: return take_streamed(port, record, payload);
-        default: return take_part(port, record, payload);
+        case ring::kWhole:
+            if (end->assembly->active()) return corrupt(end, "a message ends before its last part");
+            return take_whole(end, record, payload);
+        case ring::kStreamed: return take_streamed(end, record, payload);
+        default: return take_part(end, record, payload);
     }
 }
 
-// Decodes the next message while it is written; nullptr without an exception when it has to be read as any other.
-PyObject* take_ahead(Port* port) {
-    draft::Preview preview(*port->ring, port->index);
-    Decoder decoder({preview.bytes(), ring::kDraftBytes}, &preview);
-    const codec::NoCollections guard;
-    PyObject* result = decoder.run_ahead();
-    if (result == nullptr) {
-        PyErr_Clear();
-        port->given_up = port->ring->reader(port->index).consumed.load(std::memory_order_relaxed);
-        return nullptr;
-    }
-    port->rehearsal->remember(preview.bytes(), preview.record().payload_bytes);
-    port->ring->release(port->index, preview.record());
-    count_message(port, preview.record(), preview.record().payload_bytes);
-    port->arrived_ns = ring::now_ns();
-    port->previewed += 1;
-    return result;
-}
-
-PyObject* receive_whole(Port* port, Patience patience) {
-    Ring& ring = *port->ring;
-    const uint32_t index = port->index;
-    const bool waits = patience.spin_ns > 0 || patience.park_ns > 0;
+// Returns the next object, or `nothing` when it has not come within `budget` for each of its records.
+PyObject* receive_within(Endpoint* end, Budget budget) {
+    Ring& ring = *end->ring;
+    const uint32_t index = end->index;
+    const bool waits = budget.spin_ns > 0 || budget.park_ns > 0;
     uint64_t until = 0;
     ring::RecordHeader record{};
-    const bool looks = waits && !port->assembly->active();
-    const uint64_t before = port->arrived_ns;
-    int found = wait_until(port, patience, [&] { return ring.has_data(index) || (looks && draft::is_offered(ring, index, port->given_up)); });
-    if (found > 0 && !ring.has_data(index)) {
-        PyObject* result = take_ahead(port);
-        if (result != nullptr) return result;
-        // Nothing has arrived yet, or just now.
-        port->arrived_ns = ring.has_data(index) ? ring::now_ns() : before;
-        if (!ring.has_data(index)) return none_yet();
-    }
+    int found = wait_until(end, budget, [&] { return ring.has_data(index); });
     while (found > 0) {
         unsigned char* payload = nullptr;
-        if (!ring.next(index, &record, &payload)) return corrupt("the ring holds no readable record");
-        PyObject* result = take(port, record, payload);
+        if (!ring.next(index, &record, &payload)) return corrupt(end, "the ring holds no readable record");
+        PyObject* result = take(end, record, payload);
         if (result != nothing) return result;
         Py_DECREF(result);
         const uint64_t now = ring::now_ns();
         if (until == 0) until = now + kLongestCallNs;
-        if (!waits || now >= until || port->is_closed) break;
-        patience.spin_ns = std::max(patience.spin_ns, kNextPartNs);
+        if (!waits || now >= until || end->is_closed) break;
+        budget.spin_ns = std::max(budget.spin_ns, kNextPartNs);
         // More of a streamed record, or the next part.
-        const uint64_t taken = port->assembly->total() - port->assembly->missing();
+        const uint64_t taken = end->assembly->total() - end->assembly->missing();
         const bool streams = record.flags == ring::kStreamed;
-        found = wait_until(port, patience, [&] {
+        found = wait_until(end, budget, [&] {
             return streams ? ring.available(index, record) > taken : ring.has_data(index);
         });
     }
     return found < 0 ? nullptr : none_yet();
 }
 
-}  // namespace
-
-PyObject* receive(Port* port, Patience patience) {
-    port->is_busy = true;
-    PyObject* result = receive_whole(port, patience);
-    port->is_busy = false;
-    if (port->is_closed) release_memory(port);
-    return result;
+// Waits, with `look_around` in between, until `take(budget)` returns something other than `nothing`; nullptr with an exception.
+template <typename Take>
+PyObject* await(Endpoint* end, long long timeout_ns, Take take) {
+    if (!look(end, kBegin, Py_None)) return nullptr;
+    uint64_t now = ring::now_ns(), look_at = now + kLookNs;
+    const uint64_t until = timeout_ns < 0 ? kForever : now + static_cast<uint64_t>(timeout_ns);
+    if (end->noted_ns != end->arrived_ns) {
+        end->noted_ns = end->arrived_ns;
+        end->pacer.arrived(static_cast<int64_t>(end->noted_ns));
+    }
+    ++end->waits;
+    for (;;) {
+        Budget budget = end->pacer.budget(end->mode, static_cast<int64_t>(now));
+        const uint64_t left = until > now ? until - now : 0;
+        budget = {std::min(budget.spin_ns, left), std::min(budget.park_ns, left)};
+        PyObject* result = take(budget);
+        if (result != nothing) return result;
+        Py_DECREF(result);
+        if (!check_usable(end)) return nullptr;
+        now = ring::now_ns();
+        if (now >= look_at || now >= until || end->ring->ended(end->index)) {
+            if (!look(end, kWaiting, Py_None)) return nullptr;
+            look_at = now + kLookNs;
+        }
+        if (now >= until) {
+            refuse(end, kLate);
+            return nullptr;
+        }
+        if (PyErr_CheckSignals() < 0) return nullptr;
+    }
 }
 
-// receive(spin_ns, park_ns, nap_ns) -> the next object, or NOTHING: none came in time, or this end cannot be used.
-// Exceptions of signal handlers and of the decoder leave the queue intact; RingCorrupt does not.
-PyObject* read_port_receive(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-    Port* port = port_of(self);
-    if (!expect_arguments("receive", count, 3)) return nullptr;
-    uint64_t times[3];
-    for (int i = 0; i < 3; ++i) {
+PyObject* receive(Endpoint* end, long long timeout_ns) {
+    const Turn turn(end, timeout_ns < 0 ? kForever : deadline(timeout_ns));
+    if (!turn) {
+        if (!PyErr_Occurred()) refuse(end, kLate);
+        return nullptr;
+    }
+    PyObject* result = receive_within(end, {0, 0});
+    if (result != nothing) return result;
+    Py_DECREF(result);
+    return await(end, timeout_ns, [end](Budget budget) { return receive_within(end, budget); });
+}
+
+// receive([timeout_ns]) -> the next object
+PyObject* read_receive(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+    long long timeout_ns = -1;
+    if (!expect_arguments("receive", count == 0 ? 1 : count, 1) || !read_timeout(args, count, 0, &timeout_ns)) return nullptr;
+    return receive(endpoint_of(self), timeout_ns);
+}
+
+// exchange(ignored) -> the next object
+PyObject* read_exchange(PyObject* self, PyObject*) { return receive(endpoint_of(self), endpoint_of(self)->timeout_ns); }
+
+// receive_within(spin_ns, park_ns) -> the next object, or NOTHING
+PyObject* read_receive_within(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+    Endpoint* end = endpoint_of(self);
+    if (!expect_arguments("receive_within", count, 2)) return nullptr;
+    uint64_t times[2];
+    for (int i = 0; i < 2; ++i) {
         times[i] = PyLong_AsUnsignedLongLong(args[i]);
         if (times[i] == static_cast<uint64_t>(-1) && PyErr_Occurred()) return nullptr;
     }
-    if (!usable(port)) return none_yet();
-    return receive(port, {times[0], times[1], times[2]});
+    const Turn turn(end, times[0] + times[1] == 0 ? 0 : ring::now_ns() + times[0] + times[1]);
+    if (!turn) return PyErr_Occurred() ? nullptr : none_yet();
+    return receive_within(end, {times[0], times[1]});
 }
 
-}  // namespace port
+// lend([timeout_ns]): waits until a record is there as a whole; this thread has it on loan until `end_loan`.
+PyObject* read_lend(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+    Endpoint* end = endpoint_of(self);
+    long long timeout_ns = -1;
+    if (!expect_arguments("lend", count == 0 ? 1 : count, 1) || !read_timeout(args, count, 0, &timeout_ns)) return nullptr;
+    Turn turn(end, timeout_ns < 0 ? kForever : deadline(timeout_ns));
+    if (!turn) {
+        if (!PyErr_Occurred()) refuse(end, kLate);
+        return nullptr;
+    }
+    const auto is_there = [end] { return end->ring->has_whole_record(end->index); };
+    if (!is_there()) {
+        const Ref found(await(end, timeout_ns, [&](Budget budget) {
+            const int status = wait_until(end, budget, is_there);
+            return status < 0 ? nullptr : status == 0 ? none_yet() : Py_NewRef(Py_None);
+        }));
+        if (!found) return nullptr;
+    }
+    end->is_lent = true;
+    turn.keep();
+    Py_RETURN_NONE;
+}
+
+// end_loan(taken_bytes): the loan is over; a message of `taken_bytes` was read by it, or none if that is 0.
+PyObject* read_end_loan(PyObject* self, PyObject* taken) {
+    Endpoint* end = endpoint_of(self);
+    const unsigned long long nbytes = PyLong_AsUnsignedLongLong(taken);
+    if (nbytes == static_cast<unsigned long long>(-1) && PyErr_Occurred()) return nullptr;
+    if (!end->is_lent) return PyErr_Format(PyExc_ValueError, "nothing is on loan");
+    if (nbytes > 0) {
+        end->messages += 1;
+        end->nbytes += nbytes;
+    }
+    end->is_lent = false;
+    leave(end);
+    Py_RETURN_NONE;
+}
+
+}  // namespace
+
+#define METHOD(name, function, flags) {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)), flags, nullptr}
+
+PyMethodDef read_methods[] = {
+    METHOD("exchange", read_exchange, METH_O),
+    METHOD("receive", read_receive, METH_FASTCALL),
+    METHOD("receive_within", read_receive_within, METH_FASTCALL),
+    METHOD("lend", read_lend, METH_FASTCALL),
+    METHOD("end_loan", read_end_loan, METH_O),
+    METHOD("fail", fail, METH_O),
+    METHOD("close", close, METH_O),
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace endpoint

@@ -4,14 +4,11 @@
 
 #include <algorithm>
 
-#include "draft.hpp"
-#include "pieces.hpp"
+#include "codec.hpp"
 
 namespace {
 
 using codec::expect_arguments;
-using codec::kAlignment;
-using codec::kUnlockedCopy;
 using codec::View;
 using ring::Ring;
 
@@ -79,61 +76,6 @@ PyObject* ring_facts(PyObject*, PyObject* const* args, Py_ssize_t count) {
                          static_cast<unsigned long long>(ring.longest_payload()));
 }
 
-// One call of ring_write lasts about so long, however much it has to write: the caller looks for signals in between.
-constexpr uint64_t kLongestWriteNs = 50 * 1000 * 1000;
-
-// ring_write(mapping, header, buffers, done, spin_ns, park_ns[, tag]) -> bytes of the frame published so far.
-// Publishes what there is room for; when there is none, waits once, for at most spin_ns + park_ns.
-PyObject* ring_write(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    Mapped mapped;
-    View header;
-    codec::Pieces pieces;
-    uint64_t done = 0, spin_ns = 0, park_ns = 0, tag = 0;
-    if (!expect_arguments("ring_write", count == 7 ? 6 : count, 6) || !mapped.acquire(args[0])) return nullptr;
-    if (count == 7 && !read_unsigned(args[6], &tag)) return nullptr;
-    if (!header.acquire(args[1]) || tuple_size(args[2]) < 0) return nullptr;
-    if (!pieces.acquire({header.data(), header.size()}, args[2])) return nullptr;
-    if (!read_unsigned(args[3], &done) || !read_unsigned(args[4], &spin_ns) || !read_unsigned(args[5], &park_ns))
-        return nullptr;
-    const size_t total = pieces.total();
-    if (done >= total) {
-        PyErr_SetString(PyExc_ValueError, "nothing is left to write");
-        return nullptr;
-    }
-    Ring& ring = mapped.ring();
-    if (!ring.is_aligned()) {
-        PyErr_SetString(PyExc_ValueError, "the ring's position makes no sense");
-        return nullptr;
-    }
-    const bool whole = total <= ring.longest_payload();
-    // Parts of a quarter of the ring: the reader copies one while the writer fills the next.
-    const size_t part = whole ? total : ring.longest_payload() / 2 / ring::kLine * ring::kLine;
-    PyThreadState* state = nullptr;
-    if (total - done > kUnlockedCopy) state = PyEval_SaveThread();
-    bool waited = false;
-    const uint64_t until = ring::now_ns() + kLongestWriteNs;
-    while (done < total) {
-        if (done > 0 && ring::now_ns() >= until) break;
-        const size_t payload = std::min(part, total - static_cast<size_t>(done));
-        if (!ring.has_room(payload)) {
-            if (waited) break;
-            waited = true;
-            if (state == nullptr) state = PyEval_SaveThread();
-            const auto has_room = [&] { return ring.has_room(payload); };
-            if (spin_ns > 0) ring.spin(has_room, ring::now_ns() + spin_ns);
-            if (!ring.has_room(payload)) ring.wait_for_room(payload, park_ns);
-            if (!ring.has_room(payload)) break;
-        }
-        draft::Draft::lay_anew(ring.reserve(payload), pieces, static_cast<size_t>(done), payload);
-        done += payload;
-        const uint32_t flags = whole ? ring::kWhole : done == total ? ring::kLastPart : ring::kPart;
-        ring.publish(payload, flags, total, done == total, static_cast<uint32_t>(tag));
-        waited = false;
-    }
-    if (state != nullptr) PyEval_RestoreThread(state);
-    return PyLong_FromUnsignedLongLong(done);
-}
-
 // ring_wait(mapping, reader, spin_ns, park_ns) -> 1: there is data, 2: the queue has ended, 0: neither.
 PyObject* ring_wait(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Mapped mapped;
@@ -146,7 +88,7 @@ PyObject* ring_wait(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const auto ready = [&] { return ring.has_whole_record(index) || ring.ended(index); };
     if ((spin_ns > 0 || park_ns > 0) && !ready()) {
         Py_BEGIN_ALLOW_THREADS
-        ring.wait(index, spin_ns, park_ns, 0, ready);
+        ring.wait(index, spin_ns, park_ns, ready);
         Py_END_ALLOW_THREADS
     }
     const bool ended = ring.ended(index);  // first: what was published before the end is still read
@@ -295,7 +237,7 @@ PyObject* ring_state(PyObject*, PyObject* const* args, Py_ssize_t count) {
 #define FAST(name) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(name)), METH_FASTCALL, nullptr}
 
 PyMethodDef functions[] = {
-    FAST(ring_format), FAST(ring_facts),  FAST(ring_write), FAST(ring_wait),   FAST(ring_wait_any), FAST(ring_take),
+    FAST(ring_format), FAST(ring_facts),  FAST(ring_wait),   FAST(ring_wait_any), FAST(ring_take),
     FAST(ring_release), FAST(ring_end), FAST(ring_attach), FAST(ring_state), {nullptr, nullptr, 0, nullptr},
 };
 

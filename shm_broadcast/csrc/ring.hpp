@@ -18,15 +18,13 @@
 namespace ring {
 
 inline constexpr uint64_t kMagic = 0x31474e4952434721;  // "!GCRING1" in memory order
-inline constexpr uint32_t kVersion = 1;
+inline constexpr uint32_t kVersion = 2;
 inline constexpr size_t kLine = 64;          // a cache line: what one side writes shares none with the other
 inline constexpr size_t kPage = 4096;
 inline constexpr size_t kRecordHeader = 64;  // keeps payloads aligned like the codec's buffers
 inline constexpr uint32_t kMaxReaders = 1024;
 // An announced message is awaited so long: encoding takes 1 to 30 us, the copy of a whole record up to 200 us.
 inline constexpr uint64_t kAnnouncedNs = 160 * 1000;
-// So much of a message may be shown to readers before it is published: what follows is read when all of it is there.
-inline constexpr size_t kDraftBytes = 4096;
 
 // Written once, before anybody else maps the segment.
 struct alignas(kLine) Identity {
@@ -46,7 +44,6 @@ struct alignas(kLine) WriterLine {
     std::atomic<uint32_t> sequence;   // futex word: changes with every publication and with every close
     std::atomic<uint32_t> closed;     // the writer has closed the queue
     std::atomic<uint64_t> filled;     // position up to which the streamed record at the end is filled in
-    std::atomic<uint64_t> draft;      // bytes of the next payload that readers may look at ahead of its publication
 };
 
 // How the writer waits for room.
@@ -99,32 +96,6 @@ inline uint64_t now_ns() {
     timespec time{};
     clock_gettime(CLOCK_MONOTONIC, &time);
     return static_cast<uint64_t>(time.tv_sec) * 1000000000ULL + static_cast<uint64_t>(time.tv_nsec);
-}
-
-// Copies bytes [from, to) of `source` into a payload at `target`, word by word, as readers may be looking at the draft that
-// stands there; `from` is a multiple of 8.
-inline void put_words(unsigned char* target, const unsigned char* source, size_t from, size_t to) {
-    const auto put = [target](size_t at, uint64_t word) {
-        std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(target + at)).store(word, std::memory_order_relaxed);
-    };
-    size_t at = from;
-    for (uint64_t word = 0; at + sizeof word <= to; at += sizeof word) {
-        std::memcpy(&word, source + at, sizeof word);
-        put(at, word);
-    }
-    if (at >= to) return;
-    uint64_t rest = 0;
-    std::memcpy(&rest, source + at, to - at);
-    put(at, rest);
-}
-
-// Copies bytes [from, to) of a draft to `target`; both multiples of 8.
-inline void get_words(unsigned char* target, unsigned char* source, size_t from, size_t to) {
-    for (size_t at = from; at < to; at += sizeof(uint64_t)) {
-        const uint64_t word =
-            std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(source + at)).load(std::memory_order_relaxed);
-        std::memcpy(target + at, &word, sizeof word);
-    }
 }
 
 inline void pause() {
@@ -282,26 +253,10 @@ public:
         }
         put_header(at, {payload, flags, tag, messages, total});
         if (ends_message) writer().messages.store(messages, std::memory_order_relaxed);
-        if (writer().draft.load(std::memory_order_relaxed) != 0) show(0);
         // SYNC payload->reader (release): header and payload are there before readers see the new end.
         writer().published.store(published + record_bytes(payload), std::memory_order_release);
         writer().stamp_ns.store(now_ns(), std::memory_order_relaxed);
         wake_readers();
-    }
-
-    // Where a payload of up to kDraftBytes will stand, so that it can be shown ahead; nullptr where there is no room, or it
-    // might have to go elsewhere. It is filled in by `put_words`.
-    unsigned char* draft_place() {
-        const uint64_t at = position();
-        if (at + record_bytes(kDraftBytes) > capacity() || !has_room(kDraftBytes)) return nullptr;
-        return data() + at + kRecordHeader;
-    }
-
-    // Says that the first `bytes` of the next payload may be looked at; 0: no more. A hint: what readers take of it they
-    // compare with what is published, so a wrong order would cost time only.
-    void show(uint64_t bytes) {
-        // SYNC draft->reader (release): what is shown is there.
-        writer().draft.store(bytes, std::memory_order_release);
     }
 
     // Publishes a record that is filled in afterwards, at `reserve(payload)` as it was before; there is room.
@@ -415,18 +370,6 @@ public:
                (!next(index, &record, &payload) || available(index, record) == record.payload_bytes);
     }
 
-    // How much of the payload behind the last record can be looked at ahead, at `*payload`; 0: nothing, or `index` has
-    // records to read.
-    uint64_t draft(uint32_t index, unsigned char** payload) {
-        // SYNC draft->reader (acquire): behind what is shown, and behind the publications before it.
-        const uint64_t shown = writer().draft.load(std::memory_order_acquire);
-        if (shown < kLine || shown > kDraftBytes || has_data(index)) return 0;
-        const uint64_t at = reader(index).consumed.load(std::memory_order_relaxed) % capacity() / kLine * kLine;
-        if (at + record_bytes(kDraftBytes) > capacity()) return 0;
-        *payload = data() + at + kRecordHeader;
-        return shown / kLine * kLine;
-    }
-
     // Sleeps until `done`, which changes with the sequence word, a signal came (then false), or `nanoseconds` have
     // passed. After an announcement it polls for the message.
     template <typename Done>
@@ -439,14 +382,13 @@ public:
         return true;
     }
 
-    // Waits until `done`: polls for `spin_ns`, then sleeps for at most `park_ns`, in naps of `nap_ns` unless
-    // that is 0: a core that wakes up now and then does not fall into the deepest sleep. False for a signal.
+    // Waits until `done`: polls for `spin_ns`, then sleeps for at most `park_ns`. False for a signal.
     template <typename Done>
-    bool wait(uint32_t index, uint64_t spin_ns, uint64_t park_ns, uint64_t nap_ns, Done done) {
+    bool wait(uint32_t index, uint64_t spin_ns, uint64_t park_ns, Done done) {
         if (spin_ns > 0 && spin(done, now_ns() + spin_ns)) return true;
         const uint64_t until = now_ns() + park_ns;
         for (uint64_t left = park_ns; left > 0 && !done();) {
-            if (!park(index, nap_ns > 0 && nap_ns < left ? nap_ns : left, done)) return false;
+            if (!park(index, left, done)) return false;
             const uint64_t now = now_ns();
             left = until > now ? until - now : 0;
         }
@@ -508,10 +450,7 @@ private:
         put_header(at, {capacity() - at - kRecordHeader, kSkip, 0, messages, 0});
     }
 
-    // Word by word: it may stand where a draft that was given up is still looked at.
-    void put_header(uint64_t at, const RecordHeader& record) {
-        put_words(data() + at, reinterpret_cast<const unsigned char*>(&record), 0, sizeof record);
-    }
+    void put_header(uint64_t at, const RecordHeader& record) { std::memcpy(data() + at, &record, sizeof record); }
 
     bool read_header(uint64_t at, uint64_t published, RecordHeader* record) {
         const uint64_t position = at % capacity();

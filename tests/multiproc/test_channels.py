@@ -27,6 +27,7 @@ from device_comm import _core
 from device_comm.channels import Channels
 from device_comm.handles import Handle
 from shm_broadcast import segment
+from shm_broadcast.codec import unregister_type
 from tests.harness import RankPool
 from tests.worlds import meet, new_group, world
 
@@ -502,3 +503,40 @@ def receive(group: GroupCoordinator, like: Any, peer: int) -> Any:
 def test_random_traffic_between_more_ranks_than_cores(ranks4: RankPool, seed: int) -> None:
     """Messages of all kinds and sizes, sent at once or in the background, arrive whole, once and in order."""
     ranks4.run(random_traffic, seed, timeout_s=120)
+
+
+class Counted:
+    """Counts how often this process encodes one."""
+
+    encoded = 0
+
+
+def count_encodings(rank: int, world_size: int, directory: Path) -> int:
+    def encode(_obj: Counted) -> bytes:
+        Counted.encoded += 1
+        return bytes(LARGE // 4 if Counted.encoded % 2 else 10)
+
+    with world(rank, world_size, directory) as group:
+        register_type(Counted, encode=encode, decode=lambda _: Counted())
+        Counted.encoded = 0
+        for _ in range(2):
+            # To all others, at once or part by part; then to one of them in both ways.
+            assert isinstance(group.broadcast_object(Counted() if rank == 0 else None), Counted)
+        for _ in range(2):
+            if rank == 0:
+                group.send_object(Counted(), 1)
+            elif rank == 1:
+                assert isinstance(group.recv_object(0), Counted)
+        if rank == 0:
+            handle = group.isend_object(Counted(), 1)
+            handle.wait()
+        elif rank == 1:
+            assert isinstance(group.recv_object(0), Counted)
+        group.barrier()
+        unregister_type(Counted)
+        return Counted.encoded
+
+
+def test_an_object_is_encoded_once_for_all_receivers(ranks4: RankPool) -> None:
+    """Whether it fits into the channels at once or not, and however many ranks get it."""
+    assert ranks4.run(count_encodings) == [5, 0, 0, 0]

@@ -28,9 +28,7 @@ QUEUE_TESTS = (
     ),
     (
         "tests/native/test_ring_native.py",
-        "tests/native/test_port_native.py",
-        "tests/native/test_direct_native.py",
-        "tests/native/test_drafts_native.py",
+        "tests/native/test_endpoints.py",
         "tests/unit/test_ring.py",
         "tests/unit/test_ring_waiting.py",
         "tests/unit/test_long_messages.py",

@@ -19,9 +19,9 @@ import torch
 from coordinator.group import GroupCoordinator
 from coordinator.shared_plane import SharedHostPlane
 from coordinator.transfer_tags import BROADCAST_TAG, GATHER_TAG, OBJECT_TAG, TENSOR_DICT_TAG
-from shm_broadcast import _core
 from shm_broadcast.codec import encode, register_type
 from tests.harness import RankPool
+from tests.queues import ring_write
 from tests.worlds import ApartPool, meet, outcome_of, world
 
 GOOD = {"next": ["good", 1]}
@@ -64,7 +64,7 @@ def send_raw(group: GroupCoordinator, frame: bytes | bytearray, peer: int, tag: 
     host = group._host
     if isinstance(host, SharedHostPlane):
         memory = host._channels._outlet(peer, "raw").memory
-        assert _core.ring_write(memory, bytes(frame), (), 0, 0, 0, tag) == len(frame)
+        assert ring_write(memory, bytes(frame), (), 0, 0, 0, tag) == len(frame)
     else:
         data = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
         host.isend_tensor(data, peer, None, tag).wait()

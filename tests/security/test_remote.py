@@ -30,8 +30,9 @@ from shm_broadcast.errors import (
 )
 from shm_broadcast.handle import QueueHandle
 from shm_broadcast.queue import QueueReader, QueueWriter
-from shm_broadcast.remote import RemoteReader, RemoteWriter
+from shm_broadcast.remote_reader import RemoteReader
 from shm_broadcast.remote_wire import HEADER, Kind, pack
+from shm_broadcast.remote_writer import RemoteWriter
 from tests.ports import free_port, listening_addresses
 from tests.queue_ranks import PATIENCE_S
 from tests.remotes import HERE, remote_queue

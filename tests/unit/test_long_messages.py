@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from shm_broadcast import _core, codec
 from shm_broadcast.errors import DecodeError
 from shm_broadcast.settings import MIN_RING_BYTES
-from tests.queues import PAGE, RECORD_HEADER, background, bare_ring, memory_of, queue
+from tests.queues import PAGE, RECORD_HEADER, background, bare_ring, memory_of, queue, refuse, ring_write
 from tests.unit.codec_samples import Point, same
 
 MIB = 1 << 20
@@ -187,15 +187,15 @@ def test_memory_that_is_given_back_is_used_again_and_bounded() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def pass_on(memory: Any, port: _core.WritePort, reader: _core.ReadPort, obj: Any) -> Any:
+def pass_on(memory: Any, port: _core.WriteEndpoint, reader: _core.ReadEndpoint, obj: Any) -> Any:
     """Send one object and receive it, turn by turn."""
-    if port.send(obj):
-        return reader.receive(0, 0, 0)
+    if port.send_now(obj, 0) is None:
+        return reader.receive_within(0, 0)
     message, done, value = codec.encode(obj), 0, _core.NOTHING
     while value is _core.NOTHING:
         if done < message.nbytes:
-            done = _core.ring_write(memory, message.header, message.buffers, done, 0, 0)
-        value = reader.receive(0, 0, 0)
+            done = ring_write(memory, message.header, message.buffers, done, 0, 0)
+        value = reader.receive_within(0, 0)
     assert done == message.nbytes
     return value
 
@@ -214,14 +214,14 @@ def pass_on(memory: Any, port: _core.WritePort, reader: _core.ReadPort, obj: Any
 def test_any_sizes_pass_through_any_ring(pages: int, messages: list[list[tuple[str, int]]]) -> None:
     """Whatever the lengths and wherever parts, headers and buffers are cut, what arrives is what was sent."""
     memory = bare_ring(pages * PAGE)
-    port = _core.WritePort(memory, codec.describe)
-    reader = _core.ReadPort(memory, 0, codec.build_owned)
+    port = _core.WriteEndpoint(memory, codec.describe, "adaptive", refuse)
+    reader = _core.ReadEndpoint(memory, 0, codec.build_owned, "adaptive", refuse)
     for message in messages:
         obj = [made(kind, nbytes) for kind, nbytes in message]
         assert same(pass_on(memory, port, reader, obj), obj)
         assert not reader.is_assembling
-    reader.close()
-    port.close()
+    reader.close(refuse)
+    port.close(refuse)
     memory.close()
 
 
@@ -279,7 +279,7 @@ def test_a_malformed_header_costs_one_message(name: str) -> None:
         found = False
         while not found:
             if done < message.nbytes:
-                done = _core.ring_write(memory, header, message.buffers, done, 0, 0)
+                done = ring_write(memory, header, message.buffers, done, 0, 0)
             try:
                 found = reader.try_dequeue()[0]
                 assert not found, "a malformed message was taken for one"
@@ -304,9 +304,9 @@ def test_a_claim_of_more_memory_than_there_is_takes_none() -> None:
     """A long message of an absurd length ends nothing: the reader waits for its bytes without their memory."""
     before = private_bytes()
     memory = bare_ring(16 * PAGE)
-    reader = _core.ReadPort(memory, 0, codec.build_owned)
+    reader = _core.ReadEndpoint(memory, 0, codec.build_owned, "adaptive", refuse)
     header = codec.encode(made("array", 200_000)).header
-    assert _core.ring_write(memory, header, (memoryview(bytes(200_000)),), 0, 0, 0) > 0
+    assert ring_write(memory, header, (memoryview(bytes(200_000)),), 0, 0, 0) > 0
     claimed = 1 << 55
     frame = bytearray(header)
     struct.pack_into("<Q", frame, 8, claimed)
@@ -314,7 +314,7 @@ def test_a_claim_of_more_memory_than_there_is_takes_none() -> None:
     struct.pack_into("<Q", frame, len(frame) - 8, claimed - start)
     memory[PAGE + RECORD_HEADER : PAGE + RECORD_HEADER + len(frame)] = bytes(frame)
     struct.pack_into("Q", memory, PAGE + 24, claimed)
-    assert reader.receive(0, 0, 0) is _core.NOTHING
+    assert reader.receive_within(0, 0) is _core.NOTHING
     assert reader.is_assembling
     assert private_bytes() - before < 8 * MIB
 

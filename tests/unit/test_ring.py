@@ -18,7 +18,7 @@ from shm_broadcast.errors import (
 )
 from shm_broadcast.queue import QueueReader, QueueWriter, dequeue_any, segment_bytes
 from shm_broadcast.settings import MIN_RING_BYTES, BroadcastSettings, WaitMode
-from tests.queues import PAGE, RECORD_HEADER, background, bare_ring, fill, memory_of, queue
+from tests.queues import PAGE, RECORD_HEADER, background, bare_ring, fill, memory_of, queue, ring_write
 
 MODES: list[WaitMode] = ["adaptive", "spin", "park"]
 
@@ -44,7 +44,7 @@ def pass_through(memory: Any, frame: bytes) -> bytes:
     done, received = 0, b""
     while len(received) < len(frame):
         if done < len(frame):
-            done = _core.ring_write(memory, frame, (), done, 0, 0)
+            done = ring_write(memory, frame, (), done, 0, 0)
         window, _, _, total = _core.ring_take(memory, 0)
         assert total == len(frame)
         received += bytes(memoryview(window))
@@ -65,13 +65,13 @@ def test_records_wrap_around_at_every_offset(nbytes: int) -> None:
         ahead = line * RECORD_HEADER
         while ahead > 0:
             record = min(ahead, PAGE // 4)
-            assert _core.ring_write(memory, b"x" * max(record - RECORD_HEADER, 1), (), 0, 0, 0) > 0
+            assert ring_write(memory, b"x" * max(record - RECORD_HEADER, 1), (), 0, 0, 0) > 0
             take_message(memory)
             # The smallest record takes two lines, so an odd start is reached from the line behind it.
             ahead -= max(record, 2 * RECORD_HEADER)
         for number in range(2):
             frame = content(number, nbytes)
-            assert _core.ring_write(memory, frame, (), 0, 0, 0) == nbytes
+            assert ring_write(memory, frame, (), 0, 0, 0) == nbytes
             assert take_message(memory) == frame
 
 
@@ -95,7 +95,7 @@ def test_any_order_of_writes_and_reads_keeps_every_message(steps: list[tuple[boo
     for number, (writes, nbytes) in enumerate(steps):
         if writes:
             frame = content(number, nbytes)
-            done = _core.ring_write(memory, frame, (), 0, 0, 0)
+            done = ring_write(memory, frame, (), 0, 0, 0)
             assert done in (0, nbytes)
             if done:
                 waiting.append(frame)
@@ -120,7 +120,7 @@ def test_buffers_and_gaps_are_laid_out_as_one_frame() -> None:
     done, received = 0, b""
     while len(received) < nbytes:
         if done < nbytes:
-            done = _core.ring_write(memory, header, buffers, done, 0, 0)
+            done = ring_write(memory, header, buffers, done, 0, 0)
         received += bytes(memoryview(_core.ring_take(memory, 0)[0]))
         _core.ring_release(memory, 0)
     assert received == bytes(expected)
@@ -299,7 +299,7 @@ def test_bytes_that_are_no_message_cost_one_message(frame: bytes) -> None:
     with queue() as (writer, [reader]):
 
         def plant() -> None:
-            assert _core.ring_write(memory_of(writer), frame, (), 0, 0, 0) == len(frame)
+            assert ring_write(memory_of(writer), frame, (), 0, 0, 0) == len(frame)
             writer.enqueue("good")
 
         plant()
@@ -322,7 +322,7 @@ def test_a_long_message_that_is_none_costs_one_message() -> None:
     with queue() as (writer, [reader]):
         frame, done = bytes(3 * MIN_RING_BYTES), 0
         while done < len(frame):
-            done = _core.ring_write(memory_of(writer), frame, (), done, 0, 0)
+            done = ring_write(memory_of(writer), frame, (), done, 0, 0)
             if done < len(frame):
                 assert reader.try_dequeue() == (False, None)
         with pytest.raises(DecodeError):

@@ -24,7 +24,6 @@ constexpr uint64_t kSpin = 20'000;
 constexpr size_t kStreamed = 256;
 
 std::atomic<bool> failed{false};
-std::atomic<uint64_t> previews{0};  // records of which a reader knew a part before they were published
 
 void fail(const char* what, uint64_t record) {
     failed.store(true);
@@ -88,31 +87,6 @@ void stream(Ring& ring, unsigned char* payload, size_t length, uint64_t number, 
     ring.end_stream();
 }
 
-// Shows a payload bit by bit, then fills it in; now and then shows another one before it, which is given up.
-void draft(Ring& ring, size_t length, uint64_t number, Habits& habits) {
-    std::vector<unsigned char> bytes(length), other(length, 0xee);
-    for (size_t i = 0; i < length; ++i) bytes[i] = expected(number, i);
-    // Only who has read everything looks ahead.
-    for (int tries = 0; tries < 200 && ring.outstanding() > 0; ++tries) sched_yield();
-    unsigned char* place = length <= ring::kDraftBytes ? ring.draft_place() : nullptr;
-    const auto show = [&](const std::vector<unsigned char>& what) {
-        size_t shown = 0;
-        while (place != nullptr && shown + ring::kLine <= length) {
-            const size_t until = shown + (1 + habits.below((length - shown) / ring::kLine)) * ring::kLine;
-            ring::put_words(place, what.data(), shown, until);
-            ring.show(shown = until);
-            habits.dawdle();
-        }
-        ring.show(0);
-        return shown;
-    };
-    if (habits.below(3) == 0) show(other);
-    const size_t shown = show(bytes);
-    unsigned char* payload = ring.reserve(length);
-    ring::put_words(payload, bytes.data(), shown, length);
-    ring.publish(length, ring::kWhole, length, true);
-}
-
 void write_all(Ring ring, uint64_t records, uint64_t seed, Mode mode) {
     Habits habits(seed, mode);
     for (uint64_t number = 1; number <= records && !failed.load(); ++number) {
@@ -128,8 +102,6 @@ void write_all(Ring ring, uint64_t records, uint64_t seed, Mode mode) {
         unsigned char* payload = ring.reserve(length);
         if (is_streamed(number, length)) {
             stream(ring, payload, length, number, habits);
-        } else if (number % 5 < 2) {
-            draft(ring, length, number, habits);
         } else {
             for (size_t i = 0; i < length; ++i) payload[i] = expected(number, i);
             ring.publish(length, ring::kWhole, length, true);
@@ -162,35 +134,14 @@ bool await_record(Ring& ring, uint32_t index, uint64_t record, Habits& habits) {
     return false;
 }
 
-// Looks at what is shown of the next record until it is published; returns how much of it turned out to be it.
-size_t look(Ring& ring, uint32_t index, Habits& habits, std::vector<unsigned char>& seen) {
-    unsigned char* payload = nullptr;
-    size_t known = 0;
-    for (int tries = 0; !failed.load() && !ring.ended(index); ++tries) {
-        const size_t shown = ring.draft(index, &payload);
-        if (shown > known) {
-            ring::get_words(seen.data(), payload, known, shown);
-            known = shown;
-        }
-        if (ring.has_data(index)) return known;
-        if (known == 0 ? tries > 20 : habits.below(512) == 0) return 0;
-        sched_yield();
-    }
-    return 0;
-}
-
 void read_all(Ring ring, uint32_t index, uint64_t records, uint64_t seed, Mode mode) {
     Habits habits(seed + 77 + index, mode);
     uint64_t number = 0;
-    std::vector<unsigned char> seen(ring::kDraftBytes);
-    while (true) {
-        const size_t known = look(ring, index, habits, seen);
-        if (!await_record(ring, index, number + 1, habits)) break;
+    while (await_record(ring, index, number + 1, habits)) {
         ++number;
         ring::RecordHeader record{};
         unsigned char* payload = nullptr;
         if (!ring.next(index, &record, &payload)) return fail("an unreadable record", number);
-        if (known > 0 && known <= record.payload_bytes && std::memcmp(seen.data(), payload, known) == 0) previews.fetch_add(1);
         if (record.message != number) return fail("a record lost, doubled or reordered", number);
         if (record.payload_bytes != length_of(number, seed, ring.longest_payload())) return fail("a wrong length", number);
         const bool streams = record.flags == ring::kStreamed;
@@ -231,8 +182,7 @@ int main(int count, char** words) {
     for (std::thread& thread : threads) thread.join();
     munmap(memory, bytes);
     if (!failed.load()) {
-        std::printf("ok: %llu records to %u readers, %llu previews\n", static_cast<unsigned long long>(records), readers,
-                    static_cast<unsigned long long>(previews.load()));
+        std::printf("ok: %llu records to %u readers\n", static_cast<unsigned long long>(records), readers);
     }
     return failed.load() ? 1 : 0;
 }

@@ -1,6 +1,5 @@
 """The ring's protocol runs as threads under the sanitizers, and without an edge the sanitizer would say so."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,6 @@ def driver(folder: Path, header: Path, options: tuple[str, ...]) -> Path:
 def test_the_protocol_is_clean_as_threads(tmp_path: Path, options: tuple[str, ...]) -> None:
     """No data race, no bad access, no torn, lost, doubled or reordered record and no lost wake-up."""
     program = driver(tmp_path, HEADER, options)
-    previews = 0
     for readers, records, mode in (
         (1, 1500, "mixed"),
         (2, 1500, "park"),
@@ -42,10 +40,7 @@ def test_the_protocol_is_clean_as_threads(tmp_path: Path, options: tuple[str, ..
     ):
         outcome = run(program, readers, records, readers * 10 + 1, mode)
         assert (outcome.returncode, outcome.stderr) == (0, ""), outcome.stderr[-4000:]
-        found = re.fullmatch(rf"ok: {records} records to {readers} readers, (\d+) previews\n", outcome.stdout)
-        assert found is not None, outcome.stdout
-        previews += int(found[1])
-    assert previews > 0
+        assert outcome.stdout == f"ok: {records} records to {readers} readers\n"
 
 
 @pytest.mark.guarantee("B12")

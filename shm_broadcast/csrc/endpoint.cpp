@@ -1,0 +1,330 @@
+// What both ends of a ring share: who is inside, what becomes of the others, and the end.
+#include "endpoint.hpp"
+
+#include <pthread.h>
+#include <structmember.h>
+
+#include <algorithm>
+#include <new>
+
+namespace endpoint {
+
+PyObject* nothing = nullptr;
+
+namespace {
+
+using codec::expect_arguments;
+using codec::Ref;
+using codec::View;
+using ring::Ring;
+
+uint64_t forks = 0;  // between the process that loaded this module and this one
+
+void count_fork() { ++forks; }
+
+}  // namespace
+
+bool look(Endpoint* end, Reason reason, PyObject* detail) {
+    if (end->look_around == nullptr) {
+        PyErr_SetString(PyExc_RuntimeError, "the end of a ring is being collected");
+        return false;
+    }
+    const Ref look_around = Ref::borrowed(end->look_around);
+    const Ref number(PyLong_FromLong(reason));
+    const Ref ignored(number ? PyObject_CallFunctionObjArgs(look_around.get(), number.get(), detail, nullptr) : nullptr);
+    return static_cast<bool>(ignored);
+}
+
+bool refuse(Endpoint* end, Reason reason, PyObject* detail) {
+    if (look(end, reason, detail)) PyErr_SetString(PyExc_RuntimeError, "an error was swallowed");
+    return false;
+}
+
+bool refuse_error(Endpoint* end, Reason reason) {
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return false;
+    PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    const Ref held_type(type), error(value), held_traceback(traceback);
+    if (traceback != nullptr) PyException_SetTraceback(value, traceback);
+    return refuse(end, reason, value);
+}
+
+bool refuse_corrupt(Endpoint* end, const char* what) {
+    PyErr_SetString(PyExc_ValueError, what);
+    return refuse_error(end, kCorrupt);
+}
+
+bool check_usable(Endpoint* end) {
+    if (!end->is_closed && end->cause == nullptr && end->born == forks) return true;
+    return refuse(end, kUnusable);
+}
+
+bool enter(Endpoint* end, uint64_t until) {
+    const unsigned long me = PyThread_get_thread_ident();
+    while (check_usable(end)) {
+        if (end->owner == 0) {
+            end->owner = me;
+            return true;
+        }
+        if (end->owner == me) return refuse(end, end->is_lent ? kLent : kReentrant);
+        const uint64_t now = ring::now_ns();
+        if (now >= until) return false;
+        const uint32_t seen = end->left->load(std::memory_order_relaxed);
+        ++end->queued;
+        Py_BEGIN_ALLOW_THREADS
+        ring::futex_wait(*end->left, seen, std::min(until - now, kSliceNs));
+        Py_END_ALLOW_THREADS
+        --end->queued;
+        if (PyErr_CheckSignals() < 0) return false;
+    }
+    return false;
+}
+
+void leave(Endpoint* end) {
+    end->owner = 0;
+    if (end->is_closed) release_memory(end);
+    if (end->queued > 0) {
+        end->left->fetch_add(1, std::memory_order_relaxed);
+        ring::futex_wake_all(*end->left);
+    }
+}
+
+uint64_t deadline(long long timeout_ns) {
+    return timeout_ns < 0 ? kForever : ring::now_ns() + static_cast<uint64_t>(timeout_ns);
+}
+
+bool read_timeout(PyObject* const* args, Py_ssize_t count, Py_ssize_t at, long long* timeout_ns) {
+    *timeout_ns = -1;
+    if (count <= at) return true;
+    *timeout_ns = PyLong_AsLongLong(args[at]);
+    return !(*timeout_ns == -1 && PyErr_Occurred());
+}
+
+void release_memory(Endpoint* end) {
+    delete end->assembly;
+    delete end->ring;
+    delete end->view;
+    end->assembly = nullptr;
+    end->ring = nullptr;
+    end->view = nullptr;
+    Py_CLEAR(end->memory);
+}
+
+namespace {
+
+int traverse(PyObject* self, visitproc visit, void* arg) {
+    const Endpoint* end = endpoint_of(self);
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(end->hook);
+    Py_VISIT(end->cause);
+    Py_VISIT(end->look_around);
+    return 0;
+}
+
+int clear(PyObject* self) {
+    Endpoint* end = endpoint_of(self);
+    Py_CLEAR(end->hook);
+    Py_CLEAR(end->cause);
+    Py_CLEAR(end->look_around);
+    return 0;
+}
+
+void dealloc(PyObject* self) {
+    PyTypeObject* type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    release_memory(endpoint_of(self));
+    delete endpoint_of(self)->left;
+    clear(self);
+    reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+bool read_mode(const char* name, Mode* mode) {
+    const char* const names[] = {"adaptive", "spin", "park"};
+    for (int i = 0; i < 3; ++i) {
+        if (std::strcmp(name, names[i]) == 0) {
+            *mode = static_cast<Mode>(i);
+            return true;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "no way to wait: %s", name);
+    return false;
+}
+
+// Makes an end of `type` on a mapping; nullptr with an exception when it holds no ring.
+Endpoint* make(PyTypeObject* type, PyObject* memory, PyObject* hook, const char* mode, PyObject* look_around) {
+    PyObject* self = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (self == nullptr) return nullptr;
+    Ref guard(self);
+    Endpoint* end = endpoint_of(self);
+    if (!read_mode(mode, &end->mode)) return nullptr;
+    end->view = new (std::nothrow) View;
+    end->left = new (std::nothrow) std::atomic<uint32_t>(0);
+    if (end->view == nullptr || end->left == nullptr) return reinterpret_cast<Endpoint*>(PyErr_NoMemory());
+    if (!end->view->acquire(memory, PyBUF_WRITABLE)) return nullptr;
+    end->ring = new (std::nothrow) Ring(end->view->data(), end->view->size());
+    if (end->ring == nullptr) return reinterpret_cast<Endpoint*>(PyErr_NoMemory());
+    if (!end->ring->valid()) {
+        PyErr_SetString(PyExc_ValueError, "the mapping holds no ring of this version");
+        return nullptr;
+    }
+    end->hook = Py_NewRef(hook);
+    end->memory = Py_NewRef(memory);
+    end->look_around = Py_NewRef(look_around);
+    end->born = forks;
+    end->timeout_ns = -1;
+    guard.release();
+    return end;
+}
+
+// WriteEndpoint(mapping, describe, wait, look_around)
+PyObject* write_new(PyTypeObject* type, PyObject* args, PyObject*) {
+    PyObject *memory = nullptr, *hook = nullptr, *look_around = nullptr;
+    const char* mode = nullptr;
+    if (!PyArg_ParseTuple(args, "OOsO:WriteEndpoint", &memory, &hook, &mode, &look_around)) return nullptr;
+    return reinterpret_cast<PyObject*>(make(type, memory, hook, mode, look_around));
+}
+
+// ReadEndpoint(mapping, reader, build, wait, look_around)
+PyObject* read_new(PyTypeObject* type, PyObject* args, PyObject*) {
+    PyObject *memory = nullptr, *hook = nullptr, *look_around = nullptr;
+    const char* mode = nullptr;
+    Py_ssize_t index = 0;
+    if (!PyArg_ParseTuple(args, "OnOsO:ReadEndpoint", &memory, &index, &hook, &mode, &look_around)) return nullptr;
+    Endpoint* end = make(type, memory, hook, mode, look_around);
+    if (end == nullptr) return nullptr;
+    Ref guard(reinterpret_cast<PyObject*>(end));
+    if (index < 0 || index >= static_cast<Py_ssize_t>(end->ring->readers())) {
+        PyErr_Format(PyExc_ValueError, "reader %zd of %u", index, end->ring->readers());
+        return nullptr;
+    }
+    end->index = static_cast<uint32_t>(index);
+    end->assembly = new (std::nothrow) codec::Assembly;
+    if (end->assembly == nullptr) return PyErr_NoMemory();
+    return guard.release();
+}
+
+PyObject* get_assembling(PyObject* self, void*) {
+    const Endpoint* end = endpoint_of(self);
+    return PyBool_FromLong(end->assembly != nullptr && end->assembly->active());
+}
+
+PyObject* get_busy(PyObject* self, void*) { return PyBool_FromLong(endpoint_of(self)->owner != 0); }
+
+PyObject* get_cause(PyObject* self, void*) {
+    PyObject* cause = endpoint_of(self)->cause;
+    return Py_NewRef(cause == nullptr ? Py_None : cause);
+}
+
+PyObject* fork_count(PyObject*, PyObject*) { return PyLong_FromUnsignedLongLong(forks); }
+
+// pacer_step(state, wait, now, arrived) -> (spin_ns, park_ns): one step of a `Pacer` whose state is kept in a bytearray.
+PyObject* pacer_step(PyObject*, PyObject* args) {
+    PyObject* state = nullptr;
+    const char* name = nullptr;
+    long long now = 0;
+    int has_arrived = 0;
+    if (!PyArg_ParseTuple(args, "OsLp:pacer_step", &state, &name, &now, &has_arrived)) return nullptr;
+    View view;
+    Mode mode{};
+    if (!view.acquire(state, PyBUF_WRITABLE) || !read_mode(name, &mode)) return nullptr;
+    if (view.size() != sizeof(Pacer)) return PyErr_Format(PyExc_ValueError, "a state has %zu bytes", sizeof(Pacer));
+    Pacer pacer;
+    std::memcpy(&pacer, view.data(), sizeof pacer);
+    Budget budget{0, 0};
+    if (has_arrived) pacer.arrived(now);
+    else budget = pacer.budget(mode, now);
+    std::memcpy(view.data(), &pacer, sizeof pacer);
+    return Py_BuildValue("(KK)", static_cast<unsigned long long>(budget.spin_ns),
+                         static_cast<unsigned long long>(budget.park_ns));
+}
+
+PyMemberDef members[] = {
+    {"messages", T_ULONGLONG, offsetof(Endpoint, messages), READONLY, nullptr},
+    {"nbytes", T_ULONGLONG, offsetof(Endpoint, nbytes), READONLY, nullptr},
+    {"tag", T_UINT, offsetof(Endpoint, tag), READONLY, nullptr},
+    {"waits", T_ULONGLONG, offsetof(Endpoint, waits), READONLY, nullptr},
+    {"waited_ns", T_ULONGLONG, offsetof(Endpoint, waited_ns), READONLY, nullptr},
+    {"timeout_ns", T_LONGLONG, offsetof(Endpoint, timeout_ns), 0, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyGetSetDef attributes[] = {
+    {"is_busy", get_busy, nullptr, "Whether a thread is inside of a call, or has a message on loan.", nullptr},
+    {"is_assembling", get_assembling, nullptr, "Whether a message has come in part.", nullptr},
+    {"cause", get_cause, nullptr, "Why the end is broken, or None.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
+PyType_Slot slots(newfunc make_one, PyMethodDef* methods, int at) {
+    const PyType_Slot all[] = {
+        {Py_tp_new, reinterpret_cast<void*>(make_one)}, {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
+        {Py_tp_traverse, reinterpret_cast<void*>(traverse)}, {Py_tp_clear, reinterpret_cast<void*>(clear)},
+        {Py_tp_methods, methods}, {Py_tp_members, members}, {Py_tp_getset, attributes}, {0, nullptr},
+    };
+    return all[at];
+}
+
+bool add_type(PyObject* module, const char* name, newfunc make_one, PyMethodDef* methods) {
+    PyType_Slot each[8];
+    for (int i = 0; i < 8; ++i) each[i] = slots(make_one, methods, i);
+    PyType_Spec spec = {name, sizeof(Endpoint), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, each};
+    const Ref type(PyType_FromSpec(&spec));
+    return type && PyModule_AddObjectRef(module, std::strrchr(name, '.') + 1, type.get()) == 0;
+}
+
+PyMethodDef functions[] = {
+    {"fork_count", fork_count, METH_NOARGS, nullptr},
+    {"pacer_step", pacer_step, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+struct Constant {
+    const char* name;
+    long value;
+};
+constexpr Constant constants[] = {
+    {"LOOK_BEGIN", kBegin},         {"LOOK_WAITING", kWaiting},         {"LOOK_LATE", kLate},
+    {"LOOK_UNUSABLE", kUnusable},   {"LOOK_REENTRANT", kReentrant},     {"LOOK_LENT", kLent},
+    {"LOOK_CORRUPT", kCorrupt},     {"LOOK_UNDECODABLE", kUndecodable}, {"LOOK_UNENCODABLE", kUnencodable},
+    {"PACER_BYTES", sizeof(Pacer)},
+};
+
+}  // namespace
+
+// close(refusing): from now on `refusing` is called in the place of `look_around`. Wakes the threads that wait for their turn; the
+// mapping goes when the thread that is inside has left.
+PyObject* close(PyObject* self, PyObject* refusing) {
+    Endpoint* end = endpoint_of(self);
+    end->is_closed = true;
+    const Ref before(end->look_around);
+    end->look_around = Py_NewRef(refusing);
+    if (end->owner == 0) release_memory(end);
+    end->left->fetch_add(1, std::memory_order_relaxed);
+    ring::futex_wake_all(*end->left);
+    Py_CLEAR(end->cause);
+    Py_RETURN_NONE;
+}
+
+// fail(error): the end is broken by `error`, unless it is already.
+PyObject* fail(PyObject* self, PyObject* error) {
+    Endpoint* end = endpoint_of(self);
+    if (end->cause == nullptr) end->cause = Py_NewRef(error);
+    Py_RETURN_NONE;
+}
+
+}  // namespace endpoint
+
+int endpoint_add(PyObject* module) {
+    using namespace endpoint;
+    if (PyModule_AddFunctions(module, functions) < 0) return -1;
+    if (!add_type(module, "shm_broadcast._core.WriteEndpoint", write_new, write_methods)) return -1;
+    if (!add_type(module, "shm_broadcast._core.ReadEndpoint", read_new, read_methods)) return -1;
+    for (const Constant& each : constants) {
+        if (PyModule_AddIntConstant(module, each.name, each.value) < 0) return -1;
+    }
+    nothing = PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&PyBaseObject_Type));
+    if (nothing == nullptr || PyModule_AddObjectRef(module, "NOTHING", nothing) < 0) return -1;
+    return pthread_atfork(nullptr, nullptr, count_fork);
+}

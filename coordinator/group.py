@@ -94,7 +94,7 @@ class GroupCoordinator(CoalescedCollectives, ExpertParallel, PointToPoint, Tenso
         (parts,) = create_parts(
             [GroupPlan(name, group_ranks, membership)],
             what=f"group {name!r}",
-            meeting=name,
+            round_name=name,
             facts={},
             local_rank=local_rank,
             backend=torch_distributed_backend,
@@ -138,7 +138,7 @@ class GroupCoordinator(CoalescedCollectives, ExpertParallel, PointToPoint, Tenso
         """
         store, rank = world_store(), dist.get_rank()
         bases = list(tables)
-        meeting, names = next_names("layout", bases, store, rank, settings.create_timeout_s)
+        round_name, names = next_names("layout", bases, store, rank, settings.create_timeout_s)
         plans = [
             GroupPlan(name, table, find_membership(table, rank, dist.get_world_size()))
             for name, table in zip(names, tables.values(), strict=True)
@@ -149,7 +149,7 @@ class GroupCoordinator(CoalescedCollectives, ExpertParallel, PointToPoint, Tenso
             create_parts(
                 plans,
                 what=what,
-                meeting=meeting,
+                round_name=round_name,
                 facts=facts,
                 local_rank=local_rank,
                 backend=backend,
@@ -157,7 +157,7 @@ class GroupCoordinator(CoalescedCollectives, ExpertParallel, PointToPoint, Tenso
                 store=store,
                 settings=settings,
                 agreed=lambda: use_names(bases, store, rank, settings.create_timeout_s),
-                places=None if beside is None else beside._parts.places,  # noqa: SLF001 - ours
+                host_ids=None if beside is None else beside._parts.host_ids,  # noqa: SLF001 - ours
             ),
             strict=True,
         ):

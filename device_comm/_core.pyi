@@ -47,7 +47,7 @@ def level() -> str:
     """Return the vector instructions that the reductions use on this machine."""
 
 @final
-class Fabric:
+class SharedRegion:
     """One rank's end of a group's shared region, and the call in progress.
 
     Each call returns a status. DONE: complete. PENDING: some ranks have not arrived, continue with `resume`. DISAGREE:
@@ -55,7 +55,7 @@ class Fabric:
     another call is in progress. LEFT: a rank that has not arrived has closed its end.
     """
 
-    def __new__(cls, mapping: Buffer, rank: int, /) -> Fabric: ...
+    def __new__(cls, mapping: Buffer, rank: int, /) -> SharedRegion: ...
     @property
     def number(self) -> int:
         """Number of calls begun so far."""

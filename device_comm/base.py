@@ -44,7 +44,7 @@ class CommunicatorContext:
             class says by `needs_process_group = False` that it can do without.
         health: The group's shared state: every blocking wait goes through it.
         timeout_s: Deadline of a call that states none, in seconds.
-        shared: The memory that all ranks share if they are on one host (`fabric.SharedMemory`), else None. It stays
+        shared: The memory that all ranks share if they are on one host (`region.SharedMemory`), else None. It stays
             the caller's. Only communicators that use it look inside.
         cuda: Settings of groups on CUDA devices (`CudaSettings`), equal on all ranks except for paths; None for the
             defaults. Only communicators for CUDA look inside.

@@ -2,9 +2,9 @@
 
 A call that cannot finish must name the rank at fault, and all ranks must name the same. The transports cannot do
 that: Gloo reports "connection closed by peer" on ranks whose peer only gave up, and only on those that were
-communicating with it. Therefore a rank that has waited for `BOARD_AFTER_S` writes where it waits into a status store
+communicating with it. Therefore a rank that has waited for `ANNOUNCE_AFTER_S` writes where it waits into a status store
 that all ranks of the group can read. The first rank that finds a failure reads the store and publishes a failure
-record, which all other ranks adopt. A call that succeeds within `BOARD_AFTER_S` does not use the store.
+record, which all other ranks adopt. A call that succeeds within `ANNOUNCE_AFTER_S` does not use the store.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from shm_broadcast.liveness import PeerWatch, fork_count
 # A waiting call checks signals, dead peers and `close` at this interval. Ctrl-C must interrupt within 0.2 s.
 SLICE_S: Final = 0.1
 # How long a rank waits before it writes to the status store where it waits.
-BOARD_AFTER_S: Final = 0.5
-# After its deadline a rank waits this long for others to appear in the status store: twice BOARD_AFTER_S, so
+ANNOUNCE_AFTER_S: Final = 0.5
+# After its deadline a rank waits this long for others to appear in the status store: twice ANNOUNCE_AFTER_S, so
 # that a rank which arrived just before the deadline is seen even on a busy machine.
 GRACE_S: Final = 1.0
 # A waiting call checks for other ranks' failure records at the first interval if it has a deadline, else at the second.
-VERDICT_EVERY_S: Final = 0.25
-VERDICT_IDLE_EVERY_S: Final = 1.0
+FAILURE_EVERY_S: Final = 0.25
+FAILURE_IDLE_EVERY_S: Final = 1.0
 # How long to look for the cause of a transport's error. It shows up late: the kernel closes a dying process's sockets
 # some milliseconds before its pidfd fires. A peer that gives up publishes its failure record before it closes.
 EXPLAIN_S: Final = 2.0
@@ -48,7 +48,7 @@ EXPLAIN_S: Final = 2.0
 FOREVER_S: Final = 86400.0 * 365
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class FailureRecord(msgspec.Struct, frozen=True):
     """A failure record: what broke a group. The first one published counts for all ranks.
 
     Attributes:
@@ -75,7 +75,7 @@ class Arrival(msgspec.Struct, frozen=True):
     number: int
 
 
-class Board(Protocol):
+class StatusStore(Protocol):
     """The status store: how the ranks of a group communicate when the group's own transport is stuck.
 
     Every method takes at most about two seconds. If the store cannot be reached, reads return nothing.
@@ -91,10 +91,10 @@ class Board(Protocol):
     def arrivals(self, plane: str) -> dict[int, Arrival]:
         """Return the recorded calls in which ranks wait, by global rank."""
 
-    def verdict(self) -> Verdict | None:
+    def failure_record(self) -> FailureRecord | None:
         """Return the failure record, if there is one."""
 
-    def publish(self, verdict: Verdict, within_s: float = ...) -> Verdict:
+    def publish(self, failure_record: FailureRecord, within_s: float = ...) -> FailureRecord:
         """Publish a failure record unless one exists; return the one that counts, as far as known by then."""
 
     def leave(self) -> None:
@@ -133,7 +133,9 @@ class GroupHealth:
     every transport is aborted, and each later call raises `GroupBrokenError`.
     """
 
-    def __init__(self, name: str, rank: int, ranks: Sequence[int], watch: PeerWatch, board: Board) -> None:
+    def __init__(
+        self, name: str, rank: int, ranks: Sequence[int], watch: PeerWatch, status_store: StatusStore
+    ) -> None:
         """Start healthy.
 
         Args:
@@ -141,13 +143,13 @@ class GroupHealth:
             rank: This process's global rank.
             ranks: Global ranks of the group in group order.
             watch: Watches the other ranks' processes.
-            board: The group's status store.
+            status_store: The group's status store.
         """
         self.name = name
         self.rank = rank
         self.ranks: tuple[int, ...] = tuple(ranks)
         self._watch = watch
-        self._board = board
+        self._status_store = status_store
         self._cause: BaseException | None = None
         self._closed = False
         self._fork_count = fork_count()
@@ -243,7 +245,7 @@ class GroupHealth:
     def _wait(self, operation: Operation, work: Pollable, timeout_s: float | None) -> None:
         start = time.monotonic()
         deadline = FOREVER_S if timeout_s is None else timeout_s
-        on_board, next_verdict = False, BOARD_AFTER_S
+        is_announced, next_look = False, ANNOUNCE_AFTER_S
         waited = 0.0
         while not work.poll(min(SLICE_S, max(deadline - waited, 0.0))):
             waited = time.monotonic() - start
@@ -253,13 +255,13 @@ class GroupHealth:
             if waited >= deadline:
                 self._expire(operation, work, deadline)
                 return
-            if waited >= BOARD_AFTER_S and not on_board and operation.number:
-                self._board.arrive(operation.plane, Arrival(operation.name, operation.number))
-                on_board = True
-            if waited >= next_verdict:
-                self._raise_if_judged(operation)
-                often = VERDICT_EVERY_S if timeout_s is not None else VERDICT_IDLE_EVERY_S
-                next_verdict = waited + often
+            if waited >= ANNOUNCE_AFTER_S and not is_announced and operation.number:
+                self._status_store.arrive(operation.plane, Arrival(operation.name, operation.number))
+                is_announced = True
+            if waited >= next_look:
+                self._raise_if_recorded(operation)
+                often = FAILURE_EVERY_S if timeout_s is not None else FAILURE_IDLE_EVERY_S
+                next_look = waited + often
 
     def check_peers(self, operation: Operation) -> None:
         """Break the group and raise if a peer's process has ended; for watchers outside of a waiting call.
@@ -273,18 +275,18 @@ class GroupHealth:
         lost = self._watch.lost()
         if lost:
             detail = ", ".join(f"{rank} ({self._watch.describe(rank)})" for rank in lost)
-            verdict = Verdict("lost", lost, self.rank, str(operation), detail=detail)
-            raise self._judge(operation, verdict)
+            failure_record = FailureRecord("lost", lost, self.rank, str(operation), detail=detail)
+            raise self._record(operation, failure_record)
 
-    def _raise_if_judged(self, operation: Operation) -> None:
-        verdict = self._board.verdict()
-        if verdict is not None:
-            raise self._adopt(operation, verdict)
+    def _raise_if_recorded(self, operation: Operation) -> None:
+        failure_record = self._status_store.failure_record()
+        if failure_record is not None:
+            raise self._adopt(operation, failure_record)
 
     def _expire(self, operation: Operation, work: Pollable, within_s: float) -> None:
         """After the deadline, give late ranks the grace time, then break the group and raise. Return if completed."""
         if operation.number:
-            self._board.arrive(operation.plane, Arrival(operation.name, operation.number))
+            self._status_store.arrive(operation.plane, Arrival(operation.name, operation.number))
         grace_end = time.monotonic() + GRACE_S
         while time.monotonic() < grace_end:
             if work.poll(SLICE_S / 2):
@@ -292,8 +294,8 @@ class GroupHealth:
             if self._closed:
                 raise ClosedError(f"{self.where(operation)}: the group was destroyed while the call waited")
             self._raise_if_lost(operation)
-            self._raise_if_judged(operation)
-        arrivals = self._board.arrivals(operation.plane) if operation.number else {}
+            self._raise_if_recorded(operation)
+        arrivals = self._status_store.arrivals(operation.plane) if operation.number else {}
         pending = work.pending()
         if pending is None:
             pending = [
@@ -301,13 +303,13 @@ class GroupHealth:
                 for rank in self.ranks
                 if rank != self.rank and (rank not in arrivals or arrivals[rank].number < operation.number)
             ]
-        if operation.number and not self._board.is_reachable:
+        if operation.number and not self._status_store.is_reachable:
             # The status store does not answer. A stopped process among the pending ranks explains the timeout.
             pending = self._stopped(pending) or pending
         missing = tuple(sorted(pending))
         detail = ", ".join(f"{rank} ({self._describe(rank, arrivals)})" for rank in missing)
-        verdict = Verdict("timeout", missing, self.rank, str(operation), within_s, detail)
-        raise self._judge(operation, verdict)
+        failure_record = FailureRecord("timeout", missing, self.rank, str(operation), within_s, detail)
+        raise self._record(operation, failure_record)
 
     def _stopped(self, ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(sorted(rank for rank in ranks if self._watch.state(rank) == "stopped"))
@@ -334,30 +336,31 @@ class GroupHealth:
         while True:
             if self._closed:
                 return ClosedError(f"{self.where(operation)}: the group was destroyed while the call waited")
-            verdict = self._board.verdict()
-            if verdict is not None:
-                return self._adopt(operation, verdict)
-            verdict = self._find_lost(operation)
-            if verdict is not None:
-                return self._judge(operation, verdict)
+            failure_record = self._status_store.failure_record()
+            if failure_record is not None:
+                return self._adopt(operation, failure_record)
+            failure_record = self._find_lost(operation)
+            if failure_record is not None:
+                return self._record(operation, failure_record)
             if time.monotonic() >= end:
                 break
             time.sleep(0.02)
         unseen = tuple(r for r in pending or self.ranks if r != self.rank and not self._watch.watches(r))
         if unseen:
             detail = ", ".join(f"{rank} ({self._watch.describe(rank)})" for rank in unseen)
-            return self._judge(
-                operation, Verdict("lost", unseen, self.rank, str(operation), detail=f"{detail}: {error}")
+            return self._record(
+                operation,
+                FailureRecord("lost", unseen, self.rank, str(operation), detail=f"{detail}: {error}"),
             )
-        stopped = () if self._board.is_reachable else self._stopped(pending or self.ranks)
+        stopped = () if self._status_store.is_reachable else self._stopped(pending or self.ranks)
         if stopped:
             # A peer gave up waiting for the stopped rank, and could not publish that.
             detail = ", ".join(f"{rank} ({self._watch.describe(rank)})" for rank in stopped)
             waited_s = time.monotonic() - end + EXPLAIN_S
-            return self._judge(
-                operation, Verdict("timeout", stopped, self.rank, str(operation), waited_s, detail)
+            return self._record(
+                operation, FailureRecord("timeout", stopped, self.rank, str(operation), waited_s, detail)
             )
-        self._judge(operation, Verdict("failed", (), self.rank, str(operation), detail=str(error)))
+        self._record(operation, FailureRecord("failed", (), self.rank, str(operation), detail=str(error)))
         text = f"{self.where(operation)}: the transport failed though every process is alive: {error}; "
         text += "the group is now unusable, destroy it"
         failure: NativeError
@@ -368,15 +371,15 @@ class GroupHealth:
         self._cause = failure
         return failure
 
-    def _find_lost(self, operation: Operation) -> Verdict | None:
+    def _find_lost(self, operation: Operation) -> FailureRecord | None:
         lost = self._watch.lost()
         if lost:
             detail = ", ".join(f"{rank} ({self._watch.describe(rank)})" for rank in lost)
-            return Verdict("lost", lost, self.rank, str(operation), detail=detail)
-        left = tuple(rank for rank in self._board.left() if rank != self.rank)
+            return FailureRecord("lost", lost, self.rank, str(operation), detail=detail)
+        left = tuple(rank for rank in self._status_store.left() if rank != self.rank)
         if left:
             detail = ", ".join(f"{rank} ({self._watch.describe(rank)})" for rank in left)
-            return Verdict("left", left, self.rank, str(operation), detail=detail)
+            return FailureRecord("left", left, self.rank, str(operation), detail=detail)
         return None
 
     @contextmanager
@@ -393,41 +396,44 @@ class GroupHealth:
         """Break the group after Ctrl-C or another exception interrupted a call, which leaves its state unknown."""
         self._break(error)
         detail = f"{self.rank} ({type(error).__name__})"
-        verdict = Verdict("interrupted", (self.rank,), self.rank, str(operation), detail=detail)
-        self._board.publish(verdict, within_s=SLICE_S)
+        failure_record = FailureRecord("interrupted", (self.rank,), self.rank, str(operation), detail=detail)
+        self._status_store.publish(failure_record, within_s=SLICE_S)
 
-    def _judge(self, operation: Operation, verdict: Verdict) -> CommError:
-        return self._adopt(operation, self._board.publish(verdict))
+    def _record(self, operation: Operation, failure_record: FailureRecord) -> CommError:
+        return self._adopt(operation, self._status_store.publish(failure_record))
 
-    def _adopt(self, operation: Operation, verdict: Verdict) -> CommError:
-        error = self._error(operation, verdict)
+    def _adopt(self, operation: Operation, failure_record: FailureRecord) -> CommError:
+        error = self._error(operation, failure_record)
         self._break(error)
         return error
 
-    def _error(self, operation: Operation, verdict: Verdict) -> CommError:
+    def _error(self, operation: Operation, failure_record: FailureRecord) -> CommError:
         where = self.where(operation)
         end = "; the group is now unusable, destroy it"
-        if verdict.by != self.rank:
-            end = f" (found by rank {verdict.by} in {verdict.operation}){end}"
-        ranks = "rank" if len(verdict.ranks) == 1 else "ranks"
-        if verdict.kind == "timeout":
-            if self.rank in verdict.ranks:
-                text = f"this rank came after the other ranks had given up; no answer from {ranks} {verdict.detail}"
-            elif verdict.ranks:
-                text = f"no answer from {ranks} {verdict.detail}"
+        if failure_record.by != self.rank:
+            end = f" (found by rank {failure_record.by} in {failure_record.operation}){end}"
+        ranks = "rank" if len(failure_record.ranks) == 1 else "ranks"
+        if failure_record.kind == "timeout":
+            if self.rank in failure_record.ranks:
+                text = f"this rank came after the other ranks had given up; no answer from {ranks} "
+                text += failure_record.detail
+            elif failure_record.ranks:
+                text = f"no answer from {ranks} {failure_record.detail}"
             else:
                 text = "every rank arrived but the transfer did not finish"
             return CommTimeoutError(
-                f"{where}: {text} within {verdict.within_s:.1f} s{end}", missing=verdict.ranks
+                f"{where}: {text} within {failure_record.within_s:.1f} s{end}", missing=failure_record.ranks
             )
-        if verdict.kind == "failed":
+        if failure_record.kind == "failed":
             return GroupBrokenError(
-                f"{where}: the transport failed on rank {verdict.by}: {verdict.detail}{end}"
+                f"{where}: the transport failed on rank {failure_record.by}: {failure_record.detail}{end}"
             )
         what = {"lost": "lost", "left": "the group was destroyed by", "interrupted": "interrupted:"}[
-            verdict.kind
+            failure_record.kind
         ]
-        return PeerLostError(f"{where}: {what} {ranks} {verdict.detail}{end}", peers=verdict.ranks)
+        return PeerLostError(
+            f"{where}: {what} {ranks} {failure_record.detail}{end}", peers=failure_record.ranks
+        )
 
     def _break(self, cause: BaseException) -> None:
         with self._lock:
@@ -439,11 +445,11 @@ class GroupHealth:
     def fail(self, error: CommError) -> None:
         """Break the group because of `error`, which the caller raises, and publish it to the other ranks."""
         self._break(error)
-        verdict = Verdict("failed", (), self.rank, "a transfer", detail=str(error))
+        failure_record = FailureRecord("failed", (), self.rank, "a transfer", detail=str(error))
         if isinstance(error, PeerLostError) and error.peers:
             detail = ", ".join(f"{rank} ({self._watch.describe(rank)})" for rank in error.peers)
-            verdict = Verdict("lost", error.peers, self.rank, "a transfer", detail=detail)
-        self._board.publish(verdict)
+            failure_record = FailureRecord("lost", error.peers, self.rank, "a transfer", detail=detail)
+        self._status_store.publish(failure_record)
 
     def lost(self) -> tuple[int, ...]:
         """Return the global ranks whose process has ended, ascending. Does not block; from any thread."""
@@ -462,14 +468,16 @@ class GroupHealth:
             `CommTimeoutError` with `missing`.
         """
         stated = Operation("device", operation, 0)
-        verdict = self._board.verdict()
-        if verdict is not None:
-            return self._adopt(stated, verdict)
-        verdict = self._find_lost(stated)
-        if verdict is None:
+        failure_record = self._status_store.failure_record()
+        if failure_record is not None:
+            return self._adopt(stated, failure_record)
+        failure_record = self._find_lost(stated)
+        if failure_record is None:
             detail = ", ".join(f"{rank} ({self._watch.describe(rank)})" for rank in missing)
-            verdict = Verdict("timeout", tuple(sorted(missing)), self.rank, operation, within_s, detail)
-        return self._judge(stated, verdict)
+            failure_record = FailureRecord(
+                "timeout", tuple(sorted(missing)), self.rank, operation, within_s, detail
+            )
+        return self._record(stated, failure_record)
 
     def close(self) -> bool:
         """Refuse every later call; calls that wait raise `ClosedError` within `SLICE_S`.
@@ -492,7 +500,7 @@ class GroupHealth:
     def say_goodbye(self) -> None:
         """Record that this rank left, for the texts of the other ranks' errors; not if the group is broken."""
         if self._cause is None:
-            self._board.leave()
+            self._status_store.leave()
 
     def release(self) -> None:
         """Stop watching the other ranks and drop the transports, as the last step of leaving."""

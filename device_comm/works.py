@@ -45,7 +45,7 @@ class CollectiveWork:
         return True
 
     def pending(self) -> None:
-        """Return nothing: only the board can tell."""
+        """Return nothing: only the status store can tell."""
 
 
 class WaiterThreads:

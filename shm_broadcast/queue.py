@@ -32,7 +32,7 @@ from shm_broadcast.ring.writer import RingWriter
 from shm_broadcast.segment import Handover, Hello, Segment, take_over
 from shm_broadcast.settings import BroadcastSettings
 from shm_broadcast.statistics import QueueStatistics
-from shm_broadcast.transports import NoRemote, NoRing, RemoteLeg, await_any
+from shm_broadcast.transports import NoRemote, NoRing, RemoteTransport, await_any
 
 if TYPE_CHECKING:
     from shm_broadcast.remote.reader import RemoteReader
@@ -64,7 +64,12 @@ class QueueWriter:
     """The writing end. One thread at a time writes; `close` may come from any."""
 
     def __init__(
-        self, ring: RingWriter, remote: RemoteLeg, handle: QueueHandle, key: bytes, handover: Handover | None
+        self,
+        ring: RingWriter,
+        remote: RemoteTransport,
+        handle: QueueHandle,
+        key: bytes,
+        handover: Handover | None,
     ) -> None:
         """Use `create`."""
         self.handle = handle
@@ -103,7 +108,7 @@ class QueueWriter:
             remote_readers: Public key of each reader on another host, by rank; see `RemoteKeys`.
             bind_address: The numeric address of this host at which they can reach it, never a wildcard.
             port_range: First and last TCP port that may be used; any free one by default.
-            remote: High-water mark and heartbeats of the remote leg.
+            remote: High-water mark and heartbeats of the remote transport.
 
         Raises:
             UsageError: There are no readers, too many, or one twice, the key has another length, or the address
@@ -121,12 +126,12 @@ class QueueWriter:
         if len(key) != KEY_BYTES:
             raise UsageError(f"the key of a queue has {KEY_BYTES} bytes, not {len(key)}")
         generation = secrets.randbits(63)
-        leg: RemoteLeg = NoRemote()
+        transport: RemoteTransport = NoRemote()
         endpoint = None
         if bind_address is not None:
             from shm_broadcast.remote.writer import RemoteWriter
 
-            leg = far_end = RemoteWriter.create(name, far, bind_address, port_range, settings, remote)
+            transport = far_end = RemoteWriter.create(name, far, bind_address, port_range, settings, remote)
             endpoint = far_end.endpoint
         ring: RingWriter = NoRing()
         handover = None
@@ -134,7 +139,7 @@ class QueueWriter:
             if ranks:
                 ring, handover = _offer_ring(name, ranks, settings, key, generation)
         except BaseException:
-            leg.close()
+            transport.close()
             raise
         handle = QueueHandle(
             VERSION,
@@ -148,7 +153,7 @@ class QueueWriter:
             writer,
             endpoint,
         )
-        return cls(ring, leg, handle, key, handover)
+        return cls(ring, transport, handle, key, handover)
 
     def wait_until_ready(self, timeout_s: float | None = None) -> None:
         """Return when every reader has opened its end.

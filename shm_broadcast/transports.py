@@ -23,7 +23,7 @@ _LONGEST_NAP_NS: Final = 2_000_000
 _SHORTEST_NAP_NS: Final = 50_000
 
 
-class RemoteLeg(Protocol):
+class RemoteTransport(Protocol):
     """The remote transport of a `QueueWriter`; `RemoteWriter` implements it."""
 
     def reserve(self, nbytes: int, timeout_s: float | None) -> float | None:

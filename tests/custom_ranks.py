@@ -11,7 +11,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from coordinator.bootstrap.status_store import StoreBoard
+from coordinator.bootstrap.status_store import WorldStatusStore
 from device_comm.cuda.custom.all_reduce import CustomAllReduce, CustomContext
 from device_comm.cuda.policy.decision import GroupFacts
 from device_comm.cuda.policy.file import MeasuredThreshold, PolicyFile, write_policy_file
@@ -119,8 +119,8 @@ class CustomRank:
         ]
         own = self.ranks[rank]
         peers = {other: process for other, process in zip(self.ranks, processes, strict=True) if other != own}
-        board = StoreBoard(dist.PrefixStore("board", self.store), own, self.ranks)
-        self.health = GroupHealth("tp:0", own, self.ranks, PeerWatch(processes[rank], peers), board)
+        status_store = WorldStatusStore(dist.PrefixStore("status_store", self.store), own, self.ranks)
+        self.health = GroupHealth("tp:0", own, self.ranks, PeerWatch(processes[rank], peers), status_store)
         if policy is not None:
             settings["policy_file"] = policy_file(directory / f"policy-{rank}.json", world_size, **policy)
         known: dict[str, Any] = {

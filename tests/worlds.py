@@ -123,11 +123,11 @@ class ApartPool:
 
 
 def _run_apart(rank: int, world_size: int, directory: Path, module: str, name: str, *args: Any) -> Any:
-    place, shared_memory.place = shared_memory.place, lambda: f"host {rank}"
+    place, shared_memory.host_id = shared_memory.host_id, lambda: f"host {rank}"
     try:
         return getattr(importlib.import_module(module), name)(rank, world_size, directory, *args)
     finally:
-        shared_memory.place = place
+        shared_memory.host_id = place
 
 
 class HostsPool:
@@ -146,11 +146,11 @@ def run_at(
     rank: int, world_size: int, directory: Path, places: list[str], module: str, name: str, *args: Any
 ) -> Any:
     """Run a body in a rank that pretends to be on host `places[rank]`; for `run_ranks`."""
-    place, shared_memory.place = shared_memory.place, lambda: places[rank]
+    place, shared_memory.host_id = shared_memory.host_id, lambda: places[rank]
     try:
         return getattr(importlib.import_module(module), name)(rank, world_size, directory, *args)
     finally:
-        shared_memory.place = place
+        shared_memory.host_id = place
 
 
 def small() -> torch.Tensor:

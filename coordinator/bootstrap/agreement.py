@@ -57,17 +57,17 @@ class View(msgspec.Struct, frozen=True):
         facts: Values that must be equal on all ranks, as text by name.
         process: Identity of the rank's process.
         address: Address at which the group's other ranks reach this rank; may differ.
-        place: Host id; equal on ranks that can share memory.
+        host_id: Host id; equal on ranks that can share memory.
         note: Further information for the other ranks; may differ.
-        seat: Random text that makes this view unique; filled in by `agree`.
+        rank_info: Random text that makes this view unique; filled in by `agree`.
     """
 
     facts: dict[str, str]
     process: ProcessIdentity
     address: str
-    place: str = ""
+    host_id: str = ""
     note: str = ""
-    seat: str = ""
+    rank_info: str = ""
 
 
 _decoder = msgspec.json.Decoder(View)
@@ -140,7 +140,7 @@ class _Agreement:
         self._where = f"creating {what} (rank {rank})"
         self._rank = rank
         self._ranks = ranks
-        self._view = msgspec.structs.replace(view, seat=secrets.token_hex(8))
+        self._view = msgspec.structs.replace(view, rank_info=secrets.token_hex(8))
         self._timeout_s = timeout_s
         self._silent_at = time.monotonic() + timeout_s + ANSWER_S
         # The views seen so far. Another thread reads this, so the dict is replaced and never changed.
@@ -186,7 +186,7 @@ class _Agreement:
         views = _all_decoder.decode(outcome.removeprefix(COMPLETE))
         facts = self._view.facts
         return {
-            other: msgspec.structs.replace(view, facts=facts, seat="")
+            other: msgspec.structs.replace(view, facts=facts, rank_info="")
             for other, view in zip(self._ranks, views, strict=True)
         }
 

@@ -22,21 +22,21 @@ from shm_broadcast.errors import CapabilityError, PeerLostError, UsageError
 from shm_broadcast.liveness import PeerWatch, this_process
 
 # Ranks that run different protocols must not try to talk; raised when a message or a key changes.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 def create_parts(
     plans: Sequence[GroupPlan],
     *,
     what: str,
-    meeting: str,
+    round_name: str,
     facts: Mapping[str, str],
     local_rank: int,
     backend: str,
     use_device_communicator: bool,
     store: dist.Store,
     settings: CoordinatorSettings,
-    places: Mapping[int, str] | None = None,
+    host_ids: Mapping[int, str] | None = None,
     agreed: Callable[[], None] | None = None,
 ) -> list[GroupParts]:
     """Build this rank's groups in one step. Collective over all ranks of every plan.
@@ -48,14 +48,14 @@ def create_parts(
         plans: The groups, in the same order on all ranks. Without any, all ranks of the world agree on that: others may
             hold some.
         what: What is being created, for errors.
-        meeting: A name under which the ranks meet, never used before.
+        round_name: A name under which the ranks meet, never used before.
         facts: What all ranks must hold alike besides what every group needs.
         local_rank: Index of this process's device on its host.
         backend: Of the device groups.
         use_device_communicator: Whether tensors may take a communicator made for the device.
         store: The world's store.
         settings: Of every group.
-        places: Where the ranks are, if that is known already.
+        host_ids: Where the ranks are, if that is known already.
         agreed: Called once the ranks agree.
     """
     device = device_of(backend, local_rank)
@@ -70,17 +70,17 @@ def create_parts(
     rank, builders = dist.get_rank(), list[GroupBuilder]()
     with ExitStack() as offered:
         try:
-            offers = [offered.enter_context(closing(GroupOffer(plan, places or {}))) for plan in plans]
+            offers = [offered.enter_context(closing(GroupOffer(plan, host_ids or {}))) for plan in plans]
             address = own_address(settings.interface, master_endpoint(store))
             texts = msgspec.json.encode([offer.text for offer in offers]).decode()
-            own = View(every_fact, this_process(), address, shared_memory.place(), texts)
+            own = View(every_fact, this_process(), address, shared_memory.host_id(), texts)
             started = time.perf_counter()
             # A rank that has died since it joined the world never comes: the others need not wait for it.
             known = {other: who for other, who in world_processes().items() if other in everyone}
             known.pop(rank, None)
             with closing(PeerWatch(own.process, known)) as watch:
-                place = dist.PrefixStore(f"group_coordinator/{meeting}", store)
-                views = agree(place, what, rank, everyone, own, settings.create_timeout_s, watch)
+                scoped = dist.PrefixStore(f"group_coordinator/{round_name}", store)
+                views = agree(scoped, what, rank, everyone, own, settings.create_timeout_s, watch)
             if agreed is not None:
                 agreed()
             agreement_s = time.perf_counter() - started

@@ -17,7 +17,7 @@ from coordinator.bootstrap.agreement import View
 from coordinator.bootstrap.blocking_calls import connect_watched
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan, GroupProcessGroups
 from coordinator.bootstrap.membership import listening_address
-from coordinator.bootstrap.status_store import StoreBoard
+from coordinator.bootstrap.status_store import WorldStatusStore
 from coordinator.bootstrap.timings import CreationReport, Stopwatch
 from coordinator.host.gloo import GlooHostPlane
 from coordinator.host.plane import HostPlane, SoloHostPlane
@@ -47,11 +47,11 @@ class GroupOffer:
         clock: Counts the group's seconds.
     """
 
-    def __init__(self, plan: GroupPlan, places: Mapping[int, str]) -> None:
-        """Make the region if this is the first rank, unless `places` says that the ranks are on several hosts."""
+    def __init__(self, plan: GroupPlan, host_ids: Mapping[int, str]) -> None:
+        """Make the region if this is the first rank, unless `host_ids` says that the ranks are on several hosts."""
         ranks = plan.membership.ranks
         self.clock: Stopwatch = Stopwatch()
-        if len(ranks) == 1 or len({places.get(rank) for rank in ranks}) > 1:
+        if len(ranks) == 1 or len({host_ids.get(rank) for rank in ranks}) > 1:
             self._region = shared_memory.Preparation(1, 0)
         else:
             with self.clock.phase("shared_memory"):
@@ -110,10 +110,12 @@ class GroupBuilder:
         self._device = device
         self._settings = settings
         self._first = members[ranks[0]]
-        self._places = {member: view.place for member, view in members.items()}
+        self._host_ids = {member: view.host_id for member, view in members.items()}
         self._watch = PeerWatch(this_process(), peers)
-        self._board = StoreBoard(dist.PrefixStore(f"board/{ranks[0]}", store), rank, ranks)
-        self.health: GroupHealth = GroupHealth(plan.name, rank, ranks, self._watch, self._board)
+        self._status_store = WorldStatusStore(
+            dist.PrefixStore(f"status_store/{ranks[0]}", store), rank, ranks
+        )
+        self.health: GroupHealth = GroupHealth(plan.name, rank, ranks, self._watch, self._status_store)
         self._process_groups = GroupProcessGroups(
             plan.name, ranks, backend, address, settings.create_timeout_s
         )
@@ -122,7 +124,7 @@ class GroupBuilder:
 
     def share(self, number: int) -> None:
         """Map the region that the first rank offers as its `number`-th, if all ranks are on one host. Collective."""
-        if len(self._places) > 1 and len(set(self._places.values())) == 1:
+        if len(self._host_ids) > 1 and len(set(self._host_ids.values())) == 1:
             offers = msgspec.json.decode(self._first.note, type=list[str])
             with self._offer.clock.phase("shared_memory"):
                 self._shared = self._map(offers[number])
@@ -136,10 +138,10 @@ class GroupBuilder:
             # needs the store.
             shared.host.finish("barrier", shared.host.core.barrier(), timeout_s)
         except GroupBrokenError as error:
-            verdict = self._board.verdict()
-            if verdict is None:
+            failure_record = self._status_store.failure_record()
+            if failure_record is None:
                 raise
-            raise CapabilityError(verdict.detail, requirement="shared memory") from error
+            raise CapabilityError(failure_record.detail, requirement="shared memory") from error
         return shared
 
     def connect(
@@ -150,7 +152,7 @@ class GroupBuilder:
         seconds = {f"{name}_s": spent for name, spent in self._offer.clock.seconds.items()}
         report = CreationReport(
             name=self._plan.name,
-            world_size=len(self._places),
+            world_size=len(self._host_ids),
             together=together,
             agreement_s=agreement_s,
             **seconds,
@@ -162,12 +164,12 @@ class GroupBuilder:
             device=self._device,
             process_groups=self._process_groups,
             report=report,
-            places=self._places,
+            host_ids=self._host_ids,
         )
 
     def _planes(self, use_device_communicator: bool) -> tuple[HostPlane, DeviceCommunicator]:
         """Choose what the group's planes are, and connect them."""
-        world_size, clock = len(self._places), self._offer.clock
+        world_size, clock = len(self._host_ids), self._offer.clock
         if world_size == 1:
             alone = SoloHostPlane(self.health)
             return alone, SoloCommunicator(self._context(alone))

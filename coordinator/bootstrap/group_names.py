@@ -26,13 +26,13 @@ def unique_name(name: str | None, store: dist.Store, rank: int, timeout_s: float
 
 
 def next_names(
-    meeting: str, names: Sequence[str], store: dist.Store, rank: int, timeout_s: float
+    round_name: str, names: Sequence[str], store: dist.Store, rank: int, timeout_s: float
 ) -> tuple[str, list[str]]:
     """Return a unique name for this agreement, and the names that groups of `names` get if the ranks agree.
 
     The group names are counted only by `use_names`: ranks that disagree may have asked for different groups.
     """
-    unique, *found = _count({meeting: 1, **dict.fromkeys(names, 0)}, store, rank, timeout_s)
+    unique, *found = _count({round_name: 1, **dict.fromkeys(names, 0)}, store, rank, timeout_s)
     return unique, found
 
 

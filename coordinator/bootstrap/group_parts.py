@@ -26,7 +26,7 @@ class GroupPlan:
     Attributes:
         name: Unique, equal on all ranks of the group.
         group_ranks: Global ranks of every group of this kind.
-        membership: This rank's place in them.
+        membership: This rank's host_id in them.
     """
 
     name: str
@@ -146,7 +146,7 @@ class GroupParts:
         device: Where the group's tensors live.
         process_groups: The torch process groups.
         report: How long the group took to create.
-        places: Where each rank is, by global rank; equal where they can share memory.
+        host_ids: Where each rank is, by global rank; equal where they can share memory.
         is_fake: The group has no other process, so no call ever waits.
     """
 
@@ -156,7 +156,7 @@ class GroupParts:
     device: torch.device
     process_groups: GroupProcessGroups
     report: CreationReport
-    places: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    host_ids: Mapping[int, str] = dataclasses.field(default_factory=dict)
     is_fake: bool = False
 
     def destroy(self, timeout_s: float, open_sends: OpenSends) -> None:

@@ -27,7 +27,7 @@ from coordinator.bootstrap.agreement import View, agree
 from coordinator.bootstrap.blocking_calls import connect_watched, run_interruptibly
 from coordinator.bootstrap.membership import listening_address, master_endpoint, own_address
 from coordinator.bootstrap.rendezvous_directory import DirectoryRendezvous
-from coordinator.bootstrap.status_store import StoreBoard
+from coordinator.bootstrap.status_store import WorldStatusStore
 from coordinator.bootstrap.timings import Stopwatch
 from coordinator.host.process_groups import (
     BACKEND,
@@ -63,7 +63,7 @@ _lock = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """The result of a rendezvous.
 
     Attributes:
@@ -111,18 +111,18 @@ def init_world(
             raise UsageError("torch.distributed is already initialised; do not initialise it a second time")
         clock = Stopwatch()
         with clock.phase("rendezvous"):
-            meeting = _meet(world_size, rank, init_method, settings)
+            rendezvous = _join_rendezvous(world_size, rank, init_method, settings)
         try:
-            processes = _connect(meeting, backend, settings, clock)
+            processes = _connect(rendezvous, backend, settings, clock)
         except BaseException:
-            meeting.leave()
+            rendezvous.leave()
             raise
         group = dist.group.WORLD
         if group is None:
             raise UsageError("torch.distributed was destroyed while it was being initialised")
-        _world = _World(group, meeting.store, meeting.leave, fork_count(), processes)
+        _world = _World(group, rendezvous.store, rendezvous.leave, fork_count(), processes)
         fork_guard.protect(group)
-        fork_guard.protect(meeting.store)
+        fork_guard.protect(rendezvous.store)
         return clock.seconds
 
 
@@ -154,7 +154,9 @@ def owns_world() -> bool:
 atexit.register(leave_world)
 
 
-def _meet(world_size: int, rank: int, init_method: str, settings: CoordinatorSettings) -> Meeting:
+def _join_rendezvous(
+    world_size: int, rank: int, init_method: str, settings: CoordinatorSettings
+) -> Rendezvous:
     parts = urlsplit(init_method)
     if parts.scheme == "env":
         return _meet_by_environment(world_size, rank, settings)
@@ -169,11 +171,11 @@ def _meet(world_size: int, rank: int, init_method: str, settings: CoordinatorSet
             f"got world_size={world_size}, rank={rank}"
         )
     if directory is not None:
-        meeting = DirectoryRendezvous(directory, rank, world_size)
-        return Meeting(meeting.join(settings.create_timeout_s), rank, world_size, meeting.leave)
+        rendezvous = DirectoryRendezvous(directory, rank, world_size)
+        return Rendezvous(rendezvous.join(settings.create_timeout_s), rank, world_size, rendezvous.leave)
     assert endpoint is not None
     store = _tcp_store(*endpoint, rank, world_size, rank == 0, settings)
-    return Meeting(store, rank, world_size, _leaving(store, rank, world_size))
+    return Rendezvous(store, rank, world_size, _leaving(store, rank, world_size))
 
 
 def _directory_of(parts: SplitResult) -> Path | None:
@@ -193,7 +195,7 @@ def _endpoint_of(parts: SplitResult) -> tuple[str, int] | None:
     return (parts.hostname, port) if parts.scheme == "tcp" and parts.hostname and port else None
 
 
-def _meet_by_environment(world_size: int, rank: int, settings: CoordinatorSettings) -> Meeting:
+def _meet_by_environment(world_size: int, rank: int, settings: CoordinatorSettings) -> Rendezvous:
     launch = LaunchEnvironment.from_env()
     if launch is None:
         raise SettingsError(
@@ -214,7 +216,7 @@ def _meet_by_environment(world_size: int, rank: int, settings: CoordinatorSettin
     number = f"/{next(_worlds)}" if launch.use_agent_store else ""
     attempt = dist.PrefixStore(f"{launch.run_id or 'run'}/{launch.restart_count}{number}", store)
     leave = _nothing if launch.use_agent_store else _leaving(attempt, launch.rank, launch.world_size)
-    return Meeting(attempt, launch.rank, launch.world_size, leave)
+    return Rendezvous(attempt, launch.rank, launch.world_size, leave)
 
 
 def _nothing() -> None:
@@ -223,14 +225,16 @@ def _nothing() -> None:
 
 def _leaving(store: dist.Store, rank: int, world_size: int) -> Callable[[], None]:
     """Return a function that leaves a store served by rank 0; rank 0 waits up to `LEAVE_S` for the others."""
-    board = StoreBoard(dist.PrefixStore(_WORLD, store), rank, range(world_size))
+    status_store = WorldStatusStore(dist.PrefixStore(_WORLD, store), rank, range(world_size))
 
     def leave() -> None:
         if rank:
-            board.leave()
+            status_store.leave()
             return
         end = time.monotonic() + LEAVE_S
-        while board.is_reachable and len(board.left()) < world_size - 1 and time.monotonic() < end:
+        while (
+            status_store.is_reachable and len(status_store.left()) < world_size - 1 and time.monotonic() < end
+        ):
             time.sleep(0.002)
 
     return leave
@@ -301,18 +305,18 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _connect(
-    meeting: Meeting, backend: str, settings: CoordinatorSettings, clock: Stopwatch
+    rendezvous: Rendezvous, backend: str, settings: CoordinatorSettings, clock: Stopwatch
 ) -> dict[int, ProcessIdentity]:
     """Agree on the facts of the world and create its process group; return the ranks' processes."""
-    rank, ranks = meeting.rank, range(meeting.world_size)
+    rank, ranks = rendezvous.rank, range(rendezvous.world_size)
     own = this_process()
     facts = {
-        "world_size": str(meeting.world_size),
+        "world_size": str(rendezvous.world_size),
         "backend": backend,
         **{f"setting {field}": str(value) for field, value in settings.agreed().items()},
     }
-    address = own_address(settings.interface, master_endpoint(meeting.store))
-    world_store = dist.PrefixStore(_WORLD, meeting.store)
+    address = own_address(settings.interface, master_endpoint(rendezvous.store))
+    world_store = dist.PrefixStore(_WORLD, rendezvous.store)
     with clock.phase("rendezvous"):
         views = agree(
             world_store, "the world", rank, ranks, View(facts, own, address), settings.create_timeout_s
@@ -327,9 +331,9 @@ def _connect(
     def init() -> None:
         dist.init_process_group(
             BACKEND if options is not None else backend,
-            store=meeting.store,
+            store=rendezvous.store,
             rank=rank,
-            world_size=meeting.world_size,
+            world_size=rendezvous.world_size,
             timeout=timedelta(seconds=settings.create_timeout_s),
             pg_options=options,
         )

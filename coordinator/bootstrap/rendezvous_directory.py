@@ -123,7 +123,7 @@ class DirectoryRendezvous:
         while True:
             generation = self._follow()
             if generation is not None:
-                reason = self._take_seat(generation)
+                reason = self._claim_rank(generation)
                 if reason is None:
                     return generation
                 seen = reason
@@ -143,7 +143,7 @@ class DirectoryRendezvous:
             return None
         return self._directory / name if _NAME.match(name) else None
 
-    def _take_seat(self, generation: Path) -> str | None:
+    def _claim_rank(self, generation: Path) -> str | None:
         """Claim this rank in `generation`; return None, or why the generation is not the current run's."""
         try:
             found = generation.lstat()
@@ -173,7 +173,7 @@ class DirectoryRendezvous:
         try:
             # The claim is a file, not a key: a query to a store whose file disappears waits five minutes for it. A
             # claimed rank keeps the generation from being removed.
-            (generation / f"seat-{self._rank}").touch(mode=0o600, exist_ok=False)
+            (generation / f"rank-{self._rank}").touch(mode=0o600, exist_ok=False)
             self._store = self._open(generation)
         except FileExistsError:
             return f"another process has already joined the last generation as rank {self._rank}"
@@ -184,7 +184,7 @@ class DirectoryRendezvous:
     def _is_past(self, generation: Path, world_size: int) -> bool:
         """Return whether a generation of another world size belongs to an earlier run that this rank cannot join."""
         ranks = [self._rank] if self._rank < world_size else range(1, world_size)
-        is_full = all((generation / f"seat-{rank}").exists() for rank in ranks)
+        is_full = all((generation / f"rank-{rank}").exists() for rank in ranks)
         # The last rank to leave moves the pointer away before it removes the claims.
         return is_full or self._follow() != generation
 

@@ -1,6 +1,6 @@
 """The status store: what ranks tell each other through torch's store when a group's transport is stuck.
 
-All keys are under the group's prefix. `arrived/<plane>/<rank>` says where a rank waits, `verdict` is the failure
+All keys are under the group's prefix. `arrived/<plane>/<rank>` says where a rank waits, `failure_record` is the failure
 record (the first one written holds), and `left/<rank>` says that a rank has destroyed the group.
 """
 
@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 import msgspec
 import torch.distributed as dist
 
-from device_comm.health import Arrival, Verdict
+from device_comm.health import Arrival, FailureRecord
 
 # The process that serves the store may be stopped or dead. No query waits longer than this.
 ANSWER_S: Final = 2.0
@@ -21,11 +21,11 @@ ANSWER_S: Final = 2.0
 Result = TypeVar("Result")
 
 _arrival_decoder = msgspec.json.Decoder(Arrival)
-_verdict_decoder = msgspec.json.Decoder(Verdict)
+_verdict_decoder = msgspec.json.Decoder(FailureRecord)
 
 
-class StoreBoard:
-    """A `Board` on a torch store. After the store has failed to answer once, it is not queried again."""
+class WorldStatusStore:
+    """A `StatusStore` on a torch store. After the store has failed to answer once, it is not queried again."""
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int]) -> None:
         """Use `store`, whose keys belong to this group only."""
@@ -52,7 +52,7 @@ class StoreBoard:
                 # The store is gone: the caller continues with what it knows itself.
                 del error
 
-        thread = threading.Thread(target=body, name="group-coordinator-board", daemon=True)
+        thread = threading.Thread(target=body, name="group-coordinator-status_store", daemon=True)
         thread.start()
         thread.join(within_s)
         if answers:
@@ -78,24 +78,24 @@ class StoreBoard:
 
         return self._ask(question, {})
 
-    def verdict(self) -> Verdict | None:
+    def failure_record(self) -> FailureRecord | None:
         """Return the failure record, or None."""
 
-        def question() -> Verdict | None:
-            if not self._store.check(["verdict"]):
+        def question() -> FailureRecord | None:
+            if not self._store.check(["failure_record"]):
                 return None
-            return _verdict_decoder.decode(self._store.get("verdict"))
+            return _verdict_decoder.decode(self._store.get("failure_record"))
 
         return self._ask(question, None)
 
-    def publish(self, verdict: Verdict, within_s: float = ANSWER_S) -> Verdict:
-        """Publish the failure record `verdict` unless one exists; return the one that holds."""
-        text = msgspec.json.encode(verdict).decode()
+    def publish(self, failure_record: FailureRecord, within_s: float = ANSWER_S) -> FailureRecord:
+        """Publish the failure record `failure_record` unless one exists; return the one that holds."""
+        text = msgspec.json.encode(failure_record).decode()
 
-        def question() -> Verdict:
-            return _verdict_decoder.decode(self._store.compare_set("verdict", "", text))
+        def question() -> FailureRecord:
+            return _verdict_decoder.decode(self._store.compare_set("failure_record", "", text))
 
-        return self._ask(question, verdict, within_s)
+        return self._ask(question, failure_record, within_s)
 
     def leave(self) -> None:
         """Publish that this rank has destroyed the group."""

@@ -32,7 +32,7 @@ class SharedHostPlane:
     ) -> None:
         """Use `shared`, which is owned from now on; the other arguments are those of `GlooHostPlane`."""
         self._shared = shared
-        self._fabric = shared.host
+        self._region = shared.host
         self._channels = shared.channels
         self._health = health
         self._rank = rank_in_group
@@ -43,12 +43,12 @@ class SharedHostPlane:
 
     def barrier(self, timeout_s: float | None = None) -> None:
         """Return once every rank has called this."""
-        fabric = self._fabric
-        fabric.finish("barrier", fabric.core.barrier(), timeout_s or self._timeout_s)
+        region = self._region
+        region.finish("barrier", region.core.barrier(), timeout_s or self._timeout_s)
 
     def _all_gather(self, name: str, timeout_s: float | None, data: bytes) -> list[memoryview]:
         """Return every rank's bytes, in rank order; all ranks bring the same number of bytes."""
-        rows = self._fabric.all_gather_bytes(name, data, timeout_s or self._timeout_s)
+        rows = self._region.all_gather_bytes(name, data, timeout_s or self._timeout_s)
         return [rows[start : start + len(data)] for start in range(0, len(rows), len(data))]
 
     def all_gather_integers(self, value: int, timeout_s: float | None = None) -> list[int]:

@@ -68,7 +68,7 @@ class Broadcaster:
     def _blamed(self, error: CommError) -> CommError:
         """Return what to raise for a failure of the queue; break the group if it is one."""
         if isinstance(error, ClosedError):
-            # Closed by this process, or by a writer that left or broke: the board knows why.
+            # Closed by this process, or by a writer that left or broke: the status store knows why.
             operation = self._health.begin_point_to_point("queue", "broadcast_object")
             return self._health.explain(operation, error, [self._health.ranks[self.writer]])
         if isinstance(error, (CommTimeoutError, PeerLostError)):

@@ -31,17 +31,17 @@ _OPENING_PART = 0.5
 _PARTING_S = 1.0
 
 
-@register_type(name="coordinator.QueueSeat")
-class QueueSeat(msgspec.Struct, frozen=True):
+@register_type(name="coordinator.QueueRankInfo")
+class QueueRankInfo(msgspec.Struct, frozen=True):
     """What a rank knows before a queue is created.
 
     Attributes:
-        place: Equal on two ranks that can map one segment.
+        host_id: Equal on two ranks that can map one segment.
         external: Digest of the external writer's handle; empty if this rank was given none.
         failure: What is wrong with what it was given.
     """
 
-    place: str
+    host_id: str
     external: bytes = b""
     failure: str = ""
 
@@ -112,13 +112,13 @@ class GroupQueues:
                 readers, or ranks gave different ones; on every rank.
             CapabilityError: Some rank could not create or open its end; on every rank.
         """
-        seats = self._take_seats(external)
-        if any(seat.external for seat in seats):
-            return self._join(external, seats)
-        readers = [rank for rank in range(len(seats)) if rank != writer]
+        infos = self._exchange_rank_info(external)
+        if any(info.external for info in infos):
+            return self._join(external, infos)
+        readers = [rank for rank in range(len(infos)) if rank != writer]
         if not readers:
             return UnreadWriter(self._health)
-        mine, ends = self._create({writer: readers}, seats)
+        mine, ends = self._create({writer: readers}, infos)
         return ends[writer] if mine is None else mine
 
     def gather(self, reader: int) -> tuple[QueueWriter, list[QueueReader]]:
@@ -127,8 +127,8 @@ class GroupQueues:
         Returns:
             This rank's writing end, and on the reader the reading ends in rank order; elsewhere no others.
         """
-        seats = self._take_seats(None)
-        mine, ends = self._create({rank: [reader] for rank in range(len(seats))}, seats)
+        infos = self._exchange_rank_info(None)
+        mine, ends = self._create({rank: [reader] for rank in range(len(infos))}, infos)
         if mine is None:
             raise CapabilityError(f"{self._health.where('create queue')}: no writing end")
         return mine, [ends[rank] for rank in sorted(ends)]
@@ -141,7 +141,7 @@ class GroupQueues:
     # ------------------------------------------------------------------ queues between ranks of the group
 
     def _create(
-        self, plan: Mapping[int, Sequence[int]], seats: Sequence[QueueSeat]
+        self, plan: Mapping[int, Sequence[int]], infos: Sequence[QueueRankInfo]
     ) -> tuple[QueueWriter | None, dict[int, QueueReader]]:
         """Create a queue for each writer of `plan` to its readers.
 
@@ -149,7 +149,7 @@ class GroupQueues:
             The writing end if this rank writes, and the reading ends by writer.
         """
         far = {
-            writer: [rank for rank in readers if seats[rank].place != seats[writer].place]
+            writer: [rank for rank in readers if infos[rank].host_id != infos[writer].host_id]
             for writer, readers in plan.items()
         }
         pairs: dict[int, RemoteKeys] = {}
@@ -235,15 +235,15 @@ class GroupQueues:
 
     # ------------------------------------------------------------------ a queue from outside of the group
 
-    def _join(self, external: object, seats: Sequence[QueueSeat]) -> QueueReader:
+    def _join(self, external: object, infos: Sequence[QueueRankInfo]) -> QueueReader:
         """Open this rank's reading end of an external writer's queue."""
-        givers = [rank for rank, seat in enumerate(seats) if seat.external]
+        givers = [rank for rank, info in enumerate(infos) if info.external]
         where = self._health.where("create queue")
-        if len({seats[rank].external for rank in givers}) > 1:
+        if len({infos[rank].external for rank in givers}) > 1:
             raise UsageError(f"{where}: external_writer_handle is not the same queue on ranks {givers}")
         own = external if isinstance(external, ExternalWriter) else None
         offer = QueueOffer() if own is None else QueueOffer(own.handle_bytes(), own.key)
-        if len(givers) < len(seats):
+        if len(givers) < len(infos):
             offer = self._host.broadcast_object(offer, givers[0], self._settings.create_timeout_s)
         pairs = {0: own.remote_keys} if own is not None and own.remote_keys is not None else {}
         ends: dict[int, QueueReader] = {}
@@ -275,17 +275,17 @@ class GroupQueues:
 
     # ------------------------------------------------------------------ agreement
 
-    def _take_seats(self, external: object) -> list[QueueSeat]:
+    def _exchange_rank_info(self, external: object) -> list[QueueRankInfo]:
         """Return where each rank is, and what it was given."""
         own = this_process()
         digest, failure = self._check_external(external)
-        seats: list[QueueSeat] = self._gather(
-            QueueSeat(f"{own.boot_id} {own.network_namespace}", digest, failure)
+        infos: list[QueueRankInfo] = self._gather(
+            QueueRankInfo(f"{own.boot_id} {own.network_namespace}", digest, failure)
         )
-        failures = _distinct([seat.failure for seat in seats])
+        failures = _distinct([info.failure for info in infos])
         if failures:
             raise UsageError(f"{self._health.where('create queue')}: {failures}")
-        return seats
+        return infos
 
     def _gather(self, obj: object) -> list[Any]:
         return self._host.all_gather_object(obj, self._settings.create_timeout_s)

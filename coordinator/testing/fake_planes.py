@@ -12,15 +12,15 @@ from coordinator.collectives.tensor_dict_format import PackedDict, Slicing, pack
 from coordinator.host.plane import isend_with_tensors, refuse_any
 from device_comm.base import CommunicatorContext, DeviceCommunicator, Sizes, Timeout
 from device_comm.handles import CompletedHandle, Handle
-from device_comm.health import Arrival, GroupHealth, Verdict
+from device_comm.health import Arrival, FailureRecord, GroupHealth
 from device_comm.process_group import dense
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from shm_broadcast import codec
 from shm_broadcast.errors import CommError, UsageError
 
 
-class SilentBoard:
-    """The board of a group without other ranks: nobody else ever writes on it."""
+class SilentStatusStore:
+    """The status store of a group without other ranks: nobody else ever writes on it."""
 
     @property
     def is_reachable(self) -> bool:
@@ -36,14 +36,14 @@ class SilentBoard:
         del plane
         return {}
 
-    def verdict(self) -> Verdict | None:
+    def failure_record(self) -> FailureRecord | None:
         """Return None."""
         return None
 
-    def publish(self, verdict: Verdict, within_s: float = 0.0) -> Verdict:
-        """Return the verdict itself: it is the first."""
+    def publish(self, failure_record: FailureRecord, within_s: float = 0.0) -> FailureRecord:
+        """Return the failure record itself: it is the first."""
         del within_s
-        return verdict
+        return failure_record
 
     def leave(self) -> None:
         """Tell nobody."""

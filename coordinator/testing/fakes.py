@@ -22,7 +22,7 @@ from coordinator.host.tags import SCATTER_TAG
 from coordinator.layout import ParallelLayout
 from coordinator.queues.ends import Reader, Writer
 from coordinator.settings import CoordinatorSettings
-from coordinator.testing.fake_planes import FakeCommunicator, FakeHostPlane, SilentBoard
+from coordinator.testing.fake_planes import FakeCommunicator, FakeHostPlane, SilentStatusStore
 from coordinator.testing.fake_queues import FakeQueues
 from device_comm import checks
 from device_comm.base import CommunicatorContext, DeviceCommunicator
@@ -80,7 +80,7 @@ class FakeGroupCoordinator(GroupCoordinator):
         settings = settings or CoordinatorSettings()
         where = torch.device(device)
         name = f"{group_name}:fake{next(_numbers)}"
-        health = GroupHealth(name, rank, members, PeerWatch(this_process(), {}), SilentBoard())
+        health = GroupHealth(name, rank, members, PeerWatch(this_process(), {}), SilentStatusStore())
         position = members.index(rank)
         context = CommunicatorContext(
             name=name,

@@ -41,7 +41,7 @@ class Crossing(Protocol):
 
     is_closed: bool
 
-    def drain(self, busy: Inlet | None) -> bool:
+    def drain(self, busy: ChannelReceiver | None) -> bool:
         """Take in what others send, except through `busy`; return whether something came or is under way."""
 
     def fail_corrupt(self, peer: int, error: Exception) -> NoReturn:
@@ -49,7 +49,7 @@ class Crossing(Protocol):
 
 
 class LeftError(RuntimeError):
-    """The other end of a channel has left, or this one was closed. The board knows why; see `GroupHealth.explain`."""
+    """The other end of a channel has left, or this one was closed; `GroupHealth.explain` finds out why."""
 
 
 def look_around_of(crossing: Crossing, peer: int) -> Callable[[int, Any], None]:
@@ -87,9 +87,9 @@ class _Undecodable:
 class Receiving:
     """A message that is awaited; see `Pollable`."""
 
-    def __init__(self, inlet: Inlet, tag: int, land: Callable[[Any], Any] | None) -> None:
+    def __init__(self, receiver: ChannelReceiver, tag: int, land: Callable[[Any], Any] | None) -> None:
         """Await one of `tag`; `land` makes what is kept of it."""
-        self.inlet = inlet
+        self.receiver = receiver
         self._tag = tag
         self._land = land
         self._error: Exception | None = None
@@ -107,7 +107,7 @@ class Receiving:
         except Exception as error:  # noqa: BLE001 - whoever takes the message in may wait for another one
             # Of ours, as a waiting call would take it for a failure of the transport: the group is intact.
             self._error = NativeError(
-                f"a message from rank {self.inlet.peer} came, but could not be put in its place: {error}",
+                f"a message from rank {self.receiver.peer} came, but could not be put in its place: {error}",
                 library="torch",
                 function="copy_",
             )
@@ -117,7 +117,7 @@ class Receiving:
     def poll(self, slice_s: float) -> bool:
         """Wait for up to `slice_s` seconds."""
         if not self.is_done:
-            self.inlet.await_arrival(self, slice_s)
+            self.receiver.await_arrival(self, slice_s)
         if self._error is not None:
             raise self._error
         return self.is_done
@@ -128,10 +128,10 @@ class Receiving:
 
     def pending(self) -> tuple[int, ...]:
         """Return the sender while it is awaited."""
-        return () if self.is_done else (self.inlet.peer,)
+        return () if self.is_done else (self.receiver.peer,)
 
 
-class Inlet:
+class ChannelReceiver:
     """The reading end of the channel from one rank."""
 
     def __init__(self, crossing: Crossing, memory: mmap.mmap, peer: int) -> None:
@@ -262,7 +262,7 @@ class ReceivingAll:
         until = time.monotonic() + slice_s
         for receiving in self._receivings:
             if not receiving.is_done:
-                receiving.inlet.await_arrival(receiving, max(until - time.monotonic(), 0.0))
+                receiving.receiver.await_arrival(receiving, max(until - time.monotonic(), 0.0))
         return all(receiving.is_done for receiving in self._receivings)
 
     def pending(self) -> tuple[int, ...]:
@@ -273,24 +273,24 @@ class ReceivingAll:
 class ReceivingAny:
     """A message of one tag that is awaited from several ranks, whichever sends it first; see `Pollable`."""
 
-    def __init__(self, inlets: Sequence[Inlet], tag: int, crossing: Crossing) -> None:
+    def __init__(self, receivers: Sequence[ChannelReceiver], tag: int, crossing: Crossing) -> None:
         """Await it behind those of the tag that are awaited from one rank."""
-        self._inlets = list(inlets)
+        self._receivers = list(receivers)
         self._tag = tag
         self._crossing = crossing
-        self._found: tuple[Inlet, Any] | None = None
+        self._found: tuple[ChannelReceiver, Any] | None = None
 
     def poll(self, slice_s: float) -> bool:
         """Look at every channel for up to `slice_s` seconds."""
         until = time.monotonic() + slice_s
         pause_s = 0.0
         while True:
-            for inlet in self._inlets:
-                taken = inlet.take_arrived(self._tag)
+            for receiver in self._receivers:
+                taken = receiver.take_arrived(self._tag)
                 if taken:
-                    self._found = (inlet, taken[0])
+                    self._found = (receiver, taken[0])
                     return True
-            if self._crossing.is_closed or all(inlet.has_ended() for inlet in self._inlets):
+            if self._crossing.is_closed or all(receiver.has_ended() for receiver in self._receivers):
                 raise_left()
             if time.monotonic() >= until:
                 return False
@@ -298,18 +298,18 @@ class ReceivingAny:
             time.sleep(pause_s)
             pause_s = min(pause_s + _ANY_STEP_S, _ANY_LONGEST_S)
 
-    def taken(self) -> tuple[Inlet, Any]:
+    def taken(self) -> tuple[ChannelReceiver, Any]:
         """Return the message and where it came from. Raises what is wrong with it."""
         if self._found is None:
             raise InternalError("a message from any rank was taken before it had come")
-        inlet, value = self._found
+        receiver, value = self._found
         if isinstance(value, _Undecodable):
             raise value.error
-        return inlet, value
+        return receiver, value
 
     def pending(self) -> tuple[int, ...]:
         """Return all senders: any of them might have been the one."""
-        return tuple(sorted(inlet.peer for inlet in self._inlets)) if self._found is None else ()
+        return tuple(sorted(receiver.peer for receiver in self._receivers)) if self._found is None else ()
 
 
 class _Look:
@@ -324,7 +324,7 @@ class _Look:
         """Return how long to sleep until then."""
         return max(int(min(self._pause_s, self._until - time.monotonic()) * 1e9), 0)
 
-    def is_over(self, busy: Inlet | None) -> bool:
+    def is_over(self, busy: ChannelReceiver | None) -> bool:
         """Take in what others send, except through `busy`; return whether the slice is over."""
         if self._crossing.drain(busy):
             self._pause_s = _BUSY_LOOK_S
@@ -336,9 +336,9 @@ class _Look:
 class Sending:
     """A message on its way into one channel; see `Pollable`."""
 
-    def __init__(self, outlet: Outlet, message: codec.Message, tag: int) -> None:
+    def __init__(self, sender: ChannelSender, message: codec.Message, tag: int) -> None:
         """Write nothing yet."""
-        self._outlet = outlet
+        self._sender = sender
         self._message: codec.Message | None = message
         self._tag = tag
         self._done = 0
@@ -351,20 +351,20 @@ class Sending:
 
         RuntimeError: The receiver has left.
         """
-        message, memory = self._message, self._outlet.memory
+        message, memory = self._message, self._sender.memory
         if message is None:
             return False
         before = self._done
         try:
             if before == 0 and is_deserted(memory):
                 raise_left()
-            self._done = self._outlet.endpoint.write_some(
+            self._done = self._sender.endpoint.write_some(
                 message.header, message.buffers, before, spin_ns, park_ns, self._tag
             )
             if self._done < message.nbytes and self._done == before and is_deserted(memory):
                 raise_left()
         except ValueError as error:
-            self._outlet.crossing.fail_corrupt(self._outlet.peer, error)
+            self._sender.crossing.fail_corrupt(self._sender.peer, error)
         if self._done == message.nbytes:
             self._finish(None)
         return self._done > before
@@ -372,7 +372,7 @@ class Sending:
     def _finish(self, error: BaseException | None) -> None:
         self._error = error
         self._message = None
-        self._outlet.done(self)
+        self._sender.done(self)
         self.is_owned.set()
 
     def run(self) -> None:
@@ -380,7 +380,7 @@ class Sending:
         try:
             spin_ns = _SPIN_NS
             while not self.is_owned.is_set():
-                if self._outlet.crossing.is_closed:
+                if self._sender.crossing.is_closed:
                     raise_left()
                 spin_ns = _SPIN_NS if self.advance(spin_ns, _BACKGROUND_SLICE_NS) else 0
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
@@ -394,15 +394,15 @@ class Sending:
             return True
         try:
             # The thread that writes may not have noticed yet.
-            if is_deserted(self._outlet.memory):
+            if is_deserted(self._sender.memory):
                 raise_left()
         except ValueError as error:
-            self._outlet.crossing.fail_corrupt(self._outlet.peer, error)
+            self._sender.crossing.fail_corrupt(self._sender.peer, error)
         return False
 
     def poll(self, slice_s: float) -> bool:
         """Wait for the thread that writes."""
-        look = _Look(self._outlet.crossing, slice_s)
+        look = _Look(self._sender.crossing, slice_s)
         while not self.is_owned.wait(look.park_ns() / 1e9):
             if look.is_over(None):
                 break
@@ -410,7 +410,7 @@ class Sending:
 
     def pending(self) -> tuple[int, ...]:
         """Return the receiver while there is no room."""
-        return () if self.is_owned.is_set() else (self._outlet.peer,)
+        return () if self.is_owned.is_set() else (self._sender.peer,)
 
 
 class Writing:
@@ -441,7 +441,7 @@ class Writing:
         return tuple(sorted(peer for sending in self._open for peer in sending.pending()))
 
 
-class Outlet:
+class ChannelSender:
     """The writing end of the channel to one rank."""
 
     def __init__(self, crossing: Crossing, memory: mmap.mmap, peer: int) -> None:

@@ -18,9 +18,9 @@ from typing import Any, Final, NoReturn
 
 from device_comm import _core
 from device_comm.cpu.channel_ends import (
-    Inlet,
+    ChannelReceiver,
+    ChannelSender,
     LeftError,
-    Outlet,
     ReceivingAll,
     ReceivingAny,
     Sending,
@@ -103,8 +103,8 @@ class Channels:
         self._rank = rank_in_group
         self._world_size = len(health.ranks)
         self._others = [rank for rank in range(self._world_size) if rank != rank_in_group]
-        self._outlets: dict[int, Outlet] = {}
-        self._inlets: dict[int, Inlet] = {}
+        self._senders: dict[int, ChannelSender] = {}
+        self._receivers: dict[int, ChannelReceiver] = {}
         self._threads = WaiterThreads(f"{health.name}-send")
         # Held while channels are opened or all are closed; a wait for one may break the group, which closes all.
         self._lock = threading.RLock()
@@ -122,18 +122,18 @@ class Channels:
             CommTimeoutError: A receiver made no room in time; the group is broken.
             PeerLostError: A receiver is gone; the group is broken.
         """
-        outlets = [self._outlet(peer, name) for peer in peers]
+        senders = [self._sender(peer, name) for peer in peers]
         message: codec.Message | None
         try:
-            if len(outlets) == 1:
-                message = outlets[0].send_now(obj, tag)
+            if len(senders) == 1:
+                message = senders[0].send_now(obj, tag)
                 rest = list(peers)
             else:
                 message = codec.encode(obj)
                 rest = [
                     peer
-                    for peer, outlet in zip(peers, outlets, strict=True)
-                    if not outlet.write_now(message, tag)
+                    for peer, sender in zip(peers, senders, strict=True)
+                    if not sender.write_now(message, tag)
                 ]
         except LeftError as error:
             raise self._left(plane, name, "to", peers, error) from error
@@ -142,7 +142,7 @@ class Channels:
         operation = self._operation(plane, name, "to", rest)
         own: list[Sending] = []
         for peer in rest:
-            sending, is_own = self._outlet(peer, name).enqueue(message, tag)
+            sending, is_own = self._sender(peer, name).enqueue(message, tag)
             if is_own:
                 own.append(sending)
             else:
@@ -157,9 +157,9 @@ class Channels:
 
         Its tensors and large buffers must not change until the handle has been waited for, unless it `copies`.
         """
-        outlet = self._outlet(dst, name)
+        sender = self._sender(dst, name)
         try:
-            message = outlet.send_now(obj, tag)
+            message = sender.send_now(obj, tag)
         except LeftError as error:
             raise self._left(plane, name, "to", [dst], error) from error
         if message is None:
@@ -167,7 +167,7 @@ class Channels:
         operation = self._operation(plane, name, "to", [dst])
         if copies and message.buffers:
             message = codec.Message(message.to_bytes(), (), message.nbytes)
-        sending, _ = outlet.enqueue(message, tag, self._threads.submit)
+        sending, _ = sender.enqueue(message, tag, self._threads.submit)
         return PointToPointHandle(self._health, operation, sending, timeout_s)
 
     # ------------------------------------------------------------------ receiving
@@ -180,15 +180,15 @@ class Channels:
             CommTimeoutError: None came in time; the group is broken.
             PeerLostError: The sender is gone; the group is broken.
         """
-        inlet = self._inlet(src, name)
+        receiver = self._receiver(src, name)
         try:
-            value = inlet.receive_now(tag)
+            value = receiver.receive_now(tag)
         except LeftError as error:
             raise self._left(plane, name, "from", [src], error) from error
         if value is not rings.NOTHING:
             return value
         operation = self._operation(plane, name, "from", [src])
-        receiving = inlet.expect(tag, None)
+        receiving = receiver.expect(tag, None)
         self._health.wait(operation, receiving, timeout_s)
         return receiving.value
 
@@ -197,7 +197,7 @@ class Channels:
     ) -> list[Any]:
         """Return the next object of `tag` from each of `sources`; raises as `recv`, when all have come."""
         operation = self._operation(plane, name, "from", sources)
-        receivings = [self._inlet(src, name).expect(tag, None) for src in sources]
+        receivings = [self._receiver(src, name).expect(tag, None) for src in sources]
         self._health.wait(operation, ReceivingAll(receivings), timeout_s)
         for receiving in receivings:
             receiving.is_complete()
@@ -209,26 +209,26 @@ class Channels:
         PeerLostError: Any other rank is gone: it might have been the one.
         """
         operation = self._operation(plane, name, "from any of", self._others)
-        awaiting = ReceivingAny([self._inlet(src, name) for src in self._others], tag, self)
+        awaiting = ReceivingAny([self._receiver(src, name) for src in self._others], tag, self)
         self._health.wait(operation, awaiting, timeout_s)
-        inlet, value = awaiting.taken()
-        return value, self._health.ranks.index(inlet.peer)
+        receiver, value = awaiting.taken()
+        return value, self._health.ranks.index(receiver.peer)
 
     def irecv(
         self, plane: str, name: str, src: int, tag: int, timeout_s: float | None, land: Callable[[Any], Any]
     ) -> Handle:
         """Start to receive the next object of `tag` from `src`, for which `land` is called when it has come."""
         operation = self._operation(plane, name, "from", [src])
-        receiving = self._inlet(src, name).expect(tag, land)
+        receiving = self._receiver(src, name).expect(tag, land)
         return PointToPointHandle(self._health, operation, receiving, timeout_s)
 
-    def drain(self, busy: Inlet | None) -> bool:
+    def drain(self, busy: ChannelReceiver | None) -> bool:
         """Take in what others send, except through `busy`; return whether something came or is under way."""
         found = False
         for rank in self._others:
-            inlet = self._inlets.get(rank) or self._open_if_made(rank)
-            if inlet is not None and inlet is not busy:
-                found = inlet.drain() or found
+            receiver = self._receivers.get(rank) or self._open_if_made(rank)
+            if receiver is not None and receiver is not busy:
+                found = receiver.drain() or found
         return found
 
     # ------------------------------------------------------------------ life
@@ -244,32 +244,32 @@ class Channels:
         operation = self._operation(plane, name, direction, peers)
         return self._health.explain(operation, error, [self._health.ranks[peer] for peer in peers])
 
-    def _outlet(self, peer: int, name: str) -> Outlet:
-        outlet = self._outlets.get(peer)
-        if outlet is None:
+    def _sender(self, peer: int, name: str) -> ChannelSender:
+        sender = self._senders.get(peer)
+        if sender is None:
             with self._lock:
-                outlet = self._outlets.get(peer)
-                if outlet is None:
+                sender = self._senders.get(peer)
+                if sender is None:
                     memory = self._open(self._rank, peer, peer, name)
-                    outlet = self._outlets[peer] = Outlet(self, memory, self._health.ranks[peer])
-        return outlet
+                    sender = self._senders[peer] = ChannelSender(self, memory, self._health.ranks[peer])
+        return sender
 
-    def _inlet(self, peer: int, name: str) -> Inlet:
-        inlet = self._inlets.get(peer)
-        if inlet is None:
+    def _receiver(self, peer: int, name: str) -> ChannelReceiver:
+        receiver = self._receivers.get(peer)
+        if receiver is None:
             with self._lock:
                 # Another thread that drains may have been first: of two on one ring each would miss messages.
-                inlet = self._inlets.get(peer)
-                if inlet is None:
+                receiver = self._receivers.get(peer)
+                if receiver is None:
                     memory = self._open(peer, self._rank, peer, name)
-                    inlet = self._inlets[peer] = Inlet(self, memory, self._health.ranks[peer])
-        return inlet
+                    receiver = self._receivers[peer] = ChannelReceiver(self, memory, self._health.ranks[peer])
+        return receiver
 
-    def _open_if_made(self, peer: int) -> Inlet | None:
+    def _open_if_made(self, peer: int) -> ChannelReceiver | None:
         with self._lock:
             if self.is_closed or self.state(peer, self._rank) != _core.CHANNEL_READY:
                 return None
-            return self._inlet(peer, "recv")
+            return self._receiver(peer, "recv")
 
     def state(self, src: int, dst: int) -> int:
         """Return what the table says of the channel from `src` to `dst`."""
@@ -322,20 +322,20 @@ class Channels:
                 return
             self.is_closed = True
             _core.channel_leave(self._table, self._world_size, self._rank)
-            for outlet in self._outlets.values():
-                outlet.close()
-            for inlet in self._inlets.values():
-                inlet.close()
+            for sender in self._senders.values():
+                sender.close()
+            for receiver in self._receivers.values():
+                receiver.close()
             for peer in self._others:
                 self._end_unopened(peer)
             self._table = _NO_TABLE
 
     def _end_unopened(self, peer: int) -> None:
         """Tell a rank that made a channel which this one has not used that it never will."""
-        for src, dst, ends in ((peer, self._rank, self._inlets), (self._rank, peer, self._outlets)):
+        for src, dst, ends in ((peer, self._rank, self._receivers), (self._rank, peer, self._senders)):
             if peer not in ends and self.state(src, dst) == _core.CHANNEL_READY:
                 rings.ring_end(
-                    self._segment.map(self._place(src, dst), _stride()), 0 if ends is self._inlets else -1
+                    self._segment.map(self._place(src, dst), _stride()), 0 if ends is self._receivers else -1
                 )
 
     def end_threads(self, timeout_s: float) -> None:

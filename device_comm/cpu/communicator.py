@@ -62,7 +62,7 @@ class SharedMemoryCommunicator(DeviceCommunicator):
     def __init__(self, context: CommunicatorContext, shared: SharedMemory) -> None:
         """Use `shared`, which stays the caller's. Not collective."""
         super().__init__(context)
-        self._fabric = shared.device
+        self._region = shared.device
         self._core = shared.device.core
         self._channels = shared.channels
         self._health = context.health
@@ -78,11 +78,11 @@ class SharedMemoryCommunicator(DeviceCommunicator):
     def destroy(self) -> None:
         """Leave the shared region; calls that wait in other threads end."""
         self._pool.close()
-        self._fabric.close()
+        self._region.close()
 
     def _settle(self, name: str, status: int, timeout_s: float | None) -> None:
         if status != _core.DONE:
-            self._fabric.finish(name, status, timeout_s or self.context.timeout_s)
+            self._region.finish(name, status, timeout_s or self.context.timeout_s)
 
     def _fresh(self, shape: Sequence[int], dtype: torch.dtype, nbytes: int) -> torch.Tensor:
         """Return a new tensor of any content; a large one in memory that was used before, if there is any."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from device_comm.base import CommunicatorContext
 from device_comm.cpu import shared_memory
 from device_comm.cpu.communicator import SharedMemoryCommunicator
-from device_comm.cpu.hierarchical import HierarchicalCommunicator, group_by_place, is_hierarchical
+from device_comm.cpu.hierarchical import HierarchicalCommunicator, group_by_host, is_hierarchical
 from device_comm.process_group import ProcessGroupCommunicator
 from shm_broadcast.errors import InternalError
 
@@ -29,7 +29,7 @@ def connect_cpu(
     general = ProcessGroupCommunicator(context)
     if context.exchange is None:
         raise InternalError(f"{context.name!r}: a group over several hosts needs a host plane to agree over")
-    hosts = group_by_place(shared_memory.places(context.exchange))
+    hosts = group_by_host(shared_memory.host_ids(context.exchange))
     if not is_hierarchical(hosts):
         return general
     rank = context.rank_in_group

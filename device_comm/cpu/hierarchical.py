@@ -2,7 +2,7 @@
 
 The first rank of each host is its leader, and only leaders talk to other hosts. A call has three parts: the ranks of a
 host bring their data together in its shared memory, the leaders swap, and each leader passes on what came. No rank
-leaves a call before all have come to it, so the group's board knows who is late.
+leaves a call before all have come to it, so the group's status store knows who is late.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ ONE_SWAP_BYTES: Final = 64 << 10
 _SHARED_WORK_BYTES: Final = 64 << 10
 
 
-def group_by_place(places: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+def group_by_host(host_ids: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of each host, ascending; the hosts in the order of their lowest ranks."""
     members: dict[str, list[int]] = {}
-    for rank, place in enumerate(places):
-        members.setdefault(place, []).append(rank)
+    for rank, host_id in enumerate(host_ids):
+        members.setdefault(host_id, []).append(rank)
     return tuple(tuple(ranks) for ranks in members.values())
 
 
@@ -113,7 +113,7 @@ class HierarchicalCommunicator(DeviceCommunicator):
         *,
         timeout_s: float | None = None,
     ) -> torch.Tensor:
-        """Combine the ranks' tensors in place; return `tensor`, which must not overlap itself."""
+        """Combine the ranks' tensors in host_id; return `tensor`, which must not overlap itself."""
         if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
             return super().all_reduce_(tensor, op, timeout_s=timeout_s)
         op = self._check_reduction("all_reduce_", tensor, op, timeout_s)
@@ -485,7 +485,7 @@ __all__ = [
     "ONE_SWAP_BYTES",
     "PIECE_BYTES",
     "HierarchicalCommunicator",
-    "group_by_place",
+    "group_by_host",
     "is_hierarchical",
     "partial_dtype",
 ]

@@ -2,7 +2,7 @@
 
 Their first message in a call is a *frame* of fixed length: what call this is, and the data if that is short. So ranks
 that make different calls find out, where Gloo would end a process that gets more bytes than it expects; and no host
-goes on before all ranks of all hosts have come to the call, so that the board can tell who is late.
+goes on before all ranks of all hosts have come to the call, so that the status store can tell who is late.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Call:
     """One collective: all its waits are one operation with one deadline.
 
     Attributes:
-        operation: For the board and for errors.
+        operation: For the status store and for errors.
         group: What connects the leaders.
         end: When the deadline passes, by the monotonic clock.
         view: What all leaders must agree on, for people.
@@ -182,7 +182,7 @@ class Swap:
         return done
 
     def pending(self) -> tuple[int, ...] | None:
-        """Return the leader whose connection failed; else who is awaited may wait itself: only the board can tell."""
+        """Return the leader whose connection failed, or None: an awaited leader may itself be waiting."""
         return self._failed
 
 

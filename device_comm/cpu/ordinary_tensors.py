@@ -11,7 +11,7 @@ from device_comm import _core
 
 
 def teach_core(types: Mapping[torch.dtype, int]) -> None:
-    """Let `Fabric.all_reduce` take contiguous tensors of those of `types` that DLPack carries. Once per process.
+    """Let `SharedRegion.all_reduce` take contiguous tensors of those of `types` that DLPack carries. Once per process.
 
     None of them complex: DLPack does not tell whether a tensor is conjugated.
     """

@@ -45,7 +45,7 @@ _ROOTED: Final = frozenset({"broadcast", "gather", "scatter", "reduce"})
 class _Offer(msgspec.Struct, frozen=True, array_like=True):
     """What each rank says first: where it is; and rank 0 how to get its segment, or why there is none."""
 
-    place: str
+    host_id: str
     address: str = ""
     key: bytes = b""
     generation: int = 0
@@ -58,16 +58,16 @@ _offer_decoder: Final = msgspec.msgpack.Decoder(_Offer)
 Exchange = Callable[[bytes], Sequence[bytes | memoryview]]
 
 
-class SharedFabric:
+class RegionCalls:
     """One rank's end of the shared memory of its group, or of those of its ranks that are on one host."""
 
     def __init__(
-        self, plane: str, core: _core.Fabric, health: GroupHealth, ranks: Sequence[int] | None = None
+        self, plane: str, core: _core.SharedRegion, health: GroupHealth, ranks: Sequence[int] | None = None
     ) -> None:
         """Use `connect` or `connect_part`.
 
         Args:
-            plane: Under which calls are looked up on the group's board.
+            plane: Under which calls are looked up on the group's status_store.
             core: This rank's end.
             health: The group's shared state.
             ranks: Global ranks that share the memory, ascending in the group; None for all of the group.
@@ -79,7 +79,7 @@ class SharedFabric:
         health.on_abort(self.close)
 
     def close(self) -> None:
-        """Leave the fabric. Idempotent; calls that wait, here and elsewhere for this rank, end."""
+        """Leave the region. Idempotent; calls that wait, here and elsewhere for this rank, end."""
         self.core.close(self._health.is_broken)
 
     def all_gather_bytes(self, name: str, own: bytes, timeout_s: float) -> memoryview:
@@ -115,7 +115,7 @@ class SharedFabric:
     def finish_part(self, operation: Operation, status: int, timeout_s: float) -> None:
         """Finish a call that is one part of `operation`, in which ranks that are not here take part too.
 
-        Who is awaited here may itself wait for a rank elsewhere, so that only the board can tell who is missing.
+        Who is awaited here may itself wait for a rank elsewhere, so that only the status store can tell who is missing.
         Raises as `finish`.
         """
         if status in (_core.PENDING, _core.LEFT):
@@ -159,11 +159,11 @@ class SharedMemory:
         self._segment = segment
         memory = memoryview(segment.memory)
         middle, behind, _ = _layout(len(health.ranks))
-        self.device: SharedFabric = SharedFabric(
-            "shared", _core.Fabric(memory[:middle], rank_in_group), health
+        self.device: RegionCalls = RegionCalls(
+            "shared", _core.SharedRegion(memory[:middle], rank_in_group), health
         )
-        self.host: SharedFabric = SharedFabric(
-            "shared host", _core.Fabric(memory[middle:behind], rank_in_group), health
+        self.host: RegionCalls = RegionCalls(
+            "shared host", _core.SharedRegion(memory[middle:behind], rank_in_group), health
         )
         self.channels: Channels = Channels(segment, memory[behind:], segment.nbytes, health, rank_in_group)
         health.on_abort(self.channels.close)
@@ -180,22 +180,22 @@ class SharedMemory:
 class _PendingCall:
     """A call under way; see `Pollable`."""
 
-    def __init__(self, fabric: SharedFabric, name: str) -> None:
-        self._fabric = fabric
+    def __init__(self, region: RegionCalls, name: str) -> None:
+        self._region = region
         self._name = name
 
     def poll(self, slice_s: float) -> bool:
-        status = self._fabric.core.resume(max(int(slice_s * 1e9), 0))
+        status = self._region.core.resume(max(int(slice_s * 1e9), 0))
         if status == _core.PENDING:
             return False
         if status == _core.LEFT:
-            # The board knows why; see `GroupHealth.explain`.
+            # The status store knows why; see `GroupHealth.explain`.
             raise RuntimeError("a rank has left the group")
-        self._fabric.settle(self._name, status)
+        self._region.settle(self._name, status)
         return True
 
     def pending(self) -> list[int] | None:
-        return self._fabric.missing()
+        return self._region.missing()
 
 
 class _PartOfCall(_PendingCall):
@@ -252,7 +252,7 @@ class Preparation:
         self._rank_in_group = rank if rank_in_group is None else rank_in_group
         self._handover: Handover | None = None
         self._segment: Segment | None = None
-        offer = _Offer(place())
+        offer = _Offer(host_id())
         if rank == 0 and world_size > 1:
             self._handover, self._segment, offer = _offer(world_size)
         self.offer: Final = b"" if rank else msgspec.msgpack.encode(offer)
@@ -292,9 +292,9 @@ class Preparation:
         _drop(segment)
 
 
-def places(exchange: Exchange) -> list[str]:
+def host_ids(exchange: Exchange) -> list[str]:
     """Return where each rank of the group is, in rank order. Collective."""
-    return [str(name, "utf-8") for name in exchange(place().encode())]
+    return [str(name, "utf-8") for name in exchange(host_id().encode())]
 
 
 class SharedPart:
@@ -309,7 +309,7 @@ class SharedPart:
         self._segment = segment
         memory = memoryview(segment.memory)[: _layout(len(members))[0]]
         ranks = [health.ranks[member] for member in members]
-        self.device: SharedFabric = SharedFabric("device", _core.Fabric(memory, index), health, ranks)
+        self.device: RegionCalls = RegionCalls("device", _core.SharedRegion(memory, index), health, ranks)
 
     def close(self) -> None:
         """Let the memory go. Idempotent; calls that wait in other threads end."""
@@ -355,14 +355,14 @@ def _drop(segment: Segment | None) -> None:
         segment.close()
 
 
-def place() -> str:
+def host_id() -> str:
     """Return a name of this host as far as an abstract socket reaches."""
     own = this_process()
     return hashlib.sha256(f"{own.boot_id} {own.network_namespace}".encode()).hexdigest()
 
 
 def _layout(world_size: int) -> tuple[int, int, int]:
-    """Return where the fabric of the host plane begins, where the table of channels does, and where that ends."""
+    """Return where the region of the host plane begins, where the table of channels does, and where that ends."""
     middle = _core.segment_bytes(world_size, SLOT_BYTES)
     behind = middle + _core.segment_bytes(world_size, HOST_SLOT_BYTES)
     end = behind + _core.channel_table_bytes(world_size)
@@ -374,7 +374,7 @@ def _offer(world_size: int) -> tuple[Handover | None, Segment | None, _Offer]:
     try:
         segment = Segment.create(nbytes, room_bytes(world_size))
     except CapabilityError as error:
-        return None, None, _Offer(place(), failure=str(error))
+        return None, None, _Offer(host_id(), failure=str(error))
     generation = int.from_bytes(os.urandom(7))
     with memoryview(segment.memory) as memory:
         _core.lay_out(memory[:middle], world_size, SLOT_BYTES, generation)
@@ -390,7 +390,7 @@ def _offer(world_size: int) -> tuple[Handover | None, Segment | None, _Offer]:
     except BaseException:
         segment.close()
         raise
-    return handover, segment, _Offer(place(), handover.address, key, generation)
+    return handover, segment, _Offer(host_id(), handover.address, key, generation)
 
 
 def _take(offer: _Offer, rank: int, world_size: int, timeout_s: float) -> tuple[Segment | None, str]:

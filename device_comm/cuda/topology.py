@@ -16,7 +16,7 @@ from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 
-from device_comm.cpu.shared_memory import place
+from device_comm.cpu.shared_memory import host_id
 from device_comm.cuda.custom.peer_messages import Exchange, speak
 from device_comm.cuda.driver import Driver
 from shm_broadcast.errors import CommError
@@ -55,7 +55,7 @@ class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         memory_bytes: Size of its memory in bytes.
         uuid: UUID of the device, or of the MIG instance.
         pci_bus_id: Its PCI bus id.
-        place: Host id; see `fabric.place`.
+        host_id: Host id; see `region.host_id`.
         driver_version: 13000 is CUDA 13.0.
         ipc: Whether other processes can map its memory by CUDA IPC.
         vmm: Whether other processes can map its memory by descriptors.
@@ -69,7 +69,7 @@ class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     memory_bytes: _Count = 0
     uuid: Annotated[str, msgspec.Meta(max_length=64)] = ""
     pci_bus_id: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    place: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    host_id: Annotated[str, msgspec.Meta(max_length=128)] = ""
     driver_version: _Count = 0
     ipc: bool = False
     vmm: bool = False
@@ -96,7 +96,7 @@ def probe(driver: Driver) -> DeviceFacts:
         memory_bytes=ask("memory_bytes", driver.total_memory, 0),
         uuid=ask("uuid", driver.uuid, ""),
         pci_bus_id=ask("pci_bus_id", driver.pci_bus_id, ""),
-        place=ask("place", place, ""),
+        host_id=ask("host_id", host_id, ""),
         driver_version=ask("driver_version", driver.driver_version, 0),
         ipc=ask("ipc", driver.ipc_supported, False),
         vmm=ask("vmm", driver.vmm_supported, False),
@@ -145,7 +145,7 @@ class GroupTopology(msgspec.Struct, frozen=True):
     @property
     def is_one_host(self) -> bool:
         """Return whether all ranks are on one host."""
-        return bool(self._shared([device.place for device in self.devices]))
+        return bool(self._shared([device.host_id for device in self.devices]))
 
     @property
     def shares_devices(self) -> bool:
@@ -162,8 +162,8 @@ class GroupTopology(msgspec.Struct, frozen=True):
     def link(self, one: int, other: int) -> LinkKind:
         """Return how rank `one` in the group reaches the memory of rank `other`."""
         here, there = self.devices[one], self.devices[other]
-        if not here.place or here.place != there.place:
-            return "none" if here.place and there.place else "unknown"
+        if not here.host_id or here.host_id != there.host_id:
+            return "none" if here.host_id and there.host_id else "unknown"
         if here.uuid and here.uuid == there.uuid:
             return "same device"
         found = here.links.get(there.uuid) if there.uuid else None

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple, TypeVar
 import msgspec
 
 from device_comm.base import CommunicatorContext
-from device_comm.health import BOARD_AFTER_S, Operation
+from device_comm.health import ANNOUNCE_AFTER_S, Operation
 from device_comm.nccl.library import IN_PROGRESS, NO_COLOR, NcclLibrary, new_config
 from device_comm.streams import Progress, Streams
 from shm_broadcast.errors import (
@@ -288,7 +288,7 @@ class NcclConnection:
             self._seen, self._since = number, now
             return
         within_s = self.call.within_s
-        if now - self._since < BOARD_AFTER_S:
+        if now - self._since < ANNOUNCE_AFTER_S:
             return
         left_s = None if within_s is None else max(within_s - (now - self._since), 0.001)
         self._health.wait(operation, _Queued(self, number), left_s)

@@ -440,7 +440,7 @@ class RemoteWriter:
         Waits until every reader's process has received everything, at most for the shorter of `lost_after_s` and
         `timeout_s` (seconds). A reader that is late gets `PeerLostError` instead of `ClosedError`.
         """
-        patience_s = (
+        wait_budget_s = (
             self._remote.lost_after_s if timeout_s is None else min(self._remote.lost_after_s, timeout_s)
         )
         if self._forks != fork_count():
@@ -451,7 +451,7 @@ class RemoteWriter:
             self._is_closing = True
             self._push_to_all(self._end())
             self._changed.notify_all()
-            self._changed.wait_for(self._has_everybody_everything, patience_s)
+            self._changed.wait_for(self._has_everybody_everything, wait_budget_s)
             self._is_stopping = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()

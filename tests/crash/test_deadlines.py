@@ -27,7 +27,7 @@ def last_rank_comes_after_the_verdict(
         found = []
         if rank in waiting:
             found.append(outcome_of(lambda: WAITS[name](group, peer, SHORT_S)))
-        meet(rank, range(world_size), directory, "verdict")
+        meet(rank, range(world_size), directory, "failure_record")
         if rank == culprit:
             found.append(outcome_of(lambda: WAITS[name](group, peer, SHORT_S)))
         if found:
@@ -181,7 +181,7 @@ def receivers_beside_a_timeout(rank: int, world_size: int, directory: Path) -> d
         return found
 
 
-def test_an_idle_receiver_is_not_blamed_and_learns_of_the_verdict(ranks4: RankPool) -> None:
+def test_an_idle_receiver_is_not_blamed_and_learns_of_the_failure(ranks4: RankPool) -> None:
     """The others' time-out wakes a rank in `recv_object` without a deadline, and does not blame it."""
     found = ranks4.run(receivers_beside_a_timeout)
     assert (found[0]["kind"], found[0]["missing"]) == ("CommTimeoutError", [2, 3])
@@ -242,7 +242,7 @@ def test_a_large_all_reduce_that_stopped_half_way_names_the_absent_rank(ranks4: 
 def second_group(rank: int, world_size: int, directory: Path) -> list[Any]:
     with world(rank, world_size, directory) as group, new_group(group) as other:
         found = outcome_of(lambda: group.barrier(SHORT_S)) if rank == 0 else None
-        meet(rank, range(world_size), directory, "verdict")
+        meet(rank, range(world_size), directory, "failure_record")
         total = other.all_reduce(small())
         objects = other.all_gather_object(rank)
         with new_group(other, "late") as late:

@@ -28,7 +28,7 @@ def destroy_after_timeout(rank: int, world_size: int, directory: Path, name: str
     with world(rank, world_size, directory) as first, new_group(first) as group:
         if rank == 0:
             outcome_of(lambda: WAITS[name](group, 1, SHORT_S))
-        meet(rank, range(world_size), directory, "verdict")
+        meet(rank, range(world_size), directory, "failure_record")
         return [destroyed_in_time(group), outcome_of(group.barrier)["kind"] == "ClosedError"]
 
 

@@ -122,7 +122,7 @@ def broken_groups_in_a_row(rank: int, world_size: int, directory: Path) -> dict[
                     group.isend_object(bytes(1 << 20), 1)
                     group.device_communicator.irecv(small(), 1)
                     assert outcome_of(lambda: group.barrier(0.05))["kind"] == "CommTimeoutError"
-                meet(rank, range(world_size), directory, f"verdict-{number}")
+                meet(rank, range(world_size), directory, f"failure_record-{number}")
 
         # Each cycle takes more than a second: the deadline and its grace period.
         return growth(cycle, BROKEN_CYCLES, 2)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from coordinator.bootstrap.status_store import StoreBoard
+from coordinator.bootstrap.status_store import WorldStatusStore
 from device_comm.cuda.custom.all_reduce import CustomAllReduce, CustomContext
 from device_comm.cuda.custom.launches import CubinSource
 from device_comm.cuda.driver import PreparedLaunch
@@ -128,8 +128,8 @@ class StreamWorld:
     def _health(self, rank: int) -> GroupHealth:
         process = this_process()
         watch = PeerWatch(process, {other: process for other in self.ranks if other != rank})
-        board = StoreBoard(dist.PrefixStore("board", self._store), rank, self.ranks)
-        return GroupHealth("local:0", rank, self.ranks, watch, board)
+        status_store = WorldStatusStore(dist.PrefixStore("status_store", self._store), rank, self.ranks)
+        return GroupHealth("local:0", rank, self.ranks, watch, status_store)
 
     def _create(self, rank: int) -> CustomAllReduce:
         return CustomAllReduce.create(
@@ -244,7 +244,7 @@ class StreamWorld:
             turn = min(per_turn, count - made)
             self.each(lambda rank, n=turn: self._turn(rank, prepared[rank][0], n, spins))  # type: ignore[misc]
             made += turn
-        self.each(lambda rank: self._judge(rank, prepared[rank], made))
+        self.each(lambda rank: self._record(rank, prepared[rank], made))
         return made
 
     def _captured(self, rank: int, nbytes: Sequence[int], lie: int) -> tuple[Any, int, int]:
@@ -280,7 +280,7 @@ class StreamWorld:
         driver.stream_synchronize(stream)
         self.customs[rank].check()
 
-    def _judge(self, rank: int, prepared: tuple[Any, int, int], made: int) -> None:
+    def _record(self, rank: int, prepared: tuple[Any, int, int], made: int) -> None:
         graph, step, wrong = prepared
         self.drivers[rank].forget(graph)
         steps = int(self.memories[rank].get(step, 1, torch.int32)[0])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from coordinator.bootstrap.status_store import StoreBoard
+from coordinator.bootstrap.status_store import WorldStatusStore
 from device_comm.base import CommunicatorContext
 from device_comm.health import GroupHealth
 from device_comm.nccl.communicator import NcclCommunicator
@@ -32,7 +32,7 @@ OVERLAPPING = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 def alone() -> Iterator[NcclCommunicator]:
     """Yield a connected communicator of NCCL with one rank."""
     torch.cuda.set_device(0)
-    board = StoreBoard(dist.HashStore(), 0, (0,))
+    board = WorldStatusStore(dist.HashStore(), 0, (0,))
     health = GroupHealth("one:0", 0, (0,), PeerWatch(this_process(), {}), board)
     context = CommunicatorContext(
         name="one:0",

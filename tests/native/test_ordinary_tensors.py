@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from device_comm import _core
 from device_comm.cpu.native_codes import TYPE_CODES
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
-from tests.native.test_fabric import SLOT, everybody, fabrics, filled, finish, same_bits
+from tests.native.test_shared_region import SLOT, everybody, filled, finish, regions, same_bits
 
 ROOT = Path(__file__).parents[2]
 MOST = 1 << 40
@@ -28,8 +28,8 @@ ORDINARY = [dtype for dtype in TYPE_CODES if not dtype.is_complex and dtype is n
 # A process whose address space has no room for the result.
 SCARCE = """
 import resource, torch
-from tests.native.test_fabric import fabrics
-end = fabrics(1)[0]
+from tests.native.test_shared_region import regions
+end = regions(1)[0]
 tensor = torch.empty(1 << 29, dtype=torch.uint8)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28),) * 2)
@@ -40,7 +40,7 @@ except MemoryError:
 """
 
 
-def summed(end: _core.Fabric, tensor: torch.Tensor) -> torch.Tensor:
+def summed(end: _core.SharedRegion, tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum, however long it takes."""
     answer = end.all_reduce(tensor, MOST)
     assert answer is not None
@@ -67,7 +67,7 @@ def test_a_sum_has_the_bits_of_the_rank_order_reference(
     inputs = [filled(rank, elements + offset, dtype, seed)[offset:].view(shape) for rank in range(ranks)]
     expected = reduce_in_rank_order(inputs, ReduceOperation.SUM)
 
-    def call(rank: int, end: _core.Fabric) -> tuple[torch.Tensor, torch.Tensor]:
+    def call(rank: int, end: _core.SharedRegion) -> tuple[torch.Tensor, torch.Tensor]:
         source = inputs[rank].clone()
         apart = summed(end, source)
         assert same_bits(source.reshape(-1), inputs[rank].reshape(-1))
@@ -77,7 +77,7 @@ def test_a_sum_has_the_bits_of_the_rank_order_reference(
         assert finish(end, status) == _core.DONE
         return apart, source
 
-    for pair in everybody(fabrics(ranks), call):
+    for pair in everybody(regions(ranks), call):
         for result in pair:
             assert (type(result), result.shape, result.dtype) == (torch.Tensor, torch.Size(shape), dtype)
             assert result.is_contiguous()
@@ -86,7 +86,7 @@ def test_a_sum_has_the_bits_of_the_rank_order_reference(
 
 def test_a_result_is_a_tensor_as_any_other() -> None:
     """It needs no gradient, can be written, computed with and sent on, and outlives what it came from."""
-    end = fabrics(1)[0]
+    end = regions(1)[0]
     tensor = torch.ones(3, 4, requires_grad=True)
     result = summed(end, tensor)
     end.close(False)
@@ -135,7 +135,7 @@ def without_memory() -> torch.Tensor:
 )
 def test_what_is_no_ordinary_tensor_begins_nothing(make: Callable[[], Any]) -> None:
     """It is left to Python, and so is what is too long."""
-    end = fabrics(2)[0]
+    end = regions(2)[0]
     value = make()
     assert end.all_reduce(value, 4096) is None
     assert end.all_reduce_in_place(value, 4096) is None
@@ -144,7 +144,7 @@ def test_what_is_no_ordinary_tensor_begins_nothing(make: Callable[[], Any]) -> N
 
 def test_a_sum_that_is_pending_is_there_when_the_last_rank_has_come() -> None:
     """The tensor is handed out at once with the status, and filled by `resume`; no other call can begin."""
-    ends = fabrics(2)
+    ends = regions(2)
     tensor = torch.full((9,), 1.0)
     first = ends[0].all_reduce(tensor, MOST)
     assert isinstance(first, tuple)
@@ -165,7 +165,7 @@ def test_a_sum_that_is_pending_is_there_when_the_last_rank_has_come() -> None:
 def test_ranks_that_sum_different_tensors_all_learn_it(other: torch.Tensor) -> None:
     """Lengths and dtypes are compared as in every call, and the next call works."""
 
-    def call(rank: int, end: _core.Fabric) -> int:
+    def call(rank: int, end: _core.SharedRegion) -> int:
         tensor = other.clone() if rank else torch.ones(9)
         status = end.all_reduce_in_place(tensor, MOST)
         assert status is not None
@@ -174,7 +174,7 @@ def test_ranks_that_sum_different_tensors_all_learn_it(other: torch.Tensor) -> N
         assert torch.equal(summed(end, torch.ones(3)), torch.full((3,), 2.0))
         return status
 
-    assert everybody(fabrics(2), call) == [_core.DISAGREE] * 2
+    assert everybody(regions(2), call) == [_core.DISAGREE] * 2
 
 
 class Intruder(TorchFunctionMode):
@@ -201,7 +201,7 @@ def fail(error: BaseException) -> Callable[[], object]:
 
 def test_code_of_the_application_that_runs_meanwhile_does_no_harm() -> None:
     """A call that it begins is not overwritten, with an error the tensor is left to Python, Ctrl-C goes through."""
-    end, tensor = fabrics(2)[0], torch.ones(3)
+    end, tensor = regions(2)[0], torch.ones(3)
     with Intruder(fail(ValueError("no"))):
         assert end.all_reduce(tensor, MOST) is None
     with Intruder(fail(KeyboardInterrupt())), pytest.raises(KeyboardInterrupt):
@@ -218,7 +218,7 @@ def test_code_of_the_application_that_runs_meanwhile_does_no_harm() -> None:
 
 def test_memory_of_dropped_results_is_used_again_and_bounded() -> None:
     """Nothing stays behind of a result or of what was needed to read the input."""
-    end, tensor = fabrics(1)[0], torch.ones(50_000)
+    end, tensor = regions(1)[0], torch.ones(50_000)
     summed(end, tensor)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(2000):
@@ -236,7 +236,7 @@ def test_a_result_there_is_no_room_for_under_a_memory_limit_begins_nothing() -> 
 
 def test_results_can_be_dropped_by_another_thread() -> None:
     """As any tensor."""
-    end, tensor = fabrics(1)[0], torch.ones(300)
+    end, tensor = regions(1)[0], torch.ones(300)
     with ThreadPoolExecutor(1) as pool:
         for _ in range(200):
             assert pool.submit(lambda result: result.sum().item(), summed(end, tensor)).result() == 300
@@ -245,7 +245,7 @@ def test_results_can_be_dropped_by_another_thread() -> None:
 @pytest.mark.parametrize("arguments", [(), (torch.ones(2),), (torch.ones(2), -1), (torch.ones(2), "8")])
 def test_wrong_arguments_are_refused(arguments: tuple[Any, ...]) -> None:
     """Instead of read as something else."""
-    end = fabrics(1)[0]
+    end = regions(1)[0]
     for method in (end.all_reduce, end.all_reduce_in_place):
         with pytest.raises((TypeError, OverflowError)):
             method(*arguments)

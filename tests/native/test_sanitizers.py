@@ -35,7 +35,7 @@ QUEUE_TESTS = (
     ),
 )
 DEVICE_TESTS = (
-    ("tests/native/test_fabric.py", "tests/native/test_ordinary_tensors.py", SWEEP),
+    ("tests/native/test_shared_region.py", "tests/native/test_ordinary_tensors.py", SWEEP),
     (REDUCE_TESTS, f"--deselect={SWEEP}"),
 )
 # They measure memory, and the sanitizer keeps what was freed.
@@ -163,7 +163,7 @@ def test_the_codec_and_the_ring_are_clean_under_sanitizers(tmp_path: Path) -> No
 @pytest.mark.guarantee("D2", "D14")
 @pytest.mark.thorough
 @requires("sanitizers")
-def test_the_fabric_and_the_reductions_are_clean_under_sanitizers(tmp_path: Path) -> None:
-    """No test of the fabric or of a kernel makes a sanitizer report anything, and an overflow would be reported."""
+def test_the_region_and_the_reductions_are_clean_under_sanitizers(tmp_path: Path) -> None:
+    """No test of the region or of a kernel makes a sanitizer report anything, and an overflow would be reported."""
     sources = [*(ROOT / "device_comm/csrc").rglob("*.cpp"), REDUCE_DRIVER]
     check(tmp_path, "device_comm._core", sources, DEVICE_OVERFLOW, DEVICE_TESTS)

@@ -63,7 +63,7 @@ NAMES = [
 def send_raw(group: GroupCoordinator, frame: bytes | bytearray, peer: int, tag: int) -> None:
     host = group._host
     if isinstance(host, SharedHostPlane):
-        memory = host._channels._outlet(peer, "raw").memory
+        memory = host._channels._sender(peer, "raw").memory
         assert ring_write(memory, bytes(frame), (), 0, 0, 0, tag) == len(frame)
     else:
         data = torch.frombuffer(bytearray(frame), dtype=torch.uint8)

@@ -1,7 +1,7 @@
 // The collectives as steps. DESIGN.md has a table of what each step moves.
 #include "call.hpp"
 
-namespace fabric {
+namespace region {
 namespace {
 
 // Up to this size, for all ranks together, a rank reduces or copies the data of a call in about 10 us.
@@ -34,20 +34,20 @@ void Columns::take(uint32_t rank, const unsigned char* whole, unsigned char* pie
     }
 }
 
-Call::Call(Fabric& fabric, Plan plan) : fabric_(fabric), plan_(std::move(plan)), inputs_(fabric.ranks()) {
+Call::Call(SharedRegion& region, Plan plan) : region_(region), plan_(std::move(plan)), inputs_(region.ranks()) {
     chunk_ = step_bytes();
     steps_ = count_steps();
 }
 
 // Bytes of each piece that one step moves: a whole slot, or a share of it if the slot holds a piece for each rank.
 size_t Call::step_bytes() const {
-    const size_t slot = fabric_.slot_bytes();
+    const size_t slot = region_.slot_bytes();
     switch (plan_.kind) {
         case Kind::kAllReduceTwoShot:  // a share for each rank, and this rank's result
-            return slot / (fabric_.ranks() + 1) / kLine * kLine;
+            return slot / (region_.ranks() + 1) / kLine * kLine;
         case Kind::kReduceScatter:
-        case Kind::kScatter: return slot / fabric_.ranks() / kLine * kLine;
-        case Kind::kAllToAll: return table_offset(fabric_) / fabric_.ranks() / kLine * kLine;
+        case Kind::kScatter: return slot / region_.ranks() / kLine * kLine;
+        case Kind::kAllToAll: return table_offset(region_) / region_.ranks() / kLine * kLine;
         default: return slot;
     }
 }
@@ -61,7 +61,7 @@ uint64_t Call::count_steps() const {
     }
     if (plan_.kind == Kind::kAllReduceTwoShot) {
         // Each step moves one share of the data for every rank, and the results of the previous step.
-        const size_t round = chunk_ * fabric_.ranks();
+        const size_t round = chunk_ * region_.ranks();
         return (plan_.bytes + round - 1) / round + 1;
     }
     return std::max<uint64_t>(1, (longest + chunk_ - 1) / chunk_);
@@ -70,16 +70,16 @@ uint64_t Call::count_steps() const {
 Wait Call::run(uint64_t spin_ns, uint64_t until_ns) {
     while (at_ < steps_) {
         post();
-        const Wait status = fabric_.wait(spin_ns, until_ns);
+        const Wait status = region_.wait(spin_ns, until_ns);
         if (status != Wait::kDone) return status;
-        if (fabric_.is_broken()) return Wait::kLeft;
+        if (region_.is_broken()) return Wait::kLeft;
         if (!all_agree() || (at_ == 0 && plan_.kind == Kind::kAllToAll && !all_match())) {
             disagrees_ = true;
             return Wait::kDone;
         }
         // If ranks move different amounts, all take as many steps as the rank that needs most.
         if (at_ == 0) {
-            for (uint32_t r = 0; r < fabric_.ranks(); ++r) steps_ = std::max(steps_, fabric_.posted(r).steps);
+            for (uint32_t r = 0; r < region_.ranks(); ++r) steps_ = std::max(steps_, region_.posted(r).steps);
         }
         consume();
         is_posted_ = false;
@@ -90,33 +90,33 @@ Wait Call::run(uint64_t spin_ns, uint64_t until_ns) {
 
 void Call::post() {
     if (is_posted_) return;
-    fabric_.begin();
+    region_.begin();
     publish();
-    fabric_.post(plan_.view, steps_);
+    region_.post(plan_.view, steps_);
     is_posted_ = true;
 }
 
 bool Call::is_soon_done() {
-    if (steps_ > 1 || plan_.bytes * fabric_.ranks() > kShortBytes || !plan_.columns.widths.empty()) return false;
+    if (steps_ > 1 || plan_.bytes * region_.ranks() > kShortBytes || !plan_.columns.widths.empty()) return false;
     post();
-    return fabric_.poll();
+    return region_.poll();
 }
 
 bool Call::all_agree() {
-    for (uint32_t r = 0; r < fabric_.ranks(); ++r) {
-        if (fabric_.posted(r).view != plan_.view) return false;
+    for (uint32_t r = 0; r < region_.ranks(); ++r) {
+        if (region_.posted(r).view != plan_.view) return false;
     }
     return true;
 }
 
 // Whether each rank sends to each other rank what that rank expects. All ranks check all pairs, so all agree.
 bool Call::all_match() {
-    const uint32_t ranks = fabric_.ranks();
-    const size_t offset = table_offset(fabric_);
+    const uint32_t ranks = region_.ranks();
+    const size_t offset = table_offset(region_);
     for (uint32_t from = 0; from < ranks; ++from) {
-        const auto* sent = reinterpret_cast<const uint64_t*>(fabric_.slot(from) + offset);
+        const auto* sent = reinterpret_cast<const uint64_t*>(region_.slot(from) + offset);
         for (uint32_t to = 0; to < ranks; ++to) {
-            const auto* expected = reinterpret_cast<const uint64_t*>(fabric_.slot(to) + offset) + ranks;
+            const auto* expected = reinterpret_cast<const uint64_t*>(region_.slot(to) + offset) + ranks;
             if (sent[to] != expected[from]) return false;
         }
     }
@@ -124,8 +124,8 @@ bool Call::all_match() {
 }
 
 void Call::publish_table() {
-    const uint32_t ranks = fabric_.ranks();
-    auto* table = reinterpret_cast<uint64_t*>(fabric_.slot(fabric_.rank()) + table_offset(fabric_));
+    const uint32_t ranks = region_.ranks();
+    auto* table = reinterpret_cast<uint64_t*>(region_.slot(region_.rank()) + table_offset(region_));
     for (uint32_t r = 0; r < ranks; ++r) {
         table[r] = plan_.columns.widths[r];
         table[ranks + r] = plan_.out_columns.widths[r];
@@ -133,8 +133,8 @@ void Call::publish_table() {
 }
 
 void Call::publish() {
-    const uint32_t self = fabric_.rank();
-    unsigned char* slot = fabric_.slot(self);
+    const uint32_t self = region_.rank();
+    unsigned char* slot = region_.slot(self);
     switch (plan_.kind) {
         case Kind::kBarrier: return;
         case Kind::kAllReduceOneShot: return copy(slot, plan_.in + from(), length(plan_.bytes));
@@ -165,9 +165,9 @@ bool Call::has_own_in_slot() const {
 // Writes the next piece for each rank to the slot, at a multiple of the piece's size.
 void Call::publish_columns() {
     const bool with_own = has_own_in_slot();
-    unsigned char* slot = fabric_.slot(fabric_.rank());
-    for (uint32_t r = 0; r < fabric_.ranks(); ++r) {
-        if (r == fabric_.rank() && !with_own) continue;
+    unsigned char* slot = region_.slot(region_.rank());
+    for (uint32_t r = 0; r < region_.ranks(); ++r) {
+        if (r == region_.rank() && !with_own) continue;
         const size_t bytes = length(plan_.columns.bytes_of(r));
         if (bytes > 0) plan_.columns.take(r, plan_.in, slot + r * chunk_, from(), bytes);
     }
@@ -175,8 +175,8 @@ void Call::publish_columns() {
 
 // Writes the other ranks' shares of this round to the slot, followed by this rank's result of the previous round.
 void Call::publish_two_shot() {
-    const uint32_t self = fabric_.rank(), ranks = fabric_.ranks();
-    unsigned char* slot = fabric_.slot(self);
+    const uint32_t self = region_.rank(), ranks = region_.ranks();
+    unsigned char* slot = region_.slot(self);
     for (uint32_t r = 0; r < ranks; ++r) {
         if (r != self) copy(slot + r * chunk_, plan_.in + share_from(at_, r), share_bytes(at_, r));
     }
@@ -184,58 +184,58 @@ void Call::publish_two_shot() {
 }
 
 void Call::consume_two_shot() {
-    const uint32_t self = fabric_.rank(), ranks = fabric_.ranks();
+    const uint32_t self = region_.rank(), ranks = region_.ranks();
     const size_t start = share_from(at_, self);
     reduce_to(plan_.out + start, plan_.in + start, share_bytes(at_, self), self * chunk_);
     for (uint32_t r = 0; at_ > 0 && r < ranks; ++r) {
         if (r == self) continue;
-        copy(plan_.out + share_from(at_ - 1, r), fabric_.slot(r) + ranks * chunk_, share_bytes(at_ - 1, r));
+        copy(plan_.out + share_from(at_ - 1, r), region_.slot(r) + ranks * chunk_, share_bytes(at_ - 1, r));
     }
 }
 
 // Combines `bytes` of every rank in rank order: this rank's at `own`, the others' at `slot_offset` of their slots.
 void Call::reduce_to(unsigned char* out, const unsigned char* own, size_t bytes, size_t slot_offset) {
     if (bytes == 0) return;
-    for (uint32_t r = 0; r < fabric_.ranks(); ++r) {
-        inputs_[r] = r == fabric_.rank() ? own : fabric_.slot(r) + slot_offset;
+    for (uint32_t r = 0; r < region_.ranks(); ++r) {
+        inputs_[r] = r == region_.rank() ? own : region_.slot(r) + slot_offset;
     }
-    plan_.kernel(out, inputs_.data(), fabric_.ranks(), bytes / plan_.element);
+    plan_.kernel(out, inputs_.data(), region_.ranks(), bytes / plan_.element);
 }
 
 // Copies every rank's piece into the result.
 void Call::consume_columns() {
-    for (uint32_t r = 0; r < fabric_.ranks(); ++r) {
+    for (uint32_t r = 0; r < region_.ranks(); ++r) {
         const size_t bytes = length(plan_.columns.bytes_of(r));
-        const unsigned char* piece = r == fabric_.rank() ? plan_.in + from() : fabric_.slot(r);
+        const unsigned char* piece = r == region_.rank() ? plan_.in + from() : region_.slot(r);
         if (bytes > 0) plan_.columns.put(r, plan_.out, piece, from(), bytes);
     }
 }
 
 // Copies the piece for this rank from the root's slot.
 void Call::consume_scattered() {
-    const uint32_t self = fabric_.rank();
+    const uint32_t self = region_.rank();
     const size_t bytes = length(plan_.columns.bytes_of(self));
     if (self == plan_.root) {
         plan_.columns.take(self, plan_.in, plan_.out + from(), from(), bytes);
     } else {
-        copy(plan_.out + from(), fabric_.slot(plan_.root) + self * chunk_, bytes);
+        copy(plan_.out + from(), region_.slot(plan_.root) + self * chunk_, bytes);
     }
 }
 
 // Copies the piece for this rank from each rank's slot.
 void Call::consume_exchanged() {
-    const uint32_t self = fabric_.rank();
-    for (uint32_t r = 0; r < fabric_.ranks(); ++r) {
+    const uint32_t self = region_.rank();
+    for (uint32_t r = 0; r < region_.ranks(); ++r) {
         const size_t bytes = length(plan_.out_columns.bytes_of(r));
         if (bytes == 0) continue;
-        const unsigned char* piece = fabric_.slot(r) + self * chunk_;
+        const unsigned char* piece = region_.slot(r) + self * chunk_;
         if (r == self && !has_own_in_slot()) piece = plan_.in + plan_.columns.starts[self] + from();
         plan_.out_columns.put(r, plan_.out, piece, from(), bytes);
     }
 }
 
 void Call::consume() {
-    const uint32_t self = fabric_.rank();
+    const uint32_t self = region_.rank();
     const size_t bytes = length(plan_.bytes);
     switch (plan_.kind) {
         case Kind::kBarrier: return;
@@ -245,7 +245,7 @@ void Call::consume() {
             return;
         case Kind::kAllReduceTwoShot: return consume_two_shot();
         case Kind::kBroadcast:
-            if (self != plan_.root) copy(plan_.out + from(), fabric_.slot(plan_.root), bytes);
+            if (self != plan_.root) copy(plan_.out + from(), region_.slot(plan_.root), bytes);
             return;
         case Kind::kAllGather: return consume_columns();
         case Kind::kGather:
@@ -255,11 +255,11 @@ void Call::consume() {
         case Kind::kAllToAll: return consume_exchanged();
         case Kind::kReduceScatter: {
             const size_t own = length(plan_.columns.bytes_of(self));
-            const unsigned char* input = has_own_in_slot() ? fabric_.slot(self) + self * chunk_
+            const unsigned char* input = has_own_in_slot() ? region_.slot(self) + self * chunk_
                                                            : plan_.in + plan_.columns.starts[self] + from();
             return reduce_to(plan_.out + from(), input, own, self * chunk_);
         }
     }
 }
 
-}  // namespace fabric
+}  // namespace region

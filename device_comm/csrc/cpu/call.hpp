@@ -3,10 +3,10 @@
 
 #include <vector>
 
-#include "fabric.hpp"
+#include "shared_region.hpp"
 #include "reduce.hpp"
 
-namespace fabric {
+namespace region {
 
 enum class Kind : uint8_t {
     kBarrier,
@@ -47,8 +47,8 @@ struct Columns {
 
 // All-to-all: offset in a slot, behind the pieces, of a table with the bytes per row that its rank sends to each rank,
 // followed by those that it expects from each rank.
-inline size_t table_offset(const Fabric& fabric) {
-    return fabric.slot_bytes() - rounded(2 * fabric.ranks() * sizeof(uint64_t), kLine);
+inline size_t table_offset(const SharedRegion& region) {
+    return region.slot_bytes() - rounded(2 * region.ranks() * sizeof(uint64_t), kLine);
 }
 
 // The parameters of a call. `in` and `out` are the caller's contiguous tensors.
@@ -68,7 +68,7 @@ struct Plan {
 class Call {
 public:
     // Prepares a call. All ranks' plans must have equal views; the first step checks it.
-    Call(Fabric& fabric, Plan plan);
+    Call(SharedRegion& region, Plan plan);
     // Continues until the call is done (kDone) or cannot be for now. kDone with `disagrees()` when views differ:
     // then no data was touched.
     Wait run(uint64_t spin_ns, uint64_t until_ns);
@@ -99,13 +99,13 @@ private:
     size_t from() const { return static_cast<size_t>(at_) * chunk_; }
     size_t length(size_t total) const { return from() >= total ? 0 : std::min(chunk_, total - from()); }
     // Two-shot: offset and bytes of the share of `rank` in round `round`.
-    size_t share_from(uint64_t round, uint32_t rank) const { return (round * fabric_.ranks() + rank) * chunk_; }
+    size_t share_from(uint64_t round, uint32_t rank) const { return (round * region_.ranks() + rank) * chunk_; }
     size_t share_bytes(uint64_t round, uint32_t rank) const {
         const size_t start = share_from(round, rank);
         return start >= plan_.bytes ? 0 : std::min(chunk_, plan_.bytes - start);
     }
 
-    Fabric& fabric_;
+    SharedRegion& region_;
     Plan plan_;
     size_t chunk_ = 0;    // bytes of each piece that one step moves
     uint64_t steps_ = 0;
@@ -115,4 +115,4 @@ private:
     std::vector<const void*> inputs_;
 };
 
-}  // namespace fabric
+}  // namespace region

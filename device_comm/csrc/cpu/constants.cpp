@@ -6,7 +6,7 @@
 
 namespace {
 
-using fabric::Kind;
+using region::Kind;
 
 // Adds the dtypes that have kernels, under torch's names.
 bool add_types(PyObject* self) {

@@ -7,7 +7,7 @@
 
 #include "object.hpp"
 
-namespace fabric {
+namespace region {
 namespace {
 
 // A call polls and yields for this long before it sleeps. This is many times the cost of a sleep and a wake-up: peers
@@ -22,25 +22,25 @@ void count_fork() { ++forks; }
 
 void release(Object* object) {
     delete object->call;
-    delete object->fabric;
+    delete object->region;
     object->call = nullptr;
-    object->fabric = nullptr;
+    object->region = nullptr;
     if (object->has_view) PyBuffer_Release(&object->view);
     object->has_view = false;
 }
 
-void fabric_dealloc(PyObject* self) {
+void region_dealloc(PyObject* self) {
     PyTypeObject* type = Py_TYPE(self);
     release(object_of(self));
     reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
 
-// Fabric(mapping, rank)
-PyObject* fabric_new(PyTypeObject* type, PyObject* args, PyObject*) {
+// SharedRegion(mapping, rank)
+PyObject* region_new(PyTypeObject* type, PyObject* args, PyObject*) {
     PyObject* memory = nullptr;
     unsigned int rank = 0;
-    if (!PyArg_ParseTuple(args, "OI:Fabric", &memory, &rank)) return nullptr;
+    if (!PyArg_ParseTuple(args, "OI:SharedRegion", &memory, &rank)) return nullptr;
     PyObject* self = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (self == nullptr) return nullptr;
     Object* object = object_of(self);
@@ -48,9 +48,9 @@ PyObject* fabric_new(PyTypeObject* type, PyObject* args, PyObject*) {
     object->has_view = PyObject_GetBuffer(memory, &object->view, PyBUF_WRITABLE) == 0;
     if (object->has_view) {
         auto* base = static_cast<unsigned char*>(object->view.buf);
-        object->fabric = new (std::nothrow) Fabric(base, static_cast<size_t>(object->view.len), rank);
-        if (object->fabric == nullptr) PyErr_NoMemory();
-        if (object->fabric != nullptr && object->fabric->valid()) return self;
+        object->region = new (std::nothrow) SharedRegion(base, static_cast<size_t>(object->view.len), rank);
+        if (object->region == nullptr) PyErr_NoMemory();
+        if (object->region != nullptr && object->region->valid()) return self;
         PyErr_SetString(PyExc_ValueError, "the mapping holds no shared region of this version with this rank");
     }
     Py_DECREF(self);
@@ -58,14 +58,14 @@ PyObject* fabric_new(PyTypeObject* type, PyObject* args, PyObject*) {
 }
 
 // close(breaks)
-PyObject* fabric_close(PyObject* self, PyObject* breaks) {
+PyObject* region_close(PyObject* self, PyObject* breaks) {
     Object* object = object_of(self);
     const int is_failure = PyObject_IsTrue(breaks);
     if (is_failure < 0) return nullptr;
     if (object->is_closed) Py_RETURN_NONE;
     object->is_closed = true;
     // A forked child must not close its parent's end.
-    if (object->born == forks) object->fabric->close(is_failure != 0);
+    if (object->born == forks) object->region->close(is_failure != 0);
     if (!object->is_busy) release(object);
     Py_RETURN_NONE;
 }
@@ -104,7 +104,7 @@ long start(Object* object, Plan&& plan, uint64_t code) {
     plan.view.number = object->number + 1;
     plan.view.code = code;
     try {
-        object->call = new Call(*object->fabric, std::move(plan));
+        object->call = new Call(*object->region, std::move(plan));
     } catch (const std::bad_alloc&) {
         PyErr_NoMemory();
         return -1;
@@ -164,7 +164,7 @@ void prefer_huge_pages(void* memory, size_t bytes) {
 }
 
 // reduce(kind, in, out, elements, type, op, root) -> status
-PyObject* fabric_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+PyObject* region_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     Object* object = object_of(self);
     uint64_t v[7];
     long status = 0;
@@ -185,7 +185,7 @@ PyObject* fabric_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count)
 }
 
 // barrier() -> status
-PyObject* fabric_barrier(PyObject* self, PyObject*) {
+PyObject* region_barrier(PyObject* self, PyObject*) {
     Object* object = object_of(self);
     long status = 0;
     if (!is_idle(object, &status)) return PyLong_FromLong(status);
@@ -193,7 +193,7 @@ PyObject* fabric_barrier(PyObject* self, PyObject*) {
 }
 
 // broadcast(address, bytes, type, root) -> status
-PyObject* fabric_broadcast(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+PyObject* region_broadcast(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     Object* object = object_of(self);
     uint64_t v[4];
     long status = 0;
@@ -231,7 +231,7 @@ uint64_t hash_of(const Columns& columns) {
 }
 
 // move(kind, in, out, rows, widths, type, op, root) -> status. `widths`: bytes of each rank's run of a row.
-PyObject* fabric_move(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+PyObject* region_move(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     Object* object = object_of(self);
     uint64_t head[4], tail[3];
     long status = 0;
@@ -242,7 +242,7 @@ PyObject* fabric_move(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     plan.in = reinterpret_cast<const unsigned char*>(head[1]);
     plan.out = reinterpret_cast<unsigned char*>(head[2]);
     plan.root = static_cast<uint32_t>(tail[2]);
-    if (!read_widths(args[4], object->fabric->ranks(), head[3], &plan.columns)) return nullptr;
+    if (!read_widths(args[4], object->region->ranks(), head[3], &plan.columns)) return nullptr;
     if (plan.kind == Kind::kReduceScatter && !find_kernel(tail[0], tail[1], false, &plan)) return nullptr;
     plan.view.count = plan.columns.row_bytes * plan.columns.rows;
     plan.view.detail = hash_of(plan.columns);
@@ -251,7 +251,7 @@ PyObject* fabric_move(PyObject* self, PyObject* const* args, Py_ssize_t count) {
 }
 
 // exchange(in, out, rows, sent widths, received widths, type) -> status: all-to-all
-PyObject* fabric_exchange(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+PyObject* region_exchange(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     Object* object = object_of(self);
     uint64_t v[3], type = 0;
     long status = 0;
@@ -261,8 +261,8 @@ PyObject* fabric_exchange(PyObject* self, PyObject* const* args, Py_ssize_t coun
     plan.kind = Kind::kAllToAll;
     plan.in = reinterpret_cast<const unsigned char*>(v[0]);
     plan.out = reinterpret_cast<unsigned char*>(v[1]);
-    const uint32_t ranks = object->fabric->ranks();
-    if (table_offset(*object->fabric) < ranks * kLine) {
+    const uint32_t ranks = object->region->ranks();
+    if (table_offset(*object->region) < ranks * kLine) {
         PyErr_SetString(PyExc_ValueError, "the slots are too small for an exchange between this number of ranks");
         return nullptr;
     }
@@ -274,7 +274,7 @@ PyObject* fabric_exchange(PyObject* self, PyObject* const* args, Py_ssize_t coun
 }
 
 // resume(slice_ns) -> status of the call in progress
-PyObject* fabric_resume(PyObject* self, PyObject* slice) {
+PyObject* region_resume(PyObject* self, PyObject* slice) {
     Object* object = object_of(self);
     const uint64_t slice_ns = PyLong_AsUnsignedLongLong(slice);
     if (PyErr_Occurred()) return nullptr;
@@ -283,7 +283,7 @@ PyObject* fabric_resume(PyObject* self, PyObject* slice) {
     return answer(advance(object, 0, slice_ns));
 }
 
-PyObject* fabric_number(PyObject* self, void*) { return PyLong_FromUnsignedLongLong(object_of(self)->number); }
+PyObject* region_number(PyObject* self, void*) { return PyLong_FromUnsignedLongLong(object_of(self)->number); }
 
 // lay_out(mapping, ranks, slot_bytes, generation)
 PyObject* lay_out(PyObject*, PyObject* args) {
@@ -291,7 +291,7 @@ PyObject* lay_out(PyObject*, PyObject* args) {
     unsigned int ranks = 0;
     unsigned long long slot_bytes = 0, generation = 0;
     if (!PyArg_ParseTuple(args, "w*IKK:lay_out", &view, &ranks, &slot_bytes, &generation)) return nullptr;
-    const bool ok = Fabric::format(static_cast<unsigned char*>(view.buf), static_cast<size_t>(view.len), ranks,
+    const bool ok = SharedRegion::format(static_cast<unsigned char*>(view.buf), static_cast<size_t>(view.len), ranks,
                                    slot_bytes, generation);
     PyBuffer_Release(&view);
     if (!ok) {
@@ -306,7 +306,7 @@ PyObject* segment_bytes(PyObject*, PyObject* args) {
     unsigned int ranks = 0;
     unsigned long long slot_bytes = 0;
     if (!PyArg_ParseTuple(args, "IK:segment_bytes", &ranks, &slot_bytes)) return nullptr;
-    return PyLong_FromSize_t(fabric::segment_bytes(ranks, slot_bytes));
+    return PyLong_FromSize_t(region::segment_bytes(ranks, slot_bytes));
 }
 
 PyObject* level(PyObject*, PyObject*) { return PyUnicode_FromString(reduce::level()); }
@@ -316,28 +316,28 @@ PyObject* level(PyObject*, PyObject*) { return PyUnicode_FromString(reduce::leve
 
 PyMethodDef methods[] = {
     METHOD("all_reduce", all_reduce, METH_FASTCALL), METHOD("all_reduce_in_place", all_reduce_in_place, METH_FASTCALL),
-    METHOD("reduce", fabric_reduce, METH_FASTCALL),   METHOD("barrier", fabric_barrier, METH_NOARGS),
-    METHOD("broadcast", fabric_broadcast, METH_FASTCALL), METHOD("move", fabric_move, METH_FASTCALL),
-    METHOD("exchange", fabric_exchange, METH_FASTCALL), METHOD("resume", fabric_resume, METH_O),
+    METHOD("reduce", region_reduce, METH_FASTCALL),   METHOD("barrier", region_barrier, METH_NOARGS),
+    METHOD("broadcast", region_broadcast, METH_FASTCALL), METHOD("move", region_move, METH_FASTCALL),
+    METHOD("exchange", region_exchange, METH_FASTCALL), METHOD("resume", region_resume, METH_O),
     METHOD("missing", missing, METH_NOARGS),   METHOD("views", views, METH_NOARGS),
-    METHOD("widths", widths, METH_NOARGS),     METHOD("close", fabric_close, METH_O),
+    METHOD("widths", widths, METH_NOARGS),     METHOD("close", region_close, METH_O),
     {nullptr, nullptr, 0, nullptr},
 };
 
 PyGetSetDef attributes[] = {
-    {"number", fabric_number, nullptr, "Number of calls begun so far.", nullptr},
+    {"number", region_number, nullptr, "Number of calls begun so far.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 
 PyType_Slot slots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(fabric_new)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(fabric_dealloc)},
+    {Py_tp_new, reinterpret_cast<void*>(region_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(region_dealloc)},
     {Py_tp_methods, methods},
     {Py_tp_getset, attributes},
     {0, nullptr},
 };
 
-PyType_Spec spec = {"device_comm._core.Fabric", sizeof(Object), 0, Py_TPFLAGS_DEFAULT, slots};
+PyType_Spec spec = {"device_comm._core.SharedRegion", sizeof(Object), 0, Py_TPFLAGS_DEFAULT, slots};
 
 PyMethodDef functions[] = {
     METHOD("lay_out", lay_out, METH_VARARGS),
@@ -349,14 +349,14 @@ PyMethodDef functions[] = {
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_core", "The native core.", -1, functions, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
-}  // namespace fabric
+}  // namespace region
 
 PyMODINIT_FUNC PyInit__core() {
-    PyObject* self = PyModule_Create(&fabric::module);
+    PyObject* self = PyModule_Create(&region::module);
     if (self == nullptr) return nullptr;
-    PyObject* type = PyType_FromSpec(&fabric::spec);
-    if (type == nullptr || PyModule_AddObjectRef(self, "Fabric", type) < 0 || constants_add(self) < 0 || channels_add(self) < 0 ||
-        tensors_add(self) < 0 || pthread_atfork(nullptr, nullptr, fabric::count_fork) != 0) {
+    PyObject* type = PyType_FromSpec(&region::spec);
+    if (type == nullptr || PyModule_AddObjectRef(self, "SharedRegion", type) < 0 || constants_add(self) < 0 || channels_add(self) < 0 ||
+        tensors_add(self) < 0 || pthread_atfork(nullptr, nullptr, region::count_fork) != 0) {
         Py_XDECREF(type);
         Py_DECREF(self);
         return nullptr;

@@ -1,7 +1,7 @@
 // Queries about a call that is in progress or was refused.
 #include "object.hpp"
 
-namespace fabric {
+namespace region {
 namespace {
 
 PyObject* tuple_of(const uint64_t* values, uint32_t count) {
@@ -20,7 +20,7 @@ PyObject* widths(PyObject* self, PyObject*) {
     Object* object = object_of(self);
     PyObject* list = PyList_New(0);
     if (list == nullptr || object->is_closed) return list;
-    Fabric& shared = *object->fabric;
+    SharedRegion& shared = *object->region;
     for (uint32_t r = 0; r < shared.ranks(); ++r) {
         const bool is_exchange = (shared.posted(r).view.code & 0xFF) == static_cast<uint64_t>(Kind::kAllToAll);
         const auto* table = reinterpret_cast<const uint64_t*>(shared.slot(r) + table_offset(shared));
@@ -42,8 +42,8 @@ PyObject* missing(PyObject* self, PyObject*) {
     Object* object = object_of(self);
     PyObject* list = PyList_New(0);
     if (list == nullptr || object->is_closed) return list;
-    for (uint32_t r = 0; r < object->fabric->ranks(); ++r) {
-        if (object->fabric->has_posted(r)) continue;
+    for (uint32_t r = 0; r < object->region->ranks(); ++r) {
+        if (object->region->has_posted(r)) continue;
         PyObject* rank = PyLong_FromUnsignedLong(r);
         if (rank == nullptr || PyList_Append(list, rank) < 0) {
             Py_XDECREF(rank);
@@ -60,8 +60,8 @@ PyObject* views(PyObject* self, PyObject*) {
     Object* object = object_of(self);
     PyObject* list = PyList_New(0);
     if (list == nullptr || object->is_closed) return list;
-    for (uint32_t r = 0; r < object->fabric->ranks(); ++r) {
-        const View view = object->fabric->posted(r).view;
+    for (uint32_t r = 0; r < object->region->ranks(); ++r) {
+        const View view = object->region->posted(r).view;
         PyObject* entry = Py_BuildValue("(KKKK)", static_cast<unsigned long long>(view.number),
                                         static_cast<unsigned long long>(view.code),
                                         static_cast<unsigned long long>(view.count),
@@ -76,4 +76,4 @@ PyObject* views(PyObject* self, PyObject*) {
     return list;
 }
 
-}  // namespace fabric
+}  // namespace region

@@ -6,14 +6,14 @@
 #include "call.hpp"
 #include "module.hpp"
 
-namespace fabric {
+namespace region {
 
 struct Object {
     PyObject_HEAD
     uint64_t born;  // value of `forks` when it was created
     Py_buffer view;
     bool has_view;
-    Fabric* fabric;
+    SharedRegion* region;
     Call* call;  // in progress, or nullptr
     bool is_busy;  // a thread is inside the call
     bool is_closed;
@@ -49,4 +49,4 @@ PyObject* missing(PyObject* self, PyObject*);
 PyObject* views(PyObject* self, PyObject*);
 PyObject* widths(PyObject* self, PyObject*);
 
-}  // namespace fabric
+}  // namespace region

@@ -3,7 +3,7 @@
 #include "../../../shm_broadcast/csrc/codec/dlpack.hpp"
 #include "object.hpp"
 
-namespace fabric {
+namespace region {
 namespace {
 
 using codec::Ref;
@@ -111,6 +111,6 @@ PyObject* all_reduce_in_place(PyObject* self, PyObject* const* args, Py_ssize_t 
     return status < 0 ? nullptr : PyLong_FromLong(status);
 }
 
-}  // namespace fabric
+}  // namespace region
 
-int tensors_add(PyObject* module) { return PyModule_AddFunctions(module, fabric::functions); }
+int tensors_add(PyObject* module) { return PyModule_AddFunctions(module, region::functions); }

@@ -55,7 +55,7 @@ def coalesced(rank: int, world_size: int, directory: Path) -> list[bool]:
         return found
 
 
-def test_many_tensors_take_one_meeting(ranks2: RankPool) -> None:
+def test_many_tensors_take_one_round(ranks2: RankPool) -> None:
     """Lists and blocks, each result as of the call for one tensor."""
     for found in ranks2.run(coalesced):
         assert all(found), found

@@ -339,7 +339,7 @@ def test_a_group_without_an_address_watches_nobody_any_more(ranks2: RankPool) ->
 def lacks_memory(rank: int, world_size: int, directory: Path, culprit: int) -> None:
     """The first rank of a group makes its memory; the others map it."""
     with world(rank, world_size, directory) as everyone:
-        refused = (None, None, shared_memory._Offer(shared_memory.place(), failure="no room"))
+        refused = (None, None, shared_memory._Offer(shared_memory.host_id(), failure="no room"))
         where, answer = ("_offer", refused) if culprit == 0 else ("_take", (None, "no room"))
         patch = (
             mock.patch.object(shared_memory, where, return_value=answer)

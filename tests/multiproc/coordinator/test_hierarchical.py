@@ -21,7 +21,7 @@ from coordinator.testing import check_device_communicator
 from device_comm.cpu import shared_memory
 from device_comm.cpu.hierarchical import (
     HierarchicalCommunicator,
-    group_by_place,
+    group_by_host,
     is_hierarchical,
     partial_dtype,
 )
@@ -113,9 +113,9 @@ def reductions(dtype: torch.dtype) -> list[ReduceOperation]:
 
 def test_hosts_are_ordered_by_their_lowest_rank() -> None:
     """And groups of one host, or with no two ranks on one, are not hierarchical."""
-    assert group_by_place("BABA") == ((0, 2), (1, 3))
-    assert group_by_place("ABBB") == ((0,), (1, 2, 3))
-    assert [is_hierarchical(group_by_place(each)) for each in ("AAAA", "ABCD", "AB", "AAB", "ABBA")] == [
+    assert group_by_host("BABA") == ((0, 2), (1, 3))
+    assert group_by_host("ABBB") == ((0,), (1, 2, 3))
+    assert [is_hierarchical(group_by_host(each)) for each in ("AAAA", "ABCD", "AB", "AAB", "ABBA")] == [
         *(False, False, False, True, True)
     ]
 
@@ -488,10 +488,10 @@ def come_late(rank: int, world_size: int, directory: Path, name: str, culprit: i
     with world(rank, world_size, directory) as group:
         CALLS[name](group, 30.0)
         if rank == culprit:
-            meet(rank, range(world_size), directory, "verdict")
+            meet(rank, range(world_size), directory, "failure_record")
         found = [outcome_of(lambda: CALLS[name](group, SHORT_S))]
         if rank != culprit:
-            meet(rank, range(world_size), directory, "verdict")
+            meet(rank, range(world_size), directory, "failure_record")
         return [*found, outcome_of(group.barrier)]
 
 
@@ -641,7 +641,7 @@ def test_one_host_without_memory_is_told_to_all_ranks(ranks4: RankPool) -> None:
 
 def far_apart(rank: int, world_size: int, directory: Path) -> bool:
     with world(rank, world_size, directory) as group:
-        assert shared_memory.place() == "ABCD"[rank]
+        assert shared_memory.host_id() == "ABCD"[rank]
         assert group.all_reduce(torch.ones(3)).tolist() == [world_size] * 3
         return type(group.device_communicator) is ProcessGroupCommunicator
 

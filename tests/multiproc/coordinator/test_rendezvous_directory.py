@@ -244,7 +244,7 @@ def twins(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
 
 
 def test_two_processes_with_one_rank_do_not_both_join(ranks4: RankPool) -> None:
-    """A seat can be taken once; nobody goes on as if the world were complete."""
+    """A rank can be claimed once; no process goes on as if the world were complete."""
     assert {each["kind"] for each in ranks4.run(twins)} == {"CommTimeoutError"}
 
 
@@ -356,7 +356,7 @@ def test_a_store_is_out_of_the_way_before_its_directory_can_go(tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
-def test_a_seat_that_is_taken_is_found_without_opening_the_store(
+def test_a_rank_that_is_taken_is_found_without_opening_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last generation may be removed at that moment, and a store waits minutes for a file that is gone."""

@@ -127,14 +127,14 @@ def outcomes(programs: Sequence[Program]) -> set[tuple[Thread, ...]]:
 
 
 def posting(orders: Mapping[str, str]) -> list[Instruction]:
-    """Return what a rank does that posts: `Fabric::post`."""
+    """Return what a rank does that posts: `SharedRegion::post`."""
     fence = [("fence",)] if orders["poster's fence"] == "seq_cst" else []
     program = [("store", "post", 1, "release"), *fence, ("load", "parked", "parked", "relaxed")]
     return [*program, ("unless", "parked", len(program) + 3), ("add", "bell"), ("wake",)]
 
 
 def parking(orders: Mapping[str, str], mistake: str = "") -> list[Instruction]:
-    """Return what a rank does that waits for the post: `Fabric::sleep`, if wanted with a mistake."""
+    """Return what a rank does that waits for the post: `SharedRegion::sleep`, if wanted with a mistake."""
     bell = [("load", "bell", "seen", "relaxed")]
     park = [("store", "parked", 1, "relaxed")]
     fence = [("fence",)] if orders["sleeper's fence"] == "seq_cst" else []

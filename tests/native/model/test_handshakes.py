@@ -1,4 +1,4 @@
-"""The handshakes of the fabric and its channels need each of their seq_cst operations, and these suffice."""
+"""The handshakes of the region and its channels need each of their seq_cst operations, and these suffice."""
 
 import re
 from pathlib import Path
@@ -45,21 +45,21 @@ def misses_the_end(orders: dict[str, str]) -> bool:
 @pytest.mark.guarantee("D14")
 def test_no_wake_up_is_lost_with_the_fences_of_the_header() -> None:
     """Whatever the two do first, the sleeper wakes up."""
-    assert not loses_a_wake_up(orders_of("fabric.hpp", PARKING))
+    assert not loses_a_wake_up(orders_of("shared_region.hpp", PARKING))
 
 
 @pytest.mark.guarantee("D14")
 @pytest.mark.parametrize("place", PARKING)
 def test_each_fence_is_needed(place: str) -> None:
     """With one of the two fences missing a rank can sleep for ever."""
-    assert loses_a_wake_up({**orders_of("fabric.hpp", PARKING), place: "relaxed"})
+    assert loses_a_wake_up({**orders_of("shared_region.hpp", PARKING), place: "relaxed"})
 
 
 @pytest.mark.guarantee("D14")
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_order_of_parking_is_needed(mistake: str) -> None:
     """The bell is read, and `parked` set, before a rank looks once more."""
-    assert loses_a_wake_up(orders_of("fabric.hpp", PARKING), mistake)
+    assert loses_a_wake_up(orders_of("shared_region.hpp", PARKING), mistake)
 
 
 @pytest.mark.guarantee("D15")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from device_comm import health as health_module
-from device_comm.health import Arrival, GroupHealth, Operation, Verdict
+from device_comm.health import Arrival, FailureRecord, GroupHealth, Operation
 from shm_broadcast.errors import (
     ClosedError,
     CommTimeoutError,
@@ -51,11 +51,11 @@ class FakeWatch:
         self.closed += 1
 
 
-class FakeBoard:
+class FakeStatusStore:
     """A status store in this process; `others` holds the arrivals of the other ranks."""
 
     def __init__(self) -> None:
-        self.verdicts: list[Verdict] = []
+        self.failure_records: list[FailureRecord] = []
         self.others: dict[int, Arrival] = {}
         self.own: list[Arrival] = []
         self.gone: tuple[int, ...] = ()
@@ -69,15 +69,15 @@ class FakeBoard:
     def arrivals(self, plane: str) -> dict[int, Arrival]:
         return self.others if self.is_reachable else {}
 
-    def verdict(self) -> Verdict | None:
+    def failure_record(self) -> FailureRecord | None:
         self.asked += 1
-        return self.verdicts[0] if self.verdicts else None
+        return self.failure_records[0] if self.failure_records else None
 
-    def publish(self, verdict: Verdict, within_s: float = 2.0) -> Verdict:
+    def publish(self, failure_record: FailureRecord, within_s: float = 2.0) -> FailureRecord:
         if not self.is_reachable:
-            return verdict
-        self.verdicts.append(verdict)
-        return self.verdicts[0]
+            return failure_record
+        self.failure_records.append(failure_record)
+        return self.failure_records[0]
 
     def leave(self) -> None:
         self.goodbyes += 1
@@ -118,9 +118,9 @@ class Group:
 
     def __init__(self) -> None:
         self.watch = FakeWatch()
-        self.board = FakeBoard()
+        self.status_store = FakeStatusStore()
         watch: Any = self.watch
-        self.health = GroupHealth("tp:0", 4, [4, 5, 6, 9], watch, self.board)
+        self.health = GroupHealth("tp:0", 4, [4, 5, 6, 9], watch, self.status_store)
         self.aborts = 0
         self.health.on_abort(self._count)
 
@@ -128,7 +128,7 @@ class Group:
         self.aborts += 1
 
     def others_wait(self, *ranks: int, number: int = 3) -> None:
-        self.board.others = {rank: Arrival("barrier", number) for rank in ranks}
+        self.status_store.others = {rank: Arrival("barrier", number) for rank in ranks}
 
     def fails(
         self, work: FakeWork, timeout_s: float | None = LONG_S, operation: Operation = OPERATION
@@ -149,10 +149,10 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
     """Return a healthy group with short waits."""
     for name, seconds in (
         ("SLICE_S", 0.01),
-        ("BOARD_AFTER_S", 0.05),
+        ("ANNOUNCE_AFTER_S", 0.05),
         ("GRACE_S", 0.1),
-        ("VERDICT_EVERY_S", 0.02),
-        ("VERDICT_IDLE_EVERY_S", 0.02),
+        ("FAILURE_EVERY_S", 0.02),
+        ("FAILURE_IDLE_EVERY_S", 0.02),
         ("EXPLAIN_S", 0.2),
     ):
         assert hasattr(health_module, name)
@@ -163,24 +163,24 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
 # --- calls that end well ------------------------------------------------------------------------------------
 
 
-def test_a_call_that_finishes_touches_no_board(group: Group) -> None:
+def test_a_call_that_finishes_touches_no_status_store(group: Group) -> None:
     """A call that finishes neither writes nor reads the status store."""
     group.health.wait(OPERATION, FakeWork(0.02), LONG_S)
-    assert group.board.own == []
-    assert group.board.asked == 0
+    assert group.status_store.own == []
+    assert group.status_store.asked == 0
     group.health.check_usable("barrier")
 
 
 def test_a_call_that_waits_says_once_where(group: Group) -> None:
     """A call that waits for a while writes its operation and number once."""
     group.health.wait(OPERATION, FakeWork(0.3), LONG_S)
-    assert group.board.own == [Arrival("barrier", 3)]
+    assert group.status_store.own == [Arrival("barrier", 3)]
 
 
-def test_point_to_point_calls_have_no_place_on_the_board(group: Group) -> None:
+def test_point_to_point_calls_are_not_announced(group: Group) -> None:
     """Point-to-point calls have no number to compare and are not written."""
     group.health.wait(Operation("host", "recv_object from rank 5", 0), FakeWork(0.3), None)
-    assert group.board.own == []
+    assert group.status_store.own == []
 
 
 def test_a_call_that_finishes_within_the_grace_is_no_failure(group: Group) -> None:
@@ -227,14 +227,14 @@ def test_numbers_of_several_threads_are_different(group: Group) -> None:
 
 def test_ranks_that_wait_elsewhere_or_nowhere_are_missing(group: Group) -> None:
     """A rank at an earlier collective is missing; one at the same or a later collective is not."""
-    group.board.others = {5: Arrival("barrier", 3), 6: Arrival("gather", 2), 9: Arrival("gather", 4)}
+    group.status_store.others = {5: Arrival("barrier", 3), 6: Arrival("gather", 2), 9: Arrival("gather", 4)}
     error = group.fails(FakeWork(), 0.05)
     assert isinstance(error, CommTimeoutError)
     assert error.missing == (6,)
     assert "6 (pid 1006, alive, last at gather #2)" in str(error)
     assert "barrier #3 on 'tp:0' (rank 4, 0 of 4)" in str(error)
     assert "within 0.1 s" in str(error)
-    assert group.board.verdicts[0].kind == "timeout"
+    assert group.status_store.failure_records[0].kind == "timeout"
 
 
 def test_what_a_transfer_still_waits_for_is_missing(group: Group) -> None:
@@ -251,13 +251,13 @@ def test_all_arrived_but_stuck_is_a_timeout_without_names(group: Group) -> None:
     assert "every rank arrived" in str(error)
 
 
-def test_without_a_board_a_stopped_rank_explains_the_timeout(group: Group) -> None:
+def test_without_a_status_store_a_stopped_rank_explains_the_timeout(group: Group) -> None:
     """Without a status store the stopped ranks are blamed, or all if none is stopped."""
-    group.board.is_reachable = False
+    group.status_store.is_reachable = False
     group.watch.stopped = (6,)
     assert group.fails(FakeWork(), 0.05).missing == (6,)
     other = Group()
-    other.board.is_reachable = False
+    other.status_store.is_reachable = False
     assert other.fails(FakeWork(), 0.05).missing == (5, 6, 9)
 
 
@@ -269,9 +269,9 @@ def test_without_a_deadline_a_call_waits(group: Group) -> None:
 # --- other ranks ----------------------------------------------------------------------------------------------
 
 
-def judged(kind: Any, ranks: tuple[int, ...], detail: str) -> Verdict:
+def judged(kind: Any, ranks: tuple[int, ...], detail: str) -> FailureRecord:
     """Return a failure record written by rank 9."""
-    return Verdict(kind, ranks, 9, "gather #2", 30.0, detail)
+    return FailureRecord(kind, ranks, 9, "gather #2", 30.0, detail)
 
 
 @pytest.mark.parametrize("operation", [OPERATION, Operation("host", "recv_object from rank 5", 0)])
@@ -282,11 +282,11 @@ def test_a_dead_rank_ends_every_wait(group: Group, operation: Operation) -> None
     assert isinstance(error, PeerLostError)
     assert error.peers == (5, 9)
     assert "pid 1005, dead" in str(error)
-    assert group.board.verdicts[0].kind == "lost"
+    assert group.status_store.failure_records[0].kind == "lost"
 
 
 @pytest.mark.parametrize(
-    ("verdict", "kind", "text"),
+    ("failure_record", "kind", "text"),
     [
         (judged("timeout", (6,), "6 (pid 1006, alive)"), CommTimeoutError, "no answer from rank 6"),
         (judged("timeout", (4,), "4 (pid 1004)"), CommTimeoutError, "this rank came after"),
@@ -296,23 +296,23 @@ def test_a_dead_rank_ends_every_wait(group: Group, operation: Operation) -> None
         (judged("failed", (), "no route"), GroupBrokenError, "failed on rank 9: no route"),
     ],
 )
-def test_the_verdict_of_another_rank_is_adopted(
-    group: Group, verdict: Verdict, kind: type[Exception], text: str
+def test_the_failure_record_of_another_rank_is_adopted(
+    group: Group, failure_record: FailureRecord, kind: type[Exception], text: str
 ) -> None:
     """Failure records of every kind are adopted; the error says which rank wrote it, in which call."""
-    group.board.verdicts = [verdict]
+    group.status_store.failure_records = [failure_record]
     error = group.fails(FakeWork(), None)
     assert type(error) is kind
     assert text in str(error)
     assert "found by rank 9 in gather #2" in str(error)
-    assert (getattr(error, "missing", ()) or getattr(error, "peers", ())) == verdict.ranks
+    assert (getattr(error, "missing", ()) or getattr(error, "peers", ())) == failure_record.ranks
 
 
-def test_the_first_verdict_wins(group: Group) -> None:
+def test_the_first_failure_record_wins(group: Group) -> None:
     """A rank that finds a failure second raises the first record, not what it saw itself."""
-    published = Verdict("lost", (9,), 5, "barrier #3", detail="9")
-    group.board.verdict = lambda: None  # type: ignore[method-assign]
-    group.board.verdicts = [published]
+    published = FailureRecord("lost", (9,), 5, "barrier #3", detail="9")
+    group.status_store.failure_record = lambda: None  # type: ignore[method-assign]
+    group.status_store.failure_records = [published]
     error = group.fails(FakeWork(), 0.05)
     assert isinstance(error, PeerLostError)
     assert error.peers == (9,)
@@ -330,9 +330,9 @@ def test_a_transport_error_is_explained_by_a_death_seen_later(group: Group) -> N
     assert isinstance(error.__cause__, RuntimeError)
 
 
-def test_a_transport_error_is_explained_by_a_verdict(group: Group) -> None:
+def test_a_transport_error_is_explained_by_a_failure_record(group: Group) -> None:
     """A peer that gives up writes the failure record before it closes its connections."""
-    group.board.verdicts = [Verdict("timeout", (9,), 5, "barrier #3", 30.0, "9")]
+    group.status_store.failure_records = [FailureRecord("timeout", (9,), 5, "barrier #3", 30.0, "9")]
     error = group.fails(FakeWork(0.0, RuntimeError("connection reset")))
     assert isinstance(error, CommTimeoutError)
     assert error.missing == (9,)
@@ -340,7 +340,7 @@ def test_a_transport_error_is_explained_by_a_verdict(group: Group) -> None:
 
 def test_a_transport_error_is_explained_by_a_rank_that_left(group: Group) -> None:
     """A rank that leaves writes so to the status store."""
-    group.board.gone = (4, 6)
+    group.status_store.gone = (4, 6)
     error = group.fails(FakeWork(0.0, RuntimeError("connection closed")))
     assert isinstance(error, PeerLostError)
     assert error.peers == (6,)
@@ -361,7 +361,7 @@ def test_a_transport_error_that_nothing_explains_is_native(group: Group) -> None
     assert isinstance(error, NativeError)
     assert "no buffer space" in str(error)
     assert error.function == "barrier"
-    assert group.board.verdicts[0].kind == "failed"
+    assert group.status_store.failure_records[0].kind == "failed"
 
 
 def test_an_error_while_a_call_is_posted_is_explained_too(group: Group) -> None:
@@ -380,9 +380,9 @@ def test_an_interruption_breaks_the_group_and_is_told(group: Group, error: BaseE
     """The interrupt passes unchanged; the others read which rank was interrupted and by what."""
     with pytest.raises(type(error)):
         group.health.wait(OPERATION, FakeWork(0.0, error), LONG_S)
-    verdict = group.board.verdicts[0]
-    assert (verdict.kind, verdict.ranks) == ("interrupted", (4,))
-    assert type(error).__name__ in verdict.detail
+    failure_record = group.status_store.failure_records[0]
+    assert (failure_record.kind, failure_record.ranks) == ("interrupted", (4,))
+    assert type(error).__name__ in failure_record.detail
     with pytest.raises(GroupBrokenError) as again:
         group.health.check_usable("barrier")
     assert again.value.__cause__ is error
@@ -398,7 +398,7 @@ def test_closing_wakes_a_waiting_call(group: Group) -> None:
     with pytest.raises(ClosedError, match="destroyed while the call waited"):
         group.health.wait(OPERATION, FakeWork(), LONG_S)
     assert time.monotonic() - start < SOON_S
-    assert group.board.verdicts == []
+    assert group.status_store.failure_records == []
 
 
 def test_closing_explains_a_transport_error(group: Group) -> None:
@@ -406,7 +406,7 @@ def test_closing_explains_a_transport_error(group: Group) -> None:
     group.health.close()
     with pytest.raises(ClosedError):
         group.health.wait(OPERATION, FakeWork(0.0, RuntimeError("connection closed")), LONG_S)
-    assert group.board.verdicts == []
+    assert group.status_store.failure_records == []
 
 
 def test_closing_counts_once(group: Group) -> None:
@@ -422,10 +422,10 @@ def test_a_broken_group_is_left_without_goodbye(group: Group) -> None:
     """Leaving a broken group is not announced: the others have the failure record."""
     group.fails(FakeWork(), 0.05)
     group.health.say_goodbye()
-    assert group.board.goodbyes == 0
+    assert group.status_store.goodbyes == 0
     healthy = Group()
     healthy.health.say_goodbye()
-    assert healthy.board.goodbyes == 1
+    assert healthy.status_store.goodbyes == 1
 
 
 def test_releasing_closes_the_watch_and_drops_the_transports(group: Group) -> None:
@@ -452,7 +452,7 @@ def test_a_failure_that_the_caller_found_is_told_to_the_others(group: Group) -> 
     found = UsageError("does not fit")
     group.health.fail(found)
     assert group.aborts == 1
-    assert group.board.verdicts[0].detail == "does not fit"
+    assert group.status_store.failure_records[0].detail == "does not fit"
     with pytest.raises(GroupBrokenError) as again:
         group.health.check_usable("barrier")
     assert again.value.__cause__ is found

@@ -30,7 +30,7 @@ from tests.harness import run_ranks
 from tests.native.nccl_stub.build import build_stub
 from tests.nccl_ranks import HostStreams
 from tests.probes import requires
-from tests.unit.device_comm.test_health import FakeBoard, FakeWatch
+from tests.unit.device_comm.test_health import FakeStatusStore, FakeWatch
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_the_library_of_the_process_comes_first(
 
 
 def context() -> CommunicatorContext:
-    health = GroupHealth("tp:0", 0, (0, 1), FakeWatch(), FakeBoard())  # type: ignore[arg-type]
+    health = GroupHealth("tp:0", 0, (0, 1), FakeWatch(), FakeStatusStore())  # type: ignore[arg-type]
     return CommunicatorContext(
         name="tp:0",
         rank_in_group=0,

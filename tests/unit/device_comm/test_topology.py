@@ -92,7 +92,7 @@ def test_links_are_told_apart(tmp_path: Path) -> None:
 def test_what_speaks_against_peers_has_a_reason(tmp_path: Path) -> None:
     """Several hosts, and different or unknown architectures, are reasons against peer access."""
     one, other = facts_of(tmp_path)
-    elsewhere = msgspec.structs.replace(other, place="elsewhere")
+    elsewhere = msgspec.structs.replace(other, host_id="elsewhere")
     assert group([one, elsewhere]).link(0, 1) == "none"
     assert "several hosts" in group([one, elsewhere]).why_not_peers()
     older = msgspec.structs.replace(other, arch="sm_80", multiprocessors=108)
@@ -100,7 +100,7 @@ def test_what_speaks_against_peers_has_a_reason(tmp_path: Path) -> None:
     assert group([one, older]).multiprocessors == 108
     _, broken = facts_of(tmp_path, fail={"compute_capability": (1, 3)})
     assert "rank 11: CudaError" in group([one, broken]).why_not_peers()
-    nowhere = msgspec.structs.replace(other, place="")
+    nowhere = msgspec.structs.replace(other, host_id="")
     assert "several hosts" in group([nowhere, nowhere]).why_not_peers()
 
 

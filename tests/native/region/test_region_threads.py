@@ -1,4 +1,4 @@
-"""The fabric and the table of channels run as threads under the sanitizers, which notice each edge that is missing.
+"""The region and the table of channels run as threads under the sanitizers, which notice each edge that is missing.
 
 The edges with seq_cst on both sides order a store before a load of another word. The thread sanitizer sees neither
 that nor fences; `tests/native/model/test_handshakes.py` shows by a search that they are needed and suffice.
@@ -13,12 +13,12 @@ from tests.native.threads import ASAN, ROOT, TSAN, built, run, weakened
 from tests.probes import requires
 
 FOLDERS = ("device_comm/csrc", "shm_broadcast/csrc")
-FABRIC = Path(__file__).with_name("fabric_threads.cpp")
+REGION = Path(__file__).with_name("region_threads.cpp")
 CHANNELS = Path(__file__).with_name("channel_threads.cpp")
 
-# The memory order of each end of the edges in fabric.hpp that guard data. What a rank writes before it leaves is in
-# the product only what it has posted, which `slot->ranks` guards too; the driver's leaver also writes a note.
-WEAKENED_FABRIC = {
+# The memory order of each end of the edges in shared_region.hpp that guard data. What a rank writes before it leaves
+# is in the product only what it has posted, which `slot->ranks` guards too; the driver's leaver also writes a note.
+WEAKENED_REGION = {
     "slot->ranks (release)": r"(own\.step\.store\(step_, std::memory_order_)release",
     "slot->ranks (acquire)": r"(\.step\.load\(std::memory_order_)acquire",
     "leave->ranks (release)": r"(bell\.closed\.store\(1, std::memory_order_)release",
@@ -33,9 +33,9 @@ WEAKENED_CHANNELS = {
 }
 
 
-def fabric_driver(folder: Path, sources: Path, options: tuple[str, ...]) -> Path:
-    """Compile the fabric's driver against the headers in `sources`."""
-    return built(folder, (FABRIC, sources / "call.cpp"), (*options, f"-I{sources}"))
+def region_driver(folder: Path, sources: Path, options: tuple[str, ...]) -> Path:
+    """Compile the region's driver against the headers in `sources`."""
+    return built(folder, (REGION, sources / "call.cpp"), (*options, f"-I{sources}"))
 
 
 def channel_driver(folder: Path, sources: Path, options: tuple[str, ...]) -> Path:
@@ -56,9 +56,9 @@ def copied(folder: Path, header: str, edge: str, pattern: str) -> Path:
 @pytest.mark.guarantee("D14")
 @requires("sanitizers")
 @pytest.mark.parametrize("options", [TSAN, ASAN], ids=["thread", "address"])
-def test_the_fabric_is_clean_as_threads(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_the_region_is_clean_as_threads(tmp_path: Path, options: tuple[str, ...]) -> None:
     """No race, no bad access, no wrong result and no lost wake-up, and who leaves is missed once its part is done."""
-    program = fabric_driver(tmp_path, ROOT / FOLDERS[0] / "cpu", options)
+    program = region_driver(tmp_path, ROOT / FOLDERS[0] / "cpu", options)
     for ranks, calls, mode in (
         (2, 1500, "mixed"),
         (2, 1500, "sleep"),
@@ -74,11 +74,11 @@ def test_the_fabric_is_clean_as_threads(tmp_path: Path, options: tuple[str, ...]
 
 @pytest.mark.guarantee("D14")
 @requires("sanitizers")
-@pytest.mark.parametrize("edge", WEAKENED_FABRIC)
-def test_each_end_of_an_edge_of_the_fabric_is_needed(tmp_path: Path, edge: str) -> None:
+@pytest.mark.parametrize("edge", WEAKENED_REGION)
+def test_each_end_of_an_edge_of_the_region_is_needed(tmp_path: Path, edge: str) -> None:
     """With either end relaxed the thread sanitizer reports a race on a slot, a post, or what a leaver wrote last."""
-    sources = copied(tmp_path, "fabric.hpp", edge, WEAKENED_FABRIC[edge])
-    outcome = run(fabric_driver(tmp_path, sources, TSAN), 2, 1000, 5, "spin")
+    sources = copied(tmp_path, "shared_region.hpp", edge, WEAKENED_REGION[edge])
+    outcome = run(region_driver(tmp_path, sources, TSAN), 2, 1000, 5, "spin")
     assert "WARNING: ThreadSanitizer: data race" in outcome.stderr, outcome.stdout + outcome.stderr
 
 

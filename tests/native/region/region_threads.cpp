@@ -1,5 +1,5 @@
-// The fabric's protocol with threads in the place of processes, for the sanitizers: ranks that make the same random
-// collectives, of which every result is checked, until one leaves. `fabric_threads RANKS CALLS SEED spin|sleep|mixed`.
+// The region's protocol with threads in the place of processes, for the sanitizers: ranks that make the same random
+// collectives, of which every result is checked, until one leaves. `region_threads RANKS CALLS SEED spin|sleep|mixed`.
 // Exit status: 0, or 1 with a text for a wrong result, a lost wake-up or a rank that was told something wrong.
 #include <sched.h>
 #include <sys/mman.h>
@@ -15,17 +15,17 @@
 
 namespace {
 
-using fabric::Call;
-using fabric::Fabric;
-using fabric::Kind;
-using fabric::Plan;
-using fabric::Wait;
+using region::Call;
+using region::SharedRegion;
+using region::Kind;
+using region::Plan;
+using region::Wait;
 using Words = std::vector<uint32_t>;
 
-constexpr size_t kSlot = fabric::kPage;
+constexpr size_t kSlot = region::kPage;
 constexpr size_t kSlotWords = kSlot / sizeof(uint32_t);
 constexpr uint64_t kLost = 10'000'000'000;  // a sleep of this length is a wake-up that never came
-constexpr uint64_t kCallsOfALife = 100;     // then one rank leaves, and a fresh fabric begins
+constexpr uint64_t kCallsOfALife = 100;     // then one rank leaves, and a fresh region begins
 constexpr uint32_t kUntouched = 0xa5a5a5a5;
 constexpr uint32_t kNote = 0x600dbead;
 constexpr Kind kKinds[] = {Kind::kAllReduceOneShot, Kind::kAllReduceTwoShot, Kind::kReduceScatter,
@@ -162,7 +162,7 @@ Plan plan_of(const Task& task, uint32_t rank, Words& in, Words& out) {
 }
 
 // What must stand at `index` of the result, where it is not gathered from the ranks.
-uint32_t right_at(const Task& task, const Fabric& own, size_t index) {
+uint32_t right_at(const Task& task, const SharedRegion& own, size_t index) {
     switch (task.kind) {
         case Kind::kBarrier: return kUntouched;
         case Kind::kBroadcast: return expected(task.number, task.root, index);
@@ -181,7 +181,7 @@ bool is_gathered(const Task& task, const Words& out) {
     return true;
 }
 
-bool is_right(const Task& task, const Fabric& own, const Words& out) {
+bool is_right(const Task& task, const SharedRegion& own, const Words& out) {
     if (!task.gives_to(own.rank())) return out == Words(out.size(), kUntouched);
     if (task.gathers()) return is_gathered(task, out);
     for (size_t i = 0; i < out.size(); ++i) {
@@ -191,7 +191,7 @@ bool is_right(const Task& task, const Fabric& own, const Words& out) {
 }
 
 // Makes one call to its end; false when it failed. A call of a group that a rank broke may end with kLeft.
-bool make(Fabric& own, const Task& task, bool may_break, Habits& habits) {
+bool make(SharedRegion& own, const Task& task, bool may_break, Habits& habits) {
     const uint32_t rank = own.rank();
     const bool is_reduction = task.kind == Kind::kAllReduceOneShot || task.kind == Kind::kAllReduceTwoShot;
     const bool shares = task.kind == Kind::kBroadcast || (is_reduction && task.in_place);
@@ -202,7 +202,7 @@ bool make(Fabric& own, const Task& task, bool may_break, Habits& habits) {
     habits.dawdle();
     while (true) {
         const uint64_t slice = habits.slice_ns();
-        const Wait wait = call.run(habits.spin_ns(), fabric::now_ns() + slice);
+        const Wait wait = call.run(habits.spin_ns(), region::now_ns() + slice);
         if (wait == Wait::kDone) break;
         if (wait == Wait::kLeft && may_break) return true;
         if (wait == Wait::kLeft || wait == Wait::kClosed) return fail("a call ended early", rank, task.number);
@@ -217,7 +217,7 @@ bool make(Fabric& own, const Task& task, bool may_break, Habits& habits) {
     return is_right(task, own, result) || fail("a wrong result", rank, task.number);
 }
 
-// What all ranks of a life share besides the fabric.
+// What all ranks of a life share besides the region.
 struct Life {
     unsigned char* base;
     size_t bytes;
@@ -230,20 +230,20 @@ struct Life {
 };
 
 // Waits in vain for the rank that leaves.
-void be_left(Fabric& own, Life& life, Habits& habits) {
+void be_left(SharedRegion& own, Life& life, Habits& habits) {
     Words none;
     Task barrier(life.calls + 1, life.seed, own.ranks());
     barrier.kind = Kind::kBarrier;
     barrier.disagrees = false;
     Call call(own, plan_of(barrier, own.rank(), none, none));
-    const Wait wait = call.run(habits.spin_ns(), fabric::now_ns() + kLost);
+    const Wait wait = call.run(habits.spin_ns(), region::now_ns() + kLost);
     if (wait != Wait::kLeft) fail("a rank that left was not seen to", own.rank(), barrier.number);
     // `broken` guards nothing: it only says that calls fail from now on.
     if (!life.breaks && life.note != kNote) fail("a rank left before its last word", own.rank(), barrier.number);
 }
 
 void be_rank(Life& life, uint32_t rank) {
-    Fabric own(life.base, life.bytes, rank);
+    SharedRegion own(life.base, life.bytes, rank);
     Habits habits(life.seed * 64 + rank, life.mode);
     for (uint64_t number = 1; number <= life.calls && !failed.load(); ++number) {
         const bool may_break = life.breaks && number == life.calls && rank != life.leaver;
@@ -260,11 +260,11 @@ void be_rank(Life& life, uint32_t rank) {
 }
 
 bool live(uint32_t ranks, Life life) {
-    life.bytes = fabric::segment_bytes(ranks, kSlot);
+    life.bytes = region::segment_bytes(ranks, kSlot);
     void* memory = mmap(nullptr, life.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) return false;
     life.base = static_cast<unsigned char*>(memory);
-    if (!Fabric::format(life.base, life.bytes, ranks, kSlot, life.seed)) return false;
+    if (!SharedRegion::format(life.base, life.bytes, ranks, kSlot, life.seed)) return false;
     std::vector<std::thread> threads;
     for (uint32_t rank = 0; rank < ranks; ++rank) threads.emplace_back([&life, rank] { be_rank(life, rank); });
     for (std::thread& thread : threads) thread.join();

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-namespace fabric {
+namespace region {
 
 using ring::futex_wait;
 using ring::futex_wake_all;
@@ -74,9 +74,9 @@ enum class Wait { kDone, kTime, kSignal, kClosed, kLeft, kMore };  // kMore: onl
 // The segment as one rank sees it. In each step of a call a rank fills its slot, posts, waits until all have posted, and
 // reads the other slots. Slots and posts are double-buffered: a rank fills those of step s after all have posted step
 // s-1, and a rank that has posted step s-1 has finished with step s-2.
-class Fabric {
+class SharedRegion {
 public:
-    Fabric(unsigned char* base, size_t bytes, uint32_t rank) : base_(base), bytes_(bytes), rank_(rank) {
+    SharedRegion(unsigned char* base, size_t bytes, uint32_t rank) : base_(base), bytes_(bytes), rank_(rank) {
         if (bytes >= kPage) identity_ = *reinterpret_cast<Identity*>(base);
     }
 
@@ -256,4 +256,4 @@ private:
     bool is_crowded_ = false;  // the last missing rank runs on the same core
 };
 
-}  // namespace fabric
+}  // namespace region

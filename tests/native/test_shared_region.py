@@ -29,14 +29,14 @@ LINE = 64
 GIVE_UP_S = 20.0
 
 
-def fabrics(ranks: int, slot: int = SLOT) -> list[_core.Fabric]:
-    """Return an end for each rank of a fresh fabric in private memory."""
+def regions(ranks: int, slot: int = SLOT) -> list[_core.SharedRegion]:
+    """Return an end for each rank of a fresh region in private memory."""
     memory = mmap.mmap(-1, _core.segment_bytes(ranks, slot))
     _core.lay_out(memory, ranks, slot, 7)
-    return [_core.Fabric(memory, rank) for rank in range(ranks)]
+    return [_core.SharedRegion(memory, rank) for rank in range(ranks)]
 
 
-def finish(end: _core.Fabric, status: int) -> int:
+def finish(end: _core.SharedRegion, status: int) -> int:
     """Go on with a call until it is no more pending."""
     until = time.monotonic() + GIVE_UP_S
     while status == _core.PENDING and time.monotonic() < until:
@@ -44,7 +44,7 @@ def finish(end: _core.Fabric, status: int) -> int:
     return status
 
 
-def everybody(ends: list[_core.Fabric], call: Callable[[int, _core.Fabric], Any]) -> list[Any]:
+def everybody(ends: list[_core.SharedRegion], call: Callable[[int, _core.SharedRegion], Any]) -> list[Any]:
     """Run `call` as every rank at once; return what each got."""
     with ThreadPoolExecutor(len(ends)) as pool:
         return list(pool.map(lambda rank: call(rank, ends[rank]), range(len(ends))))
@@ -99,7 +99,7 @@ def test_an_all_reduce_has_the_bits_of_the_rank_order_reference(
     expected = reduce_in_rank_order(inputs, op)
     kind = _core.ALL_REDUCE_TWO_SHOT if two_shot else _core.ALL_REDUCE_ONE_SHOT
 
-    def call(rank: int, end: _core.Fabric) -> torch.Tensor:
+    def call(rank: int, end: _core.SharedRegion) -> torch.Tensor:
         source = inputs[rank].clone()
         result = source if in_place else torch.empty_like(source)
         arguments = (
@@ -115,7 +115,7 @@ def test_an_all_reduce_has_the_bits_of_the_rank_order_reference(
             assert same_bits(source, inputs[rank])
         return result
 
-    for result in everybody(fabrics(ranks), call):
+    for result in everybody(regions(ranks), call):
         assert same_bits(result, expected)
 
 
@@ -131,7 +131,7 @@ def test_columns_are_gathered_and_scattered(rows: int, widths: list[int], seed: 
     whole = filled(0, rows * sum(widths), torch.uint8, seed).view(rows, sum(widths))
     parts = [part.contiguous() for part in whole.split(widths, dim=1)]
 
-    def call(rank: int, end: _core.Fabric) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def call(rank: int, end: _core.SharedRegion) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         every, root, mine = torch.zeros_like(whole), torch.zeros_like(whole), torch.zeros_like(parts[rank])
         own, last = parts[rank], ranks - 1
         layout = (rows, tuple(widths), 0, 0)
@@ -146,7 +146,7 @@ def test_columns_are_gathered_and_scattered(rows: int, widths: list[int], seed: 
         assert finish(end, end.move(*scatter)) == _core.DONE
         return every, root, mine
 
-    for rank, (every, root, mine) in enumerate(everybody(fabrics(ranks), call)):
+    for rank, (every, root, mine) in enumerate(everybody(regions(ranks), call)):
         assert torch.equal(every, whole)
         assert torch.equal(root, whole if rank == ranks - 1 else torch.zeros_like(whole))
         assert torch.equal(mine, parts[rank])
@@ -158,7 +158,7 @@ def test_an_uneven_exchange_gives_each_rank_what_was_meant_for_it(table: list[li
     """All-to-all with a size of its own for every pair of ranks, also where ranks need different numbers of steps."""
     sent = [[filled(3 * a + b, table[a][b], torch.uint8, 1) for b in range(3)] for a in range(3)]
 
-    def call(rank: int, end: _core.Fabric) -> torch.Tensor:
+    def call(rank: int, end: _core.SharedRegion) -> torch.Tensor:
         source = torch.cat(sent[rank])
         received = tuple(table[a][rank] for a in range(3))
         result = torch.zeros(sum(received), dtype=torch.uint8)
@@ -166,7 +166,7 @@ def test_an_uneven_exchange_gives_each_rank_what_was_meant_for_it(table: list[li
         assert finish(end, end.exchange(*addresses, 1, tuple(table[rank]), received, 0)) == _core.DONE
         return result
 
-    for rank, result in enumerate(everybody(fabrics(3), call)):
+    for rank, result in enumerate(everybody(regions(3), call)):
         assert torch.equal(result, torch.cat([sent[a][rank] for a in range(3)]))
 
 
@@ -185,14 +185,14 @@ def test_an_exchange_of_columns_gives_each_rank_its_columns_of_every_row(
     """All-to-all along another dimension than the first, in one call or several steps."""
     wholes = [filled(a, rows * sum(row), torch.uint8, 1).view(rows, sum(row)) for a, row in enumerate(table)]
 
-    def call(rank: int, end: _core.Fabric) -> torch.Tensor:
+    def call(rank: int, end: _core.SharedRegion) -> torch.Tensor:
         received = tuple(table[a][rank] for a in range(3))
         result = torch.zeros(rows, sum(received), dtype=torch.uint8)
         addresses = (wholes[rank].data_ptr(), result.data_ptr())
         assert finish(end, end.exchange(*addresses, rows, tuple(table[rank]), received, 0)) == _core.DONE
         return result
 
-    for rank, result in enumerate(everybody(fabrics(3), call)):
+    for rank, result in enumerate(everybody(regions(3), call)):
         parts = [whole.split(row, 1)[rank] for whole, row in zip(wholes, table, strict=True)]
         assert torch.equal(result, torch.cat(parts, 1))
 
@@ -213,7 +213,7 @@ def test_an_exchange_whose_sizes_do_not_match_moves_nothing(
     table[pair[0]][pair[1]] = wrong
     is_wrong = wrong != sent[pair[1]]
 
-    def call(rank: int, end: _core.Fabric) -> tuple[int, Any, torch.Tensor]:
+    def call(rank: int, end: _core.SharedRegion) -> tuple[int, Any, torch.Tensor]:
         source = torch.ones(rows * sum(table[rank]), dtype=torch.uint8)
         result = torch.zeros(rows * 3 * sent[rank], dtype=torch.uint8)
         addresses = (source.data_ptr(), result.data_ptr())
@@ -228,7 +228,7 @@ def test_an_exchange_whose_sizes_do_not_match_moves_nothing(
         return status, widths, result
 
     told = [(tuple(table[rank]), (sent[rank],) * 3) for rank in range(3)]
-    for status, widths, result in everybody(fabrics(3), call):
+    for status, widths, result in everybody(regions(3), call):
         assert status == (_core.DISAGREE if is_wrong else _core.DONE)
         assert widths == (told if is_wrong else None)
         assert bool(result.all()) or is_wrong
@@ -237,10 +237,10 @@ def test_an_exchange_whose_sizes_do_not_match_moves_nothing(
 
 def test_widths_are_told_of_exchanges_alone() -> None:
     """A rank that made another call has none, whatever is in its slot."""
-    ends = fabrics(2)
+    ends = regions(2)
     tensor = torch.arange(8, dtype=torch.uint8)
 
-    def call(rank: int, end: _core.Fabric) -> Any:
+    def call(rank: int, end: _core.SharedRegion) -> Any:
         address = tensor.data_ptr()
         begun = end.exchange(address, address, 1, (0, 4), (0, 4), 0) if rank else end.barrier()
         assert finish(end, begun) == _core.DISAGREE
@@ -251,7 +251,7 @@ def test_widths_are_told_of_exchanges_alone() -> None:
 
 def test_an_exchange_between_more_ranks_than_the_slots_can_serve_is_refused() -> None:
     """Instead of steps that move nothing."""
-    end = fabrics(200, mmap.PAGESIZE)[0]
+    end = regions(200, mmap.PAGESIZE)[0]
     with pytest.raises(ValueError, match="slots are too small"):
         end.exchange(0, 0, 1, (0,) * 200, (0,) * 200, 0)
 
@@ -271,7 +271,7 @@ def test_a_reduce_has_the_bits_of_the_reference_on_its_root_alone(
     expected = reduce_in_rank_order(inputs, ReduceOperation.SUM)
     root = seed % ranks
 
-    def call(rank: int, end: _core.Fabric) -> None:
+    def call(rank: int, end: _core.SharedRegion) -> None:
         source = inputs[rank].clone()
         result = torch.empty_like(source)
         address = result.data_ptr() if rank == root else 0
@@ -287,7 +287,7 @@ def test_a_reduce_has_the_bits_of_the_reference_on_its_root_alone(
         assert same_bits(source, inputs[rank])
         assert rank != root or same_bits(result, expected)
 
-    everybody(fabrics(ranks), call)
+    everybody(regions(ranks), call)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -297,7 +297,7 @@ def test_a_reduce_scatter_has_the_bits_of_the_reference(rows: int) -> None:
     inputs = [filled(rank, rows * sum(sizes), torch.bfloat16, seed) for rank in range(3)]
     expected = reduce_in_rank_order(inputs, ReduceOperation.SUM).view(rows, -1).split(sizes, dim=1)
 
-    def call(rank: int, end: _core.Fabric) -> torch.Tensor:
+    def call(rank: int, end: _core.SharedRegion) -> torch.Tensor:
         result = torch.empty(rows * sizes[rank], dtype=torch.bfloat16)
         widths = tuple(2 * size for size in sizes)
         addresses = (inputs[rank].data_ptr(), result.data_ptr())
@@ -308,16 +308,16 @@ def test_a_reduce_scatter_has_the_bits_of_the_reference(rows: int) -> None:
         assert finish(end, status) == _core.DONE
         return result
 
-    for rank, result in enumerate(everybody(fabrics(3), call)):
+    for rank, result in enumerate(everybody(regions(3), call)):
         assert same_bits(result, expected[rank].reshape(-1))
 
 
 @pytest.mark.guarantee("D13")
 def test_ranks_that_make_different_calls_all_learn_it_and_go_on() -> None:
     """Nothing is moved, every rank sees every rank's view, and the next call works."""
-    ends = fabrics(2)
+    ends = regions(2)
 
-    def call(rank: int, end: _core.Fabric) -> tuple[int, list[tuple[int, int, int, int]], torch.Tensor]:
+    def call(rank: int, end: _core.SharedRegion) -> tuple[int, list[tuple[int, int, int, int]], torch.Tensor]:
         tensor = torch.full((10 + rank,), float(rank))
         status = finish(end, end.broadcast(tensor.data_ptr(), tensor.nbytes, TYPE_CODES[torch.float32], 0))
         views = end.views()
@@ -333,7 +333,7 @@ def test_ranks_that_make_different_calls_all_learn_it_and_go_on() -> None:
 
 def test_a_rank_that_does_not_come_is_told_and_may_come_later() -> None:
     """A call that is pending names who is missing, refuses a second one, and ends when that rank comes."""
-    ends = fabrics(3)
+    ends = regions(3)
     assert ends[0].barrier() == _core.PENDING
     assert ends[0].missing() == [1, 2]
     assert ends[0].barrier() == _core.BUSY
@@ -345,8 +345,8 @@ def test_a_rank_that_does_not_come_is_told_and_may_come_later() -> None:
 
 
 def test_closing_ends_a_call_that_waits_in_another_thread() -> None:
-    """`close` wakes the sleeper at once, and every later call says that the fabric is closed."""
-    ends = fabrics(2)
+    """`close` wakes the sleeper at once, and every later call says that the region is closed."""
+    ends = regions(2)
     assert ends[0].barrier() == _core.PENDING
     outcome: list[int] = []
     thread = threading.Thread(target=lambda: outcome.append(ends[0].resume(int(GIVE_UP_S * 1e9))))
@@ -362,7 +362,7 @@ def test_closing_ends_a_call_that_waits_in_another_thread() -> None:
 
 def test_a_rank_that_left_ends_the_waiting_for_it_and_for_no_other() -> None:
     """Who waits for it is told at once; a call in which it took part is completed."""
-    ends = fabrics(3)
+    ends = regions(3)
     assert [end.barrier() for end in ends] == [_core.PENDING, _core.PENDING, _core.DONE]
     ends[2].close(False)
     assert [finish(end, end.resume(0)) for end in ends[:2]] == [_core.DONE] * 2
@@ -374,7 +374,7 @@ def test_a_rank_that_left_ends_the_waiting_for_it_and_for_no_other() -> None:
 
 def test_a_broken_group_completes_no_call_any_more() -> None:
     """A rank that comes after another one gave up does not succeed where the others failed."""
-    ends = fabrics(2)
+    ends = regions(2)
     assert ends[0].barrier() == _core.PENDING
     ends[0].close(True)
     assert ends[1].barrier() == _core.LEFT
@@ -383,7 +383,7 @@ def test_a_broken_group_completes_no_call_any_more() -> None:
 @pytest.mark.guarantee("D14")
 def test_a_sleeping_rank_is_woken_by_the_last_to_come() -> None:
     """A rank that has gone to sleep goes on when the others come, without polling."""
-    ends = fabrics(2)
+    ends = regions(2)
     assert ends[0].barrier() == _core.PENDING
 
     def resume() -> tuple[int, float]:
@@ -402,30 +402,30 @@ def test_a_sleeping_rank_is_woken_by_the_last_to_come() -> None:
 @pytest.mark.parametrize(
     ("offset", "value"), [(0, 1), (8, 2), (12, 0), (12, 300), (16, 100), (16, 1 << 40), (24, 1)]
 )
-def test_a_mapping_that_is_no_fabric_is_refused(offset: int, value: int) -> None:
+def test_a_mapping_that_is_no_region_is_refused(offset: int, value: int) -> None:
     """The identity is checked against the size of the mapping before anything else is touched."""
     memory = mmap.mmap(-1, _core.segment_bytes(2, SLOT))
     _core.lay_out(memory, 2, SLOT, 7)
     struct.pack_into("<I" if offset in (8, 12) else "<Q", memory, offset, value)
     with pytest.raises(ValueError, match="no shared region of this version"):
-        _core.Fabric(memory, 0)
+        _core.SharedRegion(memory, 0)
 
 
-def test_a_rank_outside_of_the_fabric_is_refused() -> None:
+def test_a_rank_outside_of_the_region_is_refused() -> None:
     """As is a mapping that is too small to be laid out."""
     memory = mmap.mmap(-1, _core.segment_bytes(2, SLOT))
     with pytest.raises(ValueError, match="too small"):
         _core.lay_out(memory, 3, SLOT, 7)
     _core.lay_out(memory, 2, SLOT, 7)
     with pytest.raises(ValueError, match="no shared region of this version"):
-        _core.Fabric(memory, 2)
+        _core.SharedRegion(memory, 2)
 
 
 def test_every_field_stands_where_the_layout_says() -> None:
     """A post: step, number, code, count, detail, steps; slots behind the page-aligned header."""
     memory = mmap.mmap(-1, _core.segment_bytes(2, SLOT))
     _core.lay_out(memory, 2, SLOT, 7)
-    ends = [_core.Fabric(memory, rank) for rank in range(2)]
+    ends = [_core.SharedRegion(memory, rank) for rank in range(2)]
     tensor = torch.arange(8, dtype=torch.uint8)
     assert ends[1].broadcast(tensor.data_ptr(), 8, TYPE_CODES[torch.uint8], 1) == _core.PENDING
     # Rank 1's post for odd steps: behind the identity, and a block of three lines for rank 0.

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-NATIVE := $(wildcard shm_broadcast/csrc/* device_comm/csrc/*)
+NATIVE := $(wildcard shm_broadcast/csrc/* shm_broadcast/csrc/*/* device_comm/csrc/*/*)
 # Parallel test processes. More than cores, because half of the tests wait for processes to die, stop or time out.
 TEST_WORKERS ?= 4
 # Fast tests do not wait: one process per core.
@@ -66,7 +66,7 @@ test-native: $(STAMP) ## Run the slow native tests: the cores under sanitizers, 
 test-nccl: $(STAMP) ## Run the NCCL tests against the real library, without a device (downloads 300 MB)
 	@$(PY) -c 'from tests.probes import PROBES; raise SystemExit(PROBES["nccl"]() is not None)' \
 		|| $(PIP) install -q -c constraints.txt nvidia-nccl-cu13
-	$(PY) -m pytest -q tests/unit/test_nccl_library.py tests/unit/test_nccl_types.py tests/multiproc/test_nccl.py \
+	$(PY) -m pytest -q tests/unit/device_comm/test_nccl_library.py tests/unit/device_comm/test_nccl_types.py tests/multiproc/device_comm/test_nccl.py \
 		-n $(TEST_WORKERS)
 
 test-kernels: $(STAMP) ## Compile the CUDA kernels for every GPU, world size and dtype (no GPU needed)

@@ -16,8 +16,8 @@ if not sys.platform.startswith("linux"):
 
 def native(name: str, folder: str) -> Extension:
     """Return the abi3 extension `name`, built from all C++ files in `folder`."""
-    sources = sorted(str(path.relative_to(HERE)) for path in (HERE / folder).glob("*.cpp"))
-    headers = sorted(str(path.relative_to(HERE)) for path in (HERE / folder).glob("*.hpp"))
+    sources = sorted(str(path.relative_to(HERE)) for path in (HERE / folder).rglob("*.cpp"))
+    headers = sorted(str(path.relative_to(HERE)) for path in (HERE / folder).rglob("*.hpp"))
     return Extension(
         name,
         sources=sources,

@@ -316,7 +316,7 @@ def _creations(
 
 def first_use(parts: Parts) -> None:
     """Measure the delay of the first call of a CUDA kernel: NVRTC, or the cache on disk. Needs no device."""
-    from device_comm.kernels import FAMILIES, KernelCache, KernelVariant, compiler_version
+    from device_comm.cuda.kernels import FAMILIES, KernelCache, KernelVariant, compiler_version
 
     try:
         version = compiler_version()

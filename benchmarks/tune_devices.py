@@ -27,9 +27,9 @@ from benchmarks.tuning import NCCL, Mode, Operation, Timing, thresholds_of
 from coordinator import destroy_distributed_environment, get_world_group, init_distributed_environment
 from coordinator.group import GroupCoordinator
 from coordinator.settings import CoordinatorSettings
-from device_comm.cuda import CudaCommunicator
-from device_comm.policy import GroupFacts
-from device_comm.policy_file import POLICY_VERSION, MeasuredThreshold, PolicyFile, write_policy_file
+from device_comm.cuda.communicator import CudaCommunicator
+from device_comm.cuda.policy.decision import GroupFacts
+from device_comm.cuda.policy.file import POLICY_VERSION, MeasuredThreshold, PolicyFile, write_policy_file
 
 __all__ = ["tune"]
 
@@ -115,8 +115,8 @@ def _facts(group: GroupCoordinator) -> GroupFacts:
 
 @functools.cache
 def _driver_version() -> str:
-    from device_comm.cuda_driver import CudaDriver
-    from device_comm.topology import probe
+    from device_comm.cuda.driver_bindings import CudaDriver
+    from device_comm.cuda.topology import probe
 
     return str(probe(CudaDriver(0)).driver_version) or "unknown"
 

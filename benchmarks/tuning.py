@@ -10,8 +10,8 @@ from typing import Final, Literal, cast
 
 import msgspec
 
-from device_comm.policy_file import MeasuredThreshold
-from device_comm.policy_table import AlgorithmName
+from device_comm.cuda.policy.file import MeasuredThreshold
+from device_comm.cuda.policy.table import AlgorithmName
 
 __all__ = ["NCCL", "Mode", "Operation", "Timing", "bands", "thresholds_of"]
 

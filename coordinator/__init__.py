@@ -7,6 +7,8 @@ with ParallelGroups.create(ParallelLayout(tensor=2, pipeline=2)) as groups:
     groups.tp.all_reduce(tensor)
 """
 
+from coordinator.bootstrap.timings import CreationReport, StartUpReport
+from coordinator.collectives.point_to_point import P2POperation
 from coordinator.errors import (
     CapabilityError,
     ClosedError,
@@ -23,7 +25,6 @@ from coordinator.errors import (
     SettingsError,
     UsageError,
 )
-from coordinator.external_writer import ExternalWriter
 from coordinator.graph_capture import GraphCaptureContext
 from coordinator.group import GroupCoordinator
 from coordinator.groups import ParallelGroups, current_groups
@@ -47,10 +48,9 @@ from coordinator.parallel_state import (
     maybe_get_current_groups,
     model_parallel_is_initialized,
 )
+from coordinator.queues.external_writer import ExternalWriter
 from coordinator.settings import CoordinatorSettings
 from coordinator.sharding import create_fsdp_groups, create_parallel_groups
-from coordinator.start_up import CreationReport, StartUpReport
-from coordinator.tensor_messages import P2POperation
 from device_comm.all2all import DispatchForm, ExpertPlacement, RoutedTokens
 from device_comm.async_calls import CallHandle
 from device_comm.base import CommunicatorContext, DeviceCommunicator

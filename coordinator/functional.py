@@ -30,10 +30,11 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from coordinator import compile_ops, group_registry
-from coordinator.fakes import FakeGroupCoordinator
+from coordinator import group_registry
 from coordinator.group import GroupCoordinator
-from coordinator.torch_group import CoordinatorProcessGroup
+from coordinator.testing.fakes import FakeGroupCoordinator
+from coordinator.torch_interop import compile_ops
+from coordinator.torch_interop.process_group import CoordinatorProcessGroup
 from device_comm.async_calls import CallHandle
 from device_comm.base import SUM
 from device_comm.derived_reductions import Reduction

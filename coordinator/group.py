@@ -15,25 +15,27 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from coordinator import group_registry, subgroups, torch_group
-from coordinator.broadcaster import Broadcaster
+from coordinator import group_registry
+from coordinator.bootstrap.creation import create_parts, device_of
+from coordinator.bootstrap.group_names import next_names, unique_name, use_names
+from coordinator.bootstrap.group_parts import GroupParts, GroupPlan
+from coordinator.bootstrap.membership import find_membership, world_store
+from coordinator.bootstrap.timings import CreationReport
 from coordinator.calls import Calls
-from coordinator.coalesced import CoalescedCollectives
-from coordinator.creation import create_parts, device_of
-from coordinator.expert_parallel import ExpertParallel, TokenRouting
-from coordinator.external_writer import ExternalWriter
+from coordinator.collectives import subgroups
+from coordinator.collectives.coalesced import CoalescedCollectives
+from coordinator.collectives.expert_parallel import ExpertParallel, TokenRouting
+from coordinator.collectives.open_sends import OpenSends
+from coordinator.collectives.point_to_point import TensorMessages
+from coordinator.collectives.scalar_collectives import ScalarCollectives
+from coordinator.collectives.tensor_dicts import PointToPoint
 from coordinator.graph_capture import GraphCaptureContext, capture_on
-from coordinator.group_names import next_names, unique_name, use_names
-from coordinator.group_parts import GroupParts, GroupPlan
-from coordinator.group_queues import GroupQueues
-from coordinator.membership import find_membership, world_store
-from coordinator.open_sends import OpenSends
-from coordinator.point_to_point import PointToPoint
-from coordinator.queue_ends import Queues, Reader, Writer
-from coordinator.scalar_collectives import ScalarCollectives
+from coordinator.queues.broadcaster import Broadcaster
+from coordinator.queues.ends import Queues, Reader, Writer
+from coordinator.queues.external_writer import ExternalWriter
+from coordinator.queues.group_queues import GroupQueues
 from coordinator.settings import CoordinatorSettings
-from coordinator.start_up import CreationReport
-from coordinator.tensor_messages import TensorMessages
+from coordinator.torch_interop import process_group
 from device_comm import base, checks
 from shm_broadcast.errors import UsageError
 
@@ -450,7 +452,7 @@ class GroupCoordinator(CoalescedCollectives, ExpertParallel, PointToPoint, Tenso
         """
         self._calls.enter("as_process_group", in_line=False)
         if self._process_group is None:
-            self._process_group = torch_group.register(self, self._calls)
+            self._process_group = process_group.register(self, self._calls)
             self._parts.process_groups.adopt(self._process_group)
         return self._process_group
 

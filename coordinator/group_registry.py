@@ -7,7 +7,7 @@ import weakref
 from typing import Final
 
 from coordinator.calls import Calls
-from coordinator.planes import GroupPlanes
+from coordinator.collectives.base import GroupPlanes
 from device_comm.base import DeviceCommunicator
 from shm_broadcast.errors import ClosedError, UsageError
 

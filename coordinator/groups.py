@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from coordinator.bootstrap.membership import world_store
+from coordinator.bootstrap.timings import StartUpReport
 from coordinator.graph_capture import GraphCaptureContext, capture_on
 from coordinator.group import GroupCoordinator
 from coordinator.layout import Dimension, ParallelLayout, RankLists
-from coordinator.membership import world_store
-from coordinator.meshes import layout_of_mesh, mesh_of
 from coordinator.settings import CoordinatorSettings
-from coordinator.start_up import StartUpReport
+from coordinator.torch_interop.device_mesh import layout_of_mesh, mesh_of
 from shm_broadcast.errors import UsageError
 
 logger: logging.Logger = logging.getLogger(__name__)

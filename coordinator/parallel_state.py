@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from coordinator.bootstrap.rendezvous import init_world, leave_world
 from coordinator.graph_capture import GraphCaptureContext, context_for
 from coordinator.group import GroupCoordinator
 from coordinator.groups import (
@@ -26,7 +27,6 @@ from coordinator.groups import (
     set_world_group,
 )
 from coordinator.layout import ParallelLayout
-from coordinator.rendezvous import init_world, leave_world
 from coordinator.settings import CoordinatorSettings, LaunchEnvironment
 from shm_broadcast.errors import UsageError
 

@@ -15,7 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
 from device_comm.base import CommunicatorContext, DeviceCommunicator
-from device_comm.cpu_connect import connect_cpu
+from device_comm.cpu.connect import connect_cpu
 from device_comm.process_group import ProcessGroupCommunicator
 from device_comm.solo import SoloCommunicator
 from shm_broadcast.errors import CapabilityError, UsageError
@@ -72,7 +72,7 @@ def communicator_factory(device_type: str, world_size: int) -> CommunicatorFacto
         return _load(device_type, declared)
     if device_type == "cuda":
         # Not before it is asked for: it brings the bindings of driver and library, which few processes need.
-        from device_comm.cuda import CudaCommunicator
+        from device_comm.cuda.communicator import CudaCommunicator
 
         return CudaCommunicator
     return connect_cpu if device_type == "cpu" else ProcessGroupCommunicator

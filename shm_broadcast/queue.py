@@ -26,16 +26,16 @@ from shm_broadcast import _core, codec
 from shm_broadcast.endpoint import RemoteKeys, RemoteSettings
 from shm_broadcast.errors import CommError, CommTimeoutError, DecodeError, PeerLostError, UsageError
 from shm_broadcast.handle import KEY_BYTES, VERSION, QueueHandle, new_key
-from shm_broadcast.legs import NoRemote, NoRing, RemoteLeg, await_any
 from shm_broadcast.liveness import PeerWatch, this_process
-from shm_broadcast.ring import RingWriter
-from shm_broadcast.ring_reader import RingReader
+from shm_broadcast.ring.reader import RingReader
+from shm_broadcast.ring.writer import RingWriter
 from shm_broadcast.segment import Handover, Hello, Segment, take_over
 from shm_broadcast.settings import BroadcastSettings
 from shm_broadcast.statistics import QueueStatistics
+from shm_broadcast.transports import NoRemote, NoRing, RemoteLeg, await_any
 
 if TYPE_CHECKING:
-    from shm_broadcast.remote_reader import RemoteReader
+    from shm_broadcast.remote.reader import RemoteReader
 
 _PAGE: Final = 4096
 _MOST_READERS: Final = 1024  # ring::kMaxReaders
@@ -124,7 +124,7 @@ class QueueWriter:
         leg: RemoteLeg = NoRemote()
         endpoint = None
         if bind_address is not None:
-            from shm_broadcast.remote_writer import RemoteWriter
+            from shm_broadcast.remote.writer import RemoteWriter
 
             leg = far_end = RemoteWriter.create(name, far, bind_address, port_range, settings, remote)
             endpoint = far_end.endpoint
@@ -374,7 +374,7 @@ class QueueReader:
 
 
 def _open_remote(handle: QueueHandle, rank: int, timeout_s: float, keys: RemoteKeys | None) -> RemoteReader:
-    from shm_broadcast.remote_reader import RemoteReader
+    from shm_broadcast.remote.reader import RemoteReader
 
     if keys is None or handle.remote is None:
         raise UsageError(f"rank {rank} reads queue {handle.name!r} from another host: it needs remote_keys")

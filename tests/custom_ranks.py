@@ -11,12 +11,12 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from coordinator.board import StoreBoard
-from device_comm.cuda_settings import CudaSettings
-from device_comm.custom_all_reduce import CustomAllReduce, CustomContext
+from coordinator.bootstrap.status_store import StoreBoard
+from device_comm.cuda.custom.all_reduce import CustomAllReduce, CustomContext
+from device_comm.cuda.policy.decision import GroupFacts
+from device_comm.cuda.policy.file import MeasuredThreshold, PolicyFile, write_policy_file
+from device_comm.cuda.settings import CudaSettings
 from device_comm.health import GroupHealth
-from device_comm.policy import GroupFacts
-from device_comm.policy_file import MeasuredThreshold, PolicyFile, write_policy_file
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from shm_broadcast.errors import CapabilityError
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity, this_process

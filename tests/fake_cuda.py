@@ -1,4 +1,4 @@
-"""A CUDA driver without a GPU, across real processes: the interface of `device_comm.driver`, as strict as CUDA.
+"""A CUDA driver without a GPU, across real processes: the interface of `device_comm.cuda.driver`, as strict as CUDA.
 
 "Device memory" is host memory. Exportable memory is a file in a directory that the ranks share and map; an IPC handle
 names that file. Kernels are Python functions, or a shared library that `tests/native/cuda/host_build.py` compiles from
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from device_comm.driver import PreparedLaunch
+from device_comm.cuda.driver import PreparedLaunch
 from tests.fake_device import (
     INVALID_HANDLE,
     INVALID_VALUE,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from device_comm.driver import IPC_HANDLE_BYTES, Driver
+from device_comm.cuda.driver import IPC_HANDLE_BYTES, Driver
 from shm_broadcast.errors import ClosedError, CudaError
 
 INVALID_VALUE = 1

@@ -11,8 +11,8 @@ import torch
 
 from coordinator.group import GroupCoordinator
 from device_comm.base import CommunicatorContext
-from device_comm.nccl import NcclCommunicator
-from device_comm.nccl_library import NcclLibrary
+from device_comm.nccl.communicator import NcclCommunicator
+from device_comm.nccl.library import NcclLibrary
 from device_comm.streams import Progress
 from tests.worlds import world
 

@@ -142,7 +142,7 @@ def end_briefly() -> None:
 
     Python still exits normally: threads are joined, exit functions run, modules and objects are destroyed. The skipped
     part follows, and is skipped only if no thread is left that could use what it destroys. Our native cores have no
-    such objects (`tests/unit/test_harness.py`).
+    such objects (`tests/unit/project/test_harness.py`).
     """
     if len(os.listdir("/proc/self/task")) == 1:
         libc = ctypes.CDLL(None)

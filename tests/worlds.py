@@ -17,7 +17,7 @@ from coordinator.parallel_state import (
     init_distributed_environment,
 )
 from coordinator.settings import CoordinatorSettings
-from device_comm import fabric
+from device_comm.cpu import shared_memory
 from tests.harness import RankPool
 from tests.waiting import wait_until
 
@@ -123,11 +123,11 @@ class ApartPool:
 
 
 def _run_apart(rank: int, world_size: int, directory: Path, module: str, name: str, *args: Any) -> Any:
-    place, fabric.place = fabric.place, lambda: f"host {rank}"
+    place, shared_memory.place = shared_memory.place, lambda: f"host {rank}"
     try:
         return getattr(importlib.import_module(module), name)(rank, world_size, directory, *args)
     finally:
-        fabric.place = place
+        shared_memory.place = place
 
 
 class HostsPool:
@@ -146,11 +146,11 @@ def run_at(
     rank: int, world_size: int, directory: Path, places: list[str], module: str, name: str, *args: Any
 ) -> Any:
     """Run a body in a rank that pretends to be on host `places[rank]`; for `run_ranks`."""
-    place, fabric.place = fabric.place, lambda: places[rank]
+    place, shared_memory.place = shared_memory.place, lambda: places[rank]
     try:
         return getattr(importlib.import_module(module), name)(rank, world_size, directory, *args)
     finally:
-        fabric.place = place
+        shared_memory.place = place
 
 
 def small() -> torch.Tensor:

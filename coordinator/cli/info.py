@@ -16,13 +16,14 @@ from typing import Any, Final
 import torch
 
 from coordinator.settings import CoordinatorSettings, cuda_visible_devices
-from device_comm import _core, cpu
-from device_comm.driver import Driver
-from device_comm.nccl_library import NcclLibrary, version_text
-from device_comm.policy import CallFacts, Capacity, GroupFacts, choose
-from device_comm.policy_file import read_policy_file, table_of
-from device_comm.policy_table import BUILT_IN, PolicyTable
-from device_comm.topology import probe
+from device_comm import _core
+from device_comm.cpu import communicator
+from device_comm.cuda.driver import Driver
+from device_comm.cuda.policy.decision import CallFacts, Capacity, GroupFacts, choose
+from device_comm.cuda.policy.file import read_policy_file, table_of
+from device_comm.cuda.policy.table import BUILT_IN, PolicyTable
+from device_comm.cuda.topology import probe
+from device_comm.nccl.library import NcclLibrary, version_text
 from shm_broadcast.errors import CommError
 
 __all__ = ["collect", "show_info"]
@@ -83,7 +84,7 @@ def collect(*, tries: bool = True) -> dict[str, Any]:
         "NCCL": _try(lambda: _nccl(settings)),
         "all_reduce on the CPU, all ranks on one host": {
             f"{size} ranks": {
-                _size(nbytes): _path(cpu.call_path("all_reduce", nbytes, size)) for nbytes in SIZES
+                _size(nbytes): _path(communicator.call_path("all_reduce", nbytes, size)) for nbytes in SIZES
             }
             for size in GROUP_SIZES
         },
@@ -196,7 +197,7 @@ def _drivers() -> list[Driver]:
     Raises:
         CapabilityError: CUDA cannot be used; the text says why.
     """
-    from device_comm.cuda_driver import CudaDriver
+    from device_comm.cuda.driver_bindings import CudaDriver
 
     first = CudaDriver(0)
     return [first, *(CudaDriver(index) for index in range(1, first.device_count()))]

@@ -1,7 +1,7 @@
 // The module `shm_broadcast._core`: what each part of the native core adds to it.
-#include "arrays.hpp"
-#include "blocks.hpp"
-#include "codec.hpp"
+#include "codec/arrays.hpp"
+#include "codec/blocks.hpp"
+#include "codec/codec.hpp"
 
 int endpoint_add(PyObject* module);
 int ring_add(PyObject* module);

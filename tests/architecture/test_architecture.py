@@ -28,7 +28,7 @@ MOST_FUNCTION_LINES = 60
 ENVIRONMENT_READER = ROOT / "coordinator" / "settings.py"
 RUNTIME = {"torch", "zmq", "msgspec"}
 EXTRAS = {"cuda", "nccl", "numpy"}
-LAZY_ADAPTERS = ("shm_broadcast.torch_adapter", "shm_broadcast.numpy_adapter")
+LAZY_ADAPTERS = ("shm_broadcast.codec.torch_adapter", "shm_broadcast.codec.numpy_adapter")
 BELOW_DEVICE_COMM = {"errors", "liveness", "segment", "wait"}
 # Point to point goes through rings of the queue's protocol; results of collectives take memory from its pool.
 RING_USERS = {

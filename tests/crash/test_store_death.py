@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from coordinator import agreement, rendezvous
-from coordinator.group_builder import GroupBuilder
+from coordinator.bootstrap import agreement, rendezvous
+from coordinator.bootstrap.group_builder import GroupBuilder
 from coordinator.parallel_state import (
     destroy_distributed_environment,
     get_world_group,

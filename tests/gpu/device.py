@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import torch
 
-from device_comm.cuda_driver import CudaDriver
-from device_comm.driver import Driver, PreparedLaunch
-from device_comm.kernels import DTYPES, FAMILIES, kernel_source
+from device_comm.cuda.driver import Driver, PreparedLaunch
+from device_comm.cuda.driver_bindings import CudaDriver
+from device_comm.cuda.kernels import DTYPES, FAMILIES, kernel_source
 
 __all__ = [
     "Gpu",
@@ -179,7 +179,7 @@ def mutated_source(name: str) -> str:
     """Return the kernels with the mistake of `tests/native/cuda/mutations/NAME.patch`."""
     patch = (Path(__file__).parents[1] / "native" / "cuda" / "mutations" / f"{name}.patch").read_text()
     source = kernel_source()
-    for hunk in re.split(r"^@@.*\n", patch, flags=re.MULTILINE)[1:]:
+    for hunk in re.split(r"^..*\n", patch, flags=re.MULTILINE)[1:]:
         lines = hunk.splitlines()
         old = "\n".join(line[1:] for line in lines if not line.startswith("+"))
         new = "\n".join(line[1:] for line in lines if not line.startswith("-"))
@@ -190,7 +190,7 @@ def mutated_source(name: str) -> str:
 
 
 def compile_mutant(source: str, arch: int, world_size: int, dtype: str, family: str, *options: str) -> bytes:
-    """Compile a changed source of the kernels as `device_comm.kernels` compiles the right one."""
+    """Compile a changed source of the kernels as `device_comm.cuda.kernels` compiles the right one."""
     number = 1 + list(FAMILIES).index(family)
     defines = (f"-DWORLD_SIZE={world_size}", f"-DFAMILY={number}", *options)
     return compile_text(source, arch, dtype, *defines, "-fmad=false")

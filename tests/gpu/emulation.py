@@ -16,10 +16,16 @@ from pathlib import Path
 
 import torch
 
-from device_comm import kernel_layout
-from device_comm.driver import PreparedLaunch
-from device_comm.kernel_layout import KernelFailure, WorkspaceLayout, blocks_for, required_arena, work_items
-from device_comm.kernels import KernelCache, KernelVariant, family_of
+from device_comm.cuda import kernel_layout
+from device_comm.cuda.driver import PreparedLaunch
+from device_comm.cuda.kernel_layout import (
+    KernelFailure,
+    WorkspaceLayout,
+    blocks_for,
+    required_arena,
+    work_items,
+)
+from device_comm.cuda.kernels import KernelCache, KernelVariant, family_of
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from device_comm.rms_norm import add_rms_norm
 from tests.gpu.device import Gpu, GpuDriver, Memory, arch_of, u32, u64

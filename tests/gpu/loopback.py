@@ -19,10 +19,16 @@ from collections.abc import Callable
 
 import torch
 
-from device_comm import kernel_layout
-from device_comm.driver import PreparedLaunch
-from device_comm.kernel_layout import STATE_BYTES, WorkspaceLayout, blocks_for, required_arena, work_items
-from device_comm.kernels import family_of
+from device_comm.cuda import kernel_layout
+from device_comm.cuda.driver import PreparedLaunch
+from device_comm.cuda.kernel_layout import (
+    STATE_BYTES,
+    WorkspaceLayout,
+    blocks_for,
+    required_arena,
+    work_items,
+)
+from device_comm.cuda.kernels import family_of
 from tests.gpu.device import Gpu, GpuDriver, Memory, measured_us, u32, u64
 from tests.gpu.values import DTYPES, expect_equal, expected_sum, raw
 

@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from coordinator.board import StoreBoard
-from device_comm.cuda_settings import CudaSettings
-from device_comm.custom_all_reduce import CustomAllReduce, CustomContext
-from device_comm.custom_launches import CubinSource
-from device_comm.driver import PreparedLaunch
+from coordinator.bootstrap.status_store import StoreBoard
+from device_comm.cuda.custom.all_reduce import CustomAllReduce, CustomContext
+from device_comm.cuda.custom.launches import CubinSource
+from device_comm.cuda.driver import PreparedLaunch
+from device_comm.cuda.kernels import KernelCache, KernelVariant
+from device_comm.cuda.policy.decision import GroupFacts
+from device_comm.cuda.settings import CudaSettings
 from device_comm.health import GroupHealth
-from device_comm.kernels import KernelCache, KernelVariant
-from device_comm.policy import GroupFacts
 from shm_broadcast.errors import CommTimeoutError
 from shm_broadcast.liveness import PeerWatch, this_process
 from tests.custom_ranks import policy_file

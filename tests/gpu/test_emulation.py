@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from device_comm.kernels import FAMILIES
+from device_comm.cuda.kernels import FAMILIES
 from tests.gpu.device import GpuDriver, arch_of, compile_mutant, mutated_source
 from tests.gpu.emulation import compiled, one_variant
 from tests.gpu.notes import GpuRank, gpu_body

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from device_comm.driver import PreparedLaunch
-from device_comm.kernels import KernelCache, KernelVariant, kernel_source
+from device_comm.cuda.driver import PreparedLaunch
+from device_comm.cuda.kernels import KernelCache, KernelVariant, kernel_source
 from tests.gpu.device import (
     GpuDriver,
     Memory,

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from coordinator.board import StoreBoard
+from coordinator.bootstrap.status_store import StoreBoard
 from device_comm.base import CommunicatorContext
 from device_comm.health import GroupHealth
-from device_comm.nccl import NcclCommunicator
+from device_comm.nccl.communicator import NcclCommunicator
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from shm_broadcast.errors import CommError
 from shm_broadcast.liveness import PeerWatch, this_process

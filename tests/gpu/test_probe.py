@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from device_comm.kernels import compiler_version
-from device_comm.nccl_library import NcclLibrary, version_text
-from device_comm.peer_access import PROBE_BYTES, verify_peer_access
-from device_comm.peer_memory import PeerMemory
+from device_comm.cuda.custom.peer_access import PROBE_BYTES, verify_peer_access
+from device_comm.cuda.custom.peer_memory import PeerMemory
+from device_comm.cuda.kernels import compiler_version
+from device_comm.nccl.library import NcclLibrary, version_text
 from tests.custom_ranks import store_exchange
 from tests.gpu.device import GpuDriver, arch_of
 from tests.gpu.notes import GpuRank, gpu_body

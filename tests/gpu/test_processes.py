@@ -26,10 +26,10 @@ from coordinator.parallel_state import (
     init_distributed_environment,
 )
 from coordinator.settings import CoordinatorSettings
-from device_comm import custom_resources
 from device_comm.base import CommunicatorContext
-from device_comm.cuda import CudaCommunicator
-from device_comm.cuda_settings import CudaSettings
+from device_comm.cuda.communicator import CudaCommunicator
+from device_comm.cuda.custom import resources
+from device_comm.cuda.settings import CudaSettings
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from device_comm.rms_norm import rms_norm
 from shm_broadcast.errors import CommError
@@ -212,7 +212,7 @@ def whole_life(
 
     `kind`: how the workspaces are shared, which the product would choose for itself.
     """
-    setattr(custom_resources, "_KINDS", (kind,))  # noqa: B010 - a constant of the product
+    setattr(resources, "_KINDS", (kind,))  # noqa: B010 - a constant of the product
     with communicator_of(me, nccl) as (group, communicator):
         algorithms = eager_calls(communicator, me, rounds)
         custom = communicator._custom

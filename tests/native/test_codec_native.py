@@ -11,7 +11,7 @@ import pytest
 from shm_broadcast import _core
 from shm_broadcast.codec import decode, encode
 from shm_broadcast.errors import DecodeError, UsageError
-from tests.unit.codec_samples import VALUES
+from tests.unit.shm_broadcast.codec_samples import VALUES
 
 
 def refuse(_obj: object) -> tuple[int, object, object]:

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 PRELUDE = """
 import ctypes, json, sys
 library = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
-from device_comm.cuda_driver import CudaDriver, PreparedLaunch
+from device_comm.cuda.driver_bindings import CudaDriver, PreparedLaunch
 from shm_broadcast.errors import CommError
 def outcome(call):
     try:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from shm_broadcast import _core, codec
 from shm_broadcast.errors import UsageError
 from tests.queues import PAGE, RECORD_HEADER, RefusedError, background, bare_ring, refuse, ring_write
-from tests.unit.codec_samples import Point
+from tests.unit.shm_broadcast.codec_samples import Point
 
 FILLED = 96
 FLAGS, MESSAGE, TOTAL = PAGE + 8, PAGE + 16, PAGE + 24

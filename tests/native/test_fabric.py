@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from device_comm import _core
-from device_comm.cpu import all_reduce_kind
-from device_comm.fabric import connect_part
-from device_comm.native_codes import OPERATION_CODES, TYPE_CODES
+from device_comm.cpu.communicator import all_reduce_kind
+from device_comm.cpu.native_codes import OPERATION_CODES, TYPE_CODES
+from device_comm.cpu.shared_memory import connect_part
 from device_comm.reduction import ReduceOperation, check_reducible, reduce_in_rank_order
 from shm_broadcast.errors import UsageError
 

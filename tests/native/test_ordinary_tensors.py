@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from device_comm import _core
-from device_comm.native_codes import TYPE_CODES
+from device_comm.cpu.native_codes import TYPE_CODES
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from tests.native.test_fabric import SLOT, everybody, fabrics, filled, finish, same_bits
 

@@ -19,19 +19,19 @@ SWEEP = f"{REDUCE_TESTS}::test_length_and_alignment_change_nothing"
 # The tests of each core in parts that take about as long as each other: they run side by side.
 QUEUE_TESTS = (
     (
-        "tests/unit/test_codec_values.py",
-        "tests/unit/test_codec_errors.py",
-        "tests/unit/test_codec_frame.py",
-        "tests/unit/test_codec_tensors.py",
+        "tests/unit/shm_broadcast/test_codec_values.py",
+        "tests/unit/shm_broadcast/test_codec_errors.py",
+        "tests/unit/shm_broadcast/test_codec_frame.py",
+        "tests/unit/shm_broadcast/test_codec_tensors.py",
         "tests/native/test_codec_native.py",
         "tests/security/test_codec_hostile.py",
     ),
     (
         "tests/native/test_ring_native.py",
         "tests/native/test_endpoints.py",
-        "tests/unit/test_ring.py",
-        "tests/unit/test_ring_waiting.py",
-        "tests/unit/test_long_messages.py",
+        "tests/unit/shm_broadcast/test_ring.py",
+        "tests/unit/shm_broadcast/test_ring_waiting.py",
+        "tests/unit/shm_broadcast/test_long_messages.py",
     ),
 )
 DEVICE_TESTS = (
@@ -156,7 +156,7 @@ def check(
 @requires("sanitizers")
 def test_the_codec_and_the_ring_are_clean_under_sanitizers(tmp_path: Path) -> None:
     """No test of the codec or the ring makes a sanitizer report anything, and an overflow would be reported."""
-    sources = list((ROOT / "shm_broadcast/csrc").glob("*.cpp"))
+    sources = list((ROOT / "shm_broadcast/csrc").rglob("*.cpp"))
     check(tmp_path, "shm_broadcast._core", sources, QUEUE_OVERFLOW, QUEUE_TESTS)
 
 
@@ -165,5 +165,5 @@ def test_the_codec_and_the_ring_are_clean_under_sanitizers(tmp_path: Path) -> No
 @requires("sanitizers")
 def test_the_fabric_and_the_reductions_are_clean_under_sanitizers(tmp_path: Path) -> None:
     """No test of the fabric or of a kernel makes a sanitizer report anything, and an overflow would be reported."""
-    sources = [*(ROOT / "device_comm/csrc").glob("*.cpp"), REDUCE_DRIVER]
+    sources = [*(ROOT / "device_comm/csrc").rglob("*.cpp"), REDUCE_DRIVER]
     check(tmp_path, "device_comm._core", sources, DEVICE_OVERFLOW, DEVICE_TESTS)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from shm_broadcast.codec import decode, encode
 from shm_broadcast.errors import DecodeError
-from tests.unit.codec_samples import VALUES, Key, Pair, Point, same
+from tests.unit.shm_broadcast.codec_samples import VALUES, Key, Pair, Point, same
 
 GOOD = {"step": 1, "t": (1, {2}), "p": Point(1), "a": np.arange(3), "x": torch.ones(700), "b": b"z" * 3000}
 PER_BYTE = 250
@@ -144,8 +144,11 @@ TREES: dict[str, tuple[bytes, str]] = {
     "enum through a class": (hook(18, "builtins:int.__class__", packed("A")), "no loaded module"),
     "enum member unknown": (hook(18, "uuid:SafeUUID", packed("_missing_")), "not a member"),
     "enum value of no flag": (hook(18, "uuid:SafeUUID", packed(0)), "not a member"),
-    "flag bits unknown": (hook(18, "tests.unit.codec_samples:Access", packed(8)), "not a member"),
-    "flag negative": (hook(18, "tests.unit.codec_samples:Access", packed(-1)), "not a member"),
+    "flag bits unknown": (
+        hook(18, "tests.unit.shm_broadcast.codec_samples:Access", packed(8)),
+        "not a member",
+    ),
+    "flag negative": (hook(18, "tests.unit.shm_broadcast.codec_samples:Access", packed(-1)), "not a member"),
     "registered name as an enum": (hook(18, f"{Point.__module__}.Point", packed("A")), "no loaded module"),
     "datetime of text": (hook(22, None, packed(["a"] * 8)), "integers"),
     "datetime too short": (hook(22, None, packed([1, 1])), "integers"),
@@ -473,7 +476,7 @@ def test_bombs_are_harmless_under_a_memory_limit(tmp_path: Path) -> None:
         "import resource, struct, sys, torch, numpy\n"
         "from shm_broadcast.codec import decode, encode\n"
         "from shm_broadcast.errors import DecodeError\n"
-        "import tests.unit.codec_samples\n"
+        "import tests.unit.shm_broadcast.codec_samples\n"
         "data = open(sys.argv[1], 'rb').read(); decode(encode([torch.ones(2), numpy.ones(2)]).to_bytes())\n"
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)\n"

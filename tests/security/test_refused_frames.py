@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from coordinator.group import GroupCoordinator
-from coordinator.shared_plane import SharedHostPlane
-from coordinator.transfer_tags import BROADCAST_TAG, GATHER_TAG, OBJECT_TAG, TENSOR_DICT_TAG
+from coordinator.host.shared import SharedHostPlane
+from coordinator.host.tags import BROADCAST_TAG, GATHER_TAG, OBJECT_TAG, TENSOR_DICT_TAG
 from shm_broadcast.codec import encode, register_type
 from tests.harness import RankPool
 from tests.queues import ring_write

@@ -18,7 +18,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from shm_broadcast import codec, remote_ledger, remote_reader, remote_wire, remote_writer
+from shm_broadcast import codec
 from shm_broadcast.endpoint import RemoteEndpoint, RemoteKeys, RemoteSettings
 from shm_broadcast.errors import (
     CapabilityError,
@@ -30,9 +30,13 @@ from shm_broadcast.errors import (
 )
 from shm_broadcast.handle import QueueHandle
 from shm_broadcast.queue import QueueReader, QueueWriter
-from shm_broadcast.remote_reader import RemoteReader
-from shm_broadcast.remote_wire import HEADER, Kind, pack
-from shm_broadcast.remote_writer import RemoteWriter
+from shm_broadcast.remote import ledger as remote_ledger
+from shm_broadcast.remote import reader as remote_reader
+from shm_broadcast.remote import wire as remote_wire
+from shm_broadcast.remote import writer as remote_writer
+from shm_broadcast.remote.reader import RemoteReader
+from shm_broadcast.remote.wire import HEADER, Kind, pack
+from shm_broadcast.remote.writer import RemoteWriter
 from tests.ports import free_port, listening_addresses
 from tests.queue_ranks import PATIENCE_S
 from tests.remotes import HERE, remote_queue

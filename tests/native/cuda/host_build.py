@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from device_comm.kernels import DTYPES, kernel_source
+from device_comm.cuda.kernels import DTYPES, kernel_source
 
 HERE = Path(__file__).parent
 # -ffp-contract=off: no multiply-add where the source multiplies and adds; both are rounded, as on the GPU.

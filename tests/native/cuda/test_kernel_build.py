@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from device_comm import kernel_layout, kernels
-from device_comm.kernels import DTYPES, FAMILIES, KernelCache, KernelVariant, compile_kernels
+from device_comm.cuda import kernel_layout, kernels
+from device_comm.cuda.kernels import DTYPES, FAMILIES, KernelCache, KernelVariant, compile_kernels
 from shm_broadcast.errors import CapabilityError, CudaError, UsageError
 
 ARCHS = (75, 80, 90, 100, 120)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from device_comm import kernels
+from device_comm.cuda import kernels
 from tests.native.cuda.host_build import HERE, compile_host
 
 ROOT = HERE.parents[2]
@@ -101,7 +101,7 @@ def mutated_source(patch: Path, folder: Path) -> str:
     command = ["patch", "-p1", "--batch", "--forward", "--fuzz=0", "-i", str(patch)]
     done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{patch.name} does not apply any more:\n{done.stdout}"
-    return "".join((copy / "device_comm" / "csrc" / name).read_text() for name in kernels.FRAGMENTS)
+    return "".join((copy / "device_comm" / "csrc" / "cuda" / name).read_text() for name in kernels.FRAGMENTS)
 
 
 def test_every_patch_applies(tmp_path: Path) -> None:

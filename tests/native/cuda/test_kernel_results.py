@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from device_comm import kernel_layout
-from device_comm.kernel_layout import KernelFailure, WorkspaceLayout
+from device_comm.cuda import kernel_layout
+from device_comm.cuda.kernel_layout import KernelFailure, WorkspaceLayout
 from tests.native.cuda.host_build import HostKernels, build_host_library
 
 SUMS = ("push_one_shot", "push_two_shot", "pull_one_shot", "pull_two_shot")

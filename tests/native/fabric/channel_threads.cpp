@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "../../shm_broadcast/csrc/ring.hpp"
+#include "../../../shm_broadcast/csrc/ring/ring.hpp"
 #include "channels.hpp"
 
 namespace {

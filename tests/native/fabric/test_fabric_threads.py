@@ -47,7 +47,7 @@ def copied(folder: Path, header: str, edge: str, pattern: str) -> Path:
     """Copy the sources with one memory order relaxed; return where those of device_comm are."""
     for name in FOLDERS:
         shutil.copytree(ROOT / name, folder / name)
-    sources = folder / FOLDERS[0]
+    sources = folder / FOLDERS[0] / "cpu"
     path = sources / header
     path.write_text(weakened(path.read_text(), edge.partition(" of ")[0], pattern))
     return sources
@@ -58,7 +58,7 @@ def copied(folder: Path, header: str, edge: str, pattern: str) -> Path:
 @pytest.mark.parametrize("options", [TSAN, ASAN], ids=["thread", "address"])
 def test_the_fabric_is_clean_as_threads(tmp_path: Path, options: tuple[str, ...]) -> None:
     """No race, no bad access, no wrong result and no lost wake-up, and who leaves is missed once its part is done."""
-    program = fabric_driver(tmp_path, ROOT / FOLDERS[0], options)
+    program = fabric_driver(tmp_path, ROOT / FOLDERS[0] / "cpu", options)
     for ranks, calls, mode in (
         (2, 1500, "mixed"),
         (2, 1500, "sleep"),
@@ -87,7 +87,7 @@ def test_each_end_of_an_edge_of_the_fabric_is_needed(tmp_path: Path, edge: str) 
 @pytest.mark.parametrize("options", [TSAN, ASAN], ids=["thread", "address"])
 def test_the_table_of_channels_is_clean_as_threads(tmp_path: Path, options: tuple[str, ...]) -> None:
     """One of two ranks makes the channel, its messages arrive whole, and nobody waits for a rank that has left."""
-    program = channel_driver(tmp_path, ROOT / FOLDERS[0], options)
+    program = channel_driver(tmp_path, ROOT / FOLDERS[0] / "cpu", options)
     for seed in (1, 2):
         outcome = run(program, 2000, seed)
         assert (outcome.returncode, outcome.stderr) == (0, ""), outcome.stderr[-4000:]

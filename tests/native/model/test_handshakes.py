@@ -7,7 +7,7 @@ import pytest
 
 from tests.native.model.handshakes import leaving, outcomes, parking, posting
 
-SOURCES = Path(__file__).parents[3] / "device_comm" / "csrc"
+SOURCES = Path(__file__).parents[3] / "device_comm" / "csrc" / "cpu"
 
 # Where each end of an edge stands in a header, and its memory order. Of `post->parked` the fetch_add on the bell is
 # left out: the system calls around it order it anyway, so nothing is lost without its seq_cst.

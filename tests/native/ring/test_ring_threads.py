@@ -7,7 +7,7 @@ import pytest
 from tests.native.threads import ASAN, ROOT, TSAN, built, run, weakened
 from tests.probes import requires
 
-HEADER = ROOT / "shm_broadcast" / "csrc" / "ring.hpp"
+HEADER = ROOT / "shm_broadcast" / "csrc" / "ring" / "ring.hpp"
 DRIVER = Path(__file__).with_name("ring_threads.cpp")
 
 # The memory order of each end of the three edges that guard payloads, as it stands in the header.

@@ -1,0 +1,1 @@
+"""How ranks become a group: rendezvous, agreement on facts, creation, and the status store."""

@@ -1,0 +1,160 @@
+"""The rank of this process, its position in a group, and the address at which others reach it."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import ipaddress
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch.distributed as dist
+
+from coordinator.bootstrap.agreement import View
+from coordinator.host.process_groups import LOOPBACK
+from shm_broadcast.errors import CapabilityError, InternalError, SettingsError, UsageError
+
+_SIOCGIFADDR: Final = 0x8915  # netdevice(7)
+
+
+@dataclasses.dataclass(frozen=True)
+class Membership:
+    """This process's position in one group.
+
+    Attributes:
+        rank: Global rank.
+        ranks: Global ranks of the group, in group order.
+        rank_in_group: Position of `rank` in `ranks`.
+        everyone: Global ranks of all groups that are created together, ascending.
+    """
+
+    rank: int
+    ranks: tuple[int, ...]
+    rank_in_group: int
+    everyone: tuple[int, ...]
+
+
+def find_membership(group_ranks: Sequence[Sequence[int]], rank: int, world_size: int) -> Membership:
+    """Return the group of `rank` among `group_ranks`.
+
+    Raises:
+        UsageError: A rank appears twice, is out of range, or this rank is in no group.
+    """
+    seen: dict[int, int] = {}
+    for index, ranks in enumerate(group_ranks):
+        if not ranks:
+            raise UsageError(f"group_ranks[{index}] is empty")
+        for member in ranks:
+            if isinstance(member, bool) or not isinstance(member, int):
+                raise UsageError(f"group_ranks[{index}] holds {member!r}, which is not a rank")
+            if not 0 <= member < world_size:
+                raise UsageError(
+                    f"rank {member} in group_ranks[{index}] is outside the world of {world_size} ranks"
+                )
+            if member in seen:
+                raise UsageError(
+                    f"rank {member} appears in group_ranks[{seen[member]}] and again in group_ranks[{index}]"
+                )
+            seen[member] = index
+    if rank not in seen:
+        raise UsageError(f"this rank, {rank}, is in none of the groups {[list(r) for r in group_ranks]}")
+    ranks = tuple(group_ranks[seen[rank]])
+    return Membership(rank, ranks, ranks.index(rank), tuple(sorted(seen)))
+
+
+def world_store() -> dist.Store:
+    """Return the store of the initialised world.
+
+    Raises:
+        UsageError: torch.distributed is not initialised.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise UsageError(
+            "torch.distributed is not initialised: call coordinator.init_distributed_environment(...) first, "
+            "or torch.distributed.init_process_group(...)"
+        )
+    world = dist.group.WORLD
+    if world is None:
+        raise InternalError("torch.distributed is initialised but has no world")
+    return world.get_group_store()
+
+
+def master_endpoint(store: dist.Store) -> tuple[str, int] | None:
+    """Return host and port of the process that serves the store, or None if the store reaches this host only."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
+
+
+def routed_address(host: str, port: int) -> str:
+    """Return this host's address on the interface that routes to `host`, without sending anything."""
+    family, _, _, _, target = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # Connecting a datagram socket sends nothing; it only looks up the route.
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def interface_address(interface: str) -> str:
+    """Return the IPv4 address of a network interface.
+
+    Raises:
+        SettingsError: There is no such interface, or it has no IPv4 address.
+    """
+    request = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        except OSError as error:
+            names = ", ".join(name for _, name in socket.if_nameindex())
+            raise SettingsError(
+                f"setting interface = {interface!r}: there is no such interface, or it has no IPv4 address; "
+                f"this host has {names}"
+            ) from error
+    return socket.inet_ntoa(answer[20:24])
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether a numeric address is a loopback address."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def own_address(interface: str | None, master: tuple[str, int] | None) -> str:
+    """Return the address that this process announces: the interface's, or the one that routes to the master.
+
+    Without interface and master all ranks are on this host, and the result is loopback.
+    """
+    if interface is not None:
+        return interface_address(interface)
+    if master is not None:
+        return routed_address(*master)
+    return LOOPBACK
+
+
+def listening_address(views: Mapping[int, View], rank: int) -> str:
+    """Return the address to listen on: loopback if it reaches all ranks, else the address this rank announced.
+
+    This is a pure function of views that are equal on all ranks, so all ranks choose the same kind of address.
+
+    Raises:
+        CapabilityError: Ranks are on several hosts, and one of them announced a loopback address.
+    """
+    own = views[rank].process
+    if all(own.shares_loopback(view.process) for view in views.values()):
+        return LOOPBACK
+    for member, view in sorted(views.items()):
+        if is_loopback(view.address):
+            other, seen = next(
+                (other, seen)
+                for other, seen in sorted(views.items())
+                if not view.process.shares_loopback(seen.process)
+            )
+            raise CapabilityError(
+                f"rank {member} on host {view.process.hostname} announced {view.address}, which rank {other} on "
+                f"host {seen.process.hostname} ({seen.address}) cannot reach; use the master's address on the "
+                "network that connects the hosts, or set GROUP_COORDINATOR_INTERFACE",
+                requirement="an address that the other hosts can reach",
+            )
+    return views[rank].address

@@ -1,0 +1,343 @@
+"""Rendezvous: how the processes of a world find each other. This is the only caller of `init_process_group`.
+
+There are three methods: the environment of a launcher such as torchrun, an address given by the caller, or, on one
+host, a directory. This module never listens on a wildcard address.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import ipaddress
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+from urllib.parse import SplitResult, urlsplit
+
+import torch
+import torch.distributed as dist
+
+from coordinator.bootstrap import fork_guard
+from coordinator.bootstrap.agreement import View, agree
+from coordinator.bootstrap.blocking_calls import connect_watched, run_interruptibly
+from coordinator.bootstrap.membership import listening_address, master_endpoint, own_address
+from coordinator.bootstrap.rendezvous_directory import DirectoryRendezvous
+from coordinator.bootstrap.status_store import StoreBoard
+from coordinator.bootstrap.timings import Stopwatch
+from coordinator.host.process_groups import (
+    BACKEND,
+    GlooOptions,
+    register_backend,
+    set_world_address,
+)
+from coordinator.settings import CoordinatorSettings, LaunchEnvironment
+from shm_broadcast.errors import CommTimeoutError, NativeError, SettingsError, UsageError
+from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, this_process
+
+_WORLD: Final = "group_coordinator/world"
+
+# Rank 0 keeps its store this long for the others to leave. torch writes to stderr on a rank that finds the store gone,
+# and ranks usually leave together.
+LEAVE_S: Final = 0.1
+
+
+@dataclasses.dataclass
+class _World:
+    """The world that this process initialised."""
+
+    group: dist.ProcessGroup
+    store: dist.Store
+    leave: Callable[[], None]
+    fork_count: int
+    processes: Mapping[int, ProcessIdentity]
+
+
+_world: _World | None = None
+_worlds = itertools.count()
+_lock = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """The result of a rendezvous.
+
+    Attributes:
+        store: A store that every rank reaches.
+        rank: Global rank of this process.
+        world_size: Number of processes.
+        leave: Releases the store's resources; called once, after the world is destroyed.
+    """
+
+    store: dist.Store
+    rank: int
+    world_size: int
+    leave: Callable[[], None]
+
+
+def init_world(
+    world_size: int, rank: int, init_method: str, backend: str, settings: CoordinatorSettings
+) -> dict[str, float]:
+    """Initialise torch.distributed for this process. Collective over the world.
+
+    Blocks until every rank has joined, for at most `settings.create_timeout_s`.
+
+    Args:
+        world_size: Number of processes; -1 takes it from the launcher's environment.
+        rank: Global rank of this process; -1 takes it from the launcher's environment.
+        init_method: `env://`, `tcp://HOST:PORT` where HOST is rank 0's address, or `file:///DIRECTORY`.
+        backend: torch backend of the world's process group; for "gloo" this module chooses the address to listen on.
+        settings: Deadlines and the network interface.
+
+    Returns:
+        Seconds by phase of `CreationReport`.
+
+    Raises:
+        UsageError: The arguments contradict each other.
+        SettingsError: The launcher's environment is missing or malformed.
+        CommTimeoutError: Ranks did not join in time; `.missing` names them.
+        PeerLostError: A rank died meanwhile; `.peers` names it.
+        DisagreementError: Ranks were started with different settings.
+        CapabilityError: Ranks are on several hosts and one announced a loopback address.
+        NativeError: torch could not connect, or the store is gone.
+    """
+    global _world  # noqa: PLW0603 - torch has one world per process
+    with _lock:
+        if dist.is_initialized():
+            raise UsageError("torch.distributed is already initialised; do not initialise it a second time")
+        clock = Stopwatch()
+        with clock.phase("rendezvous"):
+            meeting = _meet(world_size, rank, init_method, settings)
+        try:
+            processes = _connect(meeting, backend, settings, clock)
+        except BaseException:
+            meeting.leave()
+            raise
+        group = dist.group.WORLD
+        if group is None:
+            raise UsageError("torch.distributed was destroyed while it was being initialised")
+        _world = _World(group, meeting.store, meeting.leave, fork_count(), processes)
+        fork_guard.protect(group)
+        fork_guard.protect(meeting.store)
+        return clock.seconds
+
+
+def leave_world() -> None:
+    """Destroy the world if this process initialised it through `init_world`; otherwise do nothing."""
+    global _world
+    with _lock:
+        world, _world = _world, None
+        if world is None or world.fork_count != fork_count():
+            return
+        if dist.is_initialized() and dist.group.WORLD is world.group:
+            dist.destroy_process_group()
+        fork_guard.release(world.group)
+        fork_guard.release(world.store)
+        world.leave()
+
+
+def world_processes() -> Mapping[int, ProcessIdentity]:
+    """Return the ranks' processes by global rank; empty if `init_world` did not create the current world."""
+    world = _world
+    return world.processes if world is not None and owns_world() else {}
+
+
+def owns_world() -> bool:
+    """Return whether this process initialised the current world through `init_world`."""
+    return _world is not None and dist.is_initialized() and dist.group.WORLD is _world.group
+
+
+atexit.register(leave_world)
+
+
+def _meet(world_size: int, rank: int, init_method: str, settings: CoordinatorSettings) -> Meeting:
+    parts = urlsplit(init_method)
+    if parts.scheme == "env":
+        return _meet_by_environment(world_size, rank, settings)
+    directory, endpoint = _directory_of(parts), _endpoint_of(parts)
+    if directory is None and endpoint is None:
+        raise UsageError(
+            f"distributed_init_method is {init_method!r}, but must be env://, tcp://HOST:PORT or file:///DIRECTORY"
+        )
+    if rank < 0 or world_size < 1 or rank >= world_size:
+        raise UsageError(
+            f"with {init_method} pass the world size and this process's rank, 0 <= rank < world_size; "
+            f"got world_size={world_size}, rank={rank}"
+        )
+    if directory is not None:
+        meeting = DirectoryRendezvous(directory, rank, world_size)
+        return Meeting(meeting.join(settings.create_timeout_s), rank, world_size, meeting.leave)
+    assert endpoint is not None
+    store = _tcp_store(*endpoint, rank, world_size, rank == 0, settings)
+    return Meeting(store, rank, world_size, _leaving(store, rank, world_size))
+
+
+def _directory_of(parts: SplitResult) -> Path | None:
+    """Return the directory of `file:///DIRECTORY`; None for other URLs, and for those with a host or a query."""
+    path = Path(parts.path)
+    if parts.scheme != "file" or parts.netloc or parts.query or parts.fragment or not path.is_absolute():
+        return None
+    return path
+
+
+def _endpoint_of(parts: SplitResult) -> tuple[str, int] | None:
+    """Return host and port of `tcp://HOST:PORT`, or None."""
+    try:
+        port = parts.port
+    except ValueError:
+        return None
+    return (parts.hostname, port) if parts.scheme == "tcp" and parts.hostname and port else None
+
+
+def _meet_by_environment(world_size: int, rank: int, settings: CoordinatorSettings) -> Meeting:
+    launch = LaunchEnvironment.from_env()
+    if launch is None:
+        raise SettingsError(
+            "env:// reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from the environment, and no launcher has set "
+            "them: start the processes with torchrun, or pass world_size, rank and "
+            "distributed_init_method='file:///DIRECTORY'"
+        )
+    for given, told, name in ((rank, launch.rank, "rank"), (world_size, launch.world_size, "world_size")):
+        if given not in (-1, told):
+            raise UsageError(f"{name}={given} contradicts the launcher's environment, which says {told}")
+    serve = launch.rank == 0 and not launch.use_agent_store
+    store = _tcp_store(
+        launch.master_addr, launch.master_port, launch.rank, launch.world_size, serve, settings
+    )
+    # The agent's store outlives a restart of the workers and earlier worlds of this process, so each world gets its
+    # own prefix. A store that rank 0 serves is new for each world and must not be counted: a rank that gave up before
+    # rank 0 joined would use another prefix than the others from then on.
+    number = f"/{next(_worlds)}" if launch.use_agent_store else ""
+    attempt = dist.PrefixStore(f"{launch.run_id or 'run'}/{launch.restart_count}{number}", store)
+    leave = _nothing if launch.use_agent_store else _leaving(attempt, launch.rank, launch.world_size)
+    return Meeting(attempt, launch.rank, launch.world_size, leave)
+
+
+def _nothing() -> None:
+    """Do nothing, where no cleanup or check is needed."""
+
+
+def _leaving(store: dist.Store, rank: int, world_size: int) -> Callable[[], None]:
+    """Return a function that leaves a store served by rank 0; rank 0 waits up to `LEAVE_S` for the others."""
+    board = StoreBoard(dist.PrefixStore(_WORLD, store), rank, range(world_size))
+
+    def leave() -> None:
+        if rank:
+            board.leave()
+            return
+        end = time.monotonic() + LEAVE_S
+        while board.is_reachable and len(board.left()) < world_size - 1 and time.monotonic() < end:
+            time.sleep(0.002)
+
+    return leave
+
+
+def _tcp_store(
+    host: str, port: int, rank: int, world_size: int, serve: bool, settings: CoordinatorSettings
+) -> dist.Store:
+    """Connect to the store at `host`; if `serve`, listen on that address only."""
+    timeout = timedelta(seconds=settings.create_timeout_s)
+
+    def connect() -> dist.Store:
+        if not serve:
+            return dist.TCPStore(
+                host, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False
+            )
+        listener = _listen(host, port)
+        # The store takes over the descriptor; detaching prevents a second close.
+        return dist.TCPStore(
+            host,
+            port,
+            world_size,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            use_libuv=False,
+        )
+
+    try:
+        return run_interruptibly(connect, "rendezvous", _nothing)
+    except dist.DistError as error:
+        if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+            raise CommTimeoutError(
+                f"rendezvous (rank {rank} of {world_size}): nothing answered at {host}:{port} within "
+                f"{settings.create_timeout_s:.1f} s; check that rank 0 is running and that this is its address",
+                missing=(0,),
+            ) from error
+        raise NativeError(
+            f"rendezvous (rank {rank} of {world_size}) at {host}:{port}: {error}",
+            library=f"torch {torch.__version__}",
+            function="TCPStore",
+        ) from error
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise UsageError(f"rank 0 cannot listen on {host}:{port}: {error.strerror}") from error
+    if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_unspecified:
+        raise UsageError(
+            f"rank 0 does not listen on the wildcard address {host}:{port}, because any host could connect: "
+            "use the address at which the other ranks reach this host"
+        )
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise UsageError(
+            f"rank 0 cannot listen on {host}:{port} ({error.strerror}): the address must belong to this host, "
+            "and the port must be free"
+        ) from error
+    return listener
+
+
+def _connect(
+    meeting: Meeting, backend: str, settings: CoordinatorSettings, clock: Stopwatch
+) -> dict[int, ProcessIdentity]:
+    """Agree on the facts of the world and create its process group; return the ranks' processes."""
+    rank, ranks = meeting.rank, range(meeting.world_size)
+    own = this_process()
+    facts = {
+        "world_size": str(meeting.world_size),
+        "backend": backend,
+        **{f"setting {field}": str(value) for field, value in settings.agreed().items()},
+    }
+    address = own_address(settings.interface, master_endpoint(meeting.store))
+    world_store = dist.PrefixStore(_WORLD, meeting.store)
+    with clock.phase("rendezvous"):
+        views = agree(
+            world_store, "the world", rank, ranks, View(facts, own, address), settings.create_timeout_s
+        )
+    options = None
+    if backend == "gloo":
+        register_backend()
+        # Lazy, because our groups do not use it: a connected mesh costs 5 to 15 ms at start and a polling thread.
+        options = GlooOptions(listening_address(views, rank), is_lazy=True)
+        set_world_address(options.address)
+
+    def init() -> None:
+        dist.init_process_group(
+            BACKEND if options is not None else backend,
+            store=meeting.store,
+            rank=rank,
+            world_size=meeting.world_size,
+            timeout=timedelta(seconds=settings.create_timeout_s),
+            pg_options=options,
+        )
+
+    watch = PeerWatch(own, {other: view.process for other, view in views.items() if other != rank})
+    try:
+        with clock.phase("gloo"):
+            connect_watched(init, "world", f"connecting the world (rank {rank} of {len(ranks)})", watch)
+    finally:
+        watch.close()
+    return {other: view.process for other, view in views.items()}

@@ -1,0 +1,1 @@
+"""What a group moves: tensors, objects, tensor dicts and single transfers."""

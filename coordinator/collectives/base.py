@@ -1,0 +1,87 @@
+"""What the parts of `GroupCoordinator` share: its place in the world and its planes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from coordinator.calls import Calls
+from coordinator.collectives.open_sends import OpenSends
+from coordinator.host.plane import HostPlane
+from coordinator.queues.broadcaster import Broadcaster
+from device_comm.base import DeviceCommunicator
+from device_comm.health import GroupHealth
+from shm_broadcast.errors import CommError, UsageError
+
+
+class GroupPlanes:
+    """The attributes that the tensor, object and point-to-point parts of a group build on.
+
+    Attributes:
+        unique_name: The group's name with its number, such as `tp:0`; equal on all its ranks.
+        rank: Global rank of this process.
+        ranks: Global ranks of the group, in group order.
+        world_size: Number of ranks in the group.
+        rank_in_group: This process's position in `ranks`.
+        local_rank: Index of this process's device on its host.
+        device: Where the group's tensors live.
+        device_communicator: The device plane.
+    """
+
+    unique_name: str
+    rank: int
+    ranks: list[int]
+    world_size: int
+    rank_in_group: int
+    local_rank: int
+    device: torch.device
+    device_communicator: DeviceCommunicator
+    _host: HostPlane
+    _broadcaster: Broadcaster | None = None
+    # Of the broadcaster, for `broadcast_object`: the rank whose objects go through the queue.
+    _queue_source: int | None = None
+    _exchange: Callable[[Any], Any]
+    _health: GroupHealth
+    _calls: Calls
+    _open_sends: OpenSends
+    _cpu_group: dist.ProcessGroup | None
+    _device_group: dist.ProcessGroup | None
+
+    def _adopt_queue(self, broadcaster: Broadcaster | None) -> None:
+        """Broadcast the objects of its writer through this queue from now on; through none if it is None."""
+        self._broadcaster = broadcaster
+        if broadcaster is None:
+            self._queue_source = None
+        else:
+            self._exchange, self._queue_source = broadcaster.exchange, broadcaster.writer
+
+    def _blame_queue(self, error: CommError) -> NoReturn:
+        """Raise what an error of the group's queue is to the group."""
+        broadcaster = self._broadcaster
+        if broadcaster is None:
+            # Another thread destroyed the group during the call.
+            self._health.check_usable("broadcast_object")
+            raise error
+        broadcaster.blame(error)
+
+    def _broadcast(self, obj: Any, src: int, timeout_s: float | None, type_: Any) -> Any:
+        """Return rank `src`'s object: by the queue if it is the queue's writer, else by the host plane."""
+        broadcaster = self._broadcaster
+        if broadcaster is None or broadcaster.writer != src:
+            return self._host.broadcast_object(obj, src, timeout_s, type_)
+        if self.rank_in_group != src:
+            return broadcaster.receive(timeout_s, type_)
+        broadcaster.send(obj, timeout_s)
+        return obj
+
+    def _check_own_group(self, group: object, own: tuple[object, ...], name: str) -> None:
+        """Refuse a process group that is not this group's own: such an argument is never ignored."""
+        if group is None or group is self or any(group is each for each in own):
+            return
+        raise UsageError(
+            f"{name}: {self.unique_name!r} moves data over its own process groups; pass None, or the one of them "
+            f"that this argument means, not {group!r}"
+        )

@@ -1,0 +1,174 @@
+"""The object collectives of a group, over its host plane and without pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from coordinator.collectives.base import GroupPlanes
+from coordinator.host.tags import OBJECT_TAG, SCATTER_TAG
+from device_comm import checks
+from device_comm.handles import Handle
+from shm_broadcast import codec
+from shm_broadcast.errors import CommError, UsageError
+
+
+class ObjectCollectives(GroupPlanes):
+    """Python objects between ranks.
+
+    What arrives equals what was sent, in value and type. What can be sent stands in
+    `shm_broadcast.codec`; classes of the application are registered with `register_type` on every rank.
+    Anything else is a `UsageError` that names the type and its place in the object, and nothing is sent.
+
+    Receivers wait without limit unless given `timeout_s` (an idle engine is not an error), but wake when
+    the sender dies (`PeerLostError`) or the group is destroyed (`ClosedError`). What cannot be decoded is
+    a `DecodeError`, after which the group is intact.
+    """
+
+    def broadcast_object(
+        self,
+        obj: Any | None = None,
+        src: int = 0,
+        *,
+        timeout_s: float | None = None,
+        type: Any = None,  # noqa: A002
+    ) -> Any:
+        """Return rank `src`'s object on every rank. Collective.
+
+        Args:
+            obj: The object on rank `src`; ignored elsewhere.
+            src: Rank in the group.
+            timeout_s: Deadline in seconds.
+            type: Decode straight into this type; a message that does not fit is a `DecodeError`.
+
+        Returns:
+            The object: on rank `src` `obj` itself, elsewhere a copy that shares nothing.
+        """
+        # By identity: a bool or a float that equals the rank is refused below. Large ranks only take the slow path.
+        if src is self._queue_source and timeout_s is None and type is None:
+            # Behind the gate one native call: after a pause each further Python frame delays all workers by 1 us.
+            self._calls.enter("broadcast_object", in_line=False)
+            try:
+                return self._exchange(obj)
+            except CommError as error:
+                self._blame_queue(error)
+        with self._calls.call("broadcast_object", timeout_s, in_line=False):
+            checks.check_rank(src, self.world_size, "src")
+            return self._broadcast(obj, src, timeout_s, type)
+
+    def broadcast_object_list(
+        self,
+        obj_list: list[Any],
+        src: int = 0,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        """Fill `obj_list` on every rank with rank `src`'s, in place; return it. Collective.
+
+        Args:
+            obj_list: A list, of the same length on every rank.
+            src: Rank in the group.
+            group: None or this group's own `cpu_group` or `device_group`; anything else is refused.
+            timeout_s: Deadline in seconds.
+        """
+        with self._calls.call("broadcast_object_list", timeout_s, in_line=False):
+            self._check_own_group(group, (self._cpu_group, self._device_group), "group")
+            checks.check_rank(src, self.world_size, "src")
+            if not isinstance(obj_list, list):
+                raise UsageError(f"obj_list must be a list, not {obj_list.__class__.__name__}")
+            received = self._broadcast(obj_list, src, timeout_s, list)
+            if received is not obj_list:
+                if len(received) != len(obj_list):
+                    raise UsageError(
+                        f"broadcast_object_list: rank {src} sent {len(received)} objects, "
+                        f"this rank's list holds {len(obj_list)}"
+                    )
+                obj_list[:] = received
+            return obj_list
+
+    def all_gather_object(self, obj: Any, *, timeout_s: float | None = None) -> list[Any]:
+        """Return every rank's object, in rank order, on every rank. Collective."""
+        with self._calls.call("all_gather_object", timeout_s):
+            return self._host.all_gather_object(obj, timeout_s)
+
+    def gather_object(self, obj: Any, dst: int = 0, *, timeout_s: float | None = None) -> list[Any] | None:
+        """Return every rank's object, in rank order, on rank `dst`; None elsewhere. Collective."""
+        with self._calls.call("gather_object", timeout_s):
+            checks.check_rank(dst, self.world_size, "dst")
+            return self._host.gather_object(obj, dst, timeout_s)
+
+    def scatter_object_list(
+        self,
+        output_list: list[Any],
+        input_list: Sequence[Any] | None = None,
+        src: int = 0,
+        *,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Put the i-th object of rank `src`'s list into `output_list[0]` on rank i, and return it. Collective.
+
+        Args:
+            output_list: Its first element is replaced.
+            input_list: On rank `src` one object for each rank, in rank order; not looked at elsewhere.
+            src: Rank in the group.
+            timeout_s: Deadline in seconds; receivers wait without limit by default.
+
+        Raises:
+            UsageError: The output has no element, or the input not one for each rank; before anything is sent.
+        """
+        name = "scatter_object_list"
+        with self._calls.call(name, timeout_s, in_line=False):
+            checks.check_rank(src, self.world_size, "src")
+            if not isinstance(output_list, list) or not output_list:
+                raise UsageError(f"{name}: output_list must be a list of at least one element")
+            if self.rank_in_group != src:
+                output_list[0] = self._host.recv_object(src, timeout_s, None, name, SCATTER_TAG)
+                return output_list[0]
+            objects = list(input_list or ())
+            if len(objects) != self.world_size:
+                raise UsageError(f"{name}: rank src must give {self.world_size} objects, not {len(objects)}")
+            # All are refused before one is sent.
+            for each in objects:
+                codec.encode(each)
+            for rank, each in enumerate(objects):
+                if rank != src:
+                    self._host.send_object(each, rank, name, timeout_s, SCATTER_TAG)
+            output_list[0] = objects[src]
+            return output_list[0]
+
+    def send_object(self, obj: Any, dst: int, *, timeout_s: float | None = None) -> None:
+        """Send an object to rank `dst`, which calls `recv_object`.
+
+        Returns when the object is owned by the transport: small ones at once, whether or not the receiver
+        is there already.
+        """
+        with self._calls.call("send_object", timeout_s, in_line=False):
+            peer = checks.check_peer(dst, self.rank_in_group, self.world_size, "dst")
+            self._host.send_object(obj, peer, "send_object", timeout_s, OBJECT_TAG)
+
+    def isend_object(self, obj: Any, dst: int, *, timeout_s: float | None = None) -> Handle:
+        """Start to send an object to rank `dst`; it is encoded before this returns.
+
+        Returns:
+            A handle that owns the encoded object; it may be waited for more than once, or dropped.
+        """
+        with self._calls.call("send_object", timeout_s, in_line=False):
+            peer = checks.check_peer(dst, self.rank_in_group, self.world_size, "dst")
+            handle = self._host.isend_object(obj, peer, "send_object", timeout_s, OBJECT_TAG)
+            self._open_sends.keep(handle)
+            return handle
+
+    def recv_object(self, src: int, *, timeout_s: float | None = None, type: Any = None) -> Any:  # noqa: A002
+        """Receive the next object that rank `src` sent to this rank.
+
+        Args:
+            src: Rank in the group.
+            timeout_s: Deadline in seconds; when it passes the group is broken.
+            type: Decode straight into this type.
+        """
+        with self._calls.call("recv_object", timeout_s, in_line=False):
+            peer = checks.check_peer(src, self.rank_in_group, self.world_size, "src")
+            return self._host.recv_object(peer, timeout_s, type, "recv_object", OBJECT_TAG)

@@ -1,0 +1,200 @@
+"""Tensors from one rank to another: by tag, from any rank, and in batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Final, Literal
+
+import torch
+
+from coordinator.collectives.base import GroupPlanes
+from coordinator.host.plane import refuse_any
+from coordinator.host.tags import FIRST_USER_TAG
+from device_comm import checks
+from device_comm.handles import Handle
+from device_comm.movable import movable_dtype
+from device_comm.process_group import TENSOR_TAG, dense
+from shm_broadcast.errors import UsageError
+
+# Gloo's tags are 32 bits with a sign; some of them are ours.
+_MOST_TAGS: Final = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class P2POperation:
+    """One transfer of `batch_isend_irecv`.
+
+    Attributes:
+        verb: What this rank does.
+        tensor: What is sent, or filled.
+        peer: The other rank, in the group.
+        tag: As in `send`.
+    """
+
+    verb: Literal["isend", "irecv"]
+    tensor: torch.Tensor
+    peer: int
+    tag: int = 0
+
+
+class TensorMessages(GroupPlanes):
+    """Point to point of tensors. Not collective: the sender and the receiver call, with equal tags.
+
+    Messages between two ranks arrive in order by tag; a tag other than 0 keeps them apart from all others. Those of
+    tag 0 go over the device plane; those of other tags over the host's memory, whatever the device.
+    """
+
+    def send(
+        self, tensor: torch.Tensor, dst: int | None = None, *, tag: int = 0, timeout_s: float | None = None
+    ) -> None:
+        """Send a tensor to rank `dst`, by default the next one; return when its memory may be reused.
+
+        Rank `dst` calls `recv` with this rank, the tensor's shape, dtype and tag. On one host up to
+        512 KiB do not wait for that, and larger tensors go on while `dst` is in any point-to-point call of the group,
+        so ranks may all send first and receive then.
+        """
+        with self._calls.call("send", timeout_s, in_line=False):
+            if tag:
+                self._isend_tagged(tensor, dst, tag, timeout_s).wait()
+            else:
+                self.device_communicator.send(tensor, dst, timeout_s=timeout_s)
+
+    def recv(
+        self,
+        size: torch.Size | Sequence[int],
+        dtype: torch.dtype,
+        src: int | None = None,
+        *,
+        tag: int = 0,
+        timeout_s: float | None = None,
+    ) -> torch.Tensor:
+        """Receive a tensor from rank `src`, by default the previous one, as a new one on this group's device.
+
+        Without `timeout_s` this waits without limit, but wakes when a peer dies or the group is destroyed.
+
+        Raises:
+            DisagreementError: On one host: what came has another shape or dtype. The next message can be received.
+        """
+        with self._calls.call("recv", timeout_s, in_line=False):
+            if not isinstance(dtype, torch.dtype):
+                raise UsageError(f"dtype must be a torch.dtype, not {dtype!r}")
+            if not tag:
+                return self.device_communicator.recv(size, dtype, src, timeout_s=timeout_s)
+            tensor = torch.empty(checks.check_shape(size), dtype=dtype, device=self.device)
+            self._irecv_tagged(tensor, src, tag, timeout_s).wait()
+            return tensor
+
+    def recv_any(
+        self,
+        size: torch.Size | Sequence[int],
+        dtype: torch.dtype,
+        *,
+        tag: int = 0,
+        timeout_s: float | None = None,
+    ) -> tuple[torch.Tensor, int]:
+        """Receive the next tensor of `tag` that any rank has sent; (a new tensor, the rank in the group).
+
+        Of several that are there any may come first; those of one rank come in order. Without `timeout_s` this waits
+        without limit, but wakes when any rank dies, or all others have left, or the group is destroyed.
+
+        Raises:
+            CapabilityError: The ranks share no memory; the group is intact.
+            DisagreementError: What came has another shape or dtype; the message is gone, the group is intact.
+        """
+        with self._calls.call("recv_any", timeout_s, in_line=False):
+            shape, dtype = checks.check_shape(size), checks.check_dtype(dtype)
+            if self.world_size == 1:
+                raise UsageError("recv_any: a group of one has no other rank")
+            if self.device.type != "cpu":
+                raise refuse_any(self._health)
+            moved = movable_dtype(dtype)
+            received, src = self._host.recv_any(shape, moved, self._wire_tag(tag), timeout_s)
+            return received.view(dtype), src
+
+    def isend(
+        self, tensor: torch.Tensor, dst: int | None = None, *, tag: int = 0, timeout_s: float | None = None
+    ) -> Handle:
+        """Start to send a tensor to rank `dst`, by default the next one.
+
+        Returns:
+            A handle that owns the memory; the tensor must not be changed before it has been waited for. It may be
+            dropped.
+        """
+        with self._calls.call("send", timeout_s, in_line=False):
+            if tag:
+                return self._isend_tagged(tensor, dst, tag, timeout_s)
+            handle = self.device_communicator.isend(tensor, dst, timeout_s=timeout_s)
+            self._open_sends.keep(handle)
+            return handle
+
+    def irecv(
+        self, tensor: torch.Tensor, src: int | None = None, *, tag: int = 0, timeout_s: float | None = None
+    ) -> Handle:
+        """Start to receive into `tensor` from rank `src`, by default the previous one.
+
+        Returns:
+            A handle. The tensor is filled once it has been waited for, and must not be touched before; it does not
+            overlap itself.
+        """
+        with self._calls.call("recv", timeout_s, in_line=False):
+            if tag:
+                return self._irecv_tagged(tensor, src, tag, timeout_s)
+            return self.device_communicator.irecv(tensor, src, timeout_s=timeout_s)
+
+    def batch_isend_irecv(self, operations: Sequence[P2POperation]) -> list[Handle]:
+        """Start several transfers at once; their order matters only between two ranks and under one tag.
+
+        Receives begin first, so that no transfer of a batch waits for another one of it.
+
+        Returns:
+            A handle for each operation, in order.
+
+        Raises:
+            UsageError: An operation is none, or cannot be. Those of the other direction may have begun.
+        """
+        with self._calls.call("batch_isend_irecv", in_line=False):
+            for each in operations:
+                if not isinstance(each, P2POperation) or each.verb not in ("isend", "irecv"):
+                    raise UsageError(f"batch_isend_irecv takes operations of type P2POperation, not {each!r}")
+                checks.check_tensor(each.tensor, self.device, "batch_isend_irecv")
+                checks.check_peer(each.peer, self.rank_in_group, self.world_size, "peer")
+        handles: dict[int, Handle] = {}
+        for verb in ("irecv", "isend"):
+            for at, each in enumerate(operations):
+                if each.verb == verb:
+                    start = self.irecv if verb == "irecv" else self.isend
+                    handles[at] = start(each.tensor, each.peer, tag=each.tag)
+        return [handles[at] for at in range(len(operations))]
+
+    def _isend_tagged(
+        self, tensor: torch.Tensor, dst: int | None, tag: int, timeout_s: float | None
+    ) -> Handle:
+        checks.check_tensor(tensor, self.device, "send")
+        peer, wire = self._other(dst, 1, "dst"), self._wire_tag(tag)
+        source = dense(tensor.view(movable_dtype(tensor.dtype))).cpu()
+        handle = self._host.isend_tensor(source, peer, timeout_s, wire)
+        self._open_sends.keep(handle)
+        return handle
+
+    def _irecv_tagged(
+        self, tensor: torch.Tensor, src: int | None, tag: int, timeout_s: float | None
+    ) -> Handle:
+        checks.check_tensor(tensor, self.device, "recv")
+        checks.check_writable(tensor, "recv")
+        peer, wire = self._other(src, -1, "src"), self._wire_tag(tag)
+        return self._host.irecv_tensor(
+            tensor.detach().view(movable_dtype(tensor.dtype)), peer, timeout_s, wire
+        )
+
+    def _wire_tag(self, tag: int) -> int:
+        if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < _MOST_TAGS:
+            raise UsageError(f"tag must be an integer from 0 to {_MOST_TAGS - 1}, not {tag!r}")
+        return FIRST_USER_TAG + tag if tag else TENSOR_TAG
+
+    def _other(self, rank: int | None, step: int, name: str) -> int:
+        if rank is None and self.world_size > 1:
+            return (self.rank_in_group + step) % self.world_size
+        return checks.check_peer(
+            self.rank_in_group if rank is None else rank, self.rank_in_group, self.world_size, name
+        )

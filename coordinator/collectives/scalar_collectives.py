@@ -1,0 +1,109 @@
+"""What training and evaluation loops ask a group for: a flag for all, a sum of numbers, tensors as a list."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from coordinator.collectives.object_collectives import ObjectCollectives
+from coordinator.collectives.tensor_collectives import TensorCollectives
+from device_comm import checks
+from shm_broadcast.errors import UsageError
+
+_LARGEST = (1 << 63) - 1
+
+
+class ScalarCollectives(TensorCollectives, ObjectCollectives):
+    """Small collectives; flags and sums go over the host plane and never wait for an accelerator."""
+
+    def broadcast_flag(self, flag: bool, src: int = 0, *, timeout_s: float | None = None) -> bool:
+        """Return rank `src`'s flag on every rank. Collective.
+
+        Blocks until rank `src` has called it: without limit unless given `timeout_s`.
+
+        Args:
+            flag: The decision on rank `src`; ignored elsewhere, but it must be a flag on every rank.
+            src: Rank in the group.
+            timeout_s: Deadline in seconds.
+
+        Raises:
+            UsageError: `flag` is no bool, or there is no rank `src`. Nothing is sent.
+        """
+        with self._calls.call("broadcast_flag", timeout_s, in_line=False):
+            checks.check_rank(src, self.world_size, "src")
+            if not isinstance(flag, bool):
+                raise UsageError(f"{self._health.where('broadcast_flag')}: flag must be a bool, not {flag!r}")
+            return bool(self._broadcast(flag, src, timeout_s, bool))
+
+    def all_sum(self, value: float, *, timeout_s: float | None = None) -> torch.Tensor:
+        """Return the sum of all ranks' numbers as a tensor without dimensions on the group's device. Collective.
+
+        Integers are summed exactly and give an int64; if one rank brings a float, all get the same float64, added in
+        rank order.
+
+        Args:
+            value: This rank's number.
+            timeout_s: Deadline in seconds; by default the group's.
+
+        Raises:
+            UsageError: `value` is no number: nothing is sent. Or the sum does not fit into an int64: on every rank.
+        """
+        name = "all_sum"
+        with self._calls.call(name, timeout_s):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise UsageError(
+                    f"{self._health.where(name)}: value must be an int or a float, not {value!r}"
+                )
+            total = sum(self._host.all_gather_object(value, timeout_s))
+            if isinstance(total, float):
+                return torch.tensor(total, dtype=torch.float64, device=self.device)
+            if abs(total) > _LARGEST:
+                raise UsageError(f"{self._health.where(name)}: the sum {total} does not fit into 64 bits")
+            return torch.tensor(total, dtype=torch.int64, device=self.device)
+
+    def all_gather_to_list(
+        self, input_: torch.Tensor, outputs: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """Return every rank's tensor, in rank order. Collective.
+
+        Args:
+            input_: Of equal shape and dtype on all ranks.
+            outputs: Where to put them: one tensor for each rank, of the input's shape, dtype and device. By default
+                new memory, which the returned tensors share.
+
+        Returns:
+            `outputs` as a list, or new tensors; on a group of one too they share nothing with `input_`.
+
+        Raises:
+            UsageError: `outputs` does not fit. Nothing is sent.
+            Others: As `all_gather`.
+        """
+        name = "all_gather_to_list"
+        with self._calls.call(name):
+            checks.check_tensor(input_, self.device, name)
+            if outputs is not None:
+                self._check_outputs(name, input_, outputs)
+            shape = tuple(input_.shape)
+            # As a row: a 0-dim tensor has no dimension to be gathered along.
+            rows = self.device_communicator.all_gather(input_.reshape(1, math.prod(shape)), 0)
+            gathered = [row.view(shape) for row in rows.unbind(0)]
+            if outputs is None:
+                return gathered if self.world_size > 1 else [gathered[0].clone()]
+            for into, row in zip(outputs, gathered, strict=True):
+                into.copy_(row)
+            return list(outputs)
+
+    def _check_outputs(self, name: str, input_: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
+        if len(outputs) != self.world_size:
+            raise UsageError(
+                f"{self._health.where(name)}: {len(outputs)} outputs for {self.world_size} ranks"
+            )
+        for rank, output in enumerate(outputs):
+            checks.check_tensor(output, self.device, name)
+            if output.shape != input_.shape or output.dtype != input_.dtype:
+                raise UsageError(
+                    f"{self._health.where(name)}: output {rank} is {output.dtype} {tuple(output.shape)}, the input "
+                    f"{input_.dtype} {tuple(input_.shape)}"
+                )

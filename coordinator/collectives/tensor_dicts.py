@@ -1,0 +1,281 @@
+"""Tensor dicts between ranks: to one peer, or from one rank to all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from coordinator.collectives.base import GroupPlanes
+from coordinator.collectives.tensor_dict_format import (
+    WHOLE_TENSORS,
+    Landing,
+    PackedDict,
+    Plane,
+    Slicing,
+    TensorDictMessage,
+    join,
+    landing_places,
+    pack_whole,
+)
+from coordinator.host.tags import TENSOR_DICT_TAG, TENSOR_TAG
+from device_comm import checks
+from device_comm.handles import Handle
+from shm_broadcast import codec
+from shm_broadcast.errors import DecodeError, DisagreementError, UsageError
+
+TensorDict = dict[Any, Any]
+
+# The tensors that follow a message, by plane.
+Parts = Sequence[tuple[Plane, torch.Tensor]]
+
+
+class PointToPoint(GroupPlanes):
+    """Tensor dicts: between ranks of one host one message, else one of metadata and the larger tensors beside it.
+
+    On one host a send returns when shared memory owns the dict: one of up to 512 KiB at once, unless the receiver is
+    that far behind; a larger one as the receiver takes it, which it does in any point-to-point call of the group.
+    So ranks may all send first and receive then, whatever the size. Over Gloo a large send waits for its receive.
+
+    Values may be tensors, nested dicts, and whatever the codec carries. CPU tensors arrive as CPU tensors;
+    tensors on the group's device land on the receiver's own device.
+
+    The all-gather optimisation: given `all_gather_group` (the tensor-parallel group, whose ranks hold the
+    same tensors), each rank sends only its slice of every tensor whose size divides by that group's, and
+    the receivers all-gather. `all_gather_tensors` overrides that by key (`outer.inner` in nested dicts)
+    for tensors that are not equal on those ranks. Sender and receiver must pass the same; if they do not,
+    the receiver raises `DisagreementError` and the group is broken.
+    """
+
+    def send_tensor_dict(
+        self,
+        tensor_dict: Mapping[Any, Any],
+        dst: int | None = None,
+        all_gather_group: GroupPlanes | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> TensorDict | None:
+        """Send a tensor dict to rank `dst` (the next one by default); return when its memory may be reused.
+
+        Returns:
+            None; in a group of one the dict itself, as nobody is there to receive it.
+        """
+        name = "send_tensor_dict"
+        with self._calls.call(name, timeout_s, in_line=False):
+            if self.world_size == 1:
+                return tensor_dict if isinstance(tensor_dict, dict) else dict(tensor_dict)
+            peer = self._neighbour(dst, 1, "dst")
+            packed = self._host.pack(tensor_dict, _slicing(all_gather_group, all_gather_tensors))
+            if packed.is_single:
+                self._host.send_object(packed.message(), peer, name, timeout_s, TENSOR_DICT_TAG)
+                return None
+            for handle in self._start(packed, peer, timeout_s):
+                handle.wait()
+            return None
+
+    def isend_tensor_dict(
+        self,
+        tensor_dict: Mapping[Any, Any],
+        dst: int | None = None,
+        all_gather_group: GroupPlanes | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[Handle]:
+        """Start to send a tensor dict.
+
+        Returns:
+            Handles, in a group of one none. The tensors must not be changed until all of them have been
+            waited for; their memory is kept until then, also if the handles are dropped.
+        """
+        with self._calls.call("send_tensor_dict", timeout_s, in_line=False):
+            if self.world_size == 1:
+                return []
+            peer = self._neighbour(dst, 1, "dst")
+            packed = self._host.pack(tensor_dict, _slicing(all_gather_group, all_gather_tensors))
+            return self._start(packed, peer, timeout_s)
+
+    def _start(self, packed: PackedDict, peer: int, timeout_s: float | None) -> list[Handle]:
+        """Start to send a dict: what the host plane carries, then the tensors of the group's device."""
+        handles = self._host.isend_tensor_dict(packed, peer, timeout_s)
+        on_device = packed.beside("device")
+        if on_device:
+            with self.device_communicator.group():
+                handles += [
+                    self.device_communicator.isend(tensor, peer, timeout_s=timeout_s) for tensor in on_device
+                ]
+        for handle in handles:
+            self._open_sends.keep(handle)
+        return handles
+
+    def recv_tensor_dict(
+        self,
+        src: int | None = None,
+        all_gather_group: GroupPlanes | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> TensorDict | None:
+        """Receive a tensor dict from rank `src` (the previous one by default).
+
+        Without `timeout_s` this waits without limit for the dict to begin, but wakes when a peer dies or
+        the group is destroyed.
+
+        Returns:
+            A new dict of new tensors; None in a group of one.
+        """
+        tensor_dict, handles, callbacks = self.irecv_tensor_dict(
+            src, all_gather_group, all_gather_tensors, timeout_s=timeout_s
+        )
+        for handle in handles:
+            handle.wait()
+        for callback in callbacks:
+            callback()
+        return tensor_dict
+
+    def irecv_tensor_dict(
+        self,
+        src: int | None = None,
+        all_gather_group: GroupPlanes | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> tuple[TensorDict | None, list[Handle], list[Callable[[], None]]]:
+        """Receive the metadata of a tensor dict, and start to receive its tensors.
+
+        Returns:
+            (dict, handles, callbacks): wait for all handles, then run all callbacks, in order; only then
+            is the dict complete. CPU tensors from a rank of the same host are there at once. The callbacks
+            all-gather the slices, so all ranks of the all-gather group run theirs. In a group of one:
+            (None, [], []).
+        """
+        with self._calls.call("recv_tensor_dict", timeout_s, in_line=False):
+            if self.world_size == 1:
+                return None, [], []
+            peer = self._neighbour(src, -1, "src")
+            slicing = _slicing(all_gather_group, all_gather_tensors)
+            message = self._host.recv_object(peer, timeout_s, None, "recv_tensor_dict", TENSOR_DICT_TAG)
+            if type(message) is dict:
+                # Everything came with it: a dict with slots is a `TensorDictMessage`.
+                return message, [], []
+
+            def receive(parts: Parts) -> list[Handle]:
+                return [
+                    self._host.irecv_tensor(tensor, peer, timeout_s, TENSOR_TAG)
+                    if plane == "host"
+                    else self.device_communicator.irecv(tensor, peer, timeout_s=timeout_s)
+                    for plane, tensor in parts
+                ]
+
+            landing = self._land(message, slicing, receive)
+            handles = receive(landing.parts)
+        callbacks = [
+            _gatherer(all_gather_group, part, put)
+            for part, put in landing.sliced
+            if all_gather_group is not None
+        ]
+        return landing.tensor_dict, handles, callbacks
+
+    def broadcast_tensor_dict(
+        self,
+        tensor_dict: Mapping[Any, Any] | None = None,
+        src: int = 0,
+        group: dist.ProcessGroup | None = None,
+        metadata_group: dist.ProcessGroup | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> TensorDict | None:
+        """Return rank `src`'s tensor dict on every rank. Collective.
+
+        Args:
+            tensor_dict: The dict on rank `src`; ignored elsewhere.
+            src: Rank in the group.
+            group: None or this group's own `device_group` or `cpu_group`; anything else is refused.
+            metadata_group: None or this group's own `cpu_group`; anything else is refused.
+            timeout_s: Deadline in seconds; receivers wait without limit by default.
+
+        Returns:
+            On rank `src` the dict itself, elsewhere a new dict of new tensors.
+        """
+        with self._calls.call("broadcast_tensor_dict", timeout_s):
+            checks.check_rank(src, self.world_size, "src")
+            self._check_own_group(group, (self._cpu_group, self._device_group), "group")
+            self._check_own_group(metadata_group, (self._cpu_group,), "metadata_group")
+            if self.rank_in_group != src:
+                return self._receive_broadcast(src, timeout_s)
+            if tensor_dict is None:
+                raise UsageError("broadcast_tensor_dict: rank src must give a tensor dict")
+            queue = self._broadcaster
+            by_queue = queue is not None and queue.writer == src
+            # A queue moves a message of any size as fast as tensors by themselves.
+            packed = (pack_whole if by_queue else self._host.pack)(tensor_dict, WHOLE_TENSORS)
+            self._broadcast(packed.message(), src, timeout_s, None)
+            self._host.broadcast_tensors(packed.beside("host"), src, timeout_s)
+            for tensor in packed.beside("device"):
+                self.device_communicator.broadcast(tensor, src, timeout_s=timeout_s)
+            return tensor_dict if isinstance(tensor_dict, dict) else dict(tensor_dict)
+
+    def _receive_broadcast(self, src: int, timeout_s: float | None) -> TensorDict | None:
+        def receive(parts: Parts) -> list[Handle]:
+            on_host = [tensor for plane, tensor in parts if plane == "host"]
+            self._host.broadcast_tensors(on_host, src, timeout_s)
+            for plane, tensor in parts:
+                if plane == "device":
+                    self.device_communicator.broadcast(tensor, src, timeout_s=timeout_s)
+            return []
+
+        message = self._broadcast(None, src, timeout_s, None)
+        landing = self._land(message, WHOLE_TENSORS, receive)
+        receive(landing.parts)
+        return landing.tensor_dict
+
+    # ------------------------------------------------------------------ helpers
+
+    def _land(self, message: object, slicing: Slicing, receive: Callable[[Parts], list[Handle]]) -> Landing:
+        """Return where the dict of `message` lands; if it cannot be decoded, receive what follows it and raise."""
+        if type(message) is dict:
+            return Landing(message)
+        if not isinstance(message, TensorDictMessage):
+            raise DecodeError(f"expected the message of a tensor dict, received {type(message).__name__}")
+        try:
+            metadata = codec.decode(message.tree)
+        except DecodeError:
+            for handle in receive(landing_places(message, self.device)):
+                handle.wait()
+            raise
+        try:
+            return join(metadata, self.device, slicing, message.parts)
+        except DisagreementError as error:
+            # The tensors are on their way and nobody will receive them: the next transfer would take them.
+            self._health.fail(error)
+            raise
+
+    def _neighbour(self, rank: int | None, step: int, name: str) -> int:
+        if rank is None:
+            return (self.rank_in_group + step) % self.world_size
+        return checks.check_peer(rank, self.rank_in_group, self.world_size, name)
+
+
+def _slicing(group: GroupPlanes | None, overrides: Mapping[str, bool] | None) -> Slicing:
+    if group is None:
+        return WHOLE_TENSORS
+    if not isinstance(group, GroupPlanes):
+        raise UsageError(f"all_gather_group must be a GroupCoordinator, not {type(group).__name__}")
+    return Slicing(group.world_size, group.rank_in_group, dict(overrides or {}))
+
+
+def _gatherer(
+    group: GroupPlanes, part: torch.Tensor, put: Callable[[torch.Tensor], None]
+) -> Callable[[], None]:
+    def gather() -> None:
+        group._calls.enter("recv_tensor_dict")  # noqa: SLF001
+        if part.device.type == group.device.type:
+            put(group.device_communicator.all_gather(part, dim=0))
+            return
+        # A CPU tensor between ranks whose device is another one: gather it where the group's tensors live.
+        put(group.device_communicator.all_gather(part.to(group.device), dim=0).to(part.device))
+
+    return gather

@@ -1,0 +1,157 @@
+"""The host plane of a group whose ranks share memory: each byte is copied once by each side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from coordinator.collectives.tensor_dict_format import PackedDict, Slicing, pack_whole
+from coordinator.host.plane import frame_of, gather_frames, pack_integer, unpack_integer
+from coordinator.host.tags import (
+    BROADCAST_TAG,
+    BROADCAST_TENSOR_TAG,
+    GATHER_TAG,
+    OBJECT_TAG,
+    TENSOR_DICT_TAG,
+)
+from device_comm.cpu.received_tensors import expect_tensor, irecv_into
+from device_comm.cpu.shared_memory import SharedMemory
+from device_comm.handles import CompletedHandle, Handle
+from device_comm.health import GroupHealth
+from shm_broadcast import codec
+
+
+class SharedHostPlane:
+    """The host plane of one group over shared memory. Ranks here are ranks in the group."""
+
+    def __init__(
+        self, shared: SharedMemory, health: GroupHealth, rank_in_group: int, timeout_s: float
+    ) -> None:
+        """Use `shared`, which is owned from now on; the other arguments are those of `GlooHostPlane`."""
+        self._shared = shared
+        self._fabric = shared.host
+        self._channels = shared.channels
+        self._health = health
+        self._rank = rank_in_group
+        self._timeout_s = timeout_s
+        self._others = [rank for rank in range(len(health.ranks)) if rank != rank_in_group]
+
+    # ------------------------------------------------------------------ collectives
+
+    def barrier(self, timeout_s: float | None = None) -> None:
+        """Return once every rank has called this."""
+        fabric = self._fabric
+        fabric.finish("barrier", fabric.core.barrier(), timeout_s or self._timeout_s)
+
+    def _all_gather(self, name: str, timeout_s: float | None, data: bytes) -> list[memoryview]:
+        """Return every rank's bytes, in rank order; all ranks bring the same number of bytes."""
+        rows = self._fabric.all_gather_bytes(name, data, timeout_s or self._timeout_s)
+        return [rows[start : start + len(data)] for start in range(0, len(rows), len(data))]
+
+    def all_gather_integers(self, value: int, timeout_s: float | None = None) -> list[int]:
+        """Return every rank's integer of up to 64 bits, in rank order."""
+        name = "all_gather_integers"
+        self._health.check_usable(name)
+        return [unpack_integer(row) for row in self._all_gather(name, timeout_s, pack_integer(value))]
+
+    def all_gather_object(self, obj: object, timeout_s: float | None = None) -> list[Any]:
+        """Return the ranks' objects on every rank, in rank order. One round when all are small."""
+        name = "all_gather_object"
+        self._health.check_usable(name)
+        frame = frame_of(obj)
+        gather = partial(self._all_gather, name, timeout_s)
+        return [codec.decode(row) for row in gather_frames(frame, gather, self._health)]
+
+    def broadcast_object(self, obj: object, src: int, timeout_s: float | None, type_: Any = None) -> Any:
+        """Return rank `src`'s object on every rank."""
+        name = "broadcast_object"
+        if self._rank != src:
+            return self.recv_object(src, timeout_s, type_, name, BROADCAST_TAG)
+        self._channels.send("host", name, obj, self._others, BROADCAST_TAG, timeout_s or self._timeout_s)
+        return obj
+
+    def broadcast_tensors(self, tensors: Sequence[torch.Tensor], src: int, timeout_s: float | None) -> None:
+        """Fill CPU tensors on every rank with those of rank `src`, one after the other."""
+        deadline = timeout_s or self._timeout_s
+        for tensor in tensors:
+            if self._rank == src:
+                self._channels.send("host", "send", tensor, self._others, BROADCAST_TENSOR_TAG, deadline)
+            else:
+                self.irecv_tensor(tensor, src, timeout_s, BROADCAST_TENSOR_TAG).wait()
+
+    def gather_object(self, obj: object, dst: int, timeout_s: float | None = None) -> list[Any] | None:
+        """Return the ranks' objects on rank `dst`, in rank order; None elsewhere."""
+        name, deadline = "gather_object", timeout_s or self._timeout_s
+        self._health.check_usable(name)
+        if self._rank != dst:
+            self._channels.send("host", name, obj, (dst,), GATHER_TAG, deadline)
+            return None
+        objects = self._channels.recv_each("host", name, self._others, GATHER_TAG, deadline)
+        return [*objects[:dst], obj, *objects[dst:]]
+
+    # ------------------------------------------------------------------ point to point
+
+    def send_object(self, obj: object, dst: int, name: str, timeout_s: float | None, tag: int) -> None:
+        """Send an object to rank `dst`; return when the channel owns it."""
+        self._channels.send("host", name, obj, (dst,), tag, timeout_s or self._timeout_s)
+
+    def isend_object(self, obj: object, dst: int, name: str, timeout_s: float | None, tag: int) -> Handle:
+        """Start to send an object to rank `dst`, of which this takes a copy."""
+        deadline = timeout_s or self._timeout_s
+        return self._channels.isend("host", name, obj, dst, tag, deadline, copies=True)
+
+    def recv_object(
+        self,
+        src: int,
+        timeout_s: float | None = None,
+        type_: Any = None,
+        name: str = "recv_object",
+        tag: int = OBJECT_TAG,
+    ) -> Any:
+        """Receive an object from rank `src`; without a deadline this waits until there is one."""
+        value = self._channels.recv("host", name, src, tag, timeout_s)
+        return value if type_ is None else codec.convert(value, type_)
+
+    def isend_tensor(self, tensor: torch.Tensor, dst: int, timeout_s: float | None, tag: int) -> Handle:
+        """Start to send a contiguous CPU tensor to rank `dst`."""
+        return self._channels.isend("device", "send", tensor, dst, tag, timeout_s or self._timeout_s)
+
+    def irecv_tensor(self, tensor: torch.Tensor, src: int, timeout_s: float | None, tag: int) -> Handle:
+        """Start to receive into a tensor of any layout and device."""
+        return irecv_into(tensor.detach(), self._channels, src, tag, timeout_s, self._health)
+
+    def recv_any(
+        self, shape: Sequence[int], dtype: torch.dtype, tag: int, timeout_s: float | None
+    ) -> tuple[torch.Tensor, int]:
+        """Receive the next tensor of `tag` from any other rank; (the tensor, in new memory, that rank)."""
+        received, src = self._channels.recv_any("device", "recv", tag, timeout_s)
+        return expect_tensor(received, dtype, shape, src, self._health), src
+
+    def pack(self, tensor_dict: Mapping[Any, Any], slicing: Slicing) -> PackedDict:
+        """Put every CPU tensor into the message, which moves as fast as tensors by themselves."""
+        return pack_whole(tensor_dict, slicing)
+
+    def isend_tensor_dict(self, packed: PackedDict, dst: int, timeout_s: float | None) -> list[Handle]:
+        """Start to send the message, which holds every CPU tensor."""
+        deadline = timeout_s or self._timeout_s
+        handle = self._channels.isend(
+            "host", "send_tensor_dict", packed.message(), dst, TENSOR_DICT_TAG, deadline
+        )
+        # Engines take the first handle for that of the metadata, and wait only for those behind it.
+        return [handle] if isinstance(handle, CompletedHandle) else [handle, handle]
+
+    # ------------------------------------------------------------------ life
+
+    def flush(self, timeout_s: float) -> None:
+        """Return at once: what was written can be read after this rank has left."""
+        del timeout_s
+
+    def close(self, timeout_s: float) -> None:
+        """Release the memory; calls that wait in other threads end. Idempotent."""
+        self._shared.close(timeout_s)
+
+
+__all__ = ["SharedHostPlane"]

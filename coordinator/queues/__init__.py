@@ -1,0 +1,1 @@
+"""The queues of a group: what the scheduler broadcasts, and single-reader queues."""

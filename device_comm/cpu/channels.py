@@ -1,0 +1,343 @@
+"""Point to point between the ranks of one host: for each ordered pair of ranks a ring in memory that both share.
+
+A channel is made by whichever of its two ranks needs it first. It carries whole objects, each with a tag; those of
+one tag arrive in order, and one that is not asked for yet is set aside when it is in the way of another.
+
+Whoever waits here, to send or to receive, takes in what others send meanwhile: so messages of any size that cross
+each other, or go round in a circle, make progress as long as every rank involved is in such a call.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NoReturn
+
+from device_comm import _core
+from device_comm.cpu.channel_ends import (
+    Inlet,
+    LeftError,
+    Outlet,
+    ReceivingAll,
+    ReceivingAny,
+    Sending,
+    Writing,
+    raise_left,
+)
+from device_comm.handles import CompletedHandle, Handle, PointToPointHandle
+from device_comm.health import GroupHealth, Operation
+from device_comm.works import WaiterThreads
+from shm_broadcast import _core as rings
+from shm_broadcast import codec
+from shm_broadcast.errors import CommError, InternalError
+from shm_broadcast.queue import segment_bytes
+from shm_broadcast.segment import Segment
+
+# Bytes of records in a channel. A message of up to half of it is owned by the channel at once; a longer one streams
+# through. It stays in the second-level caches, so what passes is read before it gets to memory.
+CHANNEL_BYTES: Final = 1 << 20
+
+# Making a channel takes its rank less than 1 ms; the other one looks this often whether it is there.
+_MAKING_S: Final = 0.0001
+_MAKING_DEADLINE_S: Final = 30.0
+
+
+# Takes the place of the table when the channels are closed; every native function refuses it.
+_NO_TABLE: Final = memoryview(b"")
+
+
+def room_bytes(world_size: int) -> int:
+    """Return the size of the room for all channels of a group, which take memory only when they are made."""
+    return world_size * world_size * _stride()
+
+
+def _stride() -> int:
+    return segment_bytes(CHANNEL_BYTES, 1)
+
+
+class _Making:
+    """A channel that the other rank makes; see `Pollable`."""
+
+    def __init__(self, channels: Channels, src: int, dst: int, peer: int) -> None:
+        self._channels = channels
+        self._pair = (src, dst)
+        self._peer = peer
+
+    def poll(self, slice_s: float) -> bool:
+        until = time.monotonic() + slice_s
+        while self._channels.state(*self._pair) == _core.CHANNEL_MAKING:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_MAKING_S)
+        return True
+
+    def pending(self) -> tuple[int, ...]:
+        return (self._peer,)
+
+
+class Channels:
+    """The channels of one rank. Ranks here are ranks in the group.
+
+    Not for several threads at once, except that handles may be waited for in any.
+    """
+
+    def __init__(
+        self, segment: Segment, table: memoryview, offset: int, health: GroupHealth, rank_in_group: int
+    ) -> None:
+        """Make nothing yet.
+
+        Args:
+            segment: Owned by somebody else.
+            table: The part of it that says which channels there are.
+            offset: Where the room for the channels begins, behind what is reserved.
+            health: The group's shared state.
+            rank_in_group: This process's position.
+        """
+        self._segment = segment
+        self._table = table
+        self._offset = offset
+        self._health = health
+        self._rank = rank_in_group
+        self._world_size = len(health.ranks)
+        self._others = [rank for rank in range(self._world_size) if rank != rank_in_group]
+        self._outlets: dict[int, Outlet] = {}
+        self._inlets: dict[int, Inlet] = {}
+        self._threads = WaiterThreads(f"{health.name}-send")
+        # Held while channels are opened or all are closed; a wait for one may break the group, which closes all.
+        self._lock = threading.RLock()
+        self.is_closed: bool = False
+
+    # ------------------------------------------------------------------ sending
+
+    def send(self, plane: str, name: str, obj: Any, peers: Sequence[int], tag: int, timeout_s: float) -> None:
+        """Send an object to each of `peers`; return when the channels own it.
+
+        One of up to half of `CHANNEL_BYTES` does not wait for its receiver unless the channel is full.
+
+        Raises:
+            UsageError: The object cannot be carried; nothing was sent.
+            CommTimeoutError: A receiver made no room in time; the group is broken.
+            PeerLostError: A receiver is gone; the group is broken.
+        """
+        outlets = [self._outlet(peer, name) for peer in peers]
+        message: codec.Message | None
+        try:
+            if len(outlets) == 1:
+                message = outlets[0].send_now(obj, tag)
+                rest = list(peers)
+            else:
+                message = codec.encode(obj)
+                rest = [
+                    peer
+                    for peer, outlet in zip(peers, outlets, strict=True)
+                    if not outlet.write_now(message, tag)
+                ]
+        except LeftError as error:
+            raise self._left(plane, name, "to", peers, error) from error
+        if message is None or not rest:
+            return
+        operation = self._operation(plane, name, "to", rest)
+        own: list[Sending] = []
+        for peer in rest:
+            sending, is_own = self._outlet(peer, name).enqueue(message, tag)
+            if is_own:
+                own.append(sending)
+            else:
+                self._health.wait(operation, sending, timeout_s)
+        if own:
+            self._health.wait(operation, Writing(self, own), timeout_s)
+
+    def isend(
+        self, plane: str, name: str, obj: Any, dst: int, tag: int, timeout_s: float, copies: bool = False
+    ) -> Handle:
+        """Start to send an object; what does not fit into the channel at once is written by a thread.
+
+        Its tensors and large buffers must not change until the handle has been waited for, unless it `copies`.
+        """
+        outlet = self._outlet(dst, name)
+        try:
+            message = outlet.send_now(obj, tag)
+        except LeftError as error:
+            raise self._left(plane, name, "to", [dst], error) from error
+        if message is None:
+            return CompletedHandle()
+        operation = self._operation(plane, name, "to", [dst])
+        if copies and message.buffers:
+            message = codec.Message(message.to_bytes(), (), message.nbytes)
+        sending, _ = outlet.enqueue(message, tag, self._threads.submit)
+        return PointToPointHandle(self._health, operation, sending, timeout_s)
+
+    # ------------------------------------------------------------------ receiving
+
+    def recv(self, plane: str, name: str, src: int, tag: int, timeout_s: float | None) -> Any:
+        """Return the next object of `tag` from `src`; without a deadline this waits until there is one.
+
+        Raises:
+            DecodeError: It cannot be decoded; the next one can be received.
+            CommTimeoutError: None came in time; the group is broken.
+            PeerLostError: The sender is gone; the group is broken.
+        """
+        inlet = self._inlet(src, name)
+        try:
+            value = inlet.receive_now(tag)
+        except LeftError as error:
+            raise self._left(plane, name, "from", [src], error) from error
+        if value is not rings.NOTHING:
+            return value
+        operation = self._operation(plane, name, "from", [src])
+        receiving = inlet.expect(tag, None)
+        self._health.wait(operation, receiving, timeout_s)
+        return receiving.value
+
+    def recv_each(
+        self, plane: str, name: str, sources: Sequence[int], tag: int, timeout_s: float
+    ) -> list[Any]:
+        """Return the next object of `tag` from each of `sources`; raises as `recv`, when all have come."""
+        operation = self._operation(plane, name, "from", sources)
+        receivings = [self._inlet(src, name).expect(tag, None) for src in sources]
+        self._health.wait(operation, ReceivingAll(receivings), timeout_s)
+        for receiving in receivings:
+            receiving.is_complete()
+        return [receiving.value for receiving in receivings]
+
+    def recv_any(self, plane: str, name: str, tag: int, timeout_s: float | None) -> tuple[Any, int]:
+        """Return the next object of `tag` that any other rank has sent, and that rank; as `recv` otherwise.
+
+        PeerLostError: Any other rank is gone: it might have been the one.
+        """
+        operation = self._operation(plane, name, "from any of", self._others)
+        awaiting = ReceivingAny([self._inlet(src, name) for src in self._others], tag, self)
+        self._health.wait(operation, awaiting, timeout_s)
+        inlet, value = awaiting.taken()
+        return value, self._health.ranks.index(inlet.peer)
+
+    def irecv(
+        self, plane: str, name: str, src: int, tag: int, timeout_s: float | None, land: Callable[[Any], Any]
+    ) -> Handle:
+        """Start to receive the next object of `tag` from `src`, for which `land` is called when it has come."""
+        operation = self._operation(plane, name, "from", [src])
+        receiving = self._inlet(src, name).expect(tag, land)
+        return PointToPointHandle(self._health, operation, receiving, timeout_s)
+
+    def drain(self, busy: Inlet | None) -> bool:
+        """Take in what others send, except through `busy`; return whether something came or is under way."""
+        found = False
+        for rank in self._others:
+            inlet = self._inlets.get(rank) or self._open_if_made(rank)
+            if inlet is not None and inlet is not busy:
+                found = inlet.drain() or found
+        return found
+
+    # ------------------------------------------------------------------ life
+
+    def _operation(self, plane: str, name: str, direction: str, peers: Sequence[int]) -> Operation:
+        ranks = ", ".join(f"rank {self._health.ranks[peer]}" for peer in peers)
+        return self._health.begin_point_to_point(plane, f"{name} {direction} {ranks}")
+
+    def _left(
+        self, plane: str, name: str, direction: str, peers: Sequence[int], error: LeftError
+    ) -> CommError:
+        """Return what to raise for a channel that was closed."""
+        operation = self._operation(plane, name, direction, peers)
+        return self._health.explain(operation, error, [self._health.ranks[peer] for peer in peers])
+
+    def _outlet(self, peer: int, name: str) -> Outlet:
+        outlet = self._outlets.get(peer)
+        if outlet is None:
+            with self._lock:
+                outlet = self._outlets.get(peer)
+                if outlet is None:
+                    memory = self._open(self._rank, peer, peer, name)
+                    outlet = self._outlets[peer] = Outlet(self, memory, self._health.ranks[peer])
+        return outlet
+
+    def _inlet(self, peer: int, name: str) -> Inlet:
+        inlet = self._inlets.get(peer)
+        if inlet is None:
+            with self._lock:
+                # Another thread that drains may have been first: of two on one ring each would miss messages.
+                inlet = self._inlets.get(peer)
+                if inlet is None:
+                    memory = self._open(peer, self._rank, peer, name)
+                    inlet = self._inlets[peer] = Inlet(self, memory, self._health.ranks[peer])
+        return inlet
+
+    def _open_if_made(self, peer: int) -> Inlet | None:
+        with self._lock:
+            if self.is_closed or self.state(peer, self._rank) != _core.CHANNEL_READY:
+                return None
+            return self._inlet(peer, "recv")
+
+    def state(self, src: int, dst: int) -> int:
+        """Return what the table says of the channel from `src` to `dst`."""
+        return _core.channel_state(self._table, self._world_size, src, dst)
+
+    def _open(self, src: int, dst: int, peer: int, name: str) -> mmap.mmap:
+        """Return the memory of the channel from `src` to `dst`, made here or by the other rank, `peer`."""
+        operation = self._operation("host", f"{name}: open a channel", "with", [peer])
+        place = (self._table, self._world_size, src, dst)
+        while (found := _core.channel_claim(*place)) == _core.CHANNEL_MAKING:
+            # Again behind each wait: who failed to make it may be trying again.
+            making = _Making(self, src, dst, self._health.ranks[peer])
+            self._health.wait(operation, making, _MAKING_DEADLINE_S)
+        if found == _core.CHANNEL_NONE:
+            try:
+                self._segment.reserve(self._place(src, dst), _stride())
+                memory = self._segment.map(self._place(src, dst), _stride())
+                rings.ring_format(memory, 1, int.from_bytes(os.urandom(7)))
+            except BaseException:
+                _core.channel_failed(*place)
+                raise
+            _core.channel_made(*place)
+        else:
+            memory = self._segment.map(self._place(src, dst), _stride())
+        if _core.channel_left(self._table, self._world_size, peer):
+            # It ended the channels that it saw; this one may be newer.
+            rings.ring_end(memory, -1 if peer == src else 0)
+        return memory
+
+    def _place(self, src: int, dst: int) -> int:
+        return self._offset + (src * self._world_size + dst) * _stride()
+
+    def fail_corrupt(self, peer: int, error: Exception) -> NoReturn:
+        """Raise for a channel with rank `peer` that holds no ring: it was closed, or else the group breaks."""
+        if self.is_closed:
+            raise_left()
+        corrupt = InternalError(
+            f"{self._health.where('recv')}: the channel with rank {peer} was overwritten: {error}; "
+            "the group is now unusable, destroy it"
+        )
+        self._health.fail(corrupt)
+        raise corrupt from error
+
+    def close(self) -> None:
+        """Leave all channels; calls that wait, here and for this rank elsewhere, end. Idempotent."""
+        if self._health.is_inherited:
+            return
+        with self._lock:
+            if self.is_closed:
+                return
+            self.is_closed = True
+            _core.channel_leave(self._table, self._world_size, self._rank)
+            for outlet in self._outlets.values():
+                outlet.close()
+            for inlet in self._inlets.values():
+                inlet.close()
+            for peer in self._others:
+                self._end_unopened(peer)
+            self._table = _NO_TABLE
+
+    def _end_unopened(self, peer: int) -> None:
+        """Tell a rank that made a channel which this one has not used that it never will."""
+        for src, dst, ends in ((peer, self._rank, self._inlets), (self._rank, peer, self._outlets)):
+            if peer not in ends and self.state(src, dst) == _core.CHANNEL_READY:
+                rings.ring_end(
+                    self._segment.map(self._place(src, dst), _stride()), 0 if ends is self._inlets else -1
+                )
+
+    def end_threads(self, timeout_s: float) -> None:
+        """Wait until the threads have ended; behind `close`."""
+        self._threads.close(timeout_s)

@@ -1,0 +1,289 @@
+"""Collectives on CPU tensors through memory that all ranks of a group share.
+
+A call is a sequence of steps: each rank copies a piece of its tensor into its slot, says so, waits until all
+have, and takes what it needs from the others' slots (`csrc/call.cpp`). An ordinary small call is one native call.
+Groups over several hosts are served by other classes; `cpu_connect` chooses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from device_comm import _core
+from device_comm.base import SUM, CommunicatorContext, DeviceCommunicator, Sizes, Timeout
+from device_comm.cpu.native_codes import OPERATION_CODES, TYPE_CODES, copy_code
+from device_comm.cpu.received_tensors import expect_tensor, irecv_into
+from device_comm.cpu.shared_memory import SharedMemory
+from device_comm.handles import Handle
+from device_comm.movable import movable_dtype
+from device_comm.paths import CallPath
+from device_comm.process_group import TENSOR_TAG, as_bytes, dense, is_plain
+from device_comm.reduction import ReduceOperation
+from shm_broadcast._core import BlockPool
+
+# Up to this size every rank reduces everything itself: the ranks meet once instead of twice. With two ranks both
+# algorithms move the same number of bytes between the cores, and one-shot has less to do.
+ONE_SHOT_BYTES: Final = 64 << 10
+_ONE_SHOT_RANKS: Final = 2
+
+# From this size on results take the place of earlier ones. Below it malloc does the same.
+POOLED_BYTES: Final = 256 << 10
+
+
+def all_reduce_kind(nbytes: int, world_size: int) -> int:
+    """Return the algorithm of an all-reduce: a pure choice from facts that all ranks share."""
+    if world_size <= _ONE_SHOT_RANKS or nbytes <= ONE_SHOT_BYTES:
+        return _core.ALL_REDUCE_ONE_SHOT
+    return _core.ALL_REDUCE_TWO_SHOT
+
+
+def call_path(operation: str, nbytes: int, world_size: int) -> CallPath:
+    """Return how the ranks of one host carry a call on CPU tensors: a pure choice from facts that all ranks share."""
+    if operation not in ("all_reduce", "all_reduce_"):
+        return CallPath("shared memory", "every rank takes what it needs from the others' slots")
+    if world_size <= _ONE_SHOT_RANKS:
+        return CallPath("one-shot", "two ranks: both ways move as much, and this one meets once")
+    if all_reduce_kind(nbytes, world_size) == _core.ALL_REDUCE_ONE_SHOT:
+        return CallPath("one-shot", f"{nbytes} bytes are at most {ONE_SHOT_BYTES}: one meeting of the ranks")
+    return CallPath(
+        "two-shot", f"{nbytes} bytes are more than {ONE_SHOT_BYTES}: each rank combines its share"
+    )
+
+
+class SharedMemoryCommunicator(DeviceCommunicator):
+    """Collectives and point to point through memory that all ranks of the group share."""
+
+    algorithm = "shared memory"
+
+    def __init__(self, context: CommunicatorContext, shared: SharedMemory) -> None:
+        """Use `shared`, which stays the caller's. Not collective."""
+        super().__init__(context)
+        self._fabric = shared.device
+        self._core = shared.device.core
+        self._channels = shared.channels
+        self._health = context.health
+        # The native call for short messages knows the one-shot algorithm only.
+        self._short_bytes = POOLED_BYTES - 1 if self.world_size <= _ONE_SHOT_RANKS else ONE_SHOT_BYTES
+        self._pool = BlockPool()
+
+    def path(self, operation: str, nbytes: int, dtype: torch.dtype) -> CallPath:
+        """Return how a call is carried."""
+        del dtype
+        return call_path(operation, nbytes, self.world_size)
+
+    def destroy(self) -> None:
+        """Leave the shared region; calls that wait in other threads end."""
+        self._pool.close()
+        self._fabric.close()
+
+    def _settle(self, name: str, status: int, timeout_s: float | None) -> None:
+        if status != _core.DONE:
+            self._fabric.finish(name, status, timeout_s or self.context.timeout_s)
+
+    def _fresh(self, shape: Sequence[int], dtype: torch.dtype, nbytes: int) -> torch.Tensor:
+        """Return a new tensor of any content; a large one in memory that was used before, if there is any."""
+        if nbytes < POOLED_BYTES:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        return torch.frombuffer(self._pool.take(nbytes), dtype=dtype).view(shape)
+
+    def _fresh_like(self, source: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+        """Return a new tensor as `source` with `size` in dimension `dim`; see `_fresh`."""
+        shape = (*source.shape[:dim], size, *source.shape[dim + 1 :])
+        return self._fresh(shape, source.dtype, math.prod(shape) * source.itemsize)
+
+    # ------------------------------------------------------------------ reductions
+
+    def all_reduce(
+        self, input_: torch.Tensor, op: ReduceOperation = SUM, *, timeout_s: float | None = None
+    ) -> torch.Tensor:
+        """Combine the ranks' tensors; every rank gets the result, of the input's shape and dtype.
+
+        The ordinary small call is one native call. The result is a tensor as any other, but for its storage,
+        which cannot be resized.
+        """
+        if op is SUM and timeout_s is None:
+            answer = self._core.all_reduce(input_, self._short_bytes)
+            if type(answer) is torch.Tensor:
+                return answer
+            if answer is not None:
+                result, status = answer
+                self._settle("all_reduce", status, None)
+                return result
+        return super().all_reduce(input_, op, timeout_s=timeout_s)
+
+    def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None) -> torch.Tensor:
+        source = input_ if is_plain(input_) else dense(input_)
+        result = self._fresh(source.shape, source.dtype, source.nbytes)
+        self._reduce_into("all_reduce", source, result, op, timeout_s)
+        return result
+
+    def all_reduce_(
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOperation = SUM,
+        *,
+        timeout_s: float | None = None,
+    ) -> torch.Tensor:
+        """Combine the ranks' tensors in place; return `tensor`, which must not overlap itself."""
+        if op is SUM and timeout_s is None:
+            status = self._core.all_reduce_in_place(tensor, self._short_bytes)
+            if status is not None:
+                self._settle("all_reduce_", status, None)
+                return tensor
+        if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
+            return super().all_reduce_(tensor, op, timeout_s=timeout_s)
+        op = self._check_reduction("all_reduce_", tensor, op, timeout_s)
+        self._reduce_into("all_reduce_", tensor, tensor, op, timeout_s)
+        return tensor
+
+    def _reduce_into(
+        self,
+        name: str,
+        source: torch.Tensor,
+        result: torch.Tensor,
+        op: ReduceOperation,
+        timeout_s: float | None,
+    ) -> None:
+        kind = all_reduce_kind(source.nbytes, self.world_size)
+        codes = (TYPE_CODES[source.dtype], OPERATION_CODES[op])
+        addresses = (source.data_ptr(), result.data_ptr())
+        status = self._core.reduce(kind, *addresses, source.numel(), *codes, 0)
+        self._settle(name, status, timeout_s)
+
+    def _reduce(
+        self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
+    ) -> torch.Tensor | None:
+        source = input_ if is_plain(input_) else dense(input_)
+        result = None
+        if self.rank_in_group == dst:
+            result = self._fresh(source.shape, source.dtype, source.nbytes)
+        status = self._core.reduce(
+            *(_core.REDUCE, source.data_ptr(), 0 if result is None else result.data_ptr()),
+            *(source.numel(), TYPE_CODES[source.dtype], OPERATION_CODES[op], dst),
+        )
+        self._settle("reduce", status, timeout_s)
+        return result
+
+    def _reduce_scatter(
+        self, input_: torch.Tensor, dim: int, sizes: Sizes, op: ReduceOperation, timeout_s: Timeout
+    ) -> torch.Tensor:
+        source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
+        result = self._fresh_like(source, dim, sizes[self.rank_in_group])
+        rows, widths = _columns(source, dim, sizes)
+        codes = (TYPE_CODES[source.dtype], OPERATION_CODES[op])
+        addresses = (source.data_ptr(), result.data_ptr())
+        status = self._core.move(_core.REDUCE_SCATTER, *addresses, rows, widths, *codes, 0)
+        self._settle("reduce_scatter", status, timeout_s)
+        return result
+
+    # ------------------------------------------------------------------ moving data
+
+    def _all_gather(
+        self, input_: torch.Tensor, dim: int, sizes: tuple[int, ...], timeout_s: float | None
+    ) -> torch.Tensor:
+        source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
+        result = self._fresh_like(source, dim, sum(sizes))
+        self._gather_into("all_gather", (_core.ALL_GATHER, 0), source, result, dim, sizes, timeout_s)
+        return result
+
+    def _gather(
+        self, input_: torch.Tensor, dst: int, dim: int, timeout_s: float | None
+    ) -> torch.Tensor | None:
+        source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
+        sizes = (source.shape[dim],) * self.world_size
+        result = self._fresh_like(source, dim, sum(sizes)) if self.rank_in_group == dst else None
+        self._gather_into("gather", (_core.GATHER, dst), source, result, dim, sizes, timeout_s)
+        return result
+
+    def _gather_into(
+        self,
+        name: str,
+        kind_and_root: tuple[int, int],
+        source: torch.Tensor,
+        result: torch.Tensor | None,
+        dim: int,
+        sizes: tuple[int, ...],
+        timeout_s: float | None,
+    ) -> None:
+        kind, root = kind_and_root
+        rows, widths = _columns(source, dim, sizes)
+        address = 0 if result is None else result.data_ptr()
+        code = copy_code(source.dtype)
+        status = self._core.move(kind, source.data_ptr(), address, rows, widths, code, 0, root)
+        self._settle(name, status, timeout_s)
+
+    def _scatter(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor | None,
+        src: int,
+        dim: int,
+        sizes: tuple[int, ...],
+        timeout_s: float | None,
+    ) -> None:
+        into = output.detach()
+        landing = into if is_plain(into) else into.new_empty(into.shape)
+        source = None if input_ is None else dense(input_)
+        rows, widths = _columns(landing, dim, sizes)
+        code = copy_code(output.dtype)
+        address = 0 if source is None else source.data_ptr()
+        status = self._core.move(*(_core.SCATTER, address, landing.data_ptr(), rows, widths, code, 0, src))
+        self._settle("scatter", status, timeout_s)
+        if landing is not into:
+            into.copy_(landing)
+
+    def _all_to_all(
+        self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
+    ) -> torch.Tensor:
+        source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
+        result = self._fresh_like(source, dim, sum(recv_sizes))
+        (rows, sent), (_, received) = (_columns(source, dim, sizes) for sizes in (send_sizes, recv_sizes))
+        code = copy_code(source.dtype)
+        status = self._core.exchange(source.data_ptr(), result.data_ptr(), rows, sent, received, code)
+        self._settle("all_to_all", status, timeout_s)
+        return result
+
+    def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
+        into = tensor.detach()
+        landing = into if is_plain(into) else dense(into)
+        code = copy_code(tensor.dtype)
+        status = self._core.broadcast(landing.data_ptr(), as_bytes(landing).numel(), code, src)
+        self._settle("broadcast", status, timeout_s)
+        if landing is not into and self.rank_in_group != src:
+            into.copy_(landing)
+        return tensor
+
+    # ------------------------------------------------------------------ point to point
+
+    def _send(self, tensor: torch.Tensor, dst: int, timeout_s: float | None) -> None:
+        deadline = timeout_s or self.context.timeout_s
+        self._channels.send("device", "send", dense(tensor), (dst,), TENSOR_TAG, deadline)
+
+    def _isend(self, tensor: torch.Tensor, dst: int, timeout_s: float | None) -> Handle:
+        deadline = timeout_s or self.context.timeout_s
+        return self._channels.isend("device", "send", dense(tensor), dst, TENSOR_TAG, deadline)
+
+    def _recv(
+        self, shape: tuple[int, ...], dtype: torch.dtype, src: int, timeout_s: float | None
+    ) -> torch.Tensor:
+        moved = movable_dtype(dtype)
+        received = self._channels.recv("device", "recv", src, TENSOR_TAG, timeout_s)
+        result = expect_tensor(received, moved, shape, src, self._health)
+        return result if moved is dtype else result.view(dtype)
+
+    def _irecv(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> Handle:
+        return irecv_into(tensor.detach(), self._channels, src, TENSOR_TAG, timeout_s, self._health)
+
+
+def _columns(tensor: torch.Tensor, dim: int, sizes: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """Return how many rows a tensor has that is concatenated along `dim`, and each rank's bytes of a row."""
+    rows = math.prod(tensor.shape[:dim])
+    inner = math.prod(tensor.shape[dim + 1 :]) * tensor.itemsize
+    return rows, tuple(size * inner for size in sizes)
+
+
+__all__ = ["ONE_SHOT_BYTES", "SharedMemoryCommunicator", "all_reduce_kind", "call_path"]

@@ -1,0 +1,52 @@
+"""Which communicator serves a group on the CPU: decided once, when it is made, from where its ranks are."""
+
+from __future__ import annotations
+
+from device_comm.base import CommunicatorContext
+from device_comm.cpu import shared_memory
+from device_comm.cpu.communicator import SharedMemoryCommunicator
+from device_comm.cpu.hierarchical import HierarchicalCommunicator, group_by_place, is_hierarchical
+from device_comm.process_group import ProcessGroupCommunicator
+from shm_broadcast.errors import InternalError
+
+
+def connect_cpu(
+    context: CommunicatorContext,
+) -> SharedMemoryCommunicator | HierarchicalCommunicator | ProcessGroupCommunicator:
+    """Return the communicator of a group on the CPU, the same class on all ranks. Collective.
+
+    * All ranks share memory (`context.shared`): shared memory. Nothing else is needed.
+    * Several hosts, at least one of them with several ranks: two levels, shared memory inside each host.
+    * No two ranks on one host: the process group.
+
+    The last two need `context.process_group` and `context.exchange`.
+
+    Raises:
+        CapabilityError: On some host the memory could not be made or mapped; on every rank of the group.
+    """
+    if isinstance(context.shared, shared_memory.SharedMemory):
+        return SharedMemoryCommunicator(context, context.shared)
+    general = ProcessGroupCommunicator(context)
+    if context.exchange is None:
+        raise InternalError(f"{context.name!r}: a group over several hosts needs a host plane to agree over")
+    hosts = group_by_place(shared_memory.places(context.exchange))
+    if not is_hierarchical(hosts):
+        return general
+    rank = context.rank_in_group
+    own = next(ranks for ranks in hosts if rank in ranks)
+    part = shared_memory.connect_part(context.health, rank, own, context.timeout_s, context.exchange)
+    return HierarchicalCommunicator(context, general, hosts, part)
+
+
+def needs_process_group(factory: object, device_type: str, *, shares_memory: bool) -> bool:
+    """Return whether a group connects a process group for what `factory` builds.
+
+    On the CPU it does where the ranks share no memory. Elsewhere, and for a factory that says nothing by an attribute
+    `needs_process_group`, it does.
+    """
+    if device_type == "cpu" and not shares_memory:
+        return True
+    return bool(getattr(factory, "needs_process_group", factory is not connect_cpu))
+
+
+__all__ = ["connect_cpu", "needs_process_group"]

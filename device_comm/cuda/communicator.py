@@ -1,0 +1,446 @@
+"""Run collectives on CUDA tensors: small sums with our own kernels, the rest with NCCL; see `DESIGN.md`, CUDA.
+
+The policy chooses between the two from facts that all ranks share. Every call is queued on the caller's current
+stream, both eagerly and in CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+
+from device_comm import checks
+from device_comm.base import SUM, CommunicatorContext
+from device_comm.cuda.custom.all_reduce import CustomAllReduce
+from device_comm.cuda.custom.launches import CubinSource
+from device_comm.cuda.driver import Driver
+from device_comm.cuda.event_progress import EventProgress
+from device_comm.cuda.policy.decision import Algorithm, GroupFacts, OperationName, Plan
+from device_comm.cuda.settings import cuda_settings
+from device_comm.cuda.setup import build_custom
+from device_comm.nccl.communicator import NcclCommunicator
+from device_comm.nccl.library import NcclLibrary
+from device_comm.paths import CallPath
+from device_comm.process_group import dense, is_plain
+from device_comm.reduction import ReduceOperation, reduce_in_rank_order
+from device_comm.streams import Streams
+from shm_broadcast.errors import CapabilityError, UsageError
+
+__all__ = ["CudaCommunicator"]
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+_INEXACT: Final = (ReduceOperation.SUM, ReduceOperation.MEAN, ReduceOperation.PRODUCT)
+_PLANNED: Final = ("all_reduce", "reduce_scatter", "all_gather")
+# Bounds the set of (dtype, count) that go to NCCL, for which no result is allocated here. Engines use a few dozen.
+_MOST_SIZES: Final = 4096
+
+
+class CudaCommunicator(NcclCommunicator):
+    """Run all-reduce, reduce-scatter, all-gather and the fused norm with our kernels or NCCL, as the policy chooses.
+
+    * Lazy: the first such call or capture builds what our kernels need. NCCL connects a group of two with the first
+      call that it carries, and a larger group at creation. Both steps are collective, and neither can happen while a
+      stream is being captured.
+    * One stream: see `CustomAllReduce`. `capture` orders the captured stream behind the stream in use, and back.
+    * `cuda.deterministic`: every algorithm sums floats in rank order and rounds once. NCCL then only moves data.
+    """
+
+    algorithm = "custom kernels and nccl"
+    needs_process_group = False
+
+    def __init__(
+        self,
+        context: CommunicatorContext,
+        *,
+        open_driver: Callable[[], Driver] | None = None,
+        library: NcclLibrary | None = None,
+        streams: Streams | None = None,
+        cubin: CubinSource | None = None,
+    ) -> None:
+        """Prepare a communicator; collective for more than two ranks, because they connect NCCL here.
+
+        Args:
+            context: The group; `exchange` must be set.
+            open_driver: Opens this rank's device; defaults to the CUDA driver.
+            library: As for `NcclCommunicator`.
+            streams: As for `NcclCommunicator`.
+            cubin: Returns compiled kernels; defaults to NVRTC with a cache on disk.
+        """
+        self._open = open_driver or self._open_cuda
+        self._opened: Driver | None = None
+        self._events = EventProgress(self._driver)
+        # With two ranks, both take part in a first send and can connect then. With more, the others would not connect.
+        eager = context.world_size > 2
+        super().__init__(context, library=library, streams=streams, progress=self._events, eager=eager)
+        self._cubin = cubin
+        self._is_deterministic = cuda_settings(context.cuda).deterministic
+        self._custom: CustomAllReduce | None = None
+        self._is_decided = False
+        self._obstacle = ""
+        self._is_capturing = False
+        self._elsewhere: set[tuple[torch.dtype, int]] = set()
+        self._told: set[str] = set()
+
+    def _driver(self) -> Driver:
+        """Return this rank's device, opened at first use."""
+        if self._opened is None:
+            self._opened = self._open()
+        return self._opened
+
+    def _open_cuda(self) -> Driver:
+        from device_comm.cuda.driver_bindings import CudaDriver
+
+        return CudaDriver(self.device.index or 0)
+
+    # ------------------------------------------------------------------ choice of the algorithm
+
+    def _own(self, name: str) -> CustomAllReduce | None:
+        """Return our own collectives, None if the group has none. The first call decides that and is collective."""
+        if not self._is_decided:
+            self._health.check_usable(name)
+            if self._is_captured():
+                raise UsageError(
+                    f"{self._health.where(name)}: the first call of a group cannot be captured; capture inside of "
+                    "`group.graph_capture()`, or make one such call before"
+                )
+            self._custom, self._obstacle = build_custom(self.context, self._driver, self._cubin)
+            self._is_decided = True
+            if self._obstacle:
+                self._tell(self._obstacle)
+        return self._custom
+
+    def _is_captured(self) -> bool:
+        try:
+            return self._driver().stream_is_capturing(self._current())
+        except CapabilityError:
+            # Without the driver's bindings NCCL carries everything, and it detects captures itself.
+            return False
+
+    def _tell(self, reason: str) -> None:
+        """Log why calls go through NCCL; each reason is logged once."""
+        if reason not in self._told and len(self._told) < _MOST_SIZES:
+            self._told.add(reason)
+            logger.info("%s: through NCCL: %s", self._health.where("all_reduce"), reason)
+
+    def path(self, operation: str, nbytes: int, dtype: torch.dtype) -> CallPath:
+        """Return the algorithm that carries a call and why; "undecided" before the first call. Not collective."""
+        operation = operation.rstrip("_")
+        if operation not in _PLANNED:
+            return CallPath("nccl", "our kernels do not implement this operation")
+        if not self._is_decided:
+            return CallPath("undecided", "the first call of the group decides")
+        if self._custom is None:
+            return CallPath("nccl", self._obstacle)
+        plan = self._plan(operation, dtype, nbytes)  # type: ignore[arg-type]
+        return CallPath(plan.algorithm.value, plan.reason)
+
+    def _plan(
+        self, operation: OperationName, dtype: torch.dtype, nbytes: int, reduction: str = "sum"
+    ) -> Plan:
+        custom = self._custom
+        if custom is None:
+            return Plan(
+                algorithm=Algorithm.NCCL, grid=0, threads=0, piece_bytes=nbytes, reason=self._obstacle
+            )
+        return custom.plan(operation, dtype, nbytes, self._current(), reduction)
+
+    def _must_keep_order(self, dtype: torch.dtype, op: ReduceOperation) -> bool:
+        is_float = dtype.is_floating_point or dtype.is_complex
+        return self._is_deterministic and is_float and op in _INEXACT
+
+    # ------------------------------------------------------------------ reductions
+
+    def all_reduce(
+        self, input_: torch.Tensor, op: ReduceOperation = SUM, *, timeout_s: float | None = None
+    ) -> torch.Tensor:
+        """Combine the ranks' tensors; every rank gets a new tensor of the input's shape and dtype.
+
+        A small contiguous sum with default arguments is served here, with few checks; the rest goes `_with_checks`.
+        """
+        custom = self._custom
+        if (
+            custom is None
+            or op is not SUM
+            or type(input_) is not torch.Tensor
+            or timeout_s is not None
+            or input_.get_device() != self._index
+            or self._collected is not None
+        ):
+            return self._with_checks(input_, op, timeout_s)
+        count = input_.numel()
+        dtype = input_.dtype
+        if ((dtype, count) in self._elsewhere and not self._is_capturing) or not _is_strided(input_):
+            return self._with_checks(input_, op, timeout_s)
+        address = input_.data_ptr()
+        # An empty tensor has address 0.
+        if not address or address & 15:
+            return self._with_checks(input_, op, timeout_s)
+        result = torch.empty_like(input_)
+        if custom.all_reduce(address, result.data_ptr(), count, dtype, self._current()):
+            return result
+        self._remember(dtype, count)
+        return self._with_checks(input_, op, timeout_s)
+
+    def _with_checks(
+        self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None
+    ) -> torch.Tensor:
+        is_elsewhere = self._custom is None or (_is_known(input_, self._elsewhere) and not self._is_capturing)
+        if self._is_decided and is_elsewhere and not self._is_deterministic:
+            # NCCL's fast path. Sizes that our kernels may carry go through `_all_reduce` below.
+            return super().all_reduce(input_, op, timeout_s=timeout_s)
+        op = self._check_reduction("all_reduce", input_, op, timeout_s)
+        return self._all_reduce(input_, op, timeout_s)
+
+    def _remember(self, dtype: torch.dtype, count: int) -> None:
+        if not self._is_capturing:
+            if len(self._elsewhere) >= _MOST_SIZES:
+                self._elsewhere.clear()
+            self._elsewhere.add((dtype, count))
+
+    def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None) -> torch.Tensor:
+        custom = self._own("all_reduce")
+        source = dense(input_)
+        if custom is not None and self._collected is None:
+            if op is SUM and custom.carries("all_reduce", source.dtype, source.nbytes, self._current()):
+                source = _aligned(source)
+                result = torch.empty_like(source)
+                arguments = (source.data_ptr(), result.data_ptr(), source.numel(), source.dtype)
+                if custom.all_reduce(*arguments, self._current()):
+                    return result
+            self._tell(self._plan("all_reduce", source.dtype, source.nbytes, op.name.lower()).reason)
+        if self._must_keep_order(source.dtype, op):
+            return self._all_reduce_in_order(source, op, timeout_s)
+        return super()._all_reduce(source, op, timeout_s)
+
+    def all_reduce_(
+        self, tensor: torch.Tensor, op: ReduceOperation = SUM, *, timeout_s: float | None = None
+    ) -> torch.Tensor:
+        """Combine the ranks' tensors in place and return `tensor`, whose elements must not overlap in memory."""
+        op = self._check_reduction("all_reduce_", tensor, op, timeout_s)
+        checks.check_writable(tensor, "all_reduce_")
+        if not is_plain(tensor) or tensor.data_ptr() & 15:
+            # Stage out of place: alignment is local to a rank and must not decide the algorithm.
+            if self._collected is not None:
+                raise UsageError(
+                    "all_reduce_: within `group` the tensor must be contiguous and begin at a multiple of 16 bytes"
+                )
+            tensor.detach().copy_(self._all_reduce(tensor, op, timeout_s))
+            return tensor
+        custom = self._own("all_reduce_")
+        if custom is not None and op is SUM and self._collected is None:
+            address = tensor.data_ptr()
+            if custom.all_reduce(address, address, tensor.numel(), tensor.dtype, self._current()):
+                return tensor
+        if self._must_keep_order(tensor.dtype, op):
+            into = tensor.detach()
+            into.copy_(self._all_reduce_in_order(into, op, timeout_s))
+            return tensor
+        return super().all_reduce_(tensor, op, timeout_s=timeout_s)
+
+    def _all_reduce_in_order(
+        self, source: torch.Tensor, op: ReduceOperation, timeout_s: float | None
+    ) -> torch.Tensor:
+        """Send shard i of every rank to rank i, sum it there in rank order, and gather the results."""
+        size = self.world_size
+        shard = -(-source.numel() // size)
+        padded = source.new_zeros(shard * size)
+        padded[: source.numel()].copy_(source.view(-1))
+        own = self._sum_in_order(padded, (shard,) * size, op, timeout_s)
+        result = super()._all_gather(own, 0, (shard,) * size, timeout_s)
+        return result[: source.numel()].clone().view(source.shape)
+
+    def _sum_in_order(
+        self, flat: torch.Tensor, counts: tuple[int, ...], op: ReduceOperation, timeout_s: float | None
+    ) -> torch.Tensor:
+        """Return this rank's part of the reduction of all `flat`, split by `counts` and combined in rank order."""
+        if self._collected is not None:
+            raise UsageError(
+                "within `group` nothing can be combined in rank order: the data arrives only at its end"
+            )
+        own = counts[self.rank_in_group]
+        received = super()._all_to_all(flat, 0, counts, (own,) * self.world_size, timeout_s)
+        return reduce_in_rank_order(list(received.view(self.world_size, own)), op)
+
+    def _reduce(
+        self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
+    ) -> torch.Tensor | None:
+        if not self._must_keep_order(input_.dtype, op):
+            return super()._reduce(input_, dst, op, timeout_s)
+        result = self._all_reduce_in_order(dense(input_), op, timeout_s)
+        return result if self.rank_in_group == dst else None
+
+    def _reduce_scatter(
+        self,
+        input_: torch.Tensor,
+        dim: int,
+        sizes: tuple[int, ...],
+        op: ReduceOperation,
+        timeout_s: float | None,
+    ) -> torch.Tensor:
+        custom = self._own("reduce_scatter")
+        is_even = len(set(sizes)) == 1
+        keeps_order = self._must_keep_order(input_.dtype, op)
+        if not keeps_order and (
+            custom is None or op is not SUM or not is_even or self._collected is not None
+        ):
+            return super()._reduce_scatter(input_, dim, sizes, op, timeout_s)
+        rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
+        shape = (sizes[self.rank_in_group], *rows.shape[1:])
+        if (
+            custom is not None
+            and op is SUM
+            and is_even
+            and self._collected is None
+            and custom.carries("reduce_scatter", rows.dtype, rows.nbytes, self._current())
+        ):
+            rows = _aligned(rows)
+            own = rows.new_empty(shape)
+            arguments = (rows.data_ptr(), own.data_ptr(), own.numel(), own.dtype)
+            if custom.reduce_scatter(*arguments, self._current()):
+                return own.movedim(0, dim).contiguous()
+        if not keeps_order:
+            return super()._reduce_scatter(input_, dim, sizes, op, timeout_s)
+        per_row = math.prod(rows.shape[1:])
+        counts = tuple(size * per_row for size in sizes)
+        part = self._sum_in_order(rows.view(-1), counts, op, timeout_s)
+        return part.view(shape).movedim(0, dim).contiguous()
+
+    def _all_reduce_add_rms_norm(
+        self,
+        input_: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        timeout_s: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._collected is not None:
+            raise UsageError(
+                "all_reduce_add_rms_norm cannot be called within `group`: the sum is complete only at its end"
+            )
+        custom = self._own("all_reduce_add_rms_norm")
+        rows, hidden = input_.shape
+        stream = self._current()
+        if custom is None or not rows or hidden * input_.itemsize % 16:
+            return super()._all_reduce_add_rms_norm(input_, residual, weight, eps, timeout_s)
+        tensors = [_aligned(dense(each)) for each in (input_, residual, weight)]
+        is_fused = custom.can_fuse(rows, hidden, input_.dtype, stream)
+        if not is_fused:
+            # The policy chooses how to sum; `add_rms_norm` is the second half of the fused kernel, with equal bits.
+            tensors[0] = self._all_reduce(tensors[0], SUM, timeout_s)
+        results = [torch.empty_like(tensors[0]), torch.empty_like(tensors[0])]
+        addresses = [each.data_ptr() for each in (*tensors, *results)]
+        if is_fused:
+            custom.all_reduce_add_rms_norm(addresses, rows, hidden, eps, input_.dtype, stream)
+        else:
+            custom.add_rms_norm(addresses, rows, hidden, eps, input_.dtype, stream)
+        return results[0], results[1]
+
+    # ------------------------------------------------------------------ moving data
+
+    def _all_gather(
+        self, input_: torch.Tensor, dim: int, sizes: tuple[int, ...], timeout_s: float | None
+    ) -> torch.Tensor:
+        custom = self._own("all_gather")
+        if custom is None or len(set(sizes)) != 1 or not input_.numel() or self._collected is not None:
+            return super()._all_gather(input_, dim, sizes, timeout_s)
+        if not custom.carries("all_gather", torch.uint8, input_.nbytes, self._current()):
+            return super()._all_gather(input_, dim, sizes, timeout_s)
+        rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
+        result = rows.new_empty((sum(sizes), *rows.shape[1:]))
+        if not custom.all_gather(rows.data_ptr(), result.data_ptr(), rows.nbytes, self._current()):
+            return super()._all_gather(input_, dim, sizes, timeout_s)
+        return result.movedim(0, dim).contiguous()
+
+    # ------------------------------------------------------------------ capture and life
+
+    @contextmanager
+    def capture(self, stream: Any) -> Iterator[None]:
+        """Allow captured calls on `stream` within the context. Collective on entry and on exit.
+
+        Entering builds and loads what cannot be made during a capture. Leaving tells all ranks the captured inputs;
+        the graph must not be replayed before that. If the body raises, drop its graphs.
+        """
+        number = stream if isinstance(stream, int) else stream.cuda_stream
+        custom = self._own("graph_capture")
+        self.connect()
+        if custom is None:
+            yield
+            return
+        bound = custom.stream
+        try:
+            custom.use_stream(number)
+            custom.begin_capture(number)
+            self._is_capturing = True
+            try:
+                yield
+            finally:
+                self._is_capturing = False
+            custom.finish_capture()
+        except BaseException:
+            custom.abandon_capture()
+            raise
+        finally:
+            custom.restore_stream(bound)
+
+    def use_stream(self, stream: Any) -> None:
+        """Queue later calls of our kernels on `stream`, behind all work queued so far. Not collective."""
+        number = stream if isinstance(stream, int) else stream.cuda_stream
+        if self._custom is not None:
+            self._custom.use_stream(number)
+
+    def check(self) -> None:
+        """Raise if one of our kernels has failed.
+
+        A result is valid once its stream was synchronized and a later `check` did not raise.
+
+        Raises:
+            CommTimeoutError, PeerLostError: The group is broken.
+        """
+        if self._custom is not None:
+            self._custom.check()
+
+    def prepare_kernels(self) -> GroupFacts | None:
+        """Build what our kernels need; return the facts that the policy uses, or None where the kernels cannot run.
+
+        Collective. Without it the first call or capture builds them. `path` says why they cannot run.
+        """
+        custom = self._own("prepare_kernels")
+        return None if custom is None else custom.facts
+
+    def prepare_buffers(self, message_bytes: int) -> None:
+        """Build what our kernels need and connect NCCL. Collective."""
+        self.prepare_kernels()
+        super().prepare_buffers(message_bytes)
+
+    def destroy(self) -> None:
+        """End NCCL, then our kernels, and free their memory.
+
+        NCCL goes first: it is aborted if its work does not end within seconds, whereas ending our kernels synchronizes
+        with everything on the device and would wait for NCCL.
+        """
+        super().destroy()
+        if self._custom is not None:
+            self._custom.destroy()
+        self._events.close()
+        if self._opened is not None:
+            self._opened.close()
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor is dense and contiguous and its memory holds its values as they are."""
+    return tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
+
+
+def _is_known(input_: object, elsewhere: set[tuple[torch.dtype, int]]) -> bool:
+    return isinstance(input_, torch.Tensor) and (input_.dtype, input_.numel()) in elsewhere
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the contiguous tensor, copied if it does not begin at a multiple of 16 bytes as our kernels require."""
+    return tensor.clone() if tensor.data_ptr() & 15 else tensor

@@ -1,0 +1,1 @@
+"""The custom all-reduce: kernel launches, the peer memory that they write, captured graphs."""

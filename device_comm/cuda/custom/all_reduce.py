@@ -1,0 +1,611 @@
+"""Host side of our own collectives on CUDA devices: checks, launches, graph capture, failures and teardown.
+
+The kernels are in `csrc`; their protocol is in `DESIGN.md` under "Custom all-reduce on CUDA". What the host does
+about streams, graphs, failures and teardown is there under "Policy and custom all-reduce: host side".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+import torch
+
+from device_comm.cuda.custom.launches import CubinSource, Launch, Launches
+from device_comm.cuda.custom.peer_messages import Exchange, exchange_failure
+from device_comm.cuda.custom.resources import CustomResources, agree_on_policy
+from device_comm.cuda.custom.streams import StreamBinding
+from device_comm.cuda.driver import Driver
+from device_comm.cuda.kernel_layout import MAX_BLOCKS, NORM_LANES
+from device_comm.cuda.policy.decision import Algorithm, CallFacts, GroupFacts, OperationName, Plan, choose
+from device_comm.cuda.policy.table import PolicyTable
+from device_comm.cuda.settings import CudaSettings
+from device_comm.health import GroupHealth
+from shm_broadcast.errors import CapabilityError, ClosedError, CommError, UsageError
+
+__all__ = ["CustomAllReduce", "CustomContext"]
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+_NAMES: Final = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_SIZES: Final = {torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
+# Bounds each cache of routes and plans. An engine uses a few dozen combinations of operation, dtype and size.
+_MOST_ROUTES: Final = 4096
+# Interval at which `destroy` checks whether queued calls are done.
+_FLUSH_PAUSE_S: Final = 0.001
+
+# Replaces the words of the error record after `destroy`, so that every call takes its failure branch.
+_CLOSED: Final = (1,) * 16
+_FLOAT_WORD: Final = struct.Struct("<fI")
+_WORD: Final = struct.Struct("<Q")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CustomContext:
+    """The inputs from which our own collectives are built.
+
+    Attributes:
+        driver: This rank's device.
+        health: The group's shared state.
+        rank_in_group: This rank.
+        ranks: Global ranks, in group order.
+        exchange: All-gathers one message per rank; also used by captures.
+        facts: Facts that all ranks have agreed on; `create` fills in `capacity`.
+        settings: Equal on all ranks, except for paths.
+        timeout_s: The group's deadline in seconds.
+        cubin: Returns compiled kernels.
+    """
+
+    driver: Driver
+    health: GroupHealth
+    rank_in_group: int
+    ranks: tuple[int, ...]
+    exchange: Exchange
+    facts: GroupFacts
+    settings: CudaSettings
+    timeout_s: float
+    cubin: CubinSource
+
+
+class _Route:
+    """How calls of one size and dtype are carried; `function_launch` is None if not by our kernels."""
+
+    __slots__ = ("function_launch", "grid", "is_pull", "piece", "plan", "threads")
+
+    def __init__(self, plan: Plan, launch: Launch | None, piece: int) -> None:
+        self.plan = plan
+        self.function_launch = launch
+        self.grid = plan.grid
+        self.threads = plan.threads
+        self.piece = piece
+        self.is_pull = plan.algorithm.is_pull
+
+
+class CustomAllReduce:
+    """Run all-reduce, reduce-scatter, all-gather and the fused norm with our own kernels, for one group.
+
+    Methods take addresses of contiguous memory and the stream to queue on, and return without waiting for the device.
+    A method that returns False has queued nothing: the policy chose another algorithm, equally on all ranks (`plan`
+    says which and why). Use the object from one thread at a time, like the group.
+
+    *One stream*: two calls in flight at once would share epochs and memory. All calls are therefore queued on the
+    stream of the first call, until `use_stream`. Calls on a stream that is being captured are also allowed; replays
+    must be ordered with other calls, as with any communicator.
+
+    Attributes:
+        facts: The facts that the policy uses; equal on all ranks.
+        table: The policy's thresholds; equal on all ranks.
+    """
+
+    def __init__(self, context: CustomContext, table: PolicyTable, resources: CustomResources) -> None:
+        """Use `create`."""
+        self.facts: GroupFacts = resources.facts
+        self.table = table
+        self._context = context
+        self._driver = context.driver
+        self._health = context.health
+        self._resources = resources
+        self._record = resources.record
+        self._words: Sequence[int] = resources.record.words
+        self._launches: Launches = resources.launches
+        self._inputs = resources.inputs
+        self._bound = StreamBinding(context.driver, context.health.where)
+        self._capture_stream: int | None = None
+        self._is_open = True
+        self._was_raised = False
+        self._routes: dict[tuple[str, torch.dtype, int, bool], _Route] = {}
+        self._reduce_routes: dict[tuple[torch.dtype, int], _Route] = {}
+        self._fusable: dict[tuple[torch.dtype, int, int, bool], bool] = {}
+        self._plans: dict[tuple[str, torch.dtype, int, str, bool], Plan] = {}
+        self._most_blocks = max(1, min(self.facts.multiprocessors, MAX_BLOCKS))
+        self._eps, self._eps_word = 0.0, 0
+        # Saves creating a bound method on each call.
+        self._launch = context.driver.launch
+
+    @classmethod
+    def create(cls, context: CustomContext) -> CustomAllReduce:
+        """Agree on the policy, map every rank's workspace, load a first kernel. Collective.
+
+        *Blocks* as long as `exchange` does. An exchange follows every step that can fail on one rank, so either all
+        ranks get the object or all raise.
+
+        Raises:
+            SettingsError: This rank's policy file cannot be used.
+            DisagreementError: Another rank's policy file cannot be used, or two of them differ.
+            CapabilityError: The facts, the memory or the compiler of a rank do not allow it; raised on every rank
+                with the same reason. The group is intact and can use NCCL.
+        """
+        obstacle = context.facts.why_not()
+        if obstacle:
+            raise CapabilityError(
+                f"{context.health.where('custom all-reduce')}: {obstacle}", requirement=obstacle
+            )
+        table = agree_on_policy(
+            context.settings, context.facts, context.ranks, context.exchange, context.health.where
+        )
+        resources = CustomResources.create(
+            driver=context.driver,
+            health=context.health,
+            rank_in_group=context.rank_in_group,
+            ranks=context.ranks,
+            exchange=context.exchange,
+            facts=context.facts,
+            settings=context.settings,
+            timeout_s=context.timeout_s,
+            cubin=context.cubin,
+        )
+        return cls(context, table, resources)
+
+    # ------------------------------------------------------------------ the policy
+
+    def plan(
+        self, operation: OperationName, dtype: torch.dtype, nbytes: int, stream: int, reduction: str = "sum"
+    ) -> Plan:
+        """Return the algorithm for a call and the reason; equal on all ranks. `nbytes` is that of `CallFacts`."""
+        key = (operation, dtype, nbytes, reduction, self._is_captured(stream))
+        plan = self._plans.get(key)
+        if plan is None:
+            call = CallFacts(
+                operation=operation,
+                dtype=str(dtype).removeprefix("torch."),
+                nbytes=nbytes,
+                reduction=reduction,
+                in_graph=key[4],
+            )
+            plan = choose(self.facts, call, self.table)
+            if len(self._plans) >= _MOST_ROUTES:
+                self._plans.clear()
+            self._plans[key] = plan
+        return plan
+
+    def _route(self, operation: OperationName, dtype: torch.dtype, nbytes: int, stream: int) -> _Route:
+        key = (operation, dtype, nbytes, self._is_captured(stream))
+        route = self._routes.get(key)
+        if route is None:
+            plan = self.plan(operation, dtype, nbytes, stream)
+            launch = None
+            if plan.algorithm.is_custom:
+                # An all-gather moves bytes, so the float32 module serves every dtype.
+                name = _NAMES.get(dtype, "float32") if operation != "all_gather" else "float32"
+                launch = self._loaded(plan.algorithm.value, name, stream, operation)
+            if len(self._routes) >= _MOST_ROUTES:
+                self._routes.clear()
+                self._reduce_routes.clear()
+            route = self._routes[key] = _Route(plan, launch, plan.piece_bytes)
+        return route
+
+    def _loaded(self, kernel: str, dtype: str, stream: int, operation: str) -> Launch:
+        """Return the launch of a kernel; load it if necessary, while the peers' kernels wait up to the deadline."""
+        if self._launches.get(kernel, dtype) is None and self._driver.stream_is_capturing(stream):
+            raise UsageError(
+                f"{self._health.where(operation)}: a kernel for {dtype} cannot be loaded while stream {stream:#x} is "
+                "captured; call begin_capture before the capture, or make one such call"
+            )
+        try:
+            return self._launches.of(kernel, dtype)
+        except CommError as error:
+            raise self._broken(error) from None
+
+    def _broken(self, error: CommError) -> CommError:
+        """Break the group and return `error`: without this rank's launch, peers would match its next call with this."""
+        self._health.fail(error)
+        return error
+
+    def carries(self, operation: OperationName, dtype: torch.dtype, nbytes: int, stream: int) -> bool:
+        """Return whether our kernels carry a call, so that a caller can ask before it allocates the result."""
+        self.check(operation)
+        return self._route(operation, dtype, nbytes, stream).function_launch is not None
+
+    # ------------------------------------------------------------------ calls
+
+    def all_reduce(self, input_: int, output: int, count: int, dtype: torch.dtype, stream: int) -> bool:
+        """Sum the ranks' `count` elements at `input_` into `output`, which may be the same address.
+
+        *Collective*, with equal `count` and `dtype`. *Capture*: allowed; after `begin_capture` the input of a pull is
+        recorded and must stay allocated as long as the graph. Both addresses are multiples of 16.
+
+        Returns:
+            Whether the call was queued; False if the policy chose another algorithm.
+
+        Raises:
+            UsageError: Another stream is in use, or an address is not a multiple of 16. Nothing was queued, the group
+                is intact.
+            CommTimeoutError, PeerLostError: A kernel of an earlier call gave up; the group is broken.
+        """
+        words = self._words
+        if words[0] or words[8]:
+            raise self._failed("all_reduce")
+        if stream != self._bound.stream or self._capture_stream is not None:
+            self._admit(stream, "all_reduce")
+            route = self._route("all_reduce", dtype, count * _SIZES.get(dtype, dtype.itemsize), stream)
+        else:
+            found = self._reduce_routes.get((dtype, count))
+            if found is None:
+                found = self._route("all_reduce", dtype, count * dtype.itemsize, stream)
+                self._reduce_routes[dtype, count] = found
+            route = found
+        launch = route.function_launch
+        if launch is None:
+            return False
+        if (input_ | output) & 15:
+            raise self._misaligned("all_reduce", input_, output)
+        nbytes = count * _SIZES[dtype]
+        if route.is_pull:
+            input_ = self._inputs.note(input_, nbytes, output, stream)
+        elif nbytes > route.piece:
+            self._in_pieces(route, launch, input_, output, nbytes, _SIZES[dtype], stream)
+            return True
+        arguments, first = launch.words, launch.first
+        arguments[first] = input_
+        arguments[first + 1] = output
+        arguments[first + 2] = count
+        try:
+            self._launch(launch.function, route.grid, route.threads, stream, launch.arguments)
+        except CommError as error:
+            raise self._broken(error) from None
+        return True
+
+    def _in_pieces(
+        self, route: _Route, launch: Launch, input_: int, output: int, nbytes: int, itemsize: int, stream: int
+    ) -> None:
+        for offset in range(0, nbytes, route.piece):
+            count = min(route.piece, nbytes - offset) // itemsize
+            self._queue(route, launch, input_ + offset, output + offset, count, stream)
+
+    def _queue(
+        self, route: _Route, launch: Launch, input_: int, output: int, count: int, stream: int
+    ) -> None:
+        """Launch one kernel; `all_reduce` repeats this to save a call."""
+        words, first = launch.words, launch.first
+        words[first] = input_
+        words[first + 1] = output
+        words[first + 2] = count
+        try:
+            self._launch(launch.function, route.grid, route.threads, stream, launch.arguments)
+        except CommError as error:
+            raise self._broken(error) from None
+
+    def reduce_scatter(self, input_: int, output: int, count: int, dtype: torch.dtype, stream: int) -> bool:
+        """Sum the ranks' inputs of `world_size` consecutive parts; rank i gets the `count` elements of part i.
+
+        Otherwise like `all_reduce`. `output` may be this rank's own part of the input.
+        """
+        nbytes = count * dtype.itemsize * self.facts.world_size
+        return self._simple("reduce_scatter", input_, output, count, nbytes, dtype, stream)
+
+    def all_gather(self, input_: int, output: int, nbytes: int, stream: int) -> bool:
+        """Concatenate the ranks' `nbytes` at `input_` in `output`, in rank order.
+
+        Otherwise like `all_reduce`, but with any alignment; fast if both addresses and `nbytes` are multiples of 8.
+        `input_` may be this rank's own part of the output.
+        """
+        return self._simple("all_gather", input_, output, nbytes, nbytes, torch.uint8, stream)
+
+    def _simple(
+        self,
+        operation: OperationName,
+        input_: int,
+        output: int,
+        count: int,
+        nbytes: int,
+        dtype: torch.dtype,
+        stream: int,
+    ) -> bool:
+        words = self._words
+        if words[0] or words[8]:
+            raise self._failed(operation)
+        if stream != self._bound.stream or self._capture_stream is not None:
+            self._admit(stream, operation)
+        route = self._routes.get((operation, dtype, nbytes, False)) if self._capture_stream is None else None
+        if route is None:
+            route = self._route(operation, dtype, nbytes, stream)
+        launch = route.function_launch
+        if launch is None:
+            return False
+        if operation != "all_gather" and (input_ | output) & 15:
+            raise self._misaligned(operation, input_, output)
+        self._queue(route, launch, input_, output, count, stream)
+        return True
+
+    def can_fuse(self, rows: int, hidden: int, dtype: torch.dtype, stream: int) -> bool:
+        """Return whether `all_reduce_add_rms_norm` carries a call: if a one-shot push carries an equal all-reduce.
+
+        Fused and separate kernels return the same bits, so a deterministic group may fuse too, whatever algorithm
+        carries its all-reduces.
+        """
+        key = (dtype, rows, hidden, self._is_captured(stream))
+        answer = self._fusable.get(key)
+        if answer is None:
+            call = CallFacts(
+                operation="all_reduce",
+                dtype=str(dtype).removeprefix("torch."),
+                nbytes=rows * hidden * dtype.itemsize,
+                in_graph=key[3],
+            )
+            facts = msgspec.structs.replace(self.facts, is_deterministic=False)
+            is_whole = hidden * dtype.itemsize % 16 == 0
+            answer = is_whole and choose(facts, call, self.table).algorithm is Algorithm.PUSH_ONE_SHOT
+            if len(self._fusable) >= _MOST_ROUTES:
+                self._fusable.clear()
+            self._fusable[key] = answer
+        return answer
+
+    def all_reduce_add_rms_norm(
+        self, addresses: Sequence[int], rows: int, hidden: int, eps: float, dtype: torch.dtype, stream: int
+    ) -> bool:
+        """Sum the ranks' inputs, add the residual and normalise each row, in one kernel.
+
+        Otherwise like `all_reduce`.
+
+        Args:
+            addresses: Addresses of input, residual, weight, output, and output of the sum with the residual. The
+                weight has shape [hidden], the others [rows, hidden].
+            rows: Number of rows.
+            hidden: Elements of a row.
+            eps: Added to the mean of the squares.
+            dtype: The dtype of all five.
+            stream: The stream to queue on.
+        """
+        words = self._words
+        if words[0] or words[8]:
+            raise self._failed("all_reduce_add_rms_norm")
+        if stream != self._bound.stream or self._capture_stream is not None:
+            self._admit(stream, "all_reduce_add_rms_norm")
+        if not self.can_fuse(rows, hidden, dtype, stream):
+            return False
+        self._norm("push_add_rms_norm", addresses, rows, hidden, eps, dtype, stream)
+        return True
+
+    def add_rms_norm(
+        self, addresses: Sequence[int], rows: int, hidden: int, eps: float, dtype: torch.dtype, stream: int
+    ) -> None:
+        """Add the residual and normalise each row, without communication: the second half of a call that is not fused.
+
+        The arguments are those of `all_reduce_add_rms_norm`. Not collective.
+        """
+        self._norm("add_rms_norm", addresses, rows, hidden, eps, dtype, stream)
+
+    def _norm(
+        self,
+        kernel: str,
+        addresses: Sequence[int],
+        rows: int,
+        hidden: int,
+        eps: float,
+        dtype: torch.dtype,
+        stream: int,
+    ) -> None:
+        input_, residual, weight, output, total = addresses
+        if (input_ | residual | weight | output | total) & 15:
+            raise self._misaligned(kernel, *addresses)
+        launch = self._launches.get(kernel, _NAMES[dtype])
+        if launch is None:
+            launch = self._loaded(kernel, _NAMES[dtype], stream, kernel)
+        words, at = launch.words, launch.first
+        words[at] = input_
+        words[at + 1] = residual
+        words[at + 2] = weight
+        words[at + 3] = output
+        words[at + 4] = total
+        words[at + 5] = rows
+        words[at + 6] = hidden
+        if eps != self._eps:
+            (self._eps_word,) = _WORD.unpack(_FLOAT_WORD.pack(eps, 0))
+            self._eps = eps
+        words[at + 7] = self._eps_word
+        # One block per row, with one thread for each of the norm's 256 lanes.
+        try:
+            self._launch(launch.function, min(rows, self._most_blocks), NORM_LANES, stream, launch.arguments)
+        except CommError as error:
+            raise self._broken(error) from None
+
+    # ------------------------------------------------------------------ streams
+
+    def use_stream(self, stream: int) -> None:
+        """Queue later calls on `stream`, behind all work queued so far. Not collective, does not block.
+
+        Raises:
+            UsageError: One of the two streams is being captured, so the ordering would become part of the graph.
+        """
+        self._check_open("use_stream")
+        self._bound.use(stream)
+
+    @property
+    def stream(self) -> int | None:
+        """Return the stream that calls are bound to; None before the first call."""
+        return self._bound.stream
+
+    def restore_stream(self, stream: int | None) -> None:
+        """Undo `use_stream`: bind to `stream` again, or to none. Later calls run after all work queued so far."""
+        if self._is_open:
+            self._bound.restore(stream)
+
+    def _is_captured(self, stream: int) -> bool:
+        """Return whether `stream` is captured after `begin_capture`: only then captured inputs can be recorded."""
+        return stream == self._capture_stream and self._driver.stream_is_capturing(stream)
+
+    def _admit(self, stream: int, operation: str) -> None:
+        """Bind to the first stream and refuse a second one."""
+        if self._capture_stream is None:
+            self._refuse_unfinished(operation)
+        self._bound.admit(stream, operation)
+
+    # ------------------------------------------------------------------ capture
+
+    def begin_capture(self, stream: int, dtypes: Sequence[torch.dtype] = tuple(_NAMES)) -> None:
+        """Load every kernel that a captured call on `stream` may need. Collective.
+
+        *Blocks* while kernels are compiled (once per machine) and for one exchange. Call it before the capture of
+        the stream begins; calls on the stream before that are warm-up and run at once.
+
+        Raises:
+            CapabilityError: A kernel cannot be compiled or loaded on some rank; raised on every rank, the group is
+                intact.
+            UsageError: A capture has begun already or was not finished; the group is intact.
+        """
+        self._check_open("begin_capture")
+        if self._capture_stream is not None:
+            raise UsageError(f"{self._health.where('begin_capture')}: a capture has begun already")
+        self._refuse_unfinished("begin_capture")
+        failure = ""
+        try:
+            for dtype in dtypes:
+                for family in self._families():
+                    self._launches.load(family, _NAMES[dtype])
+            # The float32 module serves all-gathers of every dtype.
+            self._launches.load("shards", "float32")
+        except CommError as error:
+            failure = str(error)
+        self._tell("begin_capture", failure, "kernels for all ranks")
+        self._capture_stream = stream
+
+    def _families(self) -> tuple[str, ...]:
+        if self.facts.is_deterministic:
+            return ("two_shot", "shards", "norm")
+        pulls = ("pull",) if self.facts.is_exportable and self.facts.capacity.pull_two_shot else ()
+        return ("one_shot", "two_shot", "shards", "norm", *pulls)
+
+    def end_capture(self) -> None:
+        """Stop recording captured inputs. Optional before `finish_capture`. Not collective, idempotent."""
+        self._capture_stream = None
+
+    def finish_capture(self) -> None:
+        """Send this rank's captured inputs to the other ranks and map theirs. Collective.
+
+        Graphs may be replayed only after this. *Blocks* for two exchanges.
+
+        Raises:
+            CapabilityError: A rank could not export or map an input; raised on every rank. Drop the graphs of this
+                capture; the group is intact.
+            DisagreementError: The ranks captured different calls; raised on every rank, with the same consequence.
+        """
+        self._check_open("finish_capture")
+        self._capture_stream = None
+        self._inputs.finish(self._context.exchange)
+
+    def abandon_capture(self) -> None:
+        """Discard a capture that an exception left; its graphs must not be replayed. Not collective, idempotent."""
+        self._capture_stream = None
+        self._inputs.drop()
+
+    def _refuse_unfinished(self, operation: str) -> None:
+        if self._inputs.pending:
+            raise UsageError(
+                f"{self._health.where(operation)}: {self._inputs.pending} captured inputs have not been exchanged yet; "
+                "call finish_capture first, on all ranks"
+            )
+
+    def _tell(self, operation: str, failure: str, requirement: str) -> None:
+        """Exchange whether a step failed, and raise on all ranks if it failed on any. Collective."""
+        failed = exchange_failure(self._context.exchange, failure, self._context.ranks)
+        if failed:
+            raise CapabilityError(f"{self._health.where(operation)}: {failed}", requirement=requirement)
+
+    # ------------------------------------------------------------------ failures
+
+    def check(self, operation: str = "check") -> None:
+        """Raise if a kernel has failed. Costs one read of host memory.
+
+        A result is valid once its stream was synchronized and a later `check` did not raise.
+
+        Raises:
+            CommTimeoutError, PeerLostError: As `all_reduce`.
+        """
+        # Word 8 does not matter here: the end of a peer does not invalidate results that are complete.
+        if self._words[0]:
+            raise self._failed(operation)
+
+    def _check_open(self, operation: str) -> None:
+        self._health.check_usable(operation)
+        self.check(operation)
+
+    def _failed(self, operation: str) -> CommError:
+        """Find out why a kernel gave up, break the group, and return the error to raise."""
+        if not self._is_open:
+            return ClosedError(f"{self._health.where(operation)}: the communicator was destroyed")
+        untold = self._resources.take_untold()
+        # The watch may find a failure that a call has raised already: later calls raise `GroupBrokenError`.
+        was_raised, self._was_raised = self._was_raised, True
+        if untold is not None and not was_raised:
+            return untold
+        # The group was closed or broken by something else, which made the kernels leave.
+        self._health.check_usable(operation)
+        return self._resources.explain(operation)
+
+    def _misaligned(self, operation: str, *addresses: int) -> UsageError:
+        listed = ", ".join(f"{address:#x}" for address in addresses if address & 15)
+        return UsageError(
+            f"{self._health.where(operation)}: {listed} is no multiple of 16; copy the tensor first (this rank alone "
+            "knows its alignment, and the others wait for its call)"
+        )
+
+    # ------------------------------------------------------------------ the end
+
+    def destroy(self, barrier: Callable[[], None] | None = None, timeout_s: float = 5.0) -> None:
+        """Wait for queued calls, then free everything. Idempotent, legal in any state, raises nothing.
+
+        *Collective* if `barrier` is given. *Blocks* up to `timeout_s` for queued calls, after which kernels that still
+        wait are made to leave, and then for `barrier`.
+
+        Args:
+            barrier: Returns when all ranks have called it; None if the group is broken or peers are out of reach.
+                Without it, memory that a living peer may have mapped stays allocated until the process ends.
+            timeout_s: How long queued calls may take, in seconds.
+        """
+        if not self._is_open:
+            return
+        self._is_open = False
+        # From now on every call finds nonzero words and raises.
+        self._words = _CLOSED
+        self._bound.close()
+        if not self._health.is_broken and self._record.is_clear:
+            self._flush(timeout_s)
+        self._resources.destroy(None if self._health.is_broken else barrier)
+        for cache in (self._routes, self._reduce_routes, self._plans, self._fusable):
+            cache.clear()
+
+    def _flush(self, timeout_s: float) -> None:
+        """Wait until the calls on our stream are done, a kernel fails, or `timeout_s` has passed."""
+        stream, driver = self._bound.stream, self._driver
+        if stream is None:
+            return
+        deadline = time.monotonic() + timeout_s
+        try:
+            event = driver.event_create()
+            try:
+                driver.event_record(event, stream)
+                while (
+                    not driver.event_query(event)
+                    and time.monotonic() < deadline
+                    and not self._record.words[0]
+                ):
+                    time.sleep(_FLUSH_PAUSE_S)
+            finally:
+                driver.event_destroy(event)
+        except CommError as error:
+            logger.warning("%s: %s", self._health.where("destroy"), error)

@@ -1,0 +1,196 @@
+"""A file of thresholds measured on this machine; its rows replace those of the built-in table."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from device_comm.cuda.policy.decision import GroupFacts
+from device_comm.cuda.policy.table import BUILT_IN, AlgorithmName, Link, PolicyTable, Threshold, family_of
+from shm_broadcast.errors import SettingsError
+
+__all__ = [
+    "POLICY_VERSION",
+    "MeasuredThreshold",
+    "PolicyFile",
+    "read_policy_file",
+    "table_of",
+    "write_policy_file",
+]
+
+POLICY_VERSION: Final = 1
+"""Incremented when a field or its meaning changes; files of other versions are refused."""
+
+MAX_FILE_BYTES: Final = 1 << 20
+MAX_ROWS: Final = 1000
+
+_CARRIERS: Final[dict[str, frozenset[str]]] = {
+    "all_reduce": frozenset({"push_one_shot", "push_two_shot", "pull_one_shot", "pull_two_shot"}),
+    "reduce_scatter": frozenset({"push_reduce_scatter"}),
+    "all_gather": frozenset({"push_all_gather"}),
+}
+
+
+class MeasuredThreshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The size up to which an algorithm was the fastest; see `policy_table.Threshold`.
+
+    Attributes:
+        operation: The collective.
+        algorithm: One of our algorithms for it.
+        world_size: Number of ranks in the measurement.
+        mode: Whether it was measured in CUDA graphs, outside of them, or in both.
+        max_bytes: Bytes of the largest call for which it was the fastest.
+    """
+
+    operation: Literal["all_reduce", "reduce_scatter", "all_gather"]
+    algorithm: AlgorithmName
+    world_size: int
+    mode: Literal["graph", "eager", "any"]
+    max_bytes: int
+
+
+class PolicyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of a policy file.
+
+    Attributes:
+        version: `POLICY_VERSION`.
+        device_name: The driver's name of the measured devices: "NVIDIA H200".
+        arch: Their architecture: "sm_90".
+        link: The link between them.
+        host: Name of the host.
+        driver: Version of the driver.
+        date: Day of the measurement: "2026-05-31".
+        thresholds: The results. For an operation and a world size that occurs here, the built-in rows are ignored;
+            if no row is for a call's mode, NCCL is used.
+    """
+
+    version: int
+    device_name: str
+    arch: str
+    link: Link
+    host: str
+    driver: str
+    date: str
+    thresholds: tuple[MeasuredThreshold, ...]
+
+    def __post_init__(self) -> None:
+        """Check what the types do not express."""
+        if self.version != POLICY_VERSION:
+            raise ValueError(f"it is of version {self.version}, this program reads version {POLICY_VERSION}")
+        if not family_of(self.arch):
+            raise ValueError(
+                f"arch is {self.arch!r}, but must be that of a device with kernels, such as 'sm_90'"
+            )
+        for field in ("device_name", "host", "driver", "date"):
+            if not getattr(self, field) or len(getattr(self, field)) > 200:
+                raise ValueError(f"{field} must be a text of 1 to 200 characters")
+        if len(self.thresholds) > MAX_ROWS:
+            raise ValueError(f"it has {len(self.thresholds)} thresholds, at most {MAX_ROWS} are read")
+        seen: set[tuple[str, str, int, str]] = set()
+        for row in self.thresholds:
+            _check_row(row)
+            for mode in ("graph", "eager") if row.mode == "any" else (row.mode,):
+                key = (row.operation, row.algorithm, row.world_size, mode)
+                if key in seen:
+                    raise ValueError(
+                        f"{row.algorithm} of {row.world_size} ranks has two thresholds in mode {mode}"
+                    )
+                seen.add(key)
+
+
+def _check_row(row: MeasuredThreshold) -> None:
+    if row.algorithm not in _CARRIERS[row.operation]:
+        raise ValueError(f"{row.algorithm} cannot carry {row.operation}")
+    if not 2 <= row.world_size <= 8:
+        raise ValueError(f"world_size is {row.world_size}, but must be 2 to 8")
+    if not 0 < row.max_bytes <= 1 << 40:
+        raise ValueError(f"max_bytes is {row.max_bytes}, but must be 1 to {1 << 40}")
+
+
+def write_policy_file(path: str | Path, content: PolicyFile) -> None:
+    """Write `content` atomically: a concurrent reader finds the old file or the new one.
+
+    Raises:
+        SettingsError: The file cannot be written; an older file is unchanged.
+    """
+    path = Path(path)
+    text = msgspec.json.format(msgspec.json.encode(content), indent=2)
+    try:
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:
+        raise SettingsError(f"cannot write the policy file {path}: {error}") from error
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(text + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp creates a private file, but ranks of other users may read this one.
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except OSError as error:
+        Path(temporary).unlink(missing_ok=True)
+        raise SettingsError(f"cannot write the policy file {path}: {error}") from error
+
+
+def read_policy_file(path: str | Path) -> PolicyFile:
+    """Return the content of a policy file.
+
+    Raises:
+        SettingsError: It cannot be read or is not a valid file of this version; the text names the place.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise SettingsError(f"cannot read the policy file {path}: {error}") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise SettingsError(f"the policy file {path} is longer than {MAX_FILE_BYTES} bytes")
+    try:
+        return msgspec.json.decode(data, type=PolicyFile)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"the policy file {path} cannot be used: {error}") from error
+
+
+def table_of(content: PolicyFile, facts: GroupFacts, path: str = "policy file") -> PolicyTable:
+    """Return the built-in table, with rows replaced by those of the file.
+
+    Raises:
+        SettingsError: The file was measured on other devices than the group's.
+    """
+    link = "nvlink" if facts.has_nvlink else "pcie"
+    expected = (facts.device_name, facts.arch, link)
+    if (content.device_name, content.arch, content.link) != expected:
+        raise SettingsError(
+            f"the policy file {path} is about {content.device_name} ({content.arch}, {content.link}), "
+            f"but the group has {' ('.join(expected[:2])}, {link}); run `tune` on this machine, or drop the setting"
+        )
+    family = family_of(content.arch)
+    source = f"measured on {content.host}, driver {content.driver}, {content.date}"
+    covered = {(row.operation, row.world_size) for row in content.thresholds}
+    rows = [
+        Threshold(
+            operation=row.operation,
+            algorithm=row.algorithm,
+            family=family,  # type: ignore[arg-type]
+            link=content.link,
+            min_world_size=row.world_size,
+            max_world_size=row.world_size,
+            mode=row.mode,
+            max_bytes=row.max_bytes,
+            source=source,
+        )
+        for row in content.thresholds
+    ]
+    for row in BUILT_IN.thresholds:
+        for size in range(row.min_world_size, row.max_world_size + 1):
+            is_replaced = (row.operation, size) in covered and (row.family, row.link) == (
+                family,
+                content.link,
+            )
+            if not is_replaced:
+                rows.append(msgspec.structs.replace(row, min_world_size=size, max_world_size=size))
+    return PolicyTable(thresholds=tuple(rows), origin=str(path))

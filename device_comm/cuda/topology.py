@@ -1,0 +1,213 @@
+"""The devices of a group and the links between them, queried from the driver and exchanged between all ranks.
+
+`probe` does not raise: a query that fails is recorded as a problem with its reason. `GroupTopology` is a pure function
+of the exchanged facts, so it is equal on all ranks.
+
+NVLink is detected without NVML: the driver's CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED says whether atomics work
+over the link between two devices. They do over NVLink, and they do not over PCIe between GPUs. A link to a device that
+CUDA_VISIBLE_DEVICES hides from this process cannot be queried and counts as unknown.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Annotated, Final, Literal, TypeVar
+
+import msgspec
+
+from device_comm.cpu.shared_memory import place
+from device_comm.cuda.custom.peer_messages import Exchange, speak
+from device_comm.cuda.driver import Driver
+from shm_broadcast.errors import CommError
+
+__all__ = ["DeviceFacts", "GroupTopology", "Link", "gather_topology", "probe"]
+
+_T = TypeVar("_T")
+
+_TEXT: Final = 500
+_Text = Annotated[str, msgspec.Meta(max_length=_TEXT)]
+_Name = Annotated[str, msgspec.Meta(max_length=256)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+
+LinkKind = Literal["same device", "nvlink", "pcie", "none", "unknown"]
+
+
+class Link(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The link from one device to another.
+
+    Attributes:
+        access: Whether the driver reports that the device can access the other's memory.
+        native_atomics: Whether atomics work over the link.
+    """
+
+    access: bool
+    native_atomics: bool
+
+
+class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One rank's device, as reported by its driver. An unknown fact has its default value and an entry in `problems`.
+
+    Attributes:
+        name: Name of the model.
+        arch: "sm_90"; empty if unknown.
+        multiprocessors: Number of multiprocessors.
+        memory_bytes: Size of its memory in bytes.
+        uuid: UUID of the device, or of the MIG instance.
+        pci_bus_id: Its PCI bus id.
+        place: Host id; see `fabric.place`.
+        driver_version: 13000 is CUDA 13.0.
+        ipc: Whether other processes can map its memory by CUDA IPC.
+        vmm: Whether other processes can map its memory by descriptors.
+        links: Links to every device that this process sees, by UUID.
+        problems: Why a fact is missing, by the fact's name.
+    """
+
+    name: _Name = ""
+    arch: Annotated[str, msgspec.Meta(pattern=r"^(sm_[0-9]{2,3})?$")] = ""
+    multiprocessors: _Count = 0
+    memory_bytes: _Count = 0
+    uuid: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    pci_bus_id: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    place: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    driver_version: _Count = 0
+    ipc: bool = False
+    vmm: bool = False
+    links: Annotated[dict[_Name, Link], msgspec.Meta(max_length=1024)] = {}
+    problems: Annotated[dict[_Name, _Text], msgspec.Meta(max_length=64)] = {}
+
+
+def probe(driver: Driver) -> DeviceFacts:
+    """Return the facts that `driver` reports about its device. Does not raise: a failed query becomes a problem."""
+    problems: dict[str, str] = {}
+
+    def ask(name: str, question: Callable[[], _T], otherwise: _T) -> _T:
+        try:
+            return question()
+        except (CommError, OSError) as error:
+            problems[name] = f"{type(error).__name__}: {error}"[:_TEXT]
+            return otherwise
+
+    major, minor = ask("arch", driver.compute_capability, (0, 0))
+    return DeviceFacts(
+        name=ask("name", driver.device_name, ""),
+        arch=f"sm_{major}{minor}" if major else "",
+        multiprocessors=ask("multiprocessors", driver.multiprocessors, 0),
+        memory_bytes=ask("memory_bytes", driver.total_memory, 0),
+        uuid=ask("uuid", driver.uuid, ""),
+        pci_bus_id=ask("pci_bus_id", driver.pci_bus_id, ""),
+        place=ask("place", place, ""),
+        driver_version=ask("driver_version", driver.driver_version, 0),
+        ipc=ask("ipc", driver.ipc_supported, False),
+        vmm=ask("vmm", driver.vmm_supported, False),
+        links=_links(driver, ask),
+        problems=problems,
+    )
+
+
+def _links(driver: Driver, ask: Callable[..., object]) -> dict[str, Link]:
+    uuids = ask("links", driver.device_uuids, [])
+    links: dict[str, Link] = {}
+    for index, uuid in enumerate(uuids if isinstance(uuids, list) else []):
+        access = ask(f"access to {uuid}", lambda index=index: driver.can_access_peer(index), None)
+        atomics = ask(f"atomics on {uuid}", lambda index=index: driver.native_atomics(index), False)
+        if isinstance(access, bool):
+            links[uuid] = Link(access, bool(atomics))
+    return links
+
+
+class GroupTopology(msgspec.Struct, frozen=True):
+    """The devices of all ranks and the facts derived from them; equal on every rank.
+
+    Attributes:
+        ranks: Global ranks.
+        devices: Each rank's device, by rank in the group.
+    """
+
+    ranks: tuple[int, ...]
+    devices: tuple[DeviceFacts, ...]
+
+    @property
+    def arch(self) -> str:
+        """Return the architecture, such as "sm_90"; empty if the devices differ or one is unknown."""
+        return self._shared([device.arch for device in self.devices])
+
+    @property
+    def device_name(self) -> str:
+        """Return the name of the model; empty if the devices differ."""
+        return self._shared([device.name for device in self.devices])
+
+    @property
+    def multiprocessors(self) -> int:
+        """Return the smallest number of multiprocessors of any device; 0 if one is unknown."""
+        return min(device.multiprocessors for device in self.devices)
+
+    @property
+    def is_one_host(self) -> bool:
+        """Return whether all ranks are on one host."""
+        return bool(self._shared([device.place for device in self.devices]))
+
+    @property
+    def shares_devices(self) -> bool:
+        """Return whether two ranks use the same device, which works, but they take turns on it."""
+        known = [device.uuid for device in self.devices if device.uuid]
+        return len(set(known)) < len(known)
+
+    @property
+    def has_nvlink(self) -> bool:
+        """Return whether NVLink connects every pair of different devices; an unknown link counts as not NVLink."""
+        kinds = {self.link(one, other) for one, other in self._pairs()}
+        return "nvlink" in kinds and kinds <= {"nvlink", "same device"}
+
+    def link(self, one: int, other: int) -> LinkKind:
+        """Return how rank `one` in the group reaches the memory of rank `other`."""
+        here, there = self.devices[one], self.devices[other]
+        if not here.place or here.place != there.place:
+            return "none" if here.place and there.place else "unknown"
+        if here.uuid and here.uuid == there.uuid:
+            return "same device"
+        found = here.links.get(there.uuid) if there.uuid else None
+        if found is None:
+            return "unknown"
+        if not found.access:
+            return "none"
+        return "nvlink" if found.native_atomics else "pcie"
+
+    def why_not_peers(self) -> str:
+        """Return why the ranks cannot use each other's memory, or "" if it may work.
+
+        An unknown link may work: CUDA IPC also maps memory of devices that are hidden from this process, and peer
+        writes are tested before they are used.
+        """
+        if not self.is_one_host:
+            return "the ranks are on several hosts, or it is unknown on which"
+        if not self.arch:
+            named = ", ".join(
+                f"rank {rank}: {device.arch or device.problems.get('arch', 'unknown')}"
+                for rank, device in zip(self.ranks, self.devices, strict=True)
+            )
+            return f"the devices are not all of one known architecture ({named})"
+        for one, other in self._pairs():
+            if self.link(one, other) == "none":
+                return (
+                    f"the driver says that the device of rank {self.ranks[one]} ({self.devices[one].pci_bus_id}) "
+                    f"cannot access that of rank {self.ranks[other]} ({self.devices[other].pci_bus_id})"
+                )
+        return ""
+
+    def _pairs(self) -> list[tuple[int, int]]:
+        return list(itertools.permutations(range(len(self.devices)), 2))
+
+    @staticmethod
+    def _shared(values: Sequence[str]) -> str:
+        return values[0] if len(set(values)) == 1 else ""
+
+
+def gather_topology(facts: DeviceFacts, ranks: Sequence[int], exchange: Exchange) -> GroupTopology:
+    """Exchange the facts of all ranks. *Collective*; blocks as long as `exchange` does.
+
+    Raises:
+        DecodeError: A rank sent a malformed message; raised on every rank.
+        Others: As `exchange`.
+    """
+    return GroupTopology(tuple(ranks), tuple(speak(exchange, facts, ranks)))

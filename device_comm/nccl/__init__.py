@@ -1,0 +1,1 @@
+"""NCCL: its library, its communicators, and the collectives on top."""

@@ -1,0 +1,406 @@
+"""Run collectives with NCCL, queued on the caller's current stream; see `DESIGN.md`, section NCCL.
+
+Operations that only move data send bytes. Reductions follow NCCL: it guarantees neither an order of summation nor equal
+bits for different sizes, and it decides how MIN and MAX treat NaN.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar, Final
+
+import torch
+
+from device_comm.base import SUM, CommunicatorContext
+from device_comm.cuda.settings import cuda_settings
+from device_comm.nccl.batching import NcclQueue
+from device_comm.nccl.connection import NcclConnection
+from device_comm.nccl.dtypes import DATA_TYPES, FP8, FP8_SINCE, UINT8, reduction_code
+from device_comm.nccl.dtypes import SUM as SUM_CODE
+from device_comm.nccl.library import NcclLibrary
+from device_comm.nccl.transfers import Post
+from device_comm.process_group import dense, is_plain
+from device_comm.reduction import ReduceOperation
+from device_comm.streams import Progress, Streams, TorchStreams
+from shm_broadcast.errors import UsageError
+
+_SUM: Final = ctypes.c_int(SUM_CODE)
+
+open_library: Callable[[str | None], NcclLibrary] = functools.cache(NcclLibrary)
+
+
+class NcclCommunicator(NcclQueue):
+    """Run collectives with NCCL.
+
+    * Connecting: the first collective connects, or the constructor with `eager`. A point-to-point call cannot connect
+      a group of more than two ranks, because the others do not take part in it.
+    * Capture: every call may be captured into a CUDA graph once the communicator is connected, because no call waits
+      for the device.
+    * Deadlines: a call that blocks in the library breaks the group when its deadline passes. With a `progress`, so
+      does a call that stays incomplete on the device.
+    """
+
+    algorithm = "nccl"
+    needs_process_group: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        context: CommunicatorContext,
+        *,
+        library: NcclLibrary | None = None,
+        streams: Streams | None = None,
+        progress: Progress | None = None,
+        eager: bool = False,
+        connection: NcclConnection | None = None,
+    ) -> None:
+        """Prepare a communicator; collective only with `eager`.
+
+        Args:
+            context: The group; `exchange` must be set.
+            library: The NCCL library; defaults to the one that `context.cuda.nccl_library` names, else to the one
+                that `NcclLibrary` finds.
+            streams: The device's streams; defaults to torch's.
+            progress: Tells whether queued work is complete; without it only the host's waits have deadlines.
+            eager: Connect now.
+            connection: An existing connection of these ranks.
+
+        Raises:
+            CapabilityError: No usable library was found.
+        """
+        super().__init__(
+            context,
+            library or open_library(cuda_settings(context.cuda).nccl_library),
+            streams or TorchStreams(context.device),
+            progress,
+            connection,
+        )
+        self._index = -1 if self.device.type == "cpu" else getattr(self._streams, "index", self.device.index)
+        # The fast path of `all_reduce` needs these as ctypes objects; they are converted once.
+        self._all_reduce_function = self._library.function("ncclAllReduce")
+        self._summed = {
+            dtype: ctypes.c_int(code)
+            for dtype, code in DATA_TYPES.items()
+            if dtype not in FP8 or self._library.version >= FP8_SINCE
+        }
+        if eager:
+            self._connection.connect()
+
+    # ------------------------------------------------------------------ life
+
+    @property
+    def library(self) -> NcclLibrary:
+        """Return the NCCL library in use."""
+        return self._library
+
+    @property
+    def is_connected(self) -> bool:
+        """Return whether the ranks are connected."""
+        return self._connection.is_connected
+
+    def connect(self) -> None:
+        """Connect the ranks now, instead of in the first collective. Collective."""
+        self._connection.connect()
+
+    def prepare_buffers(self, message_bytes: int) -> None:
+        """Connect, so that the first call of the application does not have to. Collective."""
+        del message_bytes
+        self._connection.connect()
+
+    def split(
+        self, context: CommunicatorContext | None, *, share_resources: bool = False
+    ) -> NcclCommunicator | None:
+        """Split this group into communicators of disjoint parts, faster than creating new ones.
+
+        *Collective*: all ranks of this group call it. No call may be in flight.
+
+        Args:
+            context: The part that this rank belongs to; None for a rank in no part. All ranks of a part are in
+                this group, and the parts are disjoint.
+            share_resources: Share this communicator's memory and channels, which saves memory. The parts must not
+                outlive it then, and calls on one wait for calls on the other.
+
+        Returns:
+            The part's communicator, connected; None for a rank in no part.
+
+        Raises:
+            UsageError: A rank of the part is not in this group.
+        """
+        color = key = None
+        if context is not None:
+            strangers = [rank for rank in context.ranks if rank not in self.context.ranks]
+            if strangers:
+                raise UsageError(f"split: ranks {strangers} are not in {self.context.name!r}")
+            # The parts are disjoint, so their first ranks differ and can serve as colors.
+            color, key = self.context.ranks.index(context.ranks[0]), context.rank_in_group
+        connection = self._connection.split(color, key or 0, context, share_resources=share_resources)
+        if connection is None or context is None:
+            return None
+        return NcclCommunicator(
+            context,
+            library=self._library,
+            streams=self._streams,
+            progress=self._progress,
+            connection=connection,
+        )
+
+    def suspend(self) -> None:
+        """Release the communicator's device memory until `resume`. Collective; no call may be in flight.
+
+        Raises:
+            CapabilityError: The library is older than 2.29.7; the group is intact.
+        """
+        self._connection.suspend()
+
+    def resume(self) -> None:
+        """Allocate the memory again after `suspend`. Collective."""
+        self._connection.resume()
+
+    def memory_bytes(self) -> int:
+        """Return how many bytes of device memory NCCL holds for this communicator.
+
+        Raises:
+            CapabilityError: The library is older than 2.29.7; the group is intact.
+        """
+        self._library.function("ncclCommMemStats")
+        self._connection.connect()
+        return self._library.memory_statistic(self._connection.handle().value or 0, 3)
+
+    def destroy(self) -> None:
+        """Wait for queued calls and free the communicator; abort it if that takes longer than 3 s."""
+        self._receives.clear()
+        self._connection.close()
+
+    # ------------------------------------------------------------------ reductions
+
+    def all_reduce(
+        self, input_: torch.Tensor, op: ReduceOperation = SUM, *, timeout_s: float | None = None
+    ) -> torch.Tensor:
+        """Combine the ranks' tensors; every rank gets a new tensor of the input's shape and dtype.
+
+        A contiguous sum with default arguments is served here, with few checks.
+        """
+        connection = self._connection
+        if (
+            connection.hot is None
+            or type(input_) is not torch.Tensor
+            or op is not SUM
+            or timeout_s is not None
+            or input_.get_device() != self._index
+            or input_.layout is not torch.strided
+            or not input_.is_contiguous()
+            or input_.is_neg()
+        ):
+            return super().all_reduce(input_, op, timeout_s=timeout_s)
+        code = self._summed.get(input_.dtype)
+        source = input_.data_ptr()
+        # A tensor without an address is empty, or on the meta device, which has the same index as the CPU.
+        if code is None or not source:
+            return super().all_reduce(input_, op, timeout_s=timeout_s)
+        result = torch.empty_like(input_)
+        connection.call = connection.everyone
+        connection.entered += 1
+        try:
+            # Read `hot` only after `entered` is written: see `NcclConnection`.
+            comm = connection.hot
+            if comm is None:
+                comm = connection.handle()
+            stream = self._current()
+            status = self._all_reduce_function(
+                source, result.data_ptr(), input_.numel(), code, _SUM, comm, stream
+            )
+            if status:
+                connection.settle("ncclAllReduce", status)
+            if self._progress is not None:
+                self._progress.mark(stream)
+        finally:
+            connection.returned = connection.entered
+        return result
+
+    def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None) -> torch.Tensor:
+        self._begin("all_reduce", connects=True)
+        code, red, parts = reduction_code(input_.dtype, op, self._library.version)
+        source = dense(input_)
+        result = torch.empty_like(source)
+        self._reduce_into("ncclAllReduce", source, result, (code, red), parts, timeout_s)
+        return result
+
+    def all_reduce_(
+        self, tensor: torch.Tensor, op: ReduceOperation = SUM, *, timeout_s: float | None = None
+    ) -> torch.Tensor:
+        """Combine the ranks' tensors in place and return `tensor`, whose elements must not overlap in memory."""
+        if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
+            if self._collected is not None:
+                raise UsageError("all_reduce_: within `group` the tensor must be contiguous")
+            return super().all_reduce_(tensor, op, timeout_s=timeout_s)
+        op = self._check_reduction("all_reduce_", tensor, op, timeout_s)
+        self._begin("all_reduce_", connects=True)
+        code, red, parts = reduction_code(tensor.dtype, op, self._library.version)
+        into = tensor.detach()
+        self._reduce_into("ncclAllReduce", into, into, (code, red), parts, timeout_s)
+        return tensor
+
+    def _reduce_into(
+        self,
+        function: str,
+        source: torch.Tensor,
+        result: torch.Tensor | None,
+        codes: tuple[int, ...],
+        parts: int,
+        timeout_s: float | None,
+    ) -> None:
+        """Queue an all-reduce or, if `codes` holds the root as third item, a reduce."""
+        posts = []
+        if source.numel():
+            address = 0 if result is None else result.data_ptr()
+            arguments = (source.data_ptr(), address, source.numel() * parts, *codes)
+            posts = [Post(function, arguments, (source, result))]
+        self._call("reduce" if len(codes) == 3 else "all_reduce", posts, timeout_s)
+
+    def _reduce(
+        self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
+    ) -> torch.Tensor | None:
+        self._begin("reduce", connects=True)
+        code, red, parts = reduction_code(input_.dtype, op, self._library.version)
+        source = dense(input_)
+        result = torch.empty_like(source) if self.rank_in_group == dst else None
+        self._reduce_into("ncclReduce", source, result, (code, red, dst), parts, timeout_s)
+        return result
+
+    def _reduce_scatter(
+        self,
+        input_: torch.Tensor,
+        dim: int,
+        sizes: tuple[int, ...],
+        op: ReduceOperation,
+        timeout_s: float | None,
+    ) -> torch.Tensor:
+        self._begin("reduce_scatter", connects=True)
+        code, red, parts = reduction_code(input_.dtype, op, self._library.version)
+        rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
+        own = rows.new_empty((sizes[self.rank_in_group], *rows.shape[1:]))
+        per_row = math.prod(rows.shape[1:]) * parts
+        keep = (rows, own)
+        posts: list[Post] = []
+        arguments: tuple[int, ...]
+        if per_row and len(set(sizes)) == 1 and sizes[0]:
+            arguments = (rows.data_ptr(), own.data_ptr(), sizes[0] * per_row, code, red)
+            posts = [Post("ncclReduceScatter", arguments, keep)]
+        elif per_row:
+            step = per_row // parts * rows.itemsize
+            for rank, start, size in _parts(sizes):
+                into = own.data_ptr() if rank == self.rank_in_group else 0
+                arguments = (rows.data_ptr() + start * step, into, size * per_row, code, red, rank)
+                posts.append(Post("ncclReduce", arguments, keep))
+        return self._moved("reduce_scatter", posts, own, dim, timeout_s)
+
+    # ------------------------------------------------------------------ moving data
+
+    def _all_gather(
+        self, input_: torch.Tensor, dim: int, sizes: tuple[int, ...], timeout_s: float | None
+    ) -> torch.Tensor:
+        self._begin("all_gather", connects=True)
+        rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
+        result = rows.new_empty((sum(sizes), *rows.shape[1:]))
+        step = math.prod(rows.shape[1:]) * rows.itemsize
+        keep = (rows, result)
+        posts: list[Post] = []
+        arguments: tuple[int, ...]
+        if step and len(set(sizes)) == 1 and sizes[0]:
+            arguments = (rows.data_ptr(), result.data_ptr(), rows.nbytes, UINT8)
+            posts = [Post("ncclAllGather", arguments, keep)]
+        elif step:
+            for rank, start, size in _parts(sizes):
+                arguments = (rows.data_ptr(), result.data_ptr() + start * step, size * step, UINT8, rank)
+                posts.append(Post("ncclBroadcast", arguments, keep))
+        return self._moved("all_gather", posts, result, dim, timeout_s)
+
+    def _gather(
+        self, input_: torch.Tensor, dst: int, dim: int, timeout_s: float | None
+    ) -> torch.Tensor | None:
+        self._begin("gather", connects=True)
+        rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
+        posts = []
+        result = None
+        if rows.numel():
+            posts = [Post("ncclSend", (rows.data_ptr(), rows.nbytes, UINT8, dst), rows)]
+        if self.rank_in_group == dst:
+            result = rows.new_empty((rows.shape[0] * self.world_size, *rows.shape[1:]))
+            if rows.numel():
+                for rank in range(self.world_size):
+                    place = result.data_ptr() + rank * rows.nbytes
+                    posts.append(Post("ncclRecv", (place, rows.nbytes, UINT8, rank), result))
+            return self._moved("gather", posts, result, dim, timeout_s)
+        self._call("gather", posts, timeout_s)
+        return None
+
+    def _scatter(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor | None,
+        src: int,
+        dim: int,
+        sizes: tuple[int, ...],
+        timeout_s: float | None,
+    ) -> None:
+        self._begin("scatter", connects=True)
+        into = output.detach()
+        shaped = into.reshape(1) if into.dim() == 0 else into.movedim(dim, 0)
+        landing = shaped if is_plain(shaped) else shaped.new_empty(shaped.shape)
+        step = math.prod(landing.shape[1:]) * landing.itemsize
+        posts = []
+        if input_ is not None and step:
+            rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
+            for rank, start, size in _parts(sizes):
+                arguments = (rows.data_ptr() + start * step, size * step, UINT8, rank)
+                posts.append(Post("ncclSend", arguments, rows))
+        if landing.numel():
+            posts.append(Post("ncclRecv", (landing.data_ptr(), landing.nbytes, UINT8, src), landing))
+        finish = None if landing is shaped else lambda: shaped.copy_(landing)
+        self._call("scatter", posts, timeout_s, finish=finish)
+
+    def _all_to_all(
+        self,
+        input_: torch.Tensor,
+        dim: int,
+        send_sizes: tuple[int, ...],
+        recv_sizes: tuple[int, ...],
+        timeout_s: float | None,
+    ) -> torch.Tensor:
+        self._begin("all_to_all", connects=True)
+        rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
+        result = rows.new_empty((sum(recv_sizes), *rows.shape[1:]))
+        step = math.prod(rows.shape[1:]) * rows.itemsize
+        posts = []
+        for function, tensor, sizes in (("ncclSend", rows, send_sizes), ("ncclRecv", result, recv_sizes)):
+            for rank, start, size in _parts(sizes) if step else ():
+                arguments = (tensor.data_ptr() + start * step, size * step, UINT8, rank)
+                posts.append(Post(function, arguments, tensor))
+        return self._moved("all_to_all", posts, result, dim, timeout_s)
+
+    def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
+        self._begin("broadcast", connects=True)
+        into = tensor.detach()
+        landing = into if is_plain(into) else dense(into)
+        posts = []
+        if landing.numel():
+            arguments = (landing.data_ptr(), landing.data_ptr(), landing.nbytes, UINT8, src)
+            posts = [Post("ncclBroadcast", arguments, landing)]
+        is_aside = landing is not into and self.rank_in_group != src
+        finish = (lambda: into.copy_(landing)) if is_aside else None
+        self._call("broadcast", posts, timeout_s, finish=finish)
+        return tensor
+
+
+def _parts(sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield (rank, start, size) of each part that is not empty."""
+    starts = itertools.accumulate(sizes, initial=0)
+    return (
+        (rank, start, size) for rank, (start, size) in enumerate(zip(starts, sizes, strict=False)) if size
+    )
+
+
+__all__ = ["NcclCommunicator", "open_library"]

@@ -1,0 +1,489 @@
+"""One NCCL communicator from its creation to its end, and the thread that watches it.
+
+NCCL's calls only queue work. When a peer dies, the kernel spins for ever and the host blocks in some call of torch,
+which does not watch processes. Each connected communicator therefore has a *keeper*: a thread that checks, every
+`KEEP_EVERY_S`, the peers' processes, the communicator's asynchronous error, and calls that make no progress. A failure
+breaks the group; the keeper then aborts the communicator, which ends the kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final, NamedTuple, TypeVar
+
+import msgspec
+
+from device_comm.base import CommunicatorContext
+from device_comm.health import BOARD_AFTER_S, Operation
+from device_comm.nccl.library import IN_PROGRESS, NO_COLOR, NcclLibrary, new_config
+from device_comm.streams import Progress, Streams
+from shm_broadcast.errors import (
+    CommError,
+    DecodeError,
+    DisagreementError,
+    InternalError,
+    NcclError,
+    UsageError,
+)
+
+Value = TypeVar("Value")
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+# Interval of the keeper's checks. A dead peer is noticed in under a second, and an idle group costs four checks of
+# about 10 us per second.
+KEEP_EVERY_S: Final = 0.25
+# While NCCL works in the background, the caller polls it with a pause that doubles from the first to the last value.
+FIRST_POLL_S: Final = 0.0002
+LAST_POLL_S: Final = 0.01
+# `close` waits this long for queued calls, and then this long for the abort of a communicator that was not flushed.
+FLUSH_S: Final = 3.0
+ABORT_S: Final = 3.0
+
+
+class Call(NamedTuple):
+    """A call in progress.
+
+    Attributes:
+        name: The operation, for texts.
+        peers: Global ranks that it waits for; None for a collective, where the status store shows who is missing.
+        within_s: Its deadline in seconds; None for no deadline.
+    """
+
+    name: str
+    peers: tuple[int, ...] | None
+    within_s: float | None
+
+
+class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The message that each rank sends to the others before they connect."""
+
+    version: int
+    library: str
+    unique_id: bytes = b""
+    function: str = ""
+    code: int | None = None
+    failure: str = ""
+
+
+class NcclConnection:
+    """One NCCL communicator: connect, watch, split, suspend, close.
+
+    Attributes:
+        hot: The handle as an argument for calls; None if a call must not take the fast path: not connected,
+            suspended, broken, closed, in a forked child, or while calls are collected.
+        entered: How many calls have been entered. A call writes `entered` before it reads `hot`, and an abort clears
+            `hot` before it reads `entered`, so no call uses a handle that is being freed.
+        returned: The value of `entered` of the last call that has left the library.
+        transfers: How many of the entered calls were point to point.
+        call: The last call entered.
+        everyone: The `call` of a fast all-reduce.
+    """
+
+    def __init__(
+        self, context: CommunicatorContext, library: NcclLibrary, streams: Streams, progress: Progress | None
+    ) -> None:
+        """Prepare; send nothing."""
+        if context.exchange is None:
+            raise InternalError(f"{context.name!r}: NCCL needs the host plane's exchange to agree on an id")
+        self.library = library
+        self.context = context
+        self.progress = progress
+        self.hot: ctypes.c_void_p | None = None
+        self.entered: int = 0
+        self.returned: int = 0
+        self.transfers: int = 0
+        self.call: Call = Call("connect", None, context.timeout_s)
+        self.everyone: Call = Call("all_reduce", None, context.timeout_s)
+        self._exchange = context.exchange
+        self._health = context.health
+        self._streams = streams
+        self._comm = 0
+        self._handle: ctypes.c_void_p | None = None
+        self._suspended = False
+        self._closed = False
+        self._aborting = False
+        self._settling = False
+        self._asking = threading.Lock()
+        self._wake = threading.Event()
+        self._keeper: threading.Thread | None = None
+        self._seen, self._since = 0, 0.0
+        self._health.on_abort(self._on_abort)
+        _disarm_in_children()
+        _connections.add(self)
+
+    # ------------------------------------------------------------------ connecting
+
+    @property
+    def is_connected(self) -> bool:
+        """Return whether the communicator exists and has not been aborted or closed."""
+        return self._handle is not None and not self._aborting and not self._closed
+
+    def connect(self) -> None:
+        """Connect all ranks, unless connected. Collective; blocks until all have called, up to the group's deadline.
+
+        Raises:
+            DisagreementError: The ranks have different versions of NCCL; the group is intact.
+            NcclError: NCCL failed; the text quotes it. The group is intact if rank 0 could not create an id, else
+                broken.
+            UsageError: The communicator is suspended; the group is intact.
+            CommTimeoutError: A rank did not call; the group is broken.
+        """
+        self._health.check_usable("connect")
+        if self._suspended:
+            raise UsageError(
+                f"{self._health.where('a call')}: the communicator is suspended, resume it first"
+            )
+        if self.is_connected:
+            return
+        unique_id = self._agree()
+        with self._streams.on_device(), self.calling(Call("connect", None, self.context.timeout_s)):
+            try:
+                comm, status = self.library.init_rank(
+                    self.context.world_size, unique_id, self.context.rank_in_group, new_config()
+                )
+            except NcclError as error:
+                raise self._health.explain(self._operation(), error, None) from error
+            self._adopt(comm)
+            self.settle("ncclCommInitRankConfig", status)
+        self._ready()
+
+    def _agree(self) -> bytes:
+        """Return the id that rank 0 created. All ranks raise if it could not, or if their versions differ."""
+        own = Facts(self.library.version, str(self.library))
+        mine: NcclError | None = None
+        if self.context.rank_in_group == 0:
+            try:
+                own = msgspec.structs.replace(own, unique_id=self.library.new_unique_id())
+            except NcclError as error:
+                mine = error
+                own = msgspec.structs.replace(
+                    own, function=error.function, code=error.code, failure=str(error)
+                )
+        try:
+            views = [
+                msgspec.msgpack.decode(view, type=Facts)
+                for view in self._exchange(msgspec.msgpack.encode(own))
+            ]
+        except msgspec.DecodeError as error:
+            raise DecodeError(f"{self._health.where('connect')}: a rank sent no facts: {error}") from error
+        ranks = self.context.ranks
+        if len({view.version for view in views}) > 1:
+            texts = {rank: view.library for rank, view in zip(ranks, views, strict=True)}
+            listed = ", ".join(f"rank {rank}: {text}" for rank, text in texts.items())
+            raise DisagreementError(
+                f"{self._health.where('connect')}: the ranks have different versions of NCCL: {listed}",
+                views=texts,
+            )
+        first = views[0]
+        if first.failure:
+            text = f"{self._health.where('connect')}: rank {ranks[0]} could not begin: {first.failure}"
+            raise NcclError(text, library=first.library, function=first.function, code=first.code) from mine
+        return first.unique_id
+
+    def _adopt(self, comm: int) -> None:
+        self._comm = comm
+        self._keeper = threading.Thread(
+            target=self._keep, name=f"group-coordinator-nccl {self.context.name}", daemon=True
+        )
+        self._keeper.start()
+
+    def _ready(self) -> None:
+        self._handle = ctypes.c_void_p(self._comm)
+        self.rearm()
+
+    def handle(self) -> ctypes.c_void_p:
+        """Return the handle of a connected communicator. Raises as `check_usable`."""
+        handle = self._handle
+        if handle is None or self._aborting or self._closed:
+            self._health.check_usable("a call")
+            raise InternalError(f"{self._health.where('a call')}: the communicator is not connected")
+        return handle
+
+    def rearm(self) -> None:
+        """Allow the fast path again."""
+        self.hot = self._handle
+        if self._aborting or self._closed or self._suspended:
+            self.hot = None
+
+    # ------------------------------------------------------------------ calling
+
+    @contextmanager
+    def calling(self, call: Call) -> Iterator[None]:
+        """Count a call, so that the keeper can see it and give it a deadline."""
+        self.call = call
+        if call.peers is not None:
+            self.transfers += 1
+        self.entered += 1
+        try:
+            yield
+        finally:
+            self.returned = self.entered
+
+    def _operation(self) -> Operation:
+        call = self.call
+        return Operation("nccl", call.name, self.entered - self.transfers if call.peers is None else 0)
+
+    def settle(self, function: str, status: int, timeout_s: float | None = None) -> None:
+        """Finish a call that returned a nonzero `status`: wait while NCCL works in the background, or raise."""
+        if status == IN_PROGRESS:
+            within_s = timeout_s or self.call.within_s or self.context.timeout_s
+            self._settling = True
+            try:
+                self._health.wait(self._operation(), _Background(self, function), within_s)
+            finally:
+                self._settling = False
+        elif status:
+            raise self.failed(function, status)
+
+    def failed(self, function: str, status: int) -> CommError:
+        """Break the group; return the error to raise for a status."""
+        error = self.library.error(function, status, 0 if self._aborting else self._comm)
+        return self._health.explain(self._operation(), error, self.call.peers)
+
+    def state(self, function: str) -> int:
+        """Return 0 or `IN_PROGRESS`; after a failure in the background, break the group and raise."""
+        with self._asking:
+            if self._aborting or not self._comm:
+                raise self.failed(function, 6)
+            state = self.library.async_error(self._comm)
+        if state not in (0, IN_PROGRESS):
+            raise self.failed(f"{function}, asynchronously", state)
+        return state
+
+    # ------------------------------------------------------------------ watching
+
+    def _keep(self) -> None:
+        while not self._wake.wait(KEEP_EVERY_S):
+            try:
+                self._look()
+            except CommError as error:
+                # The failure breaks the group, so the next call raises it.
+                logger.warning("%s", error)
+                # A group that is closing reports no failure: a failure record would end the peers' calls in flight.
+                if not self._health.is_broken and not self._health.is_closed:
+                    self._health.fail(error)
+        if self._aborting:
+            self._abort_now()
+
+    def _look(self) -> None:
+        number = self.entered
+        is_busy = self.returned != number or (self.progress is not None and not self.progress.is_done())
+        if self._settling:
+            return
+        operation = self._operation()
+        self._health.check_peers(operation)
+        if self._handle is None:
+            return
+        self.state("ncclCommGetAsyncError")
+        now = time.monotonic()
+        if not is_busy or number != self._seen:
+            self._seen, self._since = number, now
+            return
+        within_s = self.call.within_s
+        if now - self._since < BOARD_AFTER_S:
+            return
+        left_s = None if within_s is None else max(within_s - (now - self._since), 0.001)
+        self._health.wait(operation, _Queued(self, number), left_s)
+
+    def is_past(self, number: int) -> bool:
+        """Return whether call `number` is complete or followed by another, or the keeper is to stop."""
+        if self._wake.is_set() or self.entered != number:
+            return True
+        return self.returned == number and (self.progress is None or self.progress.is_done())
+
+    def pause(self, seconds: float) -> None:
+        """Wait up to `seconds`, or until the keeper is woken."""
+        self._wake.wait(seconds)
+
+    def _on_abort(self) -> None:
+        # On an orderly close, `close` flushes the queued calls; they must not be aborted here.
+        if self._health.is_broken:
+            self.hot = None
+            self._aborting = True
+            self._wake.set()
+
+    def _abort_now(self) -> None:
+        """Abort and free the communicator. Blocks as long as NCCL does."""
+        deadline = time.monotonic() + 0.2
+        # A call that has just been entered returns within microseconds and must not lose its handle before. A call
+        # that blocks in NCCL is ended by the abort, so do not wait for it longer than 0.2 s.
+        while self.returned != self.entered and not self._settling and time.monotonic() < deadline:
+            time.sleep(0.001)
+        with self._asking:
+            comm, self._comm = self._comm, 0
+        if comm:
+            try:
+                self.library.abort(comm)
+            except NcclError as error:
+                logger.warning("%s: %s", self._health.where("abort"), error)
+
+    # ------------------------------------------------------------------ splitting, suspending
+
+    def split(
+        self, color: int | None, key: int, context: CommunicatorContext | None, *, share_resources: bool
+    ) -> NcclConnection | None:
+        """Split this communicator into parts; see `NcclCommunicator.split`. Blocks until all its ranks have called."""
+        self.library.function("ncclCommSplit")
+        self.connect()
+        with self.calling(Call("split", None, self.context.timeout_s)):
+            config = new_config(share_resources=share_resources)
+            chosen = NO_COLOR if color is None else color
+            place, status = self._try(
+                "ncclCommSplit", lambda: self.library.split(self._comm, chosen, key, config)
+            )
+            self.settle("ncclCommSplit", status)
+        if context is None:
+            return None
+        if not place.value:
+            raise InternalError(f"{self._health.where('split')}: NCCL made no communicator of color {color}")
+        child = NcclConnection(context, self.library, self._streams, self.progress)
+        with child.calling(Call("connect", None, context.timeout_s)):
+            child._adopt(place.value)
+            child.settle("ncclCommSplit", IN_PROGRESS)
+        child._ready()
+        return child
+
+    def suspend(self) -> None:
+        """Release the device memory until `resume`. Collective; no call may be in flight."""
+        self.library.function("ncclCommSuspend")
+        self._health.check_usable("suspend")
+        if self._suspended or not self.is_connected:
+            return
+        self.hot, self._suspended = None, True
+        with self.calling(Call("suspend", None, self.context.timeout_s)):
+            self.settle(
+                "ncclCommSuspend", self._try("ncclCommSuspend", lambda: self.library.suspend(self._comm))
+            )
+
+    def resume(self) -> None:
+        """Allocate the memory again after `suspend`. Collective."""
+        self.library.function("ncclCommResume")
+        self._health.check_usable("resume")
+        if not self._suspended:
+            return
+        with self.calling(Call("resume", None, self.context.timeout_s)):
+            self.settle(
+                "ncclCommResume", self._try("ncclCommResume", lambda: self.library.resume(self._comm))
+            )
+        self._suspended = False
+        self.rearm()
+
+    def _try(self, function: str, run: Callable[[], Value]) -> Value:
+        try:
+            return run()
+        except NcclError as error:
+            raise self._health.explain(self._operation(), error, None) from error
+
+    # ------------------------------------------------------------------ leaving
+
+    def close(self) -> None:
+        """Wait for queued calls and free the communicator, or abort it. Idempotent; waits for at most 9 s."""
+        if self._closed or self._health.is_inherited:
+            return
+        self._closed = True
+        self.hot = None
+        if self._health.is_broken:
+            self._aborting = True
+        self._wake.set()
+        keeper, self._keeper = self._keeper, None
+        if keeper is None:
+            return
+        keeper.join(ABORT_S)
+        if keeper.is_alive():
+            logger.warning("%s: NCCL still aborts after %.0f s", self._health.where("destroy"), ABORT_S)
+        elif self._comm and not self._flush():
+            self._aborting = True
+            abort = threading.Thread(target=self._abort_now, name="group-coordinator-nccl-abort", daemon=True)
+            abort.start()
+            abort.join(ABORT_S)
+
+    def _flush(self) -> bool:
+        """Finalize and destroy the communicator; return whether that succeeded within `FLUSH_S`."""
+        deadline = time.monotonic() + FLUSH_S
+        pause = FIRST_POLL_S
+        try:
+            if self._handle is None or self.returned != self.entered:
+                return False
+            self.library.finalize(self._comm)
+            while self.library.async_error(self._comm) == IN_PROGRESS:
+                if time.monotonic() >= deadline or self._health.is_broken:
+                    logger.warning("%s: not flushed within %.0f s", self._health.where("destroy"), FLUSH_S)
+                    return False
+                self._health.check_peers(Operation("nccl", "destroy", 0))
+                time.sleep(pause)
+                pause = min(pause * 2, LAST_POLL_S)
+            comm, self._comm = self._comm, 0
+            self.library.destroy(comm)
+        except CommError as error:
+            logger.warning("%s: %s", self._health.where("destroy"), error)
+            return False
+        return True
+
+
+class _Background:
+    """Poll NCCL's work in the background for a call; see `Pollable`."""
+
+    def __init__(self, connection: NcclConnection, function: str) -> None:
+        self._connection = connection
+        self._function = function
+        self._pause = FIRST_POLL_S
+
+    def poll(self, slice_s: float) -> bool:
+        end = time.monotonic() + slice_s
+        while self._connection.state(self._function) == IN_PROGRESS:
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(self._pause, left))
+            self._pause = min(self._pause * 2, LAST_POLL_S)
+        return True
+
+    def pending(self) -> Sequence[int] | None:
+        return self._connection.call.peers
+
+
+class _Queued:
+    """Poll, in the keeper, a call that makes no progress; see `Pollable`."""
+
+    def __init__(self, connection: NcclConnection, number: int) -> None:
+        self._connection = connection
+        self._number = number
+
+    def poll(self, slice_s: float) -> bool:
+        if self._connection.is_past(self._number):
+            return True
+        self._connection.pause(slice_s)
+        if not self._connection.is_past(self._number):
+            self._connection.state("ncclCommGetAsyncError")
+            return False
+        return True
+
+    def pending(self) -> Sequence[int] | None:
+        return self._connection.call.peers
+
+
+_connections: weakref.WeakSet[NcclConnection] = weakref.WeakSet()
+_registered: list[bool] = []
+
+
+def _disarm_in_children() -> None:
+    """Disable the fast path in forked children: the handles belong to the parent."""
+    if not _registered:
+        _registered.append(True)
+        os.register_at_fork(after_in_child=_disarm)
+
+
+def _disarm() -> None:
+    for connection in list(_connections):
+        connection.hot = None
+
+
+__all__ = ["Call", "NcclConnection"]

@@ -1,0 +1,343 @@
+"""Objects to frames and back, without pickle: one tree of values and the buffers that stand outside it.
+
+A frame, offsets in bytes, integers of the frame itself little-endian:
+
+| offset | bytes | field |
+|---|---|---|
+| 0 | 4 | magic, `GCBC` |
+| 4 | 1 | version, 1 |
+| 5 | 3 | flags, 0 |
+| 8 | 8 | length of the whole frame |
+| 16 | 8 | length of the tree, T |
+| 24 | 8 | number of buffers, N |
+| 32 | T | the tree: one msgpack value |
+| next multiple of 8 | 8 N | of each buffer: length (low 7 bytes), kind (top byte: 0 data, 1 bytes, 2 bytearray) |
+| next multiple of 64 | each | the buffers, each at a multiple of 64 |
+
+Padding is zero, and nothing follows the last buffer. The tree uses these parts of msgpack and no others: nil,
+bool, integers, float 64, str, bin 8/16, array, map, and ext 32 for what msgpack cannot tell apart. A buffer has
+no number: the tree uses them in order, each once.
+
+| ext | type | payload |
+|---|---|---|
+| 1, 2, 3 | tuple, set, frozenset | an array |
+| 4 | bytearray | its bytes |
+| 5, 6 | bytes, bytearray out of band | nothing: the next buffer |
+| 7 | str with lone surrogates | UTF-8 with surrogates encoded |
+| 16 - 63 | see `wire.Code` | the pair [meta, body], two values |
+| 64 - 127 | arrays and tensors | the pair [meta, data]: bin 16, or nil for the next buffer |
+
+The decoder trusts nothing: a length is compared with what is left before memory is taken, depth is limited,
+keys must be hashable and distinct, and only registered classes are built.
+
+What arrives equals what was sent, in value and type, with these exceptions: a memoryview arrives as bytes;
+strides, `requires_grad` and the identity of objects that stand in two places are not kept; attributes that a
+class does not declare do not travel.
+"""
+
+import builtins
+import importlib
+import struct
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import partial
+from typing import Any, Final, NoReturn
+
+import msgspec
+
+from shm_broadcast import _core
+from shm_broadcast.codec import adapters
+from shm_broadcast.codec.enum_adapter import build_enum, describe_enum
+from shm_broadcast.codec.object_path import Step, render, repeated
+from shm_broadcast.codec.records import ENUM
+from shm_broadcast.codec.registry import (
+    build_registered,
+    describe_registered,
+    entry_of,
+    register_type,
+    unregister_type,
+)
+from shm_broadcast.codec.wire_format import Builder, Code, DataBuilder, Describer, Description, Refusal
+from shm_broadcast.errors import DecodeError, UsageError
+
+__all__ = ["MAX_DEPTH", "Message", "decode", "encode", "frame_length", "register_type", "unregister_type"]
+
+MAX_DEPTH: Final = _core.MAX_DEPTH
+"""Levels of containers at most, on either side."""
+
+# The start of a frame: magic, version, flags (which the decoder checks), length of the whole.
+_START: Final = struct.Struct("<4sB3xQ")
+_MAGIC: Final = b"GCBC"
+_VERSION: Final = 1
+_PREFIX_BYTES: Final = 32
+
+_PADDING: Final = memoryview(bytes(_core.ALIGNMENT))
+_LAZY: Final = ("numpy", "torch", "zoneinfo")
+_LAZY_CODES: Final = {
+    **dict.fromkeys((Code.NUMPY_DTYPE, Code.NUMPY_TEXT, Code.NUMPY_ARRAY, Code.NUMPY_SCALAR), "numpy"),
+    **dict.fromkeys((Code.TORCH_DTYPE, Code.TORCH_SIZE, Code.TORCH_DEVICE, Code.TORCH_TENSOR), "torch"),
+    Code.ZONE_INFO: "zoneinfo",
+}
+
+_describers: dict[type, Describer] = dict(adapters.DESCRIBERS)
+_builders: dict[int, Builder] = {
+    **adapters.BUILDERS,
+    Code.ENUM: build_enum,
+    Code.REGISTERED: build_registered,
+}
+_data_builders: dict[int, DataBuilder] = {}
+
+
+class Message(msgspec.Struct, frozen=True, eq=False):
+    """One encoded object, not yet laid out as a frame.
+
+    The buffers view the memory of the objects: lay the frame out before you change them.
+
+    Attributes:
+        header: Prefix, tree and table.
+        buffers: What stands out of band, as flat views of bytes that keep their owners alive.
+        nbytes: Exact size of the frame.
+    """
+
+    header: bytes
+    buffers: tuple[memoryview, ...]
+    nbytes: int
+
+    def write_into(self, target: memoryview | bytearray) -> int:
+        """Lay the frame out at the start of `target` and return its size.
+
+        Raises:
+            UsageError: The target is read-only, not contiguous or too small; its content is undefined.
+        """
+        try:
+            return _core.write_frame(target, self.header, self.buffers)
+        except (BufferError, TypeError, ValueError) as error:
+            raise UsageError(f"cannot write a frame of {self.nbytes} bytes: {error}") from error
+
+    def to_bytes(self) -> bytes:
+        """Return the frame in one piece."""
+        return b"".join(self.segments()) if self.buffers else self.header
+
+    def segments(self) -> list[memoryview]:
+        """Return the pieces of the frame in order, padding included."""
+        pieces = [memoryview(self.header)]
+        offset = len(self.header)
+        for buffer in self.buffers:
+            gap = -offset % _core.ALIGNMENT
+            if gap:
+                pieces.append(_PADDING[:gap])
+            pieces.append(buffer)
+            offset += gap + buffer.nbytes
+        return pieces
+
+
+def encode(obj: object, *, device_tensor: Callable[[Any], object] | None = None) -> Message:
+    """Encode an object tree.
+
+    Args:
+        obj: Anything made of builtin types, the standard library's common ones, numpy arrays and scalars,
+            CPU tensors, Enums and registered classes.
+        device_tensor: Returns what is sent in place of a tensor that is not in host memory; such a tensor
+            is refused when this is None.
+
+    Raises:
+        UsageError: Something in the tree cannot be carried, the tree contains itself or is deeper than
+            `MAX_DEPTH`; the text says where. Nothing was sent.
+    """
+    fallback = describe if device_tensor is None else partial(_describe_device, device_tensor)
+    try:
+        header, buffers, nbytes = _core.encode(obj, fallback)
+    except Exception as error:  # noqa: BLE001 - raises
+        raise_usage_error(error)
+    return Message(header, buffers, nbytes)
+
+
+def raise_usage_error(error: Exception) -> NoReturn:
+    """Raise what `encode` raises for an exception of the native encoder."""
+    if isinstance(error, MemoryError):
+        raise error
+    raise _usage_error(error) from error
+
+
+def decode(frame: bytes | bytearray | memoryview, type: Any = None, *, copy: bool = True) -> Any:  # noqa: A002
+    """Return the object of a frame.
+
+    The frame must not change meanwhile.
+
+    Args:
+        frame: Exactly one frame.
+        type: What the result must be, in any form that `msgspec.convert` knows; a mapping then becomes a
+            Struct or dataclass, for example. None returns the object as it was sent.
+        copy: Whether arrays and tensors have memory that nothing else uses; not all can be resized. If not, those
+            that stand out of band alias `frame` and keep it alive; treat them as read-only (numpy enforces it).
+            They are aligned to 64 bytes when the frame is.
+
+    Raises:
+        DecodeError: The bytes are no valid frame, hold a type that is unknown here, or are not of `type`.
+        UsageError: `frame` is no contiguous buffer, or `type` is no type that msgspec can convert to.
+    """
+    _check_frame(frame)
+    try:
+        value = _core.decode(frame, build_owned if copy else _build_aliased, copy)
+    except Exception as error:  # noqa: BLE001 - raises
+        raise_decode_error(error)
+    return value if type is None or type is Any else convert(value, type)
+
+
+def raise_decode_error(error: Exception) -> NoReturn:
+    """Raise what `decode` raises for an exception of the native decoder."""
+    if isinstance(error, (DecodeError, MemoryError)):
+        raise error
+    raise DecodeError(f"no valid frame: {error}") from error
+
+
+def _check_frame(frame: object) -> None:
+    cls = builtins.type(frame)
+    if cls is bytes or cls is bytearray:
+        return
+    try:
+        if isinstance(frame, (bytes, bytearray)) or (isinstance(frame, memoryview) and frame.c_contiguous):
+            return
+    except ValueError as error:
+        raise UsageError(f"decode: {error}") from error
+    raise UsageError(f"decode needs one contiguous buffer of bytes, got a {cls.__qualname__}")
+
+
+def convert(value: Any, wanted: Any) -> Any:
+    """Return a decoded value as `decode` does for the type `wanted`; raises as it does."""
+    if builtins.type(value) is wanted:
+        return value
+    try:
+        return msgspec.convert(value, wanted)
+    except msgspec.ValidationError as error:
+        raise DecodeError(f"the message is no {_name_of(wanted)}: {error}") from error
+    except TypeError as error:
+        raise UsageError(f"decode to {_name_of(wanted)}: {error}") from error
+    except Exception as error:
+        raise DecodeError(f"the message is no {_name_of(wanted)}: {error}") from error
+
+
+def _name_of(wanted: Any) -> str:
+    return wanted.__qualname__ if builtins.type(wanted) is builtins.type else repr(wanted)
+
+
+def _load(package: str) -> bool:
+    """Load the adapter of `package`; tell whether it brought anything new.
+
+    Those of arrays and tensors also teach the native core the dtypes that it can handle itself.
+    """
+    adapter = importlib.import_module(f"shm_broadcast.{package}_adapter")
+    before = len(_describers)
+    _describers.update(adapter.DESCRIBERS)
+    _builders.update(adapter.BUILDERS)
+    _data_builders.update(adapter.DATA_BUILDERS)
+    return len(_describers) > before
+
+
+def describe(obj: object) -> Description:
+    """Return what the native encoder writes for an object that is of no builtin type."""
+    cls = type(obj)
+    try:
+        describer = _describers.get(cls)
+        if describer is not None:
+            return describer(obj)
+        entry = entry_of(cls)
+        if entry is not None and entry.kind.name != ENUM:
+            return describe_registered(entry, obj)
+        return _describer_of(cls)(obj)
+    except MemoryError:
+        raise
+    except Refusal as refusal:
+        refusal.cls = cls
+        raise
+    except Exception as error:
+        raise Refusal(f"describing it failed: {type(error).__name__}: {error}", cls) from error
+
+
+def _describe_device(device_tensor: Callable[[Any], object], obj: object) -> Description:
+    adapter: Any = None
+    if type(obj).__module__ == "torch":
+        adapter = importlib.import_module("shm_broadcast.codec.torch_adapter")
+    if adapter is None or not adapter.is_device_tensor(obj):
+        return describe(obj)
+    return Code.SUBSTITUTE, None, device_tensor(obj)
+
+
+def frame_length(start: bytes | bytearray | memoryview) -> int:
+    """Return the length in bytes of the frame that begins with `start`, of which 16 bytes are enough.
+
+    For transports that learn from the first part of a frame how much follows.
+
+    Raises:
+        DecodeError: These bytes begin no frame of this version.
+    """
+    if len(start) < _START.size:
+        raise DecodeError(f"the start of a frame has {_START.size} bytes, got {len(start)}")
+    magic, version, total = _START.unpack_from(start)
+    if magic != _MAGIC or version != _VERSION or total < _PREFIX_BYTES:
+        raise DecodeError("these bytes begin no frame of this version")
+    return int(total)
+
+
+def _describer_of(cls: type) -> Describer:
+    """Return the describer of a class that has none yet."""
+    if issubclass(cls, Enum):
+        return describe_enum  # type: ignore[return-value]
+    root = cls.__module__.partition(".")[0]
+    if root in _LAZY and _load(root) and cls in _describers:
+        return _describers[cls]
+    hint = ""
+    if any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in cls.__mro__):
+        hint = ", or send a plain tensor (its .data)"
+    raise Refusal(
+        f"this type is not carried; call register_type({cls.__qualname__}) for it in every process, with "
+        f"encode= and decode= where it is no dataclass, NamedTuple or msgspec.Struct{hint}"
+    )
+
+
+def build_owned(code: int, meta: object, body: object) -> object:
+    """Build an object that owns its memory, for the native decoder."""
+    # Looked up first, as arrays and tensors come by the dozen.
+    data_builder = _data_builders.get(code)
+    if data_builder is not None:
+        return data_builder(meta, body, True)
+    return _build(code, meta, body, copy=True)
+
+
+def _build_aliased(code: int, meta: object, body: object) -> object:
+    return _build(code, meta, body, copy=False)
+
+
+def _build(code: int, meta: object, body: object, *, copy: bool) -> object:
+    """Build an object of extension `code` for the native decoder."""
+    builder = _builders.get(code)
+    if builder is not None:
+        return builder(meta, body)
+    data_builder = _data_builders.get(code)
+    if data_builder is not None:
+        return data_builder(meta, body, copy)
+    package = _LAZY_CODES.get(code)
+    if package is None:
+        raise DecodeError(f"extension {code} is unknown to this version")
+    try:
+        _load(package)
+    except ImportError as error:
+        raise DecodeError(f"the message holds a type of {package}, which is not installed here") from error
+    return _build(code, meta, body, copy=copy)
+
+
+def _usage_error(error: Exception) -> UsageError:
+    """Return the error that names what cannot be carried, and where it stands."""
+    path: Sequence[Step] = error.__dict__.pop("_path", [])
+    steps = list(reversed(path))
+    if isinstance(error, RecursionError):
+        loop = repeated(steps)
+        if loop is None:
+            return UsageError(f"{render(steps)}: the object is {error}; nothing was sent")
+        first, second = loop
+        return UsageError(
+            f"{render(steps[:second])} is {render(steps[:first])} again: the object contains itself; nothing was sent"
+        )
+    cls = error.cls if isinstance(error, Refusal) else None
+    name = "" if cls is None else f" is a {cls.__module__}.{cls.__qualname__}"
+    return UsageError(f"{render(steps)}{name}: {error}; nothing was sent")

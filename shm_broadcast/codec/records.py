@@ -1,0 +1,168 @@
+"""Take apart and rebuild objects of registered classes, by the kind of the class.
+
+Building runs no application code: the builtin `__new__` makes the instance and its declared fields are set, so
+neither `__init__` nor `__post_init__` runs. A Struct is the exception: msgspec builds it only through its
+constructor, so its `__post_init__` runs. Only declared fields are sent, no other attributes.
+"""
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, NamedTuple
+
+import msgspec
+
+from shm_broadcast.codec.wire_format import Refusal
+from shm_broadcast.errors import DecodeError, UsageError
+
+__all__ = ["CUSTOM", "ENUM", "RECORD", "SUBCLASS", "Kind", "custom_kind", "kind_of"]
+
+RECORD = "record"
+SUBCLASS = "subclass"
+CUSTOM = "custom"
+ENUM = "enum"
+
+_MISSING: Any = object()
+_BASES: tuple[type, ...] = (
+    OrderedDict,
+    dict,
+    list,
+    tuple,
+    set,
+    frozenset,
+    str,
+    int,
+    float,
+    bytes,
+    bytearray,
+)
+
+
+class Kind(NamedTuple):
+    """How one class is sent: `take` returns the body of an object, `build` the object of a body."""
+
+    name: str
+    take: Callable[[Any], object]
+    build: Callable[[Any], object]
+
+
+def custom_kind(
+    cls: type, encode: Callable[[Any], object] | None, decode: Callable[[Any], object] | None
+) -> Kind:
+    """Return the kind of a class with the application's own `encode` and `decode`.
+
+    Raises:
+        UsageError: One of the two functions is missing.
+    """
+    if encode is None or decode is None:
+        raise UsageError(f"register_type({cls.__qualname__}): give both encode= and decode=, or neither")
+    function = decode
+
+    def build(body: object) -> object:
+        built = function(body)
+        if type(built) is not cls:
+            raise DecodeError(
+                f"the decode function of {cls.__qualname__} returned a {type(built).__qualname__}"
+            )
+        return built
+
+    return Kind(CUSTOM, encode, build)
+
+
+def kind_of(cls: type) -> Kind:
+    """Return the kind of a class without functions of the application.
+
+    Raises:
+        UsageError: The codec cannot take apart and build this kind of class by itself.
+    """
+    bases = [base for base in _BASES if issubclass(cls, base)]
+    if issubclass(cls, Enum):
+        return Kind(ENUM, _no_body, _no_body)
+    if issubclass(cls, msgspec.Struct):
+        return _record(cls, cls.__struct_fields__, lambda values: cls(**values))
+    if dataclasses.is_dataclass(cls) and not bases:
+        names = tuple(field.name for field in dataclasses.fields(cls))
+        return _record(cls, names, lambda values: _with_fields(cls, values))
+    if issubclass(cls, tuple) and hasattr(cls, "_fields"):
+        return _record(cls, tuple(cls._fields), lambda values: tuple.__new__(cls, values.values()))
+    if bases and not dataclasses.is_dataclass(cls) and _has_plain_layout(cls):
+        return Kind(SUBCLASS, lambda obj: _content(bases[0], obj), lambda body: _refill(cls, bases[0], body))
+    raise UsageError(
+        f"register_type({cls.__qualname__}): without encode= and decode=, only dataclasses, NamedTuples, "
+        f"msgspec.Structs, Enums and plain subclasses of builtin types are supported"
+    )
+
+
+def _no_body(_obj: object) -> object:
+    raise Refusal("Enums have no body")
+
+
+def _has_plain_layout(cls: type) -> bool:
+    """Return whether instances hold only their builtin content and a `__dict__`: no class has slots."""
+    ours = [base for base in cls.__mro__ if base.__module__ != "builtins" and base is not OrderedDict]
+    return not any(vars(base).get("__slots__") for base in ours)
+
+
+def _record(cls: type, names: tuple[str, ...], build: Callable[[dict[str, Any]], object]) -> Kind:
+    """Return the kind of a class with declared fields; `build` gets all of them in declared order."""
+    expected = frozenset(names)
+
+    def take(obj: object) -> dict[str, object]:
+        values = {name: getattr(obj, name, _MISSING) for name in names}
+        for name, value in values.items():
+            if value is _MISSING:
+                raise Refusal(f"its field {name!r} has no value")
+        return values
+
+    def rebuild(body: object) -> object:
+        if type(body) is not dict or body.keys() != expected:
+            got = sorted(map(str, body)) if type(body) is dict else type(body).__name__
+            raise DecodeError(f"{cls.__qualname__} has the fields {sorted(expected)}, the message has {got}")
+        return build({name: body[name] for name in names})
+
+    return Kind(RECORD, take, rebuild)
+
+
+def _with_fields(cls: type, values: dict[str, Any]) -> object:
+    obj: object = object.__new__(cls)
+    for name, value in values.items():
+        object.__setattr__(obj, name, value)
+    return obj
+
+
+def _content(base: Any, obj: Any) -> object:
+    """Return the builtin content of `obj`, ignoring overrides in its class."""
+    if getattr(obj, "__dict__", None):
+        raise Refusal("it has attributes besides its builtin content; register it with encode= and decode=")
+    if base is OrderedDict:
+        return dict(OrderedDict.items(obj))
+    if base is dict:
+        return dict(dict.items(obj))
+    if base is str:
+        return str.__str__(obj)
+    if base is int:
+        return int.__int__(obj)
+    if base is float:
+        return float.__float__(obj)
+    if base in (bytes, bytearray):
+        return base(memoryview(obj))
+    return base(base.__iter__(obj))
+
+
+def _refill(cls: type, base: Any, body: object) -> object:
+    """Return a new `cls` that holds the builtin content `body`."""
+    if type(body) is not (dict if base is OrderedDict else base):
+        raise DecodeError(f"{cls.__qualname__} cannot be built from a {type(body).__name__}")
+    content: Any = body
+    obj = (
+        base.__new__(cls) if base in (OrderedDict, dict, list, set, bytearray) else base.__new__(cls, content)
+    )
+    if base is OrderedDict:
+        for key, value in content.items():
+            OrderedDict.__setitem__(obj, key, value)
+    elif base in (dict, set):
+        base.update(obj, content)
+    elif base in (list, bytearray):
+        base.extend(obj, content)
+    return obj

@@ -1,0 +1,50 @@
+// A message that comes in parts: its buffers are filled where they will stay, so that each byte is copied once.
+#pragma once
+
+#include <vector>
+
+#include "../codec/decoder.hpp"
+
+namespace codec {
+
+class Assembly {
+public:
+    Assembly();
+    ~Assembly();
+    Assembly(const Assembly&) = delete;
+    Assembly& operator=(const Assembly&) = delete;
+
+    bool active() const { return total_ > 0; }
+    uint64_t message() const { return message_; }
+    uint64_t total() const { return total_; }
+    uint64_t missing() const { return total_ - filled_; }
+
+    // Begins message number `message`, a frame of `total` > 0 bytes.
+    void begin(uint64_t message, uint64_t total);
+    // Takes the next bytes of the frame, at most `missing()`. Releases the GIL for long copies. Never fails: what
+    // makes no sense, or has no room, is told by `finish`, when all bytes have come and the next message can.
+    void feed(const unsigned char* from, size_t nbytes);
+    // Returns the object, or nullptr with an exception; then nothing is under way any more.
+    PyObject* finish(PyObject* hook);
+    void clear();
+
+private:
+    bool measure();
+    bool make_room();
+    bool add_buffer(uint64_t entry);
+    void fill(const unsigned char* from, size_t nbytes);
+
+    uint64_t message_ = 0;
+    uint64_t total_ = 0;
+    uint64_t filled_ = 0;
+    size_t wanted_ = 0;          // bytes of the header, as far as it is known
+    bool is_measured_ = false;   // wanted_ is all of it
+    bool is_broken_ = false;     // the header makes no sense: the rest is thrown away
+    bool out_of_memory_ = false;
+    size_t current_ = 0;         // the buffer that is being filled
+    std::vector<unsigned char> header_;
+    std::vector<FarBuffer> far_;
+    std::vector<uint64_t> starts_;  // of each buffer in the frame
+};
+
+}  // namespace codec

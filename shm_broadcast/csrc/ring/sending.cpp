@@ -1,0 +1,335 @@
+// The writing end: objects in, whole messages in the ring, and waiting for room that always ends.
+#include <algorithm>
+
+#include "endpoint.hpp"
+#include "../codec/pieces.hpp"
+
+namespace endpoint {
+namespace {
+
+using codec::Encoder;
+using codec::expect_arguments;
+using codec::kUnlockedCopy;
+using codec::Pieces;
+using codec::Ref;
+using ring::Ring;
+
+// So much of a long message is copied before readers are told: some microseconds of copying.
+constexpr size_t kStreamedBytes = 32 * 1024;
+
+// A message on its way into the ring.
+class Writing {
+public:
+    Writing(Endpoint* end, const Pieces& pieces, uint32_t tag, size_t done = 0)
+        : end_(end), ring_(*end->ring), pieces_(pieces), tag_(tag), total_(pieces.total()),
+          is_whole_(total_ <= ring_.longest_payload()), done_(done) {}
+
+    size_t done() const { return done_; }
+    bool is_over() const { return done_ == total_; }
+
+    // Parts of a quarter of the ring: the reader copies one while the writer fills the next.
+    size_t next() const {
+        if (is_whole_) return total_;
+        return std::min(ring_.longest_payload() / 2 / ring::kLine * ring::kLine, total_ - done_);
+    }
+    bool has_room() { return ring_.has_room(next()); }
+
+    // Publishes the next record, for which there is room.
+    void advance() {
+        const size_t payload = next();
+        if (payload <= kUnlockedCopy) {
+            publish(payload);
+        } else {
+            Py_BEGIN_ALLOW_THREADS
+            if (is_whole_) stream();
+            else publish(payload);
+            Py_END_ALLOW_THREADS
+        }
+        done_ += payload;
+        end_->is_cut = done_ < total_;
+        if (is_over()) {
+            end_->messages += 1;
+            end_->nbytes += total_;
+        }
+    }
+
+    // Polls and then sleeps until there is room, or `budget` is used up.
+    void await_room(Budget budget) {
+        const auto room = [this] { return has_room(); };
+        Py_BEGIN_ALLOW_THREADS
+        if (budget.spin_ns > 0) ring_.spin(room, ring::now_ns() + budget.spin_ns);
+        if (budget.park_ns > 0 && !has_room()) ring_.wait_for_room(next(), budget.park_ns);
+        Py_END_ALLOW_THREADS
+    }
+
+private:
+    void publish(size_t payload) {
+        pieces_.copy(ring_.reserve(payload), done_, payload);
+        const bool ends = done_ + payload == total_;
+        ring_.publish(payload, is_whole_ ? ring::kWhole : ends ? ring::kLastPart : ring::kPart, total_, ends, tag_);
+    }
+
+    // Publishes the record first; readers copy behind us.
+    void stream() {
+        unsigned char* to = ring_.reserve(total_);
+        ring_.begin_stream(total_, tag_);
+        for (size_t done = 0; done < total_;) {
+            const size_t bytes = std::min(kStreamedBytes, total_ - done);
+            pieces_.copy(to + done, done, bytes);
+            done += bytes;
+            ring_.fill(done);
+        }
+        ring_.end_stream();
+    }
+
+    Endpoint* const end_;
+    Ring& ring_;
+    const Pieces& pieces_;
+    const uint32_t tag_;
+    const size_t total_;
+    const bool is_whole_;
+    size_t done_;
+};
+
+bool check_position(Endpoint* end) {
+    return end->ring->is_aligned() || refuse_corrupt(end, "the ring's position makes no sense");
+}
+
+// Waits for room for the next record; false with an exception.
+bool await(Endpoint* end, Writing& writing, PyObject* total, uint64_t until) {
+    const bool spins = end->mode != Mode::kPark, parks = end->mode != Mode::kSpin;
+    uint64_t now = ring::now_ns(), look_at = now + kSliceNs;
+    while (!writing.has_room()) {
+        const uint64_t left = std::min(until > now ? until - now : 0, kSliceNs);
+        const uint64_t spin = !spins ? 0 : parks ? std::min<uint64_t>(kShortSpinNs, left) : left;
+        writing.await_room({spin, parks ? left : 0});
+        if (!check_usable(end) || PyErr_CheckSignals() < 0) return false;
+        if (writing.has_room()) break;
+        now = ring::now_ns();
+        if (now >= look_at || now >= until || end->ring->hopeless()) {
+            if (!look(end, kWaiting, total)) return false;
+            look_at = now + kSliceNs;
+        }
+        if (now >= until) return refuse(end, kLate, total);
+    }
+    return true;
+}
+
+// Writes all of a message; false with an exception.
+bool write_parts(Endpoint* end, Writing& writing, PyObject* total, uint64_t until) {
+    uint64_t began = 0, look_at = 0;
+    bool ok = true;
+    while (ok && !writing.is_over()) {
+        if (!writing.has_room()) {
+            const uint64_t start = ring::now_ns();
+            if (began == 0) {
+                ++end->waits;
+                ok = look(end, kBegin, total);
+                look_at = start + kSliceNs;
+            }
+            began = start;
+            ok = ok && await(end, writing, total, until);
+            end->waited_ns += ring::now_ns() - start;
+        }
+        if (!ok) break;
+        writing.advance();
+        if (writing.is_over()) break;
+        ok = check_usable(end) && PyErr_CheckSignals() == 0;
+        if (ok && look_at > 0 && ring::now_ns() >= look_at) {
+            ok = look(end, kWaiting, total);
+            look_at = ring::now_ns() + kSliceNs;
+        }
+    }
+    return ok;
+}
+
+// Keeps the exception that is set as what broke the end: parts of a message are out, and nothing can follow them.
+void break_off(Endpoint* end) {
+    PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    if (value != nullptr && end->cause == nullptr && !end->is_closed) end->cause = Py_NewRef(value);
+    PyErr_Restore(type, value, traceback);
+}
+
+bool write(Endpoint* end, const Pieces& pieces, uint64_t until) {
+    if (!check_position(end)) return false;
+    Writing writing(end, pieces, 0);
+    if (!writing.has_room() || writing.next() < pieces.total()) {
+        const Ref total(PyLong_FromSize_t(pieces.total()));
+        if (!total) return false;
+        if (!write_parts(end, writing, total.get(), until)) {
+            if (writing.done() > 0) break_off(end);
+            return false;
+        }
+    } else {
+        writing.advance();
+    }
+    // Another thread may have ended the queue before this message was in it.
+    return !end->is_closed || refuse(end, kUnusable);
+}
+
+// Writes a message that fits into one record and for which there is room. 1: it is written; 0: nothing was changed; -1: exception.
+int write_now(Endpoint* end, const Pieces& pieces, uint32_t tag) {
+    if (end->is_cut) return 0;
+    if (!check_position(end)) return -1;
+    Writing writing(end, pieces, tag);
+    if (writing.next() < pieces.total() || !writing.has_room() || end->ring->hopeless()) return 0;
+    writing.advance();
+    return 1;
+}
+
+bool encode(Endpoint* end, Encoder& encoder, Pieces& pieces, PyObject* object) {
+    end->ring->announce();
+    const Ref hook = Ref::borrowed(end->hook);
+    if (!encoder.build(object)) {
+        encoder.tell_path();
+        return refuse_error(end, kUnencodable);
+    }
+    if (!pieces.acquire({encoder.header().data(), encoder.header().size()}, encoder.buffers())) {
+        return refuse_error(end, kUnencodable);
+    }
+    // Code of the application may have run meanwhile.
+    return check_usable(end);
+}
+
+bool send(Endpoint* end, PyObject* object, long long timeout_ns) {
+    const uint64_t until = timeout_ns < 0 ? kForever : deadline(timeout_ns);
+    const Turn turn(end, until);
+    if (!turn) return !PyErr_Occurred() && refuse(end, kLate);
+    Encoder encoder(end->hook);
+    Pieces pieces;
+    return encode(end, encoder, pieces, object) && write(end, pieces, until);
+}
+
+// send(object[, timeout_ns])
+PyObject* write_send(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+    long long timeout_ns = -1;
+    if (!expect_arguments("send", count == 2 ? 1 : count, 1) || !read_timeout(args, count, 1, &timeout_ns)) return nullptr;
+    if (!send(endpoint_of(self), args[0], timeout_ns)) return nullptr;
+    Py_RETURN_NONE;
+}
+
+// exchange(object) -> object
+PyObject* write_exchange(PyObject* self, PyObject* object) {
+    return send(endpoint_of(self), object, endpoint_of(self)->timeout_ns) ? Py_NewRef(object) : nullptr;
+}
+
+// Reads (header, buffers) of an encoded message.
+bool read_message(PyObject* const* args, codec::View& header, Pieces& pieces) {
+    if (!PyTuple_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "a tuple is needed");
+        return false;
+    }
+    if (!header.acquire(args[0]) || !pieces.acquire({header.data(), header.size()}, args[1])) return false;
+    if (pieces.total() > 0) return true;
+    PyErr_SetString(PyExc_ValueError, "nothing is left to write");
+    return false;
+}
+
+bool read_tag(PyObject* object, uint32_t* tag) {
+    const unsigned long value = PyLong_AsUnsignedLong(object);
+    if (value == static_cast<unsigned long>(-1) && PyErr_Occurred()) return false;
+    *tag = static_cast<uint32_t>(value);
+    return true;
+}
+
+// write(header, buffers[, timeout_ns])
+PyObject* write_write(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+    Endpoint* end = endpoint_of(self);
+    long long timeout_ns = -1;
+    codec::View header;
+    Pieces pieces;
+    if (!expect_arguments("write", count == 3 ? 2 : count, 2) || !read_timeout(args, count, 2, &timeout_ns)) return nullptr;
+    if (!read_message(args, header, pieces)) return nullptr;
+    const uint64_t until = deadline(timeout_ns);
+    const Turn turn(end, until);
+    if (!turn) {
+        if (!PyErr_Occurred()) refuse(end, kLate);
+        return nullptr;
+    }
+    if (!write(end, pieces, until)) return nullptr;
+    Py_RETURN_NONE;
+}
+
+// send_now(object, tag) -> None, or (header, buffers, nbytes) of an object that was encoded but not sent
+PyObject* write_send_now(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+    Endpoint* end = endpoint_of(self);
+    uint32_t tag = 0;
+    if (!expect_arguments("send_now", count, 2) || !read_tag(args[1], &tag)) return nullptr;
+    const Turn turn(end, kForever);
+    if (!turn) return nullptr;
+    Encoder encoder(end->hook);
+    Pieces pieces;
+    if (!encode(end, encoder, pieces, args[0])) return nullptr;
+    const int written = write_now(end, pieces, tag);
+    if (written < 0) return nullptr;
+    if (written > 0) Py_RETURN_NONE;
+    return encoder.result();
+}
+
+// write_now(header, buffers, tag) -> whether it was written
+PyObject* write_write_now(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+    Endpoint* end = endpoint_of(self);
+    uint32_t tag = 0;
+    codec::View header;
+    Pieces pieces;
+    if (!expect_arguments("write_now", count, 3) || !read_tag(args[2], &tag) || !read_message(args, header, pieces)) return nullptr;
+    const Turn turn(end, kForever);
+    if (!turn) return nullptr;
+    const int written = write_now(end, pieces, tag);
+    return written < 0 ? nullptr : PyBool_FromLong(written);
+}
+
+// One call of write_some lasts about so long, however much it has to write: the caller looks for signals in between.
+constexpr uint64_t kLongestWriteNs = 50 * 1000 * 1000;
+
+// write_some(header, buffers, done, spin_ns, park_ns, tag) -> bytes of the message published so far
+PyObject* write_some(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+    Endpoint* end = endpoint_of(self);
+    uint64_t numbers[3];
+    uint32_t tag = 0;
+    codec::View header;
+    Pieces pieces;
+    if (!expect_arguments("write_some", count, 6) || !read_message(args, header, pieces)) return nullptr;
+    for (int i = 0; i < 3; ++i) {
+        numbers[i] = PyLong_AsUnsignedLongLong(args[2 + i]);
+        if (numbers[i] == static_cast<uint64_t>(-1) && PyErr_Occurred()) return nullptr;
+    }
+    if (!read_tag(args[5], &tag)) return nullptr;
+    if (numbers[0] >= pieces.total()) return PyErr_Format(PyExc_ValueError, "nothing is left to write");
+    const uint64_t start = ring::now_ns();
+    const Turn turn(end, start + numbers[1] + numbers[2] + 1);
+    if (!turn) return PyErr_Occurred() ? nullptr : PyLong_FromUnsignedLongLong(numbers[0]);
+    if (!check_position(end)) return nullptr;
+    Writing writing(end, pieces, tag, numbers[0]);
+    bool has_waited = false;
+    while (!writing.is_over() && (writing.done() == numbers[0] || ring::now_ns() < start + kLongestWriteNs)) {
+        if (!writing.has_room() && !has_waited) {
+            writing.await_room({numbers[1], numbers[2]});
+            has_waited = true;
+        }
+        if (end->is_closed || !writing.has_room()) break;
+        writing.advance();
+        has_waited = false;
+    }
+    return PyLong_FromSize_t(writing.done());
+}
+
+}  // namespace
+
+#define METHOD(name, function, flags) {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)), flags, nullptr}
+
+PyMethodDef write_methods[] = {
+    METHOD("exchange", write_exchange, METH_O),
+    METHOD("send", write_send, METH_FASTCALL),
+    METHOD("write", write_write, METH_FASTCALL),
+    METHOD("send_now", write_send_now, METH_FASTCALL),
+    METHOD("write_now", write_write_now, METH_FASTCALL),
+    METHOD("write_some", write_some, METH_FASTCALL),
+    METHOD("fail", fail, METH_O),
+    METHOD("close", close, METH_O),
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace endpoint

@@ -1,0 +1,1 @@
+"""Readers on other hosts: encrypted connections, and what each reader has acknowledged."""

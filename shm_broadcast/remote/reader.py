@@ -1,0 +1,530 @@
+"""Read a queue from another host, over one encrypted connection to its writer.
+
+A lock guards the socket, which the caller and a background thread share. A reading call receives its messages by
+itself. The thread says HELLO after each reconnect, answers heartbeats while no call reads, and decides whether the
+writer is lost. `DESIGN.md` explains the protocol.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import select
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final, Self
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from shm_broadcast import codec
+from shm_broadcast.endpoint import RemoteEndpoint, RemoteKeys
+from shm_broadcast.errors import (
+    ClosedError,
+    CommTimeoutError,
+    DecodeError,
+    GroupBrokenError,
+    InternalError,
+    PeerLostError,
+    UsageError,
+)
+from shm_broadcast.liveness import ProcessIdentity, fork_count, this_process
+from shm_broadcast.remote.ledger import Inbox
+from shm_broadcast.remote.wire import Context, Kind, Record, connect, identity_of, pack, unpack
+from shm_broadcast.settings import BroadcastSettings
+from shm_broadcast.statistics import QueueStatistics, ReaderStatistics
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+# Acknowledge after reading 1/8 of the high-water mark, and on every heartbeat.
+_ACKNOWLEDGED_PART: Final = 8
+
+# Records that the thread receives before it releases the lock, so that a reading call does not wait long.
+_BATCH: Final = 256
+
+# After this many failed handshakes, each within `_QUICK_S` of connecting, the listener is taken to be a stranger that
+# cannot decrypt what is encrypted for the writer's key.
+_WRONG_KEY_TRIES: Final = 3
+_QUICK_S: Final = 1.0
+
+# Say HELLO again after this many heartbeats of silence on a connection: the writer may have lost the first one.
+_GREET_AGAIN: Final = 2.5
+
+# Milliseconds that zmq may take to send BYE when the reader closes.
+_FAREWELL_MS: Final = 200
+
+_FAILED_HANDSHAKES: Final = (
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL,
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL,
+)
+
+
+class RemoteReader:
+    """The end of a reader on another host. One thread at a time may read; any thread may call `close`."""
+
+    def __init__(
+        self,
+        endpoint: RemoteEndpoint,
+        keys: RemoteKeys,
+        rank: int,
+        name: str,
+        settings: BroadcastSettings,
+        writer: int,
+    ) -> None:
+        """Use `open`."""
+        self.name = name
+        self.rank = rank
+        self.role: str = f"reader, rank {rank}"
+        self._endpoint = endpoint
+        self._settings = settings
+        self._writer = writer
+        self._writer_process: ProcessIdentity | None = None  # known after WELCOME
+        self._forks = fork_count()
+        self._incarnation = secrets.randbits(63)
+        self._identity = msgspec.msgpack.encode(this_process())
+        # Every reading call holds `_calls`, so `close` from another thread frees the socket only after the call has
+        # returned. It is re-entrant because the block of a loan may call `close`. `_lock` guards single uses of the
+        # socket.
+        self._calls = threading.RLock()
+        self._lock = threading.Lock()
+        self._inbox = Inbox()
+        self._unacknowledged = 0  # bytes read since the last acknowledgement
+        self._is_awaited = False  # whether the writer is waiting for room
+        self._messages = self._nbytes = self._waits = 0
+        self._waited_s = 0.0
+        self._progress_at: float | None = None
+        self._is_closing = self._is_stopping = self._has_ended = self._is_off = False
+        self._failure: Exception | None = None  # raised once everything received has been read
+        self._cause: BaseException | None = None  # the failure that has been raised
+        self._heard_at = self._connected_at = 0.0
+        self._broken_at: float | None = None  # None while connected, and before the first connection
+        self._greeted_at = 0.0
+        self._wrong_keys = 0
+        self._context: Context = zmq.Context(io_threads=1)
+        try:
+            self._dealer, self._monitor = connect(self._context, keys, endpoint)
+        except BaseException:
+            self._context.term()
+            raise
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.descriptors: tuple[int, int] = (int(self._dealer.get(zmq.FD)), self._wake)
+        self._poll = select.poll()
+        for descriptor in self.descriptors:
+            self._poll.register(descriptor, select.POLLIN)
+        self._thread = threading.Thread(target=self._serve, name="group-coordinator-remote", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def open(
+        cls,
+        endpoint: RemoteEndpoint,
+        keys: RemoteKeys,
+        rank: int,
+        name: str,
+        settings: BroadcastSettings | None = None,
+        timeout_s: float = 30.0,
+        *,
+        writer: int = -1,
+    ) -> Self:
+        """Connect to the writer and wait until it admits this reader.
+
+        Args:
+            endpoint: The writer's endpoint, from an authenticated handle.
+            keys: The key pair whose public half the writer holds for `rank`.
+            rank: One of the endpoint's ranks; each may open once.
+            name: The queue's name in errors and logs.
+            settings: Gives the time after which a waiting call warns.
+            timeout_s: Deadline in seconds for the writer's answer.
+            writer: The writer's rank, which errors name; -1 if it has none.
+
+        Raises:
+            UsageError: `rank` is not a remote reader of this queue.
+            PeerLostError: The writer refused: it does not know the key, or this rank opened the queue before.
+            DecodeError: The process listening there is not the writer of this endpoint, or has another generation.
+            CommTimeoutError: Nothing answered in time.
+        """
+        if rank not in endpoint.ranks:
+            raise UsageError(
+                f"rank {rank} is not a remote reader of queue {name!r}; its remote ranks are {endpoint.ranks}"
+            )
+        reader = cls(endpoint, keys, rank, name, settings or BroadcastSettings(), writer)
+        try:
+            reader._await_welcome(timeout_s)
+        except BaseException:
+            reader.close()
+            raise
+        return reader
+
+    def _await_welcome(self, timeout_s: float) -> None:
+        where = f"open on queue {self.name!r} ({self.role})"
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self.poll()
+            if self._writer_process is not None:
+                return
+            if isinstance(self._failure, PeerLostError):
+                raise PeerLostError(f"{where}: {self._failure}", peers=self._culprits())
+            if self._failure is not None:
+                raise DecodeError(f"{where}: {self._failure}") from self._failure
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise CommTimeoutError(
+                    f"{where}: no answer from {self._describe_writer()} within {timeout_s:.1f} s",
+                    missing=self._culprits(),
+                )
+            self._sleep(left)
+
+    # --- reading ----------------------------------------------------------------------------------------------
+
+    def read(self, timeout_s: float | None, type_: Any) -> Any:
+        """Wait for the next message and return its object, which owns its memory; raises as `receive` does.
+
+        Raises:
+            DecodeError: The message is not valid, or not a `type_`. It counts as read; the queue stays usable.
+        """
+        with self._calls:
+            frame = self._next("dequeue", timeout_s)
+            return codec.decode(frame, type_)
+
+    def try_read(self) -> tuple[bool, Any]:
+        """Return (True, the next object), or (False, None) if it is not there."""
+        with self._calls:
+            self.check("try_dequeue")
+            if not self.poll():
+                self._raise_if_over("try_dequeue")
+                return False, None
+            return True, codec.decode(self._next("try_dequeue", 0.0))
+
+    @contextmanager
+    def lease(self, timeout_s: float | None) -> Iterator[Any]:
+        """Yield the next object; its arrays and tensors share one private copy of the message."""
+        with self._calls:
+            frame = self._next("lease", timeout_s)
+            # zmq receives to any address; a new copy is aligned.
+            yield codec.decode(frame if isinstance(frame, bytearray) else bytearray(frame), copy=False)
+
+    def receive(self, timeout_s: float | None = None) -> bytes | bytearray:
+        """Wait for the next message and return its frame.
+
+        Raises:
+            CommTimeoutError: No message came in time; the queue stays usable.
+            PeerLostError: The writer is gone and every received message has been read; the queue is unusable.
+            ClosedError: The writer closed the queue and every message has been read, or this end was closed.
+            GroupBrokenError: An earlier call failed; its error is the `__cause__`.
+        """
+        with self._calls:
+            frame = self._next("receive", timeout_s)
+            return frame if isinstance(frame, bytearray) else bytes(frame)
+
+    def poll(self) -> bool:
+        """Return whether a message has arrived. Does not wait."""
+        with self._lock:
+            if not self._inbox and not self._is_closing:
+                self._clear_wake()
+                self._drain(_BATCH)
+            return bool(self._inbox)
+
+    def is_ready(self) -> bool:
+        """Return whether a reading call would return or raise at once. Does not wait."""
+        return self.poll() or self._has_ended or self._is_closing or self._failure is not None
+
+    @property
+    def messages(self) -> int:
+        """Number of messages that this end has read."""
+        return self._messages
+
+    def check(self, call: str) -> None:
+        """Raise unless this process can use this end now; `call` names the method for the text.
+
+        Raises:
+            UsageError: This is a forked child.
+            ClosedError: This end was closed.
+            GroupBrokenError: An earlier call failed; its error is the `__cause__`.
+        """
+        if self._forks != fork_count():
+            raise UsageError(f"{self._where(call)}: the queue belongs to the process that forked this one")
+        if self._is_closing:
+            raise ClosedError(f"{self._where(call)}: the queue was closed")
+        if self._cause is not None:
+            raise GroupBrokenError(
+                f"{self._where(call)}: an earlier failure made the queue unusable, close it: {self._cause}"
+            ) from self._cause
+
+    def _where(self, call: str) -> str:
+        return f"{call} on queue {self.name!r} ({self.role}, message #{self._messages + 1})"
+
+    def _next(self, call: str, timeout_s: float | None) -> memoryview | bytearray:
+        """Wait for the next message and return its frame; the message counts as read."""
+        self.check(call)
+        if not self._inbox and not self.poll():
+            self._await(call, timeout_s)
+        with self._lock:
+            frame = self._inbox.pop()
+            self._messages += 1
+            self._nbytes += len(frame)
+            self._unacknowledged += len(frame)
+            is_much = self._unacknowledged * _ACKNOWLEDGED_PART >= self._endpoint.settings.high_water_bytes
+            if is_much or (self._is_awaited and not self._inbox):
+                self._acknowledge()
+        self._progress_at = time.monotonic()
+        return frame
+
+    def _await(self, call: str, timeout_s: float | None) -> None:
+        start = now = time.monotonic()
+        warn_at = start + self._settings.warn_after_s
+        self._waits += 1
+        try:
+            while not self.poll():
+                self._raise_if_over(call)
+                if timeout_s is not None and now - start >= timeout_s:
+                    raise CommTimeoutError(
+                        f"{self._where(call)}: no message from {self._describe_writer()} within {timeout_s:.1f} s",
+                        missing=self._culprits(),
+                    )
+                left = warn_at - now
+                self._sleep(left if timeout_s is None else min(left, start + timeout_s - now))
+                now = time.monotonic()
+                if now >= warn_at:
+                    logger.warning(
+                        "%s: waiting for %.0f s: no message from %s",
+                        self._where(call),
+                        now - start,
+                        self._describe_writer(),
+                    )
+                    warn_at = now + self._settings.warn_after_s
+        finally:
+            self._waited_s += time.monotonic() - start
+
+    def _raise_if_over(self, call: str) -> None:
+        """Raise if no further message will come."""
+        if self._is_closing:
+            raise ClosedError(f"{self._where(call)}: the queue was closed while the call waited")
+        if self._has_ended:
+            raise ClosedError(f"{self._where(call)}: the writer closed the queue")
+        if isinstance(self._failure, PeerLostError):
+            self._cause = PeerLostError(
+                f"{self._where(call)}: {self._failure}; close the queue", peers=self._culprits()
+            )
+            raise self._cause
+        if self._failure is not None:
+            self._cause = self._failure
+            raise self._failure
+
+    def _sleep(self, seconds: float) -> None:
+        """Sleep until a record may have arrived, or for `seconds`."""
+        self._poll.poll(max(0.0, seconds) * 1000 + 1)
+
+    def _culprits(self) -> tuple[int, ...]:
+        return () if self._writer < 0 else (self._writer,)
+
+    def _describe_writer(self) -> str:
+        process = self._writer_process
+        parts = [] if self._writer < 0 else [f"rank {self._writer}"]
+        parts += [] if process is None else [f"pid {process.pid} on host {process.hostname}"]
+        parts.append(self._endpoint.url())
+        if process is not None:
+            parts.append("connected" if self._broken_at is None else "no connection")
+            parts.append(f"last heard {time.monotonic() - self._heard_at:.1f} s ago")
+        return f"the writer ({', '.join(parts)})"
+
+    def statistics(self) -> QueueStatistics:
+        """Return what this end has read and what is waiting; the other readers are not visible here."""
+        if self._is_closing or self._forks != fork_count():
+            self.check("statistics")
+        with self._lock:
+            progress = None if self._progress_at is None else time.monotonic() - self._progress_at
+            behind = len(self._inbox), self._inbox.nbytes()
+            own = ReaderStatistics(self.rank, *behind, progress, self._failure is None)
+        capacity = self._endpoint.settings.high_water_bytes
+        return QueueStatistics(self._messages, self._nbytes, self._waits, self._waited_s, capacity, (own,))
+
+    # --- receiving; the caller holds `_lock` ------------------------------------------------------------------
+
+    def _drain(self, most: int) -> bool:
+        """Receive up to `most` records; return whether more may be waiting."""
+        for _ in range(most if self._failure is None else 0):
+            try:
+                frame = self._dealer.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return False
+            try:
+                self._hear(unpack(frame), frame)
+            except DecodeError as error:
+                self._give_up(error)
+                return False
+        return self._failure is None
+
+    def _hear(self, record: Record, frame: zmq.Frame) -> None:
+        self._heard_at = time.monotonic()
+        if record.kind == Kind.DATA:
+            self._inbox.take(record, frame)
+        elif record.kind == Kind.BEAT:
+            if record.first > self._inbox.received and not self._has_ended:
+                # A signal interrupted one of the two processes, and a part was lost.
+                self._say(pack(Kind.AGAIN, 0, self._inbox.received, self._incarnation))
+            self._is_awaited = bool(record.second)
+            self._acknowledge()
+        elif record.kind == Kind.END:
+            if record.first == self._inbox.received + 1:
+                self._has_ended = True
+            self._acknowledge()
+        elif record.kind not in (Kind.WELCOME, Kind.REFUSED):
+            raise DecodeError(f"the writer sent a record of unknown kind {record.kind}")
+        elif record.first != self._endpoint.generation:
+            raise DecodeError("the handle belongs to another generation of the queue")
+        elif record.third == self._incarnation and record.kind == Kind.WELCOME:
+            self._writer_process = identity_of(record.body)
+        elif record.third == self._incarnation:
+            self._refuse(bytes(record.body[:200]).decode("utf-8", "replace"))
+
+    def _greet(self) -> None:
+        """Say HELLO: ask for everything after the last part received."""
+        self._greeted_at = time.monotonic()
+        self._say(
+            pack(
+                Kind.HELLO, self._endpoint.generation, self._inbox.received, self._incarnation, self._identity
+            )
+        )
+
+    def _acknowledge(self) -> None:
+        self._unacknowledged = 0
+        # END counts as one more part.
+        received = self._inbox.received + self._has_ended
+        self._say(pack(Kind.ACK, self._inbox.given_back, received, self._incarnation))
+
+    def _say(self, record: bytes) -> None:
+        if not self._is_off:
+            # Without a connection zmq keeps the record for the next one.
+            self._dealer.send(record, zmq.NOBLOCK)
+
+    def _refuse(self, why: str) -> None:
+        self._give_up(PeerLostError(f"{self._describe_writer()} refuses this reader: {why}"))
+
+    def _give_up(self, error: Exception) -> None:
+        """Store the failure unless the queue has already ended or failed, and disconnect."""
+        if self._failure is None and not self._has_ended:
+            self._failure = error
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        if not self._is_off:
+            self._is_off = True
+            self._dealer.disconnect(self._endpoint.url())
+
+    def _clear_wake(self) -> None:
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            # The eventfd was not set.
+            return
+
+    # --- the thread: connection and timeouts ------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the queue must not hang
+            broken = InternalError(f"the thread of queue {self.name!r} failed: {error!r}")
+            broken.__cause__ = error
+            self._failure = self._failure or broken
+            os.eventfd_write(self._wake, 1)
+
+    def _loop(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._monitor, zmq.POLLIN)
+        poller.register(self._stop, zmq.POLLIN)
+        heartbeat_s = self._endpoint.settings.heartbeat_s
+        while not self._is_stopping:
+            lost_at = self._lost_at()
+            wait_s = heartbeat_s if lost_at is None else min(heartbeat_s, lost_at - time.monotonic())
+            poller.poll(int(max(0.0, wait_s) * 1000) + 1)
+            before = self._state()
+            while self._monitor.poll(0):
+                event = zmq.Event(recv_monitor_message(self._monitor)["event"])
+                with self._lock:
+                    self._notice(event, time.monotonic())
+            has_more = True
+            while has_more and not self._is_stopping:
+                with self._lock:
+                    has_more = self._drain(_BATCH)
+            with self._lock:
+                self._judge(time.monotonic())
+            if self._state() != before:
+                os.eventfd_write(self._wake, 1)
+
+    def _state(self) -> tuple[object, ...]:
+        """Return the state whose change must wake a waiting call."""
+        return self._inbox.received, self._has_ended, self._failure, self._writer_process
+
+    def _notice(self, event: zmq.Event, now: float) -> None:
+        """Track the state of the connection."""
+        if event == zmq.Event.CONNECTED:
+            self._connected_at = now
+        elif event == zmq.Event.HANDSHAKE_SUCCEEDED:
+            self._wrong_keys, self._broken_at = 0, None
+            self._greet()
+        elif event == zmq.Event.HANDSHAKE_FAILED_AUTH:
+            self._refuse("no reader has this key, or the writer gave that reader up")
+        elif event in _FAILED_HANDSHAKES and now - self._connected_at < _QUICK_S:
+            self._wrong_keys += 1
+            if self._wrong_keys >= _WRONG_KEY_TRIES and self._writer_process is None:
+                url = self._endpoint.url()
+                self._give_up(DecodeError(f"the process listening at {url} does not hold the handle's key"))
+        elif event == zmq.Event.DISCONNECTED:
+            self._broken_at = self._broken_at or now
+            if self._has_ended:
+                self._hang_up()
+
+    def _lost_at(self) -> float | None:
+        """Return the time at which the writer counts as lost unless it comes back; None while all is well."""
+        is_fine = self._broken_at is None or self._writer_process is None
+        if is_fine or self._has_ended or self._failure is not None:
+            return None
+        settings = self._endpoint.settings
+        return max((self._broken_at or 0.0) + settings.grace_s, self._heard_at + settings.lost_after_s)
+
+    def _judge(self, now: float) -> None:
+        """Give up a lost writer; say HELLO again if the last one seems lost."""
+        lost_at = self._lost_at()
+        if lost_at is not None and now >= lost_at:
+            self._give_up(PeerLostError(f"lost {self._describe_writer()}"))
+        elif self._broken_at is None and self._greeted_at and not self._has_ended:
+            silent_s = now - max(self._heard_at, self._greeted_at)
+            if silent_s > _GREET_AGAIN * self._endpoint.settings.heartbeat_s:
+                self._greet()
+
+    # --- closing ----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Leave the queue; the writer notices at once. Idempotent. A waiting call wakes up and raises `ClosedError`."""
+        if self._forks != fork_count():
+            return
+        with self._lock:
+            if self._is_closing:
+                return
+            self._is_closing = True
+        os.eventfd_write(self._wake, 1)
+        with self._calls:
+            self._is_stopping = True
+            os.eventfd_write(self._stop, 1)
+            self._thread.join()
+            is_connected = self._writer_process is not None and self._broken_at is None and not self._is_off
+            if is_connected and not self._has_ended:
+                self._say(pack(Kind.BYE, third=self._incarnation))
+            self._dealer.disable_monitor()
+            self._monitor.close(0)
+            self._dealer.close(_FAREWELL_MS if is_connected else 0)
+            self._context.term()
+            os.close(self._wake)
+            os.close(self._stop)
+            self._inbox.clear()
+            self._cause = self._failure = None
+
+    def __repr__(self) -> str:
+        """Name the queue and the rank, never a key."""
+        return f"<RemoteReader {self.name!r} {self.role}>"

@@ -1,0 +1,472 @@
+"""Write a queue to readers on other hosts: one listening socket, one encrypted connection from each reader.
+
+A lock guards the socket, which the caller and a background thread share. The caller sends a message straight to the
+socket. The thread admits readers, receives acknowledgements, sends heartbeats and decides which readers are lost.
+`DESIGN.md` explains the protocol.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from typing import Final, Self
+
+import msgspec
+import zmq
+
+from shm_broadcast import codec
+from shm_broadcast.endpoint import VERSION, RemoteEndpoint, RemoteKeys, RemoteSettings, checked_key
+from shm_broadcast.errors import (
+    ClosedError,
+    CommTimeoutError,
+    DecodeError,
+    GroupBrokenError,
+    InternalError,
+    PeerLostError,
+    UsageError,
+)
+from shm_broadcast.liveness import fork_count, this_process
+from shm_broadcast.remote.ledger import Ledger, Link
+from shm_broadcast.remote.wire import (
+    Gatekeeper,
+    Kind,
+    Record,
+    identity_of,
+    listen,
+    pack,
+    unpack,
+)
+from shm_broadcast.settings import BroadcastSettings
+from shm_broadcast.statistics import QueueStatistics
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+# At most 4 zmq threads encrypt: that many already outrun one network card.
+_MOST_IO_THREADS: Final = 4
+
+
+class RemoteWriter:
+    """Sends every message to every remote reader, whole, once and in order.
+
+    One thread at a time may send; any thread may call `close`.
+    """
+
+    role = "writer"
+
+    def __init__(
+        self,
+        name: str,
+        readers: Mapping[int, bytes],
+        place: tuple[str, tuple[int, int] | None],
+        settings: BroadcastSettings,
+        remote: RemoteSettings,
+    ) -> None:
+        """Use `create`."""
+        keys = RemoteKeys.generate()
+        self.name = name
+        self._settings = settings
+        self._remote = remote
+        self._forks = fork_count()
+        self._identity = msgspec.msgpack.encode(this_process())
+        self._changed = threading.Condition(threading.RLock())
+        self._ledger = Ledger(readers, remote.high_water_bytes)
+        self._waits = 0
+        self._waited_s = 0.0
+        self._is_closing = self._is_stopping = self._is_waiting = False
+        self._cause: BaseException | None = None
+        self._context = zmq.Context(io_threads=min(len(readers), _MOST_IO_THREADS))
+        self._gatekeeper = Gatekeeper(self._context, {key: rank for rank, key in readers.items()})
+        try:
+            self._router, port = listen(self._context, keys, *place, remote)
+        except BaseException:
+            self._gatekeeper.socket.close(0)
+            self._context.term()
+            raise
+        self.endpoint: RemoteEndpoint = RemoteEndpoint(
+            VERSION, place[0], port, keys.public, secrets.randbits(63), tuple(readers), remote
+        )
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = threading.Thread(target=self._serve, name="group-coordinator-remote", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        readers: Mapping[int, bytes],
+        bind_address: str,
+        port_range: tuple[int, int] | None = None,
+        settings: BroadcastSettings | None = None,
+        remote: RemoteSettings | None = None,
+    ) -> Self:
+        """Listen for readers, with a key pair made for this queue. Does not wait for them.
+
+        Args:
+            name: The queue's name in errors and logs.
+            readers: Public key (32 bytes) of each reader, by rank. No other key is admitted, and each only as its rank.
+            bind_address: The numeric address to listen on, never a wildcard.
+            port_range: First and last port that may be used; by default any free port.
+            settings: Gives the time after which a waiting call warns.
+            remote: High-water mark and heartbeats; the readers use the same.
+
+        Raises:
+            UsageError: There are no readers, two share a key, a key is not valid, or the address is not of this host.
+            CapabilityError: No port of the range is free, or libzmq has no CURVE.
+        """
+        keys = [checked_key(key) for key in readers.values()]
+        if not keys or len(set(keys)) != len(keys):
+            raise UsageError(
+                f"a remote queue needs at least one reader and a different key for each, got {len(keys)} keys"
+            )
+        place = (bind_address, port_range)
+        return cls(name, dict(readers), place, settings or BroadcastSettings(), remote or RemoteSettings())
+
+    # --- sending ----------------------------------------------------------------------------------------------
+
+    def send(self, message: codec.Message, timeout_s: float | None) -> None:
+        """Send a message; its memory may be reused when this returns.
+
+        Blocks while a reader would be more than the high-water mark behind.
+
+        Raises:
+            CommTimeoutError: The readers in `.missing` made no room in time. Nothing was sent; the queue stays usable.
+            PeerLostError: A reader is gone; the queue is unusable.
+            ClosedError: The queue was closed.
+            GroupBrokenError: An earlier call failed; its error is the `__cause__`.
+        """
+        self.reserve(message.nbytes, timeout_s)
+        self.publish(message)
+
+    def reserve(self, nbytes: int, timeout_s: float | None) -> float | None:
+        """Wait until a message of `nbytes` may be published; return what is left of `timeout_s` (seconds).
+
+        Raises as `send` does.
+        """
+        self._check_process("enqueue")
+        with self._changed:
+            self.check("enqueue")
+            if not self._ledger.in_the_way(nbytes):
+                return timeout_s
+            waited_s = self._await_room(nbytes, timeout_s)
+            return None if timeout_s is None else max(0.0, timeout_s - waited_s)
+
+    def publish(self, message: codec.Message) -> None:
+        """Send a message for which `reserve` made room. Does not wait."""
+        parts = self._ledger.cut(message)
+        with self._changed:
+            self.check("enqueue")
+            self._ledger.add(parts)
+            # If a signal interrupts this loop, a reader notices the missing part at the next heartbeat.
+            for part in parts:
+                self._push_to_all(part.frame)
+            # Sending clears the descriptor that wakes the thread: receive here what has arrived meanwhile.
+            if int(self._router.get(zmq.EVENTS)) & zmq.POLLIN:
+                self._drain()
+
+    def check(self, call: str) -> None:
+        """Raise unless this process can use this end now; `call` names the method for the text.
+
+        Raises:
+            UsageError: This is a forked child.
+            ClosedError: The queue was closed.
+            PeerLostError: A reader is gone; later calls raise `GroupBrokenError`.
+            GroupBrokenError: An earlier call failed; its error is the `__cause__`.
+        """
+        self._check_process(call)
+        where = self._where(call)
+        if self._is_closing:
+            raise ClosedError(f"{where}: the queue was closed")
+        if self._cause is not None:
+            raise GroupBrokenError(
+                f"{where}: an earlier failure made the queue unusable, close it: {self._cause}"
+            ) from self._cause
+        gone = [link for link in self._ledger.links.values() if link.is_gone]
+        if gone:
+            self._cause = PeerLostError(
+                f"{where}: lost reader {self._ledger.describe(gone)}; close the queue",
+                peers=sorted(link.rank for link in gone),
+            )
+            raise self._cause
+
+    def _check_process(self, call: str) -> None:
+        """Raise in a forked child, where a thread that no longer exists may hold the lock."""
+        if self._forks != fork_count():
+            raise UsageError(f"{self._where(call)}: the queue belongs to the process that forked this one")
+
+    def _where(self, call: str) -> str:
+        return f"{call} on queue {self.name!r} ({self.role}, message #{self._ledger.last.messages + 1})"
+
+    def _await_room(self, nbytes: int, timeout_s: float | None) -> float:
+        """Wait until every reader has room for `nbytes`; return the seconds waited."""
+        start = now = time.monotonic()
+        warn_at = start + self._settings.warn_after_s
+        self._waits += 1
+        # Readers acknowledge only occasionally: ask for their progress before blaming one.
+        self._is_waiting = True
+        self._beat()
+        try:
+            while late := self._ledger.in_the_way(nbytes):
+                if timeout_s is not None and now - start >= timeout_s:
+                    raise CommTimeoutError(
+                        f"{self._where('enqueue')}: no room, behind are {self._ledger.describe(late)}, "
+                        f"within {timeout_s:.1f} s",
+                        missing=sorted(link.rank for link in late),
+                    )
+                left = 1.0 if timeout_s is None else min(1.0, start + timeout_s - now)
+                self._changed.wait(min(left, max(0.001, warn_at - now)))
+                self.check("enqueue")
+                now = time.monotonic()
+                if now >= warn_at:
+                    logger.warning(
+                        "%s: waiting for %.0f s: no room, behind are %s",
+                        self._where("enqueue"),
+                        now - start,
+                        self._ledger.describe(late),
+                    )
+                    warn_at = now + self._settings.warn_after_s
+            return now - start
+        finally:
+            self._is_waiting = False
+            self._waited_s += time.monotonic() - start
+
+    def absent(self) -> list[int]:
+        """Return the ranks that have not opened their end."""
+        self._check_process("wait_until_ready")
+        with self._changed:
+            return sorted(link.rank for link in self._ledger.links.values() if not link.has_come)
+
+    def await_readers(self, timeout_s: float | None) -> None:
+        """Wait until every reader has opened its end.
+
+        Raises:
+            CommTimeoutError: The readers in `.missing` did not open theirs in time; the queue stays usable.
+            PeerLostError: A reader opened its end and is gone; the queue is unusable.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while absent := self.absent():
+            with self._changed:
+                self.check("wait_until_ready")
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    who = self._ledger.describe([self._ledger.links[rank] for rank in absent])
+                    raise CommTimeoutError(
+                        f"{self._where('wait_until_ready')}: no reader {who} within {timeout_s:.1f} s",
+                        missing=absent,
+                    )
+                self._changed.wait(0.1 if left is None else min(0.1, left))
+
+    def statistics(self) -> QueueStatistics:
+        """Return what was sent and each reader's progress, at most one heartbeat old. Works on a broken queue too."""
+        if self._is_closing or self._forks != fork_count():
+            self.check("statistics")
+        with self._changed:
+            last, readers = self._ledger.last, self._ledger.readers()
+        return QueueStatistics(
+            last.messages,
+            last.nbytes,
+            self._waits,
+            self._waited_s,
+            self._remote.high_water_bytes,
+            readers,
+        )
+
+    def added_to(self, local: QueueStatistics) -> QueueStatistics:
+        """Return the statistics of the whole queue, given those of its local transport."""
+        own = self.statistics()
+        return QueueStatistics(
+            max(own.messages, local.messages),
+            max(own.nbytes, local.nbytes),
+            own.waits + local.waits,
+            own.waited_s + local.waited_s,
+            local.capacity_bytes or own.capacity_bytes,
+            local.readers + own.readers,
+        )
+
+    # --- the thread: receiving and timeouts; the methods it calls need the lock -------------------------------
+
+    def _serve(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the queue must not hang
+            broken = InternalError(f"the thread of queue {self.name!r} failed: {error!r}")
+            broken.__cause__ = error
+            with self._changed:
+                self._cause = self._cause or broken
+                self._changed.notify_all()
+
+    def _loop(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._gatekeeper.socket, zmq.POLLIN)
+        # Poll the descriptor: zmq's own poll would use the socket without the lock.
+        poller.register(self._router.get(zmq.FD), zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        beat_at = time.monotonic()
+        while not self._is_stopping:
+            wake_at = min(
+                [beat_at, *(at for link in self._ledger.links.values() if (at := self._lost_at(link)))]
+            )
+            poller.poll(int(max(0.0, wake_at - time.monotonic()) * 1000) + 1)
+            admitted = self._gatekeeper.answer()
+            with self._changed:
+                now = time.monotonic()
+                for rank in admitted:
+                    self._ledger.links[rank].heard_at = now
+                self._drain()
+                if now >= beat_at:
+                    self._beat()
+                    beat_at = now + self._remote.heartbeat_s
+                for link in self._ledger.links.values():
+                    lost_at = self._lost_at(link)
+                    if lost_at is not None and now >= lost_at:
+                        self._lose(link)
+
+    def _lost_at(self, link: Link) -> float | None:
+        """Return the time at which `link` counts as lost unless it comes back; None while all is well."""
+        if link.route is not None or not link.has_come or link.is_gone:
+            return None
+        return max(link.broken_at + self._remote.grace_s, link.heard_at + self._remote.lost_after_s)
+
+    def _lose(self, link: Link) -> None:
+        link.is_lost = True
+        self._gatekeeper.expel(link.rank)
+        logger.warning("queue %r: lost reader %s", self.name, self._ledger.describe([link]))
+        self._changed.notify_all()
+
+    def _beat(self) -> None:
+        """Send a heartbeat to every connected reader; it also reveals broken connections."""
+        self._push_to_all(zmq.Frame(pack(Kind.BEAT, self._ledger.last.number, self._is_waiting)))
+
+    def _push_to_all(self, frame: zmq.Frame) -> None:
+        for link in self._ledger.links.values():
+            if link.route is not None:
+                self._push(link, frame)
+
+    def _push(self, link: Link, frame: zmq.Frame) -> None:
+        route = link.route
+        if route is None or not self._say(route, frame):
+            link.route, link.broken_at = None, time.monotonic()
+
+    def _say(self, route: bytes, frame: zmq.Frame) -> bool:
+        """Queue a record for one connection; return whether the connection exists."""
+        try:
+            self._router.send(route, zmq.SNDMORE | zmq.NOBLOCK)
+            self._router.send(frame, zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            # EAGAIN: the connection is being torn down and accepts no more records.
+            if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
+                raise
+            return False
+        return True
+
+    def _drain(self) -> None:
+        """Receive everything that the readers have sent."""
+        while True:
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            try:
+                link = self._ledger.links[int(frames[-1].get("User-Id"))]
+                self._hear(link, frames[0].bytes, unpack(frames[-1]))
+            except DecodeError as error:
+                logger.warning("queue %r: dropped a reader's record: %s", self.name, error)
+
+    def _hear(self, link: Link, route: bytes, record: Record) -> None:
+        link.heard_at = time.monotonic()
+        if record.kind == Kind.HELLO:
+            self._greet(link, route, record)
+        elif link.incarnation is None or record.third != link.incarnation:
+            # The sender is a second reader object of that rank, which was refused.
+            return
+        elif record.kind == Kind.ACK:
+            self._ledger.acknowledge(link, record.first, record.second)
+            self._changed.notify_all()
+        elif record.kind == Kind.AGAIN:
+            self._send_after(link, record.second)
+        elif record.kind == Kind.BYE:
+            link.has_left, link.route = True, None
+            self._changed.notify_all()
+        else:
+            raise DecodeError(f"rank {link.rank} sent a record of unknown kind {record.kind}")
+
+    def _greet(self, link: Link, route: bytes, hello: Record) -> None:
+        """Admit a reader: start it, or resume after the last part that it received."""
+        received, last = hello.second, self._ledger.last.number
+        process = identity_of(hello.body)
+        why = ""
+        if hello.first != self.endpoint.generation:
+            why = "its handle has another generation"
+        elif link.is_gone:
+            why = "it was given up, or had left"
+        elif link.incarnation not in (None, hello.third):
+            why = "this rank has opened the queue before"
+        elif received > last + 1:
+            why = f"it claims to have received {received} of {last} parts"
+        if why:
+            refusal = pack(Kind.REFUSED, self.endpoint.generation, third=hello.third, body=why.encode())
+            self._say(route, zmq.Frame(refusal))
+            return
+        if received < link.received:
+            # An acknowledgement over a newer connection has overtaken this HELLO.
+            return
+        is_new = route != link.route
+        link.route, link.incarnation, link.process, link.received = route, hello.third, process, received
+        welcome = pack(Kind.WELCOME, self.endpoint.generation, third=hello.third, body=self._identity)
+        self._push(link, zmq.Frame(welcome))
+        if is_new:
+            self._send_after(link, received)
+        self._changed.notify_all()
+
+    def _send_after(self, link: Link, received: int) -> None:
+        """Send everything after part `received` over the current connection."""
+        for part in self._ledger.after(received):
+            self._push(link, part.frame)
+        if self._is_closing:
+            self._push(link, self._end())
+
+    # --- closing ----------------------------------------------------------------------------------------------
+
+    def _end(self) -> zmq.Frame:
+        return zmq.Frame(pack(Kind.END, self._ledger.last.number + 1))
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Close the queue: readers get what was written, then `ClosedError`. Idempotent; wakes a waiting call.
+
+        Waits until every reader's process has received everything, at most for the shorter of `lost_after_s` and
+        `timeout_s` (seconds). A reader that is late gets `PeerLostError` instead of `ClosedError`.
+        """
+        patience_s = (
+            self._remote.lost_after_s if timeout_s is None else min(self._remote.lost_after_s, timeout_s)
+        )
+        if self._forks != fork_count():
+            return
+        with self._changed:
+            if self._is_closing:
+                return
+            self._is_closing = True
+            self._push_to_all(self._end())
+            self._changed.notify_all()
+            self._changed.wait_for(self._has_everybody_everything, patience_s)
+            self._is_stopping = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        self._router.close(0)
+        self._gatekeeper.socket.close(0)
+        self._context.term()
+        os.close(self._wake)
+        self._ledger.clear()
+
+    def _has_everybody_everything(self) -> bool:
+        if isinstance(self._cause, InternalError):
+            # The thread has failed: no more acknowledgements will be received.
+            return True
+        return self._ledger.has_everybody_everything()
+
+    def __repr__(self) -> str:
+        """Name the queue, its address and its ranks, never a key."""
+        return f"<RemoteWriter {self.name!r} on {self.endpoint.url()} to ranks {list(self._ledger.links)}>"

@@ -1,0 +1,164 @@
+"""The reading end of one ring: records out, and waiting that always ends. See `ring.py`."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from shm_broadcast import _core, codec
+from shm_broadcast.errors import ClosedError, CommTimeoutError, PeerLostError
+from shm_broadcast.liveness import PeerWatch
+from shm_broadcast.ring.wait import SLICE_NS
+from shm_broadcast.ring.writer import RingEnd, nanoseconds
+from shm_broadcast.segment import Segment
+from shm_broadcast.settings import BroadcastSettings
+
+# What `ring_wait` returns.
+_DATA, _ENDED = 1, 2
+
+
+class RingReader(RingEnd):
+    """One reading end of a ring."""
+
+    call = "dequeue"
+    endpoint: _core.ReadEndpoint
+
+    def __init__(
+        self,
+        name: str,
+        segment: Segment,
+        ranks: tuple[int, ...],
+        watch: PeerWatch,
+        settings: BroadcastSettings,
+        index: int,
+        writer: int = -1,
+    ) -> None:
+        """Take place `index` of the ring, whose writer has rank `writer`; see `RingEnd`."""
+        super().__init__(name, segment, ranks, watch, settings)
+        self.rank: int = ranks[index]
+        self.role: str = f"reader, rank {self.rank}"
+        self._index = index
+        self._writer = writer
+        self._looked_ns = 0
+        self.endpoint = _core.ReadEndpoint(
+            self._memory, index, codec.build_owned, settings.wait, self.look_around
+        )
+        _core.ring_attach(self._memory, index)
+
+    def read(self, timeout_s: float | None = None, type_: Any = None) -> Any:
+        """Wait for the next message, copy it out and return its object."""
+        self._within_s = timeout_s
+        value = self.endpoint.receive(nanoseconds(timeout_s))
+        return value if type_ is None else codec.convert(value, type_)
+
+    def try_read(self) -> tuple[bool, Any]:
+        """Return (True, the next object), or (False, None) if it is not there, or not whole yet."""
+        value = self.endpoint.receive_within(0, 0)
+        if value is not _core.NOTHING:
+            return True, value
+        self._begin_wait("try_dequeue")
+        # Once in a slice, as a caller may ask a million times a second.
+        now = time.monotonic_ns()
+        if now - self._looked_ns >= SLICE_NS:
+            self._looked_ns = now
+            self.raise_if_lost("try_dequeue")
+        return False, None
+
+    @contextmanager
+    def lease(self, timeout_s: float | None) -> Iterator[Any]:
+        """Yield the next object without copying its arrays and tensors, which alias the ring until the end."""
+        start, memory = time.monotonic(), self._memory
+        self._within_s, self._call = timeout_s, "lease"
+        try:
+            self.endpoint.lend(nanoseconds(timeout_s))
+        finally:
+            self._call = self.call
+        window, taken = None, 0
+        try:
+            window = self._whole_record(memory)
+            if window is not None:
+                taken = len(window)
+                yield codec.decode(memoryview(window), copy=False)
+        finally:
+            if window is not None:
+                _core.ring_release(memory, self._index)
+            self.endpoint.end_loan(taken)
+        if window is None:
+            # It comes in parts, so there will be one copy, which nothing else uses.
+            yield self.read(None if timeout_s is None else start + timeout_s - time.monotonic())
+
+    def _whole_record(self, memory: mmap.mmap) -> _core.Window | None:
+        """Return a window on the next message, which is there; None if it comes in parts."""
+        if self.endpoint.is_assembling:
+            return None
+        try:
+            window, flags, _, _ = _core.ring_take(memory, self._index)
+        except ValueError as error:
+            self._raise_corrupt("lease", error)
+        return window if flags in (0, _core.RING_STREAMED) else None
+
+    def _begin_wait(self, call: str) -> None:
+        self.check(call)
+        try:
+            status = _core.ring_wait(self._memory, self._index, 0, 0)
+        except ValueError as error:
+            # Another thread has closed this end meanwhile, or there is no ring any more.
+            self.check(call)
+            self._raise_corrupt(call, error)
+        if status == _ENDED:
+            raise ClosedError(f"{self._where(call)}: the writer closed the queue")
+
+    @property
+    def messages(self) -> int:
+        """How many messages this end has read."""
+        return self.endpoint.messages
+
+    def place(self) -> tuple[mmap.mmap, int]:
+        """Return the mapping and this reader's place in it, for waiting on several rings at once."""
+        return self._memory, self._index
+
+    def is_ready(self) -> bool:
+        """Return whether a message is there, or the queue has ended. Raises if the writer is lost."""
+        self.check("dequeue_any")
+        if _core.ring_wait(self._memory, self._index, 0, 0) != 0:
+            return True
+        self.raise_if_lost("dequeue_any")
+        return False
+
+    def poll(self) -> bool:
+        """Return whether a message is there. Does not wait."""
+        return _core.ring_wait(self._memory, self._index, 0, 0) == _DATA
+
+    def _describe_writer(self) -> str:
+        rank = "" if self._writer < 0 else f"rank {self._writer}, "
+        return f"the writer ({rank}{self._watch.describe(self._writer)})"
+
+    def _missing(self, _nbytes: int | None) -> str:
+        what = "end of the message" if self.endpoint.is_assembling else "message"
+        return f"no {what} from {self._describe_writer()}"
+
+    def _raise_late(self, call: str, within_s: float, nbytes: int | None) -> NoReturn:
+        raise CommTimeoutError(
+            f"{self._where(call)}: {self._missing(nbytes)} within {within_s:.1f} s",
+            missing=() if self._writer < 0 else (self._writer,),
+        )
+
+    def raise_if_lost(self, call: str) -> None:
+        """Raise `ClosedError` or `PeerLostError` if the writer is gone and nothing is left of what it wrote."""
+        self._begin_wait(call)
+        if not self._watch.lost() or self.poll():
+            # What a writer published before it died is still read.
+            return
+        error = PeerLostError(
+            f"{self._where(call)}: lost {self._describe_writer()}; close the queue",
+            peers=() if self._writer < 0 else (self._writer,),
+        )
+        self._fail(error)
+        raise error
+
+    def close(self) -> None:
+        """Leave, so that the writer does not wait for this reader, and unmap. Idempotent; wakes a waiting call."""
+        self._close(self._index)

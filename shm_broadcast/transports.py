@@ -1,0 +1,135 @@
+"""The two transports of a queue, shared memory and TCP: null objects for a missing one, and waiting on both."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, Protocol
+
+from shm_broadcast import _core, codec
+from shm_broadcast.errors import CommTimeoutError
+from shm_broadcast.ring.reader import RingReader
+from shm_broadcast.ring.wait import SHORT_SPIN_NS, SLICE_NS
+from shm_broadcast.ring.writer import RingWriter
+from shm_broadcast.statistics import QueueStatistics
+
+if TYPE_CHECKING:
+    from shm_broadcast.remote.reader import RemoteReader
+
+# A call that waits for rings and connections sleeps on the rings and checks the connections between naps. Naps double
+# from 50 us up to 2 ms, which costs half a percent of a core.
+_LONGEST_NAP_NS: Final = 2_000_000
+_SHORTEST_NAP_NS: Final = 50_000
+
+
+class RemoteLeg(Protocol):
+    """The remote transport of a `QueueWriter`; `RemoteWriter` implements it."""
+
+    def reserve(self, nbytes: int, timeout_s: float | None) -> float | None:
+        """Wait until a message of `nbytes` may be published; return what is left of `timeout_s` (seconds)."""
+
+    def publish(self, message: codec.Message) -> None:
+        """Send a message for which `reserve` made room."""
+
+    def await_readers(self, timeout_s: float | None) -> None:
+        """Wait until every remote reader has opened its end."""
+
+    def absent(self) -> list[int]:
+        """Return the ranks that have not opened their end."""
+
+    def added_to(self, local: QueueStatistics) -> QueueStatistics:
+        """Return `local` combined with the statistics of this transport."""
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Close the transport; wait at most about `timeout_s` seconds if given."""
+
+
+class NoRemote:
+    """The remote transport of a queue whose readers are all on this host: every call does nothing."""
+
+    def reserve(self, nbytes: int, timeout_s: float | None) -> float | None:
+        """Return `timeout_s` unchanged."""
+        return timeout_s
+
+    def publish(self, message: codec.Message) -> None:
+        """Do nothing."""
+
+    def await_readers(self, timeout_s: float | None) -> None:
+        """Do nothing."""
+
+    def absent(self) -> list[int]:
+        """Return no rank."""
+        return []
+
+    def added_to(self, local: QueueStatistics) -> QueueStatistics:
+        """Return `local` unchanged."""
+        return local
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Do nothing."""
+
+
+class NoRing(RingWriter):
+    """The local transport of a queue whose readers are all on other hosts: it owns no memory."""
+
+    def __init__(self) -> None:
+        """Create no ring."""
+
+    def write(self, message: codec.Message, timeout_s: float | None) -> None:
+        """Do nothing."""
+
+    def await_readers(self, timeout_s: float | None) -> None:
+        """Do nothing."""
+
+    def statistics(self) -> QueueStatistics:
+        """Return zeros."""
+        return QueueStatistics(0, 0, 0, 0.0, 0, ())
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def await_any(readers: Sequence[RingReader | RemoteReader], timeout_s: float | None) -> int:
+    """Wait for several readers; return the index of one that has a message or whose queue has ended.
+
+    Args:
+        readers: The readers of this process, of either transport.
+        timeout_s: Deadline in seconds; None waits for ever.
+
+    Raises:
+        CommTimeoutError: No reader had a message in time; the queues stay usable.
+        PeerLostError: A local reader's writer is gone.
+        ClosedError, UsageError, GroupBrokenError: One of the readers cannot be used.
+    """
+    start = time.monotonic()
+    poll = select.poll()
+    has_remote = False
+    places = []
+    for reader in readers:
+        reader.check("dequeue_any")
+        if isinstance(reader, RingReader):
+            places.append(reader.place())
+        else:
+            has_remote = True
+            for descriptor in reader.descriptors:
+                poll.register(descriptor, select.POLLIN)
+    memories, indices = tuple(memory for memory, _ in places), tuple(index for _, index in places)
+    # Start behind the reader that was served last, so that a busy writer cannot starve the others.
+    first = sum(reader.messages for reader in readers)
+    nap_ns = _SHORTEST_NAP_NS if has_remote else SLICE_NS
+    while True:
+        for offset in range(len(readers)):
+            index = (first + offset) % len(readers)
+            if readers[index].is_ready():
+                return index
+        waited = time.monotonic() - start
+        if timeout_s is not None and waited >= timeout_s:
+            names = ", ".join(reader.name for reader in readers)
+            raise CommTimeoutError(f"dequeue_any on {names}: no message within {timeout_s:.1f} s")
+        left_ns = SLICE_NS if timeout_s is None else min(SLICE_NS, int((timeout_s - waited) * 1e9))
+        if places:
+            _core.ring_wait_any(memories, indices, SHORT_SPIN_NS, min(nap_ns, left_ns))
+            nap_ns = min(2 * nap_ns, _LONGEST_NAP_NS if has_remote else SLICE_NS)
+        else:
+            poll.poll(left_ns / 1e6 + 1)

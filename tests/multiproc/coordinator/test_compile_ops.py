@@ -1,0 +1,218 @@
+"""Collectives inside of `torch.compile`: one graph, the results of the plain calls, and errors of ours."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coordinator import ClosedError, GroupCoordinator, ReduceOperation, UsageError, group_registry
+from coordinator.testing import FakeGroupCoordinator
+from tests.harness import RankPool
+from tests.worlds import join_world, new_group, outcome_of, world
+
+ROOT = Path(__file__).parents[3]
+OPS = torch.ops.group_coordinator
+
+
+def step(group: GroupCoordinator, x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+    """Use every call that can be compiled, with and without its optional arguments."""
+    total = group.all_reduce(torch.sin(x))
+    gathered = group.all_gather(total + 1, 0)
+    part = group.reduce_scatter(gathered * 2)
+    normed, residual = group.all_reduce_add_rms_norm(x, total, weight, 1e-5)
+    return [
+        total,
+        gathered.sum(0),
+        part,
+        normed,
+        residual,
+        group.all_gather(x.t(), timeout_s=20.0),
+        group.all_reduce(x.long(), ReduceOperation.MAX, timeout_s=20),
+        group.reduce_scatter(gathered, 0, ReduceOperation.MIN),
+        group.all_gather(x.sum(), 0),
+        group.all_reduce(x) - x,
+    ]
+
+
+def compiled(rank: int, world_size: int, directory: Path) -> None:
+    # Before there is a world: torch keeps the one that it finds while it imports this as a default argument.
+    import torch._dynamo
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    with world(rank, world_size, directory) as group:
+        generator = torch.Generator().manual_seed(rank)
+        weight = torch.linspace(-1, 1, 8)
+        # Two ranks trace with the same shapes as four, which only show that more ranks change nothing.
+        for backend in ["aot_eager" if world_size == 2 else "eager"]:
+            torch._dynamo.reset()
+            counter = CompileCounterWithBackend(backend)
+            run = torch.compile(step, fullgraph=True, backend=counter, dynamic=True)
+            for tokens in (3, 12):
+                x = torch.randn(tokens, 8, generator=generator)
+                before = x.clone()
+                for got, expected in zip(run(group, x, weight), step(group, x, weight), strict=True):
+                    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+                    assert got.is_contiguous()
+                    assert torch.equal(got, expected)
+                assert torch.equal(x, before)
+            assert counter.frame_count == 1, "the number of tokens is symbolic"
+            # Gradients: none, as without a compiler.
+            leaf = torch.randn(3, 8, generator=generator).requires_grad_()
+            assert not any(each.requires_grad for each in run(group, leaf, weight)[:-1])
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_compiled_step_is_one_graph_with_the_same_results(
+    ranks2: RankPool, ranks4: RankPool, size: int
+) -> None:
+    """Without a graph break, with symbolic sizes, and with the bits of the plain calls."""
+    (ranks2 if size == 2 else ranks4).run(compiled)
+
+
+def failures(rank: int, world_size: int, directory: Path) -> list[str]:
+    import torch._dynamo
+
+    join_world(rank, world_size, directory)
+    from coordinator.parallel_state import destroy_distributed_environment, get_world_group
+
+    group = new_group(get_world_group())
+    x = torch.ones(4)
+    run = torch.compile(lambda x: group.all_reduce(x) * 1, fullgraph=True, backend="eager")
+    assert run(x).tolist() == [world_size] * 4
+    name = group.unique_name
+    assert group_registry.find(name, "all_reduce").reference() is group
+    found = []
+    if rank == 0:
+        outcome = outcome_of(lambda: OPS.all_reduce(x, name, timeout_s=0.3))
+        assert (outcome["kind"], outcome["missing"]) == ("CommTimeoutError", [1])
+        found.append(outcome_of(lambda: run(x))["kind"])
+    get_world_group().barrier()
+    group.destroy()
+    outcome = outcome_of(lambda: run(x))
+    assert name in outcome["text"]
+    found.append(outcome["kind"])
+    # The next world has a group of the same name, which the graph finds.
+    destroy_distributed_environment()
+    join_world(rank, world_size, directory / "again")
+    again = new_group(get_world_group())
+    assert again.unique_name == name
+    group.destroy()
+    assert OPS.all_reduce(x, name).tolist() == [world_size] * 4
+    again.barrier()
+    again.destroy()
+    destroy_distributed_environment()
+    torch._dynamo.reset()
+    return found
+
+
+def test_errors_in_a_graph_are_those_of_the_call(ranks2: RankPool) -> None:
+    """A deadline names who is missing, the group is broken then, and once destroyed it is closed."""
+    assert ranks2.run(failures) == [["GroupBrokenError", "ClosedError"], ["ClosedError"]]
+
+
+# --- one process ------------------------------------------------------------------------------------------------
+
+
+def test_a_group_that_is_gone_is_named() -> None:
+    """Whether it was destroyed or forgotten, and whether there ever was one."""
+    x = torch.ones(2)
+    group = FakeGroupCoordinator(0, 2)
+    name = group.unique_name
+    assert OPS.all_reduce(x, name).tolist() == [2, 2]
+    group.destroy()
+    with pytest.raises(ClosedError, match=name):
+        OPS.all_reduce(x, name)
+    group = FakeGroupCoordinator(0, 2)
+    name = group.unique_name
+    del group
+    gc.collect()
+    with pytest.raises(ClosedError, match=name):
+        OPS.all_gather(x, name, 2)
+    with pytest.raises(UsageError, match="no group of that name") as refusal:
+        OPS.reduce_scatter(x, "tp:12345", 2)
+    assert type(refusal.value) is UsageError
+
+
+def test_mistakes_in_a_graph_are_refused() -> None:
+    """Also a graph that was made for a group of another size."""
+    x = torch.ones(3, 4)
+    with FakeGroupCoordinator(1, 3) as group:
+        attempts: dict[str, Any] = {
+            "made for a group of 2": lambda: OPS.all_gather(x, group.unique_name, 2),
+            "no reduction 'xor'": lambda: OPS.all_reduce(x, group.unique_name, "xor"),
+            "out of range": lambda: OPS.all_gather(x, group.unique_name, 3, 2),
+            "cannot be split evenly": lambda: OPS.reduce_scatter(x, group.unique_name, 3, 1),
+        }
+        for text, call in attempts.items():
+            with pytest.raises(UsageError) as refusal:
+                call()
+            assert text in str(refusal.value)
+
+
+def test_operations_return_new_tensors_also_in_a_group_of_one() -> None:
+    """An operation may not return its input, so it copies there; the method does not, also when it is compiled."""
+    x = torch.ones(2, 4)
+    with FakeGroupCoordinator(0, 1) as group:
+        name = group.unique_name
+        for result in (
+            OPS.all_reduce(x, name),
+            OPS.all_gather(x, name, 1, 0),
+            OPS.reduce_scatter(x, name, 1, 1),
+        ):
+            assert result is not x
+            assert result.data_ptr() != x.data_ptr()
+            assert torch.equal(result, x)
+
+        run = torch.compile(
+            lambda x: group.reduce_scatter(group.all_reduce(x)), fullgraph=True, backend="eager"
+        )
+        assert run(x) is x
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_torch_finds_nothing_wrong_with_the_operations(world_size: int) -> None:
+    """Their schemas, shapes with symbolic sizes, strides, aliases and lack of a gradient."""
+    with FakeGroupCoordinator(0, world_size) as group:
+        name = group.unique_name
+        x = torch.randn(4, 8)
+        for operation, args in (
+            (OPS.all_reduce, (x, name)),
+            (OPS.all_reduce, (x.t(), name, "max", 1.0)),
+            (OPS.all_gather, (x.requires_grad_(), name, world_size, 0)),
+            (OPS.all_gather, (torch.tensor(1.0), name, world_size)),
+            (OPS.reduce_scatter, (x, name, world_size)),
+            (OPS.all_reduce_add_rms_norm, (x, x, torch.ones(8), 1e-6, name)),
+        ):
+            torch.library.opcheck(operation.default, args)
+
+
+INDUCTOR = """
+import torch
+from coordinator.testing import FakeGroupCoordinator
+
+torch._inductor.config.compile_threads = 1
+group = FakeGroupCoordinator(0, 2)
+weight = torch.randn(8, 8)
+
+def body(x):
+    # Of what surrounds them only what torch has as a whole: C++ that is generated takes 20 s to compile.
+    return group.all_gather(torch.mm(group.all_reduce(x), weight), 0)
+
+run = torch.compile(body, fullgraph=True, dynamic=True)
+for rows in (6, 9):
+    x = torch.randn(rows, 8)
+    torch.testing.assert_close(run(x), body(x))
+"""
+
+
+def test_inductor_takes_them() -> None:
+    """The compiler that engines use calls them, with sizes that it does not know."""
+    subprocess.run([sys.executable, "-c", INDUCTOR], check=True, cwd=ROOT)

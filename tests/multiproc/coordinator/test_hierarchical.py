@@ -1,0 +1,651 @@
+"""Collectives on CPU tensors among ranks on several hosts, some of which share one."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coordinator import DisagreementError
+from coordinator.group import GroupCoordinator
+from coordinator.parallel_state import destroy_distributed_environment, get_world_group
+from coordinator.testing import check_device_communicator
+from device_comm.cpu import shared_memory
+from device_comm.cpu.hierarchical import (
+    HierarchicalCommunicator,
+    group_by_place,
+    is_hierarchical,
+    partial_dtype,
+)
+from device_comm.process_group import ProcessGroupCommunicator
+from device_comm.reduction import ReduceOperation, accumulation_dtype, check_reducible, reduce_in_rank_order
+from shm_broadcast.errors import CapabilityError, UsageError
+from shm_broadcast.segment import Segment
+from tests.harness import RankPool, run_ranks
+from tests.rank_exit import RankExit
+from tests.worlds import HostsPool, join_world, meet, new_group, outcome_of, run_at, world
+
+MAPS = ["AABB", "ABAB", "ABBB", "AAAB", "ABCA"]
+"""Where ranks 0 to 3 are."""
+
+DTYPES = [
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.bool),
+    *(torch.complex64, torch.complex128),
+]
+SLOT = 256 << 10
+PROMPT_S = 20.0
+SHORT_S = 0.4
+
+
+@pytest.fixture(params=MAPS)
+def hosts(request: pytest.FixtureRequest, ranks4: RankPool) -> HostsPool:
+    """Four ranks on two or three hosts."""
+    return HostsPool(ranks4, request.param)
+
+
+def host_map() -> tuple[tuple[int, ...], ...]:
+    """Return which ranks are together, as this rank's group sees it."""
+    return hierarchical(get_world_group())._levels._hosts
+
+
+def hierarchical(group: GroupCoordinator) -> HierarchicalCommunicator:
+    communicator = group.device_communicator
+    assert isinstance(communicator, HierarchicalCommunicator)
+    return communicator
+
+
+def values(rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return numbers of many sizes, so that the order in which they are added shows."""
+    generator = torch.Generator().manual_seed(1000 * rank + elements % 997)
+    if dtype is torch.bool:
+        return torch.rand(elements, generator=generator) > 0.5
+    if dtype.is_complex:
+        return (
+            torch.randn(elements, 2, generator=generator).double().view(torch.complex128).view(-1).to(dtype)
+        )
+    if dtype.is_floating_point:
+        scale = torch.tensor(10.0) ** torch.randint(-2, 2, (elements,), generator=generator)
+        return (torch.randn(elements, generator=generator) * scale).to(dtype)
+    return torch.randint(-100, 100, (elements,), generator=generator).to(dtype)
+
+
+def reference(
+    inputs: Sequence[torch.Tensor], op: ReduceOperation, hosts: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """Combine the ranks of each host in rank order, then the hosts in theirs; divide and round once."""
+    dtype = inputs[0].dtype
+    wide = dtype if dtype is torch.bool else accumulation_dtype(dtype)
+    inner = ReduceOperation.SUM if op is ReduceOperation.MEAN else op
+    partials = [reduce_in_rank_order([inputs[rank].to(wide) for rank in ranks], inner) for ranks in hosts]
+    total = reduce_in_rank_order(partials, inner)
+    if op is ReduceOperation.MEAN:
+        components = torch.view_as_real(total) if total.is_complex() else total
+        components.div_(torch.tensor(float(len(inputs)), dtype=components.dtype))
+    return total.to(dtype)
+
+
+def assert_same_bits(result: torch.Tensor, expected: torch.Tensor, what: object) -> None:
+    assert (result.dtype, result.shape) == (expected.dtype, expected.shape), what
+    one, other = (each.contiguous().view(-1).view(torch.uint8) for each in (result, expected))
+    assert torch.equal(one, other), what
+
+
+def reductions(dtype: torch.dtype) -> list[ReduceOperation]:
+    """Return those that have a meaning for `dtype`."""
+    found = []
+    for op in ReduceOperation:
+        try:
+            check_reducible(dtype, op)
+        except UsageError:
+            continue
+        found.append(op)
+    return found
+
+
+def test_hosts_are_ordered_by_their_lowest_rank() -> None:
+    """And groups of one host, or with no two ranks on one, are not hierarchical."""
+    assert group_by_place("BABA") == ((0, 2), (1, 3))
+    assert group_by_place("ABBB") == ((0,), (1, 2, 3))
+    assert [is_hierarchical(group_by_place(each)) for each in ("AAAA", "ABCD", "AB", "AAB", "ABBA")] == [
+        *(False, False, False, True, True)
+    ]
+
+
+def test_partial_results_lose_nothing() -> None:
+    """Sums of halves travel as float32; integers, and what is only compared, as they are."""
+    assert partial_dtype(torch.bfloat16, ReduceOperation.SUM) is torch.float32
+    assert partial_dtype(torch.float8_e5m2, ReduceOperation.MEAN) is torch.float32
+    assert partial_dtype(torch.bfloat16, ReduceOperation.MAX) is torch.bfloat16
+    assert partial_dtype(torch.uint16, ReduceOperation.SUM) is torch.uint16
+    assert partial_dtype(torch.float64, ReduceOperation.SUM) is torch.float64
+
+
+# --- reductions -----------------------------------------------------------------------------------------------
+
+
+def reduce_many(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory) as group:
+        hosts = host_map()
+        for dtype, elements in itertools.product(DTYPES, (0, 1, 1001)):
+            inputs = [values(each, elements, dtype) for each in range(world_size)]
+            for op in reductions(dtype):
+                what = (dtype, elements, op)
+                expected = reference(inputs, op, hosts)
+                own = inputs[rank].clone()
+                assert_same_bits(group.all_reduce(own, op), expected, what)
+                assert_same_bits(own, inputs[rank], what)
+                root = elements % world_size
+                reduced = hierarchical(group).reduce(own, root, op)
+                assert (reduced is not None) == (rank == root)
+                if reduced is not None:
+                    assert_same_bits(reduced, expected, what)
+                assert hierarchical(group).all_reduce_(own, op) is own
+                assert_same_bits(own, expected, what)
+
+
+@pytest.mark.guarantee("D2")
+@pytest.mark.guarantee("D16")
+def test_reductions_have_the_bits_of_the_order_by_host(hosts: HostsPool) -> None:
+    """Every dtype and reduction, in place and not, gives on all ranks the bits of the order by host."""
+    hosts.run(reduce_many)
+
+
+def reduce_large(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory) as group:
+        hosts = host_map()
+        for elements, dtype in (
+            (SLOT // 2 + 3, torch.bfloat16),
+            (SLOT // 4 * 5 + 1, torch.float32),
+            (2_500_001, torch.bfloat16),
+            (2_500_001, torch.int32),
+            (600_001, torch.complex128),
+        ):
+            inputs = [values(each, elements, dtype) for each in range(world_size)]
+            for op in (ReduceOperation.SUM, ReduceOperation.MEAN):
+                if op in reductions(dtype):
+                    expected = reference(inputs, op, hosts)
+                    assert_same_bits(group.all_reduce(inputs[rank], op), expected, (dtype, elements, op))
+                    own = inputs[rank].clone()
+                    hierarchical(group).all_reduce_(own, op)
+                    assert_same_bits(own, expected, (dtype, elements, op))
+
+
+@pytest.mark.guarantee("D16")
+def test_large_reductions_in_pieces_have_the_same_bits(hosts: HostsPool) -> None:
+    """Over several slots and several pieces, of which one is on its way while the next is combined."""
+    hosts.run(reduce_large)
+
+
+def reduce_views(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory) as group:
+        hosts = host_map()
+        inputs = [values(each, 6 * 35, torch.float32).view(6, 35) for each in range(world_size)]
+        expected = reference([each.t() for each in inputs], ReduceOperation.SUM, hosts)
+        assert_same_bits(group.all_reduce(inputs[rank].t()), expected, "transposed")
+        into = inputs[rank].clone().t()
+        assert hierarchical(group).all_reduce_(into) is into
+        assert_same_bits(into, expected, "transposed in place")
+        scalar = reference([each[0, 0] for each in inputs], ReduceOperation.SUM, hosts)
+        assert_same_bits(group.all_reduce(inputs[rank][0, 0]), scalar, "0-dim")
+        turned = values(rank, 9, torch.complex64).conj()
+        expected = reference(
+            [values(each, 9, torch.complex64).conj().resolve_conj() for each in range(world_size)],
+            ReduceOperation.SUM,
+            hosts,
+        )
+        assert_same_bits(group.all_reduce(turned), expected, "conjugated")
+
+
+def test_views_of_any_layout_are_reduced(hosts: HostsPool) -> None:
+    """Transposed, 0-dim and lazily conjugated tensors."""
+    hosts.run(reduce_views)
+
+
+def scatter_sums(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory) as group:
+        hosts = host_map()
+        communicator = hierarchical(group)
+        for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.float8_e4m3fn):
+            for shape, dim in (((8, 5), 0), ((3, 12), 1), ((3, 4, 7), -2), ((0, 4), 1)):
+                elements = torch.Size(shape).numel()
+                inputs = [values(each, elements, dtype).view(shape) for each in range(world_size)]
+                for op in reductions(dtype):
+                    whole = reference(inputs, op, hosts)
+                    expected = whole.chunk(world_size, dim)[rank]
+                    result = communicator.reduce_scatter(inputs[rank], dim, op)
+                    assert_same_bits(result, expected, (dtype, shape, dim, op))
+        for sizes in ([3, 0, 4, 1], [0, 0, 5, 3], [8, 0, 0, 0], [200_000, 1, 0, 3]):
+            inputs = [values(each, sum(sizes) * 3, torch.bfloat16).view(-1, 3) for each in range(world_size)]
+            whole = reference(inputs, ReduceOperation.MEAN, hosts)
+            expected = whole.split(sizes, 0)[rank]
+            result = communicator.reduce_scatterv(inputs[rank], 0, sizes, ReduceOperation.MEAN)
+            assert_same_bits(result, expected, sizes)
+
+
+@pytest.mark.guarantee("D16")
+def test_a_reduce_scatter_gives_each_rank_its_part_of_the_all_reduce(hosts: HostsPool) -> None:
+    """Even and uneven, along any dimension, the same bits as the all-reduce."""
+    hosts.run(scatter_sums)
+
+
+# --- moving data ----------------------------------------------------------------------------------------------
+
+
+def move_many(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory) as group:
+        communicator = hierarchical(group)
+        for dtype in DTYPES:
+            for shape, dim in (((3, 2), 0), ((3, 2), 1), ((2, 3, 4), -2), ((), 0), ((0, 4), 1), ((5,), 0)):
+                elements = torch.Size(shape).numel()
+                inputs = [values(each, elements, dtype).view(shape) for each in range(world_size)]
+                parts = [each.reshape(1) if each.dim() == 0 else each for each in inputs]
+                bits = [each.contiguous() for each in parts]
+                expected = torch.cat([each.view(torch.uint8) for each in bits], dim) if dim == 0 else None
+                result = communicator.all_gather(inputs[rank], dim)
+                assert_same_bits(result, cat(parts, dim), (dtype, shape, dim))
+                if expected is not None:
+                    assert torch.equal(result.view(torch.uint8), expected)
+                gathered = communicator.gather(inputs[rank], 2, dim)
+                assert (gathered is not None) == (rank == 2)
+                if gathered is not None:
+                    assert_same_bits(gathered, cat(parts, dim), (dtype, shape, dim))
+        for sizes in (
+            [3, 0, 4, 1],
+            [0, 0, 5, 3],
+            [2, 6, 0, 0],
+            [8, 0, 0, 0],
+            [0, 0, 0, 0],
+            [1, 0, 90_000, 2],
+        ):
+            inputs = [values(each, 5 * size, torch.bfloat16) for each, size in enumerate(sizes)]
+            for dim in (0, 1):
+                shaped = [
+                    each.view((-1, 5) if dim == 0 else (5, sizes[index])) for index, each in enumerate(inputs)
+                ]
+                result = communicator.all_gatherv(shaped[rank], dim, sizes)
+                assert_same_bits(result, torch.cat(shaped, dim), (sizes, dim))
+
+
+def cat(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    return torch.cat(list(parts), dim)
+
+
+@pytest.mark.guarantee("D16")
+def test_gathers_put_the_ranks_in_rank_order(hosts: HostsPool) -> None:
+    """Whatever the hosts are, dtype, shape and dimension, even and uneven, with hosts that bring nothing."""
+    hosts.run(move_many)
+
+
+def broadcast_many(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory) as group:
+        for dtype, elements, src in itertools.product(DTYPES, (0, 1, 1001), range(world_size)):
+            tensor = values(rank, elements, dtype)
+            assert group.broadcast(tensor, src) is tensor
+            assert_same_bits(tensor, values(src, elements, dtype), (dtype, elements, src))
+        for src in range(world_size):
+            large = values(rank, SLOT + 5, torch.float32)
+            group.broadcast(large, src)
+            assert_same_bits(large, values(src, SLOT + 5, torch.float32), src)
+            turned = values(rank, 12, torch.int32).view(3, 4).t()
+            group.broadcast(turned, src)
+            assert_same_bits(turned, values(src, 12, torch.int32).view(3, 4).t().contiguous(), src)
+
+
+@pytest.mark.guarantee("D16")
+def test_a_broadcast_from_every_rank_reaches_all(hosts: HostsPool) -> None:
+    """Leaders and others, small and large, into any layout."""
+    hosts.run(broadcast_many)
+
+
+def count_messages(rank: int, world_size: int, directory: Path) -> list[int]:
+    with world(rank, world_size, directory) as group:
+        levels = hierarchical(group)._levels
+        sent = []
+        swap = levels._links.swap
+
+        def counted(call: Any, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> Any:
+            sent.append(sum(each.nbytes for each in sends.values()))
+            return swap(call, sends, receives)
+
+        levels._links.swap = counted  # type: ignore[method-assign,assignment]
+        totals = []
+        for call in (
+            lambda: group.all_reduce(torch.ones(1000)),
+            lambda: group.all_gather(torch.ones(1000)),
+            lambda: group.broadcast(torch.ones(1000), 1),
+            lambda: group.reduce_scatter(torch.ones(1000)),
+        ):
+            call()
+            totals.append(sum(sent))
+            sent.clear()
+        return totals
+
+
+def test_each_hosts_bytes_cross_once(ranks4: RankPool) -> None:
+    """Only leaders send to other hosts: a sum of its host, its block, what is broadcast, the other host's share."""
+    assert HostsPool(ranks4, "AABB").run(count_messages) == [
+        [4000, 8000, 4000, 2000],
+        [0, 0, 0, 0],
+        [4000, 8000, 0, 2000],
+        [0, 0, 0, 0],
+    ]
+
+
+def conform(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory) as group:
+        hierarchical(group)
+        dtypes = [torch.float32, torch.bfloat16, torch.int32]
+        check_device_communicator(
+            group.device_communicator, dtypes=dtypes, host=group, exact_reductions=False
+        )
+
+
+@pytest.mark.guarantee("D16")
+@pytest.mark.parametrize("places", ["AABB", "ABAB"])
+def test_the_contract_is_kept(ranks4: RankPool, places: str) -> None:
+    """The suite of every communicator, but for the order of summation: aliasing, refusals, layouts, blame."""
+    HostsPool(ranks4, places).run(conform)
+
+
+def in_a_part_of_the_world(rank: int, world_size: int, directory: Path) -> list[Any] | None:
+    with (
+        world(rank, world_size, directory),
+        GroupCoordinator([[0], [1, 2, 3]], rank, "gloo", True, group_name="part") as part,
+    ):
+        if rank == 0:
+            return None
+        levels = hierarchical(part)._levels
+        total = part.all_reduce(torch.tensor([float(rank)]))
+        part.broadcast(total, 2)
+        return [list(map(list, levels._hosts)), part.all_gather(total * rank).tolist()]
+
+
+def test_ranks_in_a_group_are_not_those_of_the_world(ranks4: RankPool) -> None:
+    """A group of ranks 1 to 3, of which the last two share a host."""
+    found = HostsPool(ranks4, "AABB").run(in_a_part_of_the_world)
+    assert found == [None] + [[[[0], [1, 2]], [6.0, 12.0, 18.0]]] * 3
+
+
+def mixed_with_point_to_point(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory) as group, new_group(group) as other:
+        right, left = (rank + 1) % world_size, (rank - 1) % world_size
+        for turn in range(20):
+            handle = group.device_communicator.isend(torch.full((3,), float(rank)), right)
+            assert group.all_reduce(torch.ones(5)).tolist() == [world_size] * 5
+            assert other.all_gather(torch.tensor([rank])).tolist() == list(range(world_size))
+            assert group.recv((3,), torch.float32, left).tolist() == [left] * 3
+            handle.wait()
+            assert group.all_gather_object((rank, turn)) == [(each, turn) for each in range(world_size)]
+
+
+def test_collectives_leave_point_to_point_alone(hosts: HostsPool) -> None:
+    """And two groups of the same ranks each other."""
+    hosts.run(mixed_with_point_to_point)
+
+
+# --- what goes wrong ------------------------------------------------------------------------------------------
+
+
+CALLS: dict[str, Any] = {
+    "all_reduce": lambda group, s: group.all_reduce(torch.ones(8), timeout_s=s),
+    "large all_reduce": lambda group, s: group.all_reduce(torch.ones(3 << 20), timeout_s=s),
+    "all_gather": lambda group, s: group.all_gather(torch.ones(8), timeout_s=s),
+    "all_gatherv": lambda group, s: group.device_communicator.all_gatherv(
+        torch.ones([4, 4, 0, 0][group.rank_in_group]), 0, [4, 4, 0, 0], timeout_s=s
+    ),
+    "broadcast": lambda group, s: group.broadcast(torch.ones(8), 1, timeout_s=s),
+    "reduce_scatter": lambda group, s: group.reduce_scatter(torch.ones(8), timeout_s=s),
+}
+
+
+def survive(
+    rank: int, world_size: int, directory: Path, name: str, culprit: int, death: str
+) -> list[dict[str, Any]]:
+    join_world(rank, world_size, directory)
+    try:
+        group = get_world_group()
+        group.barrier()
+        CALLS[name](group, 30.0)
+        meet(rank, range(world_size), directory, "ready")
+        if rank == culprit:
+            time.sleep(0.3)
+            if death == "exit":
+                raise RankExit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        found = [outcome_of(lambda: CALLS[name](group, None)), outcome_of(group.barrier)]
+        meet(rank, [each for each in range(world_size) if each != culprit], directory, "told")
+        return found
+    finally:
+        if rank != culprit:
+            destroy_distributed_environment()
+
+
+@pytest.mark.guarantee("D7")
+@pytest.mark.parametrize("culprit", range(4))
+@pytest.mark.parametrize(
+    ("name", "places", "death"),
+    [
+        ("all_reduce", "AABB", "kill"),
+        ("all_gather", "ABAB", "exit"),
+        ("broadcast", "AABB", "kill"),
+        ("reduce_scatter", "ABBB", "kill"),
+    ],
+)
+def test_the_death_of_any_rank_is_told_to_all(name: str, places: str, death: str, culprit: int) -> None:
+    """Leader or not, on this host or another: all others raise `PeerLostError` with it alone."""
+    arguments = (list(places), __name__, "survive", name, culprit, death)
+    found = run_ranks(run_at, 4, *arguments, expect_dead=[culprit])
+    for rank, outcomes in enumerate(found):
+        if rank != culprit:
+            first, second = outcomes
+            assert (first["kind"], first["peers"]) == ("PeerLostError", [culprit]), (rank, first)
+            assert first["seconds"] < PROMPT_S
+            assert (second["kind"], second["cause"]) == ("GroupBrokenError", "PeerLostError")
+
+
+def wait_for_stopped(
+    rank: int, world_size: int, directory: Path, name: str, culprit: int
+) -> dict[str, Any] | None:
+    join_world(rank, world_size, directory)
+    group = get_world_group()
+    pids = group.all_gather_object(os.getpid())
+    CALLS[name](group, 30.0)
+    meet(rank, range(world_size), directory, "ready")
+    if rank == culprit:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    found = outcome_of(lambda: CALLS[name](group, 1.0))
+    meet(rank, [each for each in range(world_size) if each != culprit], directory, "told")
+    if rank == (culprit + 1) % world_size:
+        os.kill(pids[culprit], signal.SIGKILL)
+    destroy_distributed_environment()
+    return found
+
+
+@pytest.mark.guarantee("D6")
+@pytest.mark.parametrize("culprit", range(4))
+@pytest.mark.parametrize(("name", "places"), [("all_reduce", "AABB"), ("broadcast", "ABAB")])
+def test_a_stopped_rank_is_named_by_all(name: str, places: str, culprit: int) -> None:
+    """Also by ranks that wait for their leader, who waits for another leader, who waits for it."""
+    found = run_ranks(
+        run_at, 4, list(places), __name__, "wait_for_stopped", name, culprit, expect_dead=[culprit]
+    )
+    for rank, each in enumerate(found):
+        if rank != culprit:
+            assert (each["kind"], each["missing"]) == ("CommTimeoutError", [culprit]), (rank, each)
+            assert "stopped" in each["text"]
+
+
+def come_late(rank: int, world_size: int, directory: Path, name: str, culprit: int) -> list[dict[str, Any]]:
+    with world(rank, world_size, directory) as group:
+        CALLS[name](group, 30.0)
+        if rank == culprit:
+            meet(rank, range(world_size), directory, "verdict")
+        found = [outcome_of(lambda: CALLS[name](group, SHORT_S))]
+        if rank != culprit:
+            meet(rank, range(world_size), directory, "verdict")
+        return [*found, outcome_of(group.barrier)]
+
+
+@pytest.mark.guarantee("D6")
+@pytest.mark.guarantee("D8")
+@pytest.mark.parametrize("culprit", [1, 2])
+@pytest.mark.parametrize("name", CALLS)
+def test_every_waiting_rank_and_the_late_one_name_the_late_one(
+    ranks4: RankPool, name: str, culprit: int
+) -> None:
+    """On its own host and on the other; the late one is told the same when it comes."""
+    for rank, (first, second) in enumerate(HostsPool(ranks4, "AABB").run(come_late, name, culprit)):
+        assert (first["kind"], first["missing"]) == ("CommTimeoutError", [culprit]), (rank, first)
+        assert (second["kind"], second["cause"]) == ("GroupBrokenError", "CommTimeoutError"), (rank, second)
+
+
+def come_within_the_deadline(rank: int, world_size: int, directory: Path) -> list[float]:
+    with world(rank, world_size, directory) as group:
+        time.sleep(0.6 * rank)
+        result = group.all_reduce(torch.ones(3), timeout_s=60.0)
+        time.sleep(0.6 * (world_size - rank))
+        group.broadcast(result, 1, timeout_s=60.0)
+        return [float(each) for each in result]
+
+
+def test_ranks_that_come_one_after_the_other_are_waited_for(ranks4: RankPool) -> None:
+    """Nobody is blamed within the deadline."""
+    assert HostsPool(ranks4, "ABAB").run(come_within_the_deadline) == [[4.0] * 3] * 4
+
+
+def destroyed_meanwhile(rank: int, world_size: int, directory: Path, waiting: int) -> dict[str, Any] | None:
+    with world(rank, world_size, directory) as first:
+        group = new_group(first)
+        found = None
+        if rank == waiting:
+            timer = threading.Timer(0.5, group.destroy)
+            timer.start()
+            found = outcome_of(lambda: group.all_reduce(torch.ones(8)))
+            timer.join()
+        meet(rank, range(world_size), directory, "told")
+        group.destroy()
+        first.barrier()
+        return found
+
+
+@pytest.mark.parametrize("waiting", [0, 1, 2, 3])
+def test_destroy_in_another_thread_ends_a_wait(ranks4: RankPool, waiting: int) -> None:
+    """With `ClosedError`, in a leader, in another rank, and in one that is alone on its host."""
+    found = HostsPool(ranks4, "AAAB").run(destroyed_meanwhile, waiting)[waiting]
+    assert found["kind"] == "ClosedError", found
+    assert found["seconds"] < PROMPT_S
+
+
+def leave_meanwhile(rank: int, world_size: int, directory: Path, culprit: int) -> dict[str, Any] | None:
+    with world(rank, world_size, directory) as first:
+        group = new_group(first)
+        found = None
+        if rank == culprit:
+            time.sleep(0.3)
+            group.destroy()
+        else:
+            found = outcome_of(lambda: group.all_reduce(torch.ones(8)))
+        meet(rank, range(world_size), directory, "told")
+        group.destroy()
+        first.barrier()
+        return found
+
+
+@pytest.mark.parametrize("culprit", [1, 2])
+def test_a_rank_that_destroyed_its_group_is_named(ranks4: RankPool, culprit: int) -> None:
+    """A leader or another rank: the ranks of both hosts are told who left."""
+    for rank, found in enumerate(HostsPool(ranks4, "AABB").run(leave_meanwhile, culprit)):
+        if rank != culprit:
+            assert (found["kind"], found["peers"]) == ("PeerLostError", [culprit]), (rank, found)
+            assert found["seconds"] < PROMPT_S
+
+
+def disagree(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    with world(rank, world_size, directory) as group:
+        found = outcome_of(lambda: group.all_reduce(torch.ones(5 if rank == 1 else 4), timeout_s=30.0))
+        meet(rank, range(world_size), directory, "told")
+        return found
+
+
+def test_ranks_of_one_host_that_disagree_break_the_group(ranks4: RankPool) -> None:
+    """They are told what each called; the other host is told that, too, and does not wait for its deadline."""
+    found = HostsPool(ranks4, "AABB").run(disagree)
+    assert [each["kind"] for each in found[:2]] == [DisagreementError.__name__] * 2, found
+    assert [each["kind"] for each in found[2:]] == ["GroupBrokenError"] * 2, found
+    for each in found:
+        assert "5 elements" in each["text"]
+        assert each["seconds"] < PROMPT_S
+
+
+def hosts_disagree(rank: int, world_size: int, directory: Path, name: str) -> dict[str, Any]:
+    with world(rank, world_size, directory) as group:
+        late = rank >= 2
+        call: Any = {
+            "sizes": lambda: group.all_reduce(torch.ones(5 if late else 4)),
+            "large sizes": lambda: group.all_reduce(torch.ones(500_001 if late else 400_000)),
+            "calls": lambda: (group.all_gather if late else group.all_reduce)(torch.ones(4)),
+            "dtypes": lambda: group.all_reduce(torch.ones(4, dtype=torch.int32 if late else torch.float32)),
+            "reductions": lambda: hierarchical(group).reduce_scatter(
+                torch.ones(4), 0, ReduceOperation.MAX if late else ReduceOperation.MIN
+            ),
+            "roots": lambda: group.broadcast(torch.ones(4), 1 if late else 0),
+        }[name]
+        found = outcome_of(call)
+        meet(rank, range(world_size), directory, "told")
+        return found
+
+
+@pytest.mark.parametrize("name", ["sizes", "large sizes", "calls", "dtypes", "reductions", "roots"])
+def test_hosts_that_disagree_break_the_group(ranks4: RankPool, name: str) -> None:
+    """Nobody gets a wrong result, and no process is ended by Gloo: all are told what each host called."""
+    found = HostsPool(ranks4, "AABB").run(hosts_disagree, name)
+    kinds = [each["kind"] for each in found]
+    assert "DisagreementError" in kinds, found
+    assert set(kinds) <= {"DisagreementError", "GroupBrokenError"}, found
+    for each in found:
+        assert "the hosts made different calls: rank 0: " in each["text"], each
+        assert "; rank 2: " in each["text"]
+        assert each["seconds"] < PROMPT_S
+
+
+def without_memory(rank: int, world_size: int, directory: Path, poor: int) -> str:
+    create = Segment.create
+
+    def refuse(nbytes: int, later_bytes: int = 0) -> Segment:
+        raise CapabilityError("no memory here", requirement="shared memory")
+
+    if rank == poor:
+        Segment.create = refuse  # type: ignore[method-assign]
+    try:
+        with pytest.raises(CapabilityError) as caught, world(rank, world_size, directory):
+            pass
+        return str(caught.value)
+    finally:
+        Segment.create = create  # type: ignore[method-assign]
+
+
+def test_one_host_without_memory_is_told_to_all_ranks(ranks4: RankPool) -> None:
+    """The leader of the second host cannot make its memory: a `CapabilityError` on every rank, no fallback."""
+    for text in HostsPool(ranks4, "AABB").run(without_memory, 2):
+        assert "no memory here" in text
+
+
+def far_apart(rank: int, world_size: int, directory: Path) -> bool:
+    with world(rank, world_size, directory) as group:
+        assert shared_memory.place() == "ABCD"[rank]
+        assert group.all_reduce(torch.ones(3)).tolist() == [world_size] * 3
+        return type(group.device_communicator) is ProcessGroupCommunicator
+
+
+def test_ranks_with_a_host_each_use_the_process_group(ranks4: RankPool) -> None:
+    """There is nothing to share."""
+    assert HostsPool(ranks4, "ABCD").run(far_apart) == [True] * 4

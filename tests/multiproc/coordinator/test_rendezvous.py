@@ -1,0 +1,371 @@
+"""Ranks find each other at an address, or by what a launcher tells them, and listen nowhere else."""
+
+import gc
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from coordinator.parallel_state import (
+    destroy_distributed_environment,
+    get_world_group,
+    init_distributed_environment,
+)
+from coordinator.settings import CoordinatorSettings
+from tests.harness import RankPool, run_ranks
+from tests.ports import free_port, listening_addresses
+from tests.worlds import meet, new_group, outcome_of, small
+
+ROOT = Path(__file__).parents[3]
+
+
+def launched(rank: int, world_size: int, port: int, **more: str) -> dict[str, str]:
+    """Return the environment that torchrun gives a rank."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        **more,
+    }
+
+
+def try_to_join(
+    method: str,
+    rank: int = -1,
+    world_size: int = -1,
+    environ: Mapping[str, str] | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    before = dict(os.environ)
+    os.environ.update(environ or {})
+    try:
+        chosen = CoordinatorSettings.resolve({}, **{"create_timeout_s": 60.0, **settings})
+        return outcome_of(
+            lambda: init_distributed_environment(world_size, rank, method, backend="gloo", settings=chosen)
+        )
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def use_and_leave() -> list[Any]:
+    """Use the world and a group of it; return what was gathered and where this process listened meanwhile."""
+    group = get_world_group()
+    with new_group(group) as other:
+        other.all_reduce(small())
+        found = [group.all_gather_object(group.rank), listening_addresses()]
+        group.barrier()
+    destroy_distributed_environment()
+    return found
+
+
+# --- the three ways -----------------------------------------------------------------------------------------
+
+
+def join_and_use(rank: int, world_size: int, directory: Path, way: str, port: int) -> list[Any]:
+    if way == "env":
+        found = try_to_join("env://", environ=launched(rank, world_size, port))
+    else:
+        method = {
+            "file": f"file://{directory}/rendezvous",
+            "tcp": f"tcp://127.0.0.1:{port}",
+            "name": f"tcp://localhost:{port}",
+        }[way]
+        found = try_to_join(method, rank, world_size)
+    return [found["kind"], *use_and_leave()]
+
+
+@pytest.mark.guarantee("G12")
+@pytest.mark.parametrize("way", ["file", "tcp", "name", "env"])
+def test_a_world_comes_up_and_listens_on_loopback_only(ranks4: RankPool, way: str) -> None:
+    """On one host every listening socket of every rank is on a loopback address: store, host and device plane."""
+    for kind, ranks, addresses in ranks4.run(join_and_use, way, free_port()):
+        assert kind == "NoneType"
+        assert ranks == [0, 1, 2, 3]
+        # It does listen: otherwise this would show nothing.
+        assert addresses
+        assert all(address in {"127.0.0.1", "::1", "::ffff:127.0.0.1"} for address in addresses), addresses
+
+
+def again_at_one_port(rank: int, world_size: int, directory: Path, port: int) -> list[Any]:
+    found = []
+    for _ in range(3):
+        found.append(try_to_join(f"tcp://127.0.0.1:{port}", rank, world_size)["kind"])
+        found.append(use_and_leave()[0])
+        meet(rank, range(world_size), directory, f"left-{len(found)}")
+    return found
+
+
+def test_an_address_can_be_used_again_at_once(ranks2: RankPool) -> None:
+    """Connections of the run before that still linger do not block the port."""
+    assert ranks2.run(again_at_one_port, free_port()) == [["NoneType", [0, 1]] * 3] * 2
+
+
+def user_world(rank: int, world_size: int, directory: Path) -> list[Any]:
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size)
+    init_distributed_environment(settings=CoordinatorSettings.resolve({}))
+    found = use_and_leave()[0]
+    still_up = dist.is_initialized()
+    dist.barrier()
+    dist.destroy_process_group()
+    return [found, still_up]
+
+
+@pytest.mark.guarantee("G11")
+def test_a_world_of_the_user_is_used_and_left_up(ranks2: RankPool) -> None:
+    """We destroy what we made: torch.distributed stays initialised for who initialised it."""
+    assert ranks2.run(user_world) == [[[0, 1], True]] * 2
+
+
+# --- a launcher -----------------------------------------------------------------------------------------------
+
+
+def restarted(rank: int, world_size: int, directory: Path, port: int) -> list[Any]:
+    # The agent's store lives through the restart of the workers, with the keys of the attempt before.
+    # torch's other implementation, libuv, leaves a pipe open.
+    agent = (
+        dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, use_libuv=False)
+        if rank == 0
+        else None
+    )
+    meet(rank, range(world_size), directory, "agent")
+    found = []
+    for attempt in range(3):
+        environ = launched(
+            rank,
+            world_size,
+            port,
+            TORCHELASTIC_USE_AGENT_STORE="True",
+            TORCHELASTIC_RESTART_COUNT=str(attempt),
+            TORCHELASTIC_RUN_ID="run",
+        )
+        found.append([try_to_join("env://", environ=environ)["kind"], use_and_leave()[0]])
+    meet(rank, range(world_size), directory, "end")
+    del agent
+    return found
+
+
+def missed(rank: int, world_size: int, directory: Path, port: int) -> list[Any]:
+    environ, found = launched(rank, world_size, port), []
+    for alone in (1, 0):
+        if rank == alone:
+            found.append(try_to_join("env://", environ=environ, create_timeout_s=0.3)["kind"])
+            # The traceback keeps the store, which listens.
+            gc.collect()
+        meet(rank, range(world_size), directory, f"{alone} gave up")
+    for attempt in range(2):
+        joined = try_to_join("env://", environ=environ, create_timeout_s=10.0)
+        assert joined["kind"] == "NoneType", joined["text"]
+        found.append(use_and_leave()[0])
+        meet(rank, range(world_size), directory, f"left {attempt}")
+    return found
+
+
+def test_ranks_that_missed_each_other_can_try_again(ranks2: RankPool) -> None:
+    """One found no store, the other nobody in its own; and without an agent too one world follows another."""
+    worlds = ["CommTimeoutError", [0, 1], [0, 1]]
+    assert ranks2.run(missed, free_port()) == [worlds, worlds]
+
+
+def test_each_restart_by_the_agent_is_a_rendezvous_of_its_own(ranks2: RankPool) -> None:
+    """The agent's store keeps the keys of earlier attempts; the restart count tells them apart."""
+    assert ranks2.run(restarted, free_port()) == [[["NoneType", [0, 1]]] * 3] * 2
+
+
+SCRIPT = """
+import os
+import torch
+from coordinator.parallel_state import (
+    destroy_distributed_environment, get_tp_group, get_world_group, init_distributed_environment,
+    initialize_model_parallel,
+)
+from tests.ports import listening_addresses
+
+init_distributed_environment(backend="gloo")
+initialize_model_parallel(tensor_model_parallel_size=2)
+tp = get_tp_group()
+total = tp.all_reduce(torch.ones(4))
+assert total.tolist() == [2.0] * 4
+assert tp.local_rank == int(os.environ["LOCAL_RANK"])
+assert all(address.startswith(("127.", "::1")) for address in listening_addresses()), listening_addresses()
+path = os.path.join(os.environ["RESULTS"], f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{tp.rank}")
+open(path, "w").write(repr(tp.all_gather_object(tp.rank)))
+if os.environ["FAIL_FIRST"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    tp.barrier()
+    os._exit(1 if tp.rank == 1 else 0)
+destroy_distributed_environment()
+"""
+
+
+def torchrun(tmp_path: Path, *options: str, fail_first: bool = False) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node", "2", str(script)],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "RESULTS": str(tmp_path),
+            "OMP_NUM_THREADS": "1",
+            "FAIL_FIRST": str(int(fail_first)),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_torchrun_starts_a_world(tmp_path: Path) -> None:
+    """A script that takes everything from torchrun's environment needs no arguments."""
+    outcome = torchrun(tmp_path, "--standalone")
+    assert outcome.returncode == 0, outcome.stderr
+    assert [(tmp_path / f"0-{rank}").read_text() for rank in range(2)] == ["[0, 1]"] * 2
+
+
+def test_torchrun_restarts_a_world(tmp_path: Path) -> None:
+    """Workers that the agent starts again after a failure find each other, not what their predecessors left."""
+    outcome = torchrun(tmp_path, "--standalone", "--max-restarts", "1", fail_first=True)
+    assert outcome.returncode == 0, outcome.stderr
+    assert [(tmp_path / f"1-{rank}").read_text() for rank in range(2)] == ["[0, 1]"] * 2
+
+
+# --- mistakes -------------------------------------------------------------------------------------------------
+
+
+def one_mistake(
+    rank: int, world_size: int, directory: Path, method: str, given: list[int], environ: dict[str, str]
+) -> dict[str, Any]:
+    return try_to_join(method, given[0], given[1], environ, create_timeout_s=1.5)
+
+
+def mistake(method: str, rank: int = 0, world_size: int = 2, **environ: str) -> dict[str, Any]:
+    (found,) = run_ranks(one_mistake, 1, method, [rank, world_size], environ)
+    return dict(found)
+
+
+def test_a_port_in_use_is_named_with_its_address() -> None:
+    """Rank 0 says at once where it could not listen, instead of waiting for ranks that cannot come."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        found = mistake(f"tcp://127.0.0.1:{port}")
+    assert found["kind"] == "UsageError", found
+    assert f"127.0.0.1:{port}" in found["text"]
+    assert "in use" in found["text"]
+
+
+def test_an_address_of_another_host_is_refused_by_rank_0() -> None:
+    """192.0.2.1 belongs to nobody: rank 0 cannot serve the store there."""
+    found = mistake("tcp://192.0.2.1:29500")
+    assert found["kind"] == "UsageError", found
+    assert "192.0.2.1:29500" in found["text"]
+
+
+@pytest.mark.guarantee("G12")
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]"])
+def test_a_wildcard_address_is_refused(host: str) -> None:
+    """No listener of ours stands where everybody can connect, also if asked to."""
+    found = mistake(f"tcp://{host}:{free_port()}")
+    assert found["kind"] == "UsageError", found
+    assert "wildcard address" in found["text"]
+
+
+def test_a_wildcard_address_of_the_launcher_is_refused() -> None:
+    """The same in the environment."""
+    environ = launched(0, 2, free_port(), MASTER_ADDR="0.0.0.0")
+    assert mistake("env://", -1, -1, **environ)["kind"] == "UsageError"
+
+
+def test_nobody_at_the_address_is_a_timeout_that_names_rank_0() -> None:
+    """Rank 1 tries until `create_timeout_s` and then says where it looked."""
+    port = free_port()
+    found = mistake(f"tcp://127.0.0.1:{port}", rank=1)
+    assert (found["kind"], found["missing"]) == ("CommTimeoutError", [0]), found
+    assert f"127.0.0.1:{port}" in found["text"]
+    assert found["seconds"] >= 1.0
+
+
+def test_a_name_that_does_not_resolve_is_told() -> None:
+    """Rank 0 cannot listen there; the others go on trying, as names may appear later, and time out."""
+    assert mistake("tcp://no-such-host.invalid:29500")["kind"] == "UsageError"
+    other = mistake("tcp://no-such-host.invalid:29500", rank=1)
+    assert (other["kind"], other["missing"]) == ("CommTimeoutError", [0]), other
+
+
+@pytest.mark.parametrize(
+    "method", ["tcp://127.0.0.1", "tcp://:29500", "tcp://h:99999", "http://h:1", "", "/d"]
+)
+def test_what_is_no_way_to_meet_is_refused_with_those_that_are(method: str) -> None:
+    """The text lists the three forms."""
+    found = mistake(method)
+    assert found["kind"] == "UsageError", found
+    for form in ("env://", "tcp://HOST:PORT", "file:///DIRECTORY"):
+        assert form in found["text"]
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (0, -1), (2, 2), (0, 0)])
+def test_an_address_needs_rank_and_world_size(rank: int, world_size: int) -> None:
+    """Nobody but a launcher could tell them otherwise."""
+    assert mistake(f"tcp://127.0.0.1:{free_port()}", rank, world_size)["kind"] == "UsageError"
+
+
+@pytest.mark.parametrize(("rank", "world_size", "told"), [(1, 2, "rank=1"), (0, 3, "world_size=3")])
+def test_arguments_that_contradict_the_launcher_are_refused(rank: int, world_size: int, told: str) -> None:
+    """Neither silently wins."""
+    found = mistake("env://", rank, world_size, **launched(0, 2, free_port()))
+    assert found["kind"] == "UsageError", found
+    assert told in found["text"]
+
+
+def test_env_without_a_launcher_says_what_to_do() -> None:
+    """No variable is set: the text names them, and the way that needs none."""
+    found = mistake("env://", -1, -1)
+    assert found["kind"] == "SettingsError", found
+    assert "MASTER_ADDR" in found["text"]
+    assert "file:///DIRECTORY" in found["text"]
+
+
+def different_settings(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    found = try_to_join(f"file://{directory}/rendezvous", rank, world_size, timeout_s=10.0 + rank)
+    meet(rank, range(world_size), directory, "end")
+    return found
+
+
+def test_ranks_with_different_settings_do_not_come_up(ranks2: RankPool) -> None:
+    """Both raise at once, with the setting and both values."""
+    for found in ranks2.run(different_settings):
+        assert found["kind"] == "DisagreementError", found
+        assert "timeout_s" in found["text"]
+        assert "10.0" in found["text"]
+        assert "11.0" in found["text"]
+
+
+def second_call(rank: int, world_size: int, directory: Path) -> list[str]:
+    method = f"file://{directory}/rendezvous"
+    found = [
+        try_to_join(method, rank, world_size)["kind"],
+        try_to_join(method, rank, world_size)["kind"],
+        try_to_join(method)["kind"],
+        try_to_join(method, rank, world_size + 1)["kind"],
+        try_to_join(method, rank + 1, world_size)["kind"],
+    ]
+    get_world_group().barrier()
+    destroy_distributed_environment()
+    return found
+
+
+def test_joining_twice_only_checks_that_it_is_the_same_world(ranks2: RankPool) -> None:
+    """Engines call it from several places; a call that means another world is refused."""
+    assert ranks2.run(second_call) == [["NoneType"] * 3 + ["UsageError"] * 2] * 2

@@ -1,0 +1,376 @@
+"""Ranks of one host find each other by nothing but a directory, whatever earlier runs left in it."""
+
+import os
+import secrets
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.bootstrap.rendezvous_directory import DirectoryRendezvous
+from coordinator.errors import CommTimeoutError
+from coordinator.parallel_state import (
+    destroy_distributed_environment,
+    get_world_group,
+    init_distributed_environment,
+)
+from coordinator.settings import CoordinatorSettings
+from tests.harness import RankPool, run_ranks
+from tests.worlds import join_world, meet, outcome_of, world
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in (directory / "rendezvous").iterdir())
+
+
+def join(
+    rank: int, world_size: int, directory: Path, path: Path | str | None = None, **settings: Any
+) -> dict[str, Any]:
+    """Join by `path`, by default as `world` does, and return what came of it."""
+    chosen = CoordinatorSettings.resolve({}, **settings)
+    method = f"file://{path or directory / 'rendezvous'}"
+    return outcome_of(
+        lambda: init_distributed_environment(world_size, rank, method, backend="gloo", settings=chosen)
+    )
+
+
+# --- runs -----------------------------------------------------------------------------------------------------
+
+
+def run_and_list(rank: int, world_size: int, directory: Path) -> list[Any]:
+    with world(rank, world_size, directory) as group:
+        ranks = group.all_gather_object(rank)
+        held = names(directory)
+        group.barrier()
+    meet(rank, range(world_size), directory, "left")
+    return [ranks, held, names(directory)]
+
+
+def test_a_run_has_one_generation_and_leaves_an_empty_directory(ranks4: RankPool) -> None:
+    """While it runs there is the pointer and one generation; at the end nothing."""
+    for ranks, held, left in ranks4.run(run_and_list):
+        assert ranks == [0, 1, 2, 3]
+        assert len(held) == 2
+        assert held[0] == "current"
+        assert held[1].startswith("generation-")
+        assert left == []
+
+
+def run_repeatedly(rank: int, world_size: int, directory: Path) -> list[str]:
+    for number in range(20):
+        with world(rank, world_size, directory) as group:
+            # Not two runs mixed: everybody is in the same one.
+            assert group.all_gather_object(number) == [number] * world_size
+    meet(rank, range(world_size), directory, "left")
+    return names(directory)
+
+
+@pytest.mark.guarantee("G13")
+def test_a_directory_can_be_used_again_at_once(ranks4: RankPool) -> None:
+    """Twenty runs follow each other without a pause: no rank ever meets one of an earlier run."""
+    assert ranks4.run(run_repeatedly, timeout_s=120.0) == [[]] * 4
+
+
+def join_late(rank: int, world_size: int, directory: Path, late: int) -> list[int]:
+    if rank == late:
+        time.sleep(0.3)  # the other rank polls several times and finds nobody
+    with world(rank, world_size, directory) as group:
+        gathered: list[int] = group.all_gather_object(rank)
+        return gathered
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_the_ranks_may_come_in_any_order(ranks2: RankPool, late: int) -> None:
+    """Who comes first waits for the other."""
+    assert ranks2.run(join_late, late) == [[0, 1]] * 2
+
+
+def be_killed_in_run(rank: int, world_size: int, directory: Path, path: str) -> None:
+    join(rank, world_size, directory, path)
+    get_world_group().barrier()
+    meet(rank, range(world_size), directory, "up")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_in(rank: int, world_size: int, directory: Path, path: str) -> list[Any]:
+    settings = CoordinatorSettings.resolve({}, create_timeout_s=60.0)
+    init_distributed_environment(world_size, rank, f"file://{path}", backend="gloo", settings=settings)
+    group = get_world_group()
+    ranks = group.all_gather_object(rank)
+    held = sorted(each.name for each in Path(path).iterdir())
+    group.barrier()
+    destroy_distributed_environment()
+    meet(rank, range(world_size), directory, "left")
+    return [ranks, held, sorted(each.name for each in Path(path).iterdir())]
+
+
+@pytest.mark.guarantee("G13")
+def test_what_a_killed_run_left_is_swept_by_the_next(tmp_path: Path) -> None:
+    """A hard end leaves one generation; the next run is not misled by it, and removes it."""
+    path = tmp_path / "rendezvous"
+    run_ranks(be_killed_in_run, 2, str(path), expect_dead=[0, 1])
+    left = {each.name for each in path.iterdir()}
+    assert len(left) == 2
+    for ranks, held, after in run_ranks(run_in, 2, str(path)):
+        assert ranks == [0, 1]
+        assert len(held) == 2
+        assert set(held) & left == {"current"}
+        assert after == []
+
+
+def wait_for_a_live_run(rank: int, world_size: int, directory: Path, path: str) -> Any:
+    if rank == 0:
+        # Rank 1 has read what the killed run left by then; no event tells when it has.
+        time.sleep(1.0)
+    return run_in(rank, world_size, directory, path)[0]
+
+
+@pytest.mark.guarantee("G13")
+def test_a_rank_does_not_join_a_killed_run(tmp_path: Path) -> None:
+    """Rank 1 comes first, finds a generation whose rank 0 is dead, and waits for a new one."""
+    path = tmp_path / "rendezvous"
+    run_ranks(be_killed_in_run, 2, str(path), expect_dead=[0, 1])
+    assert run_ranks(wait_for_a_live_run, 2, str(path)) == [[0, 1]] * 2
+
+
+def two_worlds_at_once(rank: int, world_size: int, directory: Path) -> list[int]:
+    # Ranks 0 and 1 of this test are one world; 2 and 3 start another one while the first is up.
+    if rank >= 2:
+        meet(rank, range(world_size), directory, "first is up")
+    join_world(rank % 2, 2, directory)
+    group = get_world_group()
+    gathered: list[int] = group.all_gather_object(rank)
+    if rank < 2:
+        meet(rank, range(world_size), directory, "first is up")
+    meet(rank, range(world_size), directory, "both are up")
+    group.barrier()
+    destroy_distributed_environment()
+    return gathered
+
+
+def test_a_second_world_in_the_same_directory_leaves_the_first_alone(ranks4: RankPool) -> None:
+    """Each has its generation; their ranks do not mix."""
+    assert ranks4.run(two_worlds_at_once) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+# --- paths ----------------------------------------------------------------------------------------------------
+
+
+def test_missing_parents_are_made(tmp_path: Path) -> None:
+    """The directory and what is above it need not exist."""
+    path = tmp_path / "a" / "b" / "rendezvous"
+    for ranks, _, after in run_ranks(run_in, 2, str(path)):
+        assert ranks == [0, 1]
+        assert after == []
+    assert path.stat().st_mode & 0o777 == 0o700
+
+
+def alone(rank: int, world_size: int, directory: Path, method: str) -> dict[str, Any]:
+    settings = CoordinatorSettings.resolve({}, create_timeout_s=1.0)
+    return outcome_of(lambda: init_distributed_environment(2, 0, method, backend="gloo", settings=settings))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "file://relative/rendezvous",
+        "file:relative",
+        "file://host/directory",
+        "file://",
+        "file:///d?x",
+        "file:///d#x",
+    ],
+)
+def test_a_path_that_is_not_absolute_and_plain_is_refused(ranks2: RankPool, method: str) -> None:
+    """A part of it would silently be taken for a host, a query or a fragment."""
+    found = ranks2.run(alone, method)[0]
+    assert found["kind"] == "UsageError", found
+    assert "file:///DIRECTORY" in found["text"]
+
+
+def test_a_directory_that_cannot_be_made_is_named(ranks2: RankPool, tmp_path: Path) -> None:
+    """Where a file stands in the way nothing can be written, not even by root."""
+    (tmp_path / "file").touch()
+    found = ranks2.run(alone, f"file://{tmp_path}/file/rendezvous")[0]
+    assert found["kind"] == "UsageError", found
+    assert f"{tmp_path}/file/rendezvous" in found["text"]
+
+
+# --- what does not fit ----------------------------------------------------------------------------------------
+
+
+def different_sizes(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    found = join(rank, 2 + rank, directory, create_timeout_s=1.5)
+    meet(rank, range(world_size), directory, "end")
+    return found
+
+
+def test_different_world_sizes_are_told_at_once(ranks2: RankPool) -> None:
+    """Rank 1 thinks of a larger world: it raises with both numbers; rank 0 waits for it in vain."""
+    first, second = ranks2.run(different_sizes)
+    assert second["kind"] == "UsageError", second
+    assert "world of 2" in second["text"]
+    assert "rank 1 with 3" in second["text"]
+    assert (first["kind"], first["missing"]) == ("CommTimeoutError", [1])
+
+
+def test_a_larger_world_waits_until_a_smaller_one_has_left(tmp_path: Path) -> None:
+    """Ranks that have left, and ranks that are new, do not take the last generation for the present one."""
+    old = [DirectoryRendezvous(tmp_path, rank, 2) for rank in range(2)]
+    for meeting in old:
+        meeting.join(5.0)
+    old[1].leave()
+    for rank in (1, 2):
+        with pytest.raises(CommTimeoutError, match="a world of 2 ranks, and some have not left it yet"):
+            DirectoryRendezvous(tmp_path, rank, 3).join(0.05)
+    old[0].leave()
+    new = [DirectoryRendezvous(tmp_path, rank, 3) for rank in range(3)]
+    for meeting in new:
+        meeting.join(5.0)
+    # And a smaller one behind a larger one.
+    with pytest.raises(CommTimeoutError, match="a world of 3 ranks, and some have not left it yet"):
+        DirectoryRendezvous(tmp_path, 1, 2).join(0.05)
+    for meeting in new:
+        meeting.leave()
+    assert list(tmp_path.iterdir()) == []
+
+
+def twins(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    found = join(min(rank, 1), 3, directory, create_timeout_s=1.5)
+    meet(rank, range(world_size), directory, "end")
+    return found
+
+
+def test_two_processes_with_one_rank_do_not_both_join(ranks4: RankPool) -> None:
+    """A seat can be taken once; nobody goes on as if the world were complete."""
+    assert {each["kind"] for each in ranks4.run(twins)} == {"CommTimeoutError"}
+
+
+# --- hostile directories ------------------------------------------------------------------------------------
+
+
+def plant(directory: Path) -> Path:
+    """Make a generation with a live owner, as rank 0 does, and return it."""
+    rendezvous = DirectoryRendezvous(directory / "rendezvous", 0, 2)
+    rendezvous.join(1.0)
+    return next((directory / "rendezvous").glob("generation-*"))
+
+
+def join_planted(rank: int, world_size: int, directory: Path, how: str) -> dict[str, Any]:
+    generation = plant(directory)
+    if how == "symlink":
+        target = directory / "elsewhere"
+        generation.rename(target)
+        generation.symlink_to(target)
+    elif how == "mode":
+        generation.chmod(0o755)
+    elif how == "owner":
+        own = os.getuid()
+        os.getuid = lambda: own + 1
+    return join(1, 2, directory, create_timeout_s=1.0)
+
+
+@pytest.mark.parametrize("how", ["symlink", "mode", "owner"])
+def test_a_generation_that_somebody_else_may_write_is_refused(how: str) -> None:
+    """A link, a directory that others can enter, one that belongs to somebody else: none is trusted."""
+    (found,) = run_ranks(join_planted, 1, how)
+    assert found["kind"] == "UsageError", found
+    assert "0700" in found["text"]
+
+
+def join_by_pointer(rank: int, world_size: int, directory: Path, text: str) -> dict[str, Any]:
+    generation = plant(directory)
+    elsewhere = directory / "generation-0123456789abcdef"
+    generation.rename(elsewhere)
+    (directory / "rendezvous" / "current").write_text(text.format(elsewhere=elsewhere))
+    return join(1, 2, directory, create_timeout_s=1.0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["../generation-0123456789abcdef", "{elsewhere}", "", "generation-0123456789abcdef\n", "x" * 100_000],
+)
+def test_a_pointer_leads_only_into_its_own_directory(text: str) -> None:
+    """Whatever else stands in it is as good as no pointer."""
+    (found,) = run_ranks(join_by_pointer, 1, text)
+    assert (found["kind"], found["missing"]) == ("CommTimeoutError", [0]), found
+
+
+def rank_0_with_planted_pointer(rank: int, world_size: int, directory: Path) -> list[Any]:
+    victim = directory / "victim"
+    if rank == 0:
+        victim.write_text("precious")
+        (directory / "rendezvous").mkdir()
+        (directory / "rendezvous" / "current").symlink_to(victim)
+    meet(rank, range(world_size), directory, "planted")
+    with world(rank, world_size, directory) as group:
+        return [group.all_gather_object(rank), victim.read_text()]
+
+
+def test_a_planted_pointer_is_replaced_and_not_followed(ranks2: RankPool) -> None:
+    """Rank 0 moves its pointer into place: what a link there points to is not written."""
+    assert ranks2.run(rank_0_with_planted_pointer) == [[[0, 1], "precious"]] * 2
+
+
+def leftovers_that_are_none(rank: int, world_size: int, directory: Path) -> list[Any]:
+    kept = directory / "kept"
+    rendezvous = directory / "rendezvous"
+    if rank == 0:
+        kept.mkdir()
+        (kept / "file").touch()
+        rendezvous.mkdir()
+        (rendezvous / "notes.txt").touch()
+        (rendezvous / f"generation-{secrets.token_hex(8)}").symlink_to(kept)
+        (rendezvous / "generation-of-something-else").mkdir()
+    meet(rank, range(world_size), directory, "planted")
+    with world(rank, world_size, directory) as group:
+        ranks = group.all_gather_object(rank)
+    meet(rank, range(world_size), directory, "left")
+    return [ranks, (kept / "file").exists(), (rendezvous / "notes.txt").exists()]
+
+
+def test_what_is_no_generation_of_ours_is_left_alone(ranks2: RankPool) -> None:
+    """Other files and links in the directory survive, and so does what the links point to."""
+    assert ranks2.run(leftovers_that_are_none) == [[[0, 1], True, True]] * 2
+
+
+def test_a_store_is_out_of_the_way_before_its_directory_can_go(tmp_path: Path) -> None:
+    """Whoever leaves removes the path by which it opened the store, which nobody else uses.
+
+    A FileStore that is collected while somebody removes its directory would wait for the file.
+    """
+    meetings = [DirectoryRendezvous(tmp_path, rank, 2) for rank in range(2)]
+    stores = [meeting.join(5.0) for meeting in meetings]
+    stores[0].set("key", "value")
+    assert stores[1].get("key") == b"value"
+    (generation,) = tmp_path.glob("generation-*")
+    links = {path.name.rsplit("-", 1)[0] for path in generation.glob("store-*")}
+    assert links == {"store-0", "store-1"}
+    meetings[0].leave()
+    assert [path.name.rsplit("-", 1)[0] for path in generation.glob("store-*")] == ["store-1"]
+    del stores[0]
+    assert stores[0].get("key") == b"value"
+    meetings[1].leave()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_seat_that_is_taken_is_found_without_opening_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last generation may be removed at that moment, and a store waits minutes for a file that is gone."""
+    first, second = DirectoryRendezvous(tmp_path, 0, 2), DirectoryRendezvous(tmp_path, 1, 2)
+    first.join(5.0)
+    second.join(5.0)
+
+    def never(self: DirectoryRendezvous, generation: Path) -> None:
+        raise AssertionError(generation)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DirectoryRendezvous, "_open", never)
+        with pytest.raises(CommTimeoutError, match="already joined the last generation as rank 1"):
+            DirectoryRendezvous(tmp_path, 1, 2).join(0.05)
+    first.leave()
+    second.leave()
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,542 @@
+"""Point to point between ranks of one host, over shared memory."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from coordinator import (
+    CapabilityError,
+    DecodeError,
+    DisagreementError,
+    GroupCoordinator,
+    NativeError,
+    PeerLostError,
+    register_type,
+)
+from coordinator.host.tags import OBJECT_TAG
+from device_comm import _core
+from device_comm.cpu.channels import Channels
+from device_comm.handles import Handle
+from shm_broadcast import segment
+from shm_broadcast.codec import unregister_type
+from tests.harness import RankPool
+from tests.worlds import meet, new_group, world
+
+LARGE = 9 << 20
+"""Bytes that no channel holds."""
+
+
+def pattern(nbytes: int, seed: int) -> torch.Tensor:
+    """Return bytes that depend on `seed` and on where they stand."""
+    return (torch.arange(nbytes, dtype=torch.int64) * 7 + seed).to(torch.uint8)
+
+
+def crossing(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory) as group:
+        own, peers = pattern(LARGE, rank), pattern(LARGE, 1 - rank)
+        for _ in range(3):
+            group.send(own, 1 - rank)
+            assert torch.equal(group.recv((LARGE,), torch.uint8, 1 - rank), peers)
+            group.send_object([rank, bytes(LARGE)], 1 - rank)
+            assert group.recv_object(1 - rank)[0] == 1 - rank
+            group.send_tensor_dict({"x": own, "n": rank}, 1 - rank)
+            received = group.recv_tensor_dict(1 - rank)
+            assert received is not None
+            assert received["n"] == 1 - rank
+            assert torch.equal(received["x"], peers)
+
+
+@pytest.mark.guarantee("D15")
+def test_large_messages_that_cross_do_not_deadlock(ranks2: RankPool) -> None:
+    """Both ranks send first, what neither channel holds, and receive then."""
+    ranks2.run(crossing)
+
+
+def circle(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory) as group:
+        for turn in range(3):
+            group.send_tensor_dict({"x": pattern(LARGE, rank + turn)})
+            received = group.recv_tensor_dict()
+            assert received is not None
+            assert torch.equal(received["x"], pattern(LARGE, (rank - 1) % world_size + turn))
+
+
+@pytest.mark.guarantee("D15")
+def test_large_messages_that_go_round_do_not_deadlock(ranks4: RankPool) -> None:
+    """Every rank sends to the next one before it receives, with more ranks than cores."""
+    ranks4.run(circle)
+
+
+def roundabout(rank: int, world_size: int, directory: Path) -> Any:
+    with world(rank, world_size, directory) as group:
+        # Rank 0 waits for 1, which waits for 2, which first sends 0 more than the channel holds.
+        if rank == 0:
+            first = group.recv_object(1)
+            return [first, int(group.recv((LARGE,), torch.uint8, 2).long().sum())]
+        if rank == 1:
+            group.send_object(group.recv_object(2) + 1, 0)
+        if rank == 2:
+            group.send(pattern(LARGE, 5), 0)
+            group.send_object(41, 1)
+        return None
+
+
+@pytest.mark.guarantee("D15")
+def test_a_waiting_receiver_takes_in_what_others_send(ranks4: RankPool) -> None:
+    """Whatever order the ranks talk in: a large message that nobody has asked for yet does not hold its sender up."""
+    assert ranks4.run(roundabout)[0] == [42, int(pattern(LARGE, 5).long().sum())]
+
+
+def kinds_out_of_order(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory) as group:
+        if rank == 0:
+            for turn in range(20):
+                group.send_object(("object", turn), 1)
+                group.send(torch.full((7,), float(turn)), 1)
+                group.send_tensor_dict({"turn": turn, "x": pattern(1 << 20, turn)}, 1)
+            assert group.recv_object(1) == "done"
+            return
+        for turn in range(20):
+            received = group.recv_tensor_dict(0)
+            assert received is not None
+            assert received["turn"] == turn
+            assert torch.equal(received["x"], pattern(1 << 20, turn))
+        for turn in range(20):
+            assert group.recv((7,), torch.float32, 0).tolist() == [float(turn)] * 7
+        for turn in range(20):
+            assert group.recv_object(0) == ("object", turn)
+        group.send_object("done", 0)
+
+
+@pytest.mark.guarantee("D15")
+def test_each_kind_of_message_is_in_order_by_itself(ranks2: RankPool) -> None:
+    """Objects, tensors and dicts that were sent in turns may be received one kind after the other."""
+    ranks2.run(kinds_out_of_order)
+
+
+def handles(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory) as group:
+        communicator = group.device_communicator
+        if rank == 0:
+            tensors = [pattern(LARGE, seed) for seed in range(4)]
+            sends = [communicator.isend(tensor, 1) for tensor in tensors]
+            group.isend_tensor_dict({"x": tensors[0]}, 1)  # dropped
+            group.send(pattern(10, 9), 1)  # behind the others
+            for send in sends:
+                send.wait()
+                send.wait()
+                assert send.is_completed()
+            assert group.recv_object(1) == "done"
+            return
+        into = [torch.empty(LARGE, dtype=torch.uint8) for _ in range(4)]
+        last = torch.empty(10, dtype=torch.uint8)
+        receives = [communicator.irecv(tensor, 0) for tensor in [*into, last]]
+        receives[-1].wait()
+        assert torch.equal(last, pattern(10, 9))
+        for seed, (receive, tensor) in enumerate(zip(receives[:-1], into, strict=True)):
+            assert receive.is_completed()
+            receive.wait()
+            receive.wait()
+            assert torch.equal(tensor, pattern(LARGE, seed))
+        received = group.recv_tensor_dict(0)
+        assert received is not None
+        assert torch.equal(received["x"], pattern(LARGE, 0))
+        group.send_object("done", 0)
+
+
+@pytest.mark.guarantee("D11")
+def test_handles_may_be_waited_for_twice_in_any_order_or_dropped(ranks2: RankPool) -> None:
+    """Large sends go on by themselves; receives are filled in the order in which they were posted."""
+    ranks2.run(handles)
+
+
+def overlapped(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory) as group:
+        if rank == 0:
+            tensor = pattern(LARGE, 1)
+            handle = group.device_communicator.isend(tensor, 1)
+            # This rank is in no call of ours meanwhile.
+            meet(rank, (0, 1), directory, "received")
+            assert handle.is_completed()
+        else:
+            assert torch.equal(group.recv((LARGE,), torch.uint8, 0), pattern(LARGE, 1))
+            meet(rank, (0, 1), directory, "received")
+
+
+def test_a_large_isend_needs_no_further_call(ranks2: RankPool) -> None:
+    """It arrives while its sender computes."""
+    ranks2.run(overlapped)
+
+
+def copied(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory) as group:
+        if rank == 0:
+            block = bytearray(LARGE)
+            handle = group.isend_object(block, 1)
+            block[:] = b"\1" * LARGE
+            handle.wait()
+        else:
+            assert not any(group.recv_object(0))
+
+
+def test_an_object_is_encoded_before_isend_object_returns(ranks2: RankPool) -> None:
+    """Also one that does not fit into the channel: what is changed later does not arrive."""
+    ranks2.run(copied)
+
+
+def mismatched(rank: int, world_size: int, directory: Path) -> list[str]:
+    with world(rank, world_size, directory) as group:
+        if rank == 0:
+            group.send(torch.ones(3, 2), 1)
+            group.send(torch.ones(6, dtype=torch.int32), 1)
+            group.send(torch.ones(2, 3), 1)
+            return []
+        texts = []
+        for size in ((7,), (6,)):
+            with pytest.raises(DisagreementError) as caught:
+                group.recv(size, torch.float32, 0)
+            texts.append(str(caught.value))
+        # Only the bytes count, not the shape; and the group is intact.
+        assert group.recv((6,), torch.float32, 0).tolist() == [1.0] * 6
+        return texts
+
+
+def test_a_tensor_that_is_not_what_was_expected_is_refused(ranks2: RankPool) -> None:
+    """`DisagreementError` with both views; the next one arrives."""
+    shape, dtype = ranks2.run(mismatched)[1]
+    for part in ("rank 0 sent a tensor of shape [3, 2]", "expects a tensor of shape [7]", "next one"):
+        assert part in shape
+    assert "torch.int32" in dtype
+
+
+class Unknown:
+    """A type that one rank registers and the other does not."""
+
+
+def undecodable(rank: int, world_size: int, directory: Path) -> Any:
+    with world(rank, world_size, directory) as group:
+        if rank == 0:
+            register_type(Unknown, name="only.here", encode=lambda _: 1, decode=lambda _: Unknown())
+            group.send_object(Unknown(), 1)
+            group.send(torch.ones(3), 1)
+            group.send_object("good", 1)
+            return None
+        # The tensor is behind the object, which is read and set aside with what is wrong with it.
+        assert group.recv((3,), torch.float32, 0).tolist() == [1.0] * 3
+        with pytest.raises(DecodeError, match="only.here"):
+            group.recv_object(0)
+        return group.recv_object(0)
+
+
+def test_what_cannot_be_decoded_is_told_to_who_asks_for_it(ranks2: RankPool) -> None:
+    """Not to a call that was waiting for another kind of message."""
+    assert ranks2.run(undecodable)[1] == "good"
+
+
+def unplaceable(rank: int, world_size: int, directory: Path) -> Any:
+    with world(rank, world_size, directory) as group:
+        if rank == 0:
+            group.send_object("lost", 1)
+            group.send(torch.ones(3), 1)
+            group.send_object("good", 1)
+            return None
+
+        def land(received: object) -> None:
+            raise RuntimeError(f"no place for {received}")
+
+        channels: Channels = getattr(group._host, "_channels")  # noqa: B009 - of one host plane only
+        handle = channels.irecv("host", "recv", 0, OBJECT_TAG, 30.0, land)
+        assert group.recv((3,), torch.float32, 0).tolist() == [1.0] * 3
+        with pytest.raises(NativeError, match="no place for lost"):
+            handle.wait()
+        return group.recv_object(0)
+
+
+def test_what_cannot_be_put_in_its_place_is_told_to_who_awaits_it(ranks2: RankPool) -> None:
+    """Not to the call that took it in, and the group is intact."""
+    assert ranks2.run(unplaceable)[1] == "good"
+
+
+def without_memory(rank: int, world_size: int, directory: Path) -> str:
+    with world(rank, world_size, directory) as group:
+        text = ""
+        if rank == 0:
+            free, segment.free_memory_bytes = segment.free_memory_bytes, lambda: 1_000_000
+            try:
+                with pytest.raises(CapabilityError) as caught:
+                    group.send_object("x", 1)
+            finally:
+                segment.free_memory_bytes = free
+            text = str(caught.value)
+            meet(rank, (0, 1), directory, "refused")
+            group.send_object("y", 1)
+        else:
+            # Not before: it would make the channel.
+            meet(rank, (0, 1), directory, "refused")
+            assert group.recv_object(0) == "y"
+        group.barrier()
+        return text
+
+
+def test_too_little_memory_for_a_channel_is_told_and_can_be_tried_again(ranks2: RankPool) -> None:
+    """The error gives the needed and the free bytes; nothing was sent and the group is intact."""
+    text = ranks2.run(without_memory)[0]
+    assert "1000000 are free" in text
+    assert str((1 << 20) + 4096) in text
+
+
+def tried_again(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory) as group:
+        if rank == 0:
+            answers = [_core.CHANNEL_MAKING, _core.CHANNEL_MAKING]
+            claim = _core.channel_claim
+            with mock.patch.object(
+                _core, "channel_claim", lambda *place: answers.pop() if answers else claim(*place)
+            ):
+                group.send_object("x", 1)
+            assert not answers
+        else:
+            meet(rank, (1,), directory, "waits")
+            time.sleep(0.2)
+            assert group.recv_object(0) == "x"
+
+
+def test_a_channel_that_the_other_rank_fails_to_make_and_tries_again(ranks2: RankPool) -> None:
+    """It is used only once it is made: between two attempts it is nobody's, and has no memory."""
+    ranks2.run(tried_again)
+
+
+def first_use_at_once(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory) as first:
+        for turn in range(30):
+            with new_group(first) as group:
+                others = [other for other in range(world_size) if other != rank]
+                for other in others if turn % 2 else reversed(others):
+                    group.send_object((rank, turn), other)
+                for other in others:
+                    assert group.recv_object(other) == (other, turn)
+                group.barrier()
+
+
+def test_channels_that_both_ranks_make_at_the_same_time(ranks4: RankPool) -> None:
+    """Whoever is first makes it; the other one finds it."""
+    ranks4.run(first_use_at_once)
+
+
+def leaving(rank: int, world_size: int, directory: Path) -> str:
+    with world(rank, world_size, directory) as first:
+        group = new_group(first)
+        if rank == 0:
+            group.send_object("last words", 1)
+            group.destroy()
+            meet(rank, (0, 1), directory, "left")
+            return ""
+        meet(rank, (0, 1), directory, "left")
+        assert group.recv_object(0) == "last words"
+        start = time.monotonic()
+        with pytest.raises(PeerLostError) as caught:
+            group.send_object("anybody there?", 0)
+        assert time.monotonic() - start < 1.0
+        group.destroy()
+        return str(caught.value)
+
+
+def test_what_was_sent_before_its_sender_left_arrives(ranks2: RankPool) -> None:
+    """Also on a rank that used the channel for the first time afterwards; to send there is a `PeerLostError`."""
+    assert "destroyed by rank 0" in ranks2.run(leaving)[1]
+
+
+def leaves_in_the_middle(rank: int, world_size: int, directory: Path) -> list[Any]:
+    with world(rank, world_size, directory) as first:
+        group = new_group(first, destroy_timeout_s=0.4)
+        if rank == 0:
+            group.device_communicator.isend(pattern(LARGE, 1), 1)
+            group.destroy()
+            meet(rank, (0, 1), directory, "left")
+            return []
+        into = torch.empty(LARGE, dtype=torch.uint8)
+        handle = group.device_communicator.irecv(into, 0)
+        meet(rank, (0, 1), directory, "left")
+        start = time.monotonic()
+        with pytest.raises(PeerLostError):
+            handle.wait()
+        group.destroy()
+        return [time.monotonic() - start]
+
+
+def test_a_sender_that_leaves_in_the_middle_of_a_message(ranks2: RankPool) -> None:
+    """The receiver has a part of it, waits without limit for the rest, and is told at once."""
+    assert ranks2.run(leaves_in_the_middle)[1][0] < 1.0
+
+
+def silent_peer_leaves(rank: int, world_size: int, directory: Path) -> float:
+    with world(rank, world_size, directory) as first:
+        group = new_group(first)
+        if rank == 0:
+            meet(rank, (0, 1), directory, "waits")
+            time.sleep(0.2)
+            group.destroy()
+            return 0.0
+        meet(rank, (0, 1), directory, "waits")
+        start = time.monotonic()
+        with pytest.raises(PeerLostError):
+            group.recv_object(0)
+        elapsed = time.monotonic() - start
+        group.destroy()
+        return elapsed
+
+
+def test_a_receiver_learns_that_a_rank_left_which_never_sent(ranks2: RankPool) -> None:
+    """The channel was made by the receiver alone; it ends all the same, and at once."""
+    assert ranks2.run(silent_peer_leaves)[1] < 1.2
+
+
+def wait_for(handles: list[Handle]) -> None:
+    for handle in handles:
+        handle.wait()
+
+
+def two_receivers(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory) as group:
+        communicator = group.device_communicator
+        if rank == 0:
+            for value in range(40):
+                group.send(torch.full((5,), value), 1)
+            return
+        into = [torch.empty(5, dtype=torch.int64) for _ in range(40)]
+        posted = [communicator.irecv(tensor, 0) for tensor in into]
+        threads = [threading.Thread(target=wait_for, args=(posted[part::4],)) for part in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [int(tensor[0]) for tensor in into] == list(range(40))
+
+
+def test_handles_may_be_waited_for_in_several_threads(ranks2: RankPool) -> None:
+    """Each is filled with the message of its place."""
+    ranks2.run(two_receivers)
+
+
+def one_of_many(choose: random.Random, turn: int) -> Any:
+    """Return a message of any kind and size, equal for equal random states."""
+    nbytes = choose.choice((0, 1, 63, 500, 4000, 70_000, 300_000, 600_000, 2_000_000))
+    kind = choose.randrange(3)
+    if kind == 0:
+        return ("object", turn, pattern(nbytes, turn).numpy().tobytes())
+    if kind == 1:
+        return pattern(nbytes, turn)
+    return {"turn": turn, "x": pattern(nbytes, turn), "y": {"z": torch.ones(3)}}
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(value, other[key]) for key, value in one.items())
+    return bool(one == other)
+
+
+def random_traffic(rank: int, world_size: int, directory: Path, seed: int) -> int:
+    """Everybody sends to and receives from everybody, in an order that each rank draws for itself."""
+    plan = random.Random(seed)
+    pairs = [(src, dst) for src in range(world_size) for dst in range(world_size) if src != dst]
+    messages = [(*plan.choice(pairs), plan.getrandbits(32)) for _ in range(60 * world_size)]
+    own = random.Random(seed * 100 + rank)
+    with world(rank, world_size, directory) as group:
+        handles = []
+        steps: list[tuple[str, int, Any]] = []
+        for turn, (src, dst, draw) in enumerate(messages):
+            message = one_of_many(random.Random(draw), turn)
+            if src == rank:
+                steps.append(("send", dst, message))
+            if dst == rank:
+                steps.append(("recv", src, message))
+        for verb, peer, message in steps:
+            if own.random() < 0.05:
+                time.sleep(own.random() * 0.01)
+            if verb == "send":
+                handles += send(group, message, peer, own.random() < 0.5)
+            else:
+                assert equal(receive(group, message, peer), message)
+        for handle in handles:
+            handle.wait()
+        group.barrier()
+        return len(os.listdir("/proc/self/fd"))
+
+
+def send(group: GroupCoordinator, message: Any, peer: int, at_once: bool) -> list[Any]:
+    if isinstance(message, tuple):
+        if not at_once:
+            return [group.isend_object(message, peer)]
+        group.send_object(message, peer)
+    elif isinstance(message, dict):
+        if not at_once:
+            return group.isend_tensor_dict(message, peer)
+        group.send_tensor_dict(message, peer)
+    elif at_once:
+        group.send(message, peer)
+    else:
+        return [group.device_communicator.isend(message, peer)]
+    return []
+
+
+def receive(group: GroupCoordinator, like: Any, peer: int) -> Any:
+    if isinstance(like, tuple):
+        return group.recv_object(peer)
+    if isinstance(like, dict):
+        return group.recv_tensor_dict(peer)
+    return group.recv(like.shape, like.dtype, peer)
+
+
+@pytest.mark.guarantee("D15")
+@pytest.mark.parametrize("seed", range(3))
+def test_random_traffic_between_more_ranks_than_cores(ranks4: RankPool, seed: int) -> None:
+    """Messages of all kinds and sizes, sent at once or in the background, arrive whole, once and in order."""
+    ranks4.run(random_traffic, seed, timeout_s=120)
+
+
+class Counted:
+    """Counts how often this process encodes one."""
+
+    encoded = 0
+
+
+def count_encodings(rank: int, world_size: int, directory: Path) -> int:
+    def encode(_obj: Counted) -> bytes:
+        Counted.encoded += 1
+        return bytes(LARGE // 4 if Counted.encoded % 2 else 10)
+
+    with world(rank, world_size, directory) as group:
+        register_type(Counted, encode=encode, decode=lambda _: Counted())
+        Counted.encoded = 0
+        for _ in range(2):
+            # To all others, at once or part by part; then to one of them in both ways.
+            assert isinstance(group.broadcast_object(Counted() if rank == 0 else None), Counted)
+        for _ in range(2):
+            if rank == 0:
+                group.send_object(Counted(), 1)
+            elif rank == 1:
+                assert isinstance(group.recv_object(0), Counted)
+        if rank == 0:
+            handle = group.isend_object(Counted(), 1)
+            handle.wait()
+        elif rank == 1:
+            assert isinstance(group.recv_object(0), Counted)
+        group.barrier()
+        unregister_type(Counted)
+        return Counted.encoded
+
+
+def test_an_object_is_encoded_once_for_all_receivers(ranks4: RankPool) -> None:
+    """Whether it fits into the channels at once or not, and however many ranks get it."""
+    assert ranks4.run(count_encodings) == [5, 0, 0, 0]

@@ -1,0 +1,338 @@
+"""CudaCommunicator over real processes, with a driver without a GPU, our kernels built by g++, and a stub of NCCL."""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coordinator.errors import CommError, CudaError, GroupBrokenError, UsageError
+from coordinator.group import GroupCoordinator
+from coordinator.testing import check_device_communicator
+from device_comm.cuda.communicator import CudaCommunicator
+from device_comm.cuda.custom.all_reduce import CustomAllReduce
+from device_comm.cuda.settings import CudaSettings
+from device_comm.nccl.library import NcclLibrary
+from device_comm.reduction import ReduceOperation, reduce_in_rank_order
+from device_comm.rms_norm import rms_norm
+from tests.fake_cuda import FakeDriver, FakeFaults, fake_cubin, violations
+from tests.harness import RankPool, run_ranks
+from tests.native.cuda.host_build import build_host_library
+from tests.native.nccl_stub.build import build_stub
+from tests.nccl_ranks import HostStreams, context_of, stub_of
+from tests.worlds import world
+
+STREAM = 7
+DTYPES = (torch.float32, torch.bfloat16, torch.int64)
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with the stub of NCCL and the kernels for two ranks."""
+    folder = tmp_path_factory.mktemp("cuda")
+    build_stub(folder)
+    for dtype in ("float32", "float16", "bfloat16"):
+        build_host_library(2, dtype, folder)
+    return str(folder)
+
+
+@contextmanager
+def cuda_world(
+    rank: int,
+    world_size: int,
+    directory: Path,
+    native: str,
+    faults: FakeFaults | None = None,
+    meets: bool = True,
+    **settings: Any,
+) -> Iterator[tuple[GroupCoordinator, CudaCommunicator, FakeDriver]]:
+    """Join a world and yield its group, a communicator over the fake driver, and that."""
+    shared = directory / "device"
+    shared.mkdir(exist_ok=True)
+    chosen = {"arena_bytes": 1 << 16, "staging_bytes": 1 << 16, "kernel_cache": str(directory / "cache")}
+    with world(rank, world_size, directory) as group:
+        driver = FakeDriver(shared, rank, faults=faults)
+        communicator = CudaCommunicator(
+            context_of(group, cuda=CudaSettings(**{**chosen, **settings})),
+            open_driver=lambda: driver,
+            library=NcclLibrary(f"{native}/libnccl-stub.so"),
+            streams=HostStreams(),
+            cubin=lambda _family, dtype: fake_cubin(f"{native}/kernels_{world_size}_{dtype}.so"),
+        )
+        try:
+            yield group, communicator, driver
+        finally:
+            communicator.destroy()
+            if meets:
+                group.barrier()
+            assert driver.leaks() == []
+            driver.release()
+            assert violations(shared) == []
+
+
+def keeps_contract(rank: int, world_size: int, directory: Path, native: str, settings: dict[str, Any]) -> str:
+    with cuda_world(rank, world_size, directory, native, **settings) as (group, communicator, _):
+        check_device_communicator(communicator, host=group, dtypes=DTYPES, destroy=False)
+        return communicator.path("all_reduce", 1024, torch.float32).algorithm
+
+
+@pytest.mark.guarantee("D57")
+@pytest.mark.parametrize(
+    ("settings", "algorithm"),
+    [
+        ({}, "push_one_shot"),
+        ({"deterministic": True}, "push_two_shot"),
+        ({"custom_all_reduce": False}, "nccl"),
+        ({"custom_all_reduce": False, "deterministic": True}, "nccl"),
+    ],
+    ids=["fastest", "deterministic", "nccl", "deterministic without kernels"],
+)
+def test_the_contract_is_kept_whatever_carries_a_call(
+    ranks2: RankPool, native: str, settings: dict[str, Any], algorithm: str
+) -> None:
+    """Our kernels, NCCL, and NCCL that only moves: every clause, to the bits of the sum in rank order."""
+    assert ranks2.run(keeps_contract, native, settings) == [algorithm] * 2
+
+
+def every_way_has_the_same_bits(rank: int, world_size: int, directory: Path, native: str) -> list[str]:
+    with cuda_world(rank, world_size, directory, native) as (_, it, _driver):
+        assert it.path("all_reduce", 4, torch.float32).algorithm == "undecided"
+        it.prepare_buffers(0)
+        ways = set()
+        for count in (1, 7, 1024, 4096, 9000, 20000, 40000):
+            for dtype in (torch.float32, torch.bfloat16):
+                inputs = [
+                    torch.randn(count, generator=torch.Generator().manual_seed(r)).to(dtype) for r in (0, 1)
+                ]
+                expected = reduce_in_rank_order(inputs, ReduceOperation.SUM)
+                ways.add(it.path("all_reduce", inputs[0].nbytes, dtype).algorithm)
+                for _ in range(3):
+                    assert torch.equal(it.all_reduce(inputs[rank]), expected), (count, dtype)
+                assert torch.equal(it.all_reduce_(inputs[rank].clone()), expected)
+                shifted = torch.cat([inputs[rank][:1], inputs[rank]])[1:]
+                assert torch.equal(it.all_reduce(shifted), expected)
+                # At an odd place on one rank alone.
+                odd = shifted if rank else inputs[rank].clone()
+                assert torch.equal(it.all_reduce_(odd), expected)
+        return sorted(ways)
+
+
+def test_small_sums_go_by_our_kernels_and_large_ones_by_nccl(ranks2: RankPool, native: str) -> None:
+    """The bits do not tell which; a tensor that begins at an odd place is copied, and goes the same way."""
+    for ways in ranks2.run(every_way_has_the_same_bits, native):
+        assert "push_one_shot" in ways
+        assert "nccl" in ways
+
+
+def norms(rank: int, world_size: int, directory: Path, native: str) -> list[bool]:
+    with cuda_world(rank, world_size, directory, native) as (_, it, _driver):
+        fused = []
+        for rows, hidden in ((3, 256), (64, 512), (2, 100)):
+            inputs = [
+                torch.randn(rows, hidden, generator=torch.Generator().manual_seed(r)).bfloat16()
+                for r in (0, 1)
+            ]
+            residual, weight = torch.randn(rows, hidden).bfloat16(), torch.randn(hidden).bfloat16()
+            residual = it.broadcast(residual)
+            weight = it.broadcast(weight)
+            total = reduce_in_rank_order(inputs, ReduceOperation.SUM) + residual
+            got, kept = it.all_reduce_add_rms_norm(inputs[rank], residual, weight, 1e-6)
+            assert torch.equal(kept, total)
+            assert torch.equal(got, rms_norm(total, weight, 1e-6))
+            custom = it._custom
+            assert isinstance(custom, CustomAllReduce)
+            fused.append(custom.can_fuse(rows, hidden, torch.bfloat16, STREAM))
+        return fused
+
+
+def test_the_fused_norm_has_the_bits_of_its_parts_whether_it_is_fused_or_not(
+    ranks2: RankPool, native: str
+) -> None:
+    """Small ones take one kernel, large ones an all-reduce and the same norm, odd ones torch's operations."""
+    assert ranks2.run(norms, native) == [[True, False, False]] * 2
+
+
+def captures(rank: int, world_size: int, directory: Path, native: str) -> list[float]:
+    with cuda_world(rank, world_size, directory, native) as (_, it, driver):
+        graph_stream = driver.stream_create()
+        streams = it._streams
+        assert isinstance(streams, HostStreams)
+        own = torch.full((100,), float(rank + 1))
+        with it.capture(graph_stream):
+            streams.number = graph_stream
+            assert it.all_reduce(own)[0] == 3.0  # warm-up: it runs
+            driver.begin_capture(graph_stream)
+            result = it.all_reduce(own)
+            gathered = it.all_gather(own)
+            graph = driver.end_capture(graph_stream)
+            streams.number = STREAM
+        seen = []
+        for step in range(20):
+            own.fill_(float(rank + step))
+            driver.replay(graph)
+            seen.append(float(result[0]))
+            assert gathered.tolist() == [float(step)] * 100 + [float(step + 1)] * 100
+        # Back on the stream in use before, without a word.
+        assert it.all_reduce(own)[0] == seen[-1]
+        streams.number = graph_stream
+        with pytest.raises(UsageError, match="use_stream"):
+            it.all_reduce(own)
+        it.use_stream(graph_stream)
+        assert it.all_reduce(own)[0] == seen[-1]
+        driver.stream_synchronize(graph_stream)
+        driver.stream_destroy(graph_stream)
+        return seen
+
+
+@pytest.mark.guarantee("D59")
+def test_a_captured_graph_is_replayed_with_new_data(ranks2: RankPool, native: str) -> None:
+    """Warm-up runs, capture records, replays read what the tensors hold then; a second stream is refused."""
+    expected = [float(2 * step + 1) for step in range(20)]
+    assert ranks2.run(captures, native) == [expected] * 2
+
+
+class _Left(Exception):  # noqa: N818 - no error
+    pass
+
+
+def left_by_an_exception(rank: int, world_size: int, directory: Path, native: str) -> None:
+    with cuda_world(rank, world_size, directory, native) as (_, it, driver):
+        graph_stream = driver.stream_create()
+        streams = it._streams
+        assert isinstance(streams, HostStreams)
+        own = torch.full((100,), float(rank + 1))
+        assert it.all_reduce(own)[0] == 3.0
+        for _ in range(2):
+            try:
+                with it.capture(graph_stream):
+                    streams.number = graph_stream
+                    driver.begin_capture(graph_stream)
+                    it.all_reduce(own)
+                    driver.end_capture(graph_stream)
+                    streams.number = STREAM
+                    raise _Left
+            except _Left:
+                streams.number = STREAM
+            assert it.all_reduce(own)[0] == 3.0
+        with it.capture(graph_stream):
+            pass
+        driver.stream_destroy(graph_stream)
+
+
+def test_a_capture_that_is_left_by_an_exception_leaves_the_group_as_it_was(
+    ranks2: RankPool, native: str
+) -> None:
+    """Calls go on on the stream of before, and the next capture is a new one."""
+    ranks2.run(left_by_an_exception, native)
+
+
+def replays_alone(rank: int, world_size: int, directory: Path, native: str) -> str:
+    with cuda_world(rank, world_size, directory, native, meets=False, deadline_s=0.3) as (group, it, driver):
+        graph_stream = driver.stream_create()
+        streams = it._streams
+        assert isinstance(streams, HostStreams)
+        own = torch.ones(100)
+        with it.capture(graph_stream):
+            streams.number = graph_stream
+            driver.begin_capture(graph_stream)
+            it.all_reduce(own)
+            graph = driver.end_capture(graph_stream)
+            streams.number = STREAM
+        if rank == 0:
+            driver.replay(graph)  # in vain: the other rank does not
+        started = time.monotonic()
+        while not group._health.is_broken and time.monotonic() - started < 20:
+            time.sleep(0.01)
+        driver.stream_destroy(graph_stream)
+        return "broken" if group._health.is_broken else "usable"
+
+
+def test_a_replay_that_fails_breaks_the_group_without_another_call(native: str) -> None:
+    """Whoever only replays graphs would else go on with what no kernel has computed."""
+    assert run_ranks(replays_alone, 2, native)[0] == "broken"
+
+
+def a_launch_fails(rank: int, world_size: int, directory: Path, native: str) -> None:
+    faults = FakeFaults()
+    with cuda_world(rank, world_size, directory, native, faults, meets=False, deadline_s=1.0) as (
+        _,
+        it,
+        _driver,
+    ):
+        own = torch.ones(64)
+        assert it.all_reduce(own)[0] == 2.0
+        if rank == 0:
+            custom: Any = it._custom
+
+            def launch(*arguments: object) -> None:
+                raise CudaError("launch failed", library="libcuda", function="cuLaunchKernel", code=719)
+
+            custom._launch = launch
+            with pytest.raises(CudaError, match="launch"):
+                it.all_reduce(own)
+            with pytest.raises(GroupBrokenError):
+                it.all_reduce(own)
+        else:
+            it.all_reduce(own)  # in vain
+            with pytest.raises(CommError):
+                it.all_reduce(own)
+
+
+def test_a_launch_that_fails_breaks_the_group(native: str) -> None:
+    """The next one would be taken by the peers for this one, and what they would sum nobody knows."""
+    run_ranks(a_launch_fails, 2, native)
+
+
+def first_call_in_capture(rank: int, world_size: int, directory: Path, native: str) -> None:
+    with cuda_world(rank, world_size, directory, native) as (_, it, driver):
+        driver.begin_capture(STREAM)
+        with pytest.raises(UsageError, match="graph_capture"):
+            it.all_reduce(torch.ones(8))
+        driver.end_capture(STREAM)
+        assert it.all_reduce(torch.ones(8))[0] == 2.0
+
+
+@pytest.mark.guarantee("D59")
+def test_a_first_call_that_is_captured_is_refused(ranks2: RankPool, native: str) -> None:
+    """Nothing can be exchanged in a capture; the group is intact."""
+    ranks2.run(first_call_in_capture, native)
+
+
+def one_rank_lacks(rank: int, world_size: int, directory: Path, native: str, fault: str) -> list[str]:
+    broken: dict[str, FakeFaults] = {
+        "no peer access": FakeFaults(blocked=(0, 1)),
+        "writes that vanish": FakeFaults(lost_writes=(0,)),
+        "no export": FakeFaults(ipc=False, vmm=False),
+        "no memory": FakeFaults(memory_bytes=1 << 12),
+    }
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("device_comm.cuda.communicator")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        faults = broken[fault] if rank == 1 else None
+        with cuda_world(rank, world_size, directory, native, faults) as (_, it, _driver):
+            for _ in range(3):
+                assert it.all_reduce(torch.ones(64))[0] == 2.0
+            path = it.path("all_reduce", 256, torch.float32)
+            assert path.algorithm == "nccl"
+            assert stub_of(it.library) is not None
+            return [path.reason, *lines]
+    finally:
+        logger.removeHandler(handler)
+
+
+@pytest.mark.guarantee("D58")
+@pytest.mark.parametrize("fault", ["no peer access", "writes that vanish", "no export", "no memory"])
+def test_what_one_rank_lacks_sends_all_ranks_through_nccl(ranks2: RankPool, native: str, fault: str) -> None:
+    """All ranks hold the same reason, and each logs it once."""
+    first, second = ranks2.run(one_rank_lacks, native, fault)
+    assert first[0] == second[0]
+    assert [len(first), len(second)] == [2, 2]
+    assert first[0] in first[1]

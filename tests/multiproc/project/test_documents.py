@@ -1,0 +1,157 @@
+"""What README.md and the pages of the site say to type works: Python blocks are run, commands exist."""
+
+import contextlib
+import gc
+import importlib.util
+import io
+import os
+import re
+import shlex
+import shutil
+import sys
+import tomllib
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness import RankPool
+from tests.markdown import Block, Program, blocks_of, programs_of
+from tests.ports import free_port
+
+ROOT = Path(__file__).parents[3]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCKS = [block for page in PAGES for block in blocks_of(page, ROOT)]
+PROGRAMS = [program for page in PAGES for program in programs_of(blocks_of(page, ROOT))]
+COMMANDS = [block for block in BLOCKS if block.language == "sh"]
+DEADLINE_S = 60.0
+SHOWN = {"text", ""}
+"""Languages of blocks that hold no code: messages, drawings."""
+
+
+@contextlib.contextmanager
+def torchrun_variables(rank: int, world_size: int, port: int) -> Iterator[None]:
+    told = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    os.environ.update({name: str(value) for name, value in told.items()})
+    try:
+        yield
+    finally:
+        for name in told:
+            del os.environ[name]
+
+
+def run_program(
+    rank: int, world_size: int, directory: Path, source: str, where: str, ranks: int, port: int
+) -> str:
+    """Run a page's program, if this rank is in its world; return what it printed."""
+    if rank >= ranks:
+        return ""
+    page = Path(where.partition(":")[0])
+    module = types.ModuleType("page_" + re.sub(r"\W", "_", where))
+    sys.modules[module.__name__] = module  # where dataclasses look for their names
+    printed = io.StringIO()
+    environment = torchrun_variables(rank, ranks, port) if ranks > 1 else contextlib.nullcontext()
+    try:
+        with environment, contextlib.redirect_stdout(printed):
+            exec(compile(source, str(ROOT / page), "exec"), module.__dict__)
+    finally:
+        del sys.modules[module.__name__]
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
+        # Compiled functions keep the globals that they were made in, and torch keeps compiled functions.
+        for name in [each for each in module.__dict__ if not each.startswith("__")]:
+            del module.__dict__[name]
+        gc.collect()
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.where)
+def test_python_blocks_run(program: Program, ranks2: RankPool, ranks4: RankPool) -> None:
+    """Each program of a page runs to its end on as many ranks as its title says."""
+    pool = ranks2 if program.ranks <= 2 else ranks4
+    # torch keeps the store of a world in which it has compiled.
+    check_leaks = "torch.compile" not in program.source
+    arguments = (program.source, program.where, program.ranks, free_port())
+    pool.run(run_program, *arguments, timeout_s=DEADLINE_S, check_leaks=check_leaks)
+
+
+@pytest.mark.parametrize("block", COMMANDS, ids=lambda block: block.where)
+def test_commands_exist(block: Block) -> None:
+    """Each line of a shell block calls a word of the Makefile, a module, a program or a file that is there."""
+    for line in block.code.splitlines():
+        words = shlex.split(line, comments=True)
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            check_variable(*words.pop(0).split("=", 1))
+        if words:
+            check_command(words, block)
+
+
+def check_variable(name: str, value: str) -> None:
+    from coordinator.settings import CoordinatorSettings
+
+    if name.startswith("GROUP_COORDINATOR_"):
+        CoordinatorSettings.from_env({name: value})
+    else:
+        assert re.search(rf"^{name} \?=|\$\{{{name}:-|\$\({name}\)", every_script(), re.MULTILINE), name
+
+
+def every_script() -> str:
+    return (ROOT / "Makefile").read_text() + (ROOT / "examples" / "torchrun_two_hosts.sh").read_text()
+
+
+def check_command(words: list[str], block: Block) -> None:
+    program, *arguments = words
+    if program == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert [word for word in arguments if "=" not in word and word not in targets] == [], block.where
+    elif program == "pip":
+        check_installation(arguments)
+    elif program.startswith("python") and arguments[0] == "-m":
+        check_module(arguments[1], arguments[2:])
+    elif program == "torchrun":
+        scripts = [word for word in arguments if word.endswith(".py")]
+        # example.py is the reader's own file, made of the block of Python nearby.
+        assert [word for word in scripts if word != "example.py" and not (ROOT / word).is_file()] == []
+    elif program.startswith("examples/"):
+        assert os.access(ROOT / program, os.X_OK), program
+    else:
+        assert program in ("git", "cd") or shutil.which(program), f"{block.where}: {program}"
+
+
+def check_installation(arguments: list[str]) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = [each for word in arguments for part in re.findall(r"\[(.*)\]", word) for each in part.split(",")]
+    assert arguments[0] == "install"
+    assert [name for name in named if name not in extras] == []
+
+
+def check_module(module: str, arguments: list[str]) -> None:
+    assert importlib.util.find_spec(module) is not None, module
+    if module == "coordinator":
+        from coordinator.cli import _parser
+
+        _parser().parse_args(arguments)
+
+
+def test_every_block_is_run_or_says_why_not() -> None:
+    """There are no blocks but Python, commands, shown text, and those whose title says why they are not run."""
+    skipped = [block for block in BLOCKS if block.reason is not None]
+    others = [block.where for block in BLOCKS if block.language not in {"python", "sh"} | SHOWN]
+    assert others == []
+    assert [block.where for block in skipped if not block.reason] == []
+    # This number grows only on purpose.
+    assert len(skipped) == SKIPPED, [f"{block.where}: {block.reason}" for block in skipped]
+    assert len(PROGRAMS) > 10
+
+
+SKIPPED = 4
+"""vLLM's own imports (twice), a capture on a GPU, a script on two hosts."""

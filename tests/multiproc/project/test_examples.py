@@ -1,0 +1,129 @@
+"""Every program in examples/ runs as its own text says, and comes to the right end."""
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.harness import RankPool
+from tests.hosts import report, run_on_two_hosts
+from tests.ports import free_port
+from tests.probes import requires
+
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "examples"
+DEADLINE_S = 60.0
+
+
+def run_as_torchrun_does(rank: int, world_size: int, directory: Path, program: str, port: int) -> str:
+    """Run a program in this process with torchrun's variables; return what it printed."""
+    told = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    os.environ.update({name: str(value) for name, value in told.items()})
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            runpy.run_path(program, run_name="__main__")
+    finally:
+        for name in told:
+            del os.environ[name]
+        forget_registered()
+    return printed.getvalue()
+
+
+def forget_registered() -> None:
+    """Forget the classes that a program has registered: the next one's have the same module, `__main__`."""
+    from shm_broadcast.codec import registry
+
+    for cls in [each for each in registry._by_class if each.__module__ == "__main__"]:
+        registry.unregister_type(cls)
+
+
+def run_ranks_of(pool: RankPool, program: str) -> list[str]:
+    path = str(EXAMPLES / program)
+    return pool.run(run_as_torchrun_does, path, free_port(), timeout_s=DEADLINE_S)
+
+
+def test_a_worker_written_for_vllm_runs(ranks2: RankPool) -> None:
+    """Both ranks get each plan, and the sum over the group is that of the whole layer."""
+    printed = run_ranks_of(ranks2, "vllm_style_worker.py")
+    steps = [re.findall(r"step (\d): (\d) tokens, sum (-?\d+)", each) for each in printed]
+    assert [each[:2] for each in steps[0]] == [("0", "3"), ("1", "4"), ("2", "5")]
+    assert steps[0] == steps[1]
+
+
+def test_two_stages_keep_batches_in_flight(ranks2: RankPool) -> None:
+    """The first stage gets the tokens of all batches back, in order."""
+    first, second = run_ranks_of(ranks2, "two_stage_pipeline.py")
+    assert re.findall(r"batch (\d): tokens \[\d+, \d+, \d+, \d+\]", first) == list("012345")
+    assert not second
+
+
+def test_a_scheduler_broadcasts_without_torch() -> None:
+    """Every worker gets every step, and neither the scheduler nor a worker has imported torch."""
+    code = (
+        "import runpy, sys\n"
+        "try:\n"
+        f"    runpy.run_path({str(EXAMPLES / 'scheduler_without_torch.py')!r}, run_name='__main__')\n"
+        "finally:\n"
+        "    assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        f"worker {rank}: 10 tokens in 5 steps; torch imported: False" for rank in range(2)
+    ]
+
+
+@requires("network_namespaces")
+def test_torchrun_joins_two_hosts() -> None:
+    """The script, started once on each of two hosts, runs the worker over both."""
+    found = run_on_two_hosts(__name__)
+    for host in (found[0], found[2]):
+        assert host["status"] == 0, host["printed"]
+        assert "step 2: 5 tokens" in host["printed"]
+
+
+def test_every_example_is_listed() -> None:
+    """Each file in examples/ has a line in its README."""
+    listed = (EXAMPLES / "README.md").read_text()
+    programs = [each.name for each in EXAMPLES.iterdir() if each.suffix in (".py", ".sh")]
+    assert len(programs) >= 5
+    assert [name for name in programs if name != "__init__.py" and f"`{name}`" not in listed] == []
+
+
+def main(directory: Path, rank: int) -> None:
+    """Be the one who starts the script on a host; the second rank of each has nothing to do."""
+    if rank in (0, 2):
+        done = subprocess.run(
+            [EXAMPLES / "torchrun_two_hosts.sh", str(rank // 2), "10.77.0.1"],
+            env={**os.environ, "PYTHON": sys.executable, "RANKS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        report(directory, rank, {"status": done.returncode, "printed": done.stdout})
+    else:
+        report(directory, rank, {})
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

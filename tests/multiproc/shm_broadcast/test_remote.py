@@ -1,0 +1,676 @@
+"""The leg of the queue that reaches readers on other hosts: order, deadlines, death, broken connections."""
+
+import ctypes
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shm_broadcast.endpoint import RemoteKeys, RemoteSettings
+from shm_broadcast.errors import (
+    ClosedError,
+    CommTimeoutError,
+    GroupBrokenError,
+    UsageError,
+)
+from shm_broadcast.queue import QueueReader, QueueWriter, dequeue_any
+from tests.harness import RankPool, run_ranks
+from tests.probes import requires
+from tests.queue_ranks import PATIENCE_S, Meeting, blob, ended_with
+from tests.queues import background, segments_of
+from tests.remotes import HERE, Cable, over, remote_queue, share_queue, slowly, take_remote
+from tests.unit.shm_broadcast.codec_samples import VALUES, same
+from tests.waiting import wait_until
+
+# A death is noticed in under a second, on a busy machine in a few; every deadline here is longer.
+PROMPT_S = 15.0
+MEGABYTE = 1 << 20
+
+
+def counted(end: QueueReader, count: int) -> list[Any]:
+    """Return the next `count` objects."""
+    return [end.dequeue(PATIENCE_S) for _ in range(count)]
+
+
+# --- what arrives ---------------------------------------------------------------------------------------------
+
+
+def pass_everything(rank: int, world_size: int, directory: Path) -> int:
+    """Send, or read on this host or as if on another one, every kind of object and arrays of 8 MB."""
+    meeting = Meeting(directory)
+    end: Any
+    if rank == 0:
+        end = share_queue(meeting, remote=[2, 3], local=[1])
+    elif rank == 1:
+        handle, key = map(bytes.fromhex, meeting.wait("queue-0").split())
+        end = QueueReader.open(handle, key, 1, PATIENCE_S)
+    else:
+        end = take_remote(meeting, rank)
+    with end:
+        objects = [*VALUES.values()]
+        for obj in objects:
+            if rank == 0:
+                end.enqueue(obj, PATIENCE_S)
+            else:
+                assert same(end.dequeue(PATIENCE_S), obj)
+        for number in range(40):
+            nbytes = [0, 100, 5_000, 300_000, 8_000_000][number % 5]
+            if rank == 0:
+                end.enqueue([number, blob(number, nbytes), torch.arange(nbytes // 8)], PATIENCE_S)
+                continue
+            found, data, tensor = end.dequeue(PATIENCE_S)
+            assert found == number
+            assert np.array_equal(data, blob(number, nbytes))
+            assert torch.equal(tensor, torch.arange(nbytes // 8))
+        if rank == 0:
+            meeting.mark("written")
+            for reader in range(1, world_size):
+                meeting.wait(f"read-{reader}")
+        else:
+            meeting.wait("written")
+            meeting.mark(f"read-{rank}")
+            with pytest.raises(ClosedError):
+                end.dequeue(PATIENCE_S)
+        messages: int = end.statistics().messages
+    assert segments_of() == []
+    return messages
+
+
+@pytest.mark.guarantee("R1")
+def test_every_kind_of_object_reaches_local_and_remote_readers_in_order(ranks4: RankPool) -> None:
+    """One writer, one reader on its host and two over TCP: all get equal objects, whole, once and in order."""
+    counts = ranks4.run(pass_everything)
+    assert counts == [len(VALUES) + 40] * 4
+
+
+@pytest.mark.guarantee("R1")
+def test_try_dequeue_lease_and_typed_decoding_work_as_on_one_host() -> None:
+    """The other verbs of a reader do over TCP what they do on a ring."""
+    with remote_queue() as (writer, readers):
+        reader = readers[1]
+        assert reader.try_dequeue() == (False, None)
+        writer.enqueue({"a": np.arange(5000)})
+        with reader.lease(PATIENCE_S) as obj:
+            assert obj["a"].sum() == 12497500
+        writer.enqueue([1, 2])
+        assert reader.dequeue(PATIENCE_S, tuple[int, int]) == (1, 2)
+        writer.enqueue("last")
+        while not (found := reader.try_dequeue())[0]:
+            time.sleep(0.001)
+        assert found == (True, "last")
+        told = reader.statistics()
+        assert (told.messages, told.readers[0].behind_messages) == (3, 0)
+
+
+@pytest.mark.guarantee("R1")
+def test_one_reader_waits_for_rings_and_connections_at_once() -> None:
+    """`dequeue_any` takes ends of both kinds, serves each, and keeps its deadline."""
+    with remote_queue() as (first, ends), remote_queue(local=[5], remote=[2]) as (second, others):
+        for rank in (5, 2):
+            readers = [ends[1], others[rank]]
+            if rank == 2:
+                assert [dequeue_any(readers, PATIENCE_S) for _ in range(2)] == [(1, "b0"), (1, "b1")]
+            for number in range(2):
+                first.enqueue(f"a{number}")
+                second.enqueue(f"b{number}")
+            got = [dequeue_any(readers, PATIENCE_S) for _ in range(4)]
+            assert sorted(got) == [(0, "a0"), (0, "a1"), (1, "b0"), (1, "b1")]
+            with pytest.raises(CommTimeoutError):
+                dequeue_any(readers, 0.1)
+        with background(partial(dequeue_any, [ends[1], others[2]])) as late:
+            time.sleep(0.1)  # it waits by now
+            first.enqueue("late")
+        assert late == [(0, "late")]
+        counted(others[5], 2)
+        with background(partial(dequeue_any, [ends[1], others[5]])) as ended:
+            first.close()
+        assert isinstance(ended[0], ClosedError)
+
+
+@pytest.mark.guarantee("R6")
+def test_a_remote_reader_waits_at_next_to_no_cost() -> None:
+    """A writer and a waiting reader spend a few hundredths of a core on each other while nothing is sent."""
+    with remote_queue() as (writer, readers), background(readers[1].dequeue):
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        time.sleep(1.5)  # the processor time of this wait is measured
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        writer.enqueue("done")
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3
+
+
+# --- room, deadlines ------------------------------------------------------------------------------------------
+
+
+def until_full(writer: QueueWriter, obj: Any, timeout_s: float = 0.3) -> tuple[int, CommTimeoutError]:
+    """Send until there is no room; return how many were sent, and the error."""
+    sent = 0
+    while True:
+        try:
+            writer.enqueue(obj, timeout_s)
+        except CommTimeoutError as error:
+            return sent, error
+        sent += 1
+
+
+def hold_the_writer_back(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    """Rank 1 reads at once, rank 2 begins late."""
+    meeting = Meeting(directory)
+    if rank == 0:
+        with share_queue(meeting, remote=[1, 2], high_water_bytes=MEGABYTE) as writer:
+            writer.wait_until_ready(PATIENCE_S)
+            sent, error = until_full(writer, blob(0, 100_000))
+            behind = {reader.rank: reader.behind_bytes for reader in writer.statistics().readers}
+            meeting.mark("full")
+            for _ in range(30):
+                writer.enqueue(blob(0, 100_000), PATIENCE_S)
+            writer.enqueue("end", PATIENCE_S)
+            waits = writer.statistics().waits
+            for reader in (1, 2):
+                meeting.wait(f"done-{reader}")
+            return {
+                "sent": sent,
+                "missing": list(error.missing),
+                "text": str(error),
+                "behind": behind,
+                "waits": waits,
+            }
+    with take_remote(meeting, rank) as end:
+        if rank == 2:
+            meeting.wait("full")
+        count = 0
+        while not isinstance(end.dequeue(PATIENCE_S), str):
+            count += 1
+        meeting.mark(f"done-{rank}")
+        return {"count": count}
+
+
+@pytest.mark.guarantee("R2")
+def test_a_slow_reader_blocks_the_writer_at_the_mark_and_is_named() -> None:
+    """The writer stops at the high-water mark, blames exactly the reader that is behind, and goes on losing nothing."""
+    told, *counts = run_ranks(hold_the_writer_back, 3)
+    assert told["missing"] == [2]
+    assert "rank 2 (pid" in told["text"]
+    assert "behind, never read" in told["text"]
+    assert "rank 1" not in told["text"]
+    assert 9 <= told["sent"] <= 10
+    assert told["behind"][2] <= MEGABYTE
+    assert told["waits"] > 1
+    assert [each["count"] for each in counts] == [told["sent"] + 30] * 2
+
+
+@pytest.mark.guarantee("R2")
+def test_a_message_longer_than_the_mark_passes_alone() -> None:
+    """A reader that is up to date gets a message of any length; behind it there is no room until it is read."""
+    with remote_queue(high_water_bytes=64 << 10) as (writer, readers):
+        for number in range(3):
+            writer.enqueue(blob(number, 3 * MEGABYTE), PATIENCE_S)
+            with pytest.raises(CommTimeoutError):
+                writer.enqueue("no room", 0.05)
+            assert np.array_equal(readers[1].dequeue(PATIENCE_S), blob(number, 3 * MEGABYTE))
+
+
+@pytest.mark.guarantee("R2")
+def test_small_messages_count_what_they_cost() -> None:
+    """A writer that sends empty objects stops too: the memory that keeps them counts."""
+    with remote_queue(high_water_bytes=64 << 10) as (writer, readers):
+        sent, _ = until_full(writer, None, 0.05)
+        assert 64 <= sent <= 128
+        assert counted(readers[1], sent) == [None] * sent
+
+
+@pytest.mark.guarantee("R2")
+def test_all_remote_readers_share_one_copy() -> None:
+    """What waits for eight readers is held once by the writer."""
+    with remote_queue(remote=range(1, 9)) as (writer, _):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        writer.enqueue(blob(0, 4 * MEGABYTE), PATIENCE_S)
+        ledger: Any = writer._remote._ledger  # type: ignore[attr-defined]
+        parts = [part.frame for part in ledger.after(0)]
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
+    assert sum(len(frame.buffer) for frame in parts) < 4.1 * MEGABYTE
+    # Eight readers of this process hold a copy each, and what is on the way; eight more of the writer's would show.
+    assert grown < 8 * 4 * MEGABYTE * 1.5 + 16 * MEGABYTE
+
+
+@pytest.mark.guarantee("R3")
+def test_a_message_goes_to_all_readers_or_to_none() -> None:
+    """Neither a full ring nor a remote reader behind the mark leaves the others with a message that was not sent."""
+    with remote_queue(remote=[1], local=[2], high_water_bytes=MEGABYTE) as (writer, readers):
+        sent, error = until_full(writer, blob(0, 10_000), 0.05)
+        assert error.missing == (2,)
+        counted(readers[2], sent)
+        writer.enqueue("next", PATIENCE_S)
+        assert isinstance(counted(readers[1], sent + 1)[-1], str)
+        assert readers[2].dequeue(PATIENCE_S) == "next"
+        local = 0
+
+        def pass_one() -> None:
+            nonlocal local
+            writer.enqueue(blob(0, 30_000), 0.05)
+            readers[2].dequeue(PATIENCE_S)
+            local += 1
+
+        found = ended_with(pass_one)
+        assert (found["kind"], found["ranks"]) == ("CommTimeoutError", [1])
+        assert readers[2].try_dequeue() == (False, None)
+        assert len(counted(readers[1], local)) == local
+
+
+@pytest.mark.guarantee("R2")
+def test_who_has_not_come_is_named() -> None:
+    """Waiting for readers names all that are missing, local and remote; sending names the remote ones at the mark."""
+    keys = {rank: RemoteKeys.generate().public for rank in (7, 8)}
+    with QueueWriter.create("steps", [3], remote_readers=keys, bind_address=HERE) as writer:
+        with pytest.raises(CommTimeoutError) as caught:
+            writer.wait_until_ready(0.1)
+        assert caught.value.missing == (3, 7, 8)
+    with QueueWriter.create("steps", remote_readers=keys, bind_address=HERE) as writer:
+        with pytest.raises(CommTimeoutError, match="rank 7 .has not connected") as caught:
+            writer.wait_until_ready(0.1)
+        assert caught.value.missing == (7, 8)
+
+
+@pytest.mark.guarantee("R2")
+def test_a_late_writer_is_named_and_nothing_is_lost() -> None:
+    """The deadline of `dequeue` passes with the writer's rank in `missing`; the next message arrives."""
+    with remote_queue(writer=4) as (writer, readers):
+        with pytest.raises(CommTimeoutError, match="rank 4, pid") as caught:
+            readers[1].dequeue(0.1)
+        assert caught.value.missing == (4,)
+        writer.enqueue("late")
+        assert readers[1].dequeue(PATIENCE_S) == "late"
+
+
+# --- death ----------------------------------------------------------------------------------------------------
+
+
+def die(rank: int, world_size: int, directory: Path, victim: int, how: int, full: bool) -> dict[str, Any]:
+    """Wait for a process that dies or stops; return what this rank was told."""
+    meeting = Meeting(directory)
+    if rank == 0:
+        with share_queue(meeting, remote=[1, 2], high_water_bytes=MEGABYTE) as writer:
+            writer.wait_until_ready(PATIENCE_S)
+            for number in range(3):
+                writer.enqueue(number)
+            meeting.mark("sent")
+            for reader in (1, 2):
+                if reader != victim:
+                    meeting.wait(f"read-{reader}")
+            meeting.mark("now")
+            if victim == 0:
+                os.kill(os.getpid(), how)
+            step = blob(0, 100_000) if full else None
+
+            def call() -> None:
+                writer.enqueue(step)
+                time.sleep(0 if full else 0.01)  # slow enough that the connection never fills
+
+            found = ended_with(call)
+            again = ended_with(lambda: writer.enqueue(1))
+            meeting.mark("over")
+            return {**found, "again": again["kind"]}
+    with take_remote(meeting, rank) as end:
+        meeting.wait("sent")
+        if rank != victim:
+            assert counted(end, 3) == [0, 1, 2]
+            meeting.mark(f"read-{rank}")
+        meeting.wait("now")
+        if rank == victim:
+            os.kill(os.getpid(), how)
+            meeting.wait("over")
+        found = ended_with(end.dequeue)
+        return {**found, "again": ended_with(end.dequeue)["kind"]}
+
+
+@pytest.mark.guarantee("R4")
+@pytest.mark.parametrize("full", [True, False], ids=["while it waits", "when it writes"])
+def test_the_writer_is_told_which_reader_was_killed(full: bool) -> None:
+    """A killed reader becomes a PeerLostError with its rank, in a blocked call or the next one; all is broken then."""
+    told, other, _ = run_ranks(die, 3, 2, signal.SIGKILL, full, expect_dead=[2], timeout_s=40.0)
+    assert (told["kind"], told["ranks"], told["again"]) == ("PeerLostError", [2], "GroupBrokenError"), told
+    assert "rank 2 (pid" in told["text"]
+    # The writer closed the queue then, so the other reader was told that.
+    assert other["kind"] == "ClosedError"
+
+
+@pytest.mark.guarantee("R4")
+def test_readers_are_told_that_the_writer_was_killed() -> None:
+    """Every reader reads what came, and is then told which rank is gone."""
+    _, *told = run_ranks(die, 3, 0, signal.SIGKILL, False, expect_dead=[0], timeout_s=40.0)
+    for each in told:
+        assert (each["kind"], each["ranks"], each["again"]) == ("PeerLostError", [0], "GroupBrokenError"), (
+            each
+        )
+        assert "rank 0, pid" in each["text"]
+
+
+def stop(rank: int, world_size: int, directory: Path, seconds: float, lost_after_s: float) -> dict[str, Any]:
+    """Rank 1 is stopped for a while; rank 0 goes on sending."""
+    meeting = Meeting(directory)
+    if rank == 0:
+        with share_queue(meeting, remote=[1], lost_after_s=lost_after_s) as writer:
+            pid = int(meeting.wait("pid"))
+            writer.wait_until_ready(PATIENCE_S)
+            until = time.monotonic() + seconds
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                found = ended_with(partial(slowly, writer, 1), lambda: time.monotonic() > until)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            if found["kind"] == "over":
+                writer.enqueue("end")
+            meeting.wait("done")
+            return found
+    meeting.mark("pid", str(os.getpid()))
+    with take_remote(meeting, rank) as end:
+        found = ended_with(
+            lambda: meeting.mark("end") if end.dequeue() == "end" else None, lambda: meeting.has("end")
+        )
+        meeting.mark("done")
+        return found
+
+
+@pytest.mark.guarantee("R4")
+def test_a_reader_stopped_for_longer_than_it_may_is_lost_to_both() -> None:
+    """From another host a stopped process looks dead: the writer gives it up, and refuses it when it is back."""
+    told, reader = run_ranks(stop, 2, PATIENCE_S, 0.8)
+    assert (told["kind"], told["ranks"]) == ("PeerLostError", [1]), told
+    assert (reader["kind"], reader["ranks"]) == ("PeerLostError", [0]), reader
+
+
+@pytest.mark.guarantee("R5")
+def test_a_short_stop_costs_nothing() -> None:
+    """A reader that was stopped for less than `lost_after_s` gets everything, though its connection broke."""
+    assert [each["kind"] for each in run_ranks(stop, 2, 1.8, 3.0)] == ["over", "over"]
+
+
+def hold_the_interpreter(rank: int, world_size: int, directory: Path, sleeper: int) -> str:
+    """Let no Python thread of one process run for two seconds, while the other one waits for it."""
+    meeting = Meeting(directory)
+    end: Any = share_queue(meeting, remote=[1]) if rank == 0 else take_remote(meeting, rank)
+    with end:
+        if rank == 0:
+            end.wait_until_ready(PATIENCE_S)
+        meeting.mark(f"ready-{rank}")
+        meeting.wait(f"ready-{1 - rank}")
+        if rank == sleeper:
+            # PyDLL keeps the lock of the interpreter for the whole call, as some extensions do.
+            ctypes.PyDLL(None).usleep(2_000_000)
+        if rank == 0:
+            for number in range(200):
+                slowly(end, number)
+            meeting.wait("read")
+            return "fine"
+        assert counted(end, 200) == list(range(200))
+        meeting.mark("read")
+        return "fine"
+
+
+@pytest.mark.guarantee("R4")
+@pytest.mark.parametrize("sleeper", [0, 1], ids=["the writer", "a reader"])
+def test_who_is_merely_busy_is_not_lost(ranks2: RankPool, sleeper: int) -> None:
+    """A process whose Python does nothing for longer than `lost_after_s` is alive: the transport answers for it."""
+    assert ranks2.run(hold_the_interpreter, sleeper) == ["fine", "fine"]
+
+
+@pytest.mark.guarantee("R2")
+def test_a_long_wait_is_logged_with_who_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    """Both ends say, after `warn_after_s`, for whom they wait."""
+    with remote_queue(high_water_bytes=64 << 10, warn_after_s=0.05) as (writer, readers):
+        with pytest.raises(CommTimeoutError):
+            readers[1].dequeue(0.12)
+        until_full(writer, blob(0, 30_000), 0.12)
+    assert (
+        "reader, rank 1, message #1): waiting for 0 s: no message from the writer (rank 0, pid" in caplog.text
+    )
+    assert "(writer, message #3): waiting for 0 s: no room, behind are rank 1 (pid" in caplog.text
+
+
+@pytest.mark.guarantee("R4")
+def test_a_reader_that_closes_is_named() -> None:
+    """Leaving is told at once, and is no death."""
+    with remote_queue(remote=[1, 2]) as (writer, readers):
+        readers[2].close()
+        found = ended_with(lambda: writer.enqueue(None))
+        assert (found["kind"], found["ranks"]) == ("PeerLostError", [2])
+        assert "closed the queue" in found["text"]
+        with pytest.raises(GroupBrokenError):
+            writer.enqueue(None)
+
+
+# --- broken connections ---------------------------------------------------------------------------------------
+
+
+def reconnected(cable: Cable, connections: int, carried: int) -> None:
+    """Wait for a new connection, over which what was lost has come once more."""
+    wait_until(
+        lambda: cable.connections != connections and cable.carried >= carried, "a new connection that carries"
+    )
+
+
+@pytest.mark.guarantee("R5")
+def test_a_broken_connection_goes_on_without_loss_or_repetition() -> None:
+    """The cable is cut again and again while messages of all sizes pass: each arrives once, in order."""
+    keys = RemoteKeys.generate()
+    with (
+        QueueWriter.create("steps", remote_readers={1: keys.public}, bind_address=HERE, writer=0) as writer,
+        Cable(writer.handle.remote.port if writer.handle.remote else 0) as cable,
+        QueueReader.open(over(cable, writer.handle), writer.key, 1, PATIENCE_S, remote_keys=keys) as reader,
+    ):
+        sizes = [(number * 7919) % 3000 if number % 10 else 700_000 for number in range(120)]
+
+        def read() -> int:
+            for number, size in enumerate(sizes):
+                assert np.array_equal(reader.dequeue(PATIENCE_S), blob(number, size))
+            return len(sizes)
+
+        with background(read) as got:
+            for number, size in enumerate(sizes):
+                writer.enqueue(blob(number, size), PATIENCE_S)
+                if number % 30 == 15:
+                    connections, carried = cable.connections, cable.carried
+                    cable.cut()
+                    reconnected(cable, connections, carried + 10_000)
+        assert got == [len(sizes)]
+        assert cable.connections > 4
+
+
+@pytest.mark.guarantee("R4")
+def test_silence_is_noticed_on_both_sides() -> None:
+    """A cable that lets nothing through, and says nothing, costs both sides the other: each names it."""
+    keys = RemoteKeys.generate()
+    with (
+        QueueWriter.create("steps", remote_readers={1: keys.public}, bind_address=HERE, writer=0) as writer,
+        Cable(writer.handle.remote.port if writer.handle.remote else 0) as cable,
+        QueueReader.open(over(cable, writer.handle), writer.key, 1, PATIENCE_S, remote_keys=keys) as reader,
+    ):
+        writer.enqueue("before")
+        assert reader.dequeue(PATIENCE_S) == "before"
+        with background(partial(ended_with, reader.dequeue)) as got:
+            cable.block()
+            found = ended_with(partial(slowly, writer, None))
+        assert (found["kind"], found["ranks"]) == ("PeerLostError", [1])
+        assert (got[0]["kind"], got[0]["ranks"]) == ("PeerLostError", [0])
+
+
+@pytest.mark.guarantee("R5")
+def test_a_part_that_a_signal_lost_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next heartbeat tells a reader that it lacks something, and it gets that."""
+    with remote_queue() as (writer, readers):
+        leg: Any = writer._remote
+        with monkeypatch.context() as patch:
+            patch.setattr(leg, "_push_to_all", lambda frame: None)
+            writer.enqueue("swallowed")
+        writer.enqueue("next")
+        assert counted(readers[1], 2) == ["swallowed", "next"]
+
+
+# --- the end --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.guarantee("R7")
+def test_close_waits_no_longer_than_it_is_told() -> None:
+    """A reader that cannot take what was written holds the writer up for `timeout_s`, not for `lost_after_s`."""
+    keys = RemoteKeys.generate()
+    patient = RemoteSettings(lost_after_s=120.0)
+    writer = QueueWriter.create("steps", remote_readers={1: keys.public}, bind_address=HERE, remote=patient)
+    with (
+        Cable(writer.handle.remote.port if writer.handle.remote else 0) as cable,
+        QueueReader.open(over(cable, writer.handle), writer.key, 1, PATIENCE_S, remote_keys=keys),
+    ):
+        cable.block()
+        writer.enqueue("lost")
+        start = time.monotonic()
+        writer.close(0.2)
+        assert 0.2 <= time.monotonic() - start < PATIENCE_S
+
+
+@pytest.mark.guarantee("R7")
+def test_what_was_written_before_close_is_read() -> None:
+    """A writer that closes at once loses nothing: its readers read all of it, and are then told."""
+    with remote_queue(remote=[1, 2]) as (writer, readers):
+        for number in range(5):
+            writer.enqueue(blob(number, 900_000))
+        writer.close()
+        for reader in readers.values():
+            for number in range(5):
+                assert np.array_equal(reader.dequeue(PATIENCE_S), blob(number, 900_000))
+            with pytest.raises(ClosedError, match="the writer closed"):
+                reader.dequeue(PATIENCE_S)
+
+
+@pytest.mark.guarantee("R7")
+def test_closing_wakes_who_waits_on_either_side() -> None:
+    """Another thread's `close` ends a waiting `dequeue` and a waiting `enqueue`, each with ClosedError."""
+    with remote_queue(high_water_bytes=64 << 10) as (writer, readers):
+        until_full(writer, blob(0, 30_000), 0.05)
+        with background(lambda: writer.enqueue(blob(0, 60_000))) as sender:
+            time.sleep(0.1)  # it waits by now
+            writer.close()
+        assert isinstance(sender[0], ClosedError)
+        with pytest.raises(ClosedError):
+            writer.enqueue(1)
+    with remote_queue() as (writer, readers):
+        with background(readers[1].dequeue) as got:
+            time.sleep(0.1)  # it waits by now
+            readers[1].close()
+        assert isinstance(got[0], ClosedError)
+
+
+@pytest.mark.guarantee("R7")
+def test_queues_come_and_go_without_a_trace() -> None:
+    """Ten queues leave no thread and no descriptor behind; nor does one whose readers never came."""
+    for _ in range(10):
+        with remote_queue() as (writer, readers):
+            writer.enqueue(1)
+            assert readers[1].dequeue(PATIENCE_S) == 1
+    before = len(os.listdir("/proc/self/fd"))
+    with QueueWriter.create(
+        "steps", remote_readers={1: RemoteKeys.generate().public}, bind_address=HERE
+    ) as writer:
+        writer.enqueue("nobody will read this")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.guarantee("R7")
+@pytest.mark.parametrize("end", [lambda: os._exit(0), lambda: None], ids=["os._exit", "return"])
+def test_a_forked_child_is_inert(end: Callable[[], None]) -> None:
+    """Its calls are refused, its `close` does nothing, and the parent's queue goes on."""
+    with remote_queue() as (writer, readers):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            refused = 0
+            for call in (lambda: writer.enqueue(1), readers[1].dequeue, writer.statistics):
+                try:
+                    call()
+                except UsageError:
+                    refused += 1
+            writer.close()
+            readers[1].close()
+            end()
+            os._exit(0 if refused == 3 else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        writer.enqueue("after")
+        assert readers[1].dequeue(PATIENCE_S) == "after"
+
+
+def interrupted(call: Callable[[], Any]) -> None:
+    """Interrupt `call` by Ctrl-C after a moment."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.guarantee("R7")
+def test_ctrl_c_ends_every_wait_and_the_queue_goes_on() -> None:
+    """An interrupted `enqueue` has sent nothing, an interrupted `dequeue` has lost nothing."""
+    with remote_queue(high_water_bytes=64 << 10) as (writer, readers):
+        interrupted(readers[1].dequeue)
+        sent, _ = until_full(writer, blob(0, 30_000), 0.05)
+        interrupted(lambda: writer.enqueue(blob(0, 60_000)))
+        counted(readers[1], sent)
+        writer.enqueue("after", PATIENCE_S)
+        assert readers[1].dequeue(PATIENCE_S) == "after"
+
+
+# --- two hosts ------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[3]
+
+# The inner `unshare` is the second host. Each has its own network and its own /dev/shm.
+CABLE = """
+set -e
+mount -t tmpfs tmpfs /dev/shm
+ip link set lo up
+unshare --net --mount sh -c '
+    mount -t tmpfs tmpfs /dev/shm
+    ip link set lo up
+    : > "$1/ready"
+    while [ ! -e "$1/go" ]; do sleep 0.02; done
+    ip address add 10.78.0.2/24 dev far && ip link set far up
+    exec "$0" -m tests.remotes "$1" 1
+' "$0" "$1" &
+other=$!
+while [ ! -e "$1/ready" ]; do sleep 0.02; done
+ip link add near type veth peer name far netns $other
+ip address add 10.78.0.1/24 dev near && ip link set near up
+: > "$1/go"
+"$0" -m tests.remotes "$1" 0
+wait $other
+"""
+
+
+@pytest.mark.guarantee("R1")
+@requires("network_namespaces")
+def test_two_hosts_without_shared_memory_share_a_queue(tmp_path: Path) -> None:
+    """Two network and mount namespaces joined by a cable: objects arrive, and a death on the other is noticed."""
+    unshare = ["unshare", "--net", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
+    outcome = subprocess.run(
+        [*unshare, "sh", "-c", CABLE, sys.executable, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    meeting = Meeting(tmp_path)
+    assert meeting.has("writer"), outcome.stdout + outcome.stderr
+    assert meeting.wait("read") == "['host-1']"
+    assert meeting.wait("writer") == "PeerLostError [1] ['host-0']"

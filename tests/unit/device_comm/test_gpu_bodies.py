@@ -1,0 +1,305 @@
+"""What the tests of `tests/gpu` compute, over kernels that g++ compiled: emulation, streams, loopbacks and figures."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from device_comm.cuda.driver import PreparedLaunch
+from shm_broadcast.errors import CudaError
+from tests.fake_cuda import FakeDriver, FakeGraph, fake_cubin, fake_devices
+from tests.gpu import test_figures as figures
+from tests.gpu.device import compile_mutant, compile_text, mutated_source, program_source
+from tests.gpu.emulation import Emulation, check_variant
+from tests.gpu.loopback import Loopback, Timer, two_shot_bytes
+from tests.gpu.notes import Notes, read_notes
+from tests.gpu.report import GOALS
+from tests.gpu.streams import StreamWorld, absent_rank, noticed
+from tests.gpu.test_emulation import judge_sanitizer
+from tests.gpu.values import SIZES, WrongResultError
+from tests.native.cuda.host_build import build_host_library, compile_host
+
+REPLAYED = (128, 512, 1024, 2048)
+
+
+# --- a GPU without one ----------------------------------------------------------------------------------------
+
+
+class FakeGpu(FakeDriver):
+    """A `Gpu` without one: graphs are lists, the tests' programs are Python, block rows are threads."""
+
+    def __init__(self, directory: Path, rank: int, library: Path | None = None, world: int = 2) -> None:
+        devices = fake_devices(1, multiprocessors=4 * world)
+        programs = {"fill": self._fill, "check": self._check, "tick": _tick, "spin": None}
+        super().__init__(directory, rank, devices=devices, device_index=0, kernels=programs)
+        self.library = None if library is None else ctypes.CDLL(str(library))
+        self.rows: dict[int, str] = {}
+
+    def module_function(self, module: int, name: str) -> int:
+        function = super().module_function(module, name)
+        self.rows[function] = name
+        return function
+
+    def launch_cooperative(
+        self, function: int, grid: tuple[int, int], block_x: int, stream: int, arguments: PreparedLaunch
+    ) -> None:
+        if grid[0] * grid[1] > self.multiprocessors() or self.library is None:
+            raise self._error("launch_cooperative", 720)
+        name = self.rows[function].encode()
+        sizes = [ctypes.c_uint(each) for each in (*grid, block_x)]
+        if self.library.launch_rows(name, *sizes, ctypes.c_void_p(arguments.pointers)):
+            raise self._error("launch_cooperative", 719)
+
+    def replay(self, graph: FakeGraph, stream: int = 0) -> None:
+        super().replay(graph)
+
+    def forget(self, graph: FakeGraph) -> None:
+        graph.steps.clear()
+
+    def timed_event(self) -> list[float]:
+        return [0.0]
+
+    def mark(self, event: list[float], stream: int) -> None:
+        event[0] = time.perf_counter()
+
+    def microseconds(self, start: list[float], end: list[float]) -> float:
+        return (end[0] - start[0]) * 1e6
+
+    def drop(self, event: list[float]) -> None:
+        event.clear()
+
+    def _fill(self, grid: int, block: int, arguments: PreparedLaunch) -> None:
+        place, count, rank, step = (arguments.words[at] for at in arguments.word_of)
+        values = _values(rank & 0xFFFFFFFF, ctypes.c_uint32.from_address(step).value, count)
+        ctypes.memmove(place, values.bfloat16().view(torch.uint8).numpy().tobytes(), 2 * count)
+
+    def _check(self, grid: int, block: int, arguments: PreparedLaunch) -> None:
+        place, count, world, step, wrong = (arguments.words[at] for at in arguments.word_of)
+        number = ctypes.c_uint32.from_address(step).value
+        total = sum(_values(rank, number, count) for rank in range(world & 0xFFFFFFFF))
+        assert isinstance(total, torch.Tensor)
+        found = torch.frombuffer(bytearray(ctypes.string_at(place, 2 * count)), dtype=torch.bfloat16)
+        ctypes.c_uint32.from_address(wrong).value += int((found.int() != total).sum())
+
+
+def _values(rank: int, step: int, count: int) -> torch.Tensor:
+    return (torch.arange(count) * 7 + step * 13 + rank * 29) % 61 - 30
+
+
+def _tick(grid: int, block: int, arguments: PreparedLaunch) -> None:
+    ctypes.c_uint32.from_address(arguments.words[0]).value += 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gpu")
+
+
+@pytest.fixture(scope="module")
+def library(folder: Path) -> Path:
+    """The kernels of two ranks for bfloat16."""
+    return build_host_library(2, "bfloat16", folder)
+
+
+def world_of(
+    library: Path, directory: Path, deadline_s: float = 20.0, limits: dict[str, int] | None = None
+) -> tuple[StreamWorld, list[FakeGpu]]:
+    """Return two ranks as threads. One module of kernels stands for all dtypes: only bfloat16 is called."""
+    drivers = [FakeGpu(directory, rank) for rank in range(2)]
+    small = {"push_one_shot": 256, "push_two_shot": 512, "pull_one_shot": 1024, "pull_two_shot": 4096}
+    cubin = partial(lambda built, _family, _dtype: fake_cubin(built), library)
+    options: dict[str, Any] = {"blocks": 2, "memory_bytes": 1 << 20, "deadline_s": deadline_s}
+    made = StreamWorld(drivers, "bfloat16", cubin, b"\x7fELF", directory, limits=limits or small, **options)
+    return made, drivers
+
+
+def end(world: StreamWorld, drivers: list[FakeGpu], *, broken: bool = False) -> None:
+    """Close; nothing is left, except the memory of a broken group: nobody knows who may still use it."""
+    world.close()
+    for driver in drivers:
+        assert all(broken and each.startswith("memory ") for each in driver.leaks()), driver.leaks()
+        driver.release()
+
+
+# --- emulation ------------------------------------------------------------------------------------------------
+
+
+def test_the_emulation_compares_every_algorithm(folder: Path, tmp_path: Path) -> None:
+    """The tables, the workspaces and the references fit the kernels; a word that is wrong is noticed."""
+    library = build_host_library(2, "bfloat16", folder, emulate=True)
+    driver = FakeGpu(tmp_path, 0, library)
+    emulation = Emulation(driver, 2, "bfloat16", lambda _family: fake_cubin(library), largest=4096)
+    assert check_variant(emulation, (1, 9, 100, 513), full=False) == 4 * 4 + 5 + 5 + 2
+    ones = [torch.ones(16, dtype=torch.bfloat16)] * 2
+    right = emulation.call
+    assert torch.equal(right("push_one_shot", ones, 16, 16)[1], torch.full((16,), 2.0, dtype=torch.bfloat16))
+    emulation.call = lambda *arguments: [each + 1 for each in right(*arguments)]  # type: ignore[method-assign]
+    with pytest.raises(WrongResultError, match="differ, the first at 0"):
+        check_variant(emulation, (16,), full=False)
+    emulation.close()
+    assert driver.leaks() == []
+    driver.release()
+
+
+def test_the_fake_refuses_block_rows_that_cannot_run_at_once(tmp_path: Path) -> None:
+    """As a cooperative launch does: the emulation must choose its grid by the multiprocessors."""
+    driver = FakeGpu(tmp_path, 0)
+    arguments: Any = PreparedLaunch([b"\0" * 8])
+    with pytest.raises(CudaError):
+        driver.launch_cooperative(1, (100, 2), 128, 0, arguments)
+    driver.release()
+
+
+def test_the_sanitizer_is_believed_only_when_the_subset_ran() -> None:
+    """An error is a failure, silence too; a tool that refuses the machine or is too slow says so."""
+    say = [sys.executable, "-c"]
+    assert judge_sanitizer([*say, "print('small subset compared: 3 calls')"], 20.0) is None
+    with pytest.raises(AssertionError, match="ended with 9"):
+        judge_sanitizer([*say, "print('ERROR SUMMARY: 1 error'); raise SystemExit(9)"], 20.0)
+    with pytest.raises(AssertionError, match="ended with 0"):
+        judge_sanitizer([*say, "pass"], 20.0)
+    refused = judge_sanitizer([*say, "print('Device not supported'); raise SystemExit(1)"], 20.0)
+    assert refused is not None
+    assert "refuses" in refused
+    assert "longer" in str(judge_sanitizer([*say, "import time; time.sleep(9)"], 0.3))
+
+
+# --- streams --------------------------------------------------------------------------------------------------
+
+
+def test_streams_reduce_eagerly_and_in_graphs(library: Path, tmp_path: Path) -> None:
+    """Every algorithm is in the graph; a replay with a wrong input is counted."""
+    world, drivers = world_of(library, tmp_path)
+    assert world.eager((1, 100, 200), 3) == 9
+    assert world.replays(REPLAYED, 12, 60.0) == 12
+    assert "elements were wrong" in str(noticed(world, (128,), 2, 60.0, lie=7))
+    assert noticed(world, (128,), 4, 60.0) is None
+    end(world, drivers)
+
+
+@pytest.mark.slow
+def test_kernels_with_a_mistake_are_noticed(folder: Path, tmp_path: Path) -> None:
+    """The negative control of the device, with the same patch: slots that are not cleared."""
+    source, library = folder / "clear_dropped.cu", folder / "clear_dropped.so"
+    source.write_text(mutated_source("clear_dropped"))
+    compile_host(source, "host_library.cpp", library, 2, "bfloat16", ("-shared", "-fPIC"))
+    world, drivers = world_of(library, tmp_path, deadline_s=1.0)
+    assert "elements were wrong" in str(noticed(world, REPLAYED, 60, 60.0))
+    end(world, drivers)
+
+
+def test_a_rank_that_does_not_launch_is_named(library: Path, tmp_path: Path) -> None:
+    """Rank 0 hears of rank 1 when the deadline has passed, not before."""
+    world, drivers = world_of(library, tmp_path, deadline_s=0.3)
+    assert absent_rank(world, 0.3) >= 0.27
+    end(world, drivers, broken=True)
+
+
+# --- loopbacks and figures ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", ["push_one_shot", "push_two_shot", "push_add_rms_norm"])
+def test_a_loopback_finds_its_peers_data_and_can_be_refilled(
+    library: Path, tmp_path: Path, kernel: str
+) -> None:
+    """Each lane has the right result; without a refill the second launch waits in vain, so the filling is needed."""
+    driver = FakeGpu(tmp_path, 0)
+    loopback = Loopback(
+        driver,
+        *(kernel, 2, "bfloat16", 256, lambda _family: fake_cubin(library)),
+        lanes=3,
+        stream=driver.stream_create(),
+        norm=(2, 64) if kernel.endswith("norm") else None,
+        deadline_s=0.2,
+    )
+    for _ in range(3):
+        loopback.refill()
+        loopback.launch_all()
+        loopback.check()
+    loopback.launch_one(0)
+    with pytest.raises(AssertionError, match="deadline"):
+        loopback.check()
+    loopback.close()
+    driver.stream_destroy(loopback.stream)
+    assert driver.leaks() == []
+    driver.release()
+
+
+def test_bytes_moved_are_those_of_the_kernel() -> None:
+    """Two ranks, 32 bytes: shards of 16; read 1 + 1 + 1 + 1 of them, written 1 + 1 + 1 + 1 + 1 + 1."""
+    assert two_shot_bytes(32, 2) == 160
+    assert two_shot_bytes(8 << 20, 8) == 58 << 20
+
+
+def test_every_figure_can_be_made(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small, and of no meaning here: each goal is recorded once, and nothing is left."""
+    small = {"LANES": 2, "KIB": 16, "MIB": 256, "WORLDS": (2,), "ONE_WORLD": 2, "NORM_SHAPE": (2, 64)}
+    for name, value in small.items():
+        monkeypatch.setattr(figures, name, value)
+    monkeypatch.setattr(figures, "compile_mutant", lambda *_: fake_cubin(library))
+    driver: Any = FakeGpu(tmp_path, 0)
+    notes: Any = Notes(tmp_path / "notes")
+    timer = Timer(driver, driver.stream_create(), fake_cubin(library))
+    for measure in figures.FIGURES.values():
+        if measure is not figures.compile_times:
+            measure(notes, timer, lambda *_: fake_cubin(library))
+    timer.close()
+    driver.stream_destroy(timer.stream)
+    assert driver.leaks() == []
+    driver.release()
+    found = read_notes(notes.path)
+    assert set(found["goals"]) <= set(GOALS)
+    assert len(found["goals"]) == 3
+    assert len(found["figures"]) == 1 + 8 + 4 + 2 + 1
+
+
+def test_a_handshake_is_timed(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group of two streams is made and closed, and the goal recorded."""
+    monkeypatch.setattr(figures, "chained", lambda _world, _nbytes: 1.0)
+    monkeypatch.setattr(figures, "python_overhead", lambda _world: 1.0)
+    world, drivers = world_of(library, tmp_path, limits={"push_one_shot": 4096})
+    notes = Notes(tmp_path / "notes")
+    figures.handshake(notes, world)
+    assert read_notes(notes.path)["goals"]["Python per custom all-reduce"]["reached"]
+    end(world, drivers)
+
+
+# --- what needs no device to be wrong -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_programs_compile(dtype: str) -> None:
+    """NVRTC compiles what the tests launch, and its log is in the error where it cannot."""
+    assert compile_text(program_source(), 90, dtype)[:4] == b"\x7fELF"
+    with pytest.raises(RuntimeError, match="error"):
+        compile_text("nonsense", 90, dtype)
+
+
+def test_the_mistakes_of_the_negative_controls_compile() -> None:
+    """Each patch applies to the kernels as they are; NVRTC compiles what comes out, for an emulation too."""
+    for name in ("clear_dropped", "phase_forced_to_0", "order_swapped"):
+        assert mutated_source(name) != mutated_source("sentinel_sent")
+    cubin = compile_mutant(mutated_source("order_swapped"), 90, 4, "float32", "one_shot", "-DEMULATE=1")
+    assert cubin[:4] == b"\x7fELF"
+
+
+def test_the_bodies_can_be_run_by_ranks() -> None:
+    """Ranks import a body by its name: each stands at the top level of its module. There are 40 sizes at least."""
+    for name in (
+        "test_probe:peer_memory",
+        "test_processes:whole_life",
+        "test_processes:loses_rank_1",
+        "test_oracles:two_ranks",
+        "test_oracles:symmetric_memory",
+    ):
+        module, _, body = name.partition(":")
+        assert getattr(importlib.import_module(f"tests.gpu.{module}"), body).__qualname__ == body
+    assert len(SIZES) >= 40

@@ -1,0 +1,135 @@
+"""A group's devices: probed without raising, sent to all ranks, and evaluated by pure functions."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from device_comm.cuda.topology import DeviceFacts, GroupTopology, Link, gather_topology, probe
+from shm_broadcast.errors import DecodeError
+from tests.fake_cuda import FakeDriver, FakeFaults, fake_devices
+
+MESSAGE = msgspec.msgpack.encode(DeviceFacts(name="x"))
+
+
+def facts_of(directory: Path, ranks: int = 2, **faults: Any) -> list[DeviceFacts]:
+    """Return the facts of ranks that see each other's devices; `faults` are those of rank 1."""
+    drivers = [
+        FakeDriver(
+            directory, rank, devices=fake_devices(ranks), faults=FakeFaults(**(faults if rank == 1 else {}))
+        )
+        for rank in range(ranks)
+    ]
+    return [probe(driver) for driver in drivers]
+
+
+def group(devices: Sequence[DeviceFacts]) -> GroupTopology:
+    """Return the topology of ranks 10, 11, ..."""
+    return GroupTopology(tuple(range(10, 10 + len(devices))), tuple(devices))
+
+
+def test_facts_are_what_the_driver_says(tmp_path: Path) -> None:
+    """The facts hold every field, and a link to every device that the process sees."""
+    one, other = facts_of(tmp_path)
+    assert (one.arch, one.name, one.multiprocessors) == ("sm_90", "Fake H100", 132)
+    assert (one.driver_version, one.ipc, one.vmm, one.problems) == (13000, True, True, {})
+    assert one.links == {one.uuid: Link(True, True), other.uuid: Link(True, True)}
+    assert one.pci_bus_id != other.pci_bus_id
+    topology = group([one, other])
+    assert (topology.arch, topology.multiprocessors, topology.has_nvlink) == ("sm_90", 132, True)
+    assert topology.is_one_host
+    assert not topology.shares_devices
+    assert topology.why_not_peers() == ""
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "compute_capability",
+        "device_name",
+        "multiprocessors",
+        "total_memory",
+        "uuid",
+        "pci_bus_id",
+        "driver_version",
+        "ipc_supported",
+        "vmm_supported",
+        "device_uuids",
+        "can_access_peer",
+        "native_atomics",
+    ],
+)
+def test_a_probe_that_fails_is_a_fact_with_a_reason(tmp_path: Path, method: str) -> None:
+    """A failed probe raises nothing; its reason is kept, and the other facts remain."""
+    _, broken = facts_of(tmp_path, fail={method: (1, 999)})
+    (reason,) = broken.problems.values()
+    assert "CudaError" in reason
+    assert "999" in reason
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(broken), type=DeviceFacts) == broken
+
+
+def test_links_are_told_apart(tmp_path: Path) -> None:
+    """Links are same device, NVLink, PCIe, none or unknown; only a link known to fail forbids trying."""
+    one, other = facts_of(tmp_path)
+    assert group([one, other]).link(0, 1) == "nvlink"
+    assert group([one, one]).link(0, 1) == "same device"
+    assert group([one, one]).shares_devices
+    assert not group([one, one]).has_nvlink
+    _, pcie = facts_of(tmp_path, no_nvlink=True)
+    assert group([one, pcie]).link(1, 0) == "pcie"
+    assert not group([one, pcie]).has_nvlink
+    hidden = msgspec.structs.replace(one, links={one.uuid: Link(True, True)})
+    assert group([hidden, other]).link(0, 1) == "unknown"
+    assert not group([hidden, other]).has_nvlink
+    assert group([hidden, other]).why_not_peers() == ""
+    _, blocked = facts_of(tmp_path, blocked=[0])
+    assert group([one, blocked]).link(1, 0) == "none"
+    assert "rank 11 (0000:02:00.0) cannot access that of rank 10" in group([one, blocked]).why_not_peers()
+
+
+def test_what_speaks_against_peers_has_a_reason(tmp_path: Path) -> None:
+    """Several hosts, and different or unknown architectures, are reasons against peer access."""
+    one, other = facts_of(tmp_path)
+    elsewhere = msgspec.structs.replace(other, place="elsewhere")
+    assert group([one, elsewhere]).link(0, 1) == "none"
+    assert "several hosts" in group([one, elsewhere]).why_not_peers()
+    older = msgspec.structs.replace(other, arch="sm_80", multiprocessors=108)
+    assert "rank 11: sm_80" in group([one, older]).why_not_peers()
+    assert group([one, older]).multiprocessors == 108
+    _, broken = facts_of(tmp_path, fail={"compute_capability": (1, 3)})
+    assert "rank 11: CudaError" in group([one, broken]).why_not_peers()
+    nowhere = msgspec.structs.replace(other, place="")
+    assert "several hosts" in group([nowhere, nowhere]).why_not_peers()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x80\x04\x95gadget",
+        MESSAGE[:-1],
+        MESSAGE + b"\0",
+        b"\x91" * 5000,
+        b"x" * (9 << 20),
+        msgspec.msgpack.encode({"arch": "sm_90; rm"}),
+        msgspec.msgpack.encode({"multiprocessors": -1}),
+        msgspec.msgpack.encode({"links": {"a": [True]}}),
+        msgspec.msgpack.encode({"unknown": 1}),
+        msgspec.msgpack.encode({"name": "x" * 300}),
+        msgspec.msgpack.encode({"name": b"\xff"}),
+    ],
+)
+def test_nonsense_is_refused(data: bytes) -> None:
+    """Whatever a rank sends, the others get facts within bounds or a `DecodeError` that names it."""
+    with pytest.raises(DecodeError, match="rank 7"):
+        gather_topology(DeviceFacts(), [4, 7], lambda own: [own, data])
+
+
+def test_all_ranks_get_the_same(tmp_path: Path) -> None:
+    """All ranks derive the same topology from the same facts, which survive encoding."""
+    told = facts_of(tmp_path, no_nvlink=True)
+    encoded = [msgspec.msgpack.encode(facts) for facts in told]
+    one, other = (gather_topology(facts, [4, 7], lambda _own: encoded) for facts in told)
+    assert one == other == GroupTopology((4, 7), tuple(told))

@@ -1,0 +1,121 @@
+"""tests/conftest.py enforces its rules on every test."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.probes import requires
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[3]
+
+PLANTED = """
+import os, subprocess, sys, tempfile, threading, warnings
+import pytest
+from tests.leaks import TEMP_PREFIX
+from tests.probes import requires, requires_gpus
+
+kept = []
+
+def test_good(): pass
+
+def test_skips(): pytest.skip("no mood")
+
+def test_imports(): pytest.importorskip("no_such_module")
+
+@pytest.mark.skip
+def test_marked(): pass
+
+@requires_gpus(99)
+def test_gpus(): pass
+
+@pytest.mark.xfail
+def test_expected(): assert False
+
+@pytest.mark.xfail
+def test_unexpected(): pass
+
+def test_descriptor(): kept.append(os.open(os.devnull, os.O_RDONLY))
+
+def test_child(): kept.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+
+def test_thread():
+    stop = threading.Event()
+    kept.append(stop)
+    threading.Thread(target=stop.wait, name=TEMP_PREFIX + "thread", daemon=True).start()
+
+def test_directory(): kept.append(tempfile.mkdtemp(prefix=TEMP_PREFIX))
+
+def test_warning(): warnings.warn("a warning is an error")
+
+def test_environment():
+    assert "GROUP_COORDINATOR_TIMEOUT_S" not in os.environ
+    assert "RANK" not in os.environ
+"""
+
+
+def outcomes(tmp_path: Path, source: str, *options: str) -> tuple[dict[str, str], str]:
+    """Run `source` as a test file of this repository; return each test's outcome and the whole output."""
+    path = tmp_path / "test_planted.py"
+    path.write_text(source)
+    pytest_options = ["-c", "pyproject.toml", "--rootdir=.", "-p", "tests.conftest", "-rA", "--no-header"]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *pytest_options, *options, str(path)],
+        check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", "GROUP_COORDINATOR_TIMEOUT_S": "3", "RANK": "0"},
+    )
+    found: dict[str, str] = {}
+    for line in run.stdout.splitlines():
+        outcome, _, rest = line.partition(" ")
+        if outcome in ("PASSED", "FAILED", "ERROR", "XFAIL", "SKIPPED"):
+            name = rest.partition("::")[2].split(" ")[0] or rest
+            found[name] = outcome if found.get(name) != "ERROR" else "ERROR"
+    return found, run.stdout + run.stderr
+
+
+def test_what_is_against_the_rules_fails(tmp_path: Path) -> None:
+    """A leak or an unlisted skip fails the test; a listed skip and an expected failure do not."""
+    found, output = outcomes(tmp_path, PLANTED)
+    assert {name for name, outcome in found.items() if outcome in ("FAILED", "ERROR")} == {
+        "test_skips",
+        "test_imports",
+        "test_marked",
+        "test_unexpected",
+        "test_descriptor",
+        "test_child",
+        "test_thread",
+        "test_directory",
+        "test_warning",
+    }, output
+    assert found["test_good"] == found["test_environment"] == "PASSED"
+    assert found["test_expected"] == "XFAIL"
+    assert "needs 99 GPUs" in output
+    assert "no mood" in output
+
+
+@pytest.mark.parametrize("option", ["--require-gpu", "--require-all"])
+def test_a_skip_can_be_forbidden(tmp_path: Path, option: str) -> None:
+    """With the option, a test that lacks its GPUs fails."""
+    source = "from tests.probes import requires_gpus\n@requires_gpus(99)\ndef test_gpus(): pass\n"
+    found, output = outcomes(tmp_path, source, option)
+    assert found["test_gpus"] in ("FAILED", "ERROR"), output
+    assert "needs 99 GPUs" in output
+
+
+def test_a_whole_module_cannot_be_skipped(tmp_path: Path) -> None:
+    """A skip while a module is imported fails the run."""
+    source = "import pytest\npytest.importorskip('no_such_module')\ndef test_good(): pass\n"
+    _, output = outcomes(tmp_path, source)
+    assert "a whole module is skipped" in output
+
+
+def test_an_unknown_probe_is_refused() -> None:
+    """A test cannot name a probe that does not exist."""
+    with pytest.raises(ValueError, match="there are"):
+        requires("luck")

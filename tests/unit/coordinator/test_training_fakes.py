@@ -38,7 +38,7 @@ def test_rank_0_of_the_world_is_rank_0_of_every_group(name: str) -> None:
     """Rank 0 comes first in each of its groups; the order of other ranks is free."""
     groups = fake_groups(ParallelLayout(data=2), 0)
     second = FakeGroupCoordinator(0, 2, ranks=(1, 0))
-    with pytest.raises(UsageError, match=f"in '{name}' it is 1"):
+    with pytest.raises(UsageError, match=f"in '{name}' it is rank 1"):
         dataclasses.replace(groups, **{name: second})  # type: ignore[arg-type]
     others = fake_groups(ParallelLayout(data=2), 1)
     moved = dataclasses.replace(others, **{name: FakeGroupCoordinator(1, 2)})  # type: ignore[arg-type]

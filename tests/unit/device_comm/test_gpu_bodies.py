@@ -185,6 +185,7 @@ def test_streams_reduce_eagerly_and_in_graphs(library: Path, tmp_path: Path) -> 
     end(world, drivers)
 
 
+@pytest.mark.slow
 def test_kernels_with_a_mistake_are_noticed(folder: Path, tmp_path: Path) -> None:
     """The negative control of the device, with the same patch: slots that are not cleared."""
     source, library = folder / "clear_dropped.cu", folder / "clear_dropped.so"

@@ -226,7 +226,7 @@ def _load(package: str) -> bool:
 
     Those of arrays and tensors also teach the native core the dtypes that it can handle itself.
     """
-    adapter = importlib.import_module(f"shm_broadcast.{package}_adapter")
+    adapter = importlib.import_module(f"shm_broadcast.codec.{package}_adapter")
     before = len(_describers)
     _describers.update(adapter.DESCRIBERS)
     _builders.update(adapter.BUILDERS)

@@ -1,0 +1,115 @@
+"""The gate of a group: order, health, deadline, refusal and hand-over, without processes."""
+
+import logging
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from coordinator.calls import Calls
+from coordinator.testing.fake_planes import SilentStatusStore
+from device_comm.async_calls import CallHandle
+from device_comm.health import GroupHealth
+from shm_broadcast.errors import ClosedError, GroupBrokenError, PeerLostError, UsageError
+from shm_broadcast.liveness import PeerWatch, this_process
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def health() -> GroupHealth:
+    """The state of a group of two whose other rank does not exist."""
+    return GroupHealth("calls:0", 0, (0, 1), PeerWatch(this_process(), {}), SilentStatusStore())
+
+
+@pytest.fixture
+def calls(health: GroupHealth) -> Iterator[Calls]:
+    """The gate of that group."""
+    gate = Calls(health, CPU)
+    yield gate
+    gate.close(5.0)
+
+
+def double(tensor: torch.Tensor, *, timeout_s: float | None = None) -> torch.Tensor:
+    """Stand for a collective."""
+    del timeout_s
+    return 2 * tensor
+
+
+def test_a_call_gets_its_arguments_and_its_deadline(calls: Calls) -> None:
+    """`run` passes what it is given, and returns what the target returns."""
+    found = calls.run("all_reduce", lambda *args, timeout_s: (args, timeout_s), 1, "sum", timeout_s=2.5)
+    assert found == ((1, "sum"), 2.5)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, True, "1"])
+def test_a_deadline_that_is_none_is_refused_by_both_forms(calls: Calls, timeout_s: float) -> None:
+    """A deadline must be a positive number of seconds, whichever way a call is made."""
+    with pytest.raises(UsageError, match="timeout_s"):
+        calls.run("all_reduce", double, torch.ones(1), timeout_s=timeout_s)
+    with pytest.raises(UsageError, match="timeout_s"):
+        calls.run("all_reduce", double, torch.ones(1), timeout_s=timeout_s, async_op=True)
+    with pytest.raises(UsageError, match="timeout_s"), calls.call("send", timeout_s, in_line=False):
+        pytest.fail("the block of a refused call was entered")
+
+
+def test_no_call_passes_when_the_group_is_broken_or_closed(calls: Calls, health: GroupHealth) -> None:
+    """The target of a refused call is not called."""
+    health.fail(PeerLostError("rank 1 is gone", peers=[1]))
+    with pytest.raises(GroupBrokenError):
+        calls.run("all_reduce", pytest.fail, "called")
+    with pytest.raises(GroupBrokenError):
+        calls.run("all_reduce", pytest.fail, torch.ones(1), async_op=True)
+    assert health.close()
+    with pytest.raises(ClosedError), calls.call("recv", in_line=False):
+        pytest.fail("the block of a closed group was entered")
+
+
+def test_a_collective_waits_for_the_line_and_a_transfer_does_not(calls: Calls) -> None:
+    """What must keep its order waits for open calls; a message that an open call may need does not."""
+    begin, order = threading.Event(), []
+
+    def slow(*, timeout_s: float | None) -> None:
+        del timeout_s
+        assert begin.wait(10.0)
+        order.append("open")
+
+    handle = calls.run("barrier", slow, async_op=True)
+    assert isinstance(handle, CallHandle)
+    with calls.call("send", in_line=False):
+        order.append("transfer")
+    begin.set()
+    with calls.call("all_gather_object"):
+        order.append("collective")
+    assert order == ["transfer", "open", "collective"]
+
+
+def test_what_is_no_tensor_is_refused_before_the_hand_over(calls: Calls) -> None:
+    """A handle is given out for tensors of the group's device only."""
+    for argument in ("x", [torch.ones(1), 2]):
+        with pytest.raises(UsageError, match="tensor"):
+            calls.run("all_reduce", double, argument, async_op=True)
+    handle = calls.run("all_reduce", double, torch.ones(2), async_op=True)
+    assert isinstance(handle, CallHandle)
+    assert handle.wait().tolist() == [2.0, 2.0]
+
+
+def test_every_refusal_is_noted_in_one_place(calls: Calls, caplog: pytest.LogCaptureFixture) -> None:
+    """A refused call is logged with its name, in whichever form it was made."""
+
+    def refuse(*args: object, timeout_s: float | None = None) -> None:
+        del args, timeout_s
+        raise UsageError("wrong")
+
+    caplog.set_level(logging.DEBUG, "coordinator.calls")
+    with pytest.raises(UsageError):
+        calls.run("all_reduce", refuse, torch.ones(1))
+    with pytest.raises(UsageError), calls.call("send_object", in_line=False):
+        refuse()
+    handle = calls.run("all_gather", refuse, torch.ones(1), async_op=True)
+    assert isinstance(handle, CallHandle)
+    with pytest.raises(UsageError):
+        handle.wait()
+    refused = [record.getMessage().split(" ")[0] for record in caplog.records]
+    assert refused == ["all_reduce", "send_object", "all_gather"]

@@ -19,7 +19,7 @@ from benchmarks.measuring import Sampler, Subject
 from benchmarks.tensor_cases import Parts
 from coordinator.group import GroupCoordinator
 from coordinator.settings import CoordinatorSettings
-from device_comm.paths import CallPath
+from device_comm.base import CallPath
 from shm_broadcast.errors import CapabilityError
 
 __all__ = ["PAYLOADS", "scheduler_output"]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.results import BenchmarkError
 from coordinator.group import GroupCoordinator
-from device_comm.paths import CallPath
+from device_comm.base import CallPath
 
 __all__ = ["Ours", "Plain", "Verbs", "Vllm", "plain_name", "vllm_class"]
 

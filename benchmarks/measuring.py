@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.results import Measurement, Region, Skipped, percentiles
 from coordinator.group import GroupCoordinator
-from device_comm.paths import CallPath
+from device_comm.base import CallPath
 
 __all__ = ["Bench", "Effort", "Sampler", "Subject", "of_calls"]
 

@@ -16,7 +16,7 @@ from benchmarks.implementations import Ours, Plain, Vllm, plain_name
 from benchmarks.measuring import Bench, Sampler, Subject, of_calls
 from benchmarks.results import BenchmarkError
 from coordinator.group import GroupCoordinator
-from device_comm.paths import CallPath
+from device_comm.base import CallPath
 
 __all__ = ["SIZES", "Parts", "only_ranks"]
 

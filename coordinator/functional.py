@@ -32,7 +32,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from coordinator import group_registry
 from coordinator.group import GroupCoordinator
-from coordinator.testing.fakes import FakeGroupCoordinator
 from coordinator.torch_interop import compile_ops
 from coordinator.torch_interop.process_group import CoordinatorProcessGroup
 from device_comm.async_calls import CallHandle
@@ -126,15 +125,10 @@ def find_group(group: Group) -> GroupCoordinator:
         if isinstance(named, GroupCoordinator):
             return named
     if isinstance(group, CoordinatorProcessGroup):
-        return group.coordinator
+        return cast("GroupCoordinator", group.coordinator)
     lists = _rank_lists(group)
     for each in group_registry.live_groups():
-        # A caller who lists real ranks does not mean a fake, whose results are its own.
-        if (
-            isinstance(each, GroupCoordinator)
-            and not isinstance(each, FakeGroupCoordinator)
-            and each.ranks in lists
-        ):
+        if isinstance(each, GroupCoordinator) and each.ranks in lists:
             return each
     raise UsageError(f"this process has no group with the ranks {lists}; create a GroupCoordinator first")
 

@@ -25,11 +25,11 @@ from coordinator.calls import Calls
 from coordinator.collectives import subgroups
 from coordinator.collectives.coalesced import CoalescedCollectives
 from coordinator.collectives.expert_parallel import ExpertParallel, TokenRouting
-from coordinator.collectives.open_sends import OpenSends
 from coordinator.collectives.point_to_point import TensorMessages
 from coordinator.collectives.scalar_collectives import ScalarCollectives
 from coordinator.collectives.tensor_dicts import PointToPoint
 from coordinator.graph_capture import GraphCaptureContext, capture_on
+from coordinator.host.open_sends import OpenSends
 from coordinator.queues.broadcaster import Broadcaster
 from coordinator.queues.ends import Queues, Reader, Writer
 from coordinator.queues.external_writer import ExternalWriter
@@ -210,7 +210,7 @@ class GroupCoordinator(CoalescedCollectives, ExpertParallel, PointToPoint, Tenso
         self._process_group: dist.ProcessGroup | None = None
         self._queues: Queues = GroupQueues(parts.host, parts.health, settings, parts.process_groups.address)
         self.mq_broadcaster: Writer | Reader | None = None
-        group_registry.register(self, self._calls)
+        group_registry.register(self, self._calls, is_fake=parts.is_fake)
 
     # ------------------------------------------------------------------ who and where
 

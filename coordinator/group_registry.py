@@ -7,7 +7,7 @@ import weakref
 from typing import Final
 
 from coordinator.calls import Calls
-from coordinator.collectives.base import GroupPlanes
+from coordinator.planes import GroupPlanes
 from device_comm.base import DeviceCommunicator
 from shm_broadcast.errors import ClosedError, UsageError
 
@@ -23,18 +23,20 @@ class Registration:
         reference: The group.
         calls: Its gate.
         communicator: Its device plane.
+        is_fake: The group has no other process; who names real ranks does not mean it.
     """
 
     reference: weakref.ref[GroupPlanes]
     calls: Calls
     communicator: DeviceCommunicator
+    is_fake: bool
 
 
 _groups: dict[str, Registration] = {}
 _gone: dict[str, None] = {}
 
 
-def register(group: GroupPlanes, calls: Calls) -> None:
+def register(group: GroupPlanes, calls: Calls, *, is_fake: bool) -> None:
     """Let `find` return `group` by its unique name, until `forget` or its end."""
     name = group.unique_name
 
@@ -44,7 +46,7 @@ def register(group: GroupPlanes, calls: Calls) -> None:
             _forget(name)
 
     _gone.pop(name, None)
-    _groups[name] = Registration(weakref.ref(group, collected), calls, group.device_communicator)
+    _groups[name] = Registration(weakref.ref(group, collected), calls, group.device_communicator, is_fake)
 
 
 def forget(group: GroupPlanes) -> None:
@@ -83,6 +85,6 @@ def find(name: str, operation: str) -> Registration:
 
 
 def live_groups() -> list[GroupPlanes]:
-    """Return the groups that exist in this process, newest first."""
-    groups = [found.reference() for found in list(_groups.values())]
+    """Return the groups of real ranks that exist in this process, newest first."""
+    groups = [found.reference() for found in list(_groups.values()) if not found.is_fake]
     return [group for group in reversed(groups) if group is not None]

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, get_args, get_origin
 
 import msgspec
 
-from device_comm.cuda.settings import PER_RANK_CUDA_FIELDS, CudaSettings
+from device_comm.cuda_settings import PER_RANK_CUDA_FIELDS, CudaSettings
 from shm_broadcast.endpoint import RemoteSettings
 from shm_broadcast.errors import SettingsError
 from shm_broadcast.settings import BroadcastSettings, positive_seconds

@@ -20,7 +20,6 @@ from device_comm import checks, rms_norm
 from device_comm.handles import Handle
 from device_comm.health import GroupHealth
 from device_comm.movable import movable, movable_dtype, restored
-from device_comm.paths import CallPath
 from device_comm.reduction import ReduceOperation, check_reducible, reduce_in_rank_order, reduce_operation
 from shm_broadcast.errors import UsageError
 
@@ -29,6 +28,19 @@ SUM: Final = ReduceOperation.SUM
 # In the methods that an implementation fills in: one size for each rank; seconds, None for the group's deadline.
 Sizes: TypeAlias = tuple[int, ...]
 Timeout: TypeAlias = float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class CallPath:
+    """Which algorithm carries a call, for benchmarks, logs and bug reports.
+
+    Attributes:
+        algorithm: Its name, such as "one-shot" or "nccl".
+        reason: Why it was chosen, with the number that decided.
+    """
+
+    algorithm: str
+    reason: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from device_comm.base import DeviceCommunicator, Sizes, Timeout
+from device_comm.base import CallPath, DeviceCommunicator, Sizes, Timeout
 from device_comm.handles import Handle
-from device_comm.paths import CallPath
 from device_comm.reduction import ReduceOperation
 from shm_broadcast.errors import UsageError
 

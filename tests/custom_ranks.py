@@ -15,7 +15,7 @@ from coordinator.bootstrap.status_store import WorldStatusStore
 from device_comm.cuda.custom.all_reduce import CustomAllReduce, CustomContext
 from device_comm.cuda.policy.decision import GroupFacts
 from device_comm.cuda.policy.file import MeasuredThreshold, PolicyFile, write_policy_file
-from device_comm.cuda.settings import CudaSettings
+from device_comm.cuda_settings import CudaSettings
 from device_comm.health import GroupHealth
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from shm_broadcast.errors import CapabilityError

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from coordinator.bootstrap import fork_guard
 from coordinator.bootstrap.membership import Membership
 from coordinator.bootstrap.timings import CreationReport
-from coordinator.collectives.open_sends import OpenSends
+from coordinator.host.open_sends import OpenSends
 from coordinator.host.plane import HostPlane
 from coordinator.host.process_groups import BACKEND, LOOPBACK, GlooBackend, new_gloo_group, new_group
 from device_comm.base import DeviceCommunicator

@@ -8,8 +8,8 @@ from typing import overload
 
 import torch
 
-from coordinator.collectives.base import GroupPlanes
 from coordinator.host.plane import HostPlane
+from coordinator.planes import GroupPlanes
 from device_comm import all2all, checks
 from device_comm.all2all import Choice, DispatchForm, ExpertPlacement, RoutedTokens
 from device_comm.base import DeviceCommunicator

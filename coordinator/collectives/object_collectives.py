@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from coordinator.collectives.base import GroupPlanes
 from coordinator.host.tags import OBJECT_TAG, SCATTER_TAG
+from coordinator.planes import GroupPlanes
 from device_comm import checks
 from device_comm.handles import Handle
 from shm_broadcast import codec

@@ -8,9 +8,9 @@ from typing import Final, Literal
 
 import torch
 
-from coordinator.collectives.base import GroupPlanes
 from coordinator.host.plane import refuse_any
 from coordinator.host.tags import FIRST_USER_TAG
+from coordinator.planes import GroupPlanes
 from device_comm import checks
 from device_comm.handles import Handle
 from device_comm.movable import movable_dtype

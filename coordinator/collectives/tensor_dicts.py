@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from coordinator.collectives.base import GroupPlanes
-from coordinator.collectives.tensor_dict_format import (
+from coordinator.host.tags import TENSOR_DICT_TAG, TENSOR_TAG
+from coordinator.host.tensor_dict_format import (
     WHOLE_TENSORS,
     Landing,
     PackedDict,
@@ -20,7 +20,7 @@ from coordinator.collectives.tensor_dict_format import (
     landing_places,
     pack_whole,
 )
-from coordinator.host.tags import TENSOR_DICT_TAG, TENSOR_TAG
+from coordinator.planes import GroupPlanes
 from device_comm import checks
 from device_comm.handles import Handle
 from shm_broadcast import codec

@@ -8,7 +8,7 @@ from typing import Literal, overload
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from coordinator.collectives.base import GroupPlanes
+from coordinator.planes import GroupPlanes
 from coordinator.torch_interop import compile_ops
 from device_comm.async_calls import CallHandle
 from device_comm.base import SUM

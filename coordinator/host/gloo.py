@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from coordinator.collectives.tensor_dict_format import PackedDict, Slicing, pack_beside
 from coordinator.host.plane import (
     frame_of,
     gather_frames,
@@ -27,6 +26,7 @@ from coordinator.host.plane import (
 )
 from coordinator.host.process_groups import GlooBackend, abort_gloo
 from coordinator.host.tags import BROADCAST_TAG, BROADCAST_TENSOR_TAG, GATHER_TAG, OBJECT_TAG
+from coordinator.host.tensor_dict_format import PackedDict, Slicing, pack_beside
 from device_comm.handles import CompletedHandle, Handle, PointToPointHandle
 from device_comm.health import GroupHealth, Operation
 from device_comm.process_group import as_bytes, backend_timeout, is_plain

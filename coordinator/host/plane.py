@@ -12,8 +12,8 @@ from typing import Any, Final, NoReturn, Protocol
 
 import torch
 
-from coordinator.collectives.tensor_dict_format import PackedDict, Slicing, pack_beside
 from coordinator.host.tags import TENSOR_DICT_TAG, TENSOR_TAG
+from coordinator.host.tensor_dict_format import PackedDict, Slicing, pack_beside
 from device_comm.handles import Handle
 from device_comm.health import GroupHealth
 from shm_broadcast import codec

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from coordinator.collectives.tensor_dict_format import PackedDict, Slicing, pack_whole
 from coordinator.host.plane import frame_of, gather_frames, pack_integer, unpack_integer
 from coordinator.host.tags import (
     BROADCAST_TAG,
@@ -17,6 +16,7 @@ from coordinator.host.tags import (
     OBJECT_TAG,
     TENSOR_DICT_TAG,
 )
+from coordinator.host.tensor_dict_format import PackedDict, Slicing, pack_whole
 from device_comm.cpu.received_tensors import expect_tensor, irecv_into
 from device_comm.cpu.shared_memory import SharedMemory
 from device_comm.handles import CompletedHandle, Handle

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from coordinator.collectives.tensor_dict_format import PackedDict, Slicing, pack_beside
 from coordinator.host.plane import isend_with_tensors, refuse_any
+from coordinator.host.tensor_dict_format import PackedDict, Slicing, pack_beside
 from device_comm.base import CommunicatorContext, DeviceCommunicator, Sizes, Timeout
 from device_comm.handles import CompletedHandle, Handle
 from device_comm.health import Arrival, FailureRecord, GroupHealth

@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 from coordinator.bootstrap.group_parts import GroupParts, GroupProcessGroups
 from coordinator.bootstrap.timings import CreationReport
-from coordinator.collectives.base import GroupPlanes
-from coordinator.collectives.tensor_dict_format import WHOLE_TENSORS, Slicing
 from coordinator.collectives.tensor_dicts import TensorDict
 from coordinator.group import GroupCoordinator
 from coordinator.groups import ParallelGroups, group_tables
 from coordinator.host.plane import HostPlane, SoloHostPlane
 from coordinator.host.tags import SCATTER_TAG
+from coordinator.host.tensor_dict_format import WHOLE_TENSORS, Slicing
 from coordinator.layout import ParallelLayout
+from coordinator.planes import GroupPlanes
 from coordinator.queues.ends import Reader, Writer
 from coordinator.settings import CoordinatorSettings
 from coordinator.testing.fake_planes import FakeCommunicator, FakeHostPlane, SilentStatusStore

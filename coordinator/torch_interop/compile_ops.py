@@ -20,8 +20,8 @@ from typing import Any, Final
 import torch
 
 from coordinator import group_registry
-from coordinator.collectives.base import GroupPlanes
 from coordinator.group_registry import Registration
+from coordinator.planes import GroupPlanes
 from device_comm import checks, coalesced, rms_norm
 from device_comm.base import SUM
 from device_comm.derived_reductions import Reduction, reducer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import GroupName
 
 from coordinator.calls import Calls
 from device_comm import coalesced
+from device_comm.base import DeviceCommunicator
 from device_comm.derived_reductions import reducer
 from device_comm.handles import Handle
 from shm_broadcast.errors import ClosedError, UsageError
@@ -21,12 +22,34 @@ from shm_broadcast.errors import ClosedError, UsageError
 __all__ = ["register"]
 
 if TYPE_CHECKING:
-    from coordinator.group import GroupCoordinator
     from device_comm.async_calls import CallHandle
 
 BACKEND: Final = "group_coordinator"
 
 Tensors = Sequence[torch.Tensor]
+
+
+class Group(Protocol):
+    """What torch's calls need of a `GroupCoordinator`."""
+
+    unique_name: str
+    ranks: list[int]
+    rank_in_group: int
+    world_size: int
+    device: torch.device
+    device_communicator: DeviceCommunicator
+
+    def barrier(self, timeout_s: float | None = None, *, async_op: Any = False) -> Any:
+        """Wait for all ranks."""
+
+    def isend(self, tensor: torch.Tensor, dst: int | None = None, *, tag: int = 0) -> Handle:
+        """Start to send a tensor."""
+
+    def irecv(self, tensor: torch.Tensor, src: int | None = None, *, tag: int = 0) -> Handle:
+        """Start to receive a tensor."""
+
+    def recv_any(self, size: torch.Size, dtype: torch.dtype, *, tag: int = 0) -> tuple[torch.Tensor, int]:
+        """Receive a tensor from any rank."""
 
 
 class _Work(dist.Work):
@@ -117,7 +140,7 @@ else:
 class CoordinatorProcessGroup(_ProcessGroup):
     """The methods that torch calls, by torch's names. Ranks are ranks in the group."""
 
-    def __init__(self, group: GroupCoordinator, calls: Calls) -> None:
+    def __init__(self, group: Group, calls: Calls) -> None:
         """Wrap `group`; call `register` instead."""
         super().__init__(group.rank_in_group, group.world_size)
         # torch keeps a process group until it is destroyed. A weak reference lets an unused group be collected.
@@ -126,7 +149,7 @@ class CoordinatorProcessGroup(_ProcessGroup):
         self._name = f"{group.unique_name} as a process group"
 
     @property
-    def coordinator(self) -> GroupCoordinator:
+    def coordinator(self) -> Group:
         """Return the group.
 
         Raises:
@@ -374,7 +397,7 @@ class CoordinatorProcessGroup(_ProcessGroup):
         return _AnyWork(receive)
 
 
-def register(group: GroupCoordinator, calls: Calls) -> dist.ProcessGroup:
+def register(group: Group, calls: Calls) -> dist.ProcessGroup:
     """Register a group with torch, until the returned process group is destroyed.
 
     Args:

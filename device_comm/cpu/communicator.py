@@ -14,13 +14,12 @@ from typing import Final
 import torch
 
 from device_comm import _core
-from device_comm.base import SUM, CommunicatorContext, DeviceCommunicator, Sizes, Timeout
+from device_comm.base import SUM, CallPath, CommunicatorContext, DeviceCommunicator, Sizes, Timeout
 from device_comm.cpu.native_codes import OPERATION_CODES, TYPE_CODES, copy_code
 from device_comm.cpu.received_tensors import expect_tensor, irecv_into
 from device_comm.cpu.shared_memory import SharedMemory
 from device_comm.handles import Handle
 from device_comm.movable import movable_dtype
-from device_comm.paths import CallPath
 from device_comm.process_group import TENSOR_TAG, as_bytes, dense, is_plain
 from device_comm.reduction import ReduceOperation
 from shm_broadcast._core import BlockPool

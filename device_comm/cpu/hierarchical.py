@@ -17,13 +17,12 @@ from typing import Final
 import torch
 
 from device_comm import _core
-from device_comm.base import SUM, CommunicatorContext, DeviceCommunicator, Sizes, Timeout
+from device_comm.base import SUM, CallPath, CommunicatorContext, DeviceCommunicator, Sizes, Timeout
 from device_comm.cpu.leaders import Call, Leaders, Swap
 from device_comm.cpu.native_codes import COPY_ONLY, OPERATION_CODES, TYPE_CODES, copy_code
 from device_comm.cpu.shared_memory import SharedPart
 from device_comm.handles import Handle
 from device_comm.health import GroupHealth
-from device_comm.paths import CallPath
 from device_comm.process_group import (
     ProcessGroupCommunicator,
     as_bytes,

@@ -15,17 +15,16 @@ from typing import Any, Final
 import torch
 
 from device_comm import checks
-from device_comm.base import SUM, CommunicatorContext
+from device_comm.base import SUM, CallPath, CommunicatorContext
 from device_comm.cuda.custom.all_reduce import CustomAllReduce
 from device_comm.cuda.custom.launches import CubinSource
 from device_comm.cuda.driver import Driver
 from device_comm.cuda.event_progress import EventProgress
 from device_comm.cuda.policy.decision import Algorithm, GroupFacts, OperationName, Plan
-from device_comm.cuda.settings import cuda_settings
 from device_comm.cuda.setup import build_custom
+from device_comm.cuda_settings import cuda_settings
 from device_comm.nccl.communicator import NcclCommunicator
 from device_comm.nccl.library import NcclLibrary
-from device_comm.paths import CallPath
 from device_comm.process_group import dense, is_plain
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from device_comm.streams import Streams

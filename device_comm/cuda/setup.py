@@ -19,8 +19,8 @@ from device_comm.cuda.custom.peer_messages import Exchange, Kind, exchange_failu
 from device_comm.cuda.driver import Driver
 from device_comm.cuda.kernels import KernelCache, KernelVariant
 from device_comm.cuda.policy.decision import GroupFacts
-from device_comm.cuda.settings import cuda_settings
 from device_comm.cuda.topology import GroupTopology, gather_topology, probe
+from device_comm.cuda_settings import cuda_settings
 from shm_broadcast.errors import CapabilityError, CommError, InternalError
 
 __all__ = ["build_custom", "default_cache_directory"]

@@ -16,7 +16,7 @@ from typing import ClassVar, Final
 import torch
 
 from device_comm.base import SUM, CommunicatorContext
-from device_comm.cuda.settings import cuda_settings
+from device_comm.cuda_settings import cuda_settings
 from device_comm.nccl.batching import NcclQueue
 from device_comm.nccl.connection import NcclConnection
 from device_comm.nccl.dtypes import DATA_TYPES, FP8, FP8_SINCE, UINT8, reduction_code

@@ -22,7 +22,7 @@ from device_comm.cuda.custom.launches import CubinSource
 from device_comm.cuda.driver import PreparedLaunch
 from device_comm.cuda.kernels import KernelCache, KernelVariant
 from device_comm.cuda.policy.decision import GroupFacts
-from device_comm.cuda.settings import CudaSettings
+from device_comm.cuda_settings import CudaSettings
 from device_comm.health import GroupHealth
 from shm_broadcast.errors import CommTimeoutError
 from shm_broadcast.liveness import PeerWatch, this_process

@@ -29,7 +29,7 @@ from coordinator.settings import CoordinatorSettings
 from device_comm.base import CommunicatorContext
 from device_comm.cuda.communicator import CudaCommunicator
 from device_comm.cuda.custom import resources
-from device_comm.cuda.settings import CudaSettings
+from device_comm.cuda_settings import CudaSettings
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from device_comm.rms_norm import rms_norm
 from shm_broadcast.errors import CommError

@@ -24,7 +24,7 @@ from device_comm.cuda.driver import Driver
 from device_comm.cuda.kernel_layout import MAX_BLOCKS, NORM_LANES
 from device_comm.cuda.policy.decision import Algorithm, CallFacts, GroupFacts, OperationName, Plan, choose
 from device_comm.cuda.policy.table import PolicyTable
-from device_comm.cuda.settings import CudaSettings
+from device_comm.cuda_settings import CudaSettings
 from device_comm.health import GroupHealth
 from shm_broadcast.errors import CapabilityError, ClosedError, CommError, UsageError
 

@@ -18,7 +18,7 @@ from device_comm.cuda.kernel_layout import STATE_BYTES, WorkspaceLayout, largest
 from device_comm.cuda.policy.decision import Capacity, GroupFacts, policy_digest
 from device_comm.cuda.policy.file import read_policy_file, table_of
 from device_comm.cuda.policy.table import BUILT_IN, PolicyTable
-from device_comm.cuda.settings import CudaSettings
+from device_comm.cuda_settings import CudaSettings
 from device_comm.health import GroupHealth
 from shm_broadcast.errors import CapabilityError, CommError, DisagreementError, UsageError
 

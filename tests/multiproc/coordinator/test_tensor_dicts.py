@@ -18,7 +18,7 @@ from coordinator import (
     GroupCoordinator,
     register_type,
 )
-from coordinator.collectives.tensor_dict_format import INLINE_BYTES
+from coordinator.host.tensor_dict_format import INLINE_BYTES
 from shm_broadcast import codec
 from tests.engines import refusal
 from tests.harness import RankPool
@@ -436,7 +436,7 @@ def test_sent_and_broadcast_dicts_do_not_mix(ranks2: RankPool) -> None:
 
 def test_a_message_of_another_protocol_is_refused() -> None:
     """Slots that do not stand for what follows are a DecodeError, not an allocation."""
-    from coordinator.collectives.tensor_dict_format import Slicing, TensorSlot, join
+    from coordinator.host.tensor_dict_format import Slicing, TensorSlot, join
 
     good = TensorSlot(0, (4,), "float32", "host", 1)
     for bad in (

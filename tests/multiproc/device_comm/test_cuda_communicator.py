@@ -15,7 +15,7 @@ from coordinator.group import GroupCoordinator
 from coordinator.testing import check_device_communicator
 from device_comm.cuda.communicator import CudaCommunicator
 from device_comm.cuda.custom.all_reduce import CustomAllReduce
-from device_comm.cuda.settings import CudaSettings
+from device_comm.cuda_settings import CudaSettings
 from device_comm.nccl.library import NcclLibrary
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from device_comm.rms_norm import rms_norm

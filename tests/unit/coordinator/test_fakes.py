@@ -27,7 +27,7 @@ from coordinator import (
     get_tp_group,
     premul_sum,
 )
-from coordinator.collectives.tensor_dict_format import INLINE_BYTES
+from coordinator.host.tensor_dict_format import INLINE_BYTES
 from coordinator.testing import FakeGroupCoordinator, fake_groups
 from shm_broadcast.codec import register_type, unregister_type
 from shm_broadcast.errors import DecodeError

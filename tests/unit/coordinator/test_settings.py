@@ -18,7 +18,7 @@ from coordinator.settings import (
     LaunchEnvironment,
     differences,
 )
-from device_comm.cuda.settings import MIN_ARENA_BYTES, PER_RANK_CUDA_FIELDS, CudaSettings
+from device_comm.cuda_settings import MIN_ARENA_BYTES, PER_RANK_CUDA_FIELDS, CudaSettings
 from shm_broadcast.endpoint import RemoteSettings
 from shm_broadcast.errors import SettingsError
 from shm_broadcast.settings import MIN_RING_BYTES, BroadcastSettings

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.collectives.tensor_dict_format import (
+from coordinator.host.tensor_dict_format import (
     INLINE_BYTES,
     Landing,
     PackedDict,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from coordinator.calls import Calls
-from coordinator.collectives.open_sends import OpenSends
+from coordinator.host.open_sends import OpenSends
 from coordinator.host.plane import HostPlane
 from coordinator.queues.broadcaster import Broadcaster
 from device_comm.base import DeviceCommunicator

@@ -12,6 +12,7 @@ import pytest
 
 from device_comm.base import DeviceCommunicator
 from tests.architecture import rules
+from tests.architecture.count_lines import count, crowded_folders
 
 ROOT = Path(__file__).parents[2]
 LAYERS = ["shm_broadcast", "device_comm", "coordinator"]
@@ -476,3 +477,8 @@ def test_no_module_imports_itself_through_others() -> None:
         for module in free:
             del open_[module]
     assert sorted(open_) == []
+
+
+def test_no_folder_is_crowded() -> None:
+    """A folder holds at most 18 modules: more hide what belongs together."""
+    assert crowded_folders(count(ROOT)) == {}

@@ -96,7 +96,8 @@ def built(compiler: str, folder: Path, sources: Sequence[Path]) -> Path:
     library = folder / "_core.abi3.so"
     flags = ["-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing"]
     checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
-    places = [f"-I{sysconfig.get_path('include')}", f"-I{sources[0].parent}"]
+    folders = sorted({source.parent for source in sources})
+    places = [f"-I{folder}" for folder in (sysconfig.get_path("include"), *folders)]
 
     def compiled(source: Path) -> str:
         made = str(folder / f"{source.stem}.o")

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "shared_region.hpp"
-#include "reduce.hpp"
+#include "../reduce/reduce.hpp"
 
 namespace region {
 

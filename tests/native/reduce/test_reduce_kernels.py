@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
 ]
 
-SOURCES = Path(__file__).parents[3] / "device_comm" / "csrc" / "cpu"
+SOURCES = Path(__file__).parents[3] / "device_comm" / "csrc" / "reduce"
 DRIVER = Path(__file__).with_name("reduce_driver.cpp")
 FLAGS = ("-std=c++20", "-O3", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fvisibility=hidden", "-fPIC")
 

@@ -13,7 +13,7 @@ from coordinator.group import GroupCoordinator
 from device_comm.base import CommunicatorContext
 from device_comm.nccl.communicator import NcclCommunicator
 from device_comm.nccl.library import NcclLibrary
-from device_comm.streams import Progress
+from device_comm.nccl.streams import Progress
 from tests.worlds import world
 
 __all__ = ["FakeProgress", "HostStreams", "context_of", "nccl_world", "stub_of"]

@@ -25,9 +25,9 @@ from device_comm.cuda.setup import build_custom
 from device_comm.cuda_settings import cuda_settings
 from device_comm.nccl.communicator import NcclCommunicator
 from device_comm.nccl.library import NcclLibrary
+from device_comm.nccl.streams import Streams
 from device_comm.process_group import dense, is_plain
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
-from device_comm.streams import Streams
 from shm_broadcast.errors import CapabilityError, UsageError
 
 __all__ = ["CudaCommunicator"]

@@ -14,9 +14,9 @@ from device_comm.handles import CompletedHandle, Handle
 from device_comm.nccl.connection import Call, NcclConnection
 from device_comm.nccl.dtypes import UINT8
 from device_comm.nccl.library import NcclLibrary
+from device_comm.nccl.streams import Progress, Streams
 from device_comm.nccl.transfers import Collected, Post, QueuedTransfer, Receive
 from device_comm.process_group import dense, is_plain
-from device_comm.streams import Progress, Streams
 from shm_broadcast.errors import UsageError
 
 

@@ -22,10 +22,10 @@ from device_comm.nccl.connection import NcclConnection
 from device_comm.nccl.dtypes import DATA_TYPES, FP8, FP8_SINCE, UINT8, reduction_code
 from device_comm.nccl.dtypes import SUM as SUM_CODE
 from device_comm.nccl.library import NcclLibrary
+from device_comm.nccl.streams import Progress, Streams, TorchStreams
 from device_comm.nccl.transfers import Post
 from device_comm.process_group import dense, is_plain
 from device_comm.reduction import ReduceOperation
-from device_comm.streams import Progress, Streams, TorchStreams
 from shm_broadcast.errors import UsageError
 
 _SUM: Final = ctypes.c_int(SUM_CODE)

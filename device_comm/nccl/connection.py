@@ -23,7 +23,7 @@ import msgspec
 from device_comm.base import CommunicatorContext
 from device_comm.health import ANNOUNCE_AFTER_S, Operation
 from device_comm.nccl.library import IN_PROGRESS, NO_COLOR, NcclLibrary, new_config
-from device_comm.streams import Progress, Streams
+from device_comm.nccl.streams import Progress, Streams
 from shm_broadcast.errors import (
     CommError,
     DecodeError,

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from device_comm.streams import Streams
+from device_comm.nccl.streams import Streams
 
 
 class Post(NamedTuple):

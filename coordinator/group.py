@@ -23,11 +23,9 @@ from coordinator.bootstrap.membership import find_membership, world_store
 from coordinator.bootstrap.timings import CreationReport
 from coordinator.calls import Calls
 from coordinator.collectives import subgroups
-from coordinator.collectives.coalesced import CoalescedCollectives
-from coordinator.collectives.expert_parallel import ExpertParallel, TokenRouting
-from coordinator.collectives.point_to_point import TensorMessages
+from coordinator.collectives.expert_parallel import TokenRouting
+from coordinator.collectives.point_to_point import PointToPoint
 from coordinator.collectives.scalar_collectives import ScalarCollectives
-from coordinator.collectives.tensor_dicts import PointToPoint
 from coordinator.graph_capture import GraphCaptureContext, capture_on
 from coordinator.host.open_sends import OpenSends
 from coordinator.queues.broadcaster import Broadcaster
@@ -42,7 +40,7 @@ from shm_broadcast.errors import UsageError
 logger: logging.Logger = logging.getLogger(__name__)
 
 
-class GroupCoordinator(CoalescedCollectives, ExpertParallel, PointToPoint, TensorMessages, ScalarCollectives):
+class GroupCoordinator(ScalarCollectives, PointToPoint):
     """One group of ranks, with everything that moves between them.
 
     Creating one is collective over all ranks in `group_ranks`, in the same order on each; it blocks until

@@ -8,9 +8,9 @@ from typing import Final, Literal
 
 import torch
 
+from coordinator.collectives.tensor_dicts import TensorDicts
 from coordinator.host.plane import refuse_any
 from coordinator.host.tags import FIRST_USER_TAG
-from coordinator.planes import GroupPlanes
 from device_comm import checks
 from device_comm.handles import Handle
 from device_comm.movable import movable_dtype
@@ -38,7 +38,7 @@ class P2POperation:
     tag: int = 0
 
 
-class TensorMessages(GroupPlanes):
+class PointToPoint(TensorDicts):
     """Point to point of tensors. Not collective: the sender and the receiver call, with equal tags.
 
     Messages between two ranks arrive in order by tag; a tag other than 0 keeps them apart from all others. Those of

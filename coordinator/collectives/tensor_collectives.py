@@ -8,12 +8,14 @@ from typing import Any, Literal, overload
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from coordinator.collectives.coalesced import CoalescedCollectives
+from coordinator.collectives.expert_parallel import ExpertParallel
 from coordinator.collectives.tensor_reductions import TensorReductions
 from coordinator.torch_interop import compile_ops
 from device_comm.async_calls import CallHandle
 
 
-class TensorCollectives(TensorReductions):
+class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
     """Collectives on tensors.
 
     Every rank of the group calls each method, in the same order, with equal shapes, dtypes and arguments,

@@ -32,7 +32,7 @@ TensorDict = dict[Any, Any]
 Parts = Sequence[tuple[Plane, torch.Tensor]]
 
 
-class PointToPoint(GroupPlanes):
+class TensorDicts(GroupPlanes):
     """Tensor dicts: between ranks of one host one message, else one of metadata and the larger tensors beside it.
 
     On one host a send returns when shared memory owns the dict: one of up to 512 KiB at once, unless the receiver is

@@ -179,7 +179,7 @@ def mutated_source(name: str) -> str:
     """Return the kernels with the mistake of `tests/native/cuda/mutations/NAME.patch`."""
     patch = (Path(__file__).parents[1] / "native" / "cuda" / "mutations" / f"{name}.patch").read_text()
     source = kernel_source()
-    for hunk in re.split(r"^..*\n", patch, flags=re.MULTILINE)[1:]:
+    for hunk in re.split(r"^@@.*\n", patch, flags=re.MULTILINE)[1:]:
         lines = hunk.splitlines()
         old = "\n".join(line[1:] for line in lines if not line.startswith("+"))
         new = "\n".join(line[1:] for line in lines if not line.startswith("-"))

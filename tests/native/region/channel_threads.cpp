@@ -126,7 +126,7 @@ private:
     bool read(Ring& ring, uint64_t message) {
         ring::RecordHeader record{};
         unsigned char* payload = nullptr;
-        ring.wait(0, kSpin, kLost, 0, [&] { return ring.has_data(0); });
+        ring.wait(0, kSpin, kLost, [&] { return ring.has_data(0); });
         if (!ring.has_data(0) || !ring.next(0, &record, &payload)) return fail("no message", rank_, round_);
         if (record.payload_bytes != length_of(round_, message)) return fail("a wrong length", rank_, round_);
         for (size_t i = 0; i < record.payload_bytes; ++i) {
@@ -161,7 +161,7 @@ private:
         // A writer fills the ring until nothing fits any more; a reader has nothing to read.
         while (ring::now_ns() < until && !(writes() ? ring.hopeless() : ring.ended(0))) {
             if (!writes()) {
-                ring.wait(0, kSpin, kLost, 0, [&] { return ring.ended(0); });
+                ring.wait(0, kSpin, kLost, [&] { return ring.ended(0); });
             } else if (ring.has_room(longest)) {
                 ring.publish(longest, ring::kWhole, longest, true);
             } else {

@@ -28,6 +28,7 @@ class Pacer {
 public:
     // Notes when a message came; called only when the reader had to wait for it.
     void arrived(int64_t now) {
+        woke(now);  // where the message came before the reader was up, it was at least this late
         const int64_t gap = now - last_;
         if (last_ == 0 || (samples_ >= kSamples && gap > kPause * gap_)) {
             samples_ = 0;  // what was known is forgotten, and learned again from the next gaps
@@ -45,12 +46,17 @@ public:
     Budget budget(Mode mode, int64_t now) {
         if (mode == Mode::kSpin) return {static_cast<uint64_t>(kLookNs), 0};
         if (mode == Mode::kPark) return {0, static_cast<uint64_t>(kLookNs)};
+        if (now >= wakes_) woke(now);
+        const int64_t rise = std::clamp(lateness_ + lateness_ / 2, kRiseNs, kLongestRiseNs);
         const int64_t early = std::max(kEarly * deviation_, std::min(kLeastEarlyNs, gap_ / kLeastEarlyPart));
         const int64_t late = std::max(kLate * deviation_, std::min(kLeastLateNs, gap_ / kLeastLatePart));
-        if (samples_ == kSamples && kRiseNs + early + late <= std::min(gap_ / kWatchedPart, kLongestWatchNs)) {
+        if (samples_ == kSamples && rise + early + late <= std::min(gap_ / kWatchedPart, kLongestWatchNs)) {
             const int64_t due = last_ + gap_;
-            const int64_t until_rise = due - early - kRiseNs - now;
-            if (until_rise > kShortSpinNs) return {0, static_cast<uint64_t>(std::min(until_rise, kLookNs))};
+            const int64_t until_rise = std::min(due - early - rise - now, kLookNs);
+            if (until_rise > kShortSpinNs) {
+                wakes_ = now + until_rise;
+                return {0, static_cast<uint64_t>(until_rise)};
+            }
             if (due + late > now) {
                 has_spun_ = true;
                 return {static_cast<uint64_t>(due + late - now), static_cast<uint64_t>(kLookNs)};
@@ -62,9 +68,17 @@ public:
     }
 
 private:
-    // The reader gets up this much before it starts to poll: Linux rounds sleeps of ordinary threads up by as much as
-    // 50 us (timer slack, prctl(2)), and waking a core takes 20 us on a quiet machine.
-    static constexpr int64_t kRiseNs = 100 * 1000;
+    // Learns how late sleeps end: the latest counts, and is forgotten by 1/16 with each one that was less late.
+    void woke(int64_t now) {
+        if (wakes_ == 0) return;
+        if (now > wakes_) lateness_ = std::max(std::min(now - wakes_, kLongestRiseNs), lateness_ - lateness_ / 16);
+        wakes_ = 0;
+    }
+
+    // The reader gets up this much before it starts to poll, or 1.5 times as much as it woke late: Linux rounds sleeps of
+    // ordinary threads up by as much as 50 us (timer slack, prctl(2)), and waking a core takes 20 us on a quiet machine and
+    // 150 us on one whose cores others use too. With a fixed 100 us a message 2 ms after the last took 23 us, with this 6.
+    static constexpr int64_t kRiseNs = 80 * 1000, kLongestRiseNs = 400 * 1000;
     // The part of the time between two messages for which an expected one may be awaited awake: 1/3, and 1 ms.
     static constexpr int64_t kWatchedPart = 3;
     static constexpr int64_t kLongestWatchNs = 1000 * 1000;
@@ -82,6 +96,8 @@ private:
     int64_t last_ = 0;
     int64_t gap_ = 0;
     int64_t deviation_ = 0;
+    int64_t lateness_ = kRiseNs;
+    int64_t wakes_ = 0;  // when the reader wants to wake, while it sleeps until then
     int samples_ = 0;
     bool has_spun_ = false;
 };

@@ -30,11 +30,14 @@ public:
     void arrived(int64_t now) {
         woke(now);  // where the message came before the reader was up, it was at least this late
         const int64_t gap = now - last_;
-        if (last_ == 0 || (samples_ >= kSamples && gap > kPause * gap_)) {
-            samples_ = 0;  // what was known is forgotten, and learned again from the next gaps
-        } else {
-            const int64_t off = samples_ == 0 ? 0 : gap - gap_;
-            gap_ = samples_ == 0 ? gap : gap_ + (off >> kShift);
+        if (last_ != 0 && samples_ == 0) {
+            gap_ = gap;
+            deviation_ = gap >> kShift;
+            samples_ = 1;
+        } else if (last_ != 0) {
+            const int64_t most = std::max(kClipped * deviation_, kLeastClipNs);
+            const int64_t off = std::clamp(gap - gap_, -most, most);
+            gap_ += off >> kShift;
             deviation_ += (std::abs(off) - deviation_) >> kShift;
             samples_ = std::min(samples_ + 1, kSamples);
         }
@@ -91,7 +94,9 @@ private:
     // Weight of the latest gap in the running averages: 1/4 follows a change within a few messages.
     static constexpr int kShift = 2;
     static constexpr int kSamples = 3;    // gaps that must have been seen before anything is expected
-    static constexpr int64_t kPause = 4;  // a gap of this many averages is a pause
+    // One gap counts as at most 4 average deviations (and 20 us) off the average: a single pause, or a machine that stood
+    // still for a moment, does not spoil what is known.
+    static constexpr int64_t kClipped = 4, kLeastClipNs = 20 * 1000;
 
     int64_t last_ = 0;
     int64_t gap_ = 0;

@@ -212,9 +212,10 @@ class RingEnd:
         if self._closing or self._forks != fork_count():
             return
         self._closing = True
+        # First: ending the ring wakes a thread that waits, whose next call must find the endpoint closed.
+        self.endpoint.close(partial(_refuse, self._where(self.call), self._forks))
         self._end(who)
         self._watch.close()
-        self.endpoint.close(partial(_refuse, self._where(self.call), self._forks))
         self._memory = _NOTHING
         self._segment.close()
 

@@ -55,7 +55,7 @@ class WaiterThreads:
         """Start nothing yet; `name` shows in stack dumps."""
         self._name = name
         self._idle: list[SimpleQueue[Callable[[], None] | None]] = []
-        self._all: list[threading.Thread] = []
+        self._all: list[tuple[threading.Thread, threading.Event]] = []
         self._closed = False
         self._lock = threading.Lock()
 
@@ -70,17 +70,38 @@ class WaiterThreads:
         with self._lock:
             inbox = self._idle.pop() if self._idle else None
         if inbox is None:
-            inbox = SimpleQueue()
-            thread = threading.Thread(
-                target=self._run, args=(inbox,), name=f"group-coordinator-{self._name}", daemon=True
-            )
-            # At once, as `close` may come between and joins only what was started.
-            with self._lock:
-                thread.start()
-                self._all.append(thread)
-        inbox.put(job)
+            self._start(job)
+        else:
+            inbox.put(job)
 
-    def _run(self, inbox: SimpleQueue[Callable[[], None] | None]) -> None:
+    def _start(self, job: Callable[[], None]) -> None:
+        """Run `job` on a new thread.
+
+        An interrupt may come while this thread waits for the new one to start. That one then has its job, and `close`
+        knows it.
+        """
+        inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        inbox.put(job)
+        ended = threading.Event()
+        thread = threading.Thread(
+            target=self._run, args=(inbox, ended), name=f"group-coordinator-{self._name}", daemon=True
+        )
+        with self._lock:
+            self._all.append((thread, ended))
+            try:
+                thread.start()
+            except Exception:
+                # The system has no thread to give; unlike an interrupt, this leaves nothing running.
+                self._all.pop()
+                raise
+
+    def _run(self, inbox: SimpleQueue[Callable[[], None] | None], ended: threading.Event) -> None:
+        try:
+            self._serve(inbox)
+        finally:
+            ended.set()
+
+    def _serve(self, inbox: SimpleQueue[Callable[[], None] | None]) -> None:
         while True:
             job = inbox.get()
             if job is None:
@@ -102,8 +123,10 @@ class WaiterThreads:
         deadline = time.monotonic() + timeout_s
         with self._lock:
             ending, self._all = self._all, []
-        for thread in ending:
-            thread.join(max(deadline - time.monotonic(), 0.0))
+        for thread, ended in ending:
+            # A thread can be joined only once it has started, which one that has ended has.
+            if ended.wait(max(deadline - time.monotonic(), 0.0)):
+                thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 class PointToPointWorks:

@@ -29,3 +29,21 @@ def test_closing_while_a_thread_is_being_started(monkeypatch: pytest.MonkeyPatch
     submitter.join()
     assert ran.wait(5)
     assert not [t for t in threading.enumerate() if t.name.startswith("group-coordinator-test")]
+
+
+def test_an_interrupt_while_a_thread_starts_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new thread has its job already, and `close` joins it though the caller never heard of it."""
+    threads, ran = WaiterThreads("interrupted"), threading.Event()
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        threads.submit(ran.set)
+    monkeypatch.undo()
+    threads.close(5.0)
+    assert ran.is_set()
+    assert not any("interrupted" in thread.name for thread in threading.enumerate())

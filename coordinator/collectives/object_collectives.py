@@ -48,8 +48,8 @@ class ObjectCollectives(GroupPlanes):
         """
         # By identity: a bool or a float that equals the rank is refused below. Large ranks only take the slow path.
         if src is self._queue_source and timeout_s is None and type is None:
-            # Beside the gate: after a pause of 2 ms its two frames delay all workers by 2 to 10 us. The queue is closed
-            # with its group and when that breaks, and its endpoint counts the calls.
+            # Beside the gate: after a pause of 2 ms its two frames delayed all workers by up to 10 us. The queue is
+            # closed with its group and when that breaks, and its endpoint counts the calls.
             try:
                 return self._exchange(obj)
             except CommError as error:

@@ -80,7 +80,7 @@ private:
 
     // The reader gets up this much before it starts to poll, or 1.5 times as much as it woke late: Linux rounds sleeps of
     // ordinary threads up by as much as 50 us (timer slack, prctl(2)), and waking a core takes 20 us on a quiet machine and
-    // 150 us on one whose cores others use too. With a fixed 100 us a message 2 ms after the last took 23 us, with this 6.
+    // 150 us on one whose cores others use too. On a virtual machine a fixed 100 us slept through most messages 2 ms apart.
     static constexpr int64_t kRiseNs = 80 * 1000, kLongestRiseNs = 400 * 1000;
     // The part of the time between two messages for which an expected one may be awaited awake: 1/3, and 1 ms.
     static constexpr int64_t kWatchedPart = 3;

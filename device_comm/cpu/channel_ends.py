@@ -245,8 +245,9 @@ class ChannelReceiver:
 
     def close(self) -> None:
         """Tell the sender that nobody reads any more."""
-        rings.ring_end(self._memory, 0)
+        # First: ending the ring wakes a thread that waits, whose next call must find the endpoint closed.
         self.endpoint.close(_refuse_closed)
+        rings.ring_end(self._memory, 0)
         self._memory = NO_RING
 
 
@@ -510,8 +511,9 @@ class ChannelSender:
 
     def close(self) -> None:
         """Tell the receiver that nothing follows; what was written can still be read."""
-        rings.ring_end(self.memory, -1)
+        # First: ending the ring wakes a thread that waits, whose next call must find the endpoint closed.
         self.endpoint.close(_refuse_closed)
+        rings.ring_end(self.memory, -1)
         self.memory = NO_RING
 
 

@@ -67,8 +67,6 @@ class BlockPool:
     def close(self) -> None:
         """Use the pool no more; blocks that were taken stay valid. Idempotent."""
 
-RING_STREAMED: int
-
 def ring_format(mapping: Buffer, readers: int, generation: int, /) -> None:
     """Lay a ring for `readers` out in a zeroed mapping. ValueError: the mapping is too small."""
 

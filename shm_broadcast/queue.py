@@ -20,12 +20,13 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from shm_broadcast import _core, codec
 from shm_broadcast.endpoint import RemoteKeys, RemoteSettings
 from shm_broadcast.errors import CommError, CommTimeoutError, DecodeError, PeerLostError, UsageError
 from shm_broadcast.handle import KEY_BYTES, VERSION, QueueHandle, new_key
+from shm_broadcast.layout import MAX_READERS, segment_bytes
 from shm_broadcast.liveness import PeerWatch, this_process
 from shm_broadcast.ring.reader import RingReader
 from shm_broadcast.ring.writer import RingWriter
@@ -36,15 +37,6 @@ from shm_broadcast.transports import NoRemote, NoRing, RemoteTransport, await_an
 
 if TYPE_CHECKING:
     from shm_broadcast.remote.reader import RemoteReader
-
-_PAGE: Final = 4096
-_MOST_READERS: Final = 1024  # ring::kMaxReaders
-
-
-def segment_bytes(ring_bytes: int, readers: int) -> int:
-    """Return the size of a segment with `ring_bytes` of records: header lines rounded up to pages, and data."""
-    header = (192 + 64 * readers + _PAGE - 1) // _PAGE * _PAGE
-    return header + (ring_bytes + _PAGE - 1) // _PAGE * _PAGE
 
 
 class _FarEndpoint:
@@ -117,8 +109,8 @@ class QueueWriter:
         """
         ranks, far = tuple(readers), dict(remote_readers or {})
         everybody = ranks + tuple(far)
-        if not everybody or len(set(everybody)) != len(everybody) or len(everybody) > _MOST_READERS:
-            raise UsageError(f"a queue needs 1 to {_MOST_READERS} readers, each once, not {list(everybody)}")
+        if not everybody or len(set(everybody)) != len(everybody) or len(everybody) > MAX_READERS:
+            raise UsageError(f"a queue needs 1 to {MAX_READERS} readers, each once, not {list(everybody)}")
         if bool(far) != (bind_address is not None):
             raise UsageError("remote_readers and bind_address go together")
         settings = settings or BroadcastSettings()

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,12 +11,11 @@ from typing import Any
 
 from shm_broadcast import _core, codec
 from shm_broadcast.errors import CommTimeoutError
+from shm_broadcast.layout import PAGE, Field, data_offset
 from shm_broadcast.queue import QueueReader, QueueWriter
 from shm_broadcast.settings import MIN_RING_BYTES, BroadcastSettings, WaitMode
 
 __all__ = [
-    "PAGE",
-    "RECORD_HEADER",
     "RefusedError",
     "background",
     "bare_ring",
@@ -23,15 +23,15 @@ __all__ = [
     "find_sockets",
     "memory_of",
     "named_memory_of",
+    "put_word",
     "queue",
     "refuse",
     "ring_write",
     "segments_of",
     "sockets_of",
+    "word",
 ]
 
-PAGE = 4096
-RECORD_HEADER = 64
 SOCKET_PREFIX = "@group-coordinator-"
 
 
@@ -55,10 +55,20 @@ def queue(
 
 def bare_ring(data_bytes: int = PAGE, readers: int = 1, generation: int = 7) -> mmap.mmap:
     """Return private memory formatted as a ring with `data_bytes` for records."""
-    header = (192 + 64 * readers + PAGE - 1) // PAGE * PAGE
-    memory = mmap.mmap(-1, header + data_bytes)
+    memory = mmap.mmap(-1, data_offset(readers) + data_bytes)
     _core.ring_format(memory, readers, generation)
     return memory
+
+
+def word(memory: mmap.mmap, field: Field, at: int = 0) -> int:
+    """Return one word of a ring's layout, of the line or record that begins `at` bytes later."""
+    return int(struct.unpack_from(field.form, memory, at + field.offset)[0])
+
+
+def put_word(memory: mmap.mmap, field: Field, value: int, at: int = 0) -> None:
+    """Overwrite one word of a ring's layout, cut to its width."""
+    bits = 8 * struct.calcsize(field.form)
+    struct.pack_into(field.form, memory, at + field.offset, value % (1 << bits))
 
 
 class RefusedError(Exception):

@@ -33,7 +33,7 @@ from device_comm.works import WaiterThreads
 from shm_broadcast import _core as rings
 from shm_broadcast import codec
 from shm_broadcast.errors import CommError, InternalError
-from shm_broadcast.queue import segment_bytes
+from shm_broadcast.layout import segment_bytes
 from shm_broadcast.segment import Segment
 
 # Bytes of records in a channel. A message of up to half of it is owned by the channel at once; a longer one streams

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from shm_broadcast import _core, codec
 from shm_broadcast.errors import ClosedError, CommTimeoutError, PeerLostError
+from shm_broadcast.layout import RecordKind
 from shm_broadcast.liveness import PeerWatch
 from shm_broadcast.ring.wait import SLICE_NS
 from shm_broadcast.ring.writer import RingEnd, nanoseconds
@@ -98,7 +99,7 @@ class RingReader(RingEnd):
             window, flags, _, _ = _core.ring_take(memory, self._index)
         except ValueError as error:
             self._raise_corrupt("lease", error)
-        return window if flags in (0, _core.RING_STREAMED) else None
+        return window if flags in (RecordKind.WHOLE, RecordKind.STREAMED) else None
 
     def _begin_wait(self, call: str) -> None:
         self.check(call)

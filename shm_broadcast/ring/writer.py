@@ -23,15 +23,13 @@ from shm_broadcast.errors import (
     PeerLostError,
     UsageError,
 )
+from shm_broadcast.layout import LINE, ReaderState, record_bytes
 from shm_broadcast.liveness import PeerWatch, fork_count
 from shm_broadcast.segment import Segment
 from shm_broadcast.settings import BroadcastSettings
 from shm_broadcast.statistics import QueueStatistics, ReaderStatistics
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-_LEFT: Final = 2  # ring::kLeft
-_LINE: Final = 64  # ring::kLine: records and their headers are multiples of it
 
 # The longest time-out that the native core can count, 146 years.
 _LONGEST_NS: Final = 1 << 62
@@ -163,7 +161,7 @@ class RingEnd:
                 max(messages - read, 0),
                 max(published - consumed, 0),
                 (now - progress) / 1e9 if progress else None,
-                state == 1,
+                state == ReaderState.ATTACHED,
             )
             for rank, (consumed, read, progress, _, state) in zip(self.ranks, readers, strict=True)
         )
@@ -260,7 +258,9 @@ class RingWriter(RingEnd):
         """Raise `PeerLostError` if a reader has died or has closed its end. Does not wait."""
         lost = self._watch.lost()
         states = _core.ring_state(self._memory)[4]
-        left = [rank for rank, reader in zip(self.ranks, states, strict=True) if reader[4] == _LEFT]
+        left = [
+            rank for rank, reader in zip(self.ranks, states, strict=True) if reader[4] == ReaderState.LEFT
+        ]
         gone = sorted({*lost, *left})
         if not gone:
             return
@@ -289,8 +289,8 @@ class RingWriter(RingEnd):
     def _laggards(self, nbytes: int) -> list[ReaderStatistics]:
         """Return the readers that leave no room for the next record of a message of `nbytes`."""
         _, _, capacity, longest = _core.ring_facts(self._memory)
-        payload = nbytes if nbytes <= longest else longest // 2 // _LINE * _LINE
-        record = _LINE + (payload + _LINE - 1) // _LINE * _LINE
+        payload = nbytes if nbytes <= longest else longest // 2 // LINE * LINE
+        record = record_bytes(payload)
         readers = self._readers()
         # Where the end of the ring has to be skipped, only the slowest is sure to be in the way.
         limit = min(capacity - record + 1, max(reader.behind_bytes for reader in readers))

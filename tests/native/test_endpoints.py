@@ -2,7 +2,6 @@
 
 import mmap
 import os
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -16,11 +15,12 @@ from torch.overrides import TorchFunctionMode
 
 from shm_broadcast import _core, codec
 from shm_broadcast.errors import UsageError
-from tests.queues import PAGE, RECORD_HEADER, RefusedError, background, bare_ring, refuse, ring_write
+from shm_broadcast.layout import FIELDS, LINE, PAGE, RECORD_FIELDS, Field, RecordKind, record_bytes
+from tests.queues import RefusedError, background, bare_ring, put_word, refuse, ring_write, word
 from tests.unit.shm_broadcast.codec_samples import Point
 
-FILLED = 96
-FLAGS, MESSAGE, TOTAL = PAGE + 8, PAGE + 16, PAGE + 24
+FILLED, CONSUMED = FIELDS["filled"], FIELDS["consumed"]
+PAYLOAD, FLAGS, TOTAL = (RECORD_FIELDS[name] for name in ("payload_bytes", "flags", "total_bytes"))
 LONG = bytes(range(256)) * 400
 """More than 64 KiB, so that it is streamed where it fits one record."""
 
@@ -30,16 +30,6 @@ def ends(data_bytes: int = 64 * PAGE) -> tuple[mmap.mmap, _core.WriteEndpoint, _
     memory = bare_ring(data_bytes)
     writer = _core.WriteEndpoint(memory, codec.describe, "adaptive", refuse)
     return memory, writer, _core.ReadEndpoint(memory, 0, codec.build_owned, "adaptive", refuse)
-
-
-def get(memory: mmap.mmap, offset: int) -> int:
-    """Return a word of 8 bytes."""
-    return int(struct.unpack_from("Q", memory, offset)[0])
-
-
-def put(memory: mmap.mmap, offset: int, value: int, form: str = "Q") -> None:
-    """Overwrite a word."""
-    struct.pack_into(form, memory, offset, value)
 
 
 def write(memory: mmap.mmap, frame: bytes, done: int = 0) -> int:
@@ -231,13 +221,21 @@ def test_a_forked_child_sends_and_receives_nothing() -> None:
 
 @pytest.mark.guarantee("B10")
 @pytest.mark.parametrize(
-    ("offset", "form", "value"),
-    [(0, "Q", 0), (8, "I", 1), (12, "I", 0), (12, "I", 1025), (16, "Q", 64), (24, "Q", 2**63), (24, "Q", 65)],
+    ("name", "value"),
+    [
+        ("magic", 0),
+        ("version", 1),
+        ("readers", 0),
+        ("readers", 1025),
+        ("data_offset", 64),
+        ("data_bytes", 2**63),
+        ("data_bytes", 65),
+    ],
 )
-def test_a_mapping_that_holds_no_ring_is_refused(offset: int, form: str, value: int) -> None:
+def test_a_mapping_that_holds_no_ring_is_refused(name: str, value: int) -> None:
     """No port is made on memory that is not laid out as ours."""
     memory = bare_ring()
-    put(memory, offset, value, form)
+    put_word(memory, FIELDS[name], value)
     for make in (
         lambda: _core.WriteEndpoint(memory, codec.describe, "adaptive", refuse),
         lambda: _core.ReadEndpoint(memory, 0, codec.build_owned, "adaptive", refuse),
@@ -326,34 +324,34 @@ def test_a_frame_of_nonsense_leaves_the_next_message(nbytes: int) -> None:
     assert reader.receive_within(0, 0) == "next"
 
 
-PART = (PAGE - RECORD_HEADER) // 2 // RECORD_HEADER * RECORD_HEADER
+PART = (PAGE - LINE) // 2 // LINE * LINE
 """Payload of a part in a ring of two pages."""
-SECOND = PART + RECORD_HEADER
+SECOND = PAGE + record_bytes(PART)
 
 
 @pytest.mark.guarantee("B10")
 @pytest.mark.parametrize(
-    ("offset", "form", "value"),
+    ("at", "field", "value"),
     [
-        (FLAGS + SECOND, "I", 0),
-        (FLAGS + SECOND, "I", 3),
-        (FLAGS + SECOND, "I", 4),
-        (FLAGS + SECOND, "I", 5),
-        (MESSAGE + SECOND, "Q", 2),
-        (TOTAL + SECOND, "Q", 20_001),
-        (TOTAL, "Q", 0),
-        (TOTAL, "Q", 2**63),
-        (TOTAL, "Q", 100),
-        (TOTAL, "Q", PART),
-        (PAGE, "Q", 2**64 - 1),
+        (SECOND, FLAGS, RecordKind.WHOLE),
+        (SECOND, FLAGS, RecordKind.LAST_PART),
+        (SECOND, FLAGS, RecordKind.STREAMED),
+        (SECOND, FLAGS, 5),
+        (SECOND, RECORD_FIELDS["message"], 2),
+        (SECOND, TOTAL, 20_001),
+        (PAGE, TOTAL, 0),
+        (PAGE, TOTAL, 2**63),
+        (PAGE, TOTAL, 100),
+        (PAGE, TOTAL, PART),
+        (PAGE, PAYLOAD, 2**64 - 1),
     ],
 )
-def test_parts_that_do_not_fit_together_are_told(offset: int, form: str, value: int) -> None:
+def test_parts_that_do_not_fit_together_are_told(at: int, field: Field, value: int) -> None:
     """A part with other words than the ones before it is told as such, whenever one looks again."""
     memory, _, reader = ends(2 * PAGE)
     frame = codec.encode(bytes(20_000)).to_bytes()
-    assert SECOND < write(memory, frame) < len(frame)
-    put(memory, offset, value, form)
+    assert record_bytes(PART) < write(memory, frame) < len(frame)
+    put_word(memory, field, value, at)
 
     def receive_all() -> None:
         for _ in range(3):
@@ -370,11 +368,11 @@ def test_a_stream_is_received_only_when_it_is_whole(step: int) -> None:
     memory, port, reader = ends()
     value = [LONG, bytearray(LONG[:3000]), 1]
     assert port.send_now(value, 0) is None
-    end = get(memory, FILLED)
+    end = word(memory, FILLED)
     nbytes = codec.encode(value).nbytes
     filled = end - nbytes
     # A few steps through the header one by one, then all of them.
-    put(memory, FILLED, filled)
+    put_word(memory, FILLED, filled)
     steps = 0
     while filled < end:
         assert reader.receive_within(0, 0) is _core.NOTHING
@@ -382,9 +380,9 @@ def test_a_stream_is_received_only_when_it_is_whole(step: int) -> None:
             assert reader.receive_within(1000, 1000) is _core.NOTHING
         assert reader.is_assembling
         assert reader.messages == 0
-        assert get(memory, 192) == 0
+        assert word(memory, CONSUMED) == 0
         filled = min(filled + (step if steps < 200 else 32 * 1024), end)
-        put(memory, FILLED, filled)
+        put_word(memory, FILLED, filled)
         steps += 1
     assert reader.receive_within(0, 0) == value
     assert (reader.is_assembling, reader.messages, reader.nbytes) == (False, 1, nbytes)
@@ -397,29 +395,31 @@ def test_a_stream_that_is_never_whole_is_never_received() -> None:
     """One byte less than all is no message, for a port as for the general functions; nothing of it is given back."""
     memory, port, reader = ends()
     assert port.send_now(LONG, 0) is None
-    put(memory, FILLED, get(memory, FILLED) - 1)
+    put_word(memory, FILLED, word(memory, FILLED) - 1)
     for _ in range(3):
         assert reader.receive_within(1000, 1000) is _core.NOTHING
     assert _core.ring_wait(memory, 0, 0, 0) == 0
     for call in (_core.ring_take, _core.ring_release):
         with pytest.raises(ValueError, match="no readable record"):
             call(memory, 0)
-    assert get(memory, 192) == 0
+    assert word(memory, CONSUMED) == 0
     reader.close(refuse)
     fresh = _core.ReadEndpoint(memory, 0, codec.build_owned, "adaptive", refuse)
-    put(memory, FILLED, get(memory, FILLED) + 1)
+    put_word(memory, FILLED, word(memory, FILLED) + 1)
     assert fresh.receive_within(0, 0) == LONG
 
 
 @pytest.mark.guarantee("B10")
-@pytest.mark.parametrize(("offset", "form", "value"), [(FILLED, "Q", 0), (PAGE, "Q", 70_000), (PAGE, "Q", 0)])
-def test_a_stream_that_shrinks_is_told(offset: int, form: str, value: int) -> None:
+@pytest.mark.parametrize(
+    ("at", "field", "value"), [(0, FILLED, 0), (PAGE, PAYLOAD, 70_000), (PAGE, PAYLOAD, 0)]
+)
+def test_a_stream_that_shrinks_is_told(at: int, field: Field, value: int) -> None:
     """Fewer bytes than have been there, or another length, are told as such."""
     memory, port, reader = ends()
     assert port.send_now(LONG, 0) is None
-    put(memory, FILLED, get(memory, FILLED) - 10_000)
+    put_word(memory, FILLED, word(memory, FILLED) - 10_000)
     assert reader.receive_within(0, 0) is _core.NOTHING
-    put(memory, offset, value, form)
+    put_word(memory, field, value, at)
     for _ in range(3):
         with pytest.raises(RefusedError, match="changed"):
             reader.receive_within(0, 0)
@@ -433,10 +433,11 @@ def test_random_words_stay_inside_of_the_mapping(
     memory, port, reader = ends(64 * PAGE)
     assert port.send_now(LONG, 0) is None
     if is_begun:
-        put(memory, FILLED, get(memory, FILLED) - 10_000)
+        put_word(memory, FILLED, word(memory, FILLED) - 10_000)
         assert reader.receive_within(0, 0) is _core.NOTHING
-    memory[PAGE : PAGE + 24] = words[:8] + struct.pack("I", flags) + words[12:]
-    put(memory, FILLED, filled)
+    memory[PAGE : PAGE + len(words)] = words
+    put_word(memory, FLAGS, flags, PAGE)
+    put_word(memory, FILLED, filled)
     for _ in range(4):
         try:
             reader.receive_within(0, 0)

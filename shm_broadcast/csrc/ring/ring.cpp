@@ -244,6 +244,5 @@ PyMethodDef functions[] = {
 }  // namespace
 
 int ring_add(PyObject* module) {
-    if (PyModule_AddFunctions(module, functions) < 0) return -1;
-    return PyModule_AddIntConstant(module, "RING_STREAMED", ring::kStreamed);
+    return PyModule_AddFunctions(module, functions);
 }

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from shm_broadcast import _core, codec
 from shm_broadcast.errors import DecodeError
+from shm_broadcast.layout import FIELDS, LINE, PAGE, RECORD_FIELDS, RecordKind
 from shm_broadcast.settings import MIN_RING_BYTES
-from tests.queues import PAGE, RECORD_HEADER, background, bare_ring, memory_of, queue, refuse, ring_write
+from tests.queues import background, bare_ring, memory_of, put_word, queue, refuse, ring_write, word
 from tests.unit.shm_broadcast.codec_samples import Point, same
 
 MIB = 1 << 20
@@ -291,8 +292,8 @@ def test_a_malformed_header_costs_one_message(name: str) -> None:
     with queue(ring_bytes=2 * MIB) as (writer, [reader]):
         memory = memory_of(writer)
         writer.enqueue([made("bytes", 100_000), made("bytearray", 100_000), made("array", 100_000)], 1.0)
-        assert memory[PAGE + 8] == _core.RING_STREAMED
-        memory[PAGE + RECORD_HEADER : PAGE + RECORD_HEADER + len(header)] = header
+        assert word(memory, RECORD_FIELDS["flags"], PAGE) == RecordKind.STREAMED
+        memory[PAGE + LINE : PAGE + LINE + len(header)] = header
         with pytest.raises(DecodeError):
             reader.dequeue(1.0)
         (arrived,) = exchanged((writer, [reader]), made("bytes", 200_000))
@@ -312,8 +313,8 @@ def test_a_claim_of_more_memory_than_there_is_takes_none() -> None:
     struct.pack_into("<Q", frame, 8, claimed)
     start = (len(header) + 63) // 64 * 64
     struct.pack_into("<Q", frame, len(frame) - 8, claimed - start)
-    memory[PAGE + RECORD_HEADER : PAGE + RECORD_HEADER + len(frame)] = bytes(frame)
-    struct.pack_into("Q", memory, PAGE + 24, claimed)
+    memory[PAGE + LINE : PAGE + LINE + len(frame)] = bytes(frame)
+    put_word(memory, RECORD_FIELDS["total_bytes"], claimed, PAGE)
     assert reader.receive_within(0, 0) is _core.NOTHING
     assert reader.is_assembling
     assert private_bytes() - before < 8 * MIB
@@ -326,8 +327,8 @@ def test_a_writer_that_never_ends_its_stream_loses_that_message_alone() -> None:
         memory = memory_of(writer)
         writer.enqueue("before", 1.0)
         writer.enqueue(made("bytes", 200_000), 1.0)
-        (end,) = struct.unpack_from("Q", memory, 96)
-        struct.pack_into("Q", memory, 96, end - 1)
+        end = word(memory, FIELDS["filled"])
+        put_word(memory, FIELDS["filled"], end - 1)
         assert reader.dequeue(1.0) == "before"
         assert reader.try_dequeue() == (False, None)
         start = time.monotonic()
@@ -336,7 +337,7 @@ def test_a_writer_that_never_ends_its_stream_loses_that_message_alone() -> None:
         assert time.monotonic() - start >= 0.05
         with pytest.raises(Exception, match="no end of the message"), reader.lease(0.05):
             pass
-        struct.pack_into("Q", memory, 96, end)
+        put_word(memory, FIELDS["filled"], end)
         with reader.lease(1.0) as value:
             assert value == made("bytes", 200_000)
         writer.enqueue("next", 1.0)

@@ -16,9 +16,10 @@ from shm_broadcast.errors import (
     DecodeError,
     UsageError,
 )
-from shm_broadcast.queue import QueueReader, QueueWriter, dequeue_any, segment_bytes
+from shm_broadcast.layout import LINE, PAGE, segment_bytes
+from shm_broadcast.queue import QueueReader, QueueWriter, dequeue_any
 from shm_broadcast.settings import MIN_RING_BYTES, BroadcastSettings, WaitMode
-from tests.queues import PAGE, RECORD_HEADER, background, bare_ring, fill, memory_of, queue, ring_write
+from tests.queues import background, bare_ring, fill, memory_of, queue, ring_write
 
 MODES: list[WaitMode] = ["adaptive", "spin", "park"]
 
@@ -60,15 +61,15 @@ def pass_through(memory: Any, frame: bytes) -> bytes:
 @pytest.mark.parametrize("nbytes", [1, 63, 64, 65, 1000, 1983, 1984])
 def test_records_wrap_around_at_every_offset(nbytes: int) -> None:
     """Wherever in the ring a record begins, it and the one behind it arrive as they were written."""
-    for line in range(PAGE // RECORD_HEADER):
+    for line in range(PAGE // LINE):
         memory = bare_ring()
-        ahead = line * RECORD_HEADER
+        ahead = line * LINE
         while ahead > 0:
             record = min(ahead, PAGE // 4)
-            assert ring_write(memory, b"x" * max(record - RECORD_HEADER, 1), (), 0, 0, 0) > 0
+            assert ring_write(memory, b"x" * max(record - LINE, 1), (), 0, 0, 0) > 0
             take_message(memory)
             # The smallest record takes two lines, so an odd start is reached from the line behind it.
-            ahead -= max(record, 2 * RECORD_HEADER)
+            ahead -= max(record, 2 * LINE)
         for number in range(2):
             frame = content(number, nbytes)
             assert ring_write(memory, frame, (), 0, 0, 0) == nbytes

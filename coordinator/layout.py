@@ -12,8 +12,10 @@ Hybrid sharding cuts each data-parallel list into runs of `shard` neighbours. Th
 Ranks at the same position in different runs hold the same shard (`rdp`).
 """
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal, Self, get_args
+from typing import Final, Literal, Self
 
 from shm_broadcast.errors import UsageError
 
@@ -23,6 +25,19 @@ Dimension = Literal["world", "tp", "cp", "pp", "dp", "ep", "rdp", "sdp"]
 """All ranks; tensor, context, pipeline, data and expert parallel; replicated and sharded data parallel."""
 
 RankLists = tuple[tuple[int, ...], ...]
+
+_GRID: Final = frozenset({"tp", "cp", "pp", "sdp", "rdp"})
+# The lists of a dimension run along these axes of the grid of ranks.
+_ALONG: Final[dict[Dimension, frozenset[str]]] = {
+    "world": _GRID,
+    "tp": frozenset({"tp"}),
+    "cp": frozenset({"cp"}),
+    "pp": frozenset({"pp"}),
+    "dp": frozenset({"sdp", "rdp"}),
+    "ep": _GRID - {"pp"},
+    "rdp": frozenset({"rdp"}),
+    "sdp": frozenset({"sdp"}),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +75,12 @@ class ParallelLayout:
             )
         if self.expert is not None:
             _check_size("expert", self.expert)
-            if self._ranks_per_stage % self.expert:
+            stage = self.data * self.context * self.tensor
+            if stage % self.expert:
                 raise UsageError(
-                    f"expert={self.expert} does not divide the {self._ranks_per_stage} ranks of a pipeline stage "
+                    f"expert={self.expert} does not divide the {stage} ranks of a pipeline stage "
                     f"(data={self.data} x context={self.context} x tensor={self.tensor}); "
-                    f"possible sizes: {_divisors(self._ranks_per_stage)}"
+                    f"possible sizes: {_divisors(stage)}"
                 )
 
     @classmethod
@@ -104,7 +120,7 @@ class ParallelLayout:
     @property
     def rank_lists(self) -> dict[Dimension, RankLists]:
         """The rank lists of every dimension, as `groups` returns them."""
-        return {name: self.groups(name) for name in get_args(Dimension)}
+        return {name: self.groups(name) for name in _ALONG}
 
     def size(self, name: Dimension) -> int:
         """Return how many ranks a list of dimension `name` has.
@@ -112,19 +128,11 @@ class ParallelLayout:
         Raises:
             UsageError: There is no such dimension.
         """
-        sizes: dict[str, int] = {
-            "world": self.world_size,
-            "tp": self.tensor,
-            "cp": self.context,
-            "pp": self.pipeline,
-            "dp": self.data,
-            "ep": self._ranks_per_stage if self.expert is None else self.expert,
-            "rdp": self.data // self.shard,
-            "sdp": self.shard,
-        }
-        if name not in sizes:
-            raise UsageError(f"unknown dimension {name!r}; the dimensions are {', '.join(sizes)}")
-        return sizes[name]
+        if name not in _ALONG:
+            raise UsageError(f"unknown dimension {name!r}; the dimensions are {', '.join(_ALONG)}")
+        if name == "ep" and self.expert is not None:
+            return self.expert
+        return math.prod(size for size, _ in self._axes(_ALONG[name]))
 
     def groups(self, name: Dimension) -> RankLists:
         """Return the rank lists of dimension `name`.
@@ -135,16 +143,10 @@ class ParallelLayout:
             UsageError: The dimension is unknown.
         """
         size = self.size(name)
-        if name == "ep":
-            stages = (self._stage(stage) for stage in range(self.pipeline))
-            runs = (stage[start : start + size] for stage in stages for start in range(0, len(stage), size))
-            return tuple(sorted(runs))
-        stride = self._stride(name)
-        # A list starts at each rank whose coordinate in this dimension is 0. These ranks form runs of `stride`, one in
-        # each block of `stride * size` ranks.
-        blocks = range(0, self.world_size, stride * size)
-        firsts = (first for block in blocks for first in range(block, block + stride))
-        return tuple(tuple(range(first, first + size * stride, stride)) for first in firsts)
+        line = self._line(_ALONG[name])
+        runs = [line[start : start + size] for start in range(0, len(line), size)]
+        origins = self._line(_GRID - _ALONG[name])
+        return tuple(sorted(tuple(origin + step for step in run) for origin in origins for run in runs))
 
     def group_of(self, name: Dimension, rank: int) -> tuple[int, ...]:
         """Return the list of dimension `name` that contains `rank`, without computing the other lists.
@@ -154,16 +156,10 @@ class ParallelLayout:
         """
         size = self.size(name)
         index = self.coordinates(rank)[name]
-        if name == "ep":
-            per_replica = self.tensor * self.context
-            position = self._position_in_stage(rank)
-            stage = rank % (per_replica * self.pipeline) // per_replica
-            return tuple(
-                self._rank_in_stage(stage, each) for each in range(position - index, position - index + size)
-            )
-        stride = self._stride(name)
-        first = rank - index * stride
-        return tuple(range(first, first + size * stride, stride))
+        line = self._line(_ALONG[name])
+        position = self._position(name, rank)
+        start, origin = position - index, rank - line[position]
+        return tuple(origin + step for step in line[start : start + size])
 
     def coordinates(self, rank: int) -> dict[Dimension, int]:
         """Return the position of `rank` in its list of each dimension.
@@ -173,16 +169,7 @@ class ParallelLayout:
         """
         if type(rank) is not int or not 0 <= rank < self.world_size:
             raise UsageError(f"there is no rank {rank!r} in a world of {self.world_size} ranks")
-        return {
-            "world": rank,
-            "tp": rank % self.tensor,
-            "cp": rank // self._stride("cp") % self.context,
-            "pp": rank // self._stride("pp") % self.pipeline,
-            "dp": rank // self._stride("dp"),
-            "ep": self._position_in_stage(rank) % self.size("ep"),
-            "rdp": rank // self._stride("rdp"),
-            "sdp": rank // self._stride("sdp") % self.shard,
-        }
+        return {name: self._position(name, rank) % self.size(name) for name in _ALONG}
 
     def rank_at(self, *, tp: int = 0, cp: int = 0, pp: int = 0, dp: int = 0) -> int:
         """Return the rank with these coordinates: the inverse of `coordinates`.
@@ -190,42 +177,44 @@ class ParallelLayout:
         Raises:
             UsageError: A coordinate is not below the size of its dimension.
         """
-        places: tuple[tuple[Dimension, int], ...] = (("tp", tp), ("cp", cp), ("pp", pp), ("dp", dp))
+        rank = 0
+        places: tuple[tuple[Dimension, int], ...] = (("dp", dp), ("pp", pp), ("cp", cp), ("tp", tp))
         for name, index in places:
-            if type(index) is not int or not 0 <= index < self.size(name):
-                raise UsageError(
-                    f"there is no index {index!r} in dimension {name!r} of {self.size(name)} ranks"
-                )
-        return sum(index * self._stride(name) for name, index in places)
+            size = self.size(name)
+            if type(index) is not int or not 0 <= index < size:
+                raise UsageError(f"there is no index {index!r} in dimension {name!r} of {size} ranks")
+            rank = rank * size + index
+        return rank
 
-    @property
-    def _ranks_per_stage(self) -> int:
-        return self.data * self.context * self.tensor
-
-    def _stride(self, name: Dimension) -> int:
-        """Return the rank distance between neighbours in dimension `name`, which is not "ep"."""
-        strides = {
-            "world": 1,
-            "tp": 1,
-            "cp": self.tensor,
-            "pp": self.tensor * self.context,
-            "dp": self.tensor * self.context * self.pipeline,
-            "sdp": self.tensor * self.context * self.pipeline,
-            "rdp": self.tensor * self.context * self.pipeline * self.shard,
+    def _axes(self, names: Collection[str]) -> list[tuple[int, int]]:
+        """Return (size, rank distance between neighbours) of these axes of the grid, the slowest first."""
+        sizes = {
+            "tp": self.tensor,
+            "cp": self.context,
+            "pp": self.pipeline,
+            "sdp": self.shard,
+            "rdp": self.data // self.shard,
         }
-        return strides[name]
+        axes, stride = [], 1
+        for name, size in sizes.items():
+            if name in names:
+                axes.append((size, stride))
+            stride *= size
+        return axes[::-1]
 
-    def _stage(self, stage: int) -> tuple[int, ...]:
-        return tuple(self._rank_in_stage(stage, position) for position in range(self._ranks_per_stage))
+    def _line(self, names: Collection[str]) -> list[int]:
+        """Return the ranks that differ from rank 0 along these axes only, ascending."""
+        line = [0]
+        for size, stride in self._axes(names):
+            line = [rank + index * stride for rank in line for index in range(size)]
+        return line
 
-    def _rank_in_stage(self, stage: int, position: int) -> int:
-        replica, rest = divmod(position, self.tensor * self.context)
-        return replica * self._stride("dp") + stage * self._stride("pp") + rest
-
-    def _position_in_stage(self, rank: int) -> int:
-        """Return the position of `rank` among the ascending ranks of its pipeline stage."""
-        per_replica = self.tensor * self.context
-        return rank // self._stride("dp") * per_replica + rank % per_replica
+    def _position(self, name: Dimension, rank: int) -> int:
+        """Return the position of `rank` in the line along the axes of dimension `name` that contains it."""
+        position = 0
+        for size, stride in self._axes(_ALONG[name]):
+            position = position * size + rank // stride % size
+        return position
 
 
 def _check_size(name: str, value: object) -> None:

@@ -7,6 +7,7 @@ choices, `LaunchEnvironment` the variables that a launcher such as torchrun sets
 import difflib
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self, get_args, get_origin
 
@@ -122,17 +123,11 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         """Return the fields that must be equal on every rank, flat: `{"timeout_s": 600.0, "broadcast.wait": …}`."""
         flat: dict[str, str | int | float | None] = {}
         for field, value in msgspec.to_builtins(self).items():
-            if field in PER_RANK_FIELDS:
-                continue
             if isinstance(value, dict):
-                flat |= {
-                    name: each
-                    for inner, each in value.items()
-                    if (name := f"{field}.{inner}") not in PER_RANK_FIELDS
-                }
+                flat |= {f"{field}.{inner}": each for inner, each in value.items()}
             else:
                 flat[field] = value
-        return flat
+        return {name: value for name, value in flat.items() if name not in PER_RANK_FIELDS}
 
     def fingerprint(self) -> str:
         """Return a digest of `agreed()`: 16 hexadecimal digits, stable across processes, hosts and Python versions."""
@@ -235,16 +230,17 @@ def cuda_visible_devices(environ: Mapping[str, str] | None = None) -> str | None
 # --- the environment ------------------------------------------------------------------------------------------
 
 
-def _variables(cls: type[CoordinatorSettings]) -> dict[str, tuple[str, str | None, Any]]:
-    """Return (field, field in the section or None, type) for each variable."""
-    found: dict[str, tuple[str, str | None, Any]] = {}
+def _variables(cls: type[CoordinatorSettings]) -> dict[str, tuple[type[Any], str, Any]]:
+    """Return (settings class, field of that class, type of the field) for each variable."""
+    found: dict[str, tuple[type[Any], str, Any]] = {}
     for field in msgspec.structs.fields(cls):
         name = PREFIX + field.name.upper()
-        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-            for inner in msgspec.structs.fields(field.type):
-                found[f"{name}__{inner.name.upper()}"] = (field.name, inner.name, inner.type)
+        section = _SECTIONS.get(field.name)
+        if section is None:
+            found[name] = (cls, field.name, field.type)
         else:
-            found[name] = (field.name, None, field.type)
+            for inner in msgspec.structs.fields(section):
+                found[f"{name}__{inner.name.upper()}"] = (section, inner.name, inner.type)
     return found
 
 
@@ -253,57 +249,28 @@ def _read_variables(cls: type[CoordinatorSettings], environ: Mapping[str, str]) 
     variables = _variables(cls)
     given = {name: text for name, text in environ.items() if name.startswith(PREFIX)}
     _refuse_unknown(given, variables, "environment variable")
-    values: dict[str, Any] = {}
+    values: dict[type[Any], dict[str, Any]] = {}
     for name, text in given.items():
-        field, inner, kind = variables[name]
+        owner, field, kind = variables[name]
         try:
-            value = msgspec.convert(text, kind, strict=False)
+            values.setdefault(owner, {})[field] = msgspec.convert(text, kind, strict=False)
         except msgspec.ValidationError as error:
             raise _malformed(name, text, kind, error) from None
-        if inner is None:
-            values[field] = value
-        else:
-            values.setdefault(field, {})[inner] = value
-    for name, text in given.items():
-        field, inner, kind = variables[name]
+    for owner, fields in values.items():
         try:
-            _check(cls, field, inner, values[field])
+            owner(**fields)
         except SettingsError as error:
-            raise _malformed(name, text, kind, error) from None
-    for field, section in values.items():
-        if field in _SECTIONS:
-            try:
-                _SECTIONS[field](**section)
-            except SettingsError as error:
-                names = ", ".join(f"{PREFIX}{field.upper()}__{inner.upper()}" for inner in section)
-                raise SettingsError(f"environment variables {names}: {error}") from None
-    return values
-
-
-def _check(cls: type[CoordinatorSettings], field: str, inner: str | None, value: Any) -> None:
-    """Raise if one variable's value is out of range; for a section, `value` holds all that the environment sets."""
-    if inner is None:
-        cls(**{field: value})
-        return
-    kind = _SECTIONS[field]
-    try:
-        # Checking the field alone blames the right variable.
-        kind(**{inner: value[inner]})
-    except SettingsError:
-        # One field of a section can limit another: accept the value if it is valid together with the other variables.
-        if len(value) > 1 and _is_accepted(kind, value):
-            return
-        raise
-
-
-def _is_accepted(
-    kind: type[BroadcastSettings | RemoteSettings | CudaSettings], fields: Mapping[str, Any]
-) -> bool:
-    try:
-        kind(**fields)
-    except SettingsError:
-        return False
-    return True
+            names = [name for name in given if variables[name][0] is owner]
+            for name in names:
+                _, field, kind = variables[name]
+                try:
+                    # A variable whose value is refused alone is to blame; else they contradict each other.
+                    owner(**{field: fields[field]})
+                except SettingsError as refusal:
+                    raise _malformed(name, given[name], kind, refusal) from None
+            raise SettingsError(f"environment variables {', '.join(names)}: {error}") from None
+    sections = {name: values[section] for name, section in _SECTIONS.items() if section in values}
+    return {**values.get(cls, {}), **sections}
 
 
 def _malformed(name: str, text: str, kind: Any, error: Exception) -> SettingsError:
@@ -320,19 +287,16 @@ def _refuse_unknown(names: Iterable[str], known: Iterable[str], what: str) -> No
 
 
 def _is_interface_name(name: object) -> bool:
-    return (
-        isinstance(name, str) and 1 <= len(name) <= 15 and "/" not in name and name == "".join(name.split())
-    )
+    return isinstance(name, str) and re.fullmatch(r"[^/\s]{1,15}", name) is not None
 
 
 def _port_range(text: object) -> tuple[int, int] | None:
     """Return the two numbers of "29600-29699", or None if `text` is not a range of ports."""
-    if not isinstance(text, str):
+    match = re.fullmatch(r"([0-9]{1,5})-([0-9]{1,5})", text) if isinstance(text, str) else None
+    if match is None:
         return None
-    first, dash, last = text.partition("-")
-    if not dash or not all(each.isascii() and each.isdecimal() and len(each) <= 5 for each in (first, last)):
-        return None
-    return (int(first), int(last)) if 1 <= int(first) <= int(last) <= 65535 else None
+    first, last = int(match[1]), int(match[2])
+    return (first, last) if 1 <= first <= last <= 65535 else None
 
 
 def _optional_integer(environ: Mapping[str, str], name: str, lowest: int, highest: int) -> int | None:

@@ -130,12 +130,11 @@ class ObjectCollectives(GroupPlanes):
             objects = list(input_list or ())
             if len(objects) != self.world_size:
                 raise UsageError(f"{name}: rank src must give {self.world_size} objects, not {len(objects)}")
-            # All are refused before one is sent.
-            for each in objects:
-                codec.encode(each)
-            for rank, each in enumerate(objects):
+            # What cannot be encoded is refused before anything is sent.
+            messages = [codec.encode(each) for each in objects]
+            for rank, message in enumerate(messages):
                 if rank != src:
-                    self._host.send_object(each, rank, name, timeout_s, SCATTER_TAG)
+                    self._host.send_message(message, rank, name, timeout_s, SCATTER_TAG)
             output_list[0] = objects[src]
             return output_list[0]
 

@@ -1,32 +1,25 @@
 """The host plane over Gloo, for groups whose ranks do not all share memory.
 
-An object travels as one frame of the codec. The first `FIRST_BYTES` of it are one message of at most that
-size, into which the receiver has a buffer of fixed size ready; only what is longer needs a second
-message, which follows at once. So no object ever needs a round trip.
+An object travels as one frame of the codec. The first message holds up to `FIRST_BYTES` of it, and the receiver posts a
+buffer of that size before it knows the length. The rest of a longer frame follows at once in a second message.
+Therefore no object needs a round trip.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
+from contextlib import suppress
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from coordinator.host.plane import (
-    frame_of,
-    gather_frames,
-    isend_with_tensors,
-    pack_integer,
-    refuse_any,
-    unpack_integer,
-)
+from coordinator.host.plane import GatheringHostPlane, isend_with_tensors, refuse_any
 from coordinator.host.process_groups import GlooBackend, abort_gloo
-from coordinator.host.tags import BROADCAST_TAG, BROADCAST_TENSOR_TAG, GATHER_TAG, OBJECT_TAG
-from coordinator.host.tensor_dict_format import PackedDict, Slicing, pack_beside
+from coordinator.host.tags import BROADCAST_TAG, BROADCAST_TENSOR_TAG, GATHER_TAG
+from coordinator.host.tensor_dict_format import PackedDict, Slicing, split
 from device_comm.handles import CompletedHandle, Handle, PointToPointHandle
 from device_comm.health import GroupHealth, Operation
 from device_comm.process_group import as_bytes, backend_timeout, is_plain
@@ -34,18 +27,18 @@ from device_comm.works import CollectiveWork, PointToPointWorks, WaiterThreads
 from shm_broadcast import codec
 from shm_broadcast.errors import CapabilityError, ClosedError
 
-# Receivers post this much for the first message of a frame: a scheduler's step fits many times.
+# Size of the first message of a frame, for which receivers post a buffer; a scheduler's step is far smaller.
 FIRST_BYTES: Final = 64 << 10
 
-# Frames of at most `FIRST_BYTES` are not waited for. Gloo sends them when the receiver is ready for them; until
-# then their memory is kept here. So many may be open before a thread waits for the newest of them.
+# A sender does not wait for frames of at most `FIRST_BYTES`. Gloo sends them when the receiver is ready, and their
+# memory is kept here until then. When more than this many are open, a thread waits for the newest of them.
 EAGER_SENDS: Final = 32
-# A sender that is so far ahead of its receiver, under one tag, waits for it.
+# A sender whose receiver has not taken this much, under one tag, waits for the receiver.
 EAGER_BYTES: Final = 64 << 20
 
 
 class _EagerSends:
-    """Frames that nobody waits for, to one peer and under one tag: those complete in the order they were sent."""
+    """Frames that no call waits for, to one peer and under one tag. They complete in the order of sending."""
 
     def __init__(self) -> None:
         self.open: list[tuple[dist.Work, torch.Tensor]] = []
@@ -57,7 +50,7 @@ class _EagerSends:
         self.nbytes += data.numel()
 
     def settle(self, threads: WaiterThreads, peer: int) -> PointToPointWorks:
-        """Return what completes with the frames being settled, or if there are none with all open ones."""
+        """Return the wait for the frames that are being settled; if there are none, start one for all open frames."""
         if self.settling is None:
             newest, _ = self.open[-1]
             self.settling = PointToPointWorks(threads, [(peer, newest)], self.open)
@@ -69,19 +62,19 @@ class _EagerSends:
         self.nbytes = sum(data.numel() for _, data in self.open)
 
 
-class GlooHostPlane:
+class GlooHostPlane(GatheringHostPlane):
     """The host plane of one group over Gloo. Ranks here are ranks in the group."""
 
     def __init__(
         self, backend: GlooBackend, health: GroupHealth, rank_in_group: int, timeout_s: float
     ) -> None:
-        """Take over what connects the ranks.
+        """Use a backend, which the plane owns from now on.
 
         Args:
-            backend: Gloo among exactly these ranks, used by nobody else.
+            backend: A Gloo backend among exactly these ranks, which nothing else uses.
             health: The group's shared state.
-            rank_in_group: This process's position.
-            timeout_s: Deadline of collectives that state none.
+            rank_in_group: This process's rank in the group.
+            timeout_s: Deadline of collectives without their own, in seconds.
         """
         self._ranks = health.ranks
         self._rank = rank_in_group
@@ -114,8 +107,8 @@ class GlooHostPlane:
             work = self._backend.barrier(options)
         self._health.wait(operation, CollectiveWork(work), deadline)
 
-    def _all_gather(self, operation: Operation, timeout_s: float | None, data: bytes) -> list[memoryview]:
-        """Return every rank's bytes, in rank order; all ranks bring the same number of bytes."""
+    def _all_gather(self, name: str, timeout_s: float | None, data: bytes) -> list[memoryview]:
+        operation = self._health.begin("host", name)
         deadline = timeout_s or self._timeout_s
         options = AllgatherOptions()
         options.timeout = backend_timeout(deadline)
@@ -127,33 +120,15 @@ class GlooHostPlane:
         rows = memoryview(result)
         return [rows[start : start + len(data)] for start in range(0, len(result), len(data))]
 
-    def all_gather_integers(self, value: int, timeout_s: float | None = None) -> list[int]:
-        """Return every rank's integer of up to 64 bits, in rank order."""
-        operation = self._health.begin("host", "all_gather_integers")
-        return [unpack_integer(row) for row in self._all_gather(operation, timeout_s, pack_integer(value))]
-
-    def all_gather_object(self, obj: object, timeout_s: float | None = None) -> list[Any]:
-        """Return the ranks' objects on every rank, in rank order. One round when all are small."""
-        name = "all_gather_object"
-        self._health.check_usable(name)
-        frame = frame_of(obj)
-        gather = partial(self._all_gather, self._health.begin("host", name), timeout_s)
-        return [codec.decode(row) for row in gather_frames(frame, gather, self._health)]
-
     def broadcast_object(self, obj: object, src: int, timeout_s: float | None, type_: Any = None) -> Any:
         """Return rank `src`'s object on every rank."""
-        # Not counted: it does not stand in line behind calls under way, so ranks would number those differently, and
-        # blame by that. What is awaited here names the ranks itself.
-        if self._rank == src:
-            self._health.check_usable("broadcast_object")
-            message = codec.encode(obj)
-            name = f"broadcast_object to {self._global(self._others)}"
-            operation = self._health.begin_point_to_point("host", name)
-            deadline = timeout_s or self._timeout_s
-            self._start_frame(operation, message, self._others, BROADCAST_TAG, deadline).wait()
-            return obj
-        operation = self._health.begin_point_to_point("host", f"broadcast_object from {self._global([src])}")
-        return self._receive_frame(operation, src, BROADCAST_TAG, timeout_s, type_)
+        # This call is not numbered: it does not wait for calls in progress, so ranks would number those differently and
+        # blame the wrong rank. The wait here names its ranks itself.
+        name = "broadcast_object"
+        if self._rank != src:
+            return self.recv_object(src, timeout_s, type_, name, BROADCAST_TAG)
+        self._isend_message(codec.encode(obj), self._others, name, timeout_s, BROADCAST_TAG).wait()
+        return obj
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor], src: int, timeout_s: float | None) -> None:
         """Fill contiguous CPU tensors on every rank with those of rank `src`, one after the other."""
@@ -165,16 +140,14 @@ class GlooHostPlane:
 
     def gather_object(self, obj: object, dst: int, timeout_s: float | None = None) -> list[Any] | None:
         """Return the ranks' objects on rank `dst`, in rank order; None elsewhere."""
-        self._health.check_usable("gather_object")
         deadline = timeout_s or self._timeout_s
-        if self._rank != dst:
-            message = codec.encode(obj)
-            operation = self._health.begin("host", "gather_object")
+        message = None if self._rank == dst else codec.encode(obj)
+        operation = self._health.begin("host", "gather_object")
+        if message is not None:
             self._start_frame(operation, message, [dst], GATHER_TAG, deadline).wait()
             return None
-        operation = self._health.begin("host", "gather_object")
         firsts = self._receive_first(operation, self._others, GATHER_TAG, deadline)
-        # All frames before any is decoded: one that cannot be must leave nothing of the others behind.
+        # Receive all frames before decoding any: if one cannot be decoded, nothing of the others may be left behind.
         frames = {
             rank: self._complete_frame(operation, rank, GATHER_TAG, first, deadline)
             for rank, first in firsts.items()
@@ -190,20 +163,23 @@ class GlooHostPlane:
         self.isend_object(obj, dst, name, timeout_s, tag).wait()
 
     def isend_object(self, obj: object, dst: int, name: str, timeout_s: float | None, tag: int) -> Handle:
-        """Start to send an object to rank `dst`, of which this takes a copy."""
-        message = codec.encode(obj)
-        operation = self._health.begin_point_to_point("host", f"{name} to {self._global([dst])}")
-        return self._start_frame(operation, message, [dst], tag, timeout_s or self._timeout_s)
+        """Start to send an object to rank `dst`; this copies the object."""
+        return self._isend_message(codec.encode(obj), [dst], name, timeout_s, tag)
 
-    def recv_object(
-        self,
-        src: int,
-        timeout_s: float | None = None,
-        type_: Any = None,
-        name: str = "recv_object",
-        tag: int = OBJECT_TAG,
-    ) -> Any:
-        """Receive an object from rank `src`; without a deadline this waits until there is one."""
+    def send_message(
+        self, message: codec.Message, dst: int, name: str, timeout_s: float | None, tag: int
+    ) -> None:
+        """Send an object that is already encoded to rank `dst`; return when the transport owns it."""
+        self._isend_message(message, [dst], name, timeout_s, tag).wait()
+
+    def _isend_message(
+        self, message: codec.Message, peers: Sequence[int], name: str, timeout_s: float | None, tag: int
+    ) -> Handle:
+        operation = self._health.begin_point_to_point("host", f"{name} to {self._global(peers)}")
+        return self._start_frame(operation, message, peers, tag, timeout_s or self._timeout_s)
+
+    def recv_object(self, src: int, timeout_s: float | None, type_: Any, name: str, tag: int) -> Any:
+        """Receive an object from rank `src`; without a deadline this waits until one arrives."""
         operation = self._health.begin_point_to_point("host", f"{name} from {self._global([src])}")
         return self._receive_frame(operation, src, tag, timeout_s, type_)
 
@@ -234,12 +210,11 @@ class GlooHostPlane:
         self, shape: Sequence[int], dtype: torch.dtype, tag: int, timeout_s: float | None
     ) -> tuple[torch.Tensor, int]:
         """Refuse: Gloo receives from one rank at a time."""
-        del shape, dtype, tag, timeout_s
         raise refuse_any(self._health)
 
     def pack(self, tensor_dict: Mapping[Any, Any], slicing: Slicing) -> PackedDict:
-        """Leave small CPU tensors in the message: one of its own costs each of them a round."""
-        return pack_beside(tensor_dict, slicing)
+        """Leave small CPU tensors in the message: a message of its own would cost each of them a round."""
+        return split(tensor_dict, slicing)
 
     def isend_tensor_dict(self, packed: PackedDict, dst: int, timeout_s: float | None) -> list[Handle]:
         """Start to send the message and the CPU tensors beside it."""
@@ -259,7 +234,7 @@ class GlooHostPlane:
             for peer in peers:
                 sent = self._backend.send([first], peer, tag)
                 if rest.numel():
-                    # Both: Gloo forgets a send whose work is dropped before the receiver is ready.
+                    # Keep both works: Gloo drops a send whose work is released before the receiver is ready.
                     works.append((self._ranks[peer], sent))
                     works.append((self._ranks[peer], self._backend.send([rest], peer, tag)))
                 else:
@@ -303,14 +278,14 @@ class GlooHostPlane:
     def _complete_frame(
         self, operation: Operation, src: int, tag: int, first: bytearray, timeout_s: float | None
     ) -> bytearray | memoryview:
-        """Receive what follows the first message of a frame; return the whole."""
+        """Receive the rest of a frame after its first message; return the whole frame."""
         total = codec.frame_length(first)
         if total <= FIRST_BYTES:
             return memoryview(first)[:total]
         try:
             frame = bytearray(total)
         except (MemoryError, OverflowError) as error:
-            # What follows cannot be taken, and would be taken for the next message.
+            # The rest of the frame cannot be received, and would be mistaken for the next message.
             refusal = CapabilityError(
                 f"{self._health.where(operation)}: no memory for a message of {total} bytes; "
                 "the group is now unusable, destroy it",
@@ -322,7 +297,7 @@ class GlooHostPlane:
         rest = torch.frombuffer(frame, dtype=torch.uint8)[FIRST_BYTES:]
         with self._health.transport(operation):
             work = self._backend.recv([rest], src, tag)
-        # The sender is in the middle of it: from here on silence is a failure.
+        # The sender is in the middle of its frame: from here on silence is a failure.
         self._handle(operation, [(self._ranks[src], work)], rest, timeout_s or self._timeout_s).wait()
         return frame
 
@@ -343,31 +318,29 @@ class GlooHostPlane:
     # ------------------------------------------------------------------ life
 
     def abort(self) -> None:
-        """End everything in flight, here and on the peers."""
+        """End every operation in flight, here and on the peers."""
         backend = self._open_backend
         if backend is not None:
             abort_gloo(backend)
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until the kernel has all that was sent, so that closing the connections loses nothing."""
+        """Wait until the kernel has everything that was sent, so that closing the connections loses nothing."""
         deadline = time.monotonic() + timeout_s
         for (peer, _), sends in list(self._eager.items()):
-            try:
+            # If this peer's connection is closed, another peer may still want what was sent to it.
+            with suppress(RuntimeError):
                 while sends.settling is not None or sends.open:
                     works = sends.settle(self._threads, self._ranks[peer])
                     if not works.poll(max(deadline - time.monotonic(), 0.0)):
                         # A peer that takes nothing any more cannot keep this rank from leaving.
                         return
                     sends.settled()
-            except RuntimeError as gone:
-                # This peer's connection is closed; another one may still want what was sent to it.
-                del gone
 
     def close(self, timeout_s: float) -> None:
-        """End the threads; what still waits in them is aborted first."""
+        """End the threads, after aborting the operations that still wait in them."""
         if self._threads.is_busy:
             self.abort()
         self._threads.close(timeout_s)
         self._eager.clear()
-        # The connections close when the last reference goes; a user may keep the destroyed group.
+        # The connections close with the last reference to the backend; a user may keep the destroyed group.
         self._open_backend = None

@@ -1,26 +1,27 @@
-"""Sends that nobody may wait for: their handles own memory that a transport still reads."""
+"""Sends that the caller need not wait for: their handles own memory that a transport still reads."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import suppress
 from typing import Final
 
 from device_comm.handles import CompletedHandle, Handle
 from shm_broadcast.errors import CommError
 
-# When this many sends are open, the oldest is waited for: a receiver that is so far behind has stopped receiving.
+# When this many sends are open, the next one waits for the oldest: a receiver that is so far behind has stopped.
 MAX_OPEN_SENDS: Final = 256
 
-# Pause between two looks at sends that are still in flight.
+# Pause between two checks of sends that are still in flight.
 _FLUSH_PAUSE_S: Final = 0.002
 
 
 class OpenSends:
-    """The handles of a group's sends until they are complete, so that the application may drop its own."""
+    """Holds the handles of a group's sends until they are complete, so that the application may drop its own."""
 
     def __init__(self) -> None:
-        """Hold none yet."""
+        """Start empty."""
         self._handles: deque[Handle] = deque()
 
     def keep(self, handle: Handle) -> None:
@@ -35,14 +36,11 @@ class OpenSends:
         handles.append(handle)
 
     def flush(self, timeout_s: float) -> None:
-        """Wait for up to `timeout_s` seconds until all are complete, or one cannot complete any more."""
+        """Wait up to `timeout_s` seconds, until all sends are complete or one can no longer complete."""
         deadline = time.monotonic() + timeout_s
-        try:
+        with suppress(CommError):  # a connection is closed: its peer is gone
             while not all(send.is_completed() for send in self._handles) and time.monotonic() < deadline:
                 time.sleep(_FLUSH_PAUSE_S)
-        except CommError as gone:
-            # A connection is closed: its peer is gone.
-            del gone
 
     def clear(self) -> None:
         """Drop the handles."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final, TypeAlias, cast
 
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
-from shm_broadcast.errors import CapabilityError, InternalError
+from shm_broadcast.errors import CapabilityError
 from shm_broadcast.liveness import fork_count
 
 BACKEND: Final = "gloo_at_address"
@@ -26,6 +27,7 @@ LOOPBACK: Final = "127.0.0.1"
 
 # torch's stubs declare no methods of ProcessGroupGloo; it has those of a process group.
 GlooBackend: TypeAlias = dist.ProcessGroup
+_Device: TypeAlias = ProcessGroupGloo.Device
 
 # Threads per group, one per collective in flight. 2 is Gloo's own default.
 _GLOO_THREADS: Final = 2
@@ -44,12 +46,6 @@ class GlooOptions:
     address: str
     is_lazy: bool = False
     backend: GlooBackend | None = None
-
-    def created(self) -> GlooBackend:
-        """Return the backend of the group that was created with these options."""
-        if self.backend is None:
-            raise InternalError("the Gloo group has not been created")
-        return self.backend
 
 
 # The address on which the world listens. A caller's own `dist.new_group()` uses our backend without options.
@@ -75,7 +71,7 @@ def _create(backend_options: Any, options: GlooOptions | None) -> ProcessGroupGl
         options = GlooOptions(_world_address[0] if _world_address else LOOPBACK)
     gloo = cast("Any", ProcessGroupGloo)._Options()
     device = _device_at(options.address, options.is_lazy)
-    gloo._devices = [device.gloo]
+    gloo._devices = [device]
     gloo._timeout = backend_options.timeout
     gloo._threads = _GLOO_THREADS
     backend = ProcessGroupGloo(
@@ -84,13 +80,6 @@ def _create(backend_options: Any, options: GlooOptions | None) -> ProcessGroupGl
     options.backend = cast("GlooBackend", backend)
     _users[options.backend] = device
     return backend
-
-
-class _Device:
-    """One Gloo device, shared by the groups in `_users`."""
-
-    def __init__(self, address: str, is_lazy: bool) -> None:
-        self.gloo = ProcessGroupGloo.create_device(hostname=address, lazy_init=is_lazy)
 
 
 # Each device has a thread that wakes up a hundred times a second (0.15 % of a core), so all groups of a process share
@@ -102,10 +91,11 @@ _users: Final[weakref.WeakKeyDictionary[GlooBackend, _Device]] = weakref.WeakKey
 def _device_at(address: str, is_lazy: bool) -> _Device:
     if is_lazy:
         # Two groups on one lazy device mix up their connections, and the second hangs (torch 2.13).
-        return _Device(address, is_lazy)
+        return ProcessGroupGloo.create_device(hostname=address, lazy_init=True)
     device = _devices.get((address, fork_count()))
     if device is None:
-        device = _devices[address, fork_count()] = _Device(address, is_lazy)
+        device = ProcessGroupGloo.create_device(hostname=address, lazy_init=False)
+        _devices[address, fork_count()] = device
     return device
 
 
@@ -119,7 +109,8 @@ def new_gloo_group(
     register_backend()
     options = GlooOptions(address, is_lazy)
     group = new_group(ranks, BACKEND, name, timeout_s, options)
-    return group, options.created()
+    assert options.backend is not None
+    return group, options.backend
 
 
 def new_group(
@@ -150,8 +141,7 @@ def new_group(
         timeout=timedelta(seconds=timeout_s),
         group_desc=name,
     )
-    if not isinstance(group, dist.ProcessGroup):
-        raise InternalError(f"torch returned no process group for ranks {list(ranks)}")
+    assert isinstance(group, dist.ProcessGroup)
     torch_world._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group
 
@@ -166,11 +156,8 @@ def abort_gloo(backend: GlooBackend) -> None:
         return
     buffer = torch.empty(1, dtype=torch.uint8)
     peer = (backend.rank() + 1) % backend.size()
-    try:
+    with suppress(RuntimeError):  # the intended timeout, or the connections were closed already
         backend.recv([buffer], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
-    except RuntimeError as expected:
-        # The intended timeout, or the connections were closed already.
-        del expected
 
 
 _ABORT_TAG: Final = 0x7FFF

@@ -1,21 +1,14 @@
-"""The host plane of a group whose ranks share memory: each byte is copied once by each side."""
+"""The host plane of a group whose ranks share memory: the sender and the receiver each copy a byte once."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
-from coordinator.host.plane import frame_of, gather_frames, pack_integer, unpack_integer
-from coordinator.host.tags import (
-    BROADCAST_TAG,
-    BROADCAST_TENSOR_TAG,
-    GATHER_TAG,
-    OBJECT_TAG,
-    TENSOR_DICT_TAG,
-)
+from coordinator.host.plane import GatheringHostPlane
+from coordinator.host.tags import BROADCAST_TAG, BROADCAST_TENSOR_TAG, GATHER_TAG, TENSOR_DICT_TAG
 from coordinator.host.tensor_dict_format import PackedDict, Slicing, pack_whole
 from device_comm.cpu.received_tensors import expect_tensor, irecv_into
 from device_comm.cpu.shared_memory import SharedMemory
@@ -24,13 +17,13 @@ from device_comm.health import GroupHealth
 from shm_broadcast import codec
 
 
-class SharedHostPlane:
+class SharedHostPlane(GatheringHostPlane):
     """The host plane of one group over shared memory. Ranks here are ranks in the group."""
 
     def __init__(
         self, shared: SharedMemory, health: GroupHealth, rank_in_group: int, timeout_s: float
     ) -> None:
-        """Use `shared`, which is owned from now on; the other arguments are those of `GlooHostPlane`."""
+        """Use `shared`, which the plane owns from now on; the other arguments are those of `GlooHostPlane`."""
         self._shared = shared
         self._region = shared.host
         self._channels = shared.channels
@@ -47,23 +40,9 @@ class SharedHostPlane:
         region.finish("barrier", region.core.barrier(), timeout_s or self._timeout_s)
 
     def _all_gather(self, name: str, timeout_s: float | None, data: bytes) -> list[memoryview]:
-        """Return every rank's bytes, in rank order; all ranks bring the same number of bytes."""
+        self._health.check_usable(name)
         rows = self._region.all_gather_bytes(name, data, timeout_s or self._timeout_s)
         return [rows[start : start + len(data)] for start in range(0, len(rows), len(data))]
-
-    def all_gather_integers(self, value: int, timeout_s: float | None = None) -> list[int]:
-        """Return every rank's integer of up to 64 bits, in rank order."""
-        name = "all_gather_integers"
-        self._health.check_usable(name)
-        return [unpack_integer(row) for row in self._all_gather(name, timeout_s, pack_integer(value))]
-
-    def all_gather_object(self, obj: object, timeout_s: float | None = None) -> list[Any]:
-        """Return the ranks' objects on every rank, in rank order. One round when all are small."""
-        name = "all_gather_object"
-        self._health.check_usable(name)
-        frame = frame_of(obj)
-        gather = partial(self._all_gather, name, timeout_s)
-        return [codec.decode(row) for row in gather_frames(frame, gather, self._health)]
 
     def broadcast_object(self, obj: object, src: int, timeout_s: float | None, type_: Any = None) -> Any:
         """Return rank `src`'s object on every rank."""
@@ -85,7 +64,6 @@ class SharedHostPlane:
     def gather_object(self, obj: object, dst: int, timeout_s: float | None = None) -> list[Any] | None:
         """Return the ranks' objects on rank `dst`, in rank order; None elsewhere."""
         name, deadline = "gather_object", timeout_s or self._timeout_s
-        self._health.check_usable(name)
         if self._rank != dst:
             self._channels.send("host", name, obj, (dst,), GATHER_TAG, deadline)
             return None
@@ -98,20 +76,19 @@ class SharedHostPlane:
         """Send an object to rank `dst`; return when the channel owns it."""
         self._channels.send("host", name, obj, (dst,), tag, timeout_s or self._timeout_s)
 
+    def send_message(
+        self, message: codec.Message, dst: int, name: str, timeout_s: float | None, tag: int
+    ) -> None:
+        """Send an object that is already encoded to rank `dst`; return when the channel owns it."""
+        self._channels.send_message("host", name, message, (dst,), tag, timeout_s or self._timeout_s)
+
     def isend_object(self, obj: object, dst: int, name: str, timeout_s: float | None, tag: int) -> Handle:
-        """Start to send an object to rank `dst`, of which this takes a copy."""
+        """Start to send an object to rank `dst`; this copies the object."""
         deadline = timeout_s or self._timeout_s
         return self._channels.isend("host", name, obj, dst, tag, deadline, copies=True)
 
-    def recv_object(
-        self,
-        src: int,
-        timeout_s: float | None = None,
-        type_: Any = None,
-        name: str = "recv_object",
-        tag: int = OBJECT_TAG,
-    ) -> Any:
-        """Receive an object from rank `src`; without a deadline this waits until there is one."""
+    def recv_object(self, src: int, timeout_s: float | None, type_: Any, name: str, tag: int) -> Any:
+        """Receive an object from rank `src`; without a deadline this waits until one arrives."""
         value = self._channels.recv("host", name, src, tag, timeout_s)
         return value if type_ is None else codec.convert(value, type_)
 
@@ -131,7 +108,7 @@ class SharedHostPlane:
         return expect_tensor(received, dtype, shape, src, self._health), src
 
     def pack(self, tensor_dict: Mapping[Any, Any], slicing: Slicing) -> PackedDict:
-        """Put every CPU tensor into the message, which moves as fast as tensors by themselves."""
+        """Put every CPU tensor into the message, which moves as fast as tensors on their own."""
         return pack_whole(tensor_dict, slicing)
 
     def isend_tensor_dict(self, packed: PackedDict, dst: int, timeout_s: float | None) -> list[Handle]:
@@ -140,14 +117,13 @@ class SharedHostPlane:
         handle = self._channels.isend(
             "host", "send_tensor_dict", packed.message(), dst, TENSOR_DICT_TAG, deadline
         )
-        # Engines take the first handle for that of the metadata, and wait only for those behind it.
+        # Engines regard the first handle as the metadata's, and wait only for the handles after it.
         return [handle] if isinstance(handle, CompletedHandle) else [handle, handle]
 
     # ------------------------------------------------------------------ life
 
     def flush(self, timeout_s: float) -> None:
         """Return at once: what was written can be read after this rank has left."""
-        del timeout_s
 
     def close(self, timeout_s: float) -> None:
         """Release the memory; calls that wait in other threads end. Idempotent."""

@@ -1,4 +1,4 @@
-"""Tags keep the kinds of traffic between two ranks apart; each kind is in order by itself."""
+"""Tags separate the kinds of traffic between two ranks; the messages of one tag stay in order."""
 
 from typing import Final
 
@@ -10,5 +10,5 @@ TENSOR_DICT_TAG: Final = 5
 BROADCAST_TENSOR_TAG: Final = 6
 SCATTER_TAG: Final = 7
 
-# Those of `send(..., tag=...)` follow behind this one; Gloo's own calls take tags below it.
+# The tags of `send(..., tag=...)` start here; Gloo's own calls use lower ones.
 FIRST_USER_TAG: Final = 0x10000

@@ -1,7 +1,7 @@
 """Splitting a tensor dict into one metadata message and the tensors that travel beside it.
 
-Small CPU tensors stay in the message: a message of its own costs each of them a round through the
-transport. What is left out leaves a `TensorSlot` in its place.
+Small CPU tensors stay in the message, because a message of its own would cost each of them a round through the
+transport. A `TensorSlot` takes the place of each tensor that travels beside the message.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from shm_broadcast import codec
 from shm_broadcast.codec import register_type
 from shm_broadcast.errors import DecodeError, DisagreementError, UsageError
 
-# CPU tensors below this travel inside the metadata message, whose first part holds 64 KiB.
+# CPU tensors below this size travel inside the metadata message, whose first part holds 64 KiB.
 INLINE_BYTES: Final = 16 << 10
 
-# Every CPU tensor travels inside: on transports that copy a large message as fast as a tensor of its own.
+# With this limit every CPU tensor travels inside, for transports that copy a large message as fast as a single tensor.
 WHOLE: Final = 1 << 62
 
 Plane = Literal["host", "device"]
@@ -37,8 +37,8 @@ class TensorSlot(msgspec.Struct, frozen=True):
         index: Position among the tensors of its dict.
         shape: Shape of the whole tensor.
         dtype: Name of the dtype, without `torch.`.
-        plane: "host" for CPU tensors, "device" for those of the sender's device, which land on the receiver's.
-        slices: Ranks among which it is sliced; 1 when it travels whole.
+        plane: "host" for CPU tensors, "device" for tensors on the sender's device, which arrive on the receiver's.
+        slices: Number of ranks among which the tensor is sliced; 1 if it travels whole.
     """
 
     index: int
@@ -52,12 +52,12 @@ class TensorSlot(msgspec.Struct, frozen=True):
 class TensorDictMessage(msgspec.Struct, frozen=True):
     """The metadata of a dict with tensors beside it.
 
-    Whoever cannot decode `tree` still learns from `slots` what follows, and can leave the transport in order.
+    A receiver that cannot decode `tree` still learns from `slots` which transfers follow, and can receive them.
 
     Attributes:
-        slots: What travels beside it, in order.
+        slots: The tensors beside the metadata, in order.
         tree: The frame of the metadata.
-        parts: The tensors of the "host" slots, in order, where they travel in this message.
+        parts: The tensors of the "host" slots, in order, if they travel in this message; otherwise None.
     """
 
     slots: list[TensorSlot]
@@ -67,7 +67,7 @@ class TensorDictMessage(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True)
 class Slicing:
-    """The all-gather optimisation: each rank of a group sends its slice, receivers all-gather.
+    """The all-gather optimisation: each rank of a group sends only its slice, and the receivers all-gather.
 
     Attributes:
         world_size: Ranks of the all-gather group.
@@ -80,7 +80,7 @@ class Slicing:
     overrides: Mapping[str, bool] = dataclasses.field(default_factory=dict)
 
     def slices(self, key: str, numel: int) -> int:
-        """Return into how many slices a tensor is cut: by default all whose size divides evenly."""
+        """Return into how many slices a tensor is cut; by default every tensor whose size divides evenly is sliced."""
         wanted = self.overrides.get(key, True)
         if self.world_size == 1 or not wanted or numel == 0 or numel % self.world_size:
             return 1
@@ -95,7 +95,7 @@ class PackedDict:
     """A tensor dict ready to travel: one message, and the tensors beside it.
 
     Attributes:
-        metadata: The dict with slots in the place of the tensors that are not in it.
+        metadata: The dict, with slots in place of the tensors that travel beside it.
         slots: The slots, in order.
         tensors: Pairs (plane, contiguous tensor) in slot order.
         is_whole: Whether the tensors of the "host" plane travel in the message too.
@@ -107,7 +107,7 @@ class PackedDict:
     is_whole: bool = False
 
     def message(self) -> object:
-        """Return the object that travels ahead of the tensors; to be called once, as it encodes the metadata."""
+        """Return the object that travels ahead of the tensors. Each call encodes the metadata again."""
         if not self.slots:
             return self.metadata
         parts = [tensor for plane, tensor in self.tensors if plane == "host"] if self.is_whole else None
@@ -125,12 +125,12 @@ class PackedDict:
         return [tensor for each, tensor in self.tensors if each == plane]
 
 
-# What needs neither a slot nor another look.
+# Types of values that stay in the metadata as they are.
 _LEAVES: Final = frozenset({bool, bytes, float, int, str, type(None)})
 
 
 def is_flat(tensor_dict: Mapping[Any, Any]) -> bool:
-    """Return whether a dict of CPU tensors and plain values may travel as it is; most of an engine's dicts may."""
+    """Return whether a dict has only CPU tensors and plain values, and so may travel as it is; most dicts do."""
     if type(tensor_dict) is not dict:
         return False
     for value in tensor_dict.values():
@@ -142,18 +142,13 @@ def is_flat(tensor_dict: Mapping[Any, Any]) -> bool:
     return True
 
 
-def pack_beside(tensor_dict: Mapping[Any, Any], slicing: Slicing) -> PackedDict:
-    """Pack a dict whose larger CPU tensors travel beside the message; raises as `split`."""
-    return split(tensor_dict, slicing)
-
-
 def pack_whole(tensor_dict: Mapping[Any, Any], slicing: Slicing) -> PackedDict:
     """Pack a dict whose CPU tensors all travel in the message; raises as `split`."""
     if slicing is WHOLE_TENSORS and is_flat(tensor_dict):
         return PackedDict(cast("dict[Any, Any]", tensor_dict), [], [], is_whole=True)
     packed = split(tensor_dict, slicing, WHOLE)
     if packed.slots:
-        # The metadata beside slots is encoded by itself: large tensors in it would be copied once more.
+        # Metadata with slots is encoded on its own, which would copy the large tensors inside it once more.
         packed = split(tensor_dict, slicing)
     return dataclasses.replace(packed, is_whole=True)
 
@@ -162,12 +157,12 @@ def split(tensor_dict: Mapping[Any, Any], slicing: Slicing, inline_bytes: int = 
     """Split a tensor dict. Tensors inside of lists and other values stay in the metadata.
 
     Args:
-        tensor_dict: What travels.
-        slicing: How tensors are cut.
-        inline_bytes: CPU tensors smaller than this stay in the metadata; `WHOLE` for all of them.
+        tensor_dict: The dict to split.
+        slicing: How tensors are sliced.
+        inline_bytes: CPU tensors smaller than this stay in the metadata; `WHOLE` keeps all of them there.
 
     Raises:
-        UsageError: The argument is no dict, contains itself, or lacks a tensor that `all_gather_tensors` names.
+        UsageError: The argument is not a dict, contains itself, or lacks a tensor that `all_gather_tensors` names.
     """
     if not isinstance(tensor_dict, Mapping):
         raise UsageError(f"expected a dict of tensors and other values, not {type(tensor_dict).__name__}")
@@ -179,7 +174,7 @@ def split(tensor_dict: Mapping[Any, Any], slicing: Slicing, inline_bytes: int = 
         packed.metadata.update(_split_value(dict(tensor_dict), "", splitting))
     except RecursionError as error:
         raise UsageError("the dict contains itself, or is nested too deeply") from error
-    # Engines switch the slicing off for tensors that only some models have.
+    # Only True overrides must name a tensor: engines disable slicing for tensors that only some models have.
     unknown = {key for key, wanted in slicing.overrides.items() if wanted} - keys
     if unknown:
         raise UsageError(f"all_gather_tensors names {sorted(unknown)}, the dict's tensors are {sorted(keys)}")
@@ -187,7 +182,7 @@ def split(tensor_dict: Mapping[Any, Any], slicing: Slicing, inline_bytes: int = 
 
 
 class _Splitting(NamedTuple):
-    """What a dict is split into, and how. Simple: every CPU tensor stays in the metadata and no key is looked up."""
+    """The result and the options of a split. `is_simple`: CPU tensors stay in the metadata, and no key is looked up."""
 
     is_simple: bool
     packed: PackedDict
@@ -197,11 +192,12 @@ class _Splitting(NamedTuple):
 
 
 def _split_value(value: Any, key: str, to: _Splitting) -> Any:
-    """Return what stands for `value` in the metadata.
+    """Return what the metadata holds for `value`.
 
-    No closure that calls itself: it would be a cycle, and keep the tensors until the garbage collector comes.
+    This is not a closure: one that calls itself is a reference cycle, and would keep the tensors until the garbage
+    collector runs.
     """
-    # Other kinds of dict would not arrive as what they are.
+    # Dicts of other types would not arrive with their type.
     if type(value) in (dict, OrderedDict):
         return type(value)(
             (name, _split_value(each, f"{key}.{name}" if key else str(name), to))
@@ -210,29 +206,27 @@ def _split_value(value: Any, key: str, to: _Splitting) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if to.is_simple and type(value) is torch.Tensor and value.is_cpu and value.layout is torch.strided:
-        # The codec does the rest, and refuses what it does not carry.
+        # The codec encodes it, or refuses it.
         return value
+    return _place(value, key, to)
+
+
+def _place(value: torch.Tensor, key: str, to: _Splitting) -> torch.Tensor | TensorSlot:
+    """Return what the metadata holds for a tensor: the tensor, or a slot for one that is added to `to.packed`."""
     to.keys.add(key)
-    return _place(value, to.slicing.slices(key, value.numel()), to.slicing, to.packed, to.inline_bytes)
-
-
-def _place(
-    value: torch.Tensor, slices: int, slicing: Slicing, packed: PackedDict, inline_bytes: int
-) -> torch.Tensor | TensorSlot:
-    """Return what stands for a tensor in the metadata; append it to the packed's unless it travels inside."""
     if value.layout is not torch.strided or value.is_quantized:
         raise UsageError(f"only dense, unquantized tensors can be sent, not {value.layout}")
     plane: Plane = "host" if value.device.type == "cpu" else "device"
-    if plane == "host" and slices == 1 and value.nbytes < inline_bytes:
-        # A Parameter travels as the tensor it is.
+    slices = to.slicing.slices(key, value.numel())
+    if plane == "host" and slices == 1 and value.nbytes < to.inline_bytes:
+        # A Parameter travels as a plain tensor.
         return value.detach().as_subclass(torch.Tensor)
     whole = value.detach().resolve_conj().resolve_neg().contiguous()
-    part = whole.view(slices, -1)[slicing.rank_in_group] if slices > 1 else whole
-    slot = TensorSlot(
-        len(packed.slots), tuple(value.shape), str(value.dtype).removeprefix("torch."), plane, slices
-    )
-    packed.slots.append(slot)
-    packed.tensors.append((plane, part))
+    part = whole.view(slices, -1)[to.slicing.rank_in_group] if slices > 1 else whole
+    dtype = str(value.dtype).removeprefix("torch.")
+    slot = TensorSlot(len(to.packed.slots), tuple(value.shape), dtype, plane, slices)
+    to.packed.slots.append(slot)
+    to.packed.tensors.append((plane, part))
     return slot
 
 
@@ -242,10 +236,10 @@ class Landing:
 
     Attributes:
         tensor_dict: The dict, whose tensors are filled once the transfers are complete.
-        given: What came with the metadata; None if every slot's tensor is to be received.
+        given: The tensors that came with the metadata; None if every slot's tensor has to be received.
         slots: Counts the slots.
         parts: Pairs (plane, contiguous tensor to receive into), in slot order.
-        sliced: For each sliced tensor: what puts the gathered whole in its place.
+        sliced: For each sliced tensor, its slice and a function that puts the gathered whole in its place.
     """
 
     tensor_dict: dict[Any, Any]
@@ -258,7 +252,7 @@ class Landing:
 
 
 def landing_places(message: TensorDictMessage, device: torch.device) -> list[tuple[Plane, torch.Tensor]]:
-    """Allocate memory for what follows `message`."""
+    """Allocate memory for the tensors that follow `message`."""
     return [
         (slot.plane, _allocate(slot, index, device))
         for index, slot in enumerate(message.slots)
@@ -269,16 +263,16 @@ def landing_places(message: TensorDictMessage, device: torch.device) -> list[tup
 def join(
     metadata: object, device: torch.device, slicing: Slicing, given: Sequence[Any] | None = None
 ) -> Landing:
-    """Allocate what the slots of `metadata` stand for and put it in their places.
+    """Replace each slot of `metadata` by a tensor.
 
     Args:
-        metadata: As received; changed in place.
-        device: Where device tensors land.
-        slicing: The receiver's idea of the all-gather optimisation.
-        given: The tensors of the "host" slots, if they came with it.
+        metadata: The received metadata; changed in place.
+        device: Device on which device tensors arrive.
+        slicing: The receiver's all-gather optimisation.
+        given: The tensors of the "host" slots, if they came with the metadata.
 
     Raises:
-        DecodeError: The message is no tensor dict.
+        DecodeError: The message is not a tensor dict.
         DisagreementError: Sender and receiver were given different all-gather groups or overrides.
     """
     if not isinstance(metadata, dict):
@@ -328,13 +322,12 @@ def _check_given(slot: TensorSlot, index: int, tensor: object) -> torch.Tensor:
 
 
 def _layout_of(slot: TensorSlot, index: int) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return the dtype and the shape of what travels for a slot."""
+    """Return the dtype and the shape of the tensor that travels for a slot."""
     dtype = getattr(torch, slot.dtype, None)
-    # Names that begin with a q are those of quantized tensors, which `split` refuses.
-    is_known = not slot.dtype.startswith("q")
+    # Names that begin with "q" are quantized dtypes, which `split` refuses.
     if (
         not isinstance(dtype, torch.dtype)
-        or not is_known
+        or slot.dtype.startswith("q")
         or slot.index != index
         or any(size < 0 for size in slot.shape)
     ):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from coordinator.host.plane import isend_with_tensors, refuse_any
-from coordinator.host.tensor_dict_format import PackedDict, Slicing, pack_beside
+from coordinator.host.tensor_dict_format import PackedDict, Slicing, split
 from device_comm.base import CommunicatorContext, DeviceCommunicator, Sizes, Timeout
 from device_comm.handles import CompletedHandle, Handle
 from device_comm.health import Arrival, FailureRecord, GroupHealth
@@ -269,20 +269,19 @@ class FakeHostPlane:
         """Keep the object for a receive from rank `dst`."""
         self.isend_object(obj, dst, name, timeout_s, tag)
 
-    def isend_object(self, obj: object, dst: int, name: str, timeout_s: float | None, tag: int) -> Handle:
+    def send_message(
+        self, message: codec.Message, dst: int, name: str, timeout_s: float | None, tag: int
+    ) -> None:
         """Keep the object for a receive from rank `dst`."""
         self._health.check_usable(name)
-        self._frames.setdefault((dst, tag), deque()).append(codec.encode(obj).to_bytes())
+        self._frames.setdefault((dst, tag), deque()).append(message.to_bytes())
+
+    def isend_object(self, obj: object, dst: int, name: str, timeout_s: float | None, tag: int) -> Handle:
+        """Keep the object for a receive from rank `dst`."""
+        self.send_message(codec.encode(obj), dst, name, timeout_s, tag)
         return CompletedHandle()
 
-    def recv_object(
-        self,
-        src: int,
-        timeout_s: float | None = None,
-        type_: Any = None,
-        name: str = "recv_object",
-        tag: int = 0,
-    ) -> Any:
+    def recv_object(self, src: int, timeout_s: float | None, type_: Any, name: str, tag: int) -> Any:
         """Return the next object that was sent to rank `src`.
 
         Raises:
@@ -312,7 +311,7 @@ class FakeHostPlane:
 
     def pack(self, tensor_dict: Mapping[Any, Any], slicing: Slicing) -> PackedDict:
         """Pack as on a group over several hosts."""
-        return pack_beside(tensor_dict, slicing)
+        return split(tensor_dict, slicing)
 
     def isend_tensor_dict(self, packed: PackedDict, dst: int, timeout_s: float | None) -> list[Handle]:
         """Keep the message and the CPU tensors beside it for receives from rank `dst`."""

@@ -122,22 +122,26 @@ class Channels:
             CommTimeoutError: A receiver made no room in time; the group is broken.
             PeerLostError: A receiver is gone; the group is broken.
         """
-        senders = [self._sender(peer, name) for peer in peers]
         message: codec.Message | None
+        if len(peers) > 1:
+            message = codec.encode(obj)
+        else:
+            try:
+                message = self._sender(peers[0], name).send_now(obj, tag)
+            except LeftError as error:
+                raise self._left(plane, name, "to", peers, error) from error
+        if message is not None:
+            self.send_message(plane, name, message, peers, tag, timeout_s)
+
+    def send_message(
+        self, plane: str, name: str, message: codec.Message, peers: Sequence[int], tag: int, timeout_s: float
+    ) -> None:
+        """Send an encoded object to each of `peers`; as `send` otherwise."""
         try:
-            if len(senders) == 1:
-                message = senders[0].send_now(obj, tag)
-                rest = list(peers)
-            else:
-                message = codec.encode(obj)
-                rest = [
-                    peer
-                    for peer, sender in zip(peers, senders, strict=True)
-                    if not sender.write_now(message, tag)
-                ]
+            rest = [peer for peer in peers if not self._sender(peer, name).write_now(message, tag)]
         except LeftError as error:
             raise self._left(plane, name, "to", peers, error) from error
-        if message is None or not rest:
+        if not rest:
             return
         operation = self._operation(plane, name, "to", rest)
         own: list[Sending] = []

@@ -1,7 +1,7 @@
 """`GroupCoordinator`: one parallel group of an LLM serving engine.
 
-It pairs a host plane (barriers, objects) with a device plane (tensors), validates and routes, and
-computes nothing itself.
+It pairs a host plane (barriers, objects) with a device plane (tensors). It checks arguments and routes each call to a
+plane; it computes nothing itself.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 
 class GroupCoordinator(ScalarCollectives, PointToPoint):
-    """One group of ranks, with everything that moves between them.
+    """One group of ranks: its collectives, point-to-point calls and queues.
 
-    Creating one is collective over all ranks in `group_ranks`, in the same order on each; it blocks until
-    all have come and agree, for at most the settings' `create_timeout_s`.
+    Creating a group is collective over all ranks in `group_ranks`. Every rank creates its groups in the same order.
+    The constructor blocks until all ranks have joined and agree, for at most the settings' `create_timeout_s`.
 
-    Not for use by several threads at once, except that `destroy` may be called from another thread and
-    wakes a call that waits. A forked child's copy is inert: using it is a `UsageError`.
+    Only one thread may use a group at a time. The exception is `destroy`, which any thread may call, and which wakes a
+    call that waits. A forked child cannot use its copy: every call raises `UsageError`.
     """
 
     def __init__(
@@ -64,29 +64,28 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         """Create this rank's group, together with the other ranks of `group_ranks`.
 
         Args:
-            group_ranks: Global ranks of every group of this kind; no rank stands in two of them, and this
-                rank stands in one.
+            group_ranks: Global ranks of every group of this kind. No rank is in two groups, and this rank is in one.
             local_rank: Index of this process's device on its host.
-            torch_distributed_backend: Of the device group: "gloo", "nccl", …; says which device is meant.
-            use_device_communicator: Whether tensors may take a communicator made for the device;
-                otherwise they go over the process group. Equal on all ranks.
+            torch_distributed_backend: torch backend of the device group: "gloo", "nccl", …; it selects the device.
+            use_device_communicator: Whether tensors may use a communicator made for the device; otherwise they use the
+                process group. Equal on all ranks.
             use_message_queue_broadcaster: Whether to create `mq_broadcaster` with rank 0 as its writer.
-            group_name: Such as "tp"; a number is appended to tell groups of one name apart.
-            settings: How to behave; by default what the environment says now.
+            group_name: Name such as "tp". A number is appended, because several groups may have one name.
+            settings: Settings of the group; default: read from the environment.
 
         Raises:
-            UsageError: A rank stands twice or in no group, or torch.distributed is not initialised.
-            SettingsError: The environment holds a setting that is unknown or malformed.
-            DisagreementError: Ranks hold different rank lists, settings or versions.
-            CommTimeoutError: Ranks did not come; `.missing` names them.
-            PeerLostError: A rank died meanwhile.
+            UsageError: A rank appears twice or in no group, or torch.distributed is not initialised.
+            SettingsError: The environment has a setting that is unknown or malformed.
+            DisagreementError: Ranks have different rank lists, settings or versions.
+            CommTimeoutError: Ranks did not join in time; `.missing` names them.
+            PeerLostError: A rank died meanwhile; `.peers` names it.
         """
         settings = settings or CoordinatorSettings.from_env()
         store = world_store()
         membership = find_membership(group_ranks, dist.get_rank(), dist.get_world_size())
         if isinstance(local_rank, bool) or not isinstance(local_rank, int) or local_rank < 0:
             raise UsageError(f"local_rank must be the index of a device, not {local_rank!r}")
-        # A number is used up only for what the other ranks also get to: mistakes are found before it.
+        # Taking a name counts it. Find this rank's mistakes first, or its count would differ from the other ranks'.
         device_of(torch_distributed_backend, local_rank)
         name = unique_name(group_name, store, membership.rank, settings.create_timeout_s)
         (parts,) = create_parts(
@@ -97,7 +96,6 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             local_rank=local_rank,
             backend=torch_distributed_backend,
             use_device_communicator=use_device_communicator,
-            store=store,
             settings=settings,
         )
         self._bind(parts, group_ranks, local_rank, torch_distributed_backend, settings)
@@ -106,10 +104,18 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             try:
                 self.enable_broadcaster()
             except BaseException:
-                # Nobody else has the group to destroy it.
+                # The caller never gets this group, and so cannot destroy it.
                 self.destroy()
                 raise
-        self._log_creation()
+        logger.info(
+            "created group %s: rank %d of %d, device %s, tensors by %s, in %s",
+            self.unique_name,
+            self.rank_in_group,
+            self.world_size,
+            self.device,
+            self.device_communicator.algorithm,
+            self.creation,
+        )
 
     @classmethod
     def _create_together(
@@ -123,16 +129,16 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         facts: Mapping[str, str],
         beside: GroupCoordinator | None,
     ) -> list[Self]:
-        """Create several groups in one step: each would wait for all ranks once more by itself. Collective.
+        """Create several groups in one step, so that the ranks wait for each other only once. Collective.
 
         Args:
-            tables: The rank lists by the groups' names, in the same order on all ranks.
-            local_rank: As the constructor's.
-            backend: As the constructor's.
-            settings: As the constructor's.
+            tables: The rank lists by group name, in the same order on all ranks.
+            local_rank: See the constructor.
+            backend: See the constructor.
+            settings: See the constructor.
             what: What is being created, for errors.
-            facts: What else the ranks must hold alike.
-            beside: A group of all ranks, if there is one: it knows where they are.
+            facts: Further facts that must be equal on all ranks.
+            beside: A group of all ranks, if there is one: it knows the ranks' host ids.
         """
         store, rank = world_store(), dist.get_rank()
         bases = list(tables)
@@ -152,7 +158,6 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
                 local_rank=local_rank,
                 backend=backend,
                 use_device_communicator=True,
-                store=store,
                 settings=settings,
                 agreed=lambda: use_names(bases, store, rank, settings.create_timeout_s),
                 host_ids=None if beside is None else beside._parts.host_ids,  # noqa: SLF001 - ours
@@ -165,17 +170,6 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             groups.append(group)
         return groups
 
-    def _log_creation(self) -> None:
-        logger.info(
-            "created group %s: rank %d of %d, device %s, tensors by %s, in %s",
-            self.unique_name,
-            self.rank_in_group,
-            self.world_size,
-            self.device,
-            self.device_communicator.algorithm,
-            self.creation,
-        )
-
     def _bind(
         self,
         parts: GroupParts,
@@ -184,7 +178,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         backend: str,
         settings: CoordinatorSettings,
     ) -> None:
-        """Take over the parts of a group."""
+        """Fill this object with the parts of a group."""
         self.unique_name: str = parts.health.name
         self.rank: int = parts.health.rank
         self.ranks: list[int] = list(parts.health.ranks)
@@ -210,7 +204,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         self.mq_broadcaster: Writer | Reader | None = None
         group_registry.register(self, self._calls, is_fake=parts.is_fake)
 
-    # ------------------------------------------------------------------ who and where
+    # ------------------------------------------------------------------ ranks and process groups
 
     @property
     def first_rank(self) -> int:
@@ -234,20 +228,20 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
 
     @property
     def next_rank(self) -> int:
-        """Return the global rank of the process after this one, in a ring."""
+        """Return the global rank after this one; the first rank follows the last."""
         return self.ranks[(self.rank_in_group + 1) % self.world_size]
 
     @property
     def prev_rank(self) -> int:
-        """Return the global rank of the process before this one, in a ring."""
+        """Return the global rank before this one; the last rank precedes the first."""
         return self.ranks[(self.rank_in_group - 1) % self.world_size]
 
     @property
     def cpu_group(self) -> dist.ProcessGroup:
-        """Return the group's own Gloo process group, for torch functions that want one.
+        """Return the group's own Gloo process group, for torch functions that need one.
 
-        Where our own calls need none it is created when it is first asked for, which waits for nobody; its ranks
-        connect when they first talk.
+        If the group's own calls do not need it, the first access creates it, without waiting for other ranks. Two ranks
+        then connect when the first message passes between them.
         """
         self._calls.enter("cpu_group", in_line=False)
         if self._cpu_group is None:
@@ -256,7 +250,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
 
     @property
     def device_group(self) -> dist.ProcessGroup:
-        """Return the group's process group for device tensors; on the CPU see `cpu_group`."""
+        """Return the group's process group for device tensors. On the CPU it is a Gloo group, as `cpu_group`."""
         self._calls.enter("device_group", in_line=False)
         if self._device_group is None:
             self._device_group = self._parts.process_groups.open_device()
@@ -270,24 +264,24 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         external_writer_handle: ExternalWriter | None = None,
         blocking: bool = True,
     ) -> Writer | Reader:
-        """Create a queue from rank `writer_rank` to all others, or open one from outside. Collective.
+        """Create a queue from rank `writer_rank` to all others, or open one from outside the group. Collective.
 
-        Readers on the writer's host read shared memory; those on other hosts have an encrypted connection each.
+        Readers on the writer's host read shared memory. Each reader on another host has an encrypted connection.
 
         Args:
-            writer_rank: Rank in the group; without meaning if there is an external writer.
-            external_writer_handle: What a `QueueWriter` outside of the group offers, whose readers include all
-                global ranks of this group. Ranks that are given none get it from those that are.
-            blocking: Whether to wait, once more, until every rank has created its end.
+            writer_rank: Rank in the group; ignored if there is an external writer.
+            external_writer_handle: A `QueueWriter` outside the group, whose readers include all global ranks of this
+                group. Ranks that pass None get it from the ranks that pass one.
+            blocking: Whether to wait with a barrier until every rank has its end.
 
         Returns:
-            The writing end on rank `writer_rank`, the reading end elsewhere; with an external writer the
-            reading end on every rank. It is closed with the group.
+            The writing end on rank `writer_rank`, the reading end elsewhere; with an external writer the reading end on
+            every rank. It is closed with the group.
 
         Raises:
-            UsageError: The external writer cannot be used by all ranks; on every rank.
-            CapabilityError: A rank lacks the memory, or could not open its end; on every rank. The group
-                stays usable.
+            UsageError: Some rank cannot use the external writer. Every rank raises this.
+            CapabilityError: A rank has too little memory, or could not open its end. Every rank raises this, and the
+                group stays usable.
         """
         with self._calls.call("create_mq_broadcaster"):
             writer = checks.check_rank(writer_rank, self.world_size, "writer_rank")
@@ -303,15 +297,15 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
 
         Args:
             reader_rank_in_group: Rank in the group.
-            blocking: Whether to wait, once more, until every rank has created its ends.
+            blocking: Whether to wait with a barrier until every rank has its ends.
 
         Returns:
-            This rank's writing end; and on the reader the reading ends of all ranks' queues, in rank order,
-            for `dequeue_any` or one by one. Elsewhere the list is empty. They are closed with the group.
+            This rank's writing end, and the reading ends of all ranks' queues, in rank order, for `dequeue_any` or
+            single reads. On ranks other than the reader the list is empty. All ends are closed with the group.
 
         Raises:
-            CapabilityError: A rank lacks the memory, or could not open its end; on every rank. The group
-                stays usable.
+            CapabilityError: A rank has too little memory, or could not open its end. Every rank raises this, and the
+                group stays usable.
         """
         with self._calls.call("create_single_reader_mq_broadcasters"):
             reader = checks.check_rank(reader_rank_in_group, self.world_size, "reader_rank_in_group")
@@ -321,10 +315,10 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             return ends
 
     def enable_broadcaster(self, writer_rank: int = 0) -> None:
-        """Send what rank `writer_rank` broadcasts through a queue from now on. Collective.
+        """Create `mq_broadcaster`, and from now on send through it what rank `writer_rank` broadcasts. Collective.
 
-        `broadcast_object` and `broadcast_tensor_dict` with that rank as `src` then take `mq_broadcaster`;
-        with another one they take the host plane, with the same result. Does nothing in a group of one.
+        `broadcast_object` and `broadcast_tensor_dict` with that rank as `src` then use the queue. With another `src`
+        they use the host plane; the result is the same. In a group of one this does nothing.
         """
         self._calls.enter("enable_broadcaster", in_line=False)
         if self.world_size == 1 or self._broadcaster is not None:
@@ -339,17 +333,17 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
     def make_sibling_device_group(self, group_desc: str | None = None) -> dist.ProcessGroup:
         """Create another process group of this group's ranks and backend. Collective.
 
-        For operations that shall run beside those on `device_group`. It is destroyed with this group.
+        It serves operations that run concurrently with those on `device_group`. It is destroyed with this group.
         """
         with self._calls.call("make_sibling_device_group"):
             return self._parts.process_groups.connect_sibling(group_desc or "sibling")
 
     def prepare_communication_buffer_for_model(self, model: torch.nn.Module) -> None:
-        """Reserve the communicators' buffers for what `model` will send. Collective.
+        """Reserve the device communicator's buffers for the messages of `model`. Collective.
 
-        The largest message is taken to be `TOKENS_PER_MESSAGE` rows of the model's widest parameter. Every
-        module that has a method `prepare_communication_buffer(group)` gets it called with this group, in
-        the order of `model.modules()`, which must be the same on all ranks.
+        The largest message is assumed to be `TOKENS_PER_MESSAGE` rows of the model's widest parameter. Then the method
+        `prepare_communication_buffer(group)` of every module that has one is called with this group, in the order of
+        `model.modules()`, which must be the same on all ranks.
         """
         with self._calls.call("prepare_communication_buffer_for_model"):
             if not isinstance(model, torch.nn.Module):
@@ -368,12 +362,12 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
     def graph_capture(
         self, graph_capture_context: GraphCaptureContext | None = None
     ) -> Iterator[GraphCaptureContext]:
-        """Enter the state in which a CUDA graph of this group's collectives can be captured.
+        """Prepare this group's collectives for the capture of a CUDA graph. On the CPU this does nothing.
 
-        *Collective*, at both ends: entering connects and compiles what a capture cannot, leaving tells the other ranks
-        of the captured inputs. Only then the graph may be replayed; before, a replay breaks the group with a
-        `UsageError`. Calls on the stream before the capture itself begins are warm-up, and run. On the CPU a no-op.
-        Yields `graph_capture_context`, or a new one, whose stream the capture uses.
+        Entering and leaving are both *collective*. Entering connects and compiles what cannot be done during a capture.
+        Leaving tells the other ranks which inputs were captured. A graph may be replayed only after that; an earlier
+        replay breaks the group with a `UsageError`. Calls on the stream before the capture begins are executed, as a
+        warm-up. Yields `graph_capture_context`, or a new one; the capture uses its stream.
         """
         self._calls.enter("graph_capture")
         with capture_on(self.device, [self.device_communicator], graph_capture_context) as context:
@@ -392,19 +386,20 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         """Create groups of this group's ranks, by lists or by color. Collective over all of this group's ranks.
 
         Args:
-            split_ranks: For each new group its ranks in this group, in the order that they have in the new one; no
-                rank stands in two, and those that stand in none get None. Equal on all ranks.
-            color: Instead of lists: ranks of the same color make a group; -1 stands for none.
-            key: With a color: where this rank stands in its group; ranks of equal keys in the order of this group.
-            group_name: Such as "eval"; by default "split". This group's own name stands before it.
+            split_ranks: For each new group its ranks in this group, in the order of the new group. No rank is in two
+                lists; a rank that is in none gets None. Equal on all ranks.
+            color: Used instead of lists: ranks of the same color form a group, and a rank with color -1 gets None.
+            key: Used with a color: ranks are ordered by key in their new group. Ranks with equal keys keep their order.
+            group_name: Name such as "eval"; default: "split". It is prefixed with this group's own name.
 
         Returns:
-            The new group, which the caller destroys; or None.
+            The new group, which the caller must destroy; or None.
 
         Raises:
-            UsageError: A rank stands twice, or is none of this group, or both or neither of the forms are given.
+            UsageError: A rank appears twice or is not in this group, or not exactly one of `split_ranks` and `color` is
+                given.
             DisagreementError: The ranks of this group ask for different groups.
-            CommTimeoutError: Ranks did not come; `.missing` names them.
+            CommTimeoutError: Ranks did not join in time; `.missing` names them.
         """
         with self._calls.call("split_group"):
             if (split_ranks is None) == (color is None):
@@ -419,23 +414,24 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
     def create_subgroup(
         self, ranks: Sequence[int], *, group_name: str | None = None
     ) -> GroupCoordinator | None:
-        """Create a group of some of this group's ranks. Collective: every rank of this group calls it alike.
+        """Create a group of some of this group's ranks. Collective: every rank of this group passes the same arguments.
 
-        Blocks until all have come, for at most the settings' `create_timeout_s`. The new group has the settings and the
-        backend of this one, lives by itself, and is destroyed by whoever asked for it. This group stays usable after
-        every error.
+        Blocks until all ranks have joined, for at most the settings' `create_timeout_s`. The new group has the settings
+        and the backend of this group, is independent of it, and must be destroyed by the caller. This group stays
+        usable after every error.
 
         Args:
             ranks: Ranks in this group, each once, in the order of the new group.
-            group_name: Such as "eval"; by default "sub". This group's own name stands before it.
+            group_name: Name such as "eval"; default: "sub". It is prefixed with this group's own name.
 
         Returns:
             The group; None on the ranks that are not in it.
 
         Raises:
-            UsageError: `ranks` is empty, or holds what is no rank of this group or one twice; before anything is sent.
+            UsageError: `ranks` is empty, contains a rank twice, or something that is not a rank of this group. Nothing
+                is sent.
             DisagreementError: The ranks of this group ask for different ranks.
-            CommTimeoutError: Ranks did not come; `.missing` names them.
+            CommTimeoutError: Ranks did not join in time; `.missing` names them.
         """
         with self._calls.call("create_subgroup"):
             where = self._health.where("create_subgroup")
@@ -443,10 +439,10 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             return self._part([chosen], group_name or "sub")
 
     def as_process_group(self) -> dist.ProcessGroup:
-        """Return this group as a process group, for torch functions: `dist.all_reduce(t, group=...)` goes our way.
+        """Return this group as a torch process group: `dist.all_reduce(t, group=...)` then calls this group's method.
 
-        Not collective. The same one each time; it ends with the group. What torch then calls is what this group's
-        methods do: the same order, bits, deadlines and errors. Ranks in torch's functions are global ones.
+        Not collective. Every call returns the same object, which is destroyed with the group. torch's functions then
+        have the order, results, deadlines and errors of this group's methods. They take global ranks.
         """
         self._calls.enter("as_process_group", in_line=False)
         if self._process_group is None:
@@ -458,9 +454,9 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         return subgroups.lists_by_color(self._host.all_gather_integers(subgroups.pack_color(color, key)))
 
     def _part(self, lists: Sequence[Sequence[int]], name: str) -> GroupCoordinator | None:
-        """Create groups of ranks in this group, and return this rank's. All of this group's ranks take part."""
+        """Create groups from lists of ranks in this group; return this rank's. Collective over this group."""
         group_ranks = [[self.ranks[rank] for rank in ranks] for ranks in lists]
-        # Sub-groups of several groups may share a name and a store: the parent's first rank tells them apart.
+        # Sub-groups of different groups may have one name and one store; the parent's first rank makes names unique.
         scope = f"{self.unique_name.replace(':', '.')}@{self.ranks[0]}"
         group = self._new_group(subgroups.with_singles(group_ranks, self.ranks), f"{scope}/{name}")
         if any(self.rank in ranks for ranks in group_ranks):
@@ -483,15 +479,15 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
     def destroy(self) -> None:
         """Release everything that the group holds. Not collective.
 
-        Idempotent, legal in any state and after any failure, and bounded by the settings'
-        `destroy_timeout_s`. A call that waits in another thread raises `ClosedError`. Ranks that still
-        expect something of this one get a `PeerLostError`. In a forked child it does nothing.
+        It may be called more than once, in any state and after any failure, and takes at most about the settings'
+        `destroy_timeout_s`. A call that waits in another thread raises `ClosedError`. Ranks that still wait for this
+        one get a `PeerLostError`. In a forked child this does nothing.
         """
         if not self._health.close():
             return
         group_registry.forget(self)
         deadline = time.monotonic() + self.settings.destroy_timeout_s
-        # A call that waits notices within 0.1 s that the group is closed; what does not is woken further down.
+        # A call that waits notices within 0.1 s that the group is closed; `_parts.destroy` wakes those that do not.
         self._calls.close(CALLS_END_S)
         self._queues.close(self.settings.destroy_timeout_s / 2)
         left_s = max(deadline - time.monotonic(), self.settings.destroy_timeout_s / 2)
@@ -513,7 +509,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         self.destroy()
 
     def __repr__(self) -> str:
-        """Say which group this is, who is in it, and whether it can be used."""
+        """Return the group's name, ranks, device and state."""
         state = "destroyed" if self._health.is_closed else "broken" if self._health.is_broken else "usable"
         return (
             f"<GroupCoordinator {self.unique_name!r} rank {self.rank} ({self.rank_in_group} of "
@@ -521,14 +517,14 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Refuse: a group is bound to its process."""
+        """Refuse to be copied or pickled: a group is bound to its process."""
         raise UsageError("a GroupCoordinator cannot be copied or sent: it belongs to its process")
 
 
-# How long `destroy` waits for asynchronous calls to end by themselves.
+# How long `destroy` waits for asynchronous calls to end on their own.
 CALLS_END_S = 0.5
 
-# Prefill chunks of current engines hold 2,048 to 8,192 tokens; more than 64 MiB is chunked anyway.
+# Prefill chunks of current engines have 2,048 to 8,192 tokens; messages above 64 MiB are sent in chunks anyway.
 TOKENS_PER_MESSAGE = 2048
 MAX_BUFFER_BYTES = 64 << 20
 

@@ -6,27 +6,20 @@ difference, or whose deadline passes, writes the failure as the outcome. The wai
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from typing import Final
 
 import msgspec
-import torch
 import torch.distributed as dist
 
-from coordinator.bootstrap.blocking_calls import run_interruptibly
+from coordinator.bootstrap.blocking_calls import raise_if_lost, run_interruptibly, torch_error
 from coordinator.settings import differences
-from shm_broadcast.errors import (
-    ClosedError,
-    CommError,
-    CommTimeoutError,
-    DisagreementError,
-    NativeError,
-    PeerLostError,
-)
+from shm_broadcast.errors import ClosedError, CommError, CommTimeoutError, DisagreementError
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity
 
 # A waiting rank polls the store, which takes 5 to 40 us. The pause between polls is an eighth of the time waited so
@@ -97,7 +90,7 @@ def agree(
         watch: The other ranks' processes, if they are already known.
 
     Returns:
-        Every rank's view, by global rank.
+        Every rank's view, by global rank. The facts, which are equal, are left out.
 
     Raises:
         DisagreementError: Two ranks hold different facts (see `.views`), or two processes claim the same rank.
@@ -105,58 +98,49 @@ def agree(
         PeerLostError: A rank died meanwhile; `.peers` names it.
         NativeError: The store is gone, and no known rank has died.
     """
-    agreement = _Agreement(store, what, rank, ranks, view, timeout_s, watch)
+    where = f"creating {what} (rank {rank})"
+    view = msgspec.structs.replace(view, rank_info=secrets.token_hex(8))
+    agreement = _Agreement(store, where, rank, ranks, view, timeout_s, watch)
     try:
         return run_interruptibly(agreement.exchange, f"agree on {what}", agreement.check)
     except RuntimeError as error:
         # The process that serves the store is gone. Give it time to appear dead, so that the error can name it.
         time.sleep(EXPLAIN_S)
         agreement.raise_if_lost()
-        raise NativeError(
-            f"creating {what} (rank {rank}): lost the connection to the rendezvous store: {error}",
-            library=f"torch {torch.__version__}",
-            function="Store",
+        raise torch_error(
+            f"{where}: lost the connection to the rendezvous store: {error}", "Store"
         ) from error
     finally:
         agreement.stop.set()
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class _Agreement:
     """One rank's part in one agreement. `exchange` runs on its own thread, because a store may hang."""
 
-    def __init__(
-        self,
-        store: dist.Store,
-        what: str,
-        rank: int,
-        ranks: Sequence[int],
-        view: View,
-        timeout_s: float,
-        watch: PeerWatch | None = None,
-    ) -> None:
-        self._watch = watch
-        self.stop = threading.Event()
-        self._store = store
-        self._where = f"creating {what} (rank {rank})"
-        self._rank = rank
-        self._ranks = ranks
-        self._view = msgspec.structs.replace(view, rank_info=secrets.token_hex(8))
-        self._timeout_s = timeout_s
-        self._silent_at = time.monotonic() + timeout_s + ANSWER_S
-        # The views seen so far. Another thread reads this, so the dict is replaced and never changed.
-        self._known: dict[int, View] = {}
+    _store: dist.Store
+    _where: str
+    _rank: int
+    _ranks: Sequence[int]
+    _view: View
+    _timeout_s: float
+    _watch: PeerWatch | None
+    _started: float = dataclasses.field(default_factory=time.monotonic)
+    # The views seen so far. Another thread reads this, so the dict is replaced and never changed.
+    _known: dict[int, View] = dataclasses.field(default_factory=dict)
+    stop: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def check(self) -> None:
         """Raise if a rank died, or if the store hangs because its process is stopped. Runs on the caller's thread."""
         if self._watch is not None:
-            self._raise_lost(self._watch)
-        if time.monotonic() < self._silent_at:
+            raise_if_lost(self._watch, self._where)
+        if time.monotonic() < self._started + self._timeout_s + ANSWER_S:
             return
         with self._watching() as watch:
             stopped = tuple(other for other in sorted(self._known) if watch.state(other) == "stopped")
-            who = "".join(f"; rank {other} ({watch.describe(other)})" for other in stopped)
+            named = "".join(f"; rank {other} ({watch.describe(other)})" for other in stopped)
         raise CommTimeoutError(
-            f"{self._where}: the rendezvous store did not answer within {self._timeout_s:.1f} s{who}",
+            f"{self._where}: the rendezvous store did not answer within {self._timeout_s:.1f} s{named}",
             missing=stopped,
         )
 
@@ -184,11 +168,7 @@ class _Agreement:
         if not outcome.startswith(COMPLETE):
             raise self._told(self._failure(outcome))
         views = _all_decoder.decode(outcome.removeprefix(COMPLETE))
-        facts = self._view.facts
-        return {
-            other: msgspec.structs.replace(view, facts=facts, rank_info="")
-            for other, view in zip(self._ranks, views, strict=True)
-        }
+        return dict(zip(self._ranks, views, strict=True))
 
     def _gathered(self) -> str:
         """Return all ranks' views as JSON, without the facts, which are equal. Only the last rank to join runs this."""
@@ -206,7 +186,7 @@ class _Agreement:
         while not self._store.check(["outcome"]):
             waited = time.monotonic() - start
             if waited >= next_watch:
-                self._known = self._present(self._ranks)
+                self._known = self._present()
                 self.raise_if_lost()
                 next_watch = waited + WATCH_EVERY_S
             if waited >= self._timeout_s:
@@ -234,45 +214,32 @@ class _Agreement:
         """Return `error` after the other ranks have read the failure too: this rank may be serving the store."""
         store = self._store
         end = time.monotonic() + LINGER_S
-        try:
+        with suppress(RuntimeError):  # the rank that serves the store has left
             told = store.add("told", 1)
-            while told < len(self._present(self._ranks)) and time.monotonic() < end:
+            while told < len(self._present()) and time.monotonic() < end:
                 time.sleep(LONGEST_PAUSE_S)
                 told = store.add("told", 0)
-        except RuntimeError as gone:
-            # The rank that serves the store has left.
-            del gone
         return error
 
     def raise_if_lost(self) -> None:
         """Raise `PeerLostError` if a rank that has joined is dead."""
         with self._watching() as watch:
-            self._raise_lost(watch)
+            raise_if_lost(watch, self._where)
 
-    def _raise_lost(self, watch: PeerWatch) -> None:
-        lost = watch.lost()
-        if lost:
-            who = ", ".join(f"{other} ({watch.describe(other)})" for other in lost)
-            raise PeerLostError(f"{self._where}: lost rank(s) {who}", peers=lost)
-
-    @contextmanager
-    def _watching(self) -> Iterator[PeerWatch]:
+    def _watching(self) -> closing[PeerWatch]:
         peers = {other: seen.process for other, seen in self._known.items() if other != self._rank}
-        watch = PeerWatch(self._view.process, peers)
-        try:
-            yield watch
-        finally:
-            watch.close()
+        return closing(PeerWatch(self._view.process, peers))
 
-    def _present(self, ranks: Sequence[int]) -> dict[int, View]:
-        found = {}
-        for other in ranks:
-            if self._store.check([f"view/{other}"]):
-                found[other] = _decoder.decode(self._store.get(f"view/{other}"))
-        return found
+    def _present(self) -> dict[int, View]:
+        """Return the views of the ranks that have joined so far."""
+        return {
+            other: _decoder.decode(self._store.get(f"view/{other}"))
+            for other in self._ranks
+            if self._store.check([f"view/{other}"])
+        }
 
     def _disagreement(self) -> DisagreementError:
-        facts = {other: view.facts for other, view in self._present(self._ranks).items()}
+        facts = {other: view.facts for other, view in self._present().items()}
         views = {
             other: msgspec.json.encode(held, order="deterministic").decode() for other, held in facts.items()
         }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -28,25 +30,26 @@ def run_interruptibly(action: Callable[[], Result], name: str, check: Callable[[
     Returns:
         What `action` returned.
     """
-    outcome: list[Result] = []
-    errors: list[BaseException] = []
+    outcome: Future[Result] = Future()
 
     def body() -> None:
         try:
-            outcome.append(action())
+            outcome.set_result(action())
         except BaseException as error:  # noqa: BLE001 - raised below, on the caller's thread
-            errors.append(error)
+            outcome.set_exception(error)
 
     thread = threading.Thread(target=body, name=f"group-coordinator-{name}", daemon=True)
     thread.start()
     while True:
         thread.join(0.1)
         if not thread.is_alive():
-            break
+            return outcome.result()
         check()
-    if errors:
-        raise errors[0]
-    return outcome[0]
+
+
+def torch_error(text: str, function: str) -> NativeError:
+    """Return the error for a failure of `function` of torch.distributed."""
+    return NativeError(text, library=f"torch {torch.__version__}", function=function)
 
 
 def ask_store(question: Callable[[], Result], where: str, timeout_s: float) -> Result:
@@ -70,11 +73,15 @@ def ask_store(question: Callable[[], Result], where: str, timeout_s: float) -> R
     try:
         return run_interruptibly(question, "store", check)
     except RuntimeError as error:
-        raise NativeError(
-            f"{where}: lost the connection to the world's store: {error}",
-            library=f"torch {torch.__version__}",
-            function="Store",
-        ) from error
+        raise torch_error(f"{where}: lost the connection to the world's store: {error}", "Store") from error
+
+
+def raise_if_lost(watch: PeerWatch, where: str) -> None:
+    """Raise `PeerLostError` if a watched process has ended; `where` begins the error's text."""
+    lost = watch.lost()
+    if lost:
+        named = ", ".join(f"{rank} ({watch.describe(rank)})" for rank in lost)
+        raise PeerLostError(f"{where}: lost rank(s) {named}", peers=lost)
 
 
 def connect_watched(action: Callable[[], Result], name: str, where: str, watch: PeerWatch) -> Result:
@@ -90,20 +97,11 @@ def connect_watched(action: Callable[[], Result], name: str, where: str, watch: 
         PeerLostError: A peer died meanwhile; `.peers` names it.
         NativeError: torch could not connect, though every peer is alive.
     """
-
-    def check() -> None:
-        lost = watch.lost()
-        if lost:
-            who = ", ".join(f"{rank} ({watch.describe(rank)})" for rank in lost)
-            raise PeerLostError(f"{where}: lost rank(s) {who}", peers=lost)
-
     try:
-        return run_interruptibly(action, name, check)
+        return run_interruptibly(action, name, partial(raise_if_lost, watch, where))
     except RuntimeError as error:
         # torch raises this when a connection is refused or its own timeout passes. A dying peer's sockets close
         # some milliseconds before its process appears dead, so look once more before blaming torch.
         time.sleep(SLICE_S)
-        check()
-        raise NativeError(
-            f"{where}: {error}", library=f"torch {torch.__version__}", function="new_group"
-        ) from error
+        raise_if_lost(watch, where)
+        raise torch_error(f"{where}: {error}", "new_group") from error

@@ -1,4 +1,4 @@
-"""Creating groups: agree on the facts, connect, and undo all of it if a rank cannot."""
+"""Creating groups: the ranks agree on the facts and connect; if one of them cannot, everything is undone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from coordinator.bootstrap.agreement import LINGER_S, View, agree
-from coordinator.bootstrap.group_builder import GroupBuilder, GroupOffer
+from coordinator.bootstrap.group_builder import GroupBuilder, prepare_region
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan
-from coordinator.bootstrap.membership import master_endpoint, own_address
+from coordinator.bootstrap.membership import own_address, world_store
 from coordinator.bootstrap.rendezvous import world_processes
 from coordinator.settings import CoordinatorSettings
 from device_comm.cpu import shared_memory
@@ -21,7 +21,7 @@ from device_comm.registry import communicator_name
 from shm_broadcast.errors import CapabilityError, PeerLostError, UsageError
 from shm_broadcast.liveness import PeerWatch, this_process
 
-# Ranks that run different protocols must not try to talk; raised when a message or a key changes.
+# Ranks of different protocol versions refuse to form a group. Increase this when a message or a key changes.
 PROTOCOL_VERSION = 3
 
 
@@ -34,31 +34,29 @@ def create_parts(
     local_rank: int,
     backend: str,
     use_device_communicator: bool,
-    store: dist.Store,
     settings: CoordinatorSettings,
     host_ids: Mapping[int, str] | None = None,
     agreed: Callable[[], None] | None = None,
 ) -> list[GroupParts]:
-    """Build this rank's groups in one step. Collective over all ranks of every plan.
+    """Create this rank's groups in one step. Collective over all ranks of every plan.
 
-    Everything that ranks must know of each other, for all of the groups, is exchanged at once: each group more costs
-    one segment, no round trip through the store.
+    Everything that the ranks must know of each other, for all of the groups, is exchanged at once. Each further group
+    costs one segment, and no round trip through the store.
 
     Args:
-        plans: The groups, in the same order on all ranks. Without any, all ranks of the world agree on that: others may
-            hold some.
+        plans: The groups, in the same order on all ranks. A rank without plans agrees with all ranks of the world,
+            because others may have some.
         what: What is being created, for errors.
         round_name: A name under which the ranks meet, never used before.
-        facts: What all ranks must hold alike besides what every group needs.
+        facts: Facts that must be equal on all ranks, in addition to those that every group needs.
         local_rank: Index of this process's device on its host.
-        backend: Of the device groups.
+        backend: torch backend of the device groups.
         use_device_communicator: Whether tensors may take a communicator made for the device.
-        store: The world's store.
-        settings: Of every group.
-        host_ids: Where the ranks are, if that is known already.
-        agreed: Called once the ranks agree.
+        settings: Settings of every group.
+        host_ids: Host id of each rank, if already known.
+        agreed: Called when the ranks have agreed.
     """
-    device = device_of(backend, local_rank)
+    store, device = world_store(), device_of(backend, local_rank)
     every_fact = {
         **_facts(plans, device, backend, use_device_communicator),
         **{f"setting {field}": str(value) for field, value in settings.agreed().items()},
@@ -70,32 +68,31 @@ def create_parts(
     rank, builders = dist.get_rank(), list[GroupBuilder]()
     with ExitStack() as offered:
         try:
-            offers = [offered.enter_context(closing(GroupOffer(plan, host_ids or {}))) for plan in plans]
-            address = own_address(settings.interface, master_endpoint(store))
-            texts = msgspec.json.encode([offer.text for offer in offers]).decode()
-            own = View(every_fact, this_process(), address, shared_memory.host_id(), texts)
+            regions = [offered.enter_context(closing(prepare_region(plan, host_ids or {}))) for plan in plans]
+            address = own_address(settings.interface, store)
+            offers = msgspec.json.encode([region.offer for region in regions]).decode()
+            own = View(every_fact, this_process(), address, shared_memory.host_id(), offers)
             started = time.perf_counter()
-            # A rank that has died since it joined the world never comes: the others need not wait for it.
-            known = {other: who for other, who in world_processes().items() if other in everyone}
-            known.pop(rank, None)
+            # A rank that has died since it joined the world will not join: the others need not wait for it.
+            others = set(everyone) - {rank}
+            known = {other: process for other, process in world_processes().items() if other in others}
             with closing(PeerWatch(own.process, known)) as watch:
                 scoped = dist.PrefixStore(f"group_coordinator/{round_name}", store)
                 views = agree(scoped, what, rank, everyone, own, settings.create_timeout_s, watch)
             if agreed is not None:
                 agreed()
             agreement_s = time.perf_counter() - started
-            for plan, offer in zip(plans, offers, strict=True):
-                members = {member: views[member] for member in plan.membership.ranks}
-                of_group = dist.PrefixStore(f"group_coordinator/{plan.name}", store)
-                builders.append(
-                    GroupBuilder(
-                        *(plan, offer, members),
-                        store=of_group,
-                        device=device,
-                        backend=backend,
-                        settings=settings,
-                    )
+            for plan, region in zip(plans, regions, strict=True):
+                builder = GroupBuilder(
+                    plan,
+                    region,
+                    {member: views[member] for member in plan.membership.ranks},
+                    store=dist.PrefixStore(f"group_coordinator/{plan.name}", store),
+                    device=device,
+                    backend=backend,
+                    settings=settings,
                 )
+                builders.append(builder)
             for number, builder in enumerate(builders):
                 builder.share(number)
             together = tuple(plan.name for plan in plans)
@@ -108,7 +105,7 @@ def create_parts(
 def _facts(
     plans: Sequence[GroupPlan], device: torch.device, backend: str, use_device_communicator: bool
 ) -> dict[str, str]:
-    """Return what all ranks must hold alike to create groups."""
+    """Return the facts that must be equal on all ranks for any group."""
     return {
         "protocol": str(PROTOCOL_VERSION),
         "group_ranks": str([[list(ranks) for ranks in plan.group_ranks] for plan in plans]),
@@ -121,7 +118,7 @@ def _facts(
 
 
 def _give_up(builders: Sequence[GroupBuilder], error: BaseException) -> None:
-    """Undo what was built, and tell the ranks that wait for this one in another of the groups why it does not come."""
+    """Undo what was built, and publish the reason to ranks that wait for this one in another of the groups."""
     if isinstance(error, (CapabilityError, PeerLostError)):
         for builder in builders:
             if not builder.health.is_broken:
@@ -129,15 +126,15 @@ def _give_up(builders: Sequence[GroupBuilder], error: BaseException) -> None:
     for builder in builders:
         builder.undo()
     if isinstance(error, CapabilityError) and builders:
-        # The store may go with this rank, and the others have to read there why.
+        # This rank may be serving the store in which the others read the reason.
         time.sleep(LINGER_S)
 
 
 def device_of(backend: str, local_rank: int) -> torch.device:
-    """Return the device that a torch backend is for.
+    """Return the device that a torch backend serves.
 
-    A plain name means the CPU if the backend serves it ("gloo"), else its first device type ("nccl"); the
-    form "cpu:gloo,cuda:nccl" means its accelerator.
+    A plain name selects the CPU if the backend supports it ("gloo"), else its first device type ("nccl"). The form
+    "cpu:gloo,cuda:nccl" selects the accelerator.
 
     Raises:
         UsageError: torch knows no such backend.

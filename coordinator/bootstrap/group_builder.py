@@ -1,8 +1,8 @@
-"""One group while it is being made: what is prepared before its ranks meet, and what is connected after."""
+"""One group during its creation: what is prepared before its ranks meet, and what is connected afterwards."""
 
 from __future__ import annotations
 
-import base64
+import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
@@ -18,7 +18,7 @@ from coordinator.bootstrap.blocking_calls import connect_watched
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan, GroupProcessGroups
 from coordinator.bootstrap.membership import listening_address
 from coordinator.bootstrap.status_store import WorldStatusStore
-from coordinator.bootstrap.timings import CreationReport, Stopwatch
+from coordinator.bootstrap.timings import CreationReport
 from coordinator.host.gloo import GlooHostPlane
 from coordinator.host.plane import HostPlane, SoloHostPlane
 from coordinator.host.process_groups import GlooBackend, abort_gloo
@@ -31,153 +31,114 @@ from device_comm.health import GroupHealth
 from device_comm.process_group import ProcessGroupCommunicator
 from device_comm.registry import CommunicatorFactory, communicator_factory
 from device_comm.solo import SoloCommunicator
-from shm_broadcast.errors import CapabilityError, GroupBrokenError, InternalError
+from shm_broadcast.errors import CapabilityError, GroupBrokenError
 from shm_broadcast.liveness import PeerWatch, this_process
 
-# How long a host plane of a group that could not be made may take to close.
+# How long the host plane of a group that could not be created may take to close.
 _UNDO_S: Final = 1.0
 
 Backend = TypeVar("Backend", bound=GlooBackend | None)
 
 
-class GroupOffer:
-    """What this rank does for a group before it meets the others: the first rank makes the shared region.
+def prepare_region(plan: GroupPlan, host_ids: Mapping[int, str]) -> shared_memory.Preparation:
+    """Prepare the region that the group's ranks share, before they meet: the first rank creates and offers it.
 
-    Attributes:
-        clock: Counts the group's seconds.
+    Nothing is prepared for a group of one, nor if `host_ids` says that the ranks are on several hosts.
     """
-
-    def __init__(self, plan: GroupPlan, host_ids: Mapping[int, str]) -> None:
-        """Make the region if this is the first rank, unless `host_ids` says that the ranks are on several hosts."""
-        ranks = plan.membership.ranks
-        self.clock: Stopwatch = Stopwatch()
-        if len(ranks) == 1 or len({host_ids.get(rank) for rank in ranks}) > 1:
-            self._region = shared_memory.Preparation(1, 0)
-        else:
-            with self.clock.phase("shared_memory"):
-                self._region = shared_memory.Preparation(len(ranks), plan.membership.rank_in_group)
-
-    @property
-    def text(self) -> str:
-        """Return what the others need to map the region."""
-        return base64.b64encode(self._region.offer).decode()
-
-    def map(self, health: GroupHealth, offer: str, timeout_s: float) -> shared_memory.SharedMemory:
-        """Map what the first rank offers by `offer`, its `text`."""
-        if not offer:
-            raise InternalError(f"{health.where('create shared memory')}: nothing was offered")
-        return self._region.map(health, base64.b64decode(offer), timeout_s)
-
-    def close(self) -> None:
-        """Offer it no longer, and drop what was not mapped. Idempotent."""
-        self._region.close()
+    ranks = plan.membership.ranks
+    if len(ranks) == 1 or len({host_ids.get(rank) for rank in ranks}) > 1:
+        return shared_memory.Preparation(1, 0)
+    with plan.clock.phase("shared_memory"):
+        return shared_memory.Preparation(len(ranks), plan.membership.rank_in_group)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class GroupBuilder:
-    """Connects one group, all of whose ranks have come and agree.
+    """Connects one group whose ranks have met and agreed.
 
     Attributes:
-        health: The state that all parts share.
+        plan: The group.
+        region: What this rank has prepared; the caller closes it.
+        members: The view of each of the group's ranks, by global rank.
+        store: A store whose keys are used by this group only.
+        device: Device on which the group's tensors live.
+        backend: torch backend of the process groups for device tensors.
+        settings: Settings of the group.
+        health: The state that all parts of the group share.
     """
 
-    def __init__(
-        self,
-        plan: GroupPlan,
-        offer: GroupOffer,
-        members: Mapping[int, View],
-        *,
-        store: dist.Store,
-        device: torch.device,
-        backend: str,
-        settings: CoordinatorSettings,
-    ) -> None:
-        """Take over what the ranks said; nothing is connected yet.
+    plan: GroupPlan
+    region: shared_memory.Preparation
+    members: Mapping[int, View]
+    store: dist.Store
+    device: torch.device
+    backend: str
+    settings: CoordinatorSettings
+    health: GroupHealth = dataclasses.field(init=False)
+    _made: ExitStack = dataclasses.field(default_factory=ExitStack)
+    _shared: shared_memory.SharedMemory | None = None
 
-        Args:
-            plan: The group.
-            offer: What this rank has prepared for it; stays the caller's.
-            members: What each of its ranks said, by global rank.
-            store: For this group.
-            device: Where its tensors live.
-            backend: Of its process groups for device tensors.
-            settings: Of the group.
-        """
-        ranks, rank = plan.membership.ranks, plan.membership.rank
-        peers = {member: view.process for member, view in members.items() if member != rank}
-        address = listening_address(members, rank) if peers else members[rank].address
-        self._plan = plan
-        self._offer = offer
-        self._device = device
-        self._settings = settings
-        self._first = members[ranks[0]]
-        self._host_ids = {member: view.host_id for member, view in members.items()}
+    def __post_init__(self) -> None:
+        """Create the shared state of the group; nothing is connected yet."""
+        name, ranks, rank = self.plan.name, self.plan.membership.ranks, self.plan.membership.rank
+        peers = {member: view.process for member, view in self.members.items() if member != rank}
+        address = listening_address(self.members, rank) if peers else self.members[rank].address
+        self._host_ids = {member: view.host_id for member, view in self.members.items()}
         self._watch = PeerWatch(this_process(), peers)
-        self._status_store = WorldStatusStore(
-            dist.PrefixStore(f"status_store/{ranks[0]}", store), rank, ranks
-        )
-        self.health: GroupHealth = GroupHealth(plan.name, rank, ranks, self._watch, self._status_store)
+        scoped = dist.PrefixStore(f"status_store/{ranks[0]}", self.store)
+        self._status_store = WorldStatusStore(scoped, rank, ranks)
+        self.health = GroupHealth(name, rank, ranks, self._watch, self._status_store)
         self._process_groups = GroupProcessGroups(
-            plan.name, ranks, backend, address, settings.create_timeout_s
+            name, ranks, self.backend, address, self.settings.create_timeout_s
         )
-        self._made = ExitStack()
-        self._shared: shared_memory.SharedMemory | None = None
 
     def share(self, number: int) -> None:
-        """Map the region that the first rank offers as its `number`-th, if all ranks are on one host. Collective."""
-        if len(self._host_ids) > 1 and len(set(self._host_ids.values())) == 1:
-            offers = msgspec.json.decode(self._first.note, type=list[str])
-            with self._offer.clock.phase("shared_memory"):
-                self._shared = self._map(offers[number])
-
-    def _map(self, offer: str) -> shared_memory.SharedMemory:
-        timeout_s = self._settings.create_timeout_s
-        shared = self._offer.map(self.health, offer, timeout_s)
-        self._made.callback(shared.close)
-        try:
-            # A rank that has its group may destroy it at once, and the store with it: return only once no rank still
-            # needs the store.
-            shared.host.finish("barrier", shared.host.core.barrier(), timeout_s)
-        except GroupBrokenError as error:
-            failure_record = self._status_store.failure_record()
-            if failure_record is None:
-                raise
-            raise CapabilityError(failure_record.detail, requirement="shared memory") from error
-        return shared
+        """Map offer `number` of the first rank, if all ranks are on one host. Collective."""
+        if len(self._host_ids) == 1 or len(set(self._host_ids.values())) > 1:
+            return
+        first, timeout_s = self.members[self.plan.membership.ranks[0]], self.settings.create_timeout_s
+        offers = msgspec.json.decode(first.note, type=list[bytes])
+        with self.plan.clock.phase("shared_memory"):
+            shared = self.region.map(self.health, offers[number], timeout_s)
+            self._made.callback(shared.close)
+            try:
+                # A rank may destroy its group, and the store with it, as soon as it has the group. Return only when no
+                # rank needs the store any more.
+                shared.host.finish("barrier", shared.host.core.barrier(), timeout_s)
+            except GroupBrokenError as error:
+                failure_record = self._status_store.failure_record()
+                if failure_record is None:
+                    raise
+                raise CapabilityError(failure_record.detail, requirement="shared memory") from error
+        self._shared = shared
 
     def connect(
         self, use_device_communicator: bool, agreement_s: float, together: tuple[str, ...]
     ) -> GroupParts:
         """Build the planes. Collective."""
         host, communicator = self._planes(use_device_communicator)
-        seconds = {f"{name}_s": spent for name, spent in self._offer.clock.seconds.items()}
-        report = CreationReport(
-            name=self._plan.name,
-            world_size=len(self._host_ids),
-            together=together,
-            agreement_s=agreement_s,
-            **seconds,
-        )
+        report = CreationReport(name=self.plan.name, world_size=len(self._host_ids), together=together)
         return GroupParts(
             health=self.health,
             host=host,
             communicator=communicator,
-            device=self._device,
+            device=self.device,
             process_groups=self._process_groups,
-            report=report,
+            report=report.plus(agreement=agreement_s, **self.plan.clock.seconds),
             host_ids=self._host_ids,
         )
 
     def _planes(self, use_device_communicator: bool) -> tuple[HostPlane, DeviceCommunicator]:
-        """Choose what the group's planes are, and connect them."""
-        world_size, clock = len(self._host_ids), self._offer.clock
+        """Choose the group's planes, and connect them."""
+        world_size, clock = len(self._host_ids), self.plan.clock
         if world_size == 1:
             alone = SoloHostPlane(self.health)
             return alone, SoloCommunicator(self._context(alone))
         factory: CommunicatorFactory = ProcessGroupCommunicator
         if use_device_communicator:
-            factory = communicator_factory(self._device.type, world_size)
-        with_device = needs_process_group(factory, self._device.type, shares_memory=self._shared is not None)
-        rank, timeout_s = self._plan.membership.rank_in_group, self._settings.timeout_s
+            factory = communicator_factory(self.device.type, world_size)
+        with_device = needs_process_group(factory, self.device.type, shares_memory=self._shared is not None)
+        rank, timeout_s = self.plan.membership.rank_in_group, self.settings.timeout_s
         host: SharedHostPlane | GlooHostPlane
         if with_device:
             with clock.phase("gloo"):
@@ -202,34 +163,34 @@ class GroupBuilder:
         def connect_all() -> Backend:
             gloo = connect()
             if gloo is not None:
-                # A rank that is connected may destroy the group at once; one that still connects would take that for
-                # a failure. So none has it before all have.
+                # A connected rank may destroy the group at once, which a rank that is still connecting would take for a
+                # failure. Therefore no rank gets the group before all are connected.
                 options = dist.BarrierOptions()
-                options.timeout = timedelta(seconds=self._settings.create_timeout_s)
+                options.timeout = timedelta(seconds=self.settings.create_timeout_s)
                 gloo.barrier(options).wait()
             return gloo
 
         return connect_watched(
-            connect_all, f"{self._plan.name} {name}", self.health.where("connect"), self._watch
+            connect_all, f"{self.plan.name} {name}", self.health.where("connect"), self._watch
         )
 
     def _context(self, host: HostPlane) -> CommunicatorContext:
-        membership = self._plan.membership
+        membership = self.plan.membership
         return CommunicatorContext(
-            name=self._plan.name,
+            name=self.plan.name,
             rank_in_group=membership.rank_in_group,
             ranks=membership.ranks,
-            device=self._device,
+            device=self.device,
             process_group=self._process_groups.device,
             health=self.health,
-            timeout_s=self._settings.timeout_s,
+            timeout_s=self.settings.timeout_s,
             shared=self._shared,
-            cuda=self._settings.cuda,
+            cuda=self.settings.cuda,
             exchange=host.all_gather_object,
         )
 
     def undo(self) -> None:
-        """Give back what was connected. Idempotent."""
+        """Release what was connected. Idempotent."""
         if self.health.close():
             self.health.say_goodbye()
             self.health.abort()
@@ -238,4 +199,4 @@ class GroupBuilder:
             self._process_groups.destroy()
 
 
-__all__ = ["GroupBuilder", "GroupOffer"]
+__all__ = ["GroupBuilder", "prepare_region"]

@@ -1,20 +1,21 @@
-"""What a group consists of once it is made, and the order in which it is given back."""
+"""The parts of a group after its creation, and the order in which they are released."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 
 from coordinator.bootstrap import fork_guard
 from coordinator.bootstrap.membership import Membership
-from coordinator.bootstrap.timings import CreationReport
+from coordinator.bootstrap.timings import CreationReport, Stopwatch
 from coordinator.host.open_sends import OpenSends
 from coordinator.host.plane import HostPlane
-from coordinator.host.process_groups import BACKEND, LOOPBACK, GlooBackend, new_gloo_group, new_group
+from coordinator.host.process_groups import BACKEND, GlooBackend, new_gloo_group, new_group
 from device_comm.base import DeviceCommunicator
 from device_comm.health import GroupHealth
 
@@ -26,110 +27,93 @@ class GroupPlan:
     Attributes:
         name: Unique, equal on all ranks of the group.
         group_ranks: Global ranks of every group of this kind.
-        membership: This rank's host_id in them.
+        membership: This rank's place in them.
+        clock: Measures how long this rank takes to create the group.
     """
 
     name: str
     group_ranks: Sequence[Sequence[int]]
     membership: Membership
+    clock: Stopwatch = dataclasses.field(default_factory=Stopwatch)
 
 
+@dataclasses.dataclass(eq=False)
 class GroupProcessGroups:
-    """The torch process groups of one group: made when something needs one, destroyed with the group.
+    """The torch process groups of one group. Each is created when something needs it, and destroyed with the group.
 
     Attributes:
-        address: Where this rank listens; numeric, never a wildcard.
-        host: The host plane's process group; None where that has none.
-        device: The device plane's process group, likewise.
+        name: The group's unique name.
+        ranks: Its global ranks, in group order.
+        backend: torch backend of the process groups for device tensors.
+        address: The address on which this rank listens; numeric, never a wildcard.
+        create_timeout_s: Deadline for the creation of each process group, in seconds.
+        host: The host plane's process group; None if the host plane needs none.
+        device: The device plane's process group; None if the device plane needs none.
     """
 
-    def __init__(
-        self, name: str, ranks: Sequence[int], backend: str, address: str, create_timeout_s: float
-    ) -> None:
-        """Make none yet.
-
-        Args:
-            name: The group's unique name.
-            ranks: Its global ranks, in group order.
-            backend: torch backend of the process groups for device tensors.
-            address: Where this rank listens.
-            create_timeout_s: Deadline for each process group, in seconds.
-        """
-        self.address = address
-        self.host: dist.ProcessGroup | None = None
-        self.device: dist.ProcessGroup | None = None
-        self._name = name
-        self._ranks = ranks
-        self._backend = backend
-        self._timeout_s = create_timeout_s
-        self._siblings = 0
-        self._adopted: list[dist.ProcessGroup] = []
+    name: str
+    ranks: Sequence[int]
+    backend: str
+    address: str
+    create_timeout_s: float
+    host: dist.ProcessGroup | None = None
+    device: dist.ProcessGroup | None = None
+    _siblings: int = 0
+    _adopted: list[dist.ProcessGroup] = dataclasses.field(default_factory=list)
 
     def adopt(self, group: dist.ProcessGroup) -> None:
-        """Destroy `group` together with these; a forked child leaves it alone."""
+        """Destroy `group` together with these process groups, and keep forked children from finalising it."""
         self._adopted.append(group)
         fork_guard.protect(group)
 
     def open_gloo(self, description: str) -> dist.ProcessGroup:
-        """Create a Gloo group of the same ranks, whether or not the others do so now."""
-        # Not aborted with the group: that takes a connection, for which it would wait where there is none yet.
-        group, _ = new_gloo_group(
-            self._ranks,
-            self.address or LOOPBACK,
-            f"{self._name} {description}",
-            self._timeout_s,
-            is_lazy=True,
-        )
-        self.adopt(group)
+        """Create a Gloo group of the same ranks, without waiting for the other ranks to create theirs."""
+        # It is not aborted with the group: an abort needs a connection, and would wait for one where there is none yet.
+        group, _ = self._connect_gloo(f"{self.name} {description}", is_lazy=True)
         return group
 
     def open_device(self) -> dist.ProcessGroup:
-        """Create the device plane's process group, which our own calls do without; it connects at its first use."""
-        if self._is_gloo:
-            return self.open_gloo("device")
-        group = new_group(self._ranks, self._backend, f"{self._name} device", self._timeout_s)
-        self.adopt(group)
-        return group
+        """Create the process group for device tensors, which our own calls do without; it connects at its first use."""
+        return self.open_gloo("device") if self._is_gloo else self._connect(f"{self.name} device")[0]
 
     def connect_host(self) -> GlooBackend:
         """Connect the host plane's process group. Collective."""
-        self.host, gloo = new_gloo_group(self._ranks, self.address, self._name, self._timeout_s)
-        self.adopt(self.host)
+        self.host, gloo = self._connect_gloo(self.name)
         return gloo
 
     def connect_device(self) -> GlooBackend | None:
         """Connect the device plane's process group; return its backend if that is Gloo. Collective."""
-        self.device, gloo = self._connect(f"{self._name} device")
+        self.device, gloo = self._connect(f"{self.name} device")
         return gloo
 
     def connect_sibling(self, description: str) -> dist.ProcessGroup:
         """Connect another process group of the same ranks for device tensors. Collective."""
         self._siblings += 1
-        group, _ = self._connect(f"{self._name} {description} {self._siblings}")
-        return group
+        return self._connect(f"{self.name} {description} {self._siblings}")[0]
 
     @property
     def _is_gloo(self) -> bool:
         # Engines ask torch for the backend of one group of ours, and create the next one with the answer.
-        return self._backend in ("gloo", BACKEND)
+        return self.backend in ("gloo", BACKEND)
 
     def _connect(self, name: str) -> tuple[dist.ProcessGroup, GlooBackend | None]:
-        gloo: GlooBackend | None = None
         if self._is_gloo:
-            group, gloo = new_gloo_group(self._ranks, self.address, name, self._timeout_s)
-        else:
-            group = new_group(self._ranks, self._backend, name, self._timeout_s)
+            return self._connect_gloo(name)
+        group = new_group(self.ranks, self.backend, name, self.create_timeout_s)
+        self.adopt(group)
+        return group, None
+
+    def _connect_gloo(self, name: str, *, is_lazy: bool = False) -> tuple[dist.ProcessGroup, GlooBackend]:
+        group, gloo = new_gloo_group(self.ranks, self.address, name, self.create_timeout_s, is_lazy)
         self.adopt(group)
         return group, gloo
 
     def destroy(self) -> None:
-        """Give all of them back. Idempotent."""
+        """Destroy all of them. Idempotent."""
         for group in reversed(self._adopted):
-            try:
+            # torch no longer knows the groups of a world that was destroyed before.
+            with suppress(ValueError, AssertionError):
                 dist.destroy_process_group(group)
-            except (ValueError, AssertionError) as gone:
-                # torch knows it no more: a world that was destroyed before took its groups with it.
-                del gone
             fork_guard.release(group)
         self._adopted.clear()
         self.host = self.device = None
@@ -143,11 +127,11 @@ class GroupParts:
         health: The state that all parts share.
         host: The host plane.
         communicator: The device plane.
-        device: Where the group's tensors live.
+        device: Device on which the group's tensors live.
         process_groups: The torch process groups.
-        report: How long the group took to create.
-        host_ids: Where each rank is, by global rank; equal where they can share memory.
-        is_fake: The group has no other process, so no call ever waits.
+        report: How long the creation of the group took.
+        host_ids: Host id of each rank, by global rank; equal for ranks that can share memory.
+        is_fake: Whether the group has no other process, so that no call ever waits.
     """
 
     health: GroupHealth
@@ -160,13 +144,13 @@ class GroupParts:
     is_fake: bool = False
 
     def destroy(self, timeout_s: float, open_sends: OpenSends) -> None:
-        """Give everything back, within about `timeout_s` seconds; half of it is for `open_sends` to complete."""
+        """Release everything within about `timeout_s` seconds, half of which `open_sends` may take to complete."""
         deadline = time.monotonic() + timeout_s
         if not self.health.is_broken:
             open_sends.flush(timeout_s / 2)
             self.host.flush(max(deadline - timeout_s / 2 - time.monotonic(), 0.0))
         self.health.say_goodbye()
-        # Not left to the garbage collector: whoever keeps a reference would keep the other ranks waiting.
+        # Not left to the garbage collector: a remaining reference would keep the other ranks waiting.
         self.health.abort()
         self.communicator.destroy()
         self.host.close(max(deadline - time.monotonic(), 0.5))

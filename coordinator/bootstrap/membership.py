@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from coordinator.bootstrap.agreement import View
 from coordinator.host.process_groups import LOOPBACK
-from shm_broadcast.errors import CapabilityError, InternalError, SettingsError, UsageError
+from shm_broadcast.errors import CapabilityError, SettingsError, UsageError
 
 _SIOCGIFADDR: Final = 0x8915  # netdevice(7)
 
@@ -76,16 +76,8 @@ def world_store() -> dist.Store:
             "or torch.distributed.init_process_group(...)"
         )
     world = dist.group.WORLD
-    if world is None:
-        raise InternalError("torch.distributed is initialised but has no world")
+    assert world is not None
     return world.get_group_store()
-
-
-def master_endpoint(store: dist.Store) -> tuple[str, int] | None:
-    """Return host and port of the process that serves the store, or None if the store reaches this host only."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
 
 
 def routed_address(host: str, port: int) -> str:
@@ -116,21 +108,16 @@ def interface_address(interface: str) -> str:
     return socket.inet_ntoa(answer[20:24])
 
 
-def is_loopback(address: str) -> bool:
-    """Return whether a numeric address is a loopback address."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+def own_address(interface: str | None, store: dist.Store) -> str:
+    """Return the address that this process announces: the interface's, or the one that routes to the store's server.
 
-
-def own_address(interface: str | None, master: tuple[str, int] | None) -> str:
-    """Return the address that this process announces: the interface's, or the one that routes to the master.
-
-    Without interface and master all ranks are on this host, and the result is loopback.
+    A store that is not served over TCP reaches this host only. Without an interface the result is then loopback.
     """
     if interface is not None:
         return interface_address(interface)
-    if master is not None:
-        return routed_address(*master)
-    return LOOPBACK
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return routed_address(store.host, store.port) if isinstance(store, dist.TCPStore) else LOOPBACK
 
 
 def listening_address(views: Mapping[int, View], rank: int) -> str:
@@ -145,7 +132,7 @@ def listening_address(views: Mapping[int, View], rank: int) -> str:
     if all(own.shares_loopback(view.process) for view in views.values()):
         return LOOPBACK
     for member, view in sorted(views.items()):
-        if is_loopback(view.address):
+        if ipaddress.ip_address(view.address).is_loopback:
             other, seen = next(
                 (other, seen)
                 for other, seen in sorted(views.items())

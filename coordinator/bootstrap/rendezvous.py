@@ -10,33 +10,30 @@ import atexit
 import dataclasses
 import ipaddress
 import itertools
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
 
-import torch
 import torch.distributed as dist
 
 from coordinator.bootstrap import fork_guard
 from coordinator.bootstrap.agreement import View, agree
-from coordinator.bootstrap.blocking_calls import connect_watched, run_interruptibly
-from coordinator.bootstrap.membership import listening_address, master_endpoint, own_address
+from coordinator.bootstrap.blocking_calls import connect_watched, run_interruptibly, torch_error
+from coordinator.bootstrap.membership import listening_address, own_address
 from coordinator.bootstrap.rendezvous_directory import DirectoryRendezvous
 from coordinator.bootstrap.status_store import WorldStatusStore
 from coordinator.bootstrap.timings import Stopwatch
-from coordinator.host.process_groups import (
-    BACKEND,
-    GlooOptions,
-    register_backend,
-    set_world_address,
-)
+from coordinator.host.process_groups import BACKEND, GlooOptions, register_backend, set_world_address
 from coordinator.settings import CoordinatorSettings, LaunchEnvironment
-from shm_broadcast.errors import CommTimeoutError, NativeError, SettingsError, UsageError
+from shm_broadcast.errors import CommTimeoutError, SettingsError, UsageError
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, this_process
 
 _WORLD: Final = "group_coordinator/world"
@@ -44,22 +41,6 @@ _WORLD: Final = "group_coordinator/world"
 # Rank 0 keeps its store this long for the others to leave. torch writes to stderr on a rank that finds the store gone,
 # and ranks usually leave together.
 LEAVE_S: Final = 0.1
-
-
-@dataclasses.dataclass
-class _World:
-    """The world that this process initialised."""
-
-    group: dist.ProcessGroup
-    store: dist.Store
-    leave: Callable[[], None]
-    fork_count: int
-    processes: Mapping[int, ProcessIdentity]
-
-
-_world: _World | None = None
-_worlds = itertools.count()
-_lock = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +58,21 @@ class Rendezvous:
     rank: int
     world_size: int
     leave: Callable[[], None]
+
+
+@dataclasses.dataclass
+class _World:
+    """The world that this process initialised."""
+
+    group: dist.ProcessGroup
+    rendezvous: Rendezvous
+    fork_count: int
+    processes: Mapping[int, ProcessIdentity]
+
+
+_world: _World | None = None
+_worlds = itertools.count()
+_lock = threading.Lock()
 
 
 def init_world(
@@ -118,9 +114,8 @@ def init_world(
             rendezvous.leave()
             raise
         group = dist.group.WORLD
-        if group is None:
-            raise UsageError("torch.distributed was destroyed while it was being initialised")
-        _world = _World(group, rendezvous.store, rendezvous.leave, fork_count(), processes)
+        assert group is not None
+        _world = _World(group, rendezvous, fork_count(), processes)
         fork_guard.protect(group)
         fork_guard.protect(rendezvous.store)
         return clock.seconds
@@ -136,19 +131,16 @@ def leave_world() -> None:
         if dist.is_initialized() and dist.group.WORLD is world.group:
             dist.destroy_process_group()
         fork_guard.release(world.group)
-        fork_guard.release(world.store)
-        world.leave()
+        fork_guard.release(world.rendezvous.store)
+        world.rendezvous.leave()
 
 
 def world_processes() -> Mapping[int, ProcessIdentity]:
     """Return the ranks' processes by global rank; empty if `init_world` did not create the current world."""
     world = _world
-    return world.processes if world is not None and owns_world() else {}
-
-
-def owns_world() -> bool:
-    """Return whether this process initialised the current world through `init_world`."""
-    return _world is not None and dist.is_initialized() and dist.group.WORLD is _world.group
+    if world is None or not dist.is_initialized() or dist.group.WORLD is not world.group:
+        return {}
+    return world.processes
 
 
 atexit.register(leave_world)
@@ -206,17 +198,16 @@ def _meet_by_environment(world_size: int, rank: int, settings: CoordinatorSettin
     for given, told, name in ((rank, launch.rank, "rank"), (world_size, launch.world_size, "world_size")):
         if given not in (-1, told):
             raise UsageError(f"{name}={given} contradicts the launcher's environment, which says {told}")
-    serve = launch.rank == 0 and not launch.use_agent_store
-    store = _tcp_store(
-        launch.master_addr, launch.master_port, launch.rank, launch.world_size, serve, settings
-    )
+    rank, world_size = launch.rank, launch.world_size
+    serve = rank == 0 and not launch.use_agent_store
+    store = _tcp_store(launch.master_addr, launch.master_port, rank, world_size, serve, settings)
     # The agent's store outlives a restart of the workers and earlier worlds of this process, so each world gets its
     # own prefix. A store that rank 0 serves is new for each world and must not be counted: a rank that gave up before
     # rank 0 joined would use another prefix than the others from then on.
     number = f"/{next(_worlds)}" if launch.use_agent_store else ""
     attempt = dist.PrefixStore(f"{launch.run_id or 'run'}/{launch.restart_count}{number}", store)
-    leave = _nothing if launch.use_agent_store else _leaving(attempt, launch.rank, launch.world_size)
-    return Rendezvous(attempt, launch.rank, launch.world_size, leave)
+    leave = _nothing if launch.use_agent_store else _leaving(attempt, rank, world_size)
+    return Rendezvous(attempt, rank, world_size, leave)
 
 
 def _nothing() -> None:
@@ -247,37 +238,25 @@ def _tcp_store(
     timeout = timedelta(seconds=settings.create_timeout_s)
 
     def connect() -> dist.Store:
-        if not serve:
-            return dist.TCPStore(
-                host, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False
-            )
-        listener = _listen(host, port)
-        # The store takes over the descriptor; detaching prevents a second close.
+        options: dict[str, Any] = {}
+        if serve:
+            # The store takes over the descriptor; detaching prevents a second close.
+            options = {"master_listen_fd": _listen(host, port).detach(), "use_libuv": False}
         return dist.TCPStore(
-            host,
-            port,
-            world_size,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-            use_libuv=False,
+            host, port, world_size, is_master=serve, timeout=timeout, wait_for_workers=False, **options
         )
 
+    where = f"rendezvous (rank {rank} of {world_size})"
     try:
         return run_interruptibly(connect, "rendezvous", _nothing)
     except dist.DistError as error:
         if "timed out" in str(error).lower() or "timeout" in str(error).lower():
             raise CommTimeoutError(
-                f"rendezvous (rank {rank} of {world_size}): nothing answered at {host}:{port} within "
-                f"{settings.create_timeout_s:.1f} s; check that rank 0 is running and that this is its address",
+                f"{where}: nothing answered at {host}:{port} within {settings.create_timeout_s:.1f} s; "
+                "check that rank 0 is running and that this is its address",
                 missing=(0,),
             ) from error
-        raise NativeError(
-            f"rendezvous (rank {rank} of {world_size}) at {host}:{port}: {error}",
-            library=f"torch {torch.__version__}",
-            function="TCPStore",
-        ) from error
+        raise torch_error(f"{where} at {host}:{port}: {error}", "TCPStore") from error
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -285,23 +264,19 @@ def _listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise UsageError(f"rank 0 cannot listen on {host}:{port}: {error.strerror}") from error
-    if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_unspecified:
+    if ipaddress.ip_address(str(address[0])).is_unspecified:
         raise UsageError(
             f"rank 0 does not listen on the wildcard address {host}:{port}, because any host could connect: "
             "use the address at which the other ranks reach this host"
         )
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(address)
-        listener.listen(2048)
+        return socket.create_server(address, family=family, backlog=2048)
     except OSError as error:
-        listener.close()
+        reason = os.strerror(error.errno or 0)
         raise UsageError(
-            f"rank 0 cannot listen on {host}:{port} ({error.strerror}): the address must belong to this host, "
+            f"rank 0 cannot listen on {host}:{port} ({reason}): the address must belong to this host, "
             "and the port must be free"
         ) from error
-    return listener
 
 
 def _connect(
@@ -315,7 +290,7 @@ def _connect(
         "backend": backend,
         **{f"setting {field}": str(value) for field, value in settings.agreed().items()},
     }
-    address = own_address(settings.interface, master_endpoint(rendezvous.store))
+    address = own_address(settings.interface, rendezvous.store)
     world_store = dist.PrefixStore(_WORLD, rendezvous.store)
     with clock.phase("rendezvous"):
         views = agree(
@@ -327,21 +302,17 @@ def _connect(
         # Lazy, because our groups do not use it: a connected mesh costs 5 to 15 ms at start and a polling thread.
         options = GlooOptions(listening_address(views, rank), is_lazy=True)
         set_world_address(options.address)
-
-    def init() -> None:
-        dist.init_process_group(
-            BACKEND if options is not None else backend,
-            store=rendezvous.store,
-            rank=rank,
-            world_size=rendezvous.world_size,
-            timeout=timedelta(seconds=settings.create_timeout_s),
-            pg_options=options,
-        )
-
-    watch = PeerWatch(own, {other: view.process for other, view in views.items() if other != rank})
-    try:
-        with clock.phase("gloo"):
-            connect_watched(init, "world", f"connecting the world (rank {rank} of {len(ranks)})", watch)
-    finally:
-        watch.close()
-    return {other: view.process for other, view in views.items()}
+    init = partial(
+        dist.init_process_group,
+        backend if options is None else BACKEND,
+        store=rendezvous.store,
+        rank=rank,
+        world_size=rendezvous.world_size,
+        timeout=timedelta(seconds=settings.create_timeout_s),
+        pg_options=options,
+    )
+    processes = {other: view.process for other, view in views.items()}
+    others = {other: process for other, process in processes.items() if other != rank}
+    with closing(PeerWatch(own, others)) as watch, clock.phase("gloo"):
+        connect_watched(init, "world", f"connecting the world (rank {rank} of {len(ranks)})", watch)
+    return processes

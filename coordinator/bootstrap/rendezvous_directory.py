@@ -62,10 +62,7 @@ class DirectoryRendezvous:
             UsageError: The directory cannot be used, or the world sizes differ.
             CommTimeoutError: Rank 0 did not create it within `timeout_s` seconds; `.missing` names rank 0.
         """
-        if self._rank == 0:
-            self._generation = self._create()
-        else:
-            self._generation = self._find(timeout_s)
+        self._generation = self._create() if self._rank == 0 else self._find(timeout_s)
         if self._store is None:
             self._store = self._open(self._generation)
         return self._store
@@ -89,14 +86,13 @@ class DirectoryRendezvous:
             self._link = None
 
     def _create(self) -> Path:
-        own = this_process()
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._sweep(own)
+            self._sweep()
             generation = self._directory / f"{_PREFIX}{secrets.token_hex(8)}"
             generation.mkdir(mode=0o700)
             (generation / "store").touch(mode=0o600)
-            (generation / "owner").write_bytes(msgspec.json.encode(Owner(own, self._world_size)))
+            (generation / "owner").write_bytes(msgspec.json.encode(Owner(this_process(), self._world_size)))
             fresh = self._directory / f"{_POINTER}.{secrets.token_hex(8)}"
             fresh.touch(mode=0o600, exist_ok=False)
             fresh.write_text(generation.name)
@@ -105,14 +101,11 @@ class DirectoryRendezvous:
             raise UsageError(f"cannot use {self._directory} for the rendezvous: {error}") from error
         return generation
 
-    def _sweep(self, own: ProcessIdentity) -> None:
+    def _sweep(self) -> None:
         """Remove the generations of killed runs."""
         for path in self._directory.glob(f"{_PREFIX}*"):
             owner = _read_owner(path)
-            if owner is not None and own.sees(owner.process) and process_state(owner.process) == "dead":
-                shutil.rmtree(path, ignore_errors=True)
-            elif owner is not None and not own.on_same_host(owner.process):
-                # Created before the last boot: its processes are gone.
+            if owner is not None and _has_ended(owner.process):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _find(self, timeout_s: float) -> Path:
@@ -123,10 +116,9 @@ class DirectoryRendezvous:
         while True:
             generation = self._follow()
             if generation is not None:
-                reason = self._claim_rank(generation)
-                if reason is None:
+                seen = self._claim_rank(generation)
+                if not seen:
                     return generation
-                seen = reason
             if time.monotonic() >= deadline:
                 raise CommTimeoutError(
                     f"rendezvous in {self._directory} (rank {self._rank} of {self._world_size}): rank 0 did not join "
@@ -143,8 +135,8 @@ class DirectoryRendezvous:
             return None
         return self._directory / name if _NAME.match(name) else None
 
-    def _claim_rank(self, generation: Path) -> str | None:
-        """Claim this rank in `generation`; return None, or why the generation is not the current run's."""
+    def _claim_rank(self, generation: Path) -> str:
+        """Claim this rank in `generation`; return "", or why the generation is not the current run's."""
         try:
             found = generation.lstat()
         except OSError:
@@ -156,12 +148,9 @@ class DirectoryRendezvous:
         ):
             raise UsageError(f"{generation} is not a directory of mode 0700 that belongs to this user")
         owner = _read_owner(generation)
-        own = this_process()
         if owner is None:
             return "the last generation has no readable owner file"
-        if not own.on_same_host(owner.process) or (
-            own.sees(owner.process) and process_state(owner.process) == "dead"
-        ):
+        if _has_ended(owner.process):
             return f"rank 0 of the last generation, pid {owner.process.pid}, is dead"
         if owner.world_size != self._world_size:
             if self._is_past(generation, owner.world_size):
@@ -179,7 +168,7 @@ class DirectoryRendezvous:
             return f"another process has already joined the last generation as rank {self._rank}"
         except OSError:
             return "the last generation was removed"
-        return None
+        return ""
 
     def _is_past(self, generation: Path, world_size: int) -> bool:
         """Return whether a generation of another world size belongs to an earlier run that this rank cannot join."""
@@ -214,6 +203,12 @@ class DirectoryRendezvous:
             with contextlib.suppress(FileExistsError):
                 pointer.hardlink_to(aside)
         aside.unlink()
+
+
+def _has_ended(process: ProcessIdentity) -> bool:
+    """Return whether a process is known to have ended: this process sees that, or the host has booted since."""
+    own = this_process()
+    return not own.on_same_host(process) or (own.sees(process) and process_state(process) == "dead")
 
 
 def _read_owner(generation: Path) -> Owner | None:

@@ -6,14 +6,15 @@ record (the first one written holds), and `left/<rank>` says that a rank has des
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 import msgspec
 import torch.distributed as dist
 
+from coordinator.bootstrap.blocking_calls import ask_store
 from device_comm.health import Arrival, FailureRecord
+from shm_broadcast.errors import CommTimeoutError, NativeError
 
 # The process that serves the store may be stopped or dead. No query waits longer than this.
 ANSWER_S: Final = 2.0
@@ -43,21 +44,14 @@ class WorldStatusStore:
         """Return the store's answer, or `otherwise` if it does not come within `within_s` seconds."""
         if not self._reachable:
             return otherwise
-        answers: list[Result] = []
-
-        def body() -> None:
-            try:
-                answers.append(question())
-            except RuntimeError as error:
-                # The store is gone: the caller continues with what it knows itself.
-                del error
-
-        thread = threading.Thread(target=body, name="group-coordinator-status_store", daemon=True)
-        thread.start()
-        thread.join(within_s)
-        if answers:
-            return answers[0]
-        self._reachable = self._reachable and thread.is_alive() and within_s < ANSWER_S
+        try:
+            return ask_store(question, "status store", within_s)
+        except CommTimeoutError:
+            if within_s >= ANSWER_S:
+                self._reachable = False
+        except NativeError:
+            # The store is gone: the caller continues with what it knows itself.
+            self._reachable = False
         return otherwise
 
     def arrive(self, plane: str, arrival: Arrival) -> None:
@@ -69,12 +63,9 @@ class WorldStatusStore:
         """Return where the other ranks wait, as they published it, by global rank."""
 
         def question() -> dict[int, Arrival]:
-            found = {}
-            for rank in self._others:
-                key = f"arrived/{plane}/{rank}"
-                if self._store.check([key]):
-                    found[rank] = _arrival_decoder.decode(self._store.get(key))
-            return found
+            keys = {rank: f"arrived/{plane}/{rank}" for rank in self._others}
+            found = {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
+            return {rank: _arrival_decoder.decode(value) for rank, value in found.items()}
 
         return self._ask(question, {})
 
@@ -92,10 +83,11 @@ class WorldStatusStore:
         """Publish the failure record `failure_record` unless one exists; return the one that holds."""
         text = msgspec.json.encode(failure_record).decode()
 
-        def question() -> FailureRecord:
-            return _verdict_decoder.decode(self._store.compare_set("failure_record", "", text))
-
-        return self._ask(question, failure_record, within_s)
+        return self._ask(
+            lambda: _verdict_decoder.decode(self._store.compare_set("failure_record", "", text)),
+            failure_record,
+            within_s,
+        )
 
     def leave(self) -> None:
         """Publish that this rank has destroyed the group."""

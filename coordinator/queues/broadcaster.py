@@ -1,4 +1,4 @@
-"""What a group broadcasts through its own queue: the third plane, for the inputs of every step."""
+"""Broadcasts through a group's own queue: the third plane, for the inputs of every step."""
 
 from __future__ import annotations
 
@@ -7,70 +7,48 @@ from typing import Any, NoReturn
 
 from coordinator.queues.ends import Reader, Writer
 from device_comm.health import GroupHealth
-from shm_broadcast.errors import (
-    ClosedError,
-    CommError,
-    CommTimeoutError,
-    InternalError,
-    PeerLostError,
-    UsageError,
-)
+from shm_broadcast.errors import ClosedError, CommError, CommTimeoutError, PeerLostError
 from shm_broadcast.queue import QueueReader, QueueWriter
 
 
 class Broadcaster:
-    """A group's own queue behind `broadcast_object`: its failures are the group's."""
+    """A group's own queue, which `broadcast_object` uses. A failure of the queue is a failure of the group."""
 
     def __init__(self, end: Writer | Reader, writer: int, health: GroupHealth, timeout_s: float) -> None:
         """Use an end of a queue whose writer is rank `writer` of the group."""
-        self.end = end
+        assert isinstance(end, (QueueWriter, QueueReader))
+        self._end = end
         self.writer = writer
         self._health = health
         self._timeout_s = timeout_s
-        self._dequeue = end.dequeue if isinstance(end, QueueReader) else None
-        # Sends its argument and returns it on the writer; returns the next object on the others. The queue is closed
-        # with its group and when that breaks, so the group need not be asked.
-        self.exchange: Callable[[Any], Any] = self._exchange_of(end)
-
-    def _exchange_of(self, end: Writer | Reader) -> Callable[[Any], Any]:
-        if not isinstance(end, (QueueWriter, QueueReader)):
-            raise InternalError(f"{self._health.where('enable_broadcaster')}: {end!r} is no queue's end")
         if isinstance(end, QueueWriter):
-            end.endpoint.timeout_ns = int(self._timeout_s * 1e9)
-        return end.endpoint.exchange
+            end.endpoint.timeout_ns = int(timeout_s * 1e9)
+        # On the writer this sends its argument and returns it; on the other ranks it returns the next object. It need
+        # not ask the group's health, because the queue is closed when the group is destroyed or breaks.
+        self.exchange: Callable[[Any], Any] = end.endpoint.exchange
 
     def send(self, obj: Any, timeout_s: float | None) -> None:
         """Send an object to all other ranks; only on the writer."""
-        end = self.end
-        if not isinstance(end, QueueWriter):
-            raise UsageError(f"{self._health.where('broadcast_object')}: this rank's end reads")
+        assert isinstance(self._end, QueueWriter)
         try:
-            end.enqueue(obj, timeout_s or self._timeout_s)
+            self._end.enqueue(obj, timeout_s or self._timeout_s)
         except CommError as error:
             self.blame(error)
 
     def receive(self, timeout_s: float | None, type_: Any) -> Any:
-        """Return the writer's next object; only on the others."""
-        if self._dequeue is None:
-            raise UsageError(f"{self._health.where('broadcast_object')}: this rank's end writes")
+        """Return the writer's next object; only on the other ranks."""
+        assert isinstance(self._end, QueueReader)
         try:
-            return self._dequeue(timeout_s, type_)
+            return self._end.dequeue(timeout_s, type_)
         except CommError as error:
             self.blame(error)
 
     def blame(self, error: CommError) -> NoReturn:
-        """Raise what an error of the queue is to the group."""
-        blamed = self._blamed(error)
-        if blamed is error:
-            raise error
-        raise blamed from error
-
-    def _blamed(self, error: CommError) -> CommError:
-        """Return what to raise for a failure of the queue; break the group if it is one."""
+        """Raise the group's error for an error of the queue, and break the group if the queue has failed."""
         if isinstance(error, ClosedError):
-            # Closed by this process, or by a writer that left or broke: the status store knows why.
+            # This process closed the queue, or its writer left or broke: the status store knows which.
             operation = self._health.begin_point_to_point("queue", "broadcast_object")
-            return self._health.explain(operation, error, [self._health.ranks[self.writer]])
+            raise self._health.explain(operation, error, [self._health.ranks[self.writer]]) from error
         if isinstance(error, (CommTimeoutError, PeerLostError)):
             self._health.fail(error)
-        return error
+        raise error

@@ -1,13 +1,14 @@
-"""The queues of one group: over shared memory where two ranks share a host, else over encrypted TCP.
+"""The queues of one group: over shared memory between ranks of one host, over encrypted TCP between hosts.
 
-The ranks agree on where each of them is, so all know the way from every writer to every reader. A rank that
-cannot open its end makes the creation fail on all of them; nobody falls back alone.
+The ranks exchange their host ids, so all of them know which transport connects each writer to each reader. If one rank
+cannot open its end, the creation fails on all ranks; no rank falls back alone.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -24,21 +25,21 @@ from shm_broadcast.errors import CapabilityError, CommError, DecodeError, UsageE
 from shm_broadcast.liveness import this_process
 from shm_broadcast.queue import QueueReader, QueueWriter
 
-# Part of `create_timeout_s` that opening may take: the rest is for saying that it failed.
+# Part of `create_timeout_s` that opening may take; the rest is left for reporting a failure.
 _OPENING_PART = 0.5
 
-# How long readers on other hosts have, when a group breaks or a queue cannot be created, to take what was written.
+# When a group breaks or a queue cannot be created, readers on other hosts have this long to take what was written.
 _PARTING_S = 1.0
 
 
 @register_type(name="coordinator.QueueRankInfo")
 class QueueRankInfo(msgspec.Struct, frozen=True):
-    """What a rank knows before a queue is created.
+    """What a rank tells the others before a queue is created.
 
     Attributes:
         host_id: Equal on two ranks that can map one segment.
         external: Digest of the external writer's handle; empty if this rank was given none.
-        failure: What is wrong with what it was given.
+        failure: Why the external writer of this rank cannot be used; empty if it can.
     """
 
     host_id: str
@@ -84,10 +85,10 @@ class GroupQueues:
     def __init__(
         self, host: HostPlane, health: GroupHealth, settings: CoordinatorSettings, address: str
     ) -> None:
-        """Create nothing yet.
+        """Store the arguments; no queue is created yet.
 
         Args:
-            host: What the ranks agree by.
+            host: The group's host plane, over which the ranks agree.
             health: The group's shared state.
             settings: Sizes, deadlines, and how readers on other hosts are served.
             address: Where this rank listens for readers on other hosts; numeric, never a wildcard.
@@ -104,13 +105,13 @@ class GroupQueues:
         """Create a queue from rank `writer` to all others, or open one from outside of the group.
 
         Args:
-            writer: Rank in the group. Without meaning if there is an external writer.
-            external: An `ExternalWriter`, or None. Ranks that give none get it from those that do.
+            writer: Rank in the group. Ignored if there is an external writer.
+            external: An `ExternalWriter`, or None. Ranks that pass None get it from those that pass one.
 
         Raises:
-            UsageError: An external writer cannot be used: it is none, has not all ranks of the group for
-                readers, or ranks gave different ones; on every rank.
-            CapabilityError: Some rank could not create or open its end; on every rank.
+            UsageError: An external writer cannot be used: it is of another type, its readers do not include all ranks
+                of the group, or ranks passed different ones. Every rank raises this.
+            CapabilityError: A rank could not create or open its end. Every rank raises this.
         """
         infos = self._exchange_rank_info(external)
         if any(info.external for info in infos):
@@ -122,15 +123,14 @@ class GroupQueues:
         return ends[writer] if mine is None else mine
 
     def gather(self, reader: int) -> tuple[QueueWriter, list[QueueReader]]:
-        """Create a queue from every rank to rank `reader`, which has one to itself too; raises as `broadcast`.
+        """Create a queue from every rank, including `reader` itself, to rank `reader`; raises as `broadcast`.
 
         Returns:
-            This rank's writing end, and on the reader the reading ends in rank order; elsewhere no others.
+            This rank's writing end, and on the reader the reading ends in rank order; on other ranks an empty list.
         """
         infos = self._exchange_rank_info(None)
         mine, ends = self._create({rank: [reader] for rank in range(len(infos))}, infos)
-        if mine is None:
-            raise CapabilityError(f"{self._health.where('create queue')}: no writing end")
+        assert mine is not None
         return mine, [ends[rank] for rank in sorted(ends)]
 
     def close(self, timeout_s: float) -> None:
@@ -157,42 +157,35 @@ class GroupQueues:
         if any(far.values()):
             pairs, told = self._exchange_keys(far)
         self._count += 1
+        own = self._rank_in_group
         mine: QueueWriter | None = None
         offer = QueueOffer()
-        if self._rank_in_group in plan:
-            public = {rank: told[rank].public[self._rank_in_group] for rank in far[self._rank_in_group]}
+        if own in plan:
+            public = {rank: told[rank].public[own] for rank in far[own]}
             try:
-                mine = self._offer(plan[self._rank_in_group], public)
+                mine = self._offer(plan[own], public)
                 offer = QueueOffer(mine.handle.to_bytes(mine.key), mine.key)
             except CommError as error:
-                offer = QueueOffer(failure=f"rank {self._health.rank}: {error}")
-        ends: dict[int, QueueReader] = {}
-        try:
+                offer = QueueOffer(failure=self._blame(error))
+        with ExitStack() as undo:
+            undo.callback(_close, [mine], _PARTING_S)
             offers: list[QueueOffer] = self._gather(offer)
             self._agree([each.failure for each in offers])
-            failure = self._open_ends(
-                [writer for writer in plan if self._reads(plan[writer])], offers, pairs, ends
-            )
-            self._agree(self._gather(failure))
-        except BaseException:
-            _close([mine, *ends.values()], _PARTING_S)
-            raise
+            ends = self._open_ends([writer for writer in plan if own in plan[writer]], offers, pairs)
+            undo.pop_all()
         self._adopt([mine, *ends.values()])
         return mine, ends
-
-    def _reads(self, readers: Sequence[int]) -> bool:
-        return self._rank_in_group in readers
 
     def _exchange_keys(
         self, far: Mapping[int, Sequence[int]]
     ) -> tuple[dict[int, RemoteKeys], list[QueueKeys]]:
-        """Return this rank's pair for each queue that it reads from another host, and what all ranks told."""
+        """Return this rank's key pair for each queue that it reads from another host, and all ranks' public keys."""
         pairs: dict[int, RemoteKeys] = {}
         failure = ""
         try:
-            pairs = {writer: RemoteKeys.generate() for writer in far if self._reads(far[writer])}
+            pairs = {writer: RemoteKeys.generate() for writer in far if self._rank_in_group in far[writer]}
         except CommError as error:
-            failure = f"rank {self._health.rank}: {error}"
+            failure = self._blame(error)
         told: list[QueueKeys] = self._gather(
             QueueKeys({writer: pair.public for writer, pair in pairs.items()}, failure)
         )
@@ -214,24 +207,28 @@ class GroupQueues:
         )
 
     def _open_ends(
-        self,
-        writers: Sequence[int],
-        offers: Sequence[QueueOffer],
-        pairs: Mapping[int, RemoteKeys],
-        ends: dict[int, QueueReader],
-    ) -> str:
-        """Open the reading ends of the queues of `writers` into `ends`; return what went wrong, or nothing."""
+        self, writers: Sequence[int], offers: Sequence[QueueOffer], pairs: Mapping[int, RemoteKeys]
+    ) -> dict[int, QueueReader]:
+        """Open the reading ends of the queues of `writers`. Collective.
+
+        If any rank fails, all ranks close what they have opened, and raise the same `CapabilityError`.
+        """
+        ends: dict[int, QueueReader] = {}
+        failure = ""
         deadline = time.monotonic() + self._settings.create_timeout_s * _OPENING_PART
-        for writer in writers:
-            left = max(deadline - time.monotonic(), 0.1)
-            offer = offers[writer]
+        with ExitStack() as undo:
             try:
-                ends[writer] = QueueReader.open(
-                    offer.handle, offer.key, self._health.rank, left, remote_keys=pairs.get(writer)
-                )
+                for writer in writers:
+                    offer, left = offers[writer], max(deadline - time.monotonic(), 0.1)
+                    ends[writer] = QueueReader.open(
+                        offer.handle, offer.key, self._health.rank, left, remote_keys=pairs.get(writer)
+                    )
+                    undo.callback(ends[writer].close)
             except CommError as error:
-                return f"rank {self._health.rank}: {error}"
-        return ""
+                failure = self._blame(error)
+            self._agree(self._gather(failure))
+            undo.pop_all()
+        return ends
 
     # ------------------------------------------------------------------ a queue from outside of the group
 
@@ -246,15 +243,9 @@ class GroupQueues:
         if len(givers) < len(infos):
             offer = self._host.broadcast_object(offer, givers[0], self._settings.create_timeout_s)
         pairs = {0: own.remote_keys} if own is not None and own.remote_keys is not None else {}
-        ends: dict[int, QueueReader] = {}
-        failure = self._open_ends([0], [offer], pairs, ends)
-        try:
-            self._agree(self._gather(failure))
-        except BaseException:
-            _close([*ends.values()], _PARTING_S)
-            raise
-        self._adopt([*ends.values()])
-        return ends[0]
+        end = self._open_ends([0], [offer], pairs)[0]
+        self._adopt([end])
+        return end
 
     def _check_external(self, external: object) -> tuple[bytes, str]:
         """Return the digest of the external writer's handle, and what is wrong with it."""
@@ -282,25 +273,27 @@ class GroupQueues:
         infos: list[QueueRankInfo] = self._gather(
             QueueRankInfo(f"{own.boot_id} {own.network_namespace}", digest, failure)
         )
-        failures = _distinct([info.failure for info in infos])
-        if failures:
-            raise UsageError(f"{self._health.where('create queue')}: {failures}")
+        self._agree([info.failure for info in infos], UsageError)
         return infos
 
     def _gather(self, obj: object) -> list[Any]:
         return self._host.all_gather_object(obj, self._settings.create_timeout_s)
 
-    def _agree(self, failures: Sequence[str]) -> None:
-        """Raise, on all ranks alike, if one of them failed."""
-        reasons = _distinct(failures)
+    def _blame(self, error: CommError) -> str:
+        """Return what this rank tells the others of its `error`."""
+        return f"rank {self._health.rank}: {error}"
+
+    def _agree(self, failures: Sequence[str], kind: type[CommError] = CapabilityError) -> None:
+        """Raise if any rank failed; all ranks raise the same error."""
+        reasons = "; ".join(dict.fromkeys(failure for failure in failures if failure))
         if reasons:
-            raise CapabilityError(f"{self._health.where('create queue')}: {reasons}")
+            raise kind(f"{self._health.where('create queue')}: {reasons}")
 
     def _adopt(self, ends: Sequence[QueueWriter | QueueReader | None]) -> None:
         for end in ends:
             if end is not None:
                 self._open.append(end)
-                # A rank whose group broke must not let the others wait for its next message.
+                # When the group breaks, the other ranks must not wait for this rank's next message.
                 self._health.on_abort(partial(_close, [end], _PARTING_S))
 
 
@@ -311,7 +304,3 @@ def _close(ends: Sequence[QueueWriter | QueueReader | None], timeout_s: float) -
             end.close(max(deadline - time.monotonic(), 0.0))
         elif end is not None:
             end.close()
-
-
-def _distinct(failures: Sequence[str]) -> str:
-    return "; ".join(dict.fromkeys(failure for failure in failures if failure))

@@ -1,9 +1,10 @@
-"""The groups of this process by name. They are kept weakly: neither a graph nor this registry keeps a group alive."""
+"""The groups of this process by name. References are weak: neither a graph nor this registry keeps a group alive."""
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
+from functools import partial
 from typing import Final
 
 from coordinator.calls import Calls
@@ -11,19 +12,19 @@ from coordinator.planes import GroupPlanes
 from device_comm.base import DeviceCommunicator
 from shm_broadcast.errors import ClosedError, UsageError
 
-# The names of this many destroyed groups are kept, so that a graph that names one is told what happened.
+# The names of this many destroyed groups are kept, so that the error for a graph that uses one can say what happened.
 _REMEMBERED: Final = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Registration:
-    """What the operations of a graph need of a group.
+    """The parts of a group that the operations of a graph use.
 
     Attributes:
         reference: The group.
         calls: Its gate.
         communicator: Its device plane.
-        is_fake: The group has no other process; who names real ranks does not mean it.
+        is_fake: Whether the group has no other process; `live_groups` leaves such groups out.
     """
 
     reference: weakref.ref[GroupPlanes]
@@ -37,27 +38,25 @@ _gone: dict[str, None] = {}
 
 
 def register(group: GroupPlanes, calls: Calls, *, is_fake: bool) -> None:
-    """Let `find` return `group` by its unique name, until `forget` or its end."""
+    """Let `find` return `group` by its unique name, until `forget` is called or the group is collected."""
     name = group.unique_name
-
-    def collected(reference: weakref.ref[GroupPlanes]) -> None:
-        found = _groups.get(name)
-        if found is not None and found.reference is reference:
-            _forget(name)
-
+    reference = weakref.ref(group, partial(_forget, name))
     _gone.pop(name, None)
-    _groups[name] = Registration(weakref.ref(group, collected), calls, group.device_communicator, is_fake)
+    _groups[name] = Registration(reference, calls, group.device_communicator, is_fake)
 
 
 def forget(group: GroupPlanes) -> None:
-    """Let operations that name `group` raise `ClosedError` from now on. Idempotent."""
+    """Make operations that name `group` raise `ClosedError` from now on. Idempotent."""
     found = _groups.get(group.unique_name)
-    # A later world may have a group of the same name: that one stays.
     if found is not None and found.reference() is group:
-        _forget(group.unique_name)
+        _forget(group.unique_name, found.reference)
 
 
-def _forget(name: str) -> None:
+def _forget(name: str, reference: weakref.ref[GroupPlanes]) -> None:
+    """Remove the group of `reference`, unless a group of the same name in a later world has replaced it."""
+    found = _groups.get(name)
+    if found is None or found.reference is not reference:
+        return
     del _groups[name]
     _gone[name] = None
     if len(_gone) > _REMEMBERED:
@@ -69,10 +68,10 @@ def find(name: str, operation: str) -> Registration:
 
     Args:
         name: The group's `unique_name`.
-        operation: What it is wanted for, for the error's text.
+        operation: The operation that needs it, for errors.
 
     Raises:
-        ClosedError: It was destroyed.
+        ClosedError: The group was destroyed.
         UsageError: This process has had no such group.
     """
     found = _groups.get(name)

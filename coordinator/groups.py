@@ -36,8 +36,8 @@ _PARTS: Final = ("rdp", "sdp")
 class ParallelGroups:
     """The groups that this rank belongs to, one per parallel dimension.
 
-    As a context manager it makes these groups current, and destroys them at the end. Dimensions with equal rank lists
-    share one `GroupCoordinator`, whose name lists them: `world=tp`.
+    Used as a context manager, it makes these groups current and destroys them at the end. Dimensions with equal rank
+    lists share one `GroupCoordinator`, whose name lists them: `world=tp`.
 
     Attributes:
         layout: Sizes of the dimensions.
@@ -73,7 +73,7 @@ class ParallelGroups:
     )
 
     def __post_init__(self) -> None:
-        """Check that rank 0 of the world is rank 0 of each of its groups: one-time work is done there."""
+        """Check that rank 0 of the world is rank 0 in each of its groups: engines do one-time work on that rank."""
         for name, group in self.by_name().items():
             if self.world.rank_in_group == 0 and group.rank_in_group != 0:
                 raise UsageError(
@@ -231,19 +231,13 @@ class ParallelGroups:
         world = world or find_world_group()
         if world is not None and world.ranks != list(range(layout.world_size)):
             raise UsageError(f"world must be the group of all ranks in ascending order, not of {world.ranks}")
-        tables = group_tables(layout)
-        groups: dict[str, GroupCoordinator] = {}
-        if world is not None:
-            first = next(iter(tables))
-            groups.update(dict.fromkeys(tables.pop(first), world))
+        facts = {
+            "use_message_queue_broadcaster": str(use_message_queue_broadcaster),
+            "creates a world group": str(world is None),
+        }
+        existing = {} if world is None else {layout.groups("world"): world}
+        groups = _create_missing(layout, existing, settings, facts, local_rank, backend)
         try:
-            facts = {
-                "use_message_queue_broadcaster": str(use_message_queue_broadcaster),
-                "creates a world group": str(world is None),
-            }
-            groups.update(
-                _create_tables(layout, tables, world, settings, facts, local_rank=local_rank, backend=backend)
-            )
             if use_message_queue_broadcaster:
                 for group in dict.fromkeys((groups["world"], groups["tp"])):
                     group.enable_broadcaster()
@@ -270,25 +264,16 @@ class ParallelGroups:
             Others: As `create`.
         """
         layout = dataclasses.replace(self.layout, shard=shard)
-        groups = self.by_name()
-        existing = {layout.groups(name): groups[name] for name in DIMENSIONS if name not in _PARTS}
-        for name in _PARTS:
-            if self.layout.groups(name) == layout.groups(name):
-                existing.setdefault(layout.groups(name), getattr(self, name))
-        missing = {
-            name: dimensions
-            for name, dimensions in group_tables(layout).items()
-            if layout.groups(dimensions[0]) not in existing
+        existing: dict[RankLists, GroupCoordinator] = {
+            layout.groups(name): getattr(self, name)
+            for name in DIMENSIONS
+            if layout.groups(name) == self.layout.groups(name)
         }
-        groups.update(
-            {name: existing[table] for name in _PARTS if (table := layout.groups(name)) in existing}
-        )
-        groups.update(_create_tables(layout, missing, self.world, self.world.settings, facts={}))
+        groups = _create_missing(layout, existing, self.world.settings, facts={})
         record = dataclasses.replace(self, layout=layout, rdp=groups["rdp"], sdp=groups["sdp"])
         kept = set(record.by_name().values())
-        record._retired.extend(  # noqa: SLF001 - ours
-            [*self._retired, *(group for group in dict.fromkeys((self.rdp, self.sdp)) if group not in kept)]
-        )
+        replaced = [group for group in dict.fromkeys((self.rdp, self.sdp)) if group not in kept]
+        record._retired.extend([*self._retired, *replaced])  # noqa: SLF001 - ours
         return record
 
     def by_name(self) -> dict[str, GroupCoordinator]:
@@ -349,21 +334,27 @@ def group_tables(layout: ParallelLayout) -> dict[str, list[Dimension]]:
     return {"=".join([each for each in names if each not in _PARTS] or names): names for names in shared}
 
 
-def _create_tables(
+def _create_missing(
     layout: ParallelLayout,
-    tables: Mapping[str, list[Dimension]],
-    world: GroupCoordinator | None,
+    existing: Mapping[RankLists, GroupCoordinator],
     settings: CoordinatorSettings,
     facts: Mapping[str, str],
     local_rank: int | None = None,
     backend: str | None = None,
 ) -> dict[str, GroupCoordinator]:
-    """Create the groups of `tables` in one agreement; return the group of each dimension. Collective over the world."""
+    """Create the groups of `layout` that are not in `existing`, in one agreement. Collective over the world.
+
+    Returns:
+        The group of every dimension.
+    """
+    tables = {name: layout.groups(dimensions[0]) for name, dimensions in group_tables(layout).items()}
+    missing = {name: table for name, table in tables.items() if table not in existing}
+    world = existing.get(layout.groups("world"))
     if world is not None:
         backend = backend or world.torch_distributed_backend
         local_rank = world.local_rank if local_rank is None else local_rank
     created = GroupCoordinator._create_together(  # noqa: SLF001 - ours
-        {name: layout.groups(dimensions[0]) for name, dimensions in tables.items()},
+        missing,
         dist.get_rank() if local_rank is None else local_rank,
         backend or default_backend(),
         settings,
@@ -372,10 +363,8 @@ def _create_tables(
         facts={"layout": str(layout), **facts},
         beside=world,
     )
-    groups: dict[str, GroupCoordinator] = {}
-    for dimensions, group in zip(tables.values(), created, strict=True):
-        groups.update(dict.fromkeys(dimensions, group))
-    return groups
+    groups = {**existing, **dict(zip(missing.values(), created, strict=True))}
+    return {name: groups[layout.groups(name)] for name in DIMENSIONS}
 
 
 def _destroy(groups: Iterable[GroupCoordinator], keep: GroupCoordinator | None) -> None:
@@ -395,41 +384,44 @@ def default_backend() -> str:
 _current: contextvars.ContextVar[ParallelGroups | None] = contextvars.ContextVar(
     "parallel_groups", default=None
 )
-_default: list[ParallelGroups] = []
 
-# The world group, which exists before any layout is known; at most one entry.
-_world: list[GroupCoordinator] = []
+
+@dataclasses.dataclass
+class _ProcessState:
+    """The groups that every thread of this process sees.
+
+    Attributes:
+        world: The world group, which exists before any layout is known.
+        default: The current groups of contexts that have not set their own.
+    """
+
+    world: GroupCoordinator | None = None
+    default: ParallelGroups | None = None
+
+
+_process = _ProcessState()
 
 
 def set_world_group(group: GroupCoordinator | None) -> GroupCoordinator | None:
     """Set or clear the world group; return the previous one."""
-    before = _world.pop() if _world else None
-    if group is not None:
-        _world.append(group)
+    before, _process.world = _process.world, group
     return before
 
 
 def find_world_group() -> GroupCoordinator | None:
     """Return the current world group, or None."""
-    if _world and dist.is_initialized():
-        return _world[0]
-    return None
+    return _process.world if dist.is_initialized() else None
 
 
 def set_default_groups(groups: ParallelGroups | None) -> ParallelGroups | None:
     """Make `groups` the default of this process for every thread; return the previous default."""
-    before = _default.pop() if _default else None
-    if groups is not None:
-        _default.append(groups)
+    before, _process.default = _process.default, groups
     return before
 
 
 def find_current_groups() -> ParallelGroups | None:
     """Return the current groups: those of this context, else the process's default, else None."""
-    groups = _current.get()
-    if groups is not None:
-        return groups
-    return _default[0] if _default else None
+    return _current.get() or _process.default
 
 
 def current_groups() -> ParallelGroups:

@@ -68,10 +68,9 @@ def init_distributed_environment(
         CapabilityError: Ranks are on several hosts and one announced a loopback address.
     """
     if timeout is not None:
-        if settings is None:
-            settings = CoordinatorSettings.resolve(timeout_s=timeout.total_seconds())
-        else:
+        if settings is not None:
             raise UsageError("pass the deadline either as timeout or in settings, not both")
+        settings = CoordinatorSettings.resolve(timeout_s=timeout.total_seconds())
     settings = settings or CoordinatorSettings.from_env()
     world = find_world_group()
     if world is not None:
@@ -263,14 +262,8 @@ def get_pcp_group() -> GroupCoordinator:
     return current_groups().cp
 
 
-def get_tensor_model_parallel_group() -> GroupCoordinator:
-    """Return the current tensor-parallel group."""
-    return get_tp_group()
-
-
-def get_pipeline_model_parallel_group() -> GroupCoordinator:
-    """Return the current pipeline-parallel group."""
-    return get_pp_group()
+get_tensor_model_parallel_group = get_tp_group
+get_pipeline_model_parallel_group = get_pp_group
 
 
 def get_tensor_model_parallel_world_size() -> int:

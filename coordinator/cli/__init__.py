@@ -25,14 +25,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from coordinator.cli.info import show_info
 
         return show_info(as_json=options.json, tries=not options.no_start)
-    if options.command == "rank":
-        from coordinator.cli.local_ranks import run_rank
+    from coordinator.cli.local_ranks import run_job, run_rank
 
+    if options.command == "rank":
         return run_rank(
             options.job, options.rank, options.ranks, options.directory, options.launcher, options.only
         )
-    from coordinator.cli.local_ranks import run_job
-
     return run_job(options.command, options.ranks, options.timeout, getattr(options, "only", []))
 
 

@@ -67,8 +67,8 @@ def collect(*, tries: bool = True) -> dict[str, Any]:
     settings = _try(CoordinatorSettings.from_env)
     drivers = _try(_drivers)
     return {
-        "versions": {name: _version(name) for name in PACKAGES}
-        | {
+        "versions": {
+            **{name: _version(name) for name in PACKAGES},
             "python": platform.python_version(),
             "CUDA version of torch": torch.version.cuda or "none (CPU build)",
         },
@@ -145,12 +145,10 @@ def _ended_by(text: str, shown: int) -> str:
         why = "no device has this UUID, or several begin with it"
     elif not entry.lstrip("+-").isdecimal():
         why = "neither a number nor a UUID that begins with GPU- or MIG-"
+    elif entry.startswith("-"):
+        why = "a negative number ends the list"
     else:
-        why = (
-            "a negative number ends the list"
-            if entry.startswith("-")
-            else "there is no device of this number"
-        )
+        why = "there is no device of this number"
     return f"entry {shown + 1} of {len(entries)}, {entry!r}: {why}"
 
 

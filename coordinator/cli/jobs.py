@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,14 +33,14 @@ REPEATS: Final = 21
 
 def check(rank: int, ranks: int, directory: Path, only: Sequence[str] = ()) -> int:
     """Verify the collectives, objects, tensor dicts and queues of a group of all ranks."""
-    with _World(rank, ranks, directory) as group:
+    with _world(rank, ranks, directory) as group:
         group.enable_broadcaster()
         say = _speaker(rank)
         say(
             f"checking a group of {ranks} on {group.device}, algorithm: {group.device_communicator.algorithm}"
         )
         failed = 0
-        for name, part in {**_contract(group), **_host_parts(group)}.items():
+        for name, part in _parts(group).items():
             if only and name not in only:
                 continue
             started = time.perf_counter()
@@ -59,31 +60,27 @@ def check(rank: int, ranks: int, directory: Path, only: Sequence[str] = ()) -> i
         return 1 if failed else 0
 
 
-def _contract(group: GroupCoordinator) -> dict[str, Callable[[], None]]:
-    """Return the parts of the conformance suite, which all ranks run together."""
-    if group.world_size == 1:
-        return {}
-    communicator = group.device_communicator
-
-    def clause(name: str) -> Callable[[], None]:
-        return lambda: testing.check_device_communicator(
-            communicator, host=group, destroy=False, parts=(name,), timeout_s=30.0
-        )
-
-    return {name: clause(name) for name in testing.PARTS}
+def _parts(group: GroupCoordinator) -> dict[str, Callable[[], None]]:
+    """Return the parts of the conformance suite, for two ranks or more, and then those of the host plane."""
+    clause = partial(
+        testing.check_device_communicator,
+        group.device_communicator,
+        host=group,
+        destroy=False,
+        timeout_s=30.0,
+    )
+    contract = testing.PARTS if group.world_size > 1 else ()
+    return {
+        **{name: partial(clause, parts=(name,)) for name in contract},
+        "barrier": group.barrier,
+        "objects": partial(_check_objects, group),
+        "tensor dicts": partial(_check_tensor_dicts, group),
+        "queue": partial(_check_queue, group),
+    }
 
 
 class _WrongResultError(Exception):
     """A call returned something else than was sent."""
-
-
-def _host_parts(group: GroupCoordinator) -> dict[str, Callable[[], None]]:
-    return {
-        "barrier": group.barrier,
-        "objects": lambda: _check_objects(group),
-        "tensor dicts": lambda: _check_tensor_dicts(group),
-        "queue": lambda: _check_queue(group),
-    }
 
 
 def _demand(is_right: bool, text: str) -> None:
@@ -122,12 +119,11 @@ def _check_queue(group: GroupCoordinator) -> None:
         _demand(got == {"step": step}, f"message {step} of the queue was {got!r}")
 
 
-def demo(rank: int, ranks: int, directory: Path, only: Sequence[str] = ()) -> int:
+def demo(rank: int, ranks: int, directory: Path, only: Sequence[str] = ()) -> int:  # noqa: ARG001
     """Show the calls of a group with their times and algorithms."""
-    del only
     say = _speaker(rank)
     started = time.perf_counter()
-    with _World(rank, ranks, directory) as group:
+    with _world(rank, ranks, directory) as group:
         group.enable_broadcaster()
         say(f"{group!r}")
         say(
@@ -160,13 +156,11 @@ def demo(rank: int, ranks: int, directory: Path, only: Sequence[str] = ()) -> in
     return 0
 
 
-def start_up(rank: int, ranks: int, directory: Path, only: Sequence[str] = ()) -> int:
+def start_up(rank: int, ranks: int, directory: Path, only: Sequence[str] = ()) -> int:  # noqa: ARG001
     """Create a world and its groups; rank 0 writes its start-up report to the directory."""
-    del only
-    with _World(rank, ranks, directory):
-        layout = ParallelLayout(
-            tensor=2 if ranks % 2 == 0 else 1, pipeline=ranks // (2 if ranks % 2 == 0 else 1)
-        )
+    with _world(rank, ranks, directory):
+        tensor = 2 if ranks % 2 == 0 else 1
+        layout = ParallelLayout(tensor=tensor, pipeline=ranks // tensor)
         with ParallelGroups.create(layout) as groups:
             if rank == 0:
                 (directory / REPORT).write_text(str(groups.startup_report()), encoding="utf-8")
@@ -187,33 +181,21 @@ def _size(nbytes: int) -> str:
     return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
 
 
-class _World:
-    """Context manager: the group of all ranks, for the duration of a job."""
-
-    def __init__(self, rank: int, ranks: int, directory: Path) -> None:
-        self._arguments = (ranks, rank, f"file://{directory}/rendezvous")
-
-    def __enter__(self) -> GroupCoordinator:
-        ranks, rank, method = self._arguments
-        init_distributed_environment(ranks, rank, method, local_rank=rank, backend=_backend(ranks))
-        return get_world_group()
-
-    def __exit__(self, *exc_info: object) -> None:
+@contextmanager
+def _world(rank: int, ranks: int, directory: Path) -> Iterator[GroupCoordinator]:
+    """Yield the group of all ranks, on CUDA devices if every rank can have its own."""
+    has_devices = torch.cuda.is_available() and torch.cuda.device_count() >= ranks
+    backend, method = "nccl" if has_devices else "gloo", f"file://{directory}/rendezvous"
+    init_distributed_environment(ranks, rank, method, local_rank=rank, backend=backend)
+    try:
+        yield get_world_group()
+    finally:
         destroy_distributed_environment()
 
 
-def _backend(ranks: int) -> str:
-    """Return "nccl" if every rank can have its own CUDA device, else "gloo"."""
-    return "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= ranks else "gloo"
-
-
 def _speaker(rank: int) -> Callable[[str], None]:
-    def say(text: str) -> None:
-        if rank == 0:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
-
-    return say
+    """Return a function that prints a line on rank 0 and does nothing on other ranks."""
+    return partial(print, flush=True) if rank == 0 else lambda _text: None
 
 
 JOBS: Final = {"check": check, "demo": demo, "start-up": start_up}

@@ -1,1 +1,1 @@
-"""Tests, and the helpers that they share: `harness`, `rank_main`, `leaks`, `probes`."""
+"""The tests, and the helpers that they share, such as `harness`, `rank_processes`, `leaks` and `probes`."""

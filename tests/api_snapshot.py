@@ -31,7 +31,10 @@ MODULES = (
     "shm_broadcast.queue",
     "shm_broadcast.settings",
 )
-"""What the documentation names. A class is spelled out where it is defined, or at the first module that exports it."""
+"""The modules that the documentation names.
+
+The members of a class are listed in the module that defines the class, otherwise in the first one that exports it.
+"""
 
 
 def public_api() -> str:
@@ -63,7 +66,7 @@ def _entry(module: ModuleType, name: str, spelled: set[type]) -> Iterator[str]:
         if value in spelled:
             yield f"class {name}  (above)"
             return
-        # What a class of ours is composed of is its own business, unless users import the base too.
+        # Leave out the bases of our own that users do not import: they are an implementation detail.
         named = [
             base
             for base in value.__bases__
@@ -88,7 +91,7 @@ def _members(kind: type, spelled: set[type]) -> Iterator[str]:
         yield f"__init__{_signature(constructor)}"
     above = {owner for base in kind.__mro__[1:] if base in spelled for owner in base.__mro__}
     for name in sorted(dir(kind)):
-        # Include what is inherited from our bases that the snapshot does not list: users call it on this class.
+        # Include members that come from our bases outside of the snapshot: users call them on this class.
         owner = next(base for base in kind.__mro__ if name in vars(base))
         if name.startswith("_") or owner.__module__.partition(".")[0] not in OURS or owner in above:
             continue

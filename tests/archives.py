@@ -1,7 +1,7 @@
 """Check what `make dist` has built: `python -m tests.archives contents|types`.
 
-`contents`: wheel and source archive hold every file of the packages, and the wheel runs on every later Python.
-`types`: pyright knows the complete type of every public name in the wheel.
+`contents` checks that wheel and source archive hold every file of the packages, and that the wheel is an abi3 wheel.
+`types` checks that pyright knows the complete type of every public name in the wheel.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Rules for every test: it leaves nothing behind, and only a listed reason may skip it."""
+"""The rules for every test: it leaves nothing behind, and it is skipped only for a listed reason."""
 
 import os
 import shutil
@@ -29,7 +29,7 @@ LAUNCHER_VARIABLES = (
 temporary = pytest.StashKey[str]()
 
 hypothesis.settings.register_profile("steady", deadline=None, derandomize=True)
-# For sanitizers: examples take ten times as long there, and the full number runs without them.
+# The sanitizers use this profile: an example takes ten times as long under them. The full number runs without them.
 hypothesis.settings.register_profile("brief", deadline=None, derandomize=True, max_examples=20)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
@@ -62,12 +62,12 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in list(os.environ):
         if name.startswith("GROUP_COORDINATOR_") or name in LAUNCHER_VARIABLES:
             del os.environ[name]
-    # A shell starts background runs with Ctrl-C ignored, and the ranks would inherit that.
+    # A shell that runs pytest in the background makes it ignore Ctrl-C, and the ranks would inherit that.
     for number in (signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    # Set before any test imports torch, whose threads spin: with two per rank on few cores the conformance suite takes
-    # four times the processor time. A test whose result depends on threads asks for them.
+    # This is set before any test imports torch. torch's threads spin: with two in each rank on few cores the
+    # conformance suite takes four times the processor time. A test whose result depends on threads asks for them.
     os.environ.update(rank_processes.ONE_THREAD)
 
 
@@ -78,7 +78,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test whose needs this machine does not meet, or fail it if the options say so."""
+    """Skip a test if this machine lacks what it needs, or fail it if the options say that."""
     for mark in item.iter_markers("requires_gpus"):
         reason = missing_gpus(*mark.args)
         if reason is not None and item.config.option.require_gpu:
@@ -95,7 +95,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Turn a skip for an unlisted reason into a failure: such skips hide what is broken."""
+    """Turn a skip for an unlisted reason into a failure, because it could hide an error."""
     report = yield
     if report.skipped and not hasattr(report, "wasxfail") and not item.stash.get(skipped_by_rule, False):
         report.outcome = "failed"
@@ -117,7 +117,7 @@ def pytest_make_collect_report(
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
-    """Fail the test if this process holds more after it than before. Ranks check themselves."""
+    """Fail the test if this process holds more resources after it than before. Ranks check themselves."""
     before = Snapshot.take()
     yield
     leaks = leaked_since(

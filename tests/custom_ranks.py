@@ -27,7 +27,7 @@ from tests.waiting import wait_until
 __all__ = ["FIRST_RANK", "SMALL_POLICY", "CustomRank", "policy_file", "shuffled", "store_exchange"]
 
 FIRST_RANK = 4
-"""The global rank of rank 0 of the group: no test passes that mixes up the two."""
+"""The global rank of rank 0 of the group. It is not 0, and a test that mixes up the two kinds of ranks fails."""
 
 KIB = 1 << 10
 MULTIPROCESSORS = 4
@@ -65,7 +65,7 @@ def policy_file(
 
 
 def store_exchange(store: dist.Store, rank: int, world_size: int) -> Callable[[bytes], list[bytes]]:
-    """Return a function that gives the bytes of every rank to all ranks."""
+    """Return a function that takes this rank's bytes and returns those of every rank."""
     numbers = itertools.count(1)
 
     def exchange(data: bytes) -> list[bytes]:
@@ -85,7 +85,7 @@ SMALL_POLICY = {
     "pull_one_shot": 16 * KIB,
     "pull_two_shot": 32 * KIB,
 }
-"""Each algorithm for sizes that threads of a host can carry."""
+"""Limits of the algorithms that are low enough for kernels that run as threads of a host."""
 
 
 class CustomRank:
@@ -143,7 +143,7 @@ class CustomRank:
         self.exchange(b"")
 
     def cubin(self, family: str, dtype: str) -> bytes:
-        """Return the kernels."""
+        """Return the compiled kernels, or raise if this rank has no compiler."""
         del family
         if self.broken_compiler:
             raise CapabilityError("no compiler here", requirement="a compiler")
@@ -174,7 +174,7 @@ class CustomRank:
         self.finish()
 
     def finish(self) -> None:
-        """Destroy the collectives twice; check that nothing is left and the order of calls was right."""
+        """Destroy the collectives twice; check that nothing is left and that the calls came in the right order."""
         if self.custom is not None:
             self.custom.destroy(self.meet)
             self.custom.destroy()
@@ -186,7 +186,7 @@ class CustomRank:
         self.driver.release()
 
     def inputs(self, seed: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return the input of each rank, the same on all ranks."""
+        """Return the inputs of all ranks. Every rank computes the same ones."""
         made = torch.Generator().manual_seed(seed)
         return [(torch.randn(count, generator=made) * 8).to(dtype) for _ in range(self.world_size)]
 
@@ -214,7 +214,7 @@ class CustomRank:
 
 
 def shuffled(sizes: Sequence[int], seed: int) -> list[int]:
-    """Return the sizes in an order that depends on `seed` only, so that all ranks use the same."""
+    """Return the sizes in an order that depends on `seed` alone; all ranks use the same order."""
     result = list(sizes)
     random.Random(seed).shuffle(result)
     return result

@@ -1,4 +1,4 @@
-"""Helpers for tests of groups: start and stop like an engine, use every plane once, expect an error."""
+"""Helpers for tests of groups: they start and stop like an engine, use every plane once, or expect an error."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ __all__ = ["Layer", "engine", "refusal", "works"]
 
 @contextlib.contextmanager
 def engine(rank: int, world_size: int, directory: Path, tp: int = 1, pp: int = 1) -> Iterator[None]:
-    """Start and stop as an engine's worker does."""
+    """Join a world and create groups as an engine's worker does, and destroy them afterwards."""
     init_distributed_environment(
         world_size=world_size,
         rank=rank,
@@ -39,7 +39,7 @@ def engine(rank: int, world_size: int, directory: Path, tp: int = 1, pp: int = 1
 
 
 def works(group: GroupCoordinator) -> None:
-    """Check each plane of a group once."""
+    """Use each plane of a group once and check the results."""
     assert group.all_reduce(torch.tensor([float(group.rank)])).item() == sum(group.ranks)
     assert group.all_gather_object(group.rank) == group.ranks
     assert group.broadcast_object("x" if group.rank_in_group == 0 else None) == "x"
@@ -50,7 +50,7 @@ def works(group: GroupCoordinator) -> None:
 
 
 def refusal(call: Callable[[], Any], kind: type[Exception] = UsageError) -> str:
-    """Return the text of the error of exactly this class that `call` must raise."""
+    """Return the text of the error that `call` must raise; its class must be `kind` and no subclass."""
     with pytest.raises(kind) as raised:
         call()
     assert type(raised.value) is kind
@@ -58,7 +58,7 @@ def refusal(call: Callable[[], Any], kind: type[Exception] = UsageError) -> str:
 
 
 class Layer(torch.nn.Module):
-    """A layer that wants to know which group it communicates over."""
+    """A layer with a hook that is told over which group the layer communicates."""
 
     prepared_for: GroupCoordinator | None = None
 

@@ -1,17 +1,19 @@
-"""A CUDA driver without a GPU, across real processes: the interface of `device_comm.cuda.driver`, as strict as CUDA.
+"""A CUDA driver that needs no GPU and works across real processes.
+
+It has the interface of `device_comm.cuda.driver` and is as strict as CUDA.
 
 "Device memory" is host memory. Exportable memory is a file in a directory that the ranks share and map; an IPC handle
 names that file. Kernels are Python functions, or a shared library that `tests/native/cuda/host_build.py` compiles from
-the product's source. Every call completes before it returns, so streams are in order. A launch that waits for peers
-blocks its thread until they have launched too, so ranks in one process need one thread each.
+the product's source. Every call completes before it returns, which keeps streams in order. A launch that waits for
+peers blocks its thread until they have launched too; ranks in one process therefore need one thread each.
 
     driver = FakeDriver(directory, rank)
     module = driver.module_load(fake_cubin(library))     # or FakeDriver(..., kernels={"name": function})
     driver.begin_capture(stream); ...; graph = driver.end_capture(stream); driver.replay(graph)
     assert driver.leaks() == [] and violations(directory) == []
 
-It reports errors that crash a device only sometimes: memory freed while a peer has it open, a handle opened twice, an
-export without asking whether it is possible, a call that capture forbids, resources that were never released.
+It reports errors that crash a real device only sometimes: memory is freed while a peer has it open, a handle is opened
+twice, memory is exported that cannot be exported, a call is made that capture forbids, or a resource is never released.
 """
 
 import ctypes
@@ -62,12 +64,12 @@ def fake_cubin(library: Path | str) -> bytes:
 
 
 def violations(directory: Path) -> list[str]:
-    """Return the errors of order that any rank made, as text."""
+    """Return the errors of all ranks that the driver found, as text."""
     return sorted(path.read_text() for path in Path(directory).glob("violation-*"))
 
 
 class FakeDriver(FakeMemory):
-    """One rank's device; see the module's docstring."""
+    """One rank's device. The module's docstring describes it."""
 
     def __init__(
         self,
@@ -277,7 +279,7 @@ class FakeDriver(FakeMemory):
 
 
 def _copy_of(arguments: PreparedLaunch) -> PreparedLaunch:
-    """Return a copy of the arguments: a graph keeps those of the capture."""
+    """Return a copy of the arguments, because a graph keeps those of the capture."""
     if not arguments.word_of:
         return PreparedLaunch([])
     ends = [*arguments.word_of[1:], len(arguments.words)]

@@ -1,4 +1,4 @@
-"""The memory of the tests' CUDA driver, and its faults; see `tests.fake_cuda`."""
+"""The memory and the faults of the tests' CUDA driver, which `tests.fake_cuda` describes."""
 
 import ctypes
 import mmap
@@ -81,12 +81,12 @@ class FakeFaults:
     """The faults of this rank.
 
     Attributes:
-        ipc: Whether the device can export memory of `mem_alloc`.
+        ipc: Whether the device can export memory from `mem_alloc`.
         vmm: Whether it supports virtual memory management with descriptors.
         expandable_segments: Whether torch's memory (`FakeDriver.tensor`) is of the kind that IPC cannot export.
         blocked: Ordinals of devices whose memory this one cannot access.
         no_nvlink: Whether atomics on other devices' memory are not native.
-        lost_writes: Ranks whose memory this rank's writes never reach.
+        lost_writes: Ranks to whose memory this rank writes without effect.
         memory_bytes: Bytes that can be allocated.
         fail: Method name -> (number of the call that fails, from 1; error code).
         version: The driver version that is reported.
@@ -148,7 +148,7 @@ class FakeMemory(Driver):
         )
 
     def _enter(self, function: str, *, in_capture: bool = True) -> None:
-        """Count a call; fail if the faults say so or if capture forbids the call."""
+        """Count a call; raise an error if the faults name it or if capture forbids it."""
         if self._closed:
             raise ClosedError("the driver was closed")
         with self._lock:

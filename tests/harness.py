@@ -1,13 +1,13 @@
 """Run a function in several processes with a deadline, and report failures by rank.
 
-`run_ranks` starts new processes for one function. `RankPool` keeps its processes for many functions: use the
-fixtures `ranks2` and `ranks4` unless a rank is killed or the process itself is under test.
+`run_ranks` starts new processes for one function. `RankPool` keeps its processes for many functions. Use the
+fixtures `ranks2` and `ranks4`, unless a rank is killed or the process itself is under test.
 
 A rank's function is at the top level of a test module and starts with
-`def body(rank: int, world_size: int, directory: Path, ...)`. `directory` is new for every call, the same for all
-ranks, and its path is short enough for a Unix socket. Arguments and results are sent as msgpack: numbers, text,
-bytes, lists, dicts; tuples arrive as lists. In ranks warnings are errors, and so is everything that a rank leaves
-behind: descriptors, threads, children, temporary directories, a default process group, an error in a thread.
+`def body(rank: int, world_size: int, directory: Path, ...)`. `directory` is new for every call and the same for all
+ranks, and its path is short enough for a Unix socket. Arguments and results are sent as msgpack, which carries numbers,
+text, bytes, lists and dicts; tuples arrive as lists. In ranks warnings are errors. A test fails if a rank leaves
+descriptors, threads, children, temporary directories or a default process group, or if one of its threads raised.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from tests.rank_processes import SURVIVOR_GRACE_S, RankProcess
 __all__ = ["RankFailureError", "RankPool", "run_ranks"]
 
 GRACE_S = 5.0
-"""How long the other ranks may go on after one has failed: the test is lost, but their view may tell why."""
+"""How long the other ranks may go on after one has failed. The test has failed, but their errors may show why."""
 
 EXIT_S = 20.0
 """How long a process may take to end after its last function has returned."""
 
 
 class RankFailureError(AssertionError):
-    """At least one rank failed; the text shows each failure.
+    """An error for one or more failed ranks; its text shows each failure.
 
     Attributes:
         failures: Text of each failure, by rank.
@@ -70,7 +70,7 @@ def run_ranks(
         environ: Environment variables that differ from this process's.
         fresh: Start a new interpreter for each rank, which costs more than a second of processor time each.
         check_leaks: Whether descriptors, threads, children and directories left by a rank are a failure.
-        while_running: Called in this process with the process ids by rank, once all ranks have been started.
+        while_running: A function that this process calls with the process ids by rank once all ranks have started.
 
     Returns:
         The result of each rank, by rank.
@@ -92,9 +92,9 @@ def run_ranks(
 
 
 class RankPool:
-    """Processes that run one function after another, each time with a new directory.
+    """Processes that run one function after another; each function gets a new directory.
 
-    After a failure the processes are killed, and the next `run` starts new ones. A context manager.
+    After a failure the pool kills the processes, and the next `run` starts new ones. A pool is a context manager.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class RankPool:
         fresh: bool = False,
         brief: bool = False,
     ) -> None:
-        """Describe a pool of `world_size` processes, which start with the first `run`.
+        """Prepare a pool of `world_size` processes; the first `run` starts them.
 
-        With `brief` they skip the part of their exit that concerns torch alone; see `rank_main.end_briefly`.
+        With `brief` they skip the part of their exit that concerns torch alone, as `rank_main.end_briefly` says.
         """
         self.world_size = world_size
         self._environ = dict(environ or {})
@@ -131,7 +131,7 @@ class RankPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids by rank; empty before the first run and after a failure."""
+        """The process ids by rank. The list is empty before the first run and after a failure."""
         return [process.pid for process in self._processes]
 
     def run(
@@ -143,9 +143,9 @@ class RankPool:
         check_leaks: bool = True,
         while_running: Callable[[Sequence[int]], None] | None = None,
     ) -> list[Any]:
-        """Run `target` in every process; the arguments are those of `run_ranks`.
+        """Run `target` in every process. The arguments are those of `run_ranks`.
 
-        A rank that dies, even as expected, ends the pool's processes; the next run starts new ones.
+        If a rank dies, even as expected, the pool ends all its processes, and the next run starts new ones.
         """
         __tracebackhide__ = True
         name = _name_of(target)
@@ -174,7 +174,7 @@ class RankPool:
         return [values[rank] for rank in range(self.world_size)]
 
     def close(self, expect_dead: Collection[int] = ()) -> None:
-        """Let every process end.
+        """Ask every process to end, and check how each ends.
 
         Raises:
             RankFailureError: A process hangs while it ends, ends with an error, or leaves processes behind.
@@ -239,7 +239,7 @@ def _collect(
 
 
 def _ready(processes: Iterable[RankProcess], deadline: float) -> list[RankProcess]:
-    """Return the processes that have answered or ended; none after `deadline`."""
+    """Wait until a process has answered or ended; return those that have. The list is empty at `deadline`."""
     poll = select.poll()
     by_descriptor = {}
     for process in processes:
@@ -270,7 +270,7 @@ def _answer(process: RankProcess, deadline: float, is_expected_dead: bool) -> tu
 
 
 def _exit_problem(process: RankProcess, deadline: float, is_expected_dead: bool) -> str | None:
-    """Return what went wrong when a process ended, or None."""
+    """Return what went wrong when a process ended, or None if nothing did."""
     if not process.wait(deadline):
         return _with_output(process, f"hangs while it ends; it was here:\n{process.dump_stacks()}")
     if process.status != 0 and not is_expected_dead:
@@ -292,7 +292,7 @@ def _with_output(process: RankProcess, text: str) -> str:
 
 
 def _name_of(target: Callable[..., Any]) -> str:
-    """Return "module:function"; refuse a function that a rank could not import."""
+    """Return "module:function"; raise an error if a rank could not import the function."""
     name = f"{target.__module__}:{target.__qualname__}"
     found = getattr(sys.modules.get(target.__module__), target.__name__, None)
     if found is not target or target.__module__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run four ranks on two hosts: two network namespaces, each with its own loopback, joined by a virtual cable."""
+"""Run four ranks on two hosts, which are two network namespaces with a loopback each and a virtual cable between."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from typing import Any
 __all__ = ["ADDRESSES", "report", "run_on_two_hosts"]
 
 ADDRESSES = ["10.77.0.1", "10.77.0.2"]
-"""Of the first host, on which ranks 0 and 1 are, and of the second, on which ranks 2 and 3 are."""
+"""The addresses of the first host, which runs ranks 0 and 1, and of the second, which runs ranks 2 and 3."""
 
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 120.0
@@ -62,7 +62,7 @@ def run_on_two_hosts(module: str, *words: str, dead: Collection[int] = ()) -> li
     try:
         output, _ = process.communicate(timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:
-        # The first shell may have ended because its rank failed; the others are in its process group.
+        # The first shell may have ended because its rank failed. The other ranks are in its process group.
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
     reports = [directory / f"report-{number}" for number in range(4)]

@@ -20,7 +20,7 @@ COPIED = (
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", ".pre-commit-config.yaml",
 )  # fmt: skip
 
-# Every test process starts like this one: in the copy, with the same path.
+# Every test process starts like this one: it runs in the copy and has the same path.
 PROBE = """
 import sysconfig
 from pathlib import Path
@@ -35,7 +35,7 @@ print(f"tests of the wheel in {place}", flush=True)
 
 
 def main(arguments: list[str]) -> int:
-    """Copy the tests, check where the packages come from, run pytest; return its exit status."""
+    """Copy the tests, check where the packages come from, run pytest, and return its exit status."""
     site = Path(sysconfig.get_path("platlib"))
     with tempfile.TemporaryDirectory(prefix="installed-") as name:
         tree = Path(name)

@@ -1,4 +1,4 @@
-"""Snapshots of what a process holds, to find leaks: descriptors, threads, children, files."""
+"""Snapshots of the descriptors, threads, children and files that a process holds, to find leaks."""
 
 import gc
 import os
@@ -12,19 +12,19 @@ from pathlib import Path
 __all__ = ["TEMP_PREFIX", "Snapshot", "children_of", "leaked_since"]
 
 TEMP_PREFIX = "group-coordinator-"
-"""Every temporary directory and every thread of the product has a name that starts like this."""
+"""The prefix of the name of every temporary directory and every thread of the product."""
 
 GRACE_S = 1.0
-"""How long a descriptor, thread or child may outlive its test: threads and processes end asynchronously."""
+"""How long a descriptor, thread or child may outlive its test, because threads and processes end asynchronously."""
 
 SHM = Path("/dev/shm")
 WAIT_ALL = 0x40000000
-"""__WALL: also children that end with no SIGCHLD, as the kernel's headers define it."""
+"""The kernel's flag __WALL, with which `waitpid` also finds children that send no SIGCHLD when they end."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a process holds at one moment.
+    """The resources that a process holds at one moment.
 
     Attributes:
         descriptors: Target of each open descriptor.
@@ -54,7 +54,7 @@ class Snapshot:
         )
 
     def gpu_files(self) -> list[str]:
-        """Return the open files of the GPU driver."""
+        """Return the open descriptors of files of the GPU driver."""
         return sorted(target for target in self.descriptors.values() if target.startswith("/dev/nvidia"))
 
 
@@ -66,8 +66,8 @@ def leaked_since(
 ) -> list[str]:
     """Return one line for each resource that this process holds now and did not hold `before`.
 
-    Waits up to `GRACE_S` for them to go away. A daemon thread counts only if its name starts with `TEMP_PREFIX`, a
-    name in /dev/shm only if no process outside of our descendants maps it.
+    Waits up to `GRACE_S` for them to go away. A daemon thread counts only if its name starts with `TEMP_PREFIX`. A
+    name in /dev/shm counts only if no process outside of our descendants maps it.
     """
     deadline = time.monotonic() + GRACE_S
     while True:
@@ -79,7 +79,7 @@ def leaked_since(
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the live children of `pid`. Zombies count: nobody has waited for them."""
+    """Return the children of `pid` that exist. A zombie counts, because its parent has not waited for it."""
     if pid == os.getpid() and not _has_children():
         return []
     running = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
@@ -87,7 +87,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def _has_children() -> bool:
-    """Ask the kernel whether there are children: searching /proc would take 2 ms for every test of every rank."""
+    """Ask the kernel whether there are children. A search of /proc would take 2 ms for every test of every rank."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT | WAIT_ALL)
     except ChildProcessError:
@@ -97,7 +97,7 @@ def _has_children() -> bool:
 
 def _compare(before: Snapshot, now: Snapshot, descriptors: set[int], children: set[int]) -> list[str]:
     leaks = []
-    # The CUDA driver opens and keeps dozens of descriptors when it starts, so leaks cannot be told apart then.
+    # The CUDA driver opens dozens of descriptors when it starts, and keeps them: leaks look no different then.
     if before.gpu_files() == now.gpu_files():
         leaks = [
             f"descriptor {fd} -> {target}"
@@ -121,7 +121,7 @@ def _descriptors() -> dict[int, str]:
         try:
             found[int(entry)] = os.readlink(f"/proc/self/fd/{entry}")
         except FileNotFoundError:
-            continue  # the descriptor that read the directory
+            continue  # this was the descriptor that read the directory
     return found
 
 
@@ -134,7 +134,7 @@ def _names(directory: Path) -> list[str]:
 
 def _parent_of(pid: int) -> int:
     try:
-        # Plain strings: with hundreds of processes, Path objects would double the time.
+        # This uses plain strings, because with hundreds of processes Path objects would double the time.
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
             stat = file.read()
     except (FileNotFoundError, ProcessLookupError):
@@ -150,9 +150,9 @@ def _command(pid: int) -> str:
 
 
 def _held_by_others(name: str) -> bool:
-    """Return whether a process outside of our descendants maps /dev/shm/`name`, so that it is not our leak."""
+    """Return whether a process outside of our descendants maps /dev/shm/`name`; if one does, it is not our leak."""
     try:
-        # Compare inodes: glibc creates a semaphore under another name, which its mapping still shows.
+        # Compare inodes, because glibc creates a semaphore under another name, which its mapping still shows.
         inode = str((SHM / name).stat().st_ino)
     except FileNotFoundError:
         return True

@@ -1,4 +1,4 @@
-"""Read the code blocks of Markdown files and join them to programs."""
+"""Read the code blocks of Markdown files and join them into programs."""
 
 import dataclasses
 import re
@@ -15,13 +15,13 @@ SINGLE = "in one process"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Block:
-    """One fenced block.
+    """A fenced block.
 
     Attributes:
-        where: File and line, for messages.
-        line: Number of its first line of code.
+        where: The file and line, for messages.
+        line: The number of its first line of code.
         language: The word behind the fence, or "".
-        title: The title shown on the site, which says how the block is run or why it is not; or "".
+        title: The title on the site, which says how the block is run or why it is not, or "".
         code: Its text.
     """
 
@@ -33,13 +33,13 @@ class Block:
 
     @property
     def reason(self) -> str | None:
-        """Return why the block is not run, or None."""
+        """Return why the block is not run, or None if it is."""
         return self.title.removeprefix(NOT_RUN) if self.title.startswith(NOT_RUN) else None
 
 
 @dataclasses.dataclass(kw_only=True)
 class Program:
-    """Blocks of one page that run one after another, on a given number of ranks."""
+    """The blocks of one page that run one after another on a given number of ranks."""
 
     where: str
     ranks: int

@@ -1,4 +1,4 @@
-"""NcclCommunicator on CPU tensors over a stub of NCCL, in the ranks of a test."""
+"""Run NcclCommunicator on CPU tensors over a stub of NCCL, in the ranks of a test."""
 
 import ctypes
 import dataclasses
@@ -20,7 +20,7 @@ __all__ = ["FakeProgress", "HostStreams", "context_of", "nccl_world", "stub_of"]
 
 
 class HostStreams:
-    """Streams that are plain numbers."""
+    """A stand-in for CUDA streams; a stream is a plain number."""
 
     def __init__(self) -> None:
         self.number = 7
@@ -50,7 +50,7 @@ class HostStreams:
 
 
 class FakeProgress:
-    """Reports work as unfinished while `stuck`."""
+    """A stand-in for the progress of queued work, which is unfinished while `stuck` is true."""
 
     def __init__(self) -> None:
         self.stuck = False
@@ -64,12 +64,12 @@ class FakeProgress:
 
 
 def stub_of(library: NcclLibrary) -> ctypes.CDLL:
-    """Return the stub library itself, with the functions that control it."""
+    """Return the stub library, which has functions that control it."""
     return ctypes.CDLL(library.path)
 
 
 def context_of(group: GroupCoordinator, **changes: Any) -> CommunicatorContext:
-    """Return the context from which a device communicator of `group` is built."""
+    """Return the context for a device communicator of `group`."""
     context = CommunicatorContext(
         name=group.unique_name,
         rank_in_group=group.rank_in_group,
@@ -92,7 +92,7 @@ def nccl_world(
     progress: Progress | None = None,
     **changes: Any,
 ) -> Iterator[tuple[GroupCoordinator, NcclCommunicator]]:
-    """Join a world and yield its group and a communicator of its ranks over the stub."""
+    """Join a world; yield its group and a communicator of its ranks over the stub."""
     with world(rank, world_size, directory) as group:
         library = NcclLibrary(stub)
         communicator = NcclCommunicator(

@@ -18,7 +18,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def listening_addresses() -> list[str]:
-    """Return the addresses, without ports, on which this process listens by TCP: unique and sorted."""
+    """Return the addresses on which this process listens by TCP, without ports, unique and sorted."""
     inodes = _own_socket_inodes()
     found = set()
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):

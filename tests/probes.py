@@ -1,4 +1,4 @@
-"""What a test may need and a machine may lack. Tests of this repository are skipped for no other reason."""
+"""Find out whether this machine has what a test needs. Tests of this repository are skipped for no other reason."""
 
 import functools
 import importlib.util
@@ -22,11 +22,11 @@ __all__ = [
 ]
 
 skipped_by_rule = pytest.StashKey[bool]()
-"""Set for a test that is skipped for a reason that we name; any other skip is a failure."""
+"""True for a test that is skipped for a listed reason. Any other skip is a failure."""
 
 
 def skip(item: pytest.Item, reason: str) -> NoReturn:
-    """Skip a test whose machine turns out to lack something while it runs; `--require-all` fails it instead."""
+    """Skip a running test because this machine lacks something; with `--require-all` fail it."""
     item.stash[skipped_by_rule] = True
     (pytest.fail if item.config.option.require_all else pytest.skip)(reason)
 
@@ -111,4 +111,4 @@ PROBES: dict[str, Callable[[], str | None]] = {
     "other_user": _other_user,
     "nccl": functools.cache(_nccl),
 }
-"""Name of each thing a test may need, with the function that says what is missing, or None."""
+"""By name what a test may need, with a function that returns what this machine lacks, or None."""

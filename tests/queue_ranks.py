@@ -1,4 +1,4 @@
-"""Ends of a queue in different processes: pass on the handle, and record how calls ended."""
+"""Use a queue between processes: pass its handle to the readers, and record how calls ended."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,14 +18,14 @@ PATIENCE_S = 30.0
 
 
 class Meeting:
-    """Marks that processes leave for each other in a directory."""
+    """Marks with which processes wait for each other; a mark is a file in a directory."""
 
     def __init__(self, directory: Path | str) -> None:
-        """Use `directory`."""
+        """Keep the marks in `directory`."""
         self._directory = Path(directory)
 
     def mark(self, name: str, text: str = "") -> None:
-        """Leave a mark with a text, atomically."""
+        """Set a mark with a text, atomically."""
         new = self._directory / f".{name}"
         new.write_text(text)
         new.rename(self._directory / name)
@@ -43,7 +43,7 @@ class Meeting:
 def offer(
     meeting: Meeting, readers: Sequence[int], ring_bytes: int = 1 << 20, writer: int = 0, **settings: Any
 ) -> QueueWriter:
-    """Create a queue named after its writer, and publish what its readers need."""
+    """Create a queue whose name has the writer's rank, and publish its handle and key for the readers."""
     made = QueueWriter.create(
         f"steps:{writer}", readers, BroadcastSettings(ring_bytes=ring_bytes, **settings), writer=writer
     )
@@ -52,20 +52,20 @@ def offer(
 
 
 def take(meeting: Meeting, rank: int, writer: int = 0, timeout_s: float = PATIENCE_S) -> QueueReader:
-    """Open the end of `rank`."""
+    """Wait for the queue's handle and key, and open the reader of `rank`."""
     handle, key = map(bytes.fromhex, meeting.wait(f"queue-{writer}").split())
     return QueueReader.open(handle, key, rank, timeout_s)
 
 
 def blob(number: int, nbytes: int) -> np.ndarray:
-    """Return bytes whose content depends on their number and position."""
+    """Return bytes that depend on `number` and on their position."""
     return (np.arange(nbytes, dtype=np.uint32) * 31 + number * 17 + (number >> 8)).astype(np.uint8)
 
 
 def ended_with(call: Callable[[], Any], until: Callable[[], bool] = lambda: False) -> dict[str, Any]:
-    """Call until one of our errors is raised; return its kind, ranks, text and time.
+    """Repeat `call` until it raises an error of ours; return the error's kind, ranks, text and time.
 
-    If `until` is true after a call, stop without an error and return the kind "over".
+    If `until` is true after a call, stop and return the kind "over".
     """
     try:
         while True:

@@ -1,7 +1,7 @@
-"""End a rank, or a child that it forked, as a program ends."""
+"""End a rank, or a child that it forked, in the way in which a program ends."""
 
 __all__ = ["RankExit"]
 
 
 class RankExit(SystemExit):
-    """Raised to end a rank's process as `sys.exit` does; any other exception is reported as a failure."""
+    """An exception that ends a rank's process as `sys.exit` does. Any other exception is reported as a failure."""

@@ -1,8 +1,8 @@
-"""The processes that `harness` starts: a server that has torch imported, and the ranks that it forks.
+"""The processes that `harness` starts: a server that has imported torch, and the ranks that it forks.
 
-Importing torch takes more than a second of processor time; forking a process that has it takes milliseconds. The
-server has one thread and never touches CUDA, so its forks behave like new interpreters. A rank that must be a new
-interpreter (`fresh`) is a fork that then executes one.
+To import torch takes more than a second of processor time; to fork a process that has imported it takes
+milliseconds. The server has one thread and never touches CUDA, therefore its forks behave like new interpreters.
+A rank that must be a new interpreter (`fresh`) is a fork that then executes one.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from tests.rank_exit import RankExit
 __all__ = ["STACKS_SIGNAL", "receive", "send"]
 
 STACKS_SIGNAL = signal.SIGUSR2
-"""A rank that gets it writes the Python stack of each of its threads into its stacks file."""
+"""On this signal a rank writes the Python stack of each of its threads into its stacks file."""
 
 PRELOADED = (
     "torch",
@@ -56,7 +56,7 @@ def send(channel: socket.socket, message: Mapping[str, Any]) -> None:
 
 
 def receive(channel: socket.socket) -> Message | None:
-    """Return the next message, or None if the other side is gone; block up to the socket's time-out."""
+    """Return the next message, or None if the other side is gone. Blocks up to the socket's time-out."""
     header = _read(channel, LENGTH.size)
     payload = None if header is None else _read(channel, LENGTH.unpack(header)[0])
     return None if payload is None else msgspec.msgpack.decode(payload, type=Message)
@@ -82,13 +82,13 @@ def serve(control: socket.socket) -> None:
     """Fork ranks on request until the harness disconnects."""
     _prctl(
         PR_SET_CHILD_SUBREAPER, 1
-    )  # processes that a rank leaves behind become our children, so we can count and reap them
+    )  # processes that a rank leaves behind become our children, and we can count and reap them
     for name in PRELOADED:
         # Ignore a failed import: the rank fails with the same error.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # collections in ranks then leave these objects alone, so their pages stay shared
+    gc.freeze()  # collections in ranks then leave these objects alone, and their pages stay shared
     send(control, {"ready": True})
     while (request := receive(control)) is not None:
         if "spawn" in request:
@@ -140,9 +140,9 @@ def _fork_rank(control: socket.socket, descriptor: int, spawn: Message) -> int:
 def end_briefly() -> None:
     """Skip the destructors of torch's static objects, which take longer than everything else in a rank.
 
-    Python still exits normally: threads are joined, exit functions run, modules and objects are destroyed. The skipped
-    part follows, and is skipped only if no thread is left that could use what it destroys. Our native cores have no
-    such objects (`tests/unit/project/test_harness.py`).
+    Python still exits normally: threads are joined, exit functions run, modules and objects are destroyed. The
+    destructors would run after that. They are skipped only if no thread is left that could use what they destroy.
+    `tests/unit/project/test_harness.py` shows that our native cores have no static objects with destructors.
     """
     if len(os.listdir("/proc/self/task")) == 1:
         libc = ctypes.CDLL(None)
@@ -179,7 +179,7 @@ def run_jobs(channel: socket.socket, stacks: str) -> None:
     errors: list[str] = []
     _collect_hidden_errors(errors)
     faulthandler.enable()
-    # Never closed, so that a process that hangs at exit can still be queried.
+    # It is never closed; a process that hangs at exit can still write its stacks.
     descriptor = os.open(stacks, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
     faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True)
     with channel:
@@ -190,7 +190,7 @@ def run_jobs(channel: socket.socket, stacks: str) -> None:
 
 
 def _run(job: Message, errors: list[str]) -> Message:
-    """Return {"value": ...} or {"failure": text}."""
+    """Run a rank's function; return {"value": ...} or {"failure": text}."""
     try:
         body = _target(job["target"])
         before = Snapshot.take()
@@ -199,7 +199,7 @@ def _run(job: Message, errors: list[str]) -> Message:
         msgspec.msgpack.encode(reply)
     except RankExit:
         raise
-    except BaseException as error:  # any other exit from the body is a failure too
+    except BaseException as error:  # KeyboardInterrupt and other exits from the body are failures too
         return {"failure": _describe(error, job["target"])}
     gc.collect()
     if errors:

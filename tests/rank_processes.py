@@ -20,12 +20,12 @@ ROOT = Path(__file__).parent.parent
 SURVIVOR_GRACE_S = 2.0
 """How long a process that a rank started may outlive the rank."""
 
-# Four ranks share a few cores, so more threads would only compete. A single thread also keeps the server safe to fork.
+# Four ranks share a few cores, where more threads would only compete. The server needs a single thread to fork safely.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class _Server:
-    """The process that has torch imported and forks ranks; see `rank_main.serve`."""
+    """The process that imports torch and forks ranks. `rank_main.serve` is its program."""
 
     def __init__(self) -> None:
         self.channel, theirs = socket.socketpair()
@@ -62,7 +62,7 @@ _PROCESSES: "set[RankProcess]" = set()
 
 
 def _server() -> _Server:
-    """Return the server of this process, starting it at first use."""
+    """Return the server of this process; start it at first use."""
     if not _SERVERS:
         _SERVERS.append(_Server())
     return _SERVERS[0]
@@ -70,20 +70,20 @@ def _server() -> _Server:
 
 @atexit.register
 def stop_server() -> None:
-    """End the server if there is one; the next rank starts another."""
+    """End the server if there is one. The next rank starts another."""
     while _SERVERS:
         _SERVERS.pop().stop()
 
 
 def own_descriptors() -> set[int]:
-    """Return the descriptors that this module holds; they are not leaks of a test."""
+    """Return the descriptors that this module holds, which are no leaks of a test."""
     return {server.channel.fileno() for server in _SERVERS} | {
         descriptor for process in _PROCESSES for descriptor in (process.pidfd, process.channel.fileno())
     }
 
 
 def own_children() -> set[int]:
-    """Return the children of this module: the server, the parent of all ranks."""
+    """Return the children that this module has started: the server, which is the parent of all ranks."""
     return {server.process.pid for server in _SERVERS}
 
 
@@ -92,9 +92,9 @@ class RankProcess:
 
     Attributes:
         pid: Its process id, which is also the id of its process group and session.
-        pidfd: A descriptor that is readable once it has ended.
+        pidfd: A descriptor that is readable once the process has ended.
         channel: The socket for jobs and answers.
-        status: Its exit code, as from `os.waitstatus_to_exitcode`; None while it runs.
+        status: Its exit code as `os.waitstatus_to_exitcode` gives it, None while it runs.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class RankProcess:
         return True
 
     def survivors_after(self, deadline: float) -> bool:
-        """Return whether processes that it started outlive both it and `deadline`."""
+        """Return whether processes that it started still exist at `deadline`, after it has ended."""
         while _server().ask({"survivors": self.pid})["survivors"]:
             if time.monotonic() > deadline:
                 return True
@@ -138,7 +138,7 @@ class RankProcess:
         return False
 
     def release(self) -> None:
-        """Kill the process and its descendants, and forget it. Does nothing the second time."""
+        """Kill the process and its descendants, and release it. A second call does nothing."""
         if self not in _PROCESSES:
             return
         self.channel.close()
@@ -154,7 +154,7 @@ class RankProcess:
         _PROCESSES.discard(self)
 
     def forget_output(self) -> None:
-        """Empty the file with its output."""
+        """Truncate the file with its output."""
         if self._log.exists():
             os.truncate(self._log, 0)
 
@@ -163,7 +163,7 @@ class RankProcess:
         return _end_of(self._log)
 
     def dump_stacks(self) -> str:
-        """Return the Python stacks of all its threads, even if they hang."""
+        """Return the Python stacks of all its threads. This works even if they hang."""
         if self.wait(time.monotonic()):
             return "(it has ended)"
         before = size = _size(self._stacks)

@@ -1,4 +1,4 @@
-"""Queues to remote readers over loopback: in one process, between processes, over a cable that can break."""
+"""Queues to remote readers over loopback, in one process or between processes, and a cable that can break."""
 
 import os
 import select
@@ -35,7 +35,7 @@ def remote_queue(
     warn_after_s: float = 60.0,
     **remote_settings: Any,
 ) -> Iterator[tuple[QueueWriter, dict[int, QueueReader]]]:
-    """Create a queue with all ends in this process; yield the writer, and the readers by rank."""
+    """Create a queue whose writer and readers are in this process; yield the writer, and the readers by rank."""
     keys = {rank: RemoteKeys.generate() for rank in remote}
     with ExitStack() as stack:
         end = stack.enter_context(
@@ -63,7 +63,7 @@ def remote_queue(
 def share_queue(
     meeting: Meeting, remote: Sequence[int], local: Sequence[int] = (), address: str = HERE, **settings: Any
 ) -> QueueWriter:
-    """Create a queue on rank 0 for readers in other processes, which first send their public keys."""
+    """Create a queue on rank 0 for readers in other processes, after they have sent their public keys."""
     made = QueueWriter.create(
         "steps",
         local,
@@ -78,7 +78,7 @@ def share_queue(
 
 
 def take_remote(meeting: Meeting, rank: int) -> QueueReader:
-    """Send our public key, and open the end of `rank` once the queue exists."""
+    """Send our public key, wait until the queue exists, and open the reader of `rank`."""
     keys = RemoteKeys.generate()
     meeting.mark(f"public-{rank}", keys.public.hex())
     handle, key = map(bytes.fromhex, meeting.wait("queue-0").split())
@@ -86,16 +86,16 @@ def take_remote(meeting: Meeting, rank: int) -> QueueReader:
 
 
 def slowly(writer: QueueWriter, obj: Any) -> None:
-    """Send an object, then pause before the next."""
+    """Send an object, then pause for 10 ms."""
     writer.enqueue(obj)
     time.sleep(0.01)
 
 
 class Cable:
-    """A proxy that forwards TCP connections to a port until it is cut or blocked. A context manager."""
+    """A proxy that forwards TCP connections to a port until it is cut or blocked. It is a context manager."""
 
     def __init__(self, port: int) -> None:
-        """Forward to `port`."""
+        """Listen, and forward connections to `port`."""
         self._target = (HERE, port)
         self._listener = socket.create_server((HERE, 0))
         self.port: int = self._listener.getsockname()[1]
@@ -143,13 +143,13 @@ class Cable:
         other.close()
 
     def cut(self) -> None:
-        """Break every connection; new ones are forwarded again."""
+        """Break every connection. New connections are forwarded again."""
         with self._lock:
             while self._pairs:
                 self._drop(next(iter(self._pairs)))
 
     def block(self) -> None:
-        """Stop forwarding, without telling either side."""
+        """Stop forwarding. Neither side is told."""
         self._is_through = False
 
     def __enter__(self) -> Self:
@@ -165,13 +165,13 @@ class Cable:
 
 
 def over(cable: Cable, handle: QueueHandle) -> QueueHandle:
-    """Return the handle with its address replaced by the cable's."""
+    """Return the handle with the cable's port instead of its own."""
     assert handle.remote is not None
     return msgspec.structs.replace(handle, remote=msgspec.structs.replace(handle.remote, port=cable.port))
 
 
 def be_a_host(rank: int, directory: Path) -> None:
-    """Write to, or be, a reader on another host, which is killed at the end."""
+    """Be the writer, or the reader on another host, which is killed at the end."""
     meeting = Meeting(directory)
     Path(f"/dev/shm/host-{rank}").touch()
     if rank == 0:

@@ -1,4 +1,4 @@
-"""Waits for a condition with a deadline, and names the condition that was not met."""
+"""Wait for a condition until a deadline, and name the condition if it was not met."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 __all__ = ["PATIENCE_S", "has_ended", "wait_until"]
 
 PATIENCE_S = 60.0
-"""Longer than any awaited event takes, even on a busy machine."""
+"""A wait budget that is longer than any awaited event takes, even on a busy machine."""
 
 
 def wait_until(
@@ -27,7 +27,7 @@ def wait_until(
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether a process is gone, or is a zombie."""
+    """Return whether a process is gone or is a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""A world and its group for a rank's body, the ways in which a rank can wait, and how a wait ended."""
+"""Join a world in a rank's body, list the calls in which a rank can wait, and record how a wait ended."""
 
 import importlib
 import time
@@ -38,13 +38,13 @@ __all__ = [
 ]
 
 LARGE = 64 << 20
-"""Bytes that no kernel buffer takes: who sends them waits for the receiver."""
+"""A number of bytes that exceeds every kernel buffer: their sender waits for the receiver."""
 
 Wait = Callable[[GroupCoordinator, int, float | None], Any]
 
 
 def join_world(rank: int, world_size: int, directory: Path, **settings: Any) -> None:
-    """Join a world by `directory`."""
+    """Join a world through a rendezvous in `directory`."""
     init_distributed_environment(
         world_size,
         rank,
@@ -56,7 +56,7 @@ def join_world(rank: int, world_size: int, directory: Path, **settings: Any) -> 
 
 @contextmanager
 def world(rank: int, world_size: int, directory: Path, **settings: Any) -> Iterator[GroupCoordinator]:
-    """Join a world by `directory`, yield its group, and leave it again."""
+    """Join a world through a rendezvous in `directory`, yield its group, and leave it."""
     join_world(rank, world_size, directory, **settings)
     try:
         yield get_world_group()
@@ -65,13 +65,13 @@ def world(rank: int, world_size: int, directory: Path, **settings: Any) -> Itera
 
 
 def new_group(group: GroupCoordinator, name: str = "tp", **settings: Any) -> GroupCoordinator:
-    """Create another group of the same ranks."""
+    """Create another group of the ranks of `group`."""
     chosen = CoordinatorSettings.resolve({}, **settings)
     return GroupCoordinator([group.ranks], group.local_rank, "gloo", True, group_name=name, settings=chosen)
 
 
 def outcome_of(call: Callable[[], Any]) -> dict[str, Any]:
-    """Return the error of `call` in a form that msgpack carries, and the time that it took."""
+    """Return the value or error of `call` in a form that msgpack carries, and the time that the call took."""
     start = time.monotonic()
     error: BaseException | None = None
     value = None
@@ -92,18 +92,18 @@ def outcome_of(call: Callable[[], Any]) -> dict[str, Any]:
 
 
 def meet(rank: int, ranks: Collection[int], directory: Path, place: str) -> None:
-    """Wait, through files and apart from all groups, until all of `ranks` have reached `place`."""
+    """Wait until all of `ranks` have reached the point named `place`. It uses files and no group."""
     (directory / f"{place}-{rank}").touch()
     wait_until(
         lambda: all((directory / f"{place}-{other}").exists() for other in ranks),
         f"all of ranks {sorted(ranks)} at {place!r}",
-        # Calls before a meeting may take as long as the harness allows.
+        # Calls before this point may take as long as the harness allows.
         timeout_s=300.0,
     )
 
 
 def refused(call: Any) -> bool:
-    """Tell whether `call` is refused as a UsageError."""
+    """Return whether `call` raises a UsageError."""
     try:
         call()
     except UsageError:
@@ -112,7 +112,7 @@ def refused(call: Any) -> bool:
 
 
 class ApartPool:
-    """Run bodies in ranks that pretend to be on different hosts, so that everything uses Gloo."""
+    """Run bodies in ranks that pretend to be on different hosts, which makes everything use Gloo."""
 
     def __init__(self, pool: RankPool) -> None:
         self._pool = pool
@@ -131,7 +131,7 @@ def _run_apart(rank: int, world_size: int, directory: Path, module: str, name: s
 
 
 class HostsPool:
-    """Run bodies in ranks that pretend to be on the hosts named in `places`, one for each rank."""
+    """Run bodies in ranks that pretend to be on other hosts; `places` has a host id for each rank."""
 
     def __init__(self, pool: RankPool, places: Sequence[str]) -> None:
         self._pool = pool
@@ -145,7 +145,7 @@ class HostsPool:
 def run_at(
     rank: int, world_size: int, directory: Path, places: list[str], module: str, name: str, *args: Any
 ) -> Any:
-    """Run a body in a rank that pretends to be on host `places[rank]`; for `run_ranks`."""
+    """Run a body in a rank that pretends to be on host `places[rank]`. This is a function for `run_ranks`."""
     place, shared_memory.host_id = shared_memory.host_id, lambda: places[rank]
     try:
         return getattr(importlib.import_module(module), name)(rank, world_size, directory, *args)

@@ -1,5 +1,5 @@
-// A libcuda without a device: enough for tests/native/test_cuda_driver.py to see what the bindings pass on.
-// Every call is written to the file in STUB_LOG, with its integer arguments; STUB_FAIL=name:code:nth makes one fail.
+// A libcuda without a device. It shows tests/native/test_cuda_driver.py what the bindings pass on. Every call is
+// written to the file in STUB_LOG, with its integer arguments. STUB_FAIL=name:code:nth makes the nth call of name fail.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdarg.h>

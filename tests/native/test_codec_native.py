@@ -1,4 +1,4 @@
-"""The native core checks its own arguments, and leaks nothing."""
+"""The codec's native core checks its arguments and leaks no memory."""
 
 import ctypes
 import gc
@@ -60,8 +60,8 @@ def test_a_bad_description_is_an_error(description: Any) -> None:
         _core.encode(object(), describe)
 
 
-def test_endless_substitution_ends() -> None:
-    """A fallback that gives the object back again and again ends at the depth limit."""
+def test_a_fallback_that_returns_its_argument_ends_at_the_depth_limit() -> None:
+    """A fallback that returns the same object again and again makes encode raise at the depth limit."""
     with pytest.raises(RecursionError):
         _core.encode(object(), lambda obj: (0, None, obj))
 
@@ -79,7 +79,7 @@ def test_spans_are_checked() -> None:
 
 
 def test_a_window_keeps_its_owner() -> None:
-    """A window lives on its owner, which lives on the window."""
+    """A window keeps its owner alive, and with it the buffer that the window shows."""
     owner = bytearray(b"0123456789" * 10)
     exported = memoryview(owner)
     address = ctypes.addressof(ctypes.c_char.from_buffer(owner))
@@ -94,7 +94,7 @@ def test_a_window_keeps_its_owner() -> None:
 
 @pytest.mark.parametrize("kind", ["good", "refused by encode", "refused by decode"])
 def test_nothing_is_leaked(kind: str) -> None:
-    """Neither success nor failure leaves memory behind."""
+    """Neither a success nor a failure leaks memory."""
     frame = encode(VALUES).to_bytes()
     last = 31 + struct.unpack_from("<Q", frame, 16)[0]
     broken = frame[:last] + b"\xc1" + frame[last + 1 :]

@@ -1,4 +1,4 @@
-"""`CudaDriver` through NVIDIA's own bindings, in front of a libcuda that only writes down how it was called."""
+"""Test `CudaDriver` through NVIDIA's own bindings, over a libcuda that only records how it was called."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ pytestmark = requires("compiler")
 
 HERE = Path(__file__).parent
 
-# The bindings load one libcuda per process: each case is a new interpreter, without torch.
+# The bindings load one libcuda per process. Each case therefore runs in a new interpreter, without torch.
 PRELUDE = """
 import ctypes, json, sys
 library = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
@@ -87,7 +87,7 @@ print(json.dumps([facts, seen, host == device, zeroed, ranges, capable, list(han
 
 @pytest.fixture(scope="module")
 def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the library."""
+    """Compile the stub of libcuda and return its path."""
     library = tmp_path_factory.mktemp("libcuda") / "libcuda.so.1"
     command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library)]
     subprocess.run([*command, str(HERE / "libcuda_stub.c"), "-ldl"], check=True)
@@ -96,7 +96,7 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(stub: Path, tmp_path: Path) -> Callable[..., tuple[Any, list[str]]]:
-    """Return a function that runs code and returns (what it printed, what libcuda was called with)."""
+    """Return a function that runs code and returns (the code's output, the calls that libcuda recorded)."""
 
     def run_code(code: str, fail: str = "") -> tuple[Any, list[str]]:
         log = tmp_path / "log"
@@ -122,7 +122,7 @@ def run(stub: Path, tmp_path: Path) -> Callable[..., tuple[Any, list[str]]]:
 
 
 def test_every_call_reaches_the_driver_as_it_should(run: Callable[..., tuple[Any, list[str]]]) -> None:
-    """Numbers, handles and structures arrive, and what the driver answers comes back, context put back each time."""
+    """Numbers, handles and structures arrive, answers come back, and each call restores the context."""
     values, log = run(EVERYTHING)
     facts, seen, same, zeroed, ranges, capable, handle, opened, short, exported, imported, mapped = values[
         :12
@@ -187,7 +187,7 @@ def test_every_call_reaches_the_driver_as_it_should(run: Callable[..., tuple[Any
 def test_errors_say_what_failed(
     run: Callable[..., tuple[Any, list[str]]], fail: str, code: str, kind: str, text: str
 ) -> None:
-    """A failure names the library with its version, the function, the code and the driver's own words."""
+    """An error names the library with its version, the function, the code and the driver's own text."""
     (name, message, fields), _ = run(f"print(json.dumps({code}))", fail)
     assert name == kind
     assert text in message
@@ -200,7 +200,7 @@ def test_errors_say_what_failed(
 def test_a_launch_from_a_thread_without_a_context_is_made_in_ours(
     run: Callable[..., tuple[Any, list[str]]],
 ) -> None:
-    """The first try says that there is no context; the second has it, and takes it away again."""
+    """The first attempt fails without a context; the second one sets ours and removes it afterwards."""
     code = """
 driver = CudaDriver(1)
 function = driver.module_function(driver.module_load(b"cubin"), "push")

@@ -1,4 +1,4 @@
-"""Sums of tensors that the native core reads and makes by itself, with the ranks as threads of one process."""
+"""Sums of tensors that the native core reads and creates itself. The ranks are threads of one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 MOST = 1 << 40
 ORDINARY = [dtype for dtype in TYPE_CODES if not dtype.is_complex and dtype is not torch.bool]
 
-# A process whose address space has no room for the result.
+# This process has no room for the result in its address space.
 SCARCE = """
 import resource, torch
 from tests.native.test_shared_region import regions
@@ -41,7 +41,7 @@ except MemoryError:
 
 
 def summed(end: _core.SharedRegion, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum, however long it takes."""
+    """Return the sum of the ranks' tensors; wait until it is complete."""
     answer = end.all_reduce(tensor, MOST)
     assert answer is not None
     result, status = (answer, _core.DONE) if isinstance(answer, torch.Tensor) else answer
@@ -62,7 +62,7 @@ def summed(end: _core.SharedRegion, tensor: torch.Tensor) -> torch.Tensor:
 def test_a_sum_has_the_bits_of_the_rank_order_reference(
     ranks: int, shape: list[int], dtype: torch.dtype, offset: int, seed: int
 ) -> None:
-    """In memory of its own or in place, of any shape and alignment, in one step or several."""
+    """A sum in new memory or in place, of any shape and alignment, in one or several steps equals the reference."""
     elements = torch.Size(shape).numel()
     inputs = [filled(rank, elements + offset, dtype, seed)[offset:].view(shape) for rank in range(ranks)]
     expected = reduce_in_rank_order(inputs, ReduceOperation.SUM)
@@ -84,8 +84,8 @@ def test_a_sum_has_the_bits_of_the_rank_order_reference(
             assert same_bits(result.reshape(-1), expected.reshape(-1))
 
 
-def test_a_result_is_a_tensor_as_any_other() -> None:
-    """It needs no gradient, can be written, computed with and sent on, and outlives what it came from."""
+def test_a_result_is_an_ordinary_tensor() -> None:
+    """A result needs no gradient, can be written and computed with, and outlives its region and its input."""
     end = regions(1)[0]
     tensor = torch.ones(3, 4, requires_grad=True)
     result = summed(end, tensor)
@@ -99,7 +99,7 @@ def test_a_result_is_a_tensor_as_any_other() -> None:
 
 
 def negated() -> torch.Tensor:
-    """Return a contiguous tensor that stands for its negative."""
+    """Return a contiguous tensor that has torch's negative bit."""
     value = torch.ones(1, dtype=torch.complex64).conj().imag
     assert value.is_neg()
     assert value.is_contiguous()
@@ -133,8 +133,8 @@ def without_memory() -> torch.Tensor:
         without_memory,
     ],
 )
-def test_what_is_no_ordinary_tensor_begins_nothing(make: Callable[[], Any]) -> None:
-    """It is left to Python, and so is what is too long."""
+def test_an_argument_that_is_no_ordinary_tensor_begins_no_call(make: Callable[[], Any]) -> None:
+    """The core returns None for it, and also for a tensor that is too long; Python then handles the call."""
     end = regions(2)[0]
     value = make()
     assert end.all_reduce(value, 4096) is None
@@ -142,8 +142,8 @@ def test_what_is_no_ordinary_tensor_begins_nothing(make: Callable[[], Any]) -> N
     assert end.number == 0
 
 
-def test_a_sum_that_is_pending_is_there_when_the_last_rank_has_come() -> None:
-    """The tensor is handed out at once with the status, and filled by `resume`; no other call can begin."""
+def test_a_pending_sum_is_complete_when_the_last_rank_has_come() -> None:
+    """The core returns the tensor at once with the status, and `resume` fills it. No other call can begin."""
     ends = regions(2)
     tensor = torch.full((9,), 1.0)
     first = ends[0].all_reduce(tensor, MOST)
@@ -162,8 +162,8 @@ def test_a_sum_that_is_pending_is_there_when_the_last_rank_has_come() -> None:
 
 @pytest.mark.guarantee("D13")
 @pytest.mark.parametrize("other", [torch.ones(8), torch.ones(9, dtype=torch.int32)])
-def test_ranks_that_sum_different_tensors_all_learn_it(other: torch.Tensor) -> None:
-    """Lengths and dtypes are compared as in every call, and the next call works."""
+def test_ranks_that_sum_different_tensors_all_learn_of_it(other: torch.Tensor) -> None:
+    """Ranks with different lengths or dtypes get DISAGREE, as in every call, and the next call works."""
 
     def call(rank: int, end: _core.SharedRegion) -> int:
         tensor = other.clone() if rank else torch.ones(9)
@@ -178,20 +178,20 @@ def test_ranks_that_sum_different_tensors_all_learn_it(other: torch.Tensor) -> N
 
 
 class Intruder(TorchFunctionMode):
-    """Does something while the core reads a tensor."""
+    """A mode that runs `action` while the core reads a tensor."""
 
     def __init__(self, action: Callable[[], object]) -> None:
         super().__init__()
         self.action = action
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Act, then let torch go on."""
+        """Run the action, then the function of torch."""
         self.action()
         return func(*args, **(kwargs or {}))
 
 
 def fail(error: BaseException) -> Callable[[], object]:
-    """Return what raises `error`."""
+    """Return a function that raises `error`."""
 
     def action() -> object:
         raise error
@@ -200,7 +200,7 @@ def fail(error: BaseException) -> Callable[[], object]:
 
 
 def test_code_of_the_application_that_runs_meanwhile_does_no_harm() -> None:
-    """A call that it begins is not overwritten, with an error the tensor is left to Python, Ctrl-C goes through."""
+    """Such code may begin another call, close the region, raise an error or be interrupted by Ctrl-C."""
     end, tensor = regions(2)[0], torch.ones(3)
     with Intruder(fail(ValueError("no"))):
         assert end.all_reduce(tensor, MOST) is None
@@ -217,7 +217,7 @@ def test_code_of_the_application_that_runs_meanwhile_does_no_harm() -> None:
 
 
 def test_memory_of_dropped_results_is_used_again_and_bounded() -> None:
-    """Nothing stays behind of a result or of what was needed to read the input."""
+    """Neither results nor what was needed to read the inputs stay in memory."""
     end, tensor = regions(1)[0], torch.ones(50_000)
     summed(end, tensor)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -227,7 +227,7 @@ def test_memory_of_dropped_results_is_used_again_and_bounded() -> None:
 
 
 def test_a_result_there_is_no_room_for_under_a_memory_limit_begins_nothing() -> None:
-    """A `MemoryError` on this rank, before it has said anything to the others."""
+    """This rank raises a `MemoryError` before it has posted anything to the others."""
     done = subprocess.run(
         [sys.executable, "-c", SCARCE], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
@@ -235,7 +235,7 @@ def test_a_result_there_is_no_room_for_under_a_memory_limit_begins_nothing() -> 
 
 
 def test_results_can_be_dropped_by_another_thread() -> None:
-    """As any tensor."""
+    """A thread that did not make a result may use it and drop the last reference to it."""
     end, tensor = regions(1)[0], torch.ones(300)
     with ThreadPoolExecutor(1) as pool:
         for _ in range(200):
@@ -244,7 +244,7 @@ def test_results_can_be_dropped_by_another_thread() -> None:
 
 @pytest.mark.parametrize("arguments", [(), (torch.ones(2),), (torch.ones(2), -1), (torch.ones(2), "8")])
 def test_wrong_arguments_are_refused(arguments: tuple[Any, ...]) -> None:
-    """Instead of read as something else."""
+    """A missing argument, a negative number or an argument of another type raises."""
     end = regions(1)[0]
     for method in (end.all_reduce, end.all_reduce_in_place):
         with pytest.raises((TypeError, OverflowError)):

@@ -1,4 +1,4 @@
-"""The native functions of the ring: wrong arguments and overwritten memory give errors, never a crash."""
+"""The native functions of the ring raise errors for wrong arguments and overwritten memory, and never crash."""
 
 import mmap
 from functools import partial
@@ -81,7 +81,7 @@ def test_a_streamed_record_says_how_far_it_is_filled() -> None:
 @pytest.mark.parametrize("name", IDENTITY)
 @pytest.mark.parametrize("value", WRONG)
 def test_a_ring_with_a_wrong_identity_is_refused(name: str, value: int) -> None:
-    """No native function touches memory that is not laid out as ours."""
+    """No native function touches memory that is not laid out as a ring of this version."""
     memory = bare_ring()
     before = get(memory, name)
     overwrite(memory, name, value)
@@ -108,7 +108,7 @@ def test_a_ring_with_a_wrong_identity_is_refused(name: str, value: int) -> None:
 @pytest.mark.parametrize("name", IDENTITY)
 @pytest.mark.parametrize("nbytes", [1, 100_000, 1_000_000], ids=["whole", "streamed", "parts"])
 def test_an_identity_that_changes_later_does_no_harm(name: str, nbytes: int) -> None:
-    """Each end read it once: messages pass right or end in an error of ours, statistics see it, both ends close."""
+    """Each endpoint reads the identity once: messages pass or raise, `statistics` raises, and both can be closed."""
     with queue(ring_bytes=64 * PAGE) as (writer, [reader]):
         overwrite(memory_of(writer), name, 77)
         for number in range(4):
@@ -133,7 +133,7 @@ def test_an_identity_that_changes_later_does_no_harm(name: str, nbytes: int) -> 
 @pytest.mark.parametrize("where", [*POSITIONS, *RECORD])
 @pytest.mark.parametrize("value", WRONG)
 def test_an_overwritten_field_gives_an_error_or_a_message(where: str, value: int) -> None:
-    """Whatever stands in the words of the protocol, each call returns in time with an error of ours or an object."""
+    """Whatever the words of the protocol hold, each call returns in time with an error of ours or an object."""
     with queue() as (writer, [reader]):
         memory = memory_of(writer)
         for number in range(3):
@@ -179,7 +179,7 @@ def outcome_of(call: Any) -> Any:
     [("flags", 0), ("message", 9), ("total_bytes", 5), ("total_bytes", 2**63), ("flags", 3)],
 )
 def test_parts_that_do_not_fit_together_are_an_error(field: str, value: int) -> None:
-    """A second part with other words than the first is no message: the queue is broken, not the process."""
+    """A second part whose words contradict the first breaks the queue and not the process."""
     with queue() as (writer, [reader]):
         memory, frame = memory_of(writer), bytes(3 * MIN_RING_BYTES)
         assert 0 < ring_write(memory, frame, (), 0, 0, 0) < len(frame)
@@ -193,7 +193,7 @@ def test_parts_that_do_not_fit_together_are_an_error(field: str, value: int) -> 
 
 @given(st.binary(min_size=24, max_size=24), st.integers(0, 5), st.integers(1, 5))
 def test_random_record_headers_stay_inside_of_the_mapping(words: bytes, flags: int, records: int) -> None:
-    """A window that is handed out never reaches beyond what was published."""
+    """A window that is handed out never reaches beyond the published bytes."""
     memory = bare_ring()
     for _ in range(records):
         assert ring_write(memory, bytes(300), (), 0, 0, 0) == 300
@@ -252,13 +252,13 @@ READ_ONLY = memoryview(bytes(3 * PAGE))
     ],
 )
 def test_wrong_arguments_are_python_errors(call: Any, arguments: tuple[Any, ...]) -> None:
-    """Each is refused before memory is touched."""
+    """A function refuses wrong arguments before it touches memory."""
     with pytest.raises((ValueError, TypeError, OverflowError, BufferError)):
         call(*arguments)
 
 
-def test_a_full_ring_waits_no_longer_than_told() -> None:
-    """The native wait returns when its time is up, with nothing written."""
+def test_a_wait_for_room_ends_at_its_deadline() -> None:
+    """The native wait returns when its time is up, and nothing is written."""
     memory = bare_ring()
     for _ in range(2):
         assert ring_write(memory, bytes(1900), (), 0, 0, 0) == 1900

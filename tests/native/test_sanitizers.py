@@ -16,7 +16,7 @@ from tests.probes import requires
 ROOT = Path(__file__).parents[2]
 REDUCE_TESTS = "tests/native/reduce/test_reduce_kernels.py"
 SWEEP = f"{REDUCE_TESTS}::test_length_and_alignment_change_nothing"
-# The tests of each core in parts that take about as long as each other: they run side by side.
+# The tests of each core, in parts that run side by side and take about equally long.
 QUEUE_TESTS = (
     (
         "tests/unit/shm_broadcast/test_codec_values.py",
@@ -38,7 +38,7 @@ DEVICE_TESTS = (
     ("tests/native/test_shared_region.py", "tests/native/test_ordinary_tensors.py", SWEEP),
     (REDUCE_TESTS, f"--deselect={SWEEP}"),
 )
-# They measure memory, and the sanitizer keeps what was freed.
+# These tests measure memory, and the sanitizer keeps memory that was freed.
 LEFT_OUT = "not under_a_memory_limit and not used_again_and_bounded"
 REDUCE_DRIVER = ROOT / "tests" / "native" / "reduce" / "reduce_driver.cpp"
 LOAD = """
@@ -49,7 +49,7 @@ core = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(core)
 sys.modules[name] = core
 """
-# The tests of the kernels call them through a library that they build; here it is the core with the same driver.
+# The tests of the kernels use a library that they build. Here that library is the core, with the same driver.
 RUN = (
     LOAD
     + """
@@ -71,7 +71,7 @@ import ctypes
 small = ctypes.create_string_buffer(64)
 """
 QUEUE_OVERFLOW = LOAD + OVERFLOW + "core.copy_into(ctypes.addressof(small), 128, bytes(128))"
-# A sum of 32 float32 of one rank, into room for 16: type 0, reduction 0.
+# This sums 32 float32 of one rank into room for 16; the type and the reduction have the number 0.
 DEVICE_OVERFLOW = (
     LOAD
     + OVERFLOW
@@ -85,14 +85,14 @@ ctypes.CDLL(path).reduce_run(0, 0, b"baseline", 0, small, inputs, one, many)
 
 
 def runtime(compiler: str, name: str) -> str | None:
-    """Return the path of a sanitizer's run-time library, None where the compiler lacks it."""
+    """Return the path of a sanitizer's run-time library, or None if the compiler lacks it."""
     found = subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
     path = Path(found.stdout.strip())
     return str(path) if path.is_absolute() and path.exists() else None
 
 
 def built(compiler: str, folder: Path, sources: Sequence[Path]) -> Path:
-    """Compile a native core with the sanitizers into `folder`, its files side by side."""
+    """Compile a native core with the sanitizers into `folder`, several files at a time."""
     library = folder / "_core.abi3.so"
     flags = ["-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing"]
     checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
@@ -107,7 +107,7 @@ def built(compiler: str, folder: Path, sources: Sequence[Path]) -> Path:
         return made
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        # The last ones by name are the large ones.
+        # The files with the last names are the largest ones.
         objects = list(pool.map(compiled, sorted(sources, reverse=True)))
     subprocess.run([compiler, "-shared", *checks, *objects, "-o", str(library)], check=True, timeout=120)
     return library
@@ -137,7 +137,7 @@ def run(code: str, libraries: list[str], *arguments: str) -> subprocess.Complete
 def check(
     folder: Path, name: str, sources: Sequence[Path], overflow: str, parts: Sequence[Sequence[str]]
 ) -> None:
-    """Build a core, make sure that an overflow in it is reported, and run the parts of its tests side by side."""
+    """Build a core, check that an overflow in it is reported, and run the parts of its tests side by side."""
     compiler = shutil.which("g++") or "g++"
     libraries = [path for lib in ("libasan.so", "libubsan.so") if (path := runtime(compiler, lib))]
     assert len(libraries) == 2, "the compiler has libasan but no libubsan"
@@ -156,7 +156,7 @@ def check(
 @pytest.mark.thorough
 @requires("sanitizers")
 def test_the_codec_and_the_ring_are_clean_under_sanitizers(tmp_path: Path) -> None:
-    """No test of the codec or the ring makes a sanitizer report anything, and an overflow would be reported."""
+    """The sanitizers report no error in the tests of the codec and the ring, and they do report an overflow."""
     sources = list((ROOT / "shm_broadcast/csrc").rglob("*.cpp"))
     check(tmp_path, "shm_broadcast._core", sources, QUEUE_OVERFLOW, QUEUE_TESTS)
 
@@ -165,6 +165,6 @@ def test_the_codec_and_the_ring_are_clean_under_sanitizers(tmp_path: Path) -> No
 @pytest.mark.thorough
 @requires("sanitizers")
 def test_the_region_and_the_reductions_are_clean_under_sanitizers(tmp_path: Path) -> None:
-    """No test of the region or of a kernel makes a sanitizer report anything, and an overflow would be reported."""
+    """The sanitizers report no error in the tests of the region and the kernels, and they do report an overflow."""
     sources = [*(ROOT / "device_comm/csrc").rglob("*.cpp"), REDUCE_DRIVER]
     check(tmp_path, "device_comm._core", sources, DEVICE_OVERFLOW, DEVICE_TESTS)

@@ -1,4 +1,4 @@
-"""The shared memory of a group, with its ranks as threads of one process."""
+"""The shared region of a group. The ranks are threads of one process."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ GIVE_UP_S = 20.0
 
 
 def regions(ranks: int, slot: int = SLOT) -> list[_core.SharedRegion]:
-    """Return an end for each rank of a fresh region in private memory."""
+    """Return each rank's view of a new region, which is in private memory."""
     memory = mmap.mmap(-1, _core.segment_bytes(ranks, slot))
     _core.lay_out(memory, ranks, slot, 7)
     return [_core.SharedRegion(memory, rank) for rank in range(ranks)]
 
 
 def finish(end: _core.SharedRegion, status: int) -> int:
-    """Go on with a call until it is no more pending."""
+    """Resume a call until it is no longer pending; return its status."""
     until = time.monotonic() + GIVE_UP_S
     while status == _core.PENDING and time.monotonic() < until:
         status = end.resume(10_000_000)
@@ -45,13 +45,13 @@ def finish(end: _core.SharedRegion, status: int) -> int:
 
 
 def everybody(ends: list[_core.SharedRegion], call: Callable[[int, _core.SharedRegion], Any]) -> list[Any]:
-    """Run `call` as every rank at once; return what each got."""
+    """Run `call` as every rank at once; return the results by rank."""
     with ThreadPoolExecutor(len(ends)) as pool:
         return list(pool.map(lambda rank: call(rank, ends[rank]), range(len(ends))))
 
 
 def filled(rank: int, elements: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Return random elements, equal for equal arguments."""
+    """Return random elements that are equal for equal arguments."""
     generator = torch.Generator().manual_seed(seed * 1000 + rank)
     raw = torch.randint(0, 256, (elements * dtype.itemsize,), dtype=torch.uint8, generator=generator)
     if dtype is torch.bool:
@@ -60,7 +60,7 @@ def filled(rank: int, elements: int, dtype: torch.dtype, seed: int) -> torch.Ten
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are equal bit by bit, where NaN counts as equal to NaN."""
+    """Return whether two tensors have equal bits; every NaN counts as equal to every other NaN."""
     if one.dtype.is_complex:
         parts = {4: torch.float16, 8: torch.float32, 16: torch.float64}[one.dtype.itemsize]
         one, other = one.view(parts), other.view(parts)
@@ -90,7 +90,7 @@ def test_an_all_reduce_has_the_bits_of_the_rank_order_reference(
     two_shot: bool,
     seed: int,
 ) -> None:
-    """Either algorithm gives the same bits on every rank, those of the elements combined in rank order."""
+    """Both algorithms give every rank the bits of the elements combined in rank order."""
     try:
         check_reducible(dtype, op)
     except UsageError:
@@ -154,8 +154,8 @@ def test_columns_are_gathered_and_scattered(rows: int, widths: list[int], seed: 
 
 @settings(max_examples=30, deadline=None)
 @given(table=st.lists(st.lists(st.integers(0, 2 * SLOT), min_size=3, max_size=3), min_size=3, max_size=3))
-def test_an_uneven_exchange_gives_each_rank_what_was_meant_for_it(table: list[list[int]]) -> None:
-    """All-to-all with a size of its own for every pair of ranks, also where ranks need different numbers of steps."""
+def test_an_uneven_all_to_all_gives_each_rank_its_parts(table: list[list[int]]) -> None:
+    """Each pair of ranks has a size of its own, and ranks may need different numbers of steps."""
     sent = [[filled(3 * a + b, table[a][b], torch.uint8, 1) for b in range(3)] for a in range(3)]
 
     def call(rank: int, end: _core.SharedRegion) -> torch.Tensor:
@@ -179,10 +179,10 @@ def test_an_uneven_exchange_gives_each_rank_what_was_meant_for_it(table: list[li
         max_size=3,
     ),
 )
-def test_an_exchange_of_columns_gives_each_rank_its_columns_of_every_row(
+def test_an_all_to_all_of_columns_gives_each_rank_its_columns_of_every_row(
     rows: int, table: list[list[int]]
 ) -> None:
-    """All-to-all along another dimension than the first, in one call or several steps."""
+    """An all-to-all along another dimension than the first works in one step or several."""
     wholes = [filled(a, rows * sum(row), torch.uint8, 1).view(rows, sum(row)) for a, row in enumerate(table)]
 
     def call(rank: int, end: _core.SharedRegion) -> torch.Tensor:
@@ -208,7 +208,7 @@ def test_an_exchange_of_columns_gives_each_rank_its_columns_of_every_row(
 def test_an_exchange_whose_sizes_do_not_match_moves_nothing(
     sent: list[int], pair: tuple[int, int], wrong: int, rows: int
 ) -> None:
-    """All ranks find it, also those between which all is well, are told all sizes, and the next exchange works."""
+    """All ranks are told all sizes, even if their own match, and the next exchange works."""
     table = [list(sent) for _ in range(3)]
     table[pair[0]][pair[1]] = wrong
     is_wrong = wrong != sent[pair[1]]
@@ -236,7 +236,7 @@ def test_an_exchange_whose_sizes_do_not_match_moves_nothing(
 
 
 def test_widths_are_told_of_exchanges_alone() -> None:
-    """A rank that made another call has none, whatever is in its slot."""
+    """A rank that made another call has no widths, whatever its slot holds."""
     ends = regions(2)
     tensor = torch.arange(8, dtype=torch.uint8)
 
@@ -250,7 +250,7 @@ def test_widths_are_told_of_exchanges_alone() -> None:
 
 
 def test_an_exchange_between_more_ranks_than_the_slots_can_serve_is_refused() -> None:
-    """Instead of steps that move nothing."""
+    """It raises a ValueError, because its steps would move nothing."""
     end = regions(200, mmap.PAGESIZE)[0]
     with pytest.raises(ValueError, match="slots are too small"):
         end.exchange(0, 0, 1, (0,) * 200, (0,) * 200, 0)
@@ -266,7 +266,7 @@ def test_an_exchange_between_more_ranks_than_the_slots_can_serve_is_refused() ->
 def test_a_reduce_has_the_bits_of_the_reference_on_its_root_alone(
     ranks: int, elements: int, dtype: torch.dtype, seed: int
 ) -> None:
-    """The others get nothing, and bring no address for it."""
+    """The other ranks pass no address for a result and get none."""
     inputs = [filled(rank, elements, dtype, seed) for rank in range(ranks)]
     expected = reduce_in_rank_order(inputs, ReduceOperation.SUM)
     root = seed % ranks
@@ -292,7 +292,7 @@ def test_a_reduce_has_the_bits_of_the_reference_on_its_root_alone(
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_reduce_scatter_has_the_bits_of_the_reference(rows: int) -> None:
-    """Each rank gets its uneven columns of the sum, over several steps."""
+    """Each rank gets its own columns of the sum. Their numbers differ, and several steps move them."""
     sizes, seed = (700, 0, 2500), 3
     inputs = [filled(rank, rows * sum(sizes), torch.bfloat16, seed) for rank in range(3)]
     expected = reduce_in_rank_order(inputs, ReduceOperation.SUM).view(rows, -1).split(sizes, dim=1)
@@ -313,8 +313,8 @@ def test_a_reduce_scatter_has_the_bits_of_the_reference(rows: int) -> None:
 
 
 @pytest.mark.guarantee("D13")
-def test_ranks_that_make_different_calls_all_learn_it_and_go_on() -> None:
-    """Nothing is moved, every rank sees every rank's view, and the next call works."""
+def test_ranks_that_make_different_calls_all_learn_of_it_and_go_on() -> None:
+    """No data is moved, every rank sees every rank's view, and the next call works."""
     ends = regions(2)
 
     def call(rank: int, end: _core.SharedRegion) -> tuple[int, list[tuple[int, int, int, int]], torch.Tensor]:
@@ -332,7 +332,7 @@ def test_ranks_that_make_different_calls_all_learn_it_and_go_on() -> None:
 
 
 def test_a_rank_that_does_not_come_is_told_and_may_come_later() -> None:
-    """A call that is pending names who is missing, refuses a second one, and ends when that rank comes."""
+    """A pending call names the missing ranks, refuses a second call, and ends when those ranks have come."""
     ends = regions(3)
     assert ends[0].barrier() == _core.PENDING
     assert ends[0].missing() == [1, 2]
@@ -345,7 +345,7 @@ def test_a_rank_that_does_not_come_is_told_and_may_come_later() -> None:
 
 
 def test_closing_ends_a_call_that_waits_in_another_thread() -> None:
-    """`close` wakes the sleeper at once, and every later call says that the region is closed."""
+    """`close` wakes the sleeping thread at once, and every later call returns CLOSED."""
     ends = regions(2)
     assert ends[0].barrier() == _core.PENDING
     outcome: list[int] = []
@@ -361,7 +361,7 @@ def test_closing_ends_a_call_that_waits_in_another_thread() -> None:
 
 
 def test_a_rank_that_left_ends_the_waiting_for_it_and_for_no_other() -> None:
-    """Who waits for it is told at once; a call in which it took part is completed."""
+    """A call that waits for the rank returns LEFT at once, and a call in which it took part is completed."""
     ends = regions(3)
     assert [end.barrier() for end in ends] == [_core.PENDING, _core.PENDING, _core.DONE]
     ends[2].close(False)
@@ -373,7 +373,7 @@ def test_a_rank_that_left_ends_the_waiting_for_it_and_for_no_other() -> None:
 
 
 def test_a_broken_group_completes_no_call_any_more() -> None:
-    """A rank that comes after another one gave up does not succeed where the others failed."""
+    """A rank that comes after another one has given up gets an error like the others."""
     ends = regions(2)
     assert ends[0].barrier() == _core.PENDING
     ends[0].close(True)
@@ -382,7 +382,7 @@ def test_a_broken_group_completes_no_call_any_more() -> None:
 
 @pytest.mark.guarantee("D14")
 def test_a_sleeping_rank_is_woken_by_the_last_to_come() -> None:
-    """A rank that has gone to sleep goes on when the others come, without polling."""
+    """A sleeping rank goes on when the others come. It does not poll meanwhile."""
     ends = regions(2)
     assert ends[0].barrier() == _core.PENDING
 
@@ -403,7 +403,7 @@ def test_a_sleeping_rank_is_woken_by_the_last_to_come() -> None:
     ("offset", "value"), [(0, 1), (8, 2), (12, 0), (12, 300), (16, 100), (16, 1 << 40), (24, 1)]
 )
 def test_a_mapping_that_is_no_region_is_refused(offset: int, value: int) -> None:
-    """The identity is checked against the size of the mapping before anything else is touched."""
+    """The core compares the identity with the size of the mapping before it touches anything else."""
     memory = mmap.mmap(-1, _core.segment_bytes(2, SLOT))
     _core.lay_out(memory, 2, SLOT, 7)
     struct.pack_into("<I" if offset in (8, 12) else "<Q", memory, offset, value)
@@ -412,7 +412,7 @@ def test_a_mapping_that_is_no_region_is_refused(offset: int, value: int) -> None
 
 
 def test_a_rank_outside_of_the_region_is_refused() -> None:
-    """As is a mapping that is too small to be laid out."""
+    """A rank that is too high raises, and a mapping that is too small raises when it is laid out."""
     memory = mmap.mmap(-1, _core.segment_bytes(2, SLOT))
     with pytest.raises(ValueError, match="too small"):
         _core.lay_out(memory, 3, SLOT, 7)
@@ -422,13 +422,13 @@ def test_a_rank_outside_of_the_region_is_refused() -> None:
 
 
 def test_every_field_stands_where_the_layout_says() -> None:
-    """A post: step, number, code, count, detail, steps; slots behind the page-aligned header."""
+    """A post is step, number, code, count, detail and steps. The slots follow the page-aligned header."""
     memory = mmap.mmap(-1, _core.segment_bytes(2, SLOT))
     _core.lay_out(memory, 2, SLOT, 7)
     ends = [_core.SharedRegion(memory, rank) for rank in range(2)]
     tensor = torch.arange(8, dtype=torch.uint8)
     assert ends[1].broadcast(tensor.data_ptr(), 8, TYPE_CODES[torch.uint8], 1) == _core.PENDING
-    # Rank 1's post for odd steps: behind the identity, and a block of three lines for rank 0.
+    # Rank 1's post for odd steps follows the identity and the block of three lines of rank 0.
     post = struct.unpack_from("<6Q", memory, 2 * LINE + 3 * LINE + LINE)
     assert post == (1, 1, 5 | TYPE_CODES[torch.uint8] << 8 | 1 << 24, 8, 0, 1)
     slot = mmap.PAGESIZE + (2 * 1 + 1) * SLOT
@@ -437,7 +437,7 @@ def test_every_field_stands_where_the_layout_says() -> None:
 
 @pytest.mark.parametrize("fails_at", [1, 2])
 def test_a_creation_that_fails_leaves_no_descriptor(fails_at: int) -> None:
-    """Rank 0 lets its segment go when the others cannot be asked any more, before or after they were told of it."""
+    """Rank 0 frees its segment if an exchange fails, before or after the others were told of the segment."""
     calls = 0
 
     def exchange(own: bytes) -> list[bytes]:
@@ -454,8 +454,8 @@ def test_a_creation_that_fails_leaves_no_descriptor(fails_at: int) -> None:
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_the_choice_of_the_algorithm_is_pure() -> None:
-    """Two ranks always take one shot, more of them two from 64 KiB on."""
+def test_the_choice_of_the_algorithm_depends_on_size_and_ranks_alone() -> None:
+    """Two ranks always use one shot. More ranks use one shot up to 64 KiB and two shots above."""
     assert all_reduce_kind(1 << 30, 2) == _core.ALL_REDUCE_ONE_SHOT
     assert all_reduce_kind(64 << 10, 8) == _core.ALL_REDUCE_ONE_SHOT
     assert all_reduce_kind((64 << 10) + 1, 3) == _core.ALL_REDUCE_TWO_SHOT

@@ -1,4 +1,4 @@
-"""How a protocol's driver, with threads in the place of processes, is compiled and run under the sanitizers."""
+"""Compile and run drivers that use threads instead of processes to test a protocol under the sanitizers."""
 
 import platform
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 __all__ = ["ASAN", "ROOT", "TSAN", "built", "run", "weakened"]
 
 ROOT = Path(__file__).parents[2]
-TSAN = ("-fsanitize=thread", "-Wno-tsan")  # it knows no fences: none of them guards data
+TSAN = ("-fsanitize=thread", "-Wno-tsan")  # it does not know fences, but no fence guards data
 ASAN = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-D_GLIBCXX_ASSERTIONS")
 FLAGS = (
     "-std=c++20",
@@ -24,7 +24,7 @@ FLAGS = (
 
 
 def built(folder: Path, sources: tuple[Path, ...], options: tuple[str, ...]) -> Path:
-    """Compile a driver, the first of `sources`, into `folder`."""
+    """Compile the first of `sources`, which is the driver, into `folder`."""
     program = folder / sources[0].stem
     compiler = shutil.which("g++") or "g++"
     subprocess.run(
@@ -34,7 +34,7 @@ def built(folder: Path, sources: tuple[Path, ...], options: tuple[str, ...]) -> 
 
 
 def run(program: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    """Run the driver; where the sanitizer cannot bear randomised addresses, without them."""
+    """Run the driver. Disable address randomisation if the sanitizer fails with it."""
     command = [str(program), *map(str, words)]
     environment = {"TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_leaks=0"}
     for prefix in ([], ["setarch", platform.machine(), "-R"]):
@@ -47,7 +47,7 @@ def run(program: Path, *words: object) -> subprocess.CompletedProcess[str]:
 
 
 def weakened(source: str, edge: str, pattern: str) -> str:
-    """Return a header with the memory order behind `pattern`, that of `edge`, relaxed."""
+    """Return a header in which the memory order behind `pattern`, which belongs to `edge`, is relaxed."""
     weak, count = re.subn(pattern, r"\g<1>relaxed", source)
     assert count == 1, "the header has changed: say where the edge is now"
     assert f"SYNC {edge}" in source

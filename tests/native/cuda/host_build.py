@@ -1,4 +1,4 @@
-"""The CUDA kernels, compiled by g++: a library for tests and for the fake driver, and a program that stresses them."""
+"""Compile the CUDA kernels with g++: as a library for tests and the fake driver, and as a stress program."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from device_comm.cuda.kernels import DTYPES, kernel_source
 
 HERE = Path(__file__).parent
-# -ffp-contract=off: no multiply-add where the source multiplies and adds; both are rounded, as on the GPU.
+# With -ffp-contract=off a multiplication and an addition are rounded separately, as on the GPU.
 OPTIONS = (
     "-std=c++20",
     "-O1",
@@ -30,17 +30,17 @@ def compiler() -> str:
 
 
 def build_host_library(world_size: int, dtype: str, directory: Path, *, emulate: bool = False) -> Path:
-    """Compile the kernels into a shared library and return its path; not again if it is there.
+    """Compile the kernels into a shared library, unless it is there already, and return its path.
 
-    The library has `launch(kernel, grid_x, block_x, args)`, which runs one rank's grid as threads and returns
-    when it is done, 0 or 1 for an unknown kernel; `set_limits(grid, block)`, which caps both (at first 2 and 2);
-    and `set_stalls(seed, per_million)`.
+    The library has `launch(kernel, grid_x, block_x, args)`, which runs one rank's grid as threads and returns 0 when
+    it is done, or 1 if it does not know the kernel. `set_limits(grid, block)` limits both sizes (2 and 2 at first).
+    `set_stalls(seed, per_million)` makes memory operations stall at random.
 
     Args:
-        world_size: 2 to 8.
+        world_size: A number from 2 to 8.
         dtype: "float32", "float16" or "bfloat16".
-        directory: Where the library goes.
-        emulate: All ranks in one launch: build with -DEMULATE=1.
+        directory: The directory of the library.
+        emulate: Whether one launch runs all ranks, which is a build with -DEMULATE=1.
     """
     library = directory / f"kernels_{world_size}_{dtype}{'_emulate' if emulate else ''}.so"
     if library.exists():
@@ -60,7 +60,7 @@ def build_host_library(world_size: int, dtype: str, directory: Path, *, emulate:
 def compile_host(
     source: Path, main: str, output: Path, world_size: int, dtype: str, options: Sequence[str] = ()
 ) -> None:
-    """Compile `main` of this folder around the kernels in `source`."""
+    """Compile `main`, a file of this folder, together with the kernels in `source`."""
     defines = (f'-DKERNELS="{source}"', f"-DWORLD_SIZE={world_size}", f"-DDTYPE={DTYPES[dtype]}")
     command = [compiler(), *OPTIONS, *defines, *options, "-o", str(output), str(HERE / main)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -69,13 +69,13 @@ def compile_host(
 
 
 class HostKernels:
-    """A loaded library, with launches as a CUDA driver takes them."""
+    """A loaded library whose launches have the form that a CUDA driver takes."""
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
 
     def launch(self, kernel: str, grid: int, block: int, arguments: Sequence[object]) -> None:
-        """Run a kernel; `arguments` are ctypes values or bytes (a packed structure)."""
+        """Run a kernel. An argument is a ctypes value, or a packed structure as bytes."""
         kept = [
             ctypes.create_string_buffer(each, len(each)) if isinstance(each, bytes) else each
             for each in arguments

@@ -1,4 +1,4 @@
-// Runs a grid of one rank as threads. Included behind the source of the kernels.
+// Runs a grid of one rank as threads. It is included after the source of the kernels.
 #pragma once
 
 // ---- memory, what needs the kernels' types -------------------------------------------------------------------
@@ -9,7 +9,7 @@ DEVICE Vector ld_vector(const void* address) {
     return v;
 }
 DEVICE void st_vector(void* address, const Vector& v) { std::memcpy(address, &v, sizeof v); }
-// The words one by one, from a random one on, with stalls in between: nothing orders them on a GPU either.
+// Accesses the words one by one, from a random one on, with stalls in between. A GPU does not order them either.
 DEVICE Vector ld_relaxed_sys_v4(u64 address) {
     Vector v;
     const u32 first = host_faults.stalls_per_million.load(std::memory_order_relaxed) ? host_random() : 0;
@@ -91,7 +91,7 @@ inline bool host_run_thread(const std::string& name, void** args) {
     return false;
 }
 
-// A block of 512 threads on two cores would take seconds: the grid is cut, by the same rule on all ranks.
+// A block of 512 threads on two cores would take seconds. The grid is therefore cut, by the same rule on all ranks.
 struct HostLimits {
     std::atomic<unsigned> grid{2}, block{2};
 };
@@ -131,16 +131,16 @@ inline int host_launch(const char* kernel, unsigned grid_x, unsigned block_x, un
 }
 
 extern "C" {
-// 0, or 1 for a kernel that there is not. Returns when the grid is done.
+// Returns 0 when the grid is done, or 1 if there is no such kernel.
 inline __attribute__((used)) int launch(const char* kernel, unsigned grid_x, unsigned block_x, void** args) {
     return host_launch(kernel, grid_x, block_x, 1, args);
 }
-// The same for a build with -DEMULATE=1: a row of blocks for each rank.
+// Does the same for a build with -DEMULATE=1, where each rank has a row of blocks.
 inline __attribute__((used)) int launch_rows(const char* kernel, unsigned grid_x, unsigned grid_y, unsigned block_x,
                                              void** args) {
     return host_launch(kernel, grid_x, block_x, grid_y, args);
 }
-// At most this many blocks and threads of a block run, whatever a launch asks for; at first 2 and 2.
+// Limits the blocks, and the threads of a block, that run, whatever a launch asks for. The first limits are 2 and 2.
 inline __attribute__((used)) void set_limits(unsigned grid, unsigned block) {
     host_limits.grid = grid;
     host_limits.block = block;

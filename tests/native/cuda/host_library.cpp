@@ -1,4 +1,4 @@
-// The kernels as a library: see host_build.py.
+// The kernels as a library, which host_build.py compiles.
 #include "shim.hpp"
 #include KERNELS
 #include "host_launch.hpp"

@@ -1,6 +1,6 @@
-// What the CUDA kernels need from a GPU, for g++: a thread of a grid is a thread of this process.
+// Gives g++ what the CUDA kernels need from a GPU. A thread of a grid is a thread of this process.
 //
-// Included in front of the source. What needs its types is defined behind it, in host_launch.hpp.
+// It is included before the source of the kernels. host_launch.hpp follows it and defines what needs its types.
 #pragma once
 #include <pthread.h>
 #include <sched.h>
@@ -83,9 +83,9 @@ std::atomic_ref<Word> host_word(HostAddress address) {
 }
 
 #ifdef GC_WEAK_CLEARS
-// What a rank writes into its own workspace reaches its own threads at once, but peers' writes to the same place
-// may overtake it until a fence of a later launch, or of the same thread. Only the host build with this flag shows
-// what the fence at the entry is for: x86 never delays a store that long.
+// A rank's writes into its own workspace reach its own threads at once. Until a fence of the same thread or of a later
+// launch, however, peers' writes to the same address may overtake them. Only the host build with this flag shows why
+// the fence at the entry is needed, because x86 never delays a store that long.
 struct HostDelay {
     struct Store {
         unsigned value, launch;

@@ -1,6 +1,6 @@
-// Every rank of a group as a thread, and each of its kernels as threads of that: many launches in a row, of kernels,
-// sizes and grids that change, through stalls and the wrap of the epochs; every result is compared bit by bit with
-// a sum in rank order that is computed here from the ranks' inputs. Exits with 1 at the first difference.
+// Stresses the kernels: every rank of a group is a thread, which runs its kernels as threads. Many launches follow
+// each other, with changing kernels, sizes and grids, with stalls, and while the epochs wrap. Every result is compared
+// bit by bit with a sum in rank order that is computed here from the inputs. Exits with 1 at the first difference.
 #include "shim.hpp"
 #include KERNELS
 #include "host_launch.hpp"
@@ -18,7 +18,7 @@ u32 mixed(u32 value) {
     return value ^ value >> 16;
 }
 
-// What the reference thinks of numbers: written apart from the kernels.
+// The conversions of numbers for the reference, written independently of the kernels.
 #if DTYPE == 0
 using Bits = u32;
 double value_of(Bits bits) { return std::bit_cast<float>(bits); }
@@ -61,7 +61,7 @@ Bits element(u32 seed, u32 rank, u64 i) {
     const u32 word = mixed(seed * 977 + rank * 131071 + static_cast<u32>(i) * 8191 + 5);
     const u32 together = mixed(seed * 31 + static_cast<u32>(i) + 3);
     const u32 kind = seed & FINITE ? 31 : mixed(word) % 32;
-    // On all ranks: only a sum of nothing but -0 is -0.
+    // All ranks get the same special value here, because a sum is -0 only if every addend is -0.
     if (!(seed & FINITE) && together % 16 == 0) return SPECIAL[together / 16 % (sizeof SPECIAL / sizeof *SPECIAL)];
     if (kind < 3) return SPECIAL[word % (sizeof SPECIAL / sizeof *SPECIAL)];
     if (kind < 6) return static_cast<Bits>(word);  // any bits
@@ -129,7 +129,7 @@ float square_sum(const Bits* row, u32 hidden) {
     return lanes[0];
 }
 
-// The fused norm against the same steps one by one, rounded where each of them rounds.
+// Compares the fused norm with the same steps one by one, each rounded as the contract says.
 bool norm(Rank& self, u32 number, u32 grid, u32 block) {
     if (number % 8) number |= FINITE;
     u32 hidden = (1 + mixed(number) % 20) * ELEMENTS, rows = 1 + mixed(number + 1) % 3;

@@ -21,8 +21,8 @@ from device_comm.cuda.kernels import DTYPES, FAMILIES, KernelCache, KernelVarian
 from shm_broadcast.errors import CapabilityError, CudaError, UsageError
 
 ARCHS = (75, 80, 90, 100, 120)
-# Every architecture, world size and dtype stands beside every value of the two others at least once; all 45
-# combinations take three times as long: `make test-kernels` runs them.
+# Every architecture, world size and dtype is combined with every value of the two others at least once. All 45
+# combinations take three times as long; `make test-kernels` runs them.
 LATIN = [
     (arch, (2, 4, 8)[(a + d) % 3], dtype) for a, arch in enumerate(ARCHS) for d, dtype in enumerate(DTYPES)
 ]
@@ -52,13 +52,13 @@ def check_no_local_memory(arch: int, world_size: int, dtype: str) -> None:
 
 @pytest.mark.parametrize(("arch", "world_size", "dtype"), LATIN)
 def test_no_spill_and_no_stack(arch: int, world_size: int, dtype: str) -> None:
-    """Registers hold everything."""
+    """The registers hold all values of a kernel."""
     check_no_local_memory(arch, world_size, dtype)
 
 
 @pytest.mark.parametrize("family", [each for each in FAMILIES if each != "probes"])
 def test_the_emulation_compiles(family: str) -> None:
-    """All ranks in one launch, for tests on one GPU."""
+    """The build that runs all ranks in one launch, for tests on one GPU, has no spill and no stack either."""
     done = compile_kernels(KernelVariant(90, 4, "bfloat16", family, emulate=True))
     assert set(USAGE.findall(done.log)) == {("0", "0", "0")}, done.log
 
@@ -87,7 +87,7 @@ def machine_code(family: str, world_size: int, dtype: str, arch: int = 90) -> di
 
 @pytest.mark.parametrize("kernel", PUSH)
 def test_push_has_one_fence_and_whole_vectors(kernel: str) -> None:
-    """One fence, at the entry, none in a loop; what peers share moves 16 bytes at a time."""
+    """The only fence is at the entry and in no loop. Memory that peers share is accessed 16 bytes at a time."""
     code = machine_code(PUSH[kernel], 8, "bfloat16")[kernel]
     fences = [place for place, name in enumerate(code) if name.startswith("MEMBAR")]
     assert len(fences) == 1
@@ -96,7 +96,7 @@ def test_push_has_one_fence_and_whole_vectors(kernel: str) -> None:
     assert min(shared) > fences[0]
     peers, ranks = 7, 8
     rounds = 2 if kernel == "push_two_shot" else 1
-    # A load and a clear for each rank in each round, its own left out by a predicate; and the stores that push.
+    # Each round has a load and a clear for each rank, where a predicate leaves out its own, and the stores that push.
     pushes = {
         "push_one_shot": 5 * peers,
         "push_two_shot": 2 * peers,
@@ -106,13 +106,13 @@ def test_push_has_one_fence_and_whole_vectors(kernel: str) -> None:
     }[kernel]
     assert count["LDG.E.128.STRONG.SYS"] == rounds * ranks
     assert count["STG.E.128.STRONG.SYS"] == rounds * ranks + pushes
-    # The only 64-bit access of that kind is the error word, once for each place that waits.
+    # The only 64-bit access of that kind stores the error word, once for each wait in the code.
     assert count["STG.E.64.STRONG.SYS"] == rounds
 
 
 @pytest.mark.parametrize("kernel", ["pull_one_shot", "pull_two_shot"])
 def test_pull_releases_and_acquires_in_its_two_barriers(kernel: str) -> None:
-    """A release is a MEMBAR in front of the store, an acquire a CCTL.IVALL behind the load."""
+    """A release is a MEMBAR before the store, and an acquire is a CCTL.IVALL after the load."""
     code = machine_code("pull", 8, "bfloat16")[kernel]
     count = Counter(code)
     assert count["MEMBAR.ALL.SYS"] >= 2
@@ -121,14 +121,14 @@ def test_pull_releases_and_acquires_in_its_two_barriers(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_no_sum_is_contracted(dtype: str) -> None:
-    """A multiply-add rounds once where the contract rounds twice; only division and root have some inside."""
+def test_no_sum_uses_a_multiply_add(dtype: str) -> None:
+    """A multiply-add rounds once where the contract rounds twice. Only division and root use it inside."""
     for family in ("one_shot", "two_shot", "shards", "pull"):
         for kernel, code in machine_code(family, 2, dtype).items():
             assert not [name for name in code if re.match(r"[FHD]FMA|HADD2\.BF16|HMUL2", name)], kernel
     for kernel, code in machine_code("norm", 2, dtype).items():
         fused = [name for name in code if name.startswith("FFMA")]
-        # mean, root and reciprocal: three short sequences, however many elements a vector has.
+        # Mean, root and reciprocal are three short sequences, however many elements a vector has.
         assert 0 < len(fused) < 50, kernel
 
 
@@ -136,7 +136,7 @@ def test_no_sum_is_contracted(dtype: str) -> None:
 
 
 def test_python_and_the_kernels_hold_the_same_numbers() -> None:
-    """Constants of the source equal those of kernel_layout."""
+    """The constants of the source equal those of kernel_layout."""
     source = kernels.kernel_source()
     wanted = {
         "MAX_BLOCKS": kernel_layout.MAX_BLOCKS,
@@ -204,7 +204,7 @@ def a_directory(tmp_path: Path) -> Path:
 
 
 def test_the_second_start_compiles_nothing(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is on disk is used as it is, by any process."""
+    """A file in the cache is used as it is, by any process."""
     first = KernelCache(cache_directory).cubin(PROBES)
     monkeypatch.setattr(kernels, "compile_kernels", None)
     assert KernelCache(cache_directory).cubin(PROBES) == first
@@ -216,7 +216,7 @@ def test_the_second_start_compiles_nothing(cache_directory: Path, monkeypatch: p
     "damage", [lambda data: data[:-7], lambda data: data[:60] + b"x" + data[61:], lambda _: b""]
 )
 def test_a_damaged_file_is_rebuilt(cache_directory: Path, damage: Callable[[bytes], bytes]) -> None:
-    """A checksum is verified on each read."""
+    """Each read of a file verifies its checksum; a damaged file is compiled again."""
     cache_ = KernelCache(cache_directory)
     first = cache_.cubin(PROBES)
     path = cache_.path_of(PROBES)
@@ -226,7 +226,7 @@ def test_a_damaged_file_is_rebuilt(cache_directory: Path, damage: Callable[[byte
 
 
 def test_a_planted_link_is_not_followed(cache_directory: Path, tmp_path: Path) -> None:
-    """A symbolic link in the cache is replaced, its target is left alone."""
+    """A symbolic link in the cache is replaced, and its target is left alone."""
     cache_ = KernelCache(cache_directory)
     target = tmp_path / "target"
     target.write_bytes(b"mine")
@@ -237,7 +237,7 @@ def test_a_planted_link_is_not_followed(cache_directory: Path, tmp_path: Path) -
 
 
 def test_an_open_directory_is_refused(tmp_path: Path) -> None:
-    """Machine code is read only from where nobody else can write."""
+    """Machine code is read only from a directory in which no other user can write."""
     tmp_path.chmod(0o755)
     with pytest.raises(CapabilityError, match="mode 0700"):
         KernelCache(tmp_path)
@@ -252,7 +252,7 @@ def test_an_open_directory_is_refused(tmp_path: Path) -> None:
 
 
 def test_ranks_that_start_together_agree(cache_directory: Path) -> None:
-    """All compile, all write, nobody reads half a file."""
+    """All ranks compile and write the same file, and none reads half a file."""
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: KernelCache(cache_directory).cubin(PROBES), range(4)))
     assert len(set(found)) == 1
@@ -260,7 +260,7 @@ def test_ranks_that_start_together_agree(cache_directory: Path) -> None:
 
 
 def test_the_cache_is_bounded(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files that were written first go first."""
+    """The cache removes the files that were written first."""
     monkeypatch.setattr(kernels, "MOST_FILES", 3)
     monkeypatch.setattr(kernels, "compile_kernels", lambda _: kernels.Compiled(b"code", ""))
     cache_ = KernelCache(cache_directory)
@@ -274,7 +274,7 @@ def test_the_cache_is_bounded(cache_directory: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_every_fact_is_in_the_key(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Architecture, world size, dtype, family, emulation, source and compiler each give a file of their own."""
+    """Each architecture, world size, dtype, family, emulation, source and compiler has a file of its own."""
     cache_ = KernelCache(cache_directory)
     variants = [
         KernelVariant(90, 2, "float32", "pull"),
@@ -292,8 +292,8 @@ def test_every_fact_is_in_the_key(cache_directory: Path, monkeypatch: pytest.Mon
     assert len(paths) == len(variants) + 2
 
 
-def test_the_compilers_words_are_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever changes the source sees what is wrong with it."""
+def test_the_error_contains_the_compilers_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source that does not compile raises an error that shows the compiler's output."""
     monkeypatch.setattr(kernels, "kernel_source", lambda: "this is no program")
     with pytest.raises(CudaError, match="error: ") as caught:
         compile_kernels(PROBES)

@@ -1,4 +1,4 @@
-"""The kernels as threads: right through stalls, wraps and changing grids, and a change for the worse is noticed."""
+"""The kernels run as threads, with stalls, wraps and changing grids; each planted mistake is noticed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.native.cuda.host_build import HERE, compile_host
 ROOT = HERE.parents[2]
 PATCHES = sorted((HERE / "mutations").glob("*.patch"))
 SEEDS = (1, 2)
-# How a build shows what: alone; with a model of clears that reach memory late; under ThreadSanitizer.
+# The kinds of builds: a plain one, one with a model of clears that reach memory late, and one for ThreadSanitizer.
 NATIVE: tuple[str, ...] = ()
 WEAK = ("-DGC_WEAK_CLEARS=1",)
 TSAN = ("-fsanitize=thread", "-g1", "-Wno-tsan")
-# By default a mutation must be noticed by the plain build. Launches, kernel.
+# The plain build must notice a mutation, unless another kind of build is named here.
 MODES = {"fence_dropped": WEAK, "weak_clear": TSAN, "release_made_relaxed": TSAN}
 ONLY = {
     "fence_dropped": "push_one_shot",
@@ -33,19 +33,19 @@ ONLY = {
     "residual_not_rounded_first": "push_add_rms_norm",
 }
 DTYPE = {"norm_sum_in_thread_order": "float32"}
-"""Where not bfloat16: its rounding hides the last bits of a sum."""
+"""Mutations that need another dtype than bfloat16, whose rounding hides the last bits of a sum."""
 STALLS_PER_MILLION = 3000
 DEADLINE_MS = 10_000
 MUTANT_DEADLINE_MS = 300
-"""Some mutants only wait for ever: how long is up to the test."""
+"""A short deadline, because some mutants do nothing but wait."""
 
 
 def stress(
     program: Path, launches: int, seed: int, only: str = "", deadline_ms: int = DEADLINE_MS
 ) -> subprocess.CompletedProcess[str]:
-    """Run the program; its exit status tells whether every result was right."""
+    """Run the program. Its exit status tells whether every result was right."""
     options = [str(each) for each in (launches, seed, STALLS_PER_MILLION, deadline_ms)]
-    # setarch: ThreadSanitizer of GCC 12 does not start under the address randomisation of newer Linux.
+    # It needs setarch because GCC 12's ThreadSanitizer does not start with newer Linux's address randomisation.
     command = ["setarch", "-R"] if shutil.which("setarch") else []
     command += [str(program), *options, *([only] if only else [])]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
@@ -75,27 +75,27 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     ("world_size", "dtype"), [(2, "float32"), (3, "bfloat16"), (4, "float16"), (8, "bfloat16")]
 )
 def test_thousands_of_launches_are_right(build: Callable[..., Path], world_size: int, dtype: str) -> None:
-    """All kernels in turn, through the wrap of the epochs, grids that change, stalls between any two words."""
+    """All kernels run in turn, while epochs wrap, grids change and stalls occur between any two words."""
     program = build(f"plain_{world_size}_{dtype}", world_size=world_size, dtype=dtype)
     for seed in SEEDS:
         done = stress(program, 2400 // world_size, seed * 10_000)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_right_though_clears_arrive_late(build: Callable[..., Path]) -> None:
-    """The fence at the entry is enough to keep a late clear from erasing what a peer pushes."""
+def test_results_are_right_although_clears_arrive_late(build: Callable[..., Path]) -> None:
+    """The fence at the entry keeps a late clear from erasing what a peer pushes."""
     done = stress(build("weak", WEAK), 300, 5)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_no_data_race(build: Callable[..., Path]) -> None:
-    """ThreadSanitizer finds nothing: whatever two ranks touch is atomic, or a barrier is in between."""
+    """ThreadSanitizer reports nothing: ranks share memory only through atomics or across a barrier."""
     done = stress(build("tsan", TSAN), 120, 6)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def mutated_source(patch: Path, folder: Path) -> str:
-    """Return the kernels with a patch applied."""
+    """Apply a patch to a copy of the kernels; return the copy."""
     copy = folder / patch.stem
     shutil.copytree(ROOT / "device_comm" / "csrc", copy / "device_comm" / "csrc")
     command = ["patch", "-p1", "--batch", "--forward", "--fuzz=0", "-i", str(patch)]
@@ -105,7 +105,7 @@ def mutated_source(patch: Path, folder: Path) -> str:
 
 
 def test_every_patch_applies(tmp_path: Path) -> None:
-    """A mutation that no longer fits the source would test nothing."""
+    """Every patch fits the source. One that no longer fits would test nothing."""
     assert len(PATCHES) >= 5
     for patch in PATCHES:
         mutated_source(patch, tmp_path)
@@ -113,7 +113,7 @@ def test_every_patch_applies(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_every_mutation_is_noticed(build: Callable[..., Path], tmp_path: Path) -> None:
-    """The same program fails for each: with a wrong result, a rank that waits for ever, or a data race."""
+    """The stress program fails for each with a wrong result, a rank that waits for ever or a data race."""
 
     def survives(patch: Path) -> str | None:
         name = patch.stem

@@ -1,4 +1,4 @@
-"""The kernels as threads, against torch on the CPU: the same bits on all ranks, for every algorithm and size."""
+"""The kernels run as threads and are compared with torch: every rank gets the same bits with every algorithm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from device_comm.cuda.kernel_layout import KernelFailure, WorkspaceLayout
 from tests.native.cuda.host_build import HostKernels, build_host_library
 
 SUMS = ("push_one_shot", "push_two_shot", "pull_one_shot", "pull_two_shot")
-# Around vectors, shards and the grid: what could be cut wrongly.
+# Sizes around those of vectors, shards and the grid, where a piece could be cut wrongly.
 SIZES = (
     *range(1, 20),
     23,
@@ -102,23 +102,23 @@ class Group:
         assert problems == []
 
     def launch(self, rank: int, kernel: str, first: int, *rest: object, grid: int = 2) -> None:
-        """Launch a kernel of one rank; `first` is the input's address (or that of the table)."""
+        """Launch a kernel of one rank. `first` is the address of the input or of the table of inputs."""
         self.kernels.launch(kernel, grid, 2, [self.params[rank], ctypes.c_uint64(first), *rest])
 
     def failure(self, rank: int) -> KernelFailure | None:
-        """Return what the rank's error record says."""
+        """Return the failure that the rank's error record holds, or None."""
         return kernel_layout.read_failure(
             ctypes.string_at(self.errors[rank], kernel_layout.ERROR_RECORD_BYTES)
         )
 
 
 def empty(shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return memory aligned to at least 16 bytes, as torch's allocator gives."""
+    """Return memory with torch's alignment, which is at least 16 bytes."""
     return torch.empty(shape, dtype=dtype)
 
 
 def random_words(shape: int | tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Return values of which many are special: NaN, -0, infinities, denormals, any bits, the sentinel."""
+    """Return values many of which are special: NaN, -0, infinities, denormals, any bits and the sentinel."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.int32 if dtype is torch.float32 else torch.int16
     values = (torch.randn(shape, generator=generator) * 100).to(dtype)
@@ -133,7 +133,7 @@ def random_words(shape: int | tuple[int, ...], dtype: torch.dtype, seed: int) ->
 
 
 def canonical(values: torch.Tensor) -> torch.Tensor:
-    """Return the bits, every NaN as the kernels write it."""
+    """Return the bits; every NaN has the bits that the kernels write."""
     wide = values.dtype is torch.float32
     bits = values.view(torch.int32 if wide else torch.int16).clone()
     bits[values.isnan()] = FLOAT32_NAN if wide else HALF_NAN
@@ -146,7 +146,7 @@ def raw(values: torch.Tensor) -> torch.Tensor:
 
 
 def sum_in_rank_order(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the reference: float32, in rank order, rounded once."""
+    """Return the reference, which is the float32 sum in rank order, rounded once."""
     total = inputs[0].float()
     for each in inputs[1:]:
         total = total + each.float()
@@ -155,14 +155,14 @@ def sum_in_rank_order(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=lambda each: f"{each[0]}-{each[1]}")
 def group(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Group:
-    """Return a group of every world size; each dtype occurs at least twice."""
+    """Return a group. The groups have every world size, and each dtype occurs at least twice."""
     world_size, dtype = request.param
     library = build_host_library(world_size, dtype, tmp_path_factory.mktemp("host"))
     return Group(HostKernels(library), world_size, getattr(torch, dtype), 60 * SECOND)
 
 
 def test_every_sum_has_the_bits_of_the_reference(group: Group) -> None:
-    """All four algorithms, at all sizes, one after the other on the same workspace: one result, on all ranks."""
+    """All four algorithms give all ranks the same result at all sizes, in turn on the same workspace."""
     inputs = [
         [random_words(size, group.dtype, 100 * size + r) for r in range(group.world_size)] for size in SIZES
     ]
@@ -184,7 +184,7 @@ def test_every_sum_has_the_bits_of_the_reference(group: Group) -> None:
 
 
 def test_reduce_scatter_has_the_bits_of_the_sum(group: Group) -> None:
-    """A shard of any number of elements, also where shards do not begin at a multiple of 16 bytes."""
+    """Shards may have any number of elements and need not begin at a multiple of 16 bytes."""
     sizes = (1, 3, 4, 7, 8, 9, 16, 33, 64)
     inputs = [
         [random_words(size * group.world_size, group.dtype, size + r) for r in range(group.world_size)]
@@ -203,7 +203,7 @@ def test_reduce_scatter_has_the_bits_of_the_sum(group: Group) -> None:
 
 
 def test_all_gather_moves_any_bytes(group: Group) -> None:
-    """Any number of bytes at any address, -1 included: flags travel beside the data."""
+    """It gathers any number of bytes at any address. A byte may be -1, because flags travel beside the data."""
     cases = [(nbytes, shift) for nbytes in (1, 2, 5, 8, 13, 16, 24, 64, 200) for shift in (0, 1, 4)]
     inputs = [
         [
@@ -233,7 +233,7 @@ def test_all_gather_moves_any_bytes(group: Group) -> None:
 def norm_reference(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, ...]:
-    """Return (out, residual_out) as DESIGN.md defines them, from torch alone."""
+    """Return (out, residual_out) as DESIGN.md defines them, computed by torch alone."""
     sums = (x.float() + residual.float()).to(x.dtype)
     rows, hidden = sums.shape
     elements = 16 // x.itemsize
@@ -248,7 +248,7 @@ def norm_reference(
         half = lanes.shape[1] // 2
         lanes = lanes[:, :half] + lanes[:, half:]
     mean = lanes / torch.tensor(float(hidden))
-    # numpy's root is rounded correctly; torch's on the CPU is not, for one float in six.
+    # numpy rounds the root correctly; torch on the CPU does not for one float in six.
     root = torch.from_numpy(np.sqrt((mean + torch.tensor(eps, dtype=torch.float32)).numpy()))
     scale = torch.tensor(1.0) / root
     return (sums.float() * scale * weight.float()).to(x.dtype), sums
@@ -256,7 +256,7 @@ def norm_reference(
 
 @pytest.mark.parametrize(("rows", "hidden"), [(1, 64), (3, 128), (2, 2560)])
 def test_the_fused_norm_has_the_bits_of_its_parts(group: Group, rows: int, hidden: int) -> None:
-    """All-reduce, add and norm at once, the norm alone behind an all-reduce, and the definition: one result."""
+    """The fused kernel, the norm alone after an all-reduce, and the definition give one result."""
     if rows * hidden * group.dtype.itemsize * group.world_size > group.layout.arena_bytes:
         rows = 1
     shape = (rows, hidden)
@@ -309,12 +309,12 @@ def call(group: Group, rank: int, kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", kernel_layout.ALGORITHMS)
 def test_a_deadline_names_the_rank_that_did_not_come(three: HostKernels, kernel: str) -> None:
-    """Whoever waits for rank 1 says so, also where it hears from it only through others; then nothing waits."""
+    """Each rank that waits for rank 1 names it, also if it waits through others; later launches return at once."""
     group = Group(three, 3, torch.bfloat16, SECOND // 20)
     group.on_all(lambda rank: call(group, rank, kernel), ranks=[0, 2])
     for rank in (0, 2):
         assert group.failure(rank) == KernelFailure("deadline", kernel, (1,), int(kernel.startswith("pull")))
-    # Poisoned: returns at once, long before another deadline, and the first failure stays.
+    # The state is poisoned: a launch returns at once, long before another deadline, and keeps the first failure.
     group.params[0] = group.params[0][:80] + (3600 * SECOND).to_bytes(8, "little") + group.params[0][88:]
     call(group, 0, kernel)
     failure = group.failure(0)
@@ -324,7 +324,7 @@ def test_a_deadline_names_the_rank_that_did_not_come(three: HostKernels, kernel:
 
 @pytest.mark.parametrize("kernel", ["push_two_shot", "push_all_gather", "pull_one_shot"])
 def test_an_abort_ends_the_wait(three: HostKernels, kernel: str) -> None:
-    """The host's word makes a kernel leave that would wait for an hour, and name whom it waited for."""
+    """The host's abort word ends a kernel that would wait for an hour; the kernel names the rank it waited for."""
     group = Group(three, 3, torch.bfloat16, 3600 * SECOND)
     waiting = threading.Thread(target=call, args=(group, 2, kernel))
     waiting.start()

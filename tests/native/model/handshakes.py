@@ -1,10 +1,10 @@
-"""Two threads that each store to one word and then look at another, on a machine that delays stores.
+"""A model of two threads that each store to one word and then load another, on a machine that delays stores.
 
-The thread sanitizer cannot show whether such a handshake needs its seq_cst operations, so every interleaving is
-tried here. A store first goes into a buffer of its thread, out of which the stores to one word come in order and
-others in any order. A release or seq_cst store comes out behind all stores before it, as processors with weak
-memory do it (Arm's STLR); a seq_cst load waits until no seq_cst store is in the buffer (LDAR). A fence and a
-call of the kernel empty the buffer. Loads are not reordered: what needs acquire is shown under the sanitizer.
+The thread sanitizer cannot show whether this handshake needs its seq_cst operations. This model therefore tries
+every interleaving. A store first enters a buffer of its thread. Stores to one word leave the buffer in order, stores
+to different words in any order. A release or seq_cst store leaves it after all earlier stores, as on processors with
+weak memory (Arm's STLR). A seq_cst load waits until no seq_cst store is in the buffer (LDAR). A fence and a
+system call empty the buffer. Loads are not reordered: the sanitizer shows which of them need acquire.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ Program = Sequence[Instruction]
 
 
 class Thread(NamedTuple):
-    """Where a thread stands.
+    """The state of a thread.
 
     Attributes:
         at: The number of its next instruction.
-        registers: What it has loaded, by name.
-        buffer: Its stores that no other thread sees yet: word, value, order.
+        registers: The values that it has loaded, by name.
+        buffer: Its stores that no other thread sees yet; each is a word, a value and a memory order.
         sleeps: Whether it is asleep in the kernel.
     """
 
@@ -32,7 +32,7 @@ class Thread(NamedTuple):
     sleeps: bool = False
 
     def get(self, register: str) -> int:
-        """Return what was loaded into a register, 0 before."""
+        """Return the value that was loaded into a register, or 0 if none was."""
         return dict(self.registers).get(register, 0)
 
 
@@ -41,12 +41,12 @@ State = tuple[Memory, tuple[Thread, ...]]
 
 
 def stored(memory: Memory, word: str, value: int) -> Memory:
-    """Return the memory with another value in a word."""
+    """Return a copy of the memory in which a word has another value."""
     return tuple(sorted({**dict(memory), word: value}.items()))
 
 
 def drained(memory: Memory, thread: Thread) -> list[tuple[Memory, Thread]]:
-    """Return what one store may change that leaves the thread's buffer."""
+    """Return memory and thread after each store that may leave the thread's buffer next."""
     found = []
     for i, (word, value, order) in enumerate(thread.buffer):
         before = thread.buffer[:i]
@@ -59,13 +59,13 @@ def drained(memory: Memory, thread: Thread) -> list[tuple[Memory, Thread]]:
 
 
 def loaded(memory: Memory, thread: Thread, word: str) -> int:
-    """Return what the thread sees in a word: its own latest store, or else what is in memory."""
+    """Return the value that the thread sees in a word: that of its own latest store, otherwise that in memory."""
     own = [value for name, value, _ in thread.buffer if name == word]
     return own[-1] if own else dict(memory).get(word, 0)
 
 
 def executed(memory: Memory, thread: Thread, program: Program) -> tuple[Memory, Thread] | None:
-    """Return what the next instruction changes in memory and its thread; None where it has to wait."""
+    """Return memory and thread after the next instruction, or None if the instruction has to wait."""
     name, *operands = program[thread.at]
     after = thread._replace(at=thread.at + 1)
     if name in ("fence", "add", "wait", "wake") and thread.buffer:
@@ -89,11 +89,11 @@ def executed(memory: Memory, thread: Thread, program: Program) -> tuple[Memory, 
     if name in ("if", "unless"):
         register, target = operands
         return memory, thread._replace(at=target) if bool(thread.get(register)) == (name == "if") else after
-    return memory, after  # a fence, or a wake-up, which concerns the others
+    return memory, after  # this was a fence, or a wake-up, which changes only the other threads
 
 
 def successors(state: State, programs: Sequence[Program]) -> list[State]:
-    """Return all states that one step of a thread, or of its buffer, leads to."""
+    """Return all states to which one step of a thread or of its buffer leads."""
     memory, threads = state
     found: list[State] = []
     for i, thread in enumerate(threads):
@@ -111,7 +111,7 @@ def successors(state: State, programs: Sequence[Program]) -> list[State]:
 
 
 def outcomes(programs: Sequence[Program]) -> set[tuple[Thread, ...]]:
-    """Return how the threads can stand when nothing can move any more."""
+    """Return the states of the threads from which no step leads on."""
     start: State = ((), tuple(Thread() for _ in programs))
     seen, todo, ends = {start}, [start], set()
     while todo:
@@ -127,14 +127,14 @@ def outcomes(programs: Sequence[Program]) -> set[tuple[Thread, ...]]:
 
 
 def posting(orders: Mapping[str, str]) -> list[Instruction]:
-    """Return what a rank does that posts: `SharedRegion::post`."""
+    """Return the instructions of a rank that posts, as in `SharedRegion::post`."""
     fence = [("fence",)] if orders["poster's fence"] == "seq_cst" else []
     program = [("store", "post", 1, "release"), *fence, ("load", "parked", "parked", "relaxed")]
     return [*program, ("unless", "parked", len(program) + 3), ("add", "bell"), ("wake",)]
 
 
 def parking(orders: Mapping[str, str], mistake: str = "") -> list[Instruction]:
-    """Return what a rank does that waits for the post: `SharedRegion::sleep`, if wanted with a mistake."""
+    """Return the instructions of a rank that waits for a post, as in `SharedRegion::sleep`; `mistake` changes them."""
     bell = [("load", "bell", "seen", "relaxed")]
     park = [("store", "parked", 1, "relaxed")]
     fence = [("fence",)] if orders["sleeper's fence"] == "seq_cst" else []
@@ -150,7 +150,7 @@ def parking(orders: Mapping[str, str], mistake: str = "") -> list[Instruction]:
 
 
 def leaving(orders: Mapping[str, str]) -> list[list[Instruction]]:
-    """Return what a rank does that makes a channel, `settle` and `has_left`, and one that leaves meanwhile."""
+    """Return the programs of a rank that makes a channel (`settle`, `has_left`) and of one that leaves meanwhile."""
     return [
         [("store", "channel", 2, orders["maker's store"]), ("load", "left", "saw", orders["maker's look"])],
         [("store", "left", 1, orders["leaver's store"]), ("load", "channel", "saw", orders["leaver's look"])],

@@ -1,20 +1,21 @@
 """The ring's protocol as a state machine, and a search through every interleaving of its steps.
 
-One writer, one or two readers and, if wanted, a thread that closes the writer. The ring has a few units; a record
-takes one or two of them, and one that does not fit behind the others is put at the start, behind a skip. Every
-access to shared memory that `csrc/ring.hpp` makes is a step of its own, and so is each unit that is filled or
-copied. A sleeper is woken by a wake-up or, once a peer is dead, by its slice of time. If wanted, records of two
-units are streamed: published with their header alone, filled unit by unit, and copied behind that; and each message
-is announced, which wakes readers that find nothing.
+A scenario has one writer, one or two readers and optionally a thread that closes the writer. The ring has a few
+units, and a record takes one or two of them. A record that does not fit behind the others is put at the start of the
+ring, after a skip. Every access to shared memory in `csrc/ring/ring.hpp` is a step of its own, and each unit that is
+filled or copied is one too. A sleeping process continues after a wake-up or, once a peer is dead, when its slice of
+time has passed. A scenario may stream records of two units: the writer publishes the header alone and then fills the
+record unit by unit, and readers copy what is filled. A scenario may also announce each message, which wakes readers
+although there is nothing to read yet.
 
-Not modelled: memory that is weaker than sequentially consistent (the parking protocol is written with seq_cst
-operations and fences, which make it so; the payload's edges are shown under the thread sanitizer), reading the
-`consumed` words one by one (they only grow, so an older value means less room), attaching, messages in parts
-(each part is a record), and the counters for statistics.
+The model leaves out: memory that is weaker than sequentially consistent (the parking protocol uses seq_cst operations
+and fences, and the thread sanitizer checks the edges of the payload); that the `consumed` words are read one by one
+(they only grow, and an older value means less room); how readers attach; messages in parts (each part is a record);
+and the counters for statistics.
 
-Checked in every state: nobody overwrites what a reader has still to read, no reader copies a unit that is not of
-its next record, and, where nothing can move any more, nobody sleeps though what it waits for is there, and who has
-reached the end has read everything that was published.
+The search checks in every state that the writer overwrites nothing that a reader has still to read, and that a reader
+copies no unit of another record than its next one. Where no step leads on it checks that no process sleeps although
+the thing that it waits for is there, and that a reader at the end has read everything that was published.
 """
 
 from collections import deque
@@ -29,7 +30,7 @@ PUBLISHED, SEQUENCE, CLOSED, WORD, WAITING, MESSAGE, SEEN, LEFT, WRITER, CLOSER,
 CONSUMED, PARKED, READER, READER_SEEN, NEXT, TAKEN = range(6)
 FIELDS = 6
 SKIP, HEADER = -1, -2
-NONE_TAKEN = -1  # no streamed record has been begun
+NONE_TAKEN = -1  # the reader has begun no streamed record
 
 BUGS = (
     "readers are woken before the sequence changes",
@@ -50,25 +51,25 @@ NEARLY = (
     "parked flags are read before the sequence changes",
     "the parked flag is set behind the second look",
 )
-"""Each of these alone loses nothing: the second look and the kernel's look at the sequence guard each other."""
+"""None of these bugs alone loses a wake-up: the second look and the kernel's look at the sequence both guard it."""
 
 
 class Scenario(NamedTuple):
-    """What may happen.
+    """The events that may happen in a search.
 
     Attributes:
-        sizes: Units of each record that the writer writes.
-        units: Size of the ring.
-        readers: How many there are.
+        sizes: The units of each record that the writer writes.
+        units: The units of the ring.
+        readers: The number of readers.
         closes: Whether the writer closes behind the last record; otherwise it stays idle.
         closer: Whether another thread may close the writer at any time.
         leaves: Whether reader 0 may leave between two records.
-        lingers: Whether reader 0 may stop for ever with a record in its hands.
+        lingers: Whether reader 0 may stop for ever while it holds a record.
         reader_dies: Whether reader 0 may be killed at any time.
         writer_dies: Whether the writer may be killed at any time.
         streams: Whether records of two units and more are streamed.
         announces: Whether the writer announces each message.
-        bug: One of `BUGS` or `NEARLY`, or nothing.
+        bug: One of `BUGS` or `NEARLY`, or "".
     """
 
     sizes: tuple[int, ...]
@@ -86,7 +87,7 @@ class Scenario(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a search found: the number of states, what is wrong if anything, and the steps that lead to it."""
+    """The result of a search: the number of states, the error if there is one, and the steps that lead to it."""
 
     states: int
     problem: str
@@ -94,38 +95,38 @@ class Outcome(NamedTuple):
 
 
 class ProblemError(Exception):
-    """A step that must not be possible."""
+    """An error for a step that must not be possible."""
 
 
 class Protocol:
-    """The steps of all processes. A process is its slot in the state, which holds (place, ...)."""
+    """The steps of all processes. A process is a slot of the state that holds (name of the next step, ...)."""
 
     def __init__(self, scenario: Scenario) -> None:
         """Prepare the steps of a scenario."""
         self.scenario = scenario
         self.first_reader = CELLS + scenario.units
-        # The order of the steps of parking and waking is where most of the bugs are.
+        # Most of the bugs change the order of the steps of parking and waking.
         self.scans_first = scenario.bug in (BUGS[9], NEARLY[0])
         self.parks_late = scenario.bug in (BUGS[9], NEARLY[1])
         self.places = {name[3:]: getattr(self, name) for name in dir(self) if name.startswith("at_")}
 
     def start(self) -> State:
-        """Return the state in which nothing has happened."""
+        """Return the state before the first step."""
         closer = ("may_close",) if self.scenario.closer else ("done",)
         reader = (0, 0, ("look",), 0, 1, NONE_TAKEN)
         writer = (0, 0, 0, 0, 0, 1, 0, 0, ("begin",), closer, 0)
         return writer + (0,) * self.scenario.units + reader * self.scenario.readers
 
     def of(self, reader: int, field: int) -> int:
-        """Return where a field of a reader stands."""
+        """Return the index of a reader's field in the state."""
         return self.first_reader + reader * FIELDS + field
 
     def has(self, bug: int) -> bool:
-        """Tell whether the scenario has a bug of the list."""
+        """Return whether the scenario has this bug of `BUGS`."""
         return self.scenario.bug == BUGS[bug]
 
     def successors(self, state: State) -> Iterator[tuple[str, State]]:
-        """Yield every next step with its name."""
+        """Yield the name of every step that is possible, and the state after it."""
         slots = [("writer", WRITER), ("closer", CLOSER)]
         slots += [(f"reader {i}", self.of(i, READER)) for i in range(self.scenario.readers)]
         for name, slot in slots:
@@ -141,37 +142,37 @@ class Protocol:
     # ---------------------------------------------------------------- shared words
 
     def needed(self, state: State) -> int:
-        """Return the units that the present record takes, with a skip before it."""
+        """Return the units that the writer looks for: those of the present record, and of a skip before it."""
         return int(self.scenario.sizes[state[MESSAGE] - 1]) if self.has(8) else self.filled(state)
 
     def has_room(self, state: State) -> bool:
-        """Tell whether every reader, the gone ones too, has made room for the present record."""
+        """Return whether every reader, also one that is gone, has made room for the present record."""
         slowest = min(state[self.of(i, CONSUMED)] for i in range(self.scenario.readers))
         return bool(self.needed(state) + state[PUBLISHED] - slowest <= self.scenario.units)
 
     def gone(self, state: State) -> bool:
-        """Tell whether a reader has left or died."""
+        """Return whether a reader has left or died."""
         return self.left(state) or state[self.of(0, READER)] == ("dead",)
 
     def left(self, state: State) -> bool:
-        """Tell whether reader 0, the only one that may, has said that it leaves."""
+        """Return whether reader 0 has said that it leaves. No other reader may leave."""
         return bool(state[LEFT])
 
     def has_data(self, state: State, slot: int) -> bool:
-        """Tell whether there is a record for the reader."""
+        """Return whether there is a record for the reader."""
         return bool(state[PUBLISHED] != state[slot - READER + CONSUMED])
 
     def is_streamed(self, message: int) -> bool:
-        """Tell whether a record is published before it is filled; its header says so."""
+        """Return whether a record is published before it is filled. The record's header says this too."""
         return self.scenario.streams and self.scenario.sizes[message - 1] > 1
 
     def available(self, state: State, slot: int) -> int:
-        """Return the units of the reader's next record, a streamed one, that are there."""
+        """Return how many units of the reader's next record, a streamed one, are filled."""
         filled = state[FILLED] - state[slot - READER]
         return int(min(max(filled, 0), self.size_of(state, slot)))
 
     def is_ready(self, state: State, slot: int) -> bool:
-        """Tell whether there is what the reader waits for: a record, or more of the one that it has begun."""
+        """Return whether the reader can go on: there is a record, or more of the record that it has begun."""
         taken = state[slot + 3]
         return self.has_data(state, slot) if taken == NONE_TAKEN else self.available(state, slot) > taken
 
@@ -212,7 +213,7 @@ class Protocol:
         yield {slot: ("begin", "once more"), WAITING: 0}
 
     def at_announce(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
-        """Look for parked readers, and wake them though nothing is published."""
+        """Look for parked readers, and wake them although nothing is published."""
         reader = state[slot][1]
         if state[self.of(reader, PARKED)]:
             yield {slot: ("hint",)}
@@ -225,7 +226,7 @@ class Protocol:
         yield {slot: ("wake", ("begin", "announced")), SEQUENCE: state[SEQUENCE] + 1}
 
     def at_head(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
-        """Write what is published of a streamed record: the skip before it and its header."""
+        """Write the part of a streamed record that is published first: the skip before it and its header."""
         done, skipped = state[slot][1], self.filled(state) - self.scenario.sizes[state[MESSAGE] - 1]
         cell = self.cell_to_fill(state, state[PUBLISHED] + done)
         yield {
@@ -244,7 +245,7 @@ class Protocol:
     def at_pour(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
         """Fill one unit of a streamed record, which is published already."""
         number, size = state[slot][1], self.scenario.sizes[state[MESSAGE] - 1]
-        # Published was moved behind it, so the room that is checked is that of the record itself.
+        # PUBLISHED is already behind the record. The check is therefore that of the record's own room.
         cell = self.cell_to_fill(state, state[PUBLISHED] - size + number - 1)
         told = self.behind_unit(number, size, "tell")
         yield {cell: state[MESSAGE], slot: told if self.has(12) else ("tell", number)}
@@ -255,13 +256,13 @@ class Protocol:
         yield {slot: then, FILLED: state[PUBLISHED] - size + number}
 
     def behind_unit(self, number: int, size: int, first: str) -> tuple[Any, ...]:
-        """Return where the writer goes on when unit `number` of a streamed record is filled and told."""
+        """Return the writer's next step after it has filled and told unit `number` of a streamed record."""
         if number < size:
             return (first, number + 1)
         return ("next",) if self.has(10) else ("bump", ("next",))
 
     def cell_to_fill(self, state: State, position: int) -> int:
-        """Return the cell at a position that the writer fills; every reader must have given it back."""
+        """Return the cell at a position for the writer to fill; raise if a reader has not given the cell back."""
         for reader in range(self.scenario.readers):
             if position - state[self.of(reader, CONSUMED)] >= self.scenario.units:
                 raise ProblemError(f"the writer overwrites what reader {reader} has still to read")
@@ -278,13 +279,13 @@ class Protocol:
         yield {cell: content, slot: ready if last else ("fill", done + 1)}
 
     def filled(self, state: State) -> int:
-        """Return the units that are filled for the present record, whatever room was reckoned with."""
+        """Return the units that are filled for the present record, with the skip before it."""
         at, size = state[PUBLISHED] % self.scenario.units, self.scenario.sizes[state[MESSAGE] - 1]
         return int(size if at + size <= self.scenario.units else self.scenario.units - at + size)
 
     def at_publish(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
         if self.has(4):
-            # The fill goes on at the old place, so it takes the place of a message that is out already.
+            # The fill goes on at the old position, after the message there was published.
             yield {slot: ("late_fill", 0, state[PUBLISHED]), PUBLISHED: state[PUBLISHED] + self.filled(state)}
         else:
             yield {slot: ("bump", ("next",)), PUBLISHED: state[PUBLISHED] + self.filled(state)}
@@ -445,7 +446,7 @@ class Protocol:
             yield {slot: ("look",), slot + 2: state[slot + 2] + 1}
 
     def at_stream(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
-        """Look how much of a streamed record is there; a reader that has all of that parks."""
+        """Look how much of a streamed record is filled. A reader that has copied all of that parks."""
         taken, consumed = state[slot + 3], state[slot - READER]
         if self.available(state, slot) > taken:
             if self.has(11):
@@ -457,7 +458,7 @@ class Protocol:
             yield {slot: ("ended",) if state[WRITER] == ("dead",) else ("park",)}
 
     def at_draw(self, state: State, slot: int) -> Iterator[dict[int, Any]]:
-        """Copy one unit of those that were there; with the last one of the record give it back."""
+        """Copy one of the units that were filled. After the last unit of the record give the record back."""
         available, taken, consumed = state[slot][1], state[slot + 3], state[slot - READER]
         if state[CELLS + (consumed + taken) % self.scenario.units] != state[slot + 2]:
             raise ProblemError("a reader copies what is not of its next record")
@@ -496,7 +497,7 @@ class Protocol:
     at_left = at_dead = at_lingers = at_done
 
     def stuck(self, state: State) -> str:
-        """Return what is wrong with a state from which no step leads on, or nothing."""
+        """Return what is wrong with a state from which no step leads on, or ""."""
         if state[WRITER] == ("asleep_room",) and (state[CLOSED] or self.has_room(state) or self.gone(state)):
             return "the writer sleeps though it could go on"
         for reader in range(self.scenario.readers):
@@ -513,7 +514,7 @@ class Protocol:
 
 
 def changed(state: State, changes: dict[int, Any]) -> State:
-    """Return `state` with some of its slots replaced."""
+    """Return a copy of `state` in which some slots are replaced."""
     copy = list(state)
     for slot, value in changes.items():
         copy[slot] = value
@@ -521,7 +522,7 @@ def changed(state: State, changes: dict[int, Any]) -> State:
 
 
 def explore(scenario: Scenario, most: int = 2_000_000) -> Outcome:
-    """Visit every state that can be reached, breadth first, until one is wrong."""
+    """Visit every state that can be reached, in breadth-first order, until one is wrong."""
     protocol = Protocol(scenario)
     start = protocol.start()
     came: dict[State, tuple[State, str] | None] = {start: None}

@@ -1,4 +1,4 @@
-"""Every interleaving of the ring's protocol is right at small sizes, and the search finds bugs that are put in."""
+"""A search tries every interleaving of the ring's protocol at small sizes, and finds bugs that are put in."""
 
 import pytest
 
@@ -49,7 +49,7 @@ WRONG = dict.fromkeys(BUGS, Scenario((2, 1, 2, 2), closes=False)) | {
 @pytest.mark.guarantee("B1", "B2", "B11")
 @pytest.mark.parametrize("name", RIGHT)
 def test_no_interleaving_goes_wrong(name: str) -> None:
-    """Nothing is overwritten, torn, lost or reordered, and nobody sleeps though it could go on."""
+    """In no interleaving is a record overwritten, torn, lost or reordered, or a process asleep that could go on."""
     found = explore(RIGHT[name])
     assert not found.problem, "\n".join([found.problem, *found.steps])
     assert found.states > 1000
@@ -58,7 +58,7 @@ def test_no_interleaving_goes_wrong(name: str) -> None:
 @pytest.mark.guarantee("B11")
 @pytest.mark.parametrize("bug", BUGS)
 def test_the_search_finds_each_bug(bug: str) -> None:
-    """A protocol with one of these mistakes is told from the right one, with the steps that lead to the failure."""
+    """The search reports a protocol with one of these bugs, with the steps that lead to the failure."""
     assert explore(WRONG[bug]).problem == ""
     found = explore(WRONG[bug]._replace(bug=bug))
     assert found.problem
@@ -67,6 +67,6 @@ def test_the_search_finds_each_bug(bug: str) -> None:
 
 @pytest.mark.guarantee("B11")
 @pytest.mark.parametrize("name", NEARLY)
-def test_one_guard_of_a_parking_reader_is_enough(name: str) -> None:
-    """Without its second look in time, or without the changed sequence, a reader still misses nothing."""
+def test_either_of_the_two_guards_of_a_parking_reader_suffices(name: str) -> None:
+    """A reader misses nothing with only its second look, or with only the kernel's look at the sequence."""
     assert explore(Scenario((2, 1, 2, 2), closes=False, bug=name)).problem == ""

@@ -1,4 +1,4 @@
-"""Builds the stand-in for libnccl."""
+"""Build the stand-in for libnccl."""
 
 import subprocess
 from pathlib import Path

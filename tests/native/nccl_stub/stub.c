@@ -1,4 +1,4 @@
-/* A stand-in for libnccl over host memory and real processes: what NcclCommunicator calls, and nothing else.
+/* A stand-in for libnccl over host memory and real processes. It has the functions that NcclCommunicator calls.
  *
  * The ranks meet in a file that the unique id names: barriers of all ranks, one slot for each rank, and a ring of
  * bytes from each rank to each other. "Streams" are ignored: a call returns when its work is done, so it blocks
@@ -51,7 +51,7 @@ static char next_function[64];
 static int next_code, next_left;
 static _Atomic int async_error, endless, calls[4];
 
-/* --- knobs, for tests */
+/* --- functions with which tests control the stub */
 void stub_fail(const char *function, int code, int times) {
   snprintf(next_function, sizeof next_function, "%s", function);
   next_code = code, next_left = times;
@@ -238,7 +238,7 @@ static int collective(Op *it) {
   return OK;
 }
 
-/* Move what can be moved of one transfer; an earlier one with the same peer goes first. */
+/* Move as many bytes of a transfer as possible now. An earlier transfer with the same peer goes first. */
 static int advance(Op *all, int index) {
   Op *it = &all[index];
   size_t total = it->count * sizes[it->type];
@@ -388,7 +388,7 @@ EXPORT int ncclCommDestroy(Comm *comm) {
   free(comm);
   return OK;
 }
-/* Nothing is freed: a thread may be inside. */
+/* It frees nothing, because a thread may still be in a call. */
 EXPORT int ncclCommAbort(Comm *comm) { calls[0]++; comm->aborting = 1; return OK; }
 EXPORT int ncclCommCount(Comm *comm, int *count) { *count = comm->size; return OK; }
 EXPORT int ncclCommUserRank(Comm *comm, int *rank) { *rank = comm->rank; return OK; }

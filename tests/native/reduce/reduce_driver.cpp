@@ -1,4 +1,4 @@
-// The kernels for a Python test, and the sweep over lengths and alignments, which would be slow there.
+// Calls the kernels for a Python test, and sweeps over lengths and alignments, which would be slow in Python.
 
 #include <algorithm>
 #include <cstring>
@@ -51,7 +51,7 @@ __attribute__((visibility("default"))) int reduce_knows(int op, int type) {
     return kernel != nullptr;
 }
 
-// 1: done, 0: there is no such kernel.
+// Returns 1 when it is done, or 0 if there is no such kernel.
 __attribute__((visibility("default"))) int reduce_run(int op, int type, const char* level, int streaming, void* out,
                                                       const void* const* inputs, std::size_t ranks,
                                                       std::size_t elements) {
@@ -61,9 +61,9 @@ __attribute__((visibility("default"))) int reduce_run(int op, int type, const ch
     return 1;
 }
 
-// Every length up to 70, each at another alignment of each buffer, out of place and into each rank's input, must
-// give the first bytes of `expected` and touch nothing else. Returns -1, or what failed: length * 100 + the rank
-// whose input was the result (99: none).
+// Every length up to 70, each at another alignment of each buffer, out of place and into each rank's input, must give
+// the first bytes of `expected`, and no other byte may change. Returns -1, or for a failure length * 100 + the rank
+// whose input was the result (99 if the result was apart).
 __attribute__((visibility("default"))) long reduce_sweep(int op, int type, const char* level, int streaming,
                                                          const void* const* inputs, std::size_t ranks,
                                                          const void* expected) {
@@ -76,7 +76,7 @@ __attribute__((visibility("default"))) long reduce_sweep(int op, int type, const
             std::vector<Skewed> buffers;
             std::vector<const void*> addresses;
             for (std::size_t rank = 0; rank <= ranks; ++rank) {
-                // Alternately any byte, and whole elements, which can stream.
+                // The alignment is alternately any byte and a whole element, which allows streaming stores.
                 buffers.emplace_back(bytes, (length * 7 + rank * 3 + into) * (length % 2 == 0 ? 1 : element));
                 if (rank < ranks && bytes > 0) std::memcpy(buffers[rank].data(), inputs[rank], bytes);
                 addresses.push_back(buffers[rank].data());

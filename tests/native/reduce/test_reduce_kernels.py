@@ -163,7 +163,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Kernels
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits, for complex numbers those of each component."""
+    """Return the bits; a complex number gives those of each component."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return tensor.contiguous().view(BITS[tensor.element_size()])
 
@@ -174,10 +174,10 @@ def nan(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def differing(got: torch.Tensor, expected: torch.Tensor, op: ReduceOperation) -> torch.Tensor:
-    """Return where the bits differ, one NaN being as good as another unless it is a copy of an input.
+    """Return where the bits differ. Any NaN equals any other, unless the operation only copies an input.
 
-    Which of two NaN is the result of a sum, and what a NaN of 16 bits becomes, depends in torch on the
-    processor, and for f16 on the position.
+    In torch it depends on the processor which of two NaN is the result of a sum and what a NaN of 16 bits becomes. For
+    f16 it also depends on the position.
     """
     copies = op in (MIN, MAX) and got.dtype in (torch.float32, torch.float64)
     same = bits(got) == bits(expected)
@@ -187,10 +187,10 @@ def differing(got: torch.Tensor, expected: torch.Tensor, op: ReduceOperation) ->
 
 
 def pool(dtype: torch.dtype) -> torch.Tensor:
-    """Return all values of a narrow dtype; of a wide one the special values and random ones."""
+    """Return all values of a narrow dtype, or special and random values of a wide one."""
     if dtype.is_complex:
         component = pool(COMPONENT[dtype])[:4096]
-        # Coprime steps, so that all kinds of components meet.
+        # The step is coprime to the length, which combines all kinds of components.
         other = component[torch.arange(len(component)) * 7 % len(component)]
         return torch.view_as_complex(torch.stack([component, other], -1).contiguous())
     if dtype is torch.bool:
@@ -217,15 +217,15 @@ def pool(dtype: torch.dtype) -> torch.Tensor:
 
 
 def of_ranks(dtype: torch.dtype, ranks: int, length: int | None = None) -> list[torch.Tensor]:
-    """Return a tensor of each rank in which the values of the pool meet each other."""
+    """Return a tensor for each rank. At equal positions they combine the values of the pool."""
     values = pool(dtype)
-    # Every special value meets every other one, then come the rest in other orders.
+    # Every special value is combined with every other one. All values follow, in another order on each rank.
     first = torch.cat([values[:30].repeat_interleave(30), values])
     parts = [first]
     for rank in range(1, ranks):
         again = values[:30].roll(rank - 1).repeat(30)
         parts.append(torch.cat([again, values.roll(rank * 97 + 1)]))
-    if dtype.itemsize == 1 and dtype is not torch.bool:  # all pairs
+    if dtype.itemsize == 1 and dtype is not torch.bool:  # combine all pairs of values
         parts = [values.repeat_interleave(256), *(values.roll(rank).repeat(256) for rank in range(1, ranks))]
     return [part[:length].clone() for part in parts]
 
@@ -234,7 +234,7 @@ def of_ranks(dtype: torch.dtype, ranks: int, length: int | None = None) -> list[
 @pytest.mark.usefixtures("two_torch_threads")
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_the_bits_are_those_of_the_reference(kernels: Kernels, op: ReduceOperation) -> None:
-    """Special values, all values of 8 and 16 bits and all pairs of 8 give the reference's bits at all levels."""
+    """All levels give the reference's bits for special values, all values of 8 and 16 bits and all pairs of 8 bits."""
     for dtype, ranks in itertools.product(DTYPES, (1, 2, 3, 4, 8)):
         if not allowed(dtype, op):
             continue
@@ -249,7 +249,7 @@ def test_the_bits_are_those_of_the_reference(kernels: Kernels, op: ReduceOperati
 @pytest.mark.guarantee("D2")
 @pytest.mark.parametrize("streaming", [False, True], ids=["cached", "streaming"])
 def test_length_and_alignment_change_nothing(kernels: Kernels, streaming: bool) -> None:
-    """Any length, at any alignment, in place or not, has the same bits, and no byte beside it is written."""
+    """The bits are the same for any length and alignment, in place or not, and no byte beside them is written."""
     for (dtype, op), ranks in itertools.product(PAIRS, (1, 2, 3, 4, 8)):
         parts = of_ranks(dtype, ranks, length=900)
         parts = [part[100:170].clone() for part in parts]
@@ -262,7 +262,7 @@ def test_length_and_alignment_change_nothing(kernels: Kernels, streaming: bool) 
 @pytest.mark.guarantee("D2")
 @pytest.mark.usefixtures("two_torch_threads")
 def test_long_tensors_and_many_ranks(kernels: Kernels) -> None:
-    """Neither a thousand ranks nor a tensor of many blocks leaves the reference."""
+    """A thousand ranks give the bits of the reference, and tensors of many blocks do too."""
     generator = torch.Generator().manual_seed(1)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64):
         many = [torch.randn(131, generator=generator).mul(9).to(dtype) for _ in range(1024)]
@@ -272,8 +272,8 @@ def test_long_tensors_and_many_ranks(kernels: Kernels) -> None:
             assert torch.equal(bits(got), bits(reduce_in_rank_order(parts, SUM))), (dtype, level)
 
 
-def test_of_two_nan_the_later_stays(kernels: Kernels) -> None:
-    """A sum and a product of two NaN are the later rank's, made quiet, wherever the element stands."""
+def test_the_sum_of_two_nan_is_that_of_the_later_rank(kernels: Kernels) -> None:
+    """The sum or product of two NaN is the later rank's NaN, made quiet, at any position."""
     first = torch.full((67,), 0x7F800001, dtype=torch.int32).view(torch.float32)
     second = torch.full((67,), -0x7FFFFE, dtype=torch.int32).view(torch.float32)
     for level, op in itertools.product(kernels.levels, (SUM, MEAN, PRODUCT)):
@@ -281,8 +281,8 @@ def test_of_two_nan_the_later_stays(kernels: Kernels) -> None:
         assert (bits(kernels([second, first], op, level)) == 0x7FC00001).all()
 
 
-def test_what_a_nan_of_16_bits_becomes(kernels: Kernels) -> None:
-    """A bf16 NaN becomes 0xffff, an f16 one keeps its sign and payload and is quiet."""
+def test_the_bits_of_a_16_bit_nan(kernels: Kernels) -> None:
+    """A bf16 NaN becomes 0xffff. An f16 NaN keeps its sign and payload and becomes quiet."""
     numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
     brain = numbers.view(torch.bfloat16)
     half = numbers.view(torch.float16)
@@ -293,8 +293,8 @@ def test_what_a_nan_of_16_bits_becomes(kernels: Kernels) -> None:
 
 
 @pytest.mark.guarantee("D3")
-def test_what_has_no_meaning_has_no_kernel(kernels: Kernels) -> None:
-    """There is a kernel exactly where the contract allows the pair, of the dtype's size, at the widest level."""
+def test_exactly_the_allowed_reductions_have_a_kernel(kernels: Kernels) -> None:
+    """There is a kernel for each pair that the contract allows. Element sizes match; the widest level is chosen."""
     for dtype, op in itertools.product(DTYPES, OPERATIONS):
         assert kernels.knows(dtype, op) == allowed(dtype, op)
         assert kernels.element_bytes(dtype) == dtype.itemsize
@@ -305,7 +305,7 @@ def test_what_has_no_meaning_has_no_kernel(kernels: Kernels) -> None:
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_bits_reduce_like_the_reference(kernels: Kernels, data: st.DataObject) -> None:
-    """Tensors of any bits, of any number of ranks and length, give the reference's bits."""
+    """Tensors of any bits and length on any number of ranks give the reference's bits."""
     dtype, op = data.draw(st.sampled_from(PAIRS))
     ranks = data.draw(st.integers(1, 9))
     size = data.draw(st.integers(1, 40)) * dtype.itemsize

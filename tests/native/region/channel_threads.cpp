@@ -1,6 +1,6 @@
-// The table of channels with threads in the place of processes, for the sanitizers. Two ranks meet at a fresh table
-// again and again, open the channel between them, whoever comes first making it, and pass messages, or one leaves
-// while the other opens it. `channel_threads ROUNDS SEED`.
+// The table of channels for the sanitizers, with threads instead of processes. In each round two ranks use a new table.
+// They open the channel between them, which the first of them makes. Then they pass messages, or one of them leaves
+// while the other opens the channel. Usage: `channel_threads ROUNDS SEED`.
 // Exit status: 0, or 1 with a text for a wrong message or a rank that waits at a channel whose peer is gone.
 #include <sched.h>
 #include <sys/mman.h>
@@ -22,10 +22,10 @@ using ring::Ring;
 
 constexpr uint32_t kRanks = 2;
 constexpr size_t kChannel = 3 * ring::kPage;        // the header, and two pages of records
-constexpr uint64_t kLost = 10'000'000'000;          // who waits for so long was forgotten
+constexpr uint64_t kLost = 10'000'000'000;          // a rank that waits this long was forgotten
 constexpr uint64_t kSpin = 5'000;
 constexpr uint64_t kMessages = 8;
-constexpr size_t kLongest = 3000;                   // more than fits together, so that the writer waits for room
+constexpr size_t kLongest = 3000;                   // several do not fit at once, which makes the writer wait for room
 
 std::atomic<bool> failed{false};
 
@@ -41,14 +41,14 @@ unsigned char expected(uint64_t round, uint64_t message, size_t index) {
 
 size_t length_of(uint64_t round, uint64_t message) { return 1 + (round * 977 + message * 1597) % kLongest; }
 
-// What the two ranks share. The round says who sends, who leaves, and what goes wrong.
+// What the two ranks share. The number of the round decides which rank sends, which one leaves, and what goes wrong.
 struct Meeting {
     unsigned char* base;
     uint64_t seed;
     std::barrier<> all{kRanks};
-    bool maker_saw = false;   // that the other one has left
-    bool leaver_saw = false;  // that the channel is ready
-    bool makes = false;       // whether the channel was opened at all
+    bool maker_saw = false;   // the maker saw that the other one has left
+    bool leaver_saw = false;  // the leaver saw that the channel is ready
+    bool makes = false;       // the channel was opened at all
 
     unsigned char* channel() { return base + ring::kPage; }
     Table table() { return Table(base, kRanks); }
@@ -76,13 +76,13 @@ public:
 private:
     bool writes() const { return rank_ == from_; }
 
-    // Up to some microseconds, so that the two meet in every order.
+    // Waits up to some microseconds, which lets the two ranks come in every order.
     void dawdle() {
         for (uint64_t i = random_() % 400; i > 0; --i) ring::pause();
         if (random_() % 8 == 0) sched_yield();
     }
 
-    // Opens the channel as the product does: makes it, or waits for the other one that does.
+    // Opens the channel as the product does: it makes the channel or waits until the other rank has made it.
     bool open() {
         const uint64_t until = ring::now_ns() + kLost;
         bool may_fail = random_() % 4 == 0;
@@ -94,7 +94,7 @@ private:
                 dawdle();
                 table_.settle(from_, to_, !may_fail);
                 if (!may_fail) return true;
-                may_fail = false;  // whoever comes next may make it, and writes where this one has written
+                may_fail = false;  // the next rank that claims it may make it, and writes over what this one wrote
             }
             while (table_.state(from_, to_) == channels::kMaking && ring::now_ns() < until) sched_yield();
         }
@@ -136,7 +136,7 @@ private:
         return true;
     }
 
-    // Ends the other one's side of the channel.
+    // Ends the other rank's side of the channel.
     void end(bool of_writer) {
         Ring ring(meeting_.channel(), kChannel);
         if (!ring.valid()) return void(fail("a channel is ready and has no ring", rank_, round_));

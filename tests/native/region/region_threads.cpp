@@ -1,5 +1,5 @@
-// The region's protocol with threads in the place of processes, for the sanitizers: ranks that make the same random
-// collectives, of which every result is checked, until one leaves. `region_threads RANKS CALLS SEED spin|sleep|mixed`.
+// The region's protocol for the sanitizers, with threads instead of processes: ranks make the same random collectives,
+// and every result is checked, until one rank leaves. Usage: `region_threads RANKS CALLS SEED spin|sleep|mixed`.
 // Exit status: 0, or 1 with a text for a wrong result, a lost wake-up or a rank that was told something wrong.
 #include <sched.h>
 #include <sys/mman.h>
@@ -42,7 +42,7 @@ bool fail(const char* what, uint32_t rank, uint64_t call) {
 
 enum class Mode { kSpin, kSleep, kMixed };
 
-// Decides how a rank waits, and how it dawdles so that now one and now another comes last.
+// Decides how a rank waits, and delays it at random, which lets each rank come last now and then.
 class Habits {
 public:
     Habits(uint64_t seed, Mode mode) : random_(seed), mode_(mode) {}
@@ -51,7 +51,7 @@ public:
         if (mode_ == Mode::kSpin) return kLost;
         return mode_ == Mode::kSleep ? 0 : below(30'000);
     }
-    // Now and then a call is left and resumed, as the product does to look at signals and deadlines.
+    // Now and then a wait is interrupted and resumed, as in the product, which looks at signals and deadlines.
     uint64_t slice_ns() { return mode_ == Mode::kMixed && below(4) == 0 ? below(100'000) : kLost; }
     void dawdle() {
         if (mode_ != Mode::kSpin && below(16) == 0) {
@@ -67,7 +67,7 @@ private:
     Mode mode_;
 };
 
-// What stands at `index` of what `rank` gives to call `number`; every rank computes it.
+// Returns the word at `index` of the input of `rank` to call `number`; every rank computes it.
 uint32_t expected(uint64_t number, uint32_t rank, size_t index) {
     return static_cast<uint32_t>(number * 2'654'435'761 + rank * 40'503 + index * 97);
 }
@@ -86,14 +86,14 @@ void add(void* out, const void* const* inputs, size_t ranks, size_t elements) {
     }
 }
 
-// What all ranks do in a call; each draws the same from the number of the call.
+// What all ranks do in a call. Each rank draws the same task from the number of the call.
 struct Task {
     uint64_t number;
     Kind kind;
     uint32_t root;
     size_t rows;
-    Words widths;  // of each rank's columns, in words
-    size_t words;  // of the whole tensor
+    Words widths;  // the number of words in a row of each rank's columns
+    size_t words;  // the number of words in the whole tensor
     bool in_place;
     bool disagrees;  // the ranks' views differ
 
@@ -111,7 +111,7 @@ struct Task {
         disagrees = random() % 16 == 0;
     }
 
-    // Nothing, one element, a few, about a slot, or several.
+    // Draws a length: nothing, one element, a few, about a slot, or several slots.
     static size_t length(std::mt19937_64& random) {
         switch (random() % 6) {
             case 0: return 0;
@@ -124,14 +124,14 @@ struct Task {
     bool gathers() const { return kind == Kind::kAllGather || kind == Kind::kGather; }
     bool spreads() const { return kind == Kind::kReduceScatter || kind == Kind::kScatter; }
     bool has_columns() const { return gathers() || spreads(); }
-    bool gives_to(uint32_t rank) const {  // a result
+    bool gives_to(uint32_t rank) const {  // whether `rank` gets a result
         return rank == root || (kind != Kind::kGather && kind != Kind::kReduce);
     }
     size_t own_words(uint32_t rank) const { return rows * widths[rank]; }
     size_t in_words(uint32_t rank) const { return gathers() ? own_words(rank) : words; }
     size_t out_words(uint32_t rank) const { return spreads() ? own_words(rank) : words; }
 
-    // Where element `index` of what `rank` owns stands in the whole.
+    // Returns the index in the whole tensor of element `index` of the part that `rank` owns.
     size_t in_whole(uint32_t rank, size_t index) const {
         size_t start = 0, row = 0;
         for (uint32_t r = 0; r < widths.size(); ++r) {
@@ -161,7 +161,7 @@ Plan plan_of(const Task& task, uint32_t rank, Words& in, Words& out) {
     return plan;
 }
 
-// What must stand at `index` of the result, where it is not gathered from the ranks.
+// Returns the word that the result must have at `index` if it is not gathered from the ranks.
 uint32_t right_at(const Task& task, const SharedRegion& own, size_t index) {
     switch (task.kind) {
         case Kind::kBarrier: return kUntouched;
@@ -190,7 +190,7 @@ bool is_right(const Task& task, const SharedRegion& own, const Words& out) {
     return true;
 }
 
-// Makes one call to its end; false when it failed. A call of a group that a rank broke may end with kLeft.
+// Makes one call and waits for its end; returns false if it failed. In a group that a rank broke it may end with kLeft.
 bool make(SharedRegion& own, const Task& task, bool may_break, Habits& habits) {
     const uint32_t rank = own.rank();
     const bool is_reduction = task.kind == Kind::kAllReduceOneShot || task.kind == Kind::kAllReduceTwoShot;
@@ -217,7 +217,7 @@ bool make(SharedRegion& own, const Task& task, bool may_break, Habits& habits) {
     return is_right(task, own, result) || fail("a wrong result", rank, task.number);
 }
 
-// What all ranks of a life share besides the region.
+// What the ranks share besides the region until one of them leaves.
 struct Life {
     unsigned char* base;
     size_t bytes;
@@ -229,7 +229,7 @@ struct Life {
     uint32_t note = 0;  // written by the leaver before it leaves, with nothing but `leave->ranks` to guard it
 };
 
-// Waits in vain for the rank that leaves.
+// Makes a call that waits for the rank that leaves, and checks that it ends.
 void be_left(SharedRegion& own, Life& life, Habits& habits) {
     Words none;
     Task barrier(life.calls + 1, life.seed, own.ranks());

@@ -1,7 +1,7 @@
-"""The region and the table of channels run as threads under the sanitizers, which notice each edge that is missing.
+"""The region and the table of channels run as threads under the sanitizers, which report each edge that is missing.
 
 The edges with seq_cst on both sides order a store before a load of another word. The thread sanitizer sees neither
-that nor fences; `tests/native/model/test_handshakes.py` shows by a search that they are needed and suffice.
+this order nor fences. `tests/native/model/test_handshakes.py` shows with a search that they are needed and suffice.
 """
 
 import shutil
@@ -16,16 +16,16 @@ FOLDERS = ("device_comm/csrc", "shm_broadcast/csrc")
 REGION = Path(__file__).with_name("region_threads.cpp")
 CHANNELS = Path(__file__).with_name("channel_threads.cpp")
 
-# The memory order of each end of the edges in shared_region.hpp that guard data. What a rank writes before it leaves
-# is in the product only what it has posted, which `slot->ranks` guards too; the driver's leaver also writes a note.
+# The memory order of each end of the edges in shared_region.hpp that guard data. In the product a rank that leaves has
+# written nothing but its posts, which `slot->ranks` guards too. The driver's leaver also writes a note.
 WEAKENED_REGION = {
     "slot->ranks (release)": r"(own\.step\.store\(step_, std::memory_order_)release",
     "slot->ranks (acquire)": r"(\.step\.load\(std::memory_order_)acquire",
     "leave->ranks (release)": r"(bell\.closed\.store\(1, std::memory_order_)release",
     "leave->ranks (acquire)": r"(bell\.closed\.load\(std::memory_order_)acquire",
 }
-# Those of channels.hpp. A claim that makes the channel acquires too, what a maker that failed has written; that alone
-# cannot be weakened, as g++ takes no exchange whose success orders less than its failure.
+# The same for channels.hpp. A claim that makes the channel also acquires what an earlier maker, which failed, wrote.
+# That acquire cannot be weakened alone: g++ refuses an exchange whose success orders less than its failure.
 WEAKENED_CHANNELS = {
     "channel->peer (release)": r"(\.store\(made \? kReady : kNone, std::memory_order_)seq_cst",
     "channel->peer (acquire) of a claim": r"(, std::memory_order_acquire, std::memory_order_)acquire",
@@ -57,7 +57,7 @@ def copied(folder: Path, header: str, edge: str, pattern: str) -> Path:
 @requires("sanitizers")
 @pytest.mark.parametrize("options", [TSAN, ASAN], ids=["thread", "address"])
 def test_the_region_is_clean_as_threads(tmp_path: Path, options: tuple[str, ...]) -> None:
-    """No race, no bad access, no wrong result and no lost wake-up, and who leaves is missed once its part is done."""
+    """There is no race, bad access, wrong result or lost wake-up, and a rank that leaves has completed its calls."""
     program = region_driver(tmp_path, ROOT / FOLDERS[0] / "cpu", options)
     for ranks, calls, mode in (
         (2, 1500, "mixed"),
@@ -76,7 +76,7 @@ def test_the_region_is_clean_as_threads(tmp_path: Path, options: tuple[str, ...]
 @requires("sanitizers")
 @pytest.mark.parametrize("edge", WEAKENED_REGION)
 def test_each_end_of_an_edge_of_the_region_is_needed(tmp_path: Path, edge: str) -> None:
-    """With either end relaxed the thread sanitizer reports a race on a slot, a post, or what a leaver wrote last."""
+    """The thread sanitizer reports a race on a slot, a post or a leaver's note if either end is relaxed."""
     sources = copied(tmp_path, "shared_region.hpp", edge, WEAKENED_REGION[edge])
     outcome = run(region_driver(tmp_path, sources, TSAN), 2, 1000, 5, "spin")
     assert "WARNING: ThreadSanitizer: data race" in outcome.stderr, outcome.stdout + outcome.stderr
@@ -86,7 +86,7 @@ def test_each_end_of_an_edge_of_the_region_is_needed(tmp_path: Path, edge: str) 
 @requires("sanitizers")
 @pytest.mark.parametrize("options", [TSAN, ASAN], ids=["thread", "address"])
 def test_the_table_of_channels_is_clean_as_threads(tmp_path: Path, options: tuple[str, ...]) -> None:
-    """One of two ranks makes the channel, its messages arrive whole, and nobody waits for a rank that has left."""
+    """One of two ranks makes the channel, its messages arrive whole, and no rank waits for one that has left."""
     program = channel_driver(tmp_path, ROOT / FOLDERS[0] / "cpu", options)
     for seed in (1, 2):
         outcome = run(program, 2000, seed)
@@ -98,7 +98,7 @@ def test_the_table_of_channels_is_clean_as_threads(tmp_path: Path, options: tupl
 @requires("sanitizers")
 @pytest.mark.parametrize("edge", WEAKENED_CHANNELS)
 def test_each_end_of_an_edge_of_the_channels_is_needed(tmp_path: Path, edge: str) -> None:
-    """With either end relaxed the thread sanitizer reports a race on the ring's layout."""
+    """The thread sanitizer reports a race on the ring's layout if either end is relaxed."""
     sources = copied(tmp_path, "channels.hpp", edge, WEAKENED_CHANNELS[edge])
     outcome = run(channel_driver(tmp_path, sources, TSAN), 20000, 5)
     assert "WARNING: ThreadSanitizer: data race" in outcome.stderr, outcome.stdout + outcome.stderr

@@ -1,5 +1,6 @@
-// The ring's protocol with threads in the place of processes, for the sanitizers: one writer, several readers,
-// records of random lengths, whole or streamed, every byte checked. `ring_threads READERS RECORDS SEED spin|park|mixed`.
+// The ring's protocol for the sanitizers, with threads instead of processes: one writer sends records of random
+// lengths, whole or streamed, to several readers, which check every byte.
+// Usage: `ring_threads READERS RECORDS SEED spin|park|mixed`.
 // Exit status: 0, or 1 with a text for a torn, lost, doubled or reordered record or a lost wake-up.
 #include <sched.h>
 #include <sys/mman.h>
@@ -32,7 +33,7 @@ void fail(const char* what, uint64_t record) {
 
 enum class Mode { kSpin, kPark, kMixed };
 
-// Decides how a thread waits, and how it dawdles so that the ring is now empty and now full.
+// Decides how a thread waits, and delays it at random, which makes the ring sometimes empty and sometimes full.
 class Habits {
 public:
     Habits(uint64_t seed, Mode mode) : random_(seed), mode_(mode) {}
@@ -52,7 +53,7 @@ private:
     Mode mode_;
 };
 
-// What stands at `index` of record `number`; both ends compute it.
+// Returns the byte at `index` of record `number`; writer and readers compute it.
 unsigned char expected(uint64_t number, size_t index) {
     return static_cast<unsigned char>(number * 131 + index * 7 + (index >> 8));
 }
@@ -65,7 +66,7 @@ size_t length_of(uint64_t number, uint64_t seed, size_t longest) {
     return 1 + random() % (kind < 5 ? 200 : longest);
 }
 
-// Whether a record is published before it is filled in: about half of those that are long enough.
+// Returns whether a record is published before it is filled; this holds for about half of the long records.
 bool is_streamed(uint64_t number, size_t length) { return length >= kStreamed && number % 2 == 0; }
 
 template <typename Call>
@@ -111,7 +112,7 @@ void write_all(Ring ring, uint64_t records, uint64_t seed, Mode mode) {
     ring.close();
 }
 
-// Waits until `done`, which changes with the sequence word.
+// Waits until `done` returns true, whose result changes with the sequence word.
 template <typename Done>
 void await(Ring& ring, uint32_t index, uint64_t record, Habits& habits, Done done) {
     while (!failed.load() && !done()) {

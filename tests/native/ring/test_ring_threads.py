@@ -1,4 +1,4 @@
-"""The ring's protocol runs as threads under the sanitizers, and without an edge the sanitizer would say so."""
+"""The ring's protocol runs as threads under the sanitizers, which report each edge that is missing."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tests.probes import requires
 HEADER = ROOT / "shm_broadcast" / "csrc" / "ring" / "ring.hpp"
 DRIVER = Path(__file__).with_name("ring_threads.cpp")
 
-# The memory order of each end of the three edges that guard payloads, as it stands in the header.
+# A pattern for the memory order of each end of the three edges that guard payloads, as the header spells it.
 WEAKENED = {
     "payload->reader (release)": r"(published\.store\(published \+ .*, std::memory_order_)release",
     "payload->reader (acquire)": r"(return writer\(\)\.published\.load\(std::memory_order_)acquire",
@@ -30,7 +30,7 @@ def driver(folder: Path, header: Path, options: tuple[str, ...]) -> Path:
 @requires("sanitizers")
 @pytest.mark.parametrize("options", [TSAN, ASAN], ids=["thread", "address"])
 def test_the_protocol_is_clean_as_threads(tmp_path: Path, options: tuple[str, ...]) -> None:
-    """No data race, no bad access, no torn, lost, doubled or reordered record and no lost wake-up."""
+    """There is no data race, no bad access, no torn, lost, doubled or reordered record, and no lost wake-up."""
     program = driver(tmp_path, HEADER, options)
     for readers, records, mode in (
         (1, 1500, "mixed"),
@@ -47,7 +47,7 @@ def test_the_protocol_is_clean_as_threads(tmp_path: Path, options: tuple[str, ..
 @requires("sanitizers")
 @pytest.mark.parametrize("edge", WEAKENED)
 def test_each_end_of_an_edge_is_needed(tmp_path: Path, edge: str) -> None:
-    """With either end of an edge relaxed the thread sanitizer reports a race on the payload."""
+    """The thread sanitizer reports a race on the payload if either end of an edge is relaxed."""
     header = tmp_path / "ring.hpp"
     header.write_text(weakened(HEADER.read_text(), edge, WEAKENED[edge]))
     outcome = run(driver(tmp_path, header, TSAN), 2, 2000, 5, "spin")

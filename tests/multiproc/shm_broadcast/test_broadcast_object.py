@@ -1,4 +1,4 @@
-"""`broadcast_object` of a group that has a queue: an ordinary method, with the same results in every form."""
+"""`broadcast_object` of a group that has a queue is an ordinary method, with the same results in every form."""
 
 import gc
 import threading
@@ -21,7 +21,7 @@ SOON_S = 20.0
 
 
 def step_of(number: int) -> Any:
-    """Return an object: of builtin types, streamed, one that needs Python, one that comes in parts."""
+    """Return an object of builtin types, one that is streamed, one that needs Python, or one that comes in parts."""
     kinds: tuple[Callable[[], Any], ...] = (
         lambda: {"step": number, "reqs": [("a", 1.5)] * (number % 7)},
         lambda: bytes(100_000 + number),
@@ -32,18 +32,18 @@ def step_of(number: int) -> Any:
 
 
 class Counting(GroupCoordinator):
-    """Has a `broadcast_object` of its own."""
+    """A group that overrides `broadcast_object`."""
 
     calls = 0
 
     def broadcast_object(self, *args: Any, **kwargs: Any) -> Any:
-        """Count the calls."""
+        """Count the call, then make it."""
         self.calls += 1
         return super().broadcast_object(*args, **kwargs)
 
 
 def broadcast_in_all_ways(rank: int, world_size: int, directory: Path) -> list[Any]:
-    """Send from each rank in turn, in every form of the call."""
+    """Broadcast from both ranks, in every form of the call."""
     with world(rank, world_size, directory) as group, new_group(group) as it:
         before = it.broadcast_object("host plane" if rank == 1 else None, 1)
         it.enable_broadcaster(1)
@@ -64,7 +64,7 @@ def broadcast_in_all_ways(rank: int, world_size: int, directory: Path) -> list[A
         with counting:
             assert counting.broadcast_object(["own", rank]) == ["own", 0]
             assert counting.mq_broadcaster is not None
-        # A tracer patches the class when groups and their queues are there already.
+        # A tracer patches the class after groups and their queues have been created.
         traced: list[tuple[Any, ...]] = []
         original = GroupCoordinator.broadcast_object
 
@@ -79,12 +79,12 @@ def broadcast_in_all_ways(rank: int, world_size: int, directory: Path) -> list[A
 
 
 def test_every_form_of_the_call_gives_the_same(ranks2: RankPool) -> None:
-    """Through the queue from its writer, by the host plane from others; overrides and tracers are called."""
+    """The writer broadcasts through the queue, other ranks over the host plane. Overrides and tracers are called."""
     assert ranks2.run(broadcast_in_all_ways) == [["host plane", 1, 1]] * 2
 
 
 def fail_in_all_ways(rank: int, world_size: int, directory: Path) -> list[str]:
-    """Bring what cannot be carried or decoded, then leave while another thread waits."""
+    """Send an object that cannot be encoded or decoded, then destroy the group while another thread waits."""
     with world(rank, world_size, directory) as group:
         it = new_group(group)
         it.enable_broadcaster()
@@ -127,8 +127,8 @@ def fail_in_all_ways(rank: int, world_size: int, directory: Path) -> list[str]:
         return told
 
 
-def test_errors_are_those_of_the_general_way(ranks2: RankPool) -> None:
-    """They name the group's call, cost what they did, and a group that is left while a thread waits ends that wait."""
+def test_errors_are_those_of_the_slow_path(ranks2: RankPool) -> None:
+    """Errors name the group's call, as they do on the slow path; `destroy` ends the wait of another thread."""
     writer, reader = ranks2.run(fail_in_all_ways)
     assert [text.split(":")[0] for text in writer] == ["UsageError", "ClosedError", "ClosedError"]
     assert [text.split(":")[0] for text in reader] == [
@@ -138,7 +138,7 @@ def test_errors_are_those_of_the_general_way(ranks2: RankPool) -> None:
 
 
 def read_with_two_threads(rank: int, world_size: int, directory: Path) -> tuple[list[int], float]:
-    """Read with two threads at once; return what both got and the processor time that the waiting took."""
+    """Read with two threads at once; return their objects and the processor time that the wait took."""
     with world(rank, world_size, directory) as group, new_group(group) as it:
         it.enable_broadcaster()
         if rank == 0:
@@ -165,14 +165,14 @@ def read_with_two_threads(rank: int, world_size: int, directory: Path) -> tuple[
 
 
 def test_a_second_thread_that_reads_waits_for_its_turn(ranks2: RankPool) -> None:
-    """Nothing is lost or doubled, and it does not burn a core meanwhile."""
+    """No object is lost or doubled, and a waiting thread does not use a whole core."""
     _, (got, used_s) = ranks2.run(read_with_two_threads)
     assert sorted(got) == list(range(STEPS))
     assert used_s < 0.4
 
 
 def lease_beside_a_reader(rank: int, world_size: int, directory: Path) -> list[str]:
-    """Lease while another thread waits in the group's own call; then drop another group."""
+    """Take a loan with `lease` while another thread waits in the group's own call; then drop another group."""
     with world(rank, world_size, directory) as group:
         it = new_group(group)
         it.enable_broadcaster()
@@ -214,7 +214,7 @@ def lease_beside_a_reader(rank: int, world_size: int, directory: Path) -> list[s
 
 
 def drop_without_collector(group: GroupCoordinator) -> str:
-    """Return whether a group that was destroyed goes by itself."""
+    """Return whether a group that was destroyed is freed without the garbage collector."""
     it = new_group(group, "dropped")
     it.enable_broadcaster()
     assert it.broadcast_object([7]) == [7]
@@ -231,7 +231,7 @@ def drop_without_collector(group: GroupCoordinator) -> str:
 
 @pytest.mark.guarantee("B3")
 def test_a_lease_beside_a_waiting_thread_harms_nothing(ranks2: RankPool) -> None:
-    """It is refused or gets a message of its own; and a destroyed group needs no collector to go."""
+    """`lease` raises a UsageError or gets its own message. A destroyed group is freed without the collector."""
     writer, reader = ranks2.run(lease_beside_a_reader)
     assert writer == ["collected"]
     assert reader[-1] == "collected"

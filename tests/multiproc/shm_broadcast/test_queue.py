@@ -1,4 +1,4 @@
-"""The queue between processes: one writer and its readers, and many writers to one reader."""
+"""The queue between processes, with one writer and its readers, or with many writers and one reader."""
 
 import os
 import random
@@ -21,7 +21,7 @@ LIMIT_S = 30.0
 
 
 def sizes_of(seed: int, count: int) -> list[int]:
-    """Return lengths from nothing to three rings of 64 KiB; most are small."""
+    """Return lengths between 0 and three rings of 64 KiB. Most are small."""
     rng = random.Random(seed)
     return [
         rng.choice([0, rng.randint(1, 300), rng.randint(1, 40_000), rng.randint(1, 200_000)])
@@ -32,7 +32,7 @@ def sizes_of(seed: int, count: int) -> list[int]:
 def pass_sizes(
     rank: int, world_size: int, directory: Path, mode: WaitMode, slow: int, count: int
 ) -> tuple[int, int]:
-    """Send or read `count` messages; rank `slow` dawdles. Returns (messages, calls that waited)."""
+    """Send or read `count` messages; rank `slow` sometimes sleeps. Returns (messages, calls that waited)."""
     meeting = Meeting(directory)
     dawdles = random.Random(rank)
     readers = range(1, world_size)
@@ -49,7 +49,7 @@ def pass_sizes(
             assert np.array_equal(message["data"], blob(number, size))
         told = end.statistics()
         if rank == 0:
-            # Readers are not done before they have read everything, and are told that the writer was.
+            # The writer closes at once. Readers get the error only after they have read everything.
             meeting.mark("written")
         else:
             meeting.wait("written")
@@ -64,7 +64,7 @@ def pass_sizes(
     ("mode", "slow"), [("adaptive", 0), ("adaptive", 2), ("park", 1), ("spin", 3), ("park", -1)]
 )
 def test_every_reader_gets_every_message_in_order(ranks4: RankPool, mode: str, slow: int) -> None:
-    """Whoever is slow, the writer or a reader, all readers get all bytes of all messages, in every mode."""
+    """All readers get all bytes of all messages in every wait mode, also if the writer or a reader is slow."""
     count = 150
     told = ranks4.run(pass_sizes, mode, slow, count)
     assert [messages for messages, _ in told] == [count] * 4
@@ -75,7 +75,7 @@ def test_every_reader_gets_every_message_in_order(ranks4: RankPool, mode: str, s
 
 
 def come_late(rank: int, world_size: int, directory: Path) -> list[int]:
-    """Read what was written before this reader came."""
+    """Read messages that were written before this reader was opened."""
     meeting = Meeting(directory)
     if rank == 0:
         with offer(meeting, range(1, world_size), 64 << 10) as writer:
@@ -100,7 +100,7 @@ def come_late(rank: int, world_size: int, directory: Path) -> list[int]:
 
 @pytest.mark.guarantee("B1", "B2")
 def test_readers_that_come_late_miss_nothing(ranks4: RankPool) -> None:
-    """The writer may begin before anybody has come; it waits only where the ring is full."""
+    """The writer may begin before any reader has come. It waits only when the ring is full."""
     assert ranks4.run(come_late)[1:] == [list(range(40))] * 3
 
 
@@ -129,7 +129,7 @@ def send_arrays(rank: int, world_size: int, directory: Path) -> int:
 
 @pytest.mark.guarantee("B1", "B3")
 def test_arrays_larger_than_the_ring_cross(ranks4: RankPool) -> None:
-    """Eight megabytes pass through four, by copies and by leases."""
+    """Eight megabytes pass through a ring of four, by copies and by loans."""
     assert ranks4.run(send_arrays_to_two)[:3] == [0, 5, 5]
 
 
@@ -141,7 +141,7 @@ def send_arrays_to_two(rank: int, world_size: int, directory: Path) -> int:
 
 
 def from_many(rank: int, world_size: int, directory: Path, count: int) -> list[tuple[int, int]]:
-    """Ranks 0 to 2 write each to a queue of its own, rank 3 reads from all."""
+    """Ranks 0 to 2 each write to their own queue, and rank 3 reads from all."""
     meeting = Meeting(directory)
     if rank < 3:
         with offer(meeting, [3], 64 << 10, writer=rank) as writer:
@@ -167,7 +167,7 @@ def from_many(rank: int, world_size: int, directory: Path, count: int) -> list[t
 
 @pytest.mark.guarantee("B20")
 def test_one_reader_takes_from_many_writers(ranks4: RankPool) -> None:
-    """`dequeue_any` gives every message of every writer, those of one writer in order."""
+    """`dequeue_any` returns every message of every writer, and those of one writer in order."""
     found = ranks4.run(from_many, 60)[3]
     for writer in range(3):
         assert [number for index, number in found if index == writer] == list(range(60))
@@ -175,7 +175,7 @@ def test_one_reader_takes_from_many_writers(ranks4: RankPool) -> None:
 
 @pytest.mark.guarantee("B20")
 def test_a_busy_writer_starves_nobody() -> None:
-    """While all queues have messages they are served in turn."""
+    """`dequeue_any` serves the queues in turn while all of them have messages."""
     with queue() as (first, [a]), queue() as (second, [b]), queue() as (third, [c]):
         for writer in (first, second, third):
             for number in range(6):
@@ -186,11 +186,11 @@ def test_a_busy_writer_starves_nobody() -> None:
 
 @pytest.mark.guarantee("B20")
 def test_a_long_message_of_one_writer_ends_with_the_deadline() -> None:
-    """The time-out of `dequeue_any` holds for all of the message, and the rest of it comes later."""
+    """The time-out of `dequeue_any` also ends the wait for the rest of a message that has begun."""
     with queue() as (first, [a]), queue() as (_, [b]):
         with pytest.raises(TimeoutError):
             dequeue_any([a, b], 0.05)
-        # The end of this message is not written: its writer has given up.
+        # The end of this message is missing, because its writer has given up.
         with pytest.raises(TimeoutError):
             first.enqueue(bytes(300_000), 0.0)
         start = time.monotonic()
@@ -203,7 +203,7 @@ def test_a_long_message_of_one_writer_ends_with_the_deadline() -> None:
 
 
 def fork_and_try(rank: int, world_size: int, directory: Path) -> list[str]:
-    """Use the queue in a forked child, then in the parent; return what the child was told."""
+    """Use the queue in a forked child, then in the parent; return the errors in the child."""
     meeting = Meeting(directory)
     end: Any
     calls: tuple[Any, ...]
@@ -226,7 +226,7 @@ def fork_and_try(rank: int, world_size: int, directory: Path) -> list[str]:
 
 
 def in_child(path: Path, end: Any, calls: Any) -> list[str]:
-    """Call each in a forked child, which closes the end too; return the kinds of errors."""
+    """Make each call in a forked child, then close the endpoint there; return the kinds of errors."""
     forks = fork_count()
     child = os.fork()
     if child == 0:
@@ -251,13 +251,13 @@ def in_child(path: Path, end: Any, calls: Any) -> list[str]:
 
 @pytest.mark.guarantee("B19")
 def test_a_forked_child_can_do_nothing_to_the_queue(ranks2: RankPool) -> None:
-    """In a forked child every call is a `UsageError` and `close` does nothing; the parent goes on undisturbed."""
+    """In a forked child every call raises a `UsageError` and `close` does nothing. The parent goes on undisturbed."""
     assert ranks2.run(fork_and_try) == [["UsageError forked"] * 3, ["UsageError forked"] * 4]
 
 
 @pytest.mark.guarantee("B14")
 def test_a_hundred_queues_leave_nothing() -> None:
-    """Queues that are made, used and closed one after the other leave no descriptor, mapping, thread or socket."""
+    """Queues that are created, used and closed one after the other leave no descriptor, mapping, thread or socket."""
     before = sockets_of()
     with QueueWriter.create("steps", [0]) as listening:
         assert sockets_of() - before == {f"@{listening.handle.address}"}

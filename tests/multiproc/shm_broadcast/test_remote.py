@@ -1,4 +1,4 @@
-"""The leg of the queue that reaches readers on other hosts: order, deadlines, death, broken connections."""
+"""The queue's transport to readers on other hosts: order, deadlines, deaths and broken connections."""
 
 import ctypes
 import os
@@ -33,7 +33,7 @@ from tests.remotes import HERE, Cable, over, remote_queue, share_queue, slowly, 
 from tests.unit.shm_broadcast.codec_samples import VALUES, same
 from tests.waiting import wait_until
 
-# A death is noticed in under a second, on a busy machine in a few; every deadline here is longer.
+# A death is noticed in under a second, or in a few seconds on a busy machine. Every deadline here is longer.
 PROMPT_S = 15.0
 MEGABYTE = 1 << 20
 
@@ -47,7 +47,7 @@ def counted(end: QueueReader, count: int) -> list[Any]:
 
 
 def pass_everything(rank: int, world_size: int, directory: Path) -> int:
-    """Send, or read on this host or as if on another one, every kind of object and arrays of 8 MB."""
+    """Send every kind of object and arrays of 8 MB, or read them on this host or as if on another one."""
     meeting = Meeting(directory)
     end: Any
     if rank == 0:
@@ -89,14 +89,14 @@ def pass_everything(rank: int, world_size: int, directory: Path) -> int:
 
 @pytest.mark.guarantee("R1")
 def test_every_kind_of_object_reaches_local_and_remote_readers_in_order(ranks4: RankPool) -> None:
-    """One writer, one reader on its host and two over TCP: all get equal objects, whole, once and in order."""
+    """A reader on the writer's host and two over TCP get equal objects, each whole, once and in order."""
     counts = ranks4.run(pass_everything)
     assert counts == [len(VALUES) + 40] * 4
 
 
 @pytest.mark.guarantee("R1")
 def test_try_dequeue_lease_and_typed_decoding_work_as_on_one_host() -> None:
-    """The other verbs of a reader do over TCP what they do on a ring."""
+    """The other calls of a reader do the same over TCP as on a ring."""
     with remote_queue() as (writer, readers):
         reader = readers[1]
         assert reader.try_dequeue() == (False, None)
@@ -115,7 +115,7 @@ def test_try_dequeue_lease_and_typed_decoding_work_as_on_one_host() -> None:
 
 @pytest.mark.guarantee("R1")
 def test_one_reader_waits_for_rings_and_connections_at_once() -> None:
-    """`dequeue_any` takes ends of both kinds, serves each, and keeps its deadline."""
+    """`dequeue_any` takes readers of both kinds, serves each, and keeps its deadline."""
     with remote_queue() as (first, ends), remote_queue(local=[5], remote=[2]) as (second, others):
         for rank in (5, 2):
             readers = [ends[1], others[rank]]
@@ -129,7 +129,7 @@ def test_one_reader_waits_for_rings_and_connections_at_once() -> None:
             with pytest.raises(CommTimeoutError):
                 dequeue_any(readers, 0.1)
         with background(partial(dequeue_any, [ends[1], others[2]])) as late:
-            time.sleep(0.1)  # it waits by now
+            time.sleep(0.1)  # `dequeue_any` waits by now
             first.enqueue("late")
         assert late == [(0, "late")]
         counted(others[5], 2)
@@ -140,7 +140,7 @@ def test_one_reader_waits_for_rings_and_connections_at_once() -> None:
 
 @pytest.mark.guarantee("R6")
 def test_a_remote_reader_waits_at_next_to_no_cost() -> None:
-    """A writer and a waiting reader spend a few hundredths of a core on each other while nothing is sent."""
+    """Together a writer and a waiting reader use a few hundredths of a core while nothing is sent."""
     with remote_queue() as (writer, readers), background(readers[1].dequeue):
         before = resource.getrusage(resource.RUSAGE_SELF)
         time.sleep(1.5)  # the processor time of this wait is measured
@@ -164,7 +164,7 @@ def until_full(writer: QueueWriter, obj: Any, timeout_s: float = 0.3) -> tuple[i
 
 
 def hold_the_writer_back(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
-    """Rank 1 reads at once, rank 2 begins late."""
+    """Rank 0 writes, rank 1 reads at once, and rank 2 begins late."""
     meeting = Meeting(directory)
     if rank == 0:
         with share_queue(meeting, remote=[1, 2], high_water_bytes=MEGABYTE) as writer:
@@ -197,7 +197,7 @@ def hold_the_writer_back(rank: int, world_size: int, directory: Path) -> dict[st
 
 @pytest.mark.guarantee("R2")
 def test_a_slow_reader_blocks_the_writer_at_the_mark_and_is_named() -> None:
-    """The writer stops at the high-water mark, blames exactly the reader that is behind, and goes on losing nothing."""
+    """The writer stops at the high-water mark and names exactly the reader that is behind. No message is lost."""
     told, *counts = run_ranks(hold_the_writer_back, 3)
     assert told["missing"] == [2]
     assert "rank 2 (pid" in told["text"]
@@ -211,7 +211,7 @@ def test_a_slow_reader_blocks_the_writer_at_the_mark_and_is_named() -> None:
 
 @pytest.mark.guarantee("R2")
 def test_a_message_longer_than_the_mark_passes_alone() -> None:
-    """A reader that is up to date gets a message of any length; behind it there is no room until it is read."""
+    """A reader that has read everything gets a message of any length. Then there is no room until it is read."""
     with remote_queue(high_water_bytes=64 << 10) as (writer, readers):
         for number in range(3):
             writer.enqueue(blob(number, 3 * MEGABYTE), PATIENCE_S)
@@ -222,7 +222,7 @@ def test_a_message_longer_than_the_mark_passes_alone() -> None:
 
 @pytest.mark.guarantee("R2")
 def test_small_messages_count_what_they_cost() -> None:
-    """A writer that sends empty objects stops too: the memory that keeps them counts."""
+    """A writer that sends empty objects stops too, because the memory that keeps them counts."""
     with remote_queue(high_water_bytes=64 << 10) as (writer, readers):
         sent, _ = until_full(writer, None, 0.05)
         assert 64 <= sent <= 128
@@ -231,7 +231,7 @@ def test_small_messages_count_what_they_cost() -> None:
 
 @pytest.mark.guarantee("R2")
 def test_all_remote_readers_share_one_copy() -> None:
-    """What waits for eight readers is held once by the writer."""
+    """The writer holds one copy of a message that waits for eight readers."""
     with remote_queue(remote=range(1, 9)) as (writer, _):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         writer.enqueue(blob(0, 4 * MEGABYTE), PATIENCE_S)
@@ -239,13 +239,13 @@ def test_all_remote_readers_share_one_copy() -> None:
         parts = [part.frame for part in ledger.after(0)]
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
     assert sum(len(frame.buffer) for frame in parts) < 4.1 * MEGABYTE
-    # Eight readers of this process hold a copy each, and what is on the way; eight more of the writer's would show.
+    # Eight readers of this process each hold a copy and buffers. Eight copies of the writer would exceed the limit.
     assert grown < 8 * 4 * MEGABYTE * 1.5 + 16 * MEGABYTE
 
 
 @pytest.mark.guarantee("R3")
 def test_a_message_goes_to_all_readers_or_to_none() -> None:
-    """Neither a full ring nor a remote reader behind the mark leaves the others with a message that was not sent."""
+    """If a ring is full or a remote reader is behind the mark, no other reader gets the message either."""
     with remote_queue(remote=[1], local=[2], high_water_bytes=MEGABYTE) as (writer, readers):
         sent, error = until_full(writer, blob(0, 10_000), 0.05)
         assert error.missing == (2,)
@@ -269,7 +269,7 @@ def test_a_message_goes_to_all_readers_or_to_none() -> None:
 
 @pytest.mark.guarantee("R2")
 def test_who_has_not_come_is_named() -> None:
-    """Waiting for readers names all that are missing, local and remote; sending names the remote ones at the mark."""
+    """`wait_until_ready` names all readers that are missing, local and remote."""
     keys = {rank: RemoteKeys.generate().public for rank in (7, 8)}
     with QueueWriter.create("steps", [3], remote_readers=keys, bind_address=HERE) as writer:
         with pytest.raises(CommTimeoutError) as caught:
@@ -283,7 +283,7 @@ def test_who_has_not_come_is_named() -> None:
 
 @pytest.mark.guarantee("R2")
 def test_a_late_writer_is_named_and_nothing_is_lost() -> None:
-    """The deadline of `dequeue` passes with the writer's rank in `missing`; the next message arrives."""
+    """At its deadline `dequeue` raises with the writer's rank in `missing`. The next message arrives."""
     with remote_queue(writer=4) as (writer, readers):
         with pytest.raises(CommTimeoutError, match="rank 4, pid") as caught:
             readers[1].dequeue(0.1)
@@ -296,7 +296,7 @@ def test_a_late_writer_is_named_and_nothing_is_lost() -> None:
 
 
 def die(rank: int, world_size: int, directory: Path, victim: int, how: int, full: bool) -> dict[str, Any]:
-    """Wait for a process that dies or stops; return what this rank was told."""
+    """Use the queue until process `victim` dies or stops; return this rank's errors."""
     meeting = Meeting(directory)
     if rank == 0:
         with share_queue(meeting, remote=[1, 2], high_water_bytes=MEGABYTE) as writer:
@@ -336,17 +336,17 @@ def die(rank: int, world_size: int, directory: Path, victim: int, how: int, full
 @pytest.mark.guarantee("R4")
 @pytest.mark.parametrize("full", [True, False], ids=["while it waits", "when it writes"])
 def test_the_writer_is_told_which_reader_was_killed(full: bool) -> None:
-    """A killed reader becomes a PeerLostError with its rank, in a blocked call or the next one; all is broken then."""
+    """A blocked call, or the next one, raises PeerLostError with the killed reader's rank; then the queue is broken."""
     told, other, _ = run_ranks(die, 3, 2, signal.SIGKILL, full, expect_dead=[2], timeout_s=40.0)
     assert (told["kind"], told["ranks"], told["again"]) == ("PeerLostError", [2], "GroupBrokenError"), told
     assert "rank 2 (pid" in told["text"]
-    # The writer closed the queue then, so the other reader was told that.
+    # The writer then closed the queue, which is the other reader's error.
     assert other["kind"] == "ClosedError"
 
 
 @pytest.mark.guarantee("R4")
 def test_readers_are_told_that_the_writer_was_killed() -> None:
-    """Every reader reads what came, and is then told which rank is gone."""
+    """Every reader reads the messages that have arrived, and then gets an error that names the writer's rank."""
     _, *told = run_ranks(die, 3, 0, signal.SIGKILL, False, expect_dead=[0], timeout_s=40.0)
     for each in told:
         assert (each["kind"], each["ranks"], each["again"]) == ("PeerLostError", [0], "GroupBrokenError"), (
@@ -356,7 +356,7 @@ def test_readers_are_told_that_the_writer_was_killed() -> None:
 
 
 def stop(rank: int, world_size: int, directory: Path, seconds: float, lost_after_s: float) -> dict[str, Any]:
-    """Rank 1 is stopped for a while; rank 0 goes on sending."""
+    """Stop rank 1 for a while, while rank 0 goes on sending."""
     meeting = Meeting(directory)
     if rank == 0:
         with share_queue(meeting, remote=[1], lost_after_s=lost_after_s) as writer:
@@ -383,7 +383,7 @@ def stop(rank: int, world_size: int, directory: Path, seconds: float, lost_after
 
 @pytest.mark.guarantee("R4")
 def test_a_reader_stopped_for_longer_than_it_may_is_lost_to_both() -> None:
-    """From another host a stopped process looks dead: the writer gives it up, and refuses it when it is back."""
+    """From another host a stopped process looks dead. The writer gives it up, and refuses it when it continues."""
     told, reader = run_ranks(stop, 2, PATIENCE_S, 0.8)
     assert (told["kind"], told["ranks"]) == ("PeerLostError", [1]), told
     assert (reader["kind"], reader["ranks"]) == ("PeerLostError", [0]), reader
@@ -391,12 +391,12 @@ def test_a_reader_stopped_for_longer_than_it_may_is_lost_to_both() -> None:
 
 @pytest.mark.guarantee("R5")
 def test_a_short_stop_costs_nothing() -> None:
-    """A reader that was stopped for less than `lost_after_s` gets everything, though its connection broke."""
+    """A reader that was stopped for less than `lost_after_s` gets everything, although its connection broke."""
     assert [each["kind"] for each in run_ranks(stop, 2, 1.8, 3.0)] == ["over", "over"]
 
 
 def hold_the_interpreter(rank: int, world_size: int, directory: Path, sleeper: int) -> str:
-    """Let no Python thread of one process run for two seconds, while the other one waits for it."""
+    """Keep all Python threads of one process from running for two seconds, while the other process waits for it."""
     meeting = Meeting(directory)
     end: Any = share_queue(meeting, remote=[1]) if rank == 0 else take_remote(meeting, rank)
     with end:
@@ -420,13 +420,13 @@ def hold_the_interpreter(rank: int, world_size: int, directory: Path, sleeper: i
 @pytest.mark.guarantee("R4")
 @pytest.mark.parametrize("sleeper", [0, 1], ids=["the writer", "a reader"])
 def test_who_is_merely_busy_is_not_lost(ranks2: RankPool, sleeper: int) -> None:
-    """A process whose Python does nothing for longer than `lost_after_s` is alive: the transport answers for it."""
+    """If a process runs no Python for longer than `lost_after_s`, its transport still shows that it is alive."""
     assert ranks2.run(hold_the_interpreter, sleeper) == ["fine", "fine"]
 
 
 @pytest.mark.guarantee("R2")
-def test_a_long_wait_is_logged_with_who_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
-    """Both ends say, after `warn_after_s`, for whom they wait."""
+def test_a_long_wait_is_logged_with_the_awaited_ranks(caplog: pytest.LogCaptureFixture) -> None:
+    """After `warn_after_s` writer and reader each log the rank for which they wait."""
     with remote_queue(high_water_bytes=64 << 10, warn_after_s=0.05) as (writer, readers):
         with pytest.raises(CommTimeoutError):
             readers[1].dequeue(0.12)
@@ -439,7 +439,7 @@ def test_a_long_wait_is_logged_with_who_is_waited_for(caplog: pytest.LogCaptureF
 
 @pytest.mark.guarantee("R4")
 def test_a_reader_that_closes_is_named() -> None:
-    """Leaving is told at once, and is no death."""
+    """The writer learns at once that the reader has closed the queue. This is not reported as a death."""
     with remote_queue(remote=[1, 2]) as (writer, readers):
         readers[2].close()
         found = ended_with(lambda: writer.enqueue(None))
@@ -453,7 +453,7 @@ def test_a_reader_that_closes_is_named() -> None:
 
 
 def reconnected(cable: Cable, connections: int, carried: int) -> None:
-    """Wait for a new connection, over which what was lost has come once more."""
+    """Wait until a new connection has carried the lost messages again."""
     wait_until(
         lambda: cable.connections != connections and cable.carried >= carried, "a new connection that carries"
     )
@@ -461,7 +461,7 @@ def reconnected(cable: Cable, connections: int, carried: int) -> None:
 
 @pytest.mark.guarantee("R5")
 def test_a_broken_connection_goes_on_without_loss_or_repetition() -> None:
-    """The cable is cut again and again while messages of all sizes pass: each arrives once, in order."""
+    """Messages of all sizes each arrive once and in order while the cable is cut again and again."""
     keys = RemoteKeys.generate()
     with (
         QueueWriter.create("steps", remote_readers={1: keys.public}, bind_address=HERE, writer=0) as writer,
@@ -488,7 +488,7 @@ def test_a_broken_connection_goes_on_without_loss_or_repetition() -> None:
 
 @pytest.mark.guarantee("R4")
 def test_silence_is_noticed_on_both_sides() -> None:
-    """A cable that lets nothing through, and says nothing, costs both sides the other: each names it."""
+    """If a cable carries nothing any more, without an error, writer and reader each lose the other and name it."""
     keys = RemoteKeys.generate()
     with (
         QueueWriter.create("steps", remote_readers={1: keys.public}, bind_address=HERE, writer=0) as writer,
@@ -506,7 +506,7 @@ def test_silence_is_noticed_on_both_sides() -> None:
 
 @pytest.mark.guarantee("R5")
 def test_a_part_that_a_signal_lost_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next heartbeat tells a reader that it lacks something, and it gets that."""
+    """The next heartbeat tells a reader that it lacks a message, and the writer sends that again."""
     with remote_queue() as (writer, readers):
         leg: Any = writer._remote
         with monkeypatch.context() as patch:
@@ -520,8 +520,8 @@ def test_a_part_that_a_signal_lost_is_sent_again(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.guarantee("R7")
-def test_close_waits_no_longer_than_it_is_told() -> None:
-    """A reader that cannot take what was written holds the writer up for `timeout_s`, not for `lost_after_s`."""
+def test_close_waits_no_longer_than_its_timeout() -> None:
+    """A reader that cannot receive the messages delays `close` for `timeout_s`, not for `lost_after_s`."""
     keys = RemoteKeys.generate()
     patient = RemoteSettings(lost_after_s=120.0)
     writer = QueueWriter.create("steps", remote_readers={1: keys.public}, bind_address=HERE, remote=patient)
@@ -538,7 +538,7 @@ def test_close_waits_no_longer_than_it_is_told() -> None:
 
 @pytest.mark.guarantee("R7")
 def test_what_was_written_before_close_is_read() -> None:
-    """A writer that closes at once loses nothing: its readers read all of it, and are then told."""
+    """A writer that closes at once loses nothing. Its readers read all messages and then get a ClosedError."""
     with remote_queue(remote=[1, 2]) as (writer, readers):
         for number in range(5):
             writer.enqueue(blob(number, 900_000))
@@ -551,26 +551,26 @@ def test_what_was_written_before_close_is_read() -> None:
 
 
 @pytest.mark.guarantee("R7")
-def test_closing_wakes_who_waits_on_either_side() -> None:
-    """Another thread's `close` ends a waiting `dequeue` and a waiting `enqueue`, each with ClosedError."""
+def test_close_wakes_a_waiting_writer_and_a_waiting_reader() -> None:
+    """`close` in another thread ends a waiting `dequeue` and a waiting `enqueue`, each with a ClosedError."""
     with remote_queue(high_water_bytes=64 << 10) as (writer, readers):
         until_full(writer, blob(0, 30_000), 0.05)
         with background(lambda: writer.enqueue(blob(0, 60_000))) as sender:
-            time.sleep(0.1)  # it waits by now
+            time.sleep(0.1)  # `enqueue` waits by now
             writer.close()
         assert isinstance(sender[0], ClosedError)
         with pytest.raises(ClosedError):
             writer.enqueue(1)
     with remote_queue() as (writer, readers):
         with background(readers[1].dequeue) as got:
-            time.sleep(0.1)  # it waits by now
+            time.sleep(0.1)  # `dequeue` waits by now
             readers[1].close()
         assert isinstance(got[0], ClosedError)
 
 
 @pytest.mark.guarantee("R7")
 def test_queues_come_and_go_without_a_trace() -> None:
-    """Ten queues leave no thread and no descriptor behind; nor does one whose readers never came."""
+    """Ten queues leave no thread and no descriptor, and neither does a queue whose readers never came."""
     for _ in range(10):
         with remote_queue() as (writer, readers):
             writer.enqueue(1)
@@ -586,7 +586,7 @@ def test_queues_come_and_go_without_a_trace() -> None:
 @pytest.mark.guarantee("R7")
 @pytest.mark.parametrize("end", [lambda: os._exit(0), lambda: None], ids=["os._exit", "return"])
 def test_a_forked_child_is_inert(end: Callable[[], None]) -> None:
-    """Its calls are refused, its `close` does nothing, and the parent's queue goes on."""
+    """The child's calls raise, its `close` does nothing, and the parent's queue goes on."""
     with remote_queue() as (writer, readers):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -608,7 +608,7 @@ def test_a_forked_child_is_inert(end: Callable[[], None]) -> None:
 
 
 def interrupted(call: Callable[[], Any]) -> None:
-    """Interrupt `call` by Ctrl-C after a moment."""
+    """Interrupt `call` after 0.1 s, as Ctrl-C does."""
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.1)
     try:
@@ -620,7 +620,7 @@ def interrupted(call: Callable[[], Any]) -> None:
 
 @pytest.mark.guarantee("R7")
 def test_ctrl_c_ends_every_wait_and_the_queue_goes_on() -> None:
-    """An interrupted `enqueue` has sent nothing, an interrupted `dequeue` has lost nothing."""
+    """An interrupted `enqueue` has sent nothing, and an interrupted `dequeue` has lost nothing."""
     with remote_queue(high_water_bytes=64 << 10) as (writer, readers):
         interrupted(readers[1].dequeue)
         sent, _ = until_full(writer, blob(0, 30_000), 0.05)
@@ -634,7 +634,7 @@ def test_ctrl_c_ends_every_wait_and_the_queue_goes_on() -> None:
 
 ROOT = Path(__file__).parents[3]
 
-# The inner `unshare` is the second host. Each has its own network and its own /dev/shm.
+# The inner `unshare` starts the second host. Each host has its own network and its own /dev/shm.
 CABLE = """
 set -e
 mount -t tmpfs tmpfs /dev/shm
@@ -660,7 +660,7 @@ wait $other
 @pytest.mark.guarantee("R1")
 @requires("network_namespaces")
 def test_two_hosts_without_shared_memory_share_a_queue(tmp_path: Path) -> None:
-    """Two network and mount namespaces joined by a cable: objects arrive, and a death on the other is noticed."""
+    """Objects arrive, and a death is noticed, between two network and mount namespaces that a cable joins."""
     unshare = ["unshare", "--net", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
     outcome = subprocess.run(
         [*unshare, "sh", "-c", CABLE, sys.executable, str(tmp_path)],

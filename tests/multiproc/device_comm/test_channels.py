@@ -1,4 +1,4 @@
-"""Point to point between ranks of one host, over shared memory."""
+"""Point-to-point messages between ranks of one host, over shared memory."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from tests.harness import RankPool
 from tests.worlds import meet, new_group, world
 
 LARGE = 9 << 20
-"""Bytes that no channel holds."""
+"""A number of bytes that exceeds a channel."""
 
 
 def pattern(nbytes: int, seed: int) -> torch.Tensor:
-    """Return bytes that depend on `seed` and on where they stand."""
+    """Return bytes that depend on `seed` and on their position."""
     return (torch.arange(nbytes, dtype=torch.int64) * 7 + seed).to(torch.uint8)
 
 
@@ -57,7 +57,7 @@ def crossing(rank: int, world_size: int, directory: Path) -> None:
 
 @pytest.mark.guarantee("D15")
 def test_large_messages_that_cross_do_not_deadlock(ranks2: RankPool) -> None:
-    """Both ranks send first, what neither channel holds, and receive then."""
+    """Both ranks send messages that exceed their channels before they receive."""
     ranks2.run(crossing)
 
 
@@ -71,14 +71,14 @@ def circle(rank: int, world_size: int, directory: Path) -> None:
 
 
 @pytest.mark.guarantee("D15")
-def test_large_messages_that_go_round_do_not_deadlock(ranks4: RankPool) -> None:
-    """Every rank sends to the next one before it receives, with more ranks than cores."""
+def test_large_messages_in_a_circle_do_not_deadlock(ranks4: RankPool) -> None:
+    """Every rank sends to the next one before it receives. There are more ranks than cores."""
     ranks4.run(circle)
 
 
 def roundabout(rank: int, world_size: int, directory: Path) -> Any:
     with world(rank, world_size, directory) as group:
-        # Rank 0 waits for 1, which waits for 2, which first sends 0 more than the channel holds.
+        # Rank 0 waits for rank 1, which waits for rank 2, which first sends rank 0 more than the channel holds.
         if rank == 0:
             first = group.recv_object(1)
             return [first, int(group.recv((LARGE,), torch.uint8, 2).long().sum())]
@@ -92,7 +92,7 @@ def roundabout(rank: int, world_size: int, directory: Path) -> Any:
 
 @pytest.mark.guarantee("D15")
 def test_a_waiting_receiver_takes_in_what_others_send(ranks4: RankPool) -> None:
-    """Whatever order the ranks talk in: a large message that nobody has asked for yet does not hold its sender up."""
+    """A large message does not delay its sender if the receiver waits for another rank first."""
     assert ranks4.run(roundabout)[0] == [42, int(pattern(LARGE, 5).long().sum())]
 
 
@@ -119,7 +119,7 @@ def kinds_out_of_order(rank: int, world_size: int, directory: Path) -> None:
 
 @pytest.mark.guarantee("D15")
 def test_each_kind_of_message_is_in_order_by_itself(ranks2: RankPool) -> None:
-    """Objects, tensors and dicts that were sent in turns may be received one kind after the other."""
+    """Objects, tensors and dicts are sent alternately; they may be received one kind after the other."""
     ranks2.run(kinds_out_of_order)
 
 
@@ -129,8 +129,8 @@ def handles(rank: int, world_size: int, directory: Path) -> None:
         if rank == 0:
             tensors = [pattern(LARGE, seed) for seed in range(4)]
             sends = [communicator.isend(tensor, 1) for tensor in tensors]
-            group.isend_tensor_dict({"x": tensors[0]}, 1)  # dropped
-            group.send(pattern(10, 9), 1)  # behind the others
+            group.isend_tensor_dict({"x": tensors[0]}, 1)  # the handle is dropped
+            group.send(pattern(10, 9), 1)  # it comes after the others
             for send in sends:
                 send.wait()
                 send.wait()
@@ -155,7 +155,7 @@ def handles(rank: int, world_size: int, directory: Path) -> None:
 
 @pytest.mark.guarantee("D11")
 def test_handles_may_be_waited_for_twice_in_any_order_or_dropped(ranks2: RankPool) -> None:
-    """Large sends go on by themselves; receives are filled in the order in which they were posted."""
+    """Large sends proceed in the background. Receives are filled in the order in which they were posted."""
     ranks2.run(handles)
 
 
@@ -164,7 +164,7 @@ def overlapped(rank: int, world_size: int, directory: Path) -> None:
         if rank == 0:
             tensor = pattern(LARGE, 1)
             handle = group.device_communicator.isend(tensor, 1)
-            # This rank is in no call of ours meanwhile.
+            # Meanwhile this rank makes no call of the group.
             meet(rank, (0, 1), directory, "received")
             assert handle.is_completed()
         else:
@@ -173,7 +173,7 @@ def overlapped(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_a_large_isend_needs_no_further_call(ranks2: RankPool) -> None:
-    """It arrives while its sender computes."""
+    """The message arrives while its sender makes no call."""
     ranks2.run(overlapped)
 
 
@@ -189,7 +189,7 @@ def copied(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_an_object_is_encoded_before_isend_object_returns(ranks2: RankPool) -> None:
-    """Also one that does not fit into the channel: what is changed later does not arrive."""
+    """Changes after the call do not arrive, even if the object does not fit into the channel."""
     ranks2.run(copied)
 
 
@@ -205,13 +205,13 @@ def mismatched(rank: int, world_size: int, directory: Path) -> list[str]:
             with pytest.raises(DisagreementError) as caught:
                 group.recv(size, torch.float32, 0)
             texts.append(str(caught.value))
-        # Only the bytes count, not the shape; and the group is intact.
+        # Only the bytes count, not the shape, and the group is intact.
         assert group.recv((6,), torch.float32, 0).tolist() == [1.0] * 6
         return texts
 
 
-def test_a_tensor_that_is_not_what_was_expected_is_refused(ranks2: RankPool) -> None:
-    """`DisagreementError` with both views; the next one arrives."""
+def test_a_tensor_of_another_size_or_dtype_is_refused(ranks2: RankPool) -> None:
+    """The receiver raises a `DisagreementError` with both views. The next tensor arrives."""
     shape, dtype = ranks2.run(mismatched)[1]
     for part in ("rank 0 sent a tensor of shape [3, 2]", "expects a tensor of shape [7]", "next one"):
         assert part in shape
@@ -230,15 +230,15 @@ def undecodable(rank: int, world_size: int, directory: Path) -> Any:
             group.send(torch.ones(3), 1)
             group.send_object("good", 1)
             return None
-        # The tensor is behind the object, which is read and set aside with what is wrong with it.
+        # The object comes before the tensor. The receiver reads it and keeps its error for later.
         assert group.recv((3,), torch.float32, 0).tolist() == [1.0] * 3
         with pytest.raises(DecodeError, match="only.here"):
             group.recv_object(0)
         return group.recv_object(0)
 
 
-def test_what_cannot_be_decoded_is_told_to_who_asks_for_it(ranks2: RankPool) -> None:
-    """Not to a call that was waiting for another kind of message."""
+def test_the_call_that_asks_for_an_undecodable_object_raises(ranks2: RankPool) -> None:
+    """A call that waits for another kind of message does not raise."""
     assert ranks2.run(undecodable)[1] == "good"
 
 
@@ -261,8 +261,8 @@ def unplaceable(rank: int, world_size: int, directory: Path) -> Any:
         return group.recv_object(0)
 
 
-def test_what_cannot_be_put_in_its_place_is_told_to_who_awaits_it(ranks2: RankPool) -> None:
-    """Not to the call that took it in, and the group is intact."""
+def test_the_handle_of_a_message_that_cannot_be_stored_raises(ranks2: RankPool) -> None:
+    """Another call that reads the message meanwhile does not raise, and the group is intact."""
     assert ranks2.run(unplaceable)[1] == "good"
 
 
@@ -280,7 +280,7 @@ def without_memory(rank: int, world_size: int, directory: Path) -> str:
             meet(rank, (0, 1), directory, "refused")
             group.send_object("y", 1)
         else:
-            # Not before: it would make the channel.
+            # A receive before this point would make the channel.
             meet(rank, (0, 1), directory, "refused")
             assert group.recv_object(0) == "y"
         group.barrier()
@@ -288,7 +288,7 @@ def without_memory(rank: int, world_size: int, directory: Path) -> str:
 
 
 def test_too_little_memory_for_a_channel_is_told_and_can_be_tried_again(ranks2: RankPool) -> None:
-    """The error gives the needed and the free bytes; nothing was sent and the group is intact."""
+    """The error gives the needed and the free bytes. Nothing was sent, and the group is intact."""
     text = ranks2.run(without_memory)[0]
     assert "1000000 are free" in text
     assert str((1 << 20) + 4096) in text
@@ -310,8 +310,8 @@ def tried_again(rank: int, world_size: int, directory: Path) -> None:
             assert group.recv_object(0) == "x"
 
 
-def test_a_channel_that_the_other_rank_fails_to_make_and_tries_again(ranks2: RankPool) -> None:
-    """It is used only once it is made: between two attempts it is nobody's, and has no memory."""
+def test_a_channel_is_used_only_after_it_was_made(ranks2: RankPool) -> None:
+    """The other rank fails and tries again. Between its attempts the channel has no owner and no memory."""
     ranks2.run(tried_again)
 
 
@@ -328,7 +328,7 @@ def first_use_at_once(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_channels_that_both_ranks_make_at_the_same_time(ranks4: RankPool) -> None:
-    """Whoever is first makes it; the other one finds it."""
+    """The first rank makes the channel, and the other one finds it."""
     ranks4.run(first_use_at_once)
 
 
@@ -351,7 +351,7 @@ def leaving(rank: int, world_size: int, directory: Path) -> str:
 
 
 def test_what_was_sent_before_its_sender_left_arrives(ranks2: RankPool) -> None:
-    """Also on a rank that used the channel for the first time afterwards; to send there is a `PeerLostError`."""
+    """A rank that first uses the channel afterwards also gets the message. A send to the lost rank raises."""
     assert "destroyed by rank 0" in ranks2.run(leaving)[1]
 
 
@@ -374,7 +374,7 @@ def leaves_in_the_middle(rank: int, world_size: int, directory: Path) -> list[An
 
 
 def test_a_sender_that_leaves_in_the_middle_of_a_message(ranks2: RankPool) -> None:
-    """The receiver has a part of it, waits without limit for the rest, and is told at once."""
+    """The receiver has a part of the message, waits without a deadline for the rest, and raises at once."""
     assert ranks2.run(leaves_in_the_middle)[1][0] < 1.0
 
 
@@ -396,7 +396,7 @@ def silent_peer_leaves(rank: int, world_size: int, directory: Path) -> float:
 
 
 def test_a_receiver_learns_that_a_rank_left_which_never_sent(ranks2: RankPool) -> None:
-    """The channel was made by the receiver alone; it ends all the same, and at once."""
+    """The receiver has made the channel alone. Its wait still ends at once."""
     assert ranks2.run(silent_peer_leaves)[1] < 1.2
 
 
@@ -423,12 +423,12 @@ def two_receivers(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_handles_may_be_waited_for_in_several_threads(ranks2: RankPool) -> None:
-    """Each is filled with the message of its place."""
+    """Each receive gets the message at its position in the order."""
     ranks2.run(two_receivers)
 
 
 def one_of_many(choose: random.Random, turn: int) -> Any:
-    """Return a message of any kind and size, equal for equal random states."""
+    """Return a message of any kind and size that is equal for equal random states."""
     nbytes = choose.choice((0, 1, 63, 500, 4000, 70_000, 300_000, 600_000, 2_000_000))
     kind = choose.randrange(3)
     if kind == 0:
@@ -447,7 +447,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def random_traffic(rank: int, world_size: int, directory: Path, seed: int) -> int:
-    """Everybody sends to and receives from everybody, in an order that each rank draws for itself."""
+    """Send to and receive from all ranks. Each rank draws its own order."""
     plan = random.Random(seed)
     pairs = [(src, dst) for src in range(world_size) for dst in range(world_size) if src != dst]
     messages = [(*plan.choice(pairs), plan.getrandbits(32)) for _ in range(60 * world_size)]
@@ -501,12 +501,12 @@ def receive(group: GroupCoordinator, like: Any, peer: int) -> Any:
 @pytest.mark.guarantee("D15")
 @pytest.mark.parametrize("seed", range(3))
 def test_random_traffic_between_more_ranks_than_cores(ranks4: RankPool, seed: int) -> None:
-    """Messages of all kinds and sizes, sent at once or in the background, arrive whole, once and in order."""
+    """Messages of all kinds and sizes arrive whole, once and in order, whether they were sent at once or not."""
     ranks4.run(random_traffic, seed, timeout_s=120)
 
 
 class Counted:
-    """Counts how often this process encodes one."""
+    """A class that counts how often this process encodes an object of it."""
 
     encoded = 0
 
@@ -520,7 +520,7 @@ def count_encodings(rank: int, world_size: int, directory: Path) -> int:
         register_type(Counted, encode=encode, decode=lambda _: Counted())
         Counted.encoded = 0
         for _ in range(2):
-            # To all others, at once or part by part; then to one of them in both ways.
+            # Send to all others, at once or part by part. Then send to one rank, with and without a handle.
             assert isinstance(group.broadcast_object(Counted() if rank == 0 else None), Counted)
         for _ in range(2):
             if rank == 0:
@@ -538,5 +538,5 @@ def count_encodings(rank: int, world_size: int, directory: Path) -> int:
 
 
 def test_an_object_is_encoded_once_for_all_receivers(ranks4: RankPool) -> None:
-    """Whether it fits into the channels at once or not, and however many ranks get it."""
+    """This holds for any number of receivers, and for objects that fit into the channels and that do not."""
     assert ranks4.run(count_encodings) == [5, 0, 0, 0]

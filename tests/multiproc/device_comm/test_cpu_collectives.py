@@ -1,4 +1,4 @@
-"""Collectives on CPU tensors over shared memory, between processes."""
+"""Collectives on CPU tensors over shared memory between processes."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def differ(rank: int, world_size: int, directory: Path) -> list[str]:
         with pytest.raises(DisagreementError) as caught:
             group.all_reduce(torch.ones(4), ReduceOperation.MAX if rank else ReduceOperation.SUM)
         texts.append(str(caught.value))
-        # Nothing was moved, and the group is intact.
+        # No data was moved, and the group is intact.
         assert group.all_reduce(torch.ones(3)).tolist() == [world_size] * 3
         return texts
 
 
 @pytest.mark.guarantee("D13")
 def test_ranks_that_disagree_are_all_told_what_each_called(ranks2: RankPool) -> None:
-    """Sizes, dtypes, calls and reductions that differ are a `DisagreementError` on every rank and cost nothing."""
+    """If sizes, dtypes, calls or reductions differ, every rank raises a `DisagreementError` and the group goes on."""
     for sizes, dtypes, calls, reductions in ranks2.run(differ):
         assert "4 elements" in sizes
         assert "5 elements" in sizes
@@ -68,7 +68,7 @@ def sums_of_many_sizes(rank: int, world_size: int, directory: Path) -> None:
 
 @pytest.mark.guarantee("D14")
 def test_sums_of_any_size_have_the_reference_bits_on_more_ranks_than_cores(ranks4: RankPool) -> None:
-    """Through one slot or many, in one shot or two, in place or not."""
+    """The sums go through one slot or many, in one shot or two, in place or not."""
     ranks4.run(sums_of_many_sizes)
 
 
@@ -88,8 +88,8 @@ def share_one_core(rank: int, world_size: int, directory: Path) -> int:
 
 
 @pytest.mark.guarantee("D14")
-def test_ranks_that_share_one_core_sleep_for_each_other_now_and_then(ranks2: RankPool) -> None:
-    """Who waits for a rank on its own core sleeps, so that waking up it may get another one; the sums are right."""
+def test_ranks_that_share_one_core_sometimes_sleep_for_each_other(ranks2: RankPool) -> None:
+    """A rank that waits for one on its own core sleeps, and may wake up on another core. The sums are right."""
     assert sum(ranks2.run(share_one_core)) > 0
 
 
@@ -113,5 +113,5 @@ def two_threads(rank: int, world_size: int, directory: Path) -> str:
 
 
 def test_a_second_thread_in_a_collective_is_refused(ranks2: RankPool) -> None:
-    """A `UsageError`; the call of the first one goes on."""
+    """The second thread gets a `UsageError`, and the call of the first one goes on."""
     assert "another thread" in ranks2.run(two_threads)[0]

@@ -1,4 +1,4 @@
-"""Reduce, scatter and all-to-all on CPU tensors, over shared memory and over Gloo."""
+"""Reduce, scatter and all-to-all of CPU tensors, over shared memory and over Gloo."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex6
 
 @pytest.fixture(params=[False, True], ids=["over shared memory", "over Gloo"])
 def ranks(request: pytest.FixtureRequest, ranks4: RankPool) -> RankPool | ApartPool:
-    """Four ranks, on one host or as if on four."""
+    """Return a pool of four ranks, on one host or as if on four."""
     return ApartPool(ranks4) if request.param else ranks4
 
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Return random elements, equal for equal arguments."""
+    """Return random elements that are equal for equal arguments."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 20
     return values > 0 if dtype is torch.bool else values.to(dtype)
 
@@ -62,7 +62,7 @@ def reduces(rank: int, world_size: int, directory: Path) -> None:
 
 @pytest.mark.guarantee("D2")
 def test_a_reduce_has_the_bits_of_an_all_reduce(ranks: Any) -> None:
-    """On one rank, for every kind of dtype, small or larger than the slots, and the inputs stay as they are."""
+    """One rank gets them, for every kind of dtype, small or larger than the slots. The inputs do not change."""
     ranks.run(reduces)
 
 
@@ -90,7 +90,7 @@ def scatters(rank: int, world_size: int, directory: Path) -> None:
 
 @pytest.mark.guarantee("D5")
 def test_a_scatter_gives_each_rank_its_part(ranks: Any) -> None:
-    """Along any dimension, of any sizes, from and into any layout, and nothing beside the output is written."""
+    """It works along any dimension, with any sizes and layouts, and writes only the output."""
     ranks.run(scatters)
 
 
@@ -101,7 +101,7 @@ def exchanges(rank: int, world_size: int, directory: Path) -> None:
             [[2] * world_size for _ in range(world_size)],
             [[0] * world_size for _ in range(world_size)],
             [[choose.randrange(4) for _ in range(world_size)] for _ in range(world_size)],
-            # Ranks for which one step is enough, and others that need many.
+            # Some ranks need one step here, and others need many.
             [[30_000 if (a, b) == (1, 2) else b for b in range(world_size)] for a in range(world_size)],
         ]
         for table in tables:
@@ -121,20 +121,20 @@ def exchanges(rank: int, world_size: int, directory: Path) -> None:
                     assert same_bits(result, torch.cat(parts, dim)), (dtype, dim)
         even = group.all_to_all(torch.arange(8) + 10 * rank)
         assert even.tolist() == [10 * each + 2 * rank + place for each in range(4) for place in range(2)]
-        # A tensor without dimensions counts as one of shape [1].
+        # A tensor without dimensions counts as a tensor of shape [1].
         only = [int(each == 0) for each in range(world_size)]
         single = group.all_to_all(torch.tensor(rank), 0, only, [int(rank == 0)] * world_size)
         assert single.tolist() == (list(range(world_size)) if rank == 0 else [])
 
 
 @pytest.mark.guarantee("D5")
-def test_an_all_to_all_gives_each_pair_of_ranks_what_was_meant_for_it(ranks: Any) -> None:
-    """Along any dimension, of sizes of its own for each pair, also where ranks need different numbers of steps."""
+def test_an_all_to_all_gives_each_rank_its_parts(ranks: Any) -> None:
+    """It works along any dimension. Each pair has its own size, and ranks may need different numbers of steps."""
     ranks.run(exchanges)
 
 
 def mismatched(group: GroupCoordinator, rows: int) -> dict[str, Any]:
-    """All ranks send one row to each; rank 1 sends `rows` to rank 2, which expects one."""
+    """Send one row from each rank to each, except that rank 1 sends `rows` to rank 2, which expects one."""
     rank, size = group.rank_in_group, group.world_size
     sent = [rows if (rank, to) == (1, 2) else 1 for to in range(size)]
     tensor = torch.ones(sum(sent), 4, dtype=torch.int32)
@@ -150,7 +150,7 @@ def mismatches(rank: int, world_size: int, directory: Path) -> list[str]:
 
 
 def test_sizes_that_do_not_match_are_found_over_gloo_too(ranks4: RankPool) -> None:
-    """Gloo itself would end the process of the rank that gets more than it expects."""
+    """Without this check Gloo would end the process of a rank that gets more than it expects."""
     found = ApartPool(ranks4).run(mismatches)
     assert found == [found[0]] * 4
     assert "rank 1: sends (1, 1, 0, 1), expects (1, 1, 1, 1); rank 2" in found[0][0]
@@ -184,7 +184,7 @@ def disagree(rank: int, world_size: int, directory: Path) -> list[str]:
 
 @pytest.mark.guarantee("D13")
 def test_ranks_that_disagree_are_all_told_what_each_called(ranks4: RankPool) -> None:
-    """Sizes that are not those expected too, smaller or larger: nothing is moved, and the group works on."""
+    """They may also expect other sizes than are sent, smaller or larger. No data is moved, and the group goes on."""
     found = ranks4.run(disagree)
     for texts in found[1:]:
         assert [text.partition("rank 0: ")[2] for text in texts] == [
@@ -226,6 +226,6 @@ def refused(rank: int, world_size: int, directory: Path) -> None:
 
 
 @pytest.mark.guarantee("D3")
-def test_what_cannot_be_right_is_refused(ranks: Any) -> None:
-    """Before anything is sent; the group works on."""
+def test_wrong_arguments_are_refused(ranks: Any) -> None:
+    """Nothing is sent, and the group goes on."""
     ranks.run(refused)

@@ -1,4 +1,4 @@
-"""CudaCommunicator over real processes, with a driver without a GPU, our kernels built by g++, and a stub of NCCL."""
+"""CudaCommunicator over real processes, with a driver that needs no GPU, our kernels from g++ and a stub of NCCL."""
 
 import logging
 import time
@@ -32,7 +32,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 
 @pytest.fixture(scope="module")
 def native(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with the stub of NCCL and the kernels for two ranks."""
+    """Return a folder with the stub of NCCL and the kernels for two ranks."""
     folder = tmp_path_factory.mktemp("cuda")
     build_stub(folder)
     for dtype in ("float32", "float16", "bfloat16"):
@@ -50,7 +50,7 @@ def cuda_world(
     meets: bool = True,
     **settings: Any,
 ) -> Iterator[tuple[GroupCoordinator, CudaCommunicator, FakeDriver]]:
-    """Join a world and yield its group, a communicator over the fake driver, and that."""
+    """Join a world; yield its group, a communicator over the fake driver, and the driver."""
     shared = directory / "device"
     shared.mkdir(exist_ok=True)
     chosen = {"arena_bytes": 1 << 16, "staging_bytes": 1 << 16, "kernel_cache": str(directory / "cache")}
@@ -94,7 +94,7 @@ def keeps_contract(rank: int, world_size: int, directory: Path, native: str, set
 def test_the_contract_is_kept_whatever_carries_a_call(
     ranks2: RankPool, native: str, settings: dict[str, Any], algorithm: str
 ) -> None:
-    """Our kernels, NCCL, and NCCL that only moves: every clause, to the bits of the sum in rank order."""
+    """Every clause holds, with the bits of the sum in rank order, over our kernels, NCCL, or NCCL that only moves."""
     assert ranks2.run(keeps_contract, native, settings) == [algorithm] * 2
 
 
@@ -115,14 +115,14 @@ def every_way_has_the_same_bits(rank: int, world_size: int, directory: Path, nat
                 assert torch.equal(it.all_reduce_(inputs[rank].clone()), expected)
                 shifted = torch.cat([inputs[rank][:1], inputs[rank]])[1:]
                 assert torch.equal(it.all_reduce(shifted), expected)
-                # At an odd place on one rank alone.
+                # The tensor begins at an odd address on one rank alone.
                 odd = shifted if rank else inputs[rank].clone()
                 assert torch.equal(it.all_reduce_(odd), expected)
         return sorted(ways)
 
 
-def test_small_sums_go_by_our_kernels_and_large_ones_by_nccl(ranks2: RankPool, native: str) -> None:
-    """The bits do not tell which; a tensor that begins at an odd place is copied, and goes the same way."""
+def test_small_sums_use_our_kernels_and_large_ones_nccl(ranks2: RankPool, native: str) -> None:
+    """Both give the same bits. A tensor at an odd address is copied and uses the same algorithm."""
     for ways in ranks2.run(every_way_has_the_same_bits, native):
         assert "push_one_shot" in ways
         assert "nccl" in ways
@@ -152,7 +152,7 @@ def norms(rank: int, world_size: int, directory: Path, native: str) -> list[bool
 def test_the_fused_norm_has_the_bits_of_its_parts_whether_it_is_fused_or_not(
     ranks2: RankPool, native: str
 ) -> None:
-    """Small ones take one kernel, large ones an all-reduce and the same norm, odd ones torch's operations."""
+    """A small one takes one kernel, a large one an all-reduce and the norm, and an odd one torch's operations."""
     assert ranks2.run(norms, native) == [[True, False, False]] * 2
 
 
@@ -164,7 +164,7 @@ def captures(rank: int, world_size: int, directory: Path, native: str) -> list[f
         own = torch.full((100,), float(rank + 1))
         with it.capture(graph_stream):
             streams.number = graph_stream
-            assert it.all_reduce(own)[0] == 3.0  # warm-up: it runs
+            assert it.all_reduce(own)[0] == 3.0  # the warm-up runs the call
             driver.begin_capture(graph_stream)
             result = it.all_reduce(own)
             gathered = it.all_gather(own)
@@ -176,7 +176,7 @@ def captures(rank: int, world_size: int, directory: Path, native: str) -> list[f
             driver.replay(graph)
             seen.append(float(result[0]))
             assert gathered.tolist() == [float(step)] * 100 + [float(step + 1)] * 100
-        # Back on the stream in use before, without a word.
+        # The stream that was in use before the capture is in use again; no call is needed.
         assert it.all_reduce(own)[0] == seen[-1]
         streams.number = graph_stream
         with pytest.raises(UsageError, match="use_stream"):
@@ -190,7 +190,7 @@ def captures(rank: int, world_size: int, directory: Path, native: str) -> list[f
 
 @pytest.mark.guarantee("D59")
 def test_a_captured_graph_is_replayed_with_new_data(ranks2: RankPool, native: str) -> None:
-    """Warm-up runs, capture records, replays read what the tensors hold then; a second stream is refused."""
+    """Calls run in a warm-up and are recorded in a capture. A replay reads the tensors' data of that time."""
     expected = [float(2 * step + 1) for step in range(20)]
     assert ranks2.run(captures, native) == [expected] * 2
 
@@ -226,7 +226,7 @@ def left_by_an_exception(rank: int, world_size: int, directory: Path, native: st
 def test_a_capture_that_is_left_by_an_exception_leaves_the_group_as_it_was(
     ranks2: RankPool, native: str
 ) -> None:
-    """Calls go on on the stream of before, and the next capture is a new one."""
+    """Calls then use the earlier stream, and the next capture begins anew."""
     ranks2.run(left_by_an_exception, native)
 
 
@@ -243,7 +243,7 @@ def replays_alone(rank: int, world_size: int, directory: Path, native: str) -> s
             graph = driver.end_capture(graph_stream)
             streams.number = STREAM
         if rank == 0:
-            driver.replay(graph)  # in vain: the other rank does not
+            driver.replay(graph)  # it fails, because the other rank does not replay
         started = time.monotonic()
         while not group._health.is_broken and time.monotonic() - started < 20:
             time.sleep(0.01)
@@ -252,7 +252,7 @@ def replays_alone(rank: int, world_size: int, directory: Path, native: str) -> s
 
 
 def test_a_replay_that_fails_breaks_the_group_without_another_call(native: str) -> None:
-    """Whoever only replays graphs would else go on with what no kernel has computed."""
+    """Without this, a program that only replays graphs would go on with data that no kernel has computed."""
     assert run_ranks(replays_alone, 2, native)[0] == "broken"
 
 
@@ -277,13 +277,13 @@ def a_launch_fails(rank: int, world_size: int, directory: Path, native: str) -> 
             with pytest.raises(GroupBrokenError):
                 it.all_reduce(own)
         else:
-            it.all_reduce(own)  # in vain
+            it.all_reduce(own)  # it fails, because the other rank launches nothing
             with pytest.raises(CommError):
                 it.all_reduce(own)
 
 
 def test_a_launch_that_fails_breaks_the_group(native: str) -> None:
-    """The next one would be taken by the peers for this one, and what they would sum nobody knows."""
+    """Otherwise the peers would take the next launch for this one and would sum wrong data."""
     run_ranks(a_launch_fails, 2, native)
 
 
@@ -298,7 +298,7 @@ def first_call_in_capture(rank: int, world_size: int, directory: Path, native: s
 
 @pytest.mark.guarantee("D59")
 def test_a_first_call_that_is_captured_is_refused(ranks2: RankPool, native: str) -> None:
-    """Nothing can be exchanged in a capture; the group is intact."""
+    """Ranks cannot exchange anything in a capture. The group is intact."""
     ranks2.run(first_call_in_capture, native)
 
 
@@ -330,8 +330,8 @@ def one_rank_lacks(rank: int, world_size: int, directory: Path, native: str, fau
 
 @pytest.mark.guarantee("D58")
 @pytest.mark.parametrize("fault", ["no peer access", "writes that vanish", "no export", "no memory"])
-def test_what_one_rank_lacks_sends_all_ranks_through_nccl(ranks2: RankPool, native: str, fault: str) -> None:
-    """All ranks hold the same reason, and each logs it once."""
+def test_all_ranks_use_nccl_if_one_of_them_cannot_use_kernels(ranks2: RankPool, native: str, fault: str) -> None:
+    """All ranks have the same reason, and each logs it once."""
     first, second = ranks2.run(one_rank_lacks, native, fault)
     assert first[0] == second[0]
     assert [len(first), len(second)] == [2, 2]

@@ -1,6 +1,6 @@
-"""Our own collectives on CUDA, seen from the host, over real processes with a driver that needs no GPU.
+"""The host's side of our own CUDA collectives, over real processes with a driver that needs no GPU.
 
-The kernels are the product's source compiled by g++ and run as threads; the driver is fake and strict.
+The kernels are the product's source, which g++ compiles and which run as threads. The driver is fake and strict.
 """
 
 import os
@@ -24,12 +24,12 @@ from tests.native.cuda.host_build import build_host_library
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 BF16 = torch.bfloat16
 SIZES = [1, 7, 8, 511, 1024, 1025, 2049, 4096]
-"""Elements: a part of a vector, whole vectors and a tail, both sides of the one-shot push's limit of 2 KiB."""
+"""Numbers of elements: part of a vector, whole vectors and a tail, both sides of the one-shot push's limit of 2 KiB."""
 
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Kernels for 2 ranks of every dtype, and for 3 ranks of bfloat16; compiled once."""
+    """Compile kernels for 2 ranks of every dtype and for 3 ranks of bfloat16, once for all tests."""
     directory = tmp_path_factory.mktemp("kernels")
     for dtype in ("bfloat16", "float16", "float32"):
         build_host_library(2, dtype, directory)
@@ -39,13 +39,13 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def ranks3() -> Iterator[RankPool]:
-    """Three processes."""
+    """Start three processes that run one function after another."""
     with RankPool(3) as pool:
         yield pool
 
 
 def outcome(call: Callable[[], Any]) -> dict[str, Any]:
-    """Return what `call` raised."""
+    """Return the error that `call` raised."""
     start = time.monotonic()
     error: BaseException | None = None
     try:
@@ -84,7 +84,7 @@ def every_size(
 
 
 def gathers(me: CustomRank, seed: int, nbytes: int) -> None:
-    """All-gather raw bytes, those of the sentinel among them."""
+    """All-gather raw bytes, among them those of the sentinel."""
     assert me.custom is not None
     made = torch.Generator().manual_seed(seed)
     parts = [
@@ -107,7 +107,7 @@ def scatters(me: CustomRank, seed: int, count: int, dtype: torch.dtype) -> None:
 
 
 def fuses(me: CustomRank, seed: int, rows: int, hidden: int, dtype: torch.dtype) -> None:
-    """The fused norm, and its second part alone, have the bits of the parts."""
+    """Check that the fused norm, and its second part alone, have the bits of the separate operations."""
     assert me.custom is not None
     made = torch.Generator().manual_seed(99)
     residual = me.buffer(rows * hidden, dtype).view(rows, hidden)
@@ -134,13 +134,13 @@ def fuses(me: CustomRank, seed: int, rows: int, hidden: int, dtype: torch.dtype)
 
 @pytest.mark.guarantee("D52")
 def test_sums_are_those_in_rank_order(ranks2: RankPool, libraries: str) -> None:
-    """Every dtype and many sizes, algorithms and operations in turn, in place and not: every bit is right."""
+    """Every bit is right for every dtype, many sizes, and algorithms and operations in turn, in place and not."""
     for seen in ranks2.run(every_size, libraries, 3, False):
         assert seen == ["nccl", "push_one_shot", "push_two_shot"]
 
 
 def test_a_deterministic_group_uses_one_algorithm(ranks3: RankPool, libraries: str) -> None:
-    """Three ranks, one algorithm for every size, the same bits."""
+    """Three ranks use one algorithm for every size and get the same bits."""
     for seen in ranks3.run(every_size, libraries, 1, True):
         assert seen == ["push_two_shot"]
 
@@ -157,7 +157,7 @@ def large_sums(rank: int, world_size: int, directory: Path, libraries: str) -> N
 
 
 def test_a_large_deterministic_sum_goes_in_pieces(ranks2: RankPool, libraries: str) -> None:
-    """What does not fit into the arena goes one piece after the other, the last one shorter."""
+    """A sum that exceeds the arena is split into pieces that follow each other. The last one is shorter."""
     ranks2.run(large_sums, libraries)
 
 
@@ -165,7 +165,7 @@ def test_a_large_deterministic_sum_goes_in_pieces(ranks2: RankPool, libraries: s
 
 
 class Graph:
-    """All-reduces in one captured graph, with the inputs and outputs that it keeps."""
+    """One captured graph of all-reduces, with the inputs and outputs that it keeps."""
 
     def __init__(self, me: CustomRank, counts: list[int], stream: int, *, in_place: bool = False) -> None:
         assert me.custom is not None
@@ -190,7 +190,7 @@ class Graph:
 
 
 ALL_COUNTS = [512, 4096, 8192, 12000]
-"""One-shot push, two-shot push, one-shot pull, two-shot pull."""
+"""Counts that select the one-shot push, the two-shot push, the one-shot pull and the two-shot pull."""
 
 
 def replays(
@@ -201,7 +201,7 @@ def replays(
     with me.made() as custom:
         opened = me.driver.calls.get("ipc_open_handle", 0)
         custom.begin_capture(7)
-        # Warm-up on the stream before it is captured runs.
+        # A warm-up call on the stream, before its capture, runs.
         assert me.all_reduce(0, 512, BF16, stream=7)
         graph = Graph(me, ALL_COUNTS, 7)
         in_place = Graph(me, [8192, 12000], 7, in_place=True)
@@ -214,7 +214,7 @@ def replays(
         custom.check()
         opened = me.driver.calls.get("ipc_open_handle", 0) - opened
         copied = me.driver.calls.get("memcpy_dtod", 0)
-        # An allocation for each pull of each peer whose memory can be exported.
+        # Each pull opens one allocation of each peer whose memory can be exported.
         assert opened == 2 * sum(peer not in staged for peer in range(world_size) if peer != rank)
         assert copied == (4 if rank in staged else 2)
         return list(graph.algorithms)
@@ -225,7 +225,7 @@ ALGORITHMS = ["push_one_shot", "push_two_shot", "pull_one_shot", "pull_two_shot"
 
 @pytest.mark.guarantee("D52")
 def test_graphs_are_replayed(ranks2: RankPool, libraries: str) -> None:
-    """A graph of all four algorithms gives every bit in two hundred replays, with eager calls between them."""
+    """A graph of all four algorithms gives the right bits in two hundred replays with eager calls between them."""
     for algorithms in ranks2.run(replays, libraries, 200, [], timeout_s=120.0):
         assert algorithms == ALGORITHMS
 
@@ -235,7 +235,7 @@ def test_graphs_are_replayed(ranks2: RankPool, libraries: str) -> None:
 def test_inputs_that_cannot_be_exported_are_copied(
     ranks3: RankPool, libraries: str, staged: list[int]
 ) -> None:
-    """Where an allocator's memory cannot be exported, on one rank or on all, the graph copies it: same algorithm."""
+    """If memory cannot be exported on one rank or on all, the graph copies it and uses the same algorithm."""
     for algorithms in ranks3.run(replays, libraries, 3, staged):
         assert algorithms == ALGORITHMS
 
@@ -253,7 +253,7 @@ def unfinished(rank: int, world_size: int, directory: Path, libraries: str) -> l
         seen.append(outcome(lambda: custom.begin_capture(7)))
         custom.finish_capture()
         assert me.all_reduce(1, 64, BF16, stream=7)
-        # A capture in which nothing was noted is finished as well.
+        # A capture that recorded no call must be finished too.
         custom.begin_capture(7)
         custom.finish_capture()
     return seen
@@ -261,7 +261,7 @@ def unfinished(rank: int, world_size: int, directory: Path, libraries: str) -> l
 
 @pytest.mark.guarantee("D53")
 def test_a_capture_is_finished_before_the_next_call(ranks2: RankPool, libraries: str) -> None:
-    """A call or a capture while others do not know the captured inputs raises, and harms nothing."""
+    """A call or a capture raises, without harm, until all ranks have exchanged the captured inputs."""
     for begun, call, again in ranks2.run(unfinished, libraries):
         assert [each["kind"] for each in (begun, call, again)] == ["UsageError"] * 3
         assert "a capture has begun already" in begun["text"]
@@ -282,10 +282,10 @@ def replayed_too_early(rank: int, world_size: int, directory: Path, libraries: s
 
 
 @pytest.mark.guarantee("D53")
-def test_a_replay_before_the_exchange(ranks2: RankPool, libraries: str) -> None:
-    """The kernels read nothing and write nothing, the next call says what was wrong, and the group is broken."""
+def test_a_replay_before_the_exchange_breaks_the_group(ranks2: RankPool, libraries: str) -> None:
+    """The kernels read and write nothing, and the next call says what was wrong."""
     for first, later in ranks2.run(replayed_too_early, libraries):
-        # Who looks second may be told so by the first one.
+        # The rank that looks second may learn it from the first one.
         assert first["kind"] in ("UsageError", "GroupBrokenError")
         assert "replayed before finish_capture" in first["text"]
         assert later["kind"] == "GroupBrokenError"
@@ -302,7 +302,7 @@ def differing_captures(rank: int, world_size: int, directory: Path, libraries: s
 
 
 def test_captures_that_differ(ranks2: RankPool, libraries: str) -> None:
-    """Ranks that captured different calls all learn of it, and the group goes on."""
+    """All ranks learn that they captured different calls, and the group goes on."""
     for result in ranks2.run(differing_captures, libraries):
         assert result["kind"] == "DisagreementError"
         assert "16384" in result["text"]
@@ -322,7 +322,7 @@ def failing_open(rank: int, world_size: int, directory: Path, libraries: str) ->
 
 
 def test_an_input_that_one_rank_cannot_open(ranks2: RankPool, libraries: str) -> None:
-    """All ranks raise with the reason of that one, and the group goes on."""
+    """All ranks raise with that rank's reason, and the group goes on."""
     for result in ranks2.run(failing_open, libraries):
         assert result["kind"] == "CapabilityError"
         assert "rank 5: ipc_open_handle on device 1 failed" in result["text"]
@@ -342,7 +342,7 @@ def streams(rank: int, world_size: int, directory: Path, libraries: str) -> list
         assert me.all_reduce(2, 64, BF16, stream=2)
         assert me.driver.calls["stream_wait_event"] == 1
         seen.append(outcome(lambda: me.all_reduce(1, 64, BF16, stream=1)))
-        # Pushes may be captured on any stream and without us, as soon as their kernels are there.
+        # Pushes may be captured on any stream, without `begin_capture`, once their kernels are loaded.
         assert me.all_reduce(3, 2048, BF16, stream=2)
         graph = Graph(me, [64, 2048], 3)
         graph.replay(3)
@@ -357,7 +357,7 @@ def streams(rank: int, world_size: int, directory: Path, libraries: str) -> list
 
 @pytest.mark.guarantee("D55")
 def test_one_stream_at_a_time(ranks2: RankPool, libraries: str) -> None:
-    """A second stream raises with both named; `use_stream` orders the two; a captured one is allowed."""
+    """A call on a second stream raises and names both. `use_stream` changes the stream; a captured one is allowed."""
     for second, first, captured, late, misaligned in ranks2.run(streams, libraries):
         everything = (second, first, captured, late, misaligned)
         assert [each["kind"] for each in everything] == ["UsageError"] * 5
@@ -373,7 +373,7 @@ def test_one_stream_at_a_time(ranks2: RankPool, libraries: str) -> None:
 
 
 def leave_alone(me: CustomRank) -> None:
-    """Destroy without asking anybody: nothing is left but the workspace, which peers may have open."""
+    """Destroy alone, without the other ranks. Only the workspace is left, which peers may have open."""
     assert me.custom is not None
     me.custom.destroy()
     me.custom.destroy()
@@ -397,14 +397,14 @@ def one_is_late(rank: int, world_size: int, directory: Path, libraries: str) -> 
         seen.append(outcome(lambda: me.all_reduce(2, 64, BF16)))
         seen.append(outcome(lambda: me.all_reduce(2, 64, BF16)))
     me.meet()
-    # The ranks that know of the failure do not meet at the end; memory that others may have open stays.
+    # The ranks that know of the failure have no barrier at the end. Memory that others may have open stays.
     leave_alone(me)
     return seen
 
 
 @pytest.mark.guarantee("D54")
 def test_a_late_rank_is_named(ranks3: RankPool, libraries: str) -> None:
-    """Kernels give up at their deadline, the error names the rank that did not come, and later calls raise at once."""
+    """Kernels give up at their deadline, the error names the late rank, and later calls raise at once."""
     for first, later in [seen for seen in ranks3.run(one_is_late, libraries) if seen]:
         assert (first["kind"], first["missing"]) == ("CommTimeoutError", [FIRST_RANK + 1])
         assert 0.3 <= first["seconds"] < 5.0
@@ -429,7 +429,7 @@ def one_dies(rank: int, world_size: int, directory: Path, libraries: str) -> lis
 
 @pytest.mark.guarantee("D54")
 def test_a_dead_rank_is_named(libraries: str) -> None:
-    """When a rank is killed the kernels of the others stop long before their deadline of 20 s."""
+    """When a rank is killed, the kernels of the others stop long before their deadline of 20 s."""
     results = run_ranks(one_dies, 2, libraries, expect_dead={1})
     first, later = results[0]
     assert (first["kind"], first["peers"]) == ("PeerLostError", [FIRST_RANK + 1])
@@ -451,7 +451,7 @@ def refused(
 
 @pytest.mark.guarantee("D56")
 def test_different_policies_are_a_disagreement(ranks2: RankPool, libraries: str) -> None:
-    """Ranks whose policy files hold different numbers all raise, and show who holds what."""
+    """If the ranks' policy files differ, all ranks raise, and the error shows each rank's file."""
     options = [{"policy": SMALL_POLICY}, {"policy": {**SMALL_POLICY, "push_one_shot": 1024}}]
     for result in ranks2.run(refused, libraries, options):
         assert result["kind"] == "DisagreementError"
@@ -460,7 +460,7 @@ def test_different_policies_are_a_disagreement(ranks2: RankPool, libraries: str)
 
 
 def test_a_policy_file_that_one_rank_cannot_read(ranks2: RankPool, libraries: str) -> None:
-    """That rank is told what is wrong with its setting, the other one who is to blame."""
+    """That rank raises a SettingsError. The other one raises an error that names that rank."""
     options = [{}, {"policy_file": "/nowhere/policy.json"}]
     other, own = ranks2.run(refused, libraries, options)
     assert (other["kind"], own["kind"]) == ("DisagreementError", "SettingsError")
@@ -468,7 +468,7 @@ def test_a_policy_file_that_one_rank_cannot_read(ranks2: RankPool, libraries: st
 
 
 def test_facts_that_differ_are_a_disagreement(ranks2: RankPool, libraries: str) -> None:
-    """Ranks that would decide by different facts all raise."""
+    """All ranks raise if they hold different facts, because they could choose different algorithms."""
     options = [{}, {"facts": {"multiprocessors": 3}}]
     assert [each["kind"] for each in ranks2.run(refused, libraries, options)] == ["DisagreementError"] * 2
 
@@ -484,10 +484,10 @@ def test_facts_that_differ_are_a_disagreement(ranks2: RankPool, libraries: str) 
         ({"faults": {"ipc": False, "vmm": False}}, "cannot map each other's device memory"),
     ],
 )
-def test_what_one_rank_cannot_none_has(
+def test_a_step_that_fails_on_one_rank_fails_on_all(
     ranks2: RankPool, libraries: str, options: dict[str, Any], words: str
 ) -> None:
-    """A step that fails on one rank fails on all, with its reason, and nothing is left anywhere."""
+    """All ranks raise with that rank's reason, and no rank keeps a resource."""
     for result in ranks2.run(refused, libraries, [{}, options]):
         assert result["kind"] == "CapabilityError"
         assert words in result["text"]
@@ -510,7 +510,7 @@ def failing_capture(rank: int, world_size: int, directory: Path, libraries: str)
 
 
 def test_kernels_that_one_rank_cannot_compile_for_a_capture(ranks2: RankPool, libraries: str) -> None:
-    """All ranks refuse the capture with the reason of that one; what is loaded goes on."""
+    """All ranks refuse the capture with that rank's reason. Kernels that are loaded still work."""
     for result in ranks2.run(failing_capture, libraries):
         assert result["kind"] == "CapabilityError"
         assert "begin_capture on 'tp:0'" in result["text"]
@@ -540,8 +540,8 @@ def ends(rank: int, world_size: int, directory: Path, libraries: str) -> None:
 
 
 @pytest.mark.guarantee("D56")
-def test_nothing_is_left_and_later_calls_raise(ranks2: RankPool, libraries: str) -> None:
-    """After `destroy` nothing is left, a second one does nothing, and every call raises `ClosedError`."""
+def test_destroy_leaves_nothing_and_later_calls_raise(ranks2: RankPool, libraries: str) -> None:
+    """A second `destroy` does nothing, and every other call raises `ClosedError`."""
     ranks2.run(ends, libraries)
 
 
@@ -556,12 +556,12 @@ def unmet(rank: int, world_size: int, directory: Path, libraries: str) -> list[s
 
 
 def test_without_a_barrier_memory_that_peers_may_use_stays(ranks2: RankPool, libraries: str) -> None:
-    """Freeing what is open by IPC would be undefined: at most the workspace stays, until the process ends."""
+    """To free memory that a peer has open by IPC is undefined. At most the workspace stays, until the process ends."""
     for left in ranks2.run(unmet, libraries):
         assert len(left) <= 1
         assert all(each.startswith("memory memory-") for each in left)
 
 
-def test_usage_errors_are_of_the_caller() -> None:
-    """What a caller did wrong is a `UsageError`, also for those who catch `ValueError`."""
+def test_usage_errors_are_value_errors() -> None:
+    """A caller that catches `ValueError` also catches a `UsageError`."""
     assert issubclass(ClosedError, UsageError)

@@ -1,4 +1,4 @@
-"""NcclCommunicator over real processes and the stub of NCCL: values, lifecycle, and who is blamed."""
+"""NcclCommunicator over real processes and the stub of NCCL: its values, its lifecycle, and whom errors name."""
 
 import time
 from pathlib import Path
@@ -26,7 +26,7 @@ from tests.rank_exit import RankExit
 from tests.worlds import meet, outcome_of, world
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
-# A death is noticed in under a second, on a busy machine in a few.
+# A death is noticed in under a second, or in a few seconds on a busy machine.
 PROMPT_S = 10.0
 
 
@@ -50,7 +50,7 @@ def keeps_contract(rank: int, world_size: int, directory: Path, stub: str) -> No
 
 
 def test_the_contract_is_kept_by_two_ranks(ranks2: RankPool, stub: str) -> None:
-    """Every clause of it, to the bits that the stub sums in rank order."""
+    """Every clause holds, with the bits of the stub's sums in rank order."""
     ranks2.run(keeps_contract, stub)
 
 
@@ -86,7 +86,7 @@ def every_call(rank: int, world_size: int, directory: Path, stub: str) -> None:
 
 
 def test_every_call_on_four_ranks(ranks4: RankPool, stub: str) -> None:
-    """Even and uneven parts along both dimensions, in the first call of a communicator and later ones."""
+    """Parts are even and uneven, along both dimensions, in the first call of a communicator and in later ones."""
     ranks4.run(every_call, stub)
 
 
@@ -112,7 +112,7 @@ def special_dtypes(rank: int, world_size: int, directory: Path, stub: str) -> li
 
 
 def test_dtypes_that_nccl_lacks_are_moved_but_refused_in_sums(ranks2: RankPool, stub: str) -> None:
-    """A bool is combined as a byte, a complex number by its parts; the rest is refused alike on all ranks."""
+    """A bool is combined as a byte and a complex number by its parts. All ranks refuse the other dtypes alike."""
     one, other = ranks2.run(special_dtypes, stub)
     assert one == other
     assert "int16" in one[0]
@@ -130,7 +130,7 @@ def grouped(rank: int, world_size: int, directory: Path, stub: str) -> None:
         peer, streams = 1 - rank, it._streams
         it.connect()
         ends = stub_of(it.library).stub_calls(3)
-        # More than the ring between two ranks holds: one after the other they would wait for each other.
+        # This exceeds the ring between two ranks: one after the other the sends would wait for each other.
         large, landing = torch.full((1 << 19,), float(rank)), torch.empty(2, 1 << 18)
         with it.group():
             it.isend(large, peer).wait()
@@ -142,14 +142,14 @@ def grouped(rank: int, world_size: int, directory: Path, stub: str) -> None:
         assert summed.tolist() == [2.0] * 3
         assert gathered.tolist() == [[0.0, 1.0]] * 2
         assert stub_of(it.library).stub_calls(3) == ends + 1
-        # Both receive first: no receive is queued in front of the send that the other waits for.
+        # Both ranks receive first. The receive is not queued before the send for which the other rank waits.
         into = [torch.empty(3), torch.empty(3)]
         receives = [it.irecv(each, peer) for each in into]
         sends = [it.isend(torch.full((3,), 10.0 * rank + i), peer) for i in range(2)]
         for each in (*receives, *sends):
             each.wait()
         assert [each[0].item() for each in into] == [10.0 * peer, 10.0 * peer + 1]
-        # A receive that nobody has waited for comes before the next collective, as on the peer.
+        # A receive whose handle was not waited for comes before the next collective, as on the peer.
         late = torch.empty(1)
         (it.irecv(late, 0) if rank else it.isend(torch.full((1,), 5.0), 1))
         assert it.all_reduce(torch.ones(1)).tolist() == [2.0]
@@ -168,7 +168,7 @@ def grouped(rank: int, world_size: int, directory: Path, stub: str) -> None:
 
 
 def test_grouped_and_point_to_point_calls(ranks2: RankPool, stub: str) -> None:
-    """Groups make one call of many; receives and sends in any order do not wait for each other."""
+    """A group makes one call of many. Receives and sends in any order do not wait for each other."""
     ranks2.run(grouped, stub)
 
 
@@ -264,7 +264,7 @@ def unfit(rank: int, world_size: int, directory: Path, stub: str, old_stub: str)
 
 
 def test_ranks_that_cannot_connect_are_all_told_why(ranks2: RankPool, stub: str, old_stub: str) -> None:
-    """Different versions, or no unique id on rank 0: the same error everywhere, and nothing is broken."""
+    """Different versions, or no unique id on rank 0, give the same error on all ranks, and the group is intact."""
     for different, no_id in ranks2.run(unfit, stub, old_stub):
         assert "2.19.3" in different
         assert "2.32.3" in different
@@ -282,8 +282,8 @@ def transfers_first(rank: int, world_size: int, directory: Path, stub: str) -> s
         return str(caught.value)
 
 
-def test_a_transfer_does_not_connect_more_than_two_ranks(ranks4: RankPool, stub: str) -> None:
-    """Only some of them know of it, so it is refused, with what to do instead."""
+def test_a_first_transfer_is_refused_with_more_than_two_ranks(ranks4: RankPool, stub: str) -> None:
+    """A transfer before any collective cannot connect all ranks. The error says what to do instead."""
     assert all("eager=True" in text for text in ranks4.run(transfers_first, stub))
 
 
@@ -306,7 +306,7 @@ def survive(rank: int, world_size: int, directory: Path, stub: str) -> list[dict
         return found
 
 
-def test_survivors_of_a_dead_rank_are_told_and_abort(stub: str) -> None:
+def test_survivors_of_a_dead_rank_name_it_and_abort(stub: str) -> None:
     """A rank that dies while the library waits for it is named at once, and the communicator is aborted."""
     results = run_ranks(survive, 3, stub, expect_dead=[1], check_leaks=False)
     for first, second in (results[0], results[2]):
@@ -329,7 +329,7 @@ def late_rank(rank: int, world_size: int, directory: Path, stub: str) -> dict[st
         it = NcclCommunicator(context, library=NcclLibrary(stub), streams=HostStreams())
         found = outcome_of(it.connect)
         if rank == 1:
-            # The stub lets it in; NCCL might not. In either case the others have given up.
+            # The stub lets it connect, which NCCL might not. In either case the others have given up.
             found = outcome_of(lambda: it.all_reduce(torch.ones(1)))
         else:
             meet(rank, range(world_size), directory, "told")
@@ -338,7 +338,7 @@ def late_rank(rank: int, world_size: int, directory: Path, stub: str) -> dict[st
 
 
 def test_a_rank_that_does_not_connect_is_named(stub: str) -> None:
-    """All others have joined and wait; the deadline names the one that has not."""
+    """All other ranks wait for it, and at the deadline their error names it."""
     first, late, last = run_ranks(late_rank, 3, stub)
     for found in (first, last):
         assert found["kind"] == CommTimeoutError.__name__
@@ -354,7 +354,7 @@ def stuck_collective(rank: int, world_size: int, directory: Path, stub: str) -> 
         it.all_reduce(torch.ones(1))
         assert progress.marks >= 2
         if rank == 0:
-            # The device does not finish, and the host has nothing to wait for.
+            # The device does not finish, while no call of the host waits.
             progress.stuck = True
             it.all_reduce(torch.ones(1))
             deadline = time.monotonic() + PROMPT_S
@@ -369,7 +369,7 @@ def stuck_collective(rank: int, world_size: int, directory: Path, stub: str) -> 
 
 
 def test_queued_work_has_a_deadline(stub: str) -> None:
-    """The keeper breaks the group though no call of the host waits, and the next call is told."""
+    """The keeper breaks the group although no call of the host waits, and the next call raises."""
     found = run_ranks(stuck_collective, 2, stub)[0]
     assert found["kind"] == GroupBrokenError.__name__
     assert found["cause"] == CommTimeoutError.__name__
@@ -405,8 +405,8 @@ def failing_calls(rank: int, world_size: int, directory: Path, stub: str, way: s
 
 
 @pytest.mark.parametrize("way", ["asynchronous", "ncclAllReduce", "ncclGroupEnd"])
-def test_errors_say_which_library_failed_where(stub: str, way: str) -> None:
-    """Function, code, the library's own words, its file and version, and the call with its group."""
+def test_errors_name_the_library_and_the_call_that_failed(stub: str, way: str) -> None:
+    """They give function, code, the library's text, its file and version, and the call with its group."""
     for text in run_ranks(failing_calls, 2, stub, way):
         code = "ncclRemoteError" if way == "asynchronous" else "ncclInternalError"
         function = "ncclCommGetAsyncError" if way == "asynchronous" else way
@@ -426,8 +426,8 @@ def leave_stuck(rank: int, world_size: int, directory: Path, stub: str) -> list[
         return [seconds, float(calls(0)), float(calls(1))]
 
 
-def test_leaving_is_bounded(stub: str) -> None:
-    """A communicator that cannot be flushed is aborted after seconds."""
+def test_destroy_of_a_stuck_communicator_is_bounded(stub: str) -> None:
+    """A communicator that cannot be flushed is aborted after some seconds."""
     for seconds, aborted, destroyed in run_ranks(leave_stuck, 2, stub):
         assert 2.5 < seconds < 2.5 + PROMPT_S
         assert (aborted, destroyed) == (1, 0)

@@ -1,4 +1,4 @@
-"""Peer memory over real processes, with a driver that needs no GPU and convicts what a GPU forgives now and then."""
+"""Peer memory over real processes, with a driver that needs no GPU and reports errors that a GPU sometimes hides."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ GIVE_UP_S = 20.0
 
 
 class Files:
-    """A collective over files: what `exchange` and `barrier` are without any group."""
+    """`exchange` and `barrier` over files, without a group."""
 
     def __init__(self, directory: Path, rank: int, world_size: int) -> None:
         self.directory = directory
@@ -33,7 +33,7 @@ class Files:
         self.spoil: dict[int, bytes] = {}
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """Return every rank's bytes; raise if a rank is said to be gone."""
+        """Return every rank's bytes; raise if a rank is marked as gone."""
         self.number += 1
         data = self.spoil.get(self.number, data)
         mine = self.directory / f"said-{self.number}-{self.rank}"
@@ -54,12 +54,12 @@ class Files:
         return result
 
     def barrier(self) -> None:
-        """Meet."""
+        """Wait until all ranks have arrived."""
         self.exchange(b"")
 
 
 class Rank:
-    """A rank with its device."""
+    """A rank and its device."""
 
     def __init__(self, rank: int, world_size: int, directory: Path, **options: Any) -> None:
         faults = FakeFaults(**options)
@@ -84,7 +84,7 @@ class Rank:
         self.files.barrier()
 
     def finish(self, memory: PeerMemory | None) -> None:
-        """Close, and find nothing left and nothing done in the wrong order."""
+        """Close; check that nothing is left and that the calls came in the right order."""
         if memory is not None:
             memory.close(self.files.barrier)
             memory.close(self.files.barrier)
@@ -131,14 +131,14 @@ def shares(rank: int, world_size: int, directory: Path, faults: list[dict[str, A
 def test_every_rank_writes_into_every_region(
     ranks4: RankPool, faults: list[dict[str, Any]], kind: str
 ) -> None:
-    """All ranks take the same kind, the first that works on all of them, for the same reason; nothing is left."""
+    """All ranks use the first kind that works on all of them, for the same reason, and nothing is left."""
     reasons = ranks4.run(shares, faults, kind)
     assert len(set(reasons)) == 1
     assert ("rank 1" in reasons[0] or "rank 0" in reasons[0]) == (kind == "vmm")
 
 
 def test_ranks_of_one_process_use_plain_addresses(tmp_path: Path) -> None:
-    """Where the ranks are threads, neither handles nor descriptors are made."""
+    """If the ranks are threads, neither handles nor descriptors are created."""
     ranks = [Rank(rank, 3, tmp_path) for rank in range(3)]
 
     def body(me: Rank) -> tuple[str, dict[str, int]]:
@@ -193,10 +193,10 @@ def fails(
     ],
     ids=["no memory", "no kind", "no peer access", "probe fails", "sizes"],
 )
-def test_what_one_rank_cannot_do_all_ranks_are_told(
+def test_a_failure_on_one_rank_is_reported_on_all(
     ranks2: RankPool, faults: dict[str, Any], nbytes: list[int], kind: str, text: str
 ) -> None:
-    """The error is the same on all ranks, names the rank and why, and nothing is left allocated."""
+    """The error is the same on all ranks and names the rank and the reason. No memory stays allocated."""
     one, other = ranks2.run(fails, faults, nbytes)
     assert one == other
     assert one[0] == kind
@@ -217,7 +217,7 @@ def told_nonsense(rank: int, world_size: int, directory: Path, step: int) -> tup
 
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_nonsense_is_refused_on_every_rank(ranks2: RankPool, step: int) -> None:
-    """Bytes that are no message give the same `DecodeError` everywhere, whatever step they come in."""
+    """Bytes that are no message give the same `DecodeError` on all ranks, whatever the step is."""
     results = ranks2.run(told_nonsense, step)
     assert results[0] == results[1]
     assert results[0][0] == DecodeError.__name__
@@ -249,7 +249,7 @@ def dies_meanwhile(
 
 @pytest.mark.parametrize(("step", "vmm"), [(2, False), (3, True)])
 def test_a_rank_that_is_killed_meanwhile_gives_a_bounded_error(step: int, vmm: bool) -> None:
-    """The other rank raises what the exchange raises, and frees its memory as nobody is left who could use it."""
+    """The other rank raises the error of the exchange, and frees its memory because no rank can use it any more."""
     results = run_ranks(dies_meanwhile, 2, step, vmm, expect_dead=[1])
     name, seconds, is_clean = results[0]
     assert name == PeerLostError.__name__
@@ -277,7 +277,7 @@ def closes_without_barrier(rank: int, world_size: int, directory: Path, vmm: boo
 
 @pytest.mark.guarantee("D31")
 def test_memory_that_a_living_peer_may_have_open_is_not_freed(ranks2: RankPool) -> None:
-    """Without a barrier, IPC memory stays until every other rank is gone; behind descriptors it goes at once."""
+    """Without a barrier, IPC memory stays until every other rank is gone. VMM memory is freed at once."""
     assert ranks2.run(closes_without_barrier, False) == [[NBYTES, 0]] * 2
     assert ranks2.run(closes_without_barrier, True) == [[0, 0]] * 2
 
@@ -348,7 +348,7 @@ def verifies(rank: int, world_size: int, directory: Path, lost: list[list[int]],
 
 @pytest.mark.guarantee("D33")
 def test_writes_are_verified_once(ranks4: RankPool) -> None:
-    """Every rank writes to every other and reads; the second time the verdict comes from the cache."""
+    """Every rank writes to every other one and reads. The second time the result comes from the cache."""
     results = ranks4.run(verifies, [[], [], [], []], ["one", "one", "other", "other"])
     assert all(result == results[0] for result in results)
     assert [verdict[:3] for verdict in results[0]] == [[True, False, True], [True, True, False]]
@@ -356,7 +356,7 @@ def test_writes_are_verified_once(ranks4: RankPool) -> None:
 
 @pytest.mark.guarantee("D33")
 def test_writes_that_never_arrive_are_found_in_one_direction(ranks4: RankPool) -> None:
-    """All ranks get the same verdict, which names both ends; it is not believed later without another look."""
+    """All ranks get the same result, which names the two ranks. It is not cached, and the next call tests again."""
     results = ranks4.run(verifies, [[], [], [1], []], [])
     assert all(result == results[0] for result in results)
     for works, from_cache, wrote, reason in results[0]:
@@ -371,7 +371,7 @@ def verifies_anew(rank: int, world_size: int, directory: Path) -> list[bool]:
     memory = me.create()
     cache = directory / f"cache-{rank}"
     verdicts = []
-    # One rank has lost its file; somebody else could have written it; it is none of ours; it is another driver.
+    # One rank has lost its file; another user could have written the file; it is not ours; the driver is another one.
     for step in ("", "", "lost", "", "open to others", "no verdict", "driver", ""):
         for path in cache.iterdir() if cache.exists() else ():
             if step == "lost" and rank == 0:
@@ -393,7 +393,7 @@ def verifies_anew(rank: int, world_size: int, directory: Path) -> list[bool]:
 
 
 @pytest.mark.guarantee("D33")
-def test_a_cached_verdict_is_used_only_if_it_is_ours_and_all_have_it(ranks2: RankPool) -> None:
-    """A lost, foreign, corrupt or outdated file makes all ranks look again."""
+def test_a_cached_result_is_used_only_if_it_is_ours_and_all_have_it(ranks2: RankPool) -> None:
+    """All ranks test again if the file of one of them is lost, foreign, corrupt or outdated."""
     expected = [False, True, False, True, False, False, False, True]
     assert ranks2.run(verifies_anew) == [expected, expected]

@@ -1,4 +1,4 @@
-"""What README.md and the pages of the site say to type works: Python blocks are run, commands exist."""
+"""The examples in README.md and the pages of the site work: Python blocks run, and commands exist."""
 
 import contextlib
 import gc
@@ -28,7 +28,7 @@ PROGRAMS = [program for page in PAGES for program in programs_of(blocks_of(page,
 COMMANDS = [block for block in BLOCKS if block.language == "sh"]
 DEADLINE_S = 60.0
 SHOWN = {"text", ""}
-"""Languages of blocks that hold no code: messages, drawings."""
+"""The languages of blocks that hold no code but messages or drawings."""
 
 
 @contextlib.contextmanager
@@ -52,12 +52,12 @@ def torchrun_variables(rank: int, world_size: int, port: int) -> Iterator[None]:
 def run_program(
     rank: int, world_size: int, directory: Path, source: str, where: str, ranks: int, port: int
 ) -> str:
-    """Run a page's program, if this rank is in its world; return what it printed."""
+    """Run a page's program if this rank is in its world; return its output."""
     if rank >= ranks:
         return ""
     page = Path(where.partition(":")[0])
     module = types.ModuleType("page_" + re.sub(r"\W", "_", where))
-    sys.modules[module.__name__] = module  # where dataclasses look for their names
+    sys.modules[module.__name__] = module  # dataclasses look up their names there
     printed = io.StringIO()
     environment = torchrun_variables(rank, ranks, port) if ranks > 1 else contextlib.nullcontext()
     try:
@@ -67,7 +67,7 @@ def run_program(
         del sys.modules[module.__name__]
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
-        # Compiled functions keep the globals that they were made in, and torch keeps compiled functions.
+        # torch keeps compiled functions, which keep the globals of the module that defined them.
         for name in [each for each in module.__dict__ if not each.startswith("__")]:
             del module.__dict__[name]
         gc.collect()
@@ -76,9 +76,9 @@ def run_program(
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.where)
 def test_python_blocks_run(program: Program, ranks2: RankPool, ranks4: RankPool) -> None:
-    """Each program of a page runs to its end on as many ranks as its title says."""
+    """Each program of a page runs to its end, on as many ranks as its title says."""
     pool = ranks2 if program.ranks <= 2 else ranks4
-    # torch keeps the store of a world in which it has compiled.
+    # torch keeps the store of a world in which it has compiled a function.
     check_leaks = "torch.compile" not in program.source
     arguments = (program.source, program.where, program.ranks, free_port())
     pool.run(run_program, *arguments, timeout_s=DEADLINE_S, check_leaks=check_leaks)
@@ -86,7 +86,7 @@ def test_python_blocks_run(program: Program, ranks2: RankPool, ranks4: RankPool)
 
 @pytest.mark.parametrize("block", COMMANDS, ids=lambda block: block.where)
 def test_commands_exist(block: Block) -> None:
-    """Each line of a shell block calls a word of the Makefile, a module, a program or a file that is there."""
+    """Each line of a shell block calls a target of the Makefile, a module, a program or a file that exists."""
     for line in block.code.splitlines():
         words = shlex.split(line, comments=True)
         while words and re.match(r"[A-Z_]+=", words[0]):
@@ -119,7 +119,7 @@ def check_command(words: list[str], block: Block) -> None:
         check_module(arguments[1], arguments[2:])
     elif program == "torchrun":
         scripts = [word for word in arguments if word.endswith(".py")]
-        # example.py is the reader's own file, made of the block of Python nearby.
+        # example.py is a file that the reader makes from the Python block beside the command.
         assert [word for word in scripts if word != "example.py" and not (ROOT / word).is_file()] == []
     elif program.startswith("examples/"):
         assert os.access(ROOT / program, os.X_OK), program
@@ -143,15 +143,15 @@ def check_module(module: str, arguments: list[str]) -> None:
 
 
 def test_every_block_is_run_or_says_why_not() -> None:
-    """There are no blocks but Python, commands, shown text, and those whose title says why they are not run."""
+    """Every block is Python, a command or plain text, or its title says why it is not run."""
     skipped = [block for block in BLOCKS if block.reason is not None]
     others = [block.where for block in BLOCKS if block.language not in {"python", "sh"} | SHOWN]
     assert others == []
     assert [block.where for block in skipped if not block.reason] == []
-    # This number grows only on purpose.
+    # Change this number only on purpose.
     assert len(skipped) == SKIPPED, [f"{block.where}: {block.reason}" for block in skipped]
     assert len(PROGRAMS) > 10
 
 
 SKIPPED = 4
-"""vLLM's own imports (twice), a capture on a GPU, a script on two hosts."""
+"""They are vLLM's own imports (twice), a capture on a GPU and a script for two hosts."""

@@ -1,4 +1,4 @@
-"""Every program in examples/ runs as its own text says, and comes to the right end."""
+"""Every program in examples/ runs as its description says, and prints the right results."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ DEADLINE_S = 60.0
 
 
 def run_as_torchrun_does(rank: int, world_size: int, directory: Path, program: str, port: int) -> str:
-    """Run a program in this process with torchrun's variables; return what it printed."""
+    """Run a program in this process with torchrun's variables; return its output."""
     told = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -42,7 +42,7 @@ def run_as_torchrun_does(rank: int, world_size: int, directory: Path, program: s
 
 
 def forget_registered() -> None:
-    """Forget the classes that a program has registered: the next one's have the same module, `__main__`."""
+    """Unregister a program's classes, because those of the next program have the same module, `__main__`."""
     from shm_broadcast.codec import registry
 
     for cls in [each for each in registry._by_class if each.__module__ == "__main__"]:
@@ -55,7 +55,7 @@ def run_ranks_of(pool: RankPool, program: str) -> list[str]:
 
 
 def test_a_worker_written_for_vllm_runs(ranks2: RankPool) -> None:
-    """Both ranks get each plan, and the sum over the group is that of the whole layer."""
+    """Both ranks get each plan, and the sum over the group equals that of the whole layer."""
     printed = run_ranks_of(ranks2, "vllm_style_worker.py")
     steps = [re.findall(r"step (\d): (\d) tokens, sum (-?\d+)", each) for each in printed]
     assert [each[:2] for each in steps[0]] == [("0", "3"), ("1", "4"), ("2", "5")]
@@ -94,7 +94,7 @@ def test_a_scheduler_broadcasts_without_torch() -> None:
 
 @requires("network_namespaces")
 def test_torchrun_joins_two_hosts() -> None:
-    """The script, started once on each of two hosts, runs the worker over both."""
+    """The script starts once on each of two hosts and runs the worker on both."""
     found = run_on_two_hosts(__name__)
     for host in (found[0], found[2]):
         assert host["status"] == 0, host["printed"]
@@ -110,7 +110,7 @@ def test_every_example_is_listed() -> None:
 
 
 def main(directory: Path, rank: int) -> None:
-    """Be the one who starts the script on a host; the second rank of each has nothing to do."""
+    """Start the script if this is the first rank of its host; the second rank has nothing to do."""
     if rank in (0, 2):
         done = subprocess.run(
             [EXAMPLES / "torchrun_two_hosts.sh", str(rank // 2), "10.77.0.1"],

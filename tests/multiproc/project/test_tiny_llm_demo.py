@@ -1,4 +1,4 @@
-"""The demo as a user starts it: several processes give the tokens of one, and leave nothing when they fail."""
+"""The demo runs as a user starts it: several processes give one process's tokens, and failures leave nothing."""
 
 import json
 import os
@@ -28,10 +28,10 @@ DEMO = (sys.executable, "-m", "examples.tiny_llm")
 DEADLINE_S = 90.0
 
 CONFIG = ModelConfig(
-    vocab_size=301,  # odd, so that one rank's part of the vocabulary is padded
+    vocab_size=301,  # it is odd, which pads one rank's part of the vocabulary
     hidden_size=48,
     intermediate_size=64,
-    num_hidden_layers=3,  # odd, so that the stages differ
+    num_hidden_layers=3,  # it is odd, which makes the stages differ
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=12,
@@ -51,7 +51,7 @@ PROMPTS = (
 
 
 def random_checkpoint(directory: Path, config: ModelConfig) -> Path:
-    """Write a model with random weights, large enough that its logits lie well apart."""
+    """Write a model with random weights that are large enough to keep its logits well apart."""
     alone = Alone()
     stage = LlamaStage(config, ModelGroups(alone, alone, alone), 1)
     generator = torch.Generator().manual_seed(5)
@@ -64,12 +64,12 @@ def random_checkpoint(directory: Path, config: ModelConfig) -> Path:
 
 
 def prompts(texts: Sequence[str]) -> list[str]:
-    """Spell prompts as arguments."""
+    """Return the arguments that pass these prompts."""
     return [argument for text in texts for argument in ("--prompt", text)]
 
 
 def run_demo(*arguments: str, command: Sequence[str] = DEMO) -> subprocess.CompletedProcess[str]:
-    """Run the demo to its end and check that it left no directory."""
+    """Run the demo to its end, and check that it left no directory."""
     done = subprocess.run(
         [*command, *arguments],
         cwd=REPOSITORY,
@@ -88,7 +88,7 @@ def leftovers() -> list[Path]:
 
 
 def report_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """Read what the demo printed with `--json`."""
+    """Return the report that the demo printed with `--json`."""
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
     assert report["identical"]
@@ -96,7 +96,7 @@ def report_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 def test_four_processes_give_the_tokens_of_one(tmp_path: Path) -> None:
-    """TP 2 x PP 2 with prompts of all lengths, arriving and ending at different steps, in fewer slots."""
+    """TP 2 x PP 2 gives the tokens of one process; prompts outnumber the slots and begin and end at different steps."""
     model = random_checkpoint(tmp_path / "model", CONFIG)
     report = report_of(
         run_demo(
@@ -120,12 +120,12 @@ def test_four_processes_give_the_tokens_of_one(tmp_path: Path) -> None:
     steps = report["steps"]
     assert counts["world", "broadcast_object"] == 4 * (steps + 1)
     assert counts["pp", "send_tensor_dict"] == counts["pp", "recv_tensor_dict"] == 2 * steps
-    # Two in each layer and one in the embedding, on both ranks that share them.
+    # Each layer has two all-reduces and the embedding has one, on both ranks that share them.
     assert counts["tp", "all_reduce"] == 2 * steps * (2 * CONFIG.num_hidden_layers + 1)
 
 
 def test_a_single_kv_head_is_replicated_and_sampling_is_reproducible(tmp_path: Path) -> None:
-    """TP 2 over one KV head, with tied embeddings and at a temperature, gives the tokens of one process."""
+    """TP 2 over one KV head, with tied embeddings and a temperature, gives the tokens of one process."""
     fields = {field: getattr(CONFIG, field) for field in CONFIG.__dataclass_fields__}
     config = ModelConfig(**{**fields, "num_key_value_heads": 1, "tie_word_embeddings": True})
     model = random_checkpoint(tmp_path / "model", config)
@@ -178,8 +178,8 @@ def test_torchrun_can_start_the_ranks(tmp_path: Path) -> None:
     )
 
 
-def test_the_demo_trains_its_own_model_and_ends_with_the_verdict() -> None:
-    """Without arguments it prints the texts, the table and the speed, and one line at the end that says OK."""
+def test_the_demo_trains_its_own_model_and_ends_with_ok() -> None:
+    """Without arguments it prints the texts, the table and the speed, and a last line that says OK."""
     done = run_demo()
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -207,13 +207,13 @@ def test_what_cannot_work_is_said_in_one_line(arguments: tuple[str, ...], text: 
 
 
 def test_the_launcher_needs_no_torch() -> None:
-    """Importing torch takes seconds, which only the ranks spend."""
+    """The launcher does not import torch, which takes seconds; only the ranks import it."""
     code = "import sys, examples.tiny_llm.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
 
 
 def test_an_error_of_rank_0_is_said_in_one_line(tmp_path: Path) -> None:
-    """What only a rank finds out reaches the user without a traceback as well."""
+    """An error that only a rank can find also reaches the user without a traceback."""
     model = random_checkpoint(tmp_path / "model", CONFIG)
     (model / "model-00002-of-00002.safetensors").unlink()
     done = run_demo("--model", str(model), "--tp", "1", "--pp", "2")
@@ -226,7 +226,7 @@ def test_an_error_of_rank_0_is_said_in_one_line(tmp_path: Path) -> None:
 
 @contextmanager
 def generating(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """Start a long run, wait until its two ranks generate, and give the launcher and their process ids."""
+    """Start a long run, wait until its two ranks generate, and yield the launcher and their process ids."""
     model = random_checkpoint(tmp_path / "model", CONFIG)
     errors = tmp_path / "errors"
     with errors.open("w") as stderr:
@@ -274,12 +274,12 @@ def test_the_ranks_end_with_their_launcher(tmp_path: Path) -> None:
         launcher.kill()
         launcher.wait()
         wait_until(lambda: all(map(has_ended, ranks)), f"the end of ranks {ranks}", DEADLINE_S, 0.05)
-    for path in leftovers():  # nobody was left to remove them
+    for path in leftovers():  # no process was left to remove them
         shutil.rmtree(path)
 
 
 def test_the_launcher_gives_up_at_its_deadline(tmp_path: Path) -> None:
-    """A run that takes too long ends with status 1, and its ranks with it."""
+    """A run that takes too long ends with status 1, and its ranks end too."""
     model = random_checkpoint(tmp_path / "model", CONFIG)
     done = run_demo("--model", str(model), "--tp", "1", "--pp", "1", "--deadline", "0.5")
     assert done.returncode == 1

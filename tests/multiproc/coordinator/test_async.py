@@ -1,4 +1,4 @@
-"""Asynchronous collectives: the results of the blocking form, in its order, beside the caller's computations."""
+"""Asynchronous collectives give the results of the blocking form, in order, while the caller computes."""
 
 import os
 import threading
@@ -55,7 +55,7 @@ def every_form(rank: int, world_size: int, directory: Path) -> list[str]:
             x = torch.arange(shape[0] * shape[1]).view(shape).remainder(97).float() * (rank + 1)
             blocking = {name: call(group, x) for name, call in CALLS.items()}
             handles = {name: call(group, x, async_op=True) for name, call in CALLS.items()}
-            # The last first: waiting is not what carries a call out.
+            # Wait for the last call first: calls are carried out although nobody waits for them.
             results = {name: handle.wait() for name, handle in reversed(handles.items())}
             wrong += [name for name in CALLS if not same(blocking[name], results[name])]
             wrong += [f"{name} twice" for name in CALLS if handles[name].wait() is not results[name]]
@@ -64,12 +64,12 @@ def every_form(rank: int, world_size: int, directory: Path) -> list[str]:
 
 @pytest.mark.guarantee("D40")
 def test_every_collective_has_an_asynchronous_form_with_the_same_result(ranks2: RankPool) -> None:
-    """Over shared memory."""
+    """The forms agree over shared memory."""
     assert ranks2.run(every_form) == [[], []]
 
 
 def test_asynchronous_forms_between_hosts(ranks2: RankPool, ranks4: RankPool) -> None:
-    """Over Gloo, and in two levels."""
+    """The forms agree over Gloo and in two levels."""
     assert ApartPool(ranks2).run(every_form) == [[], []]
     assert HostsPool(ranks4, ["a", "a", "b", "b"]).run(every_form) == [[]] * 4
 
@@ -80,10 +80,10 @@ def goes_on(rank: int, world_size: int, directory: Path) -> list[bool]:
         handles = [group.all_reduce(torch.full((1 << 18,), float(i)), async_op=True) for i in range(4)]
         deadline = time.monotonic() + 30
         while not all(handle.is_completed() for handle in handles) and time.monotonic() < deadline:
-            time.sleep(0.001)  # nobody waits for them
+            time.sleep(0.001)  # no call waits for the handles
         found.append(all(handle.is_completed() for handle in handles))
         found.append([handle.wait()[0].item() for handle in handles] == [0.0, 2.0, 4.0, 6.0])
-        # Blocking calls of both planes stand behind what is open, also where ranks mix the forms differently.
+        # Blocking calls of both planes come after calls that are open, also if ranks mix the two forms differently.
         x = torch.ones(1000)
         first: Any
         if rank == 0:
@@ -98,11 +98,11 @@ def goes_on(rank: int, world_size: int, directory: Path) -> list[bool]:
             third = group.all_gather_object("x")
         found.append((first if rank else first.wait())[0].item() == 2.0)
         found += [len(second) == 2000, third == ["x", "x"]]
-        # What nobody waits for is carried out too.
+        # Calls whose handles are dropped are carried out too.
         for _ in range(20):
             group.all_reduce(x, async_op=True)
         found.append(group.all_reduce(x)[0].item() == 2.0)
-        # A point-to-point call does not stand in line: here the all-reduce needs the message first.
+        # A point-to-point call does not wait for open calls. Here the all-reduce needs the message first.
         handle = group.all_reduce(x, async_op=True) if rank == 0 else None
         if rank == 0:
             group.send(x, 1)
@@ -114,8 +114,8 @@ def goes_on(rank: int, world_size: int, directory: Path) -> list[bool]:
 
 
 @pytest.mark.guarantee("D41")
-def test_calls_go_on_by_themselves_and_in_order(ranks2: RankPool) -> None:
-    """Also when nobody waits, is waited for last, or other calls come between."""
+def test_calls_proceed_in_the_background_and_in_order(ranks2: RankPool) -> None:
+    """This also holds if handles are dropped or waited for in another order, or if other calls come between."""
     assert ranks2.run(goes_on) == [[True] * 7] * 2
 
 
@@ -123,11 +123,11 @@ def handles_of(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
     with world(rank, world_size, directory) as group:
         x = torch.ones(4)
         found: dict[str, Any] = {}
-        # Refused: by the call or by `wait`; nothing was sent.
+        # A mistake is refused by the call or by `wait`, and nothing is sent.
         found["at once"] = outcome_of(lambda: group.all_reduce([1], async_op=True))["kind"]  # type: ignore[call-overload]
         handle = group.reduce_scatter(torch.ones(3), async_op=True)
         found["by wait"] = [outcome_of(handle.wait)["kind"], outcome_of(handle.is_completed)["kind"]]
-        # A wait that gives up leaves the call alone.
+        # A wait that gives up does not end the call.
         if rank == 0:
             handle = group.all_reduce(x, async_op=True)
             found["early"] = outcome_of(lambda: handle.wait(0.05))["kind"], handle.is_completed()
@@ -135,7 +135,7 @@ def handles_of(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
         if rank == 1:
             handle = group.all_reduce(x, async_op=True)
         found["late"] = handle.wait().tolist()
-        # Futures, asked for before and after.
+        # Futures are requested before and after the call completes.
         handle = group.all_reduce(x, async_op=True)
         threads: list[str] = []
 
@@ -150,7 +150,7 @@ def handles_of(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
         again = group.all_reduce(x, async_op=True)
 
         def waits(_: Any) -> None:
-            # Where the future was complete already it runs here and now: a call would be made, on this rank alone.
+            # If the future is already complete, the callback runs at once, and would make a call on this rank alone.
             if threading.current_thread() is not threading.main_thread():
                 refused.extend(
                     [outcome_of(later.wait)["kind"], outcome_of(lambda: group.all_reduce(x))["kind"]]
@@ -179,8 +179,8 @@ def handles_of(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
     return {**found, "thread": found["thread"] == [f"group-coordinator-{name}-calls"]}
 
 
-def test_handles(ranks2: RankPool) -> None:
-    """What is refused, a wait that gives up, futures, callbacks, inference mode, forks."""
+def test_handles_of_asynchronous_calls(ranks2: RankPool) -> None:
+    """Mistakes are refused; waits with a deadline, futures, callbacks, inference mode and forks work as documented."""
     for rank, found in enumerate(ranks2.run(handles_of)):
         assert found["at once"] == "UsageError"
         assert found["by wait"] == ["UsageError", "UsageError"]
@@ -200,7 +200,7 @@ def destroy_open(rank: int, world_size: int, directory: Path) -> list[Any]:
             meet(rank, range(world_size), directory, "destroyed")
             group.destroy()
             return []
-        # Nobody will ever come to these; each has the default deadline of ten minutes.
+        # No other rank joins these calls. Each has the default deadline of ten minutes.
         handles: list[Any] = [group.all_reduce(torch.ones(1 << 18), async_op=True) for _ in range(3)]
         handles.append(group.barrier(async_op=True))
         future = handles[2].get_future()
@@ -217,7 +217,7 @@ def destroy_open(rank: int, world_size: int, directory: Path) -> list[Any]:
 
 @pytest.mark.guarantee("D42")
 def test_destroy_ends_open_calls(ranks2: RankPool) -> None:
-    """With `ClosedError`, out of handles and futures; the thread ends."""
+    """Handles and futures raise a `ClosedError`, and the thread ends."""
     start = time.monotonic()
     assert ranks2.run(destroy_open) == [["ClosedError"] * 6, []]
     assert time.monotonic() - start < 20
@@ -237,6 +237,6 @@ def deadline_passes(rank: int, world_size: int, directory: Path) -> list[Any]:
 
 
 def test_a_deadline_breaks_the_group_as_in_the_blocking_form(ranks2: RankPool) -> None:
-    """And what stands behind in line is refused at once."""
+    """Calls behind it are refused at once."""
     found = ranks2.run(deadline_passes)
     assert found[0] == ["CommTimeoutError", [1], "GroupBrokenError", "GroupBrokenError"]

@@ -1,4 +1,4 @@
-"""Barriers name every late rank, and other calls beside them do not disturb their numbers."""
+"""Barriers name every late rank, and other calls during a barrier do not change its number."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ def late(rank: int, world_size: int, directory: Path) -> list[Any]:
 
 
 def test_a_monitored_barrier_names_all_late_ranks(ranks4: RankPool) -> None:
-    """On every rank that came."""
+    """Every rank that came gets the names of all late ranks."""
     assert ranks4.run(late)[:2] == [["CommTimeoutError", [2, 3]]] * 2
 
 
@@ -29,5 +29,5 @@ def uncounted(rank: int, world_size: int, directory: Path) -> Any:
 
 
 def test_an_object_that_is_broadcast_beside_a_barrier_is_not_counted(ranks2: RankPool) -> None:
-    """Between hosts: which of the two comes first differs between ranks, and blame goes by the numbers."""
+    """Between hosts the order of the two calls differs between ranks, while errors compare the calls' numbers."""
     assert ApartPool(ranks2).run(uncounted) == [2, 2]

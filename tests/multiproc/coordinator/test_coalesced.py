@@ -1,4 +1,4 @@
-"""Coalesced calls: many tensors in one exchange, each result as of its own call."""
+"""Coalesced calls exchange many tensors at once, and each result equals that of a call of its own."""
 
 import time
 from datetime import timedelta
@@ -56,7 +56,7 @@ def coalesced(rank: int, world_size: int, directory: Path) -> list[bool]:
 
 
 def test_many_tensors_take_one_round(ranks2: RankPool) -> None:
-    """Lists and blocks, each result as of the call for one tensor."""
+    """Lists and blocks of tensors take one round, and each result equals that of the call for one tensor."""
     for found in ranks2.run(coalesced):
         assert all(found), found
 
@@ -82,7 +82,7 @@ def filled_in_the_call(rank: int, world_size: int, directory: Path) -> list[Any]
 
 
 def test_coalesced_outputs_are_filled_when_the_call_is_complete(ranks2: RankPool) -> None:
-    """Whoever waits, if anybody; the future gives the tensors themselves; the deadline is the one stated."""
+    """No rank has to wait for that. The future gives the same tensors, and the stated deadline applies."""
     first, second = ranks2.run(filled_in_the_call)
     assert second == [[[2.0] * 3, [2, 2]], True]
     assert first == [*second, "CommTimeoutError"]

@@ -1,4 +1,4 @@
-"""`python -m coordinator`: what it prints, how it ends, and that it leaves nothing behind."""
+"""`python -m coordinator` prints what it should, ends with the right status and leaves nothing behind."""
 
 import json
 import signal
@@ -12,7 +12,7 @@ from coordinator.cli import main
 
 
 def test_info_names_versions_devices_and_paths(capfd: pytest.CaptureFixture[str]) -> None:
-    """As one JSON object, with two ranks that were started to see how long that takes."""
+    """`info --json` prints one JSON object. It starts two ranks to measure how long that takes."""
     assert main(["info", "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert found["versions"]["torch"].startswith("2.")
@@ -24,7 +24,7 @@ def test_info_names_versions_devices_and_paths(capfd: pytest.CaptureFixture[str]
 def test_info_survives_a_setting_that_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A bug report must be possible with the very settings that are to blame; as text for people."""
+    """A bug report must be possible with the settings that cause the bug. The output is text for people."""
     monkeypatch.setenv("GROUP_COORDINATOR_TIMEOUTS", "3")
     assert main(["info", "--no-start"]) == 0
     text = capfd.readouterr().out
@@ -33,8 +33,8 @@ def test_info_survives_a_setting_that_is_wrong(
     assert "GROUP_COORDINATOR_TIMEOUT_S" in text
 
 
-def test_demo_shows_every_call_with_its_way(capfd: pytest.CaptureFixture[str]) -> None:
-    """Two ranks, one table."""
+def test_demo_shows_every_call_with_its_algorithm(capfd: pytest.CaptureFixture[str]) -> None:
+    """Two ranks run, and one table is printed."""
     assert main(["demo"]) == 0
     text = capfd.readouterr().out
     for word in ("1 KiB", "16 MiB", "one-shot", "broadcast_object", "barrier"):
@@ -42,7 +42,7 @@ def test_demo_shows_every_call_with_its_way(capfd: pytest.CaptureFixture[str]) -
 
 
 def test_check_verifies_a_part_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
-    """A part of the contract, and one of what the host carries."""
+    """It checks one part of the contract for tensors, and one part for objects."""
     assert main(["check", "-n", "2", "--only", "all_gather", "--only", "queue"]) == 0
     text = capfd.readouterr().out
     assert "all_gather" in text
@@ -54,10 +54,10 @@ def test_check_verifies_a_part_and_says_so(capfd: pytest.CaptureFixture[str]) ->
     "arguments",
     [["check", "-n", "0"], ["check", "-n", "65"], ["demo", "--timeout", "-1"], ["check", "--only", "x"], []],
 )
-def test_a_wrong_command_line_is_told_with_status_2(
+def test_a_wrong_command_line_ends_with_status_2(
     arguments: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Before anything is started."""
+    """The error is printed before any rank is started."""
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
@@ -65,13 +65,13 @@ def test_a_wrong_command_line_is_told_with_status_2(
 
 
 def test_a_deadline_that_passes_names_the_ranks_and_ends_them(capfd: pytest.CaptureFixture[str]) -> None:
-    """Status 1, in time."""
+    """The command ends in time, with status 1."""
     assert main(["check", "--timeout", "0.05"]) == 1
     assert "not finished within 0.05 s (--timeout); still running: ranks 0, 1" in capfd.readouterr().err
 
 
 def test_ctrl_c_ends_the_ranks_too() -> None:
-    """The launcher answers it, and takes its ranks along."""
+    """Ctrl-C ends the launcher in time, and its ranks with it."""
     command = [sys.executable, "-m", "coordinator", "check", "--only", "all_reduce"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

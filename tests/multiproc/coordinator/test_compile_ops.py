@@ -1,4 +1,4 @@
-"""Collectives inside of `torch.compile`: one graph, the results of the plain calls, and errors of ours."""
+"""Collectives inside of `torch.compile` make one graph, give the results of the plain calls, and raise our errors."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def step(group: GroupCoordinator, x: torch.Tensor, weight: torch.Tensor) -> list
 
 
 def compiled(rank: int, world_size: int, directory: Path) -> None:
-    # Before there is a world: torch keeps the one that it finds while it imports this as a default argument.
+    # Import this before there is a world, because torch keeps the present world as a default argument.
     import torch._dynamo
     from torch._dynamo.testing import CompileCounterWithBackend
 
     with world(rank, world_size, directory) as group:
         generator = torch.Generator().manual_seed(rank)
         weight = torch.linspace(-1, 1, 8)
-        # Two ranks trace with the same shapes as four, which only show that more ranks change nothing.
+        # Two ranks trace with the same shapes as four. Four only show that more ranks change nothing.
         for backend in ["aot_eager" if world_size == 2 else "eager"]:
             torch._dynamo.reset()
             counter = CompileCounterWithBackend(backend)
@@ -62,7 +62,7 @@ def compiled(rank: int, world_size: int, directory: Path) -> None:
                     assert torch.equal(got, expected)
                 assert torch.equal(x, before)
             assert counter.frame_count == 1, "the number of tokens is symbolic"
-            # Gradients: none, as without a compiler.
+            # There are no gradients, as without a compiler.
             leaf = torch.randn(3, 8, generator=generator).requires_grad_()
             assert not any(each.requires_grad for each in run(group, leaf, weight)[:-1])
         torch._dynamo.reset()
@@ -72,7 +72,7 @@ def compiled(rank: int, world_size: int, directory: Path) -> None:
 def test_a_compiled_step_is_one_graph_with_the_same_results(
     ranks2: RankPool, ranks4: RankPool, size: int
 ) -> None:
-    """Without a graph break, with symbolic sizes, and with the bits of the plain calls."""
+    """There is no graph break, sizes are symbolic, and the results have the bits of the plain calls."""
     (ranks2 if size == 2 else ranks4).run(compiled)
 
 
@@ -98,7 +98,7 @@ def failures(rank: int, world_size: int, directory: Path) -> list[str]:
     outcome = outcome_of(lambda: run(x))
     assert name in outcome["text"]
     found.append(outcome["kind"])
-    # The next world has a group of the same name, which the graph finds.
+    # The next world has a group of the same name, and the graph finds it.
     destroy_distributed_environment()
     join_world(rank, world_size, directory / "again")
     again = new_group(get_world_group())
@@ -113,15 +113,15 @@ def failures(rank: int, world_size: int, directory: Path) -> list[str]:
 
 
 def test_errors_in_a_graph_are_those_of_the_call(ranks2: RankPool) -> None:
-    """A deadline names who is missing, the group is broken then, and once destroyed it is closed."""
+    """At a deadline the error names the missing ranks and the group is broken. A destroyed group is closed."""
     assert ranks2.run(failures) == [["GroupBrokenError", "ClosedError"], ["ClosedError"]]
 
 
 # --- one process ------------------------------------------------------------------------------------------------
 
 
-def test_a_group_that_is_gone_is_named() -> None:
-    """Whether it was destroyed or forgotten, and whether there ever was one."""
+def test_an_error_names_a_group_that_does_not_exist() -> None:
+    """The group was destroyed, was garbage-collected, or never existed."""
     x = torch.ones(2)
     group = FakeGroupCoordinator(0, 2)
     name = group.unique_name
@@ -141,7 +141,7 @@ def test_a_group_that_is_gone_is_named() -> None:
 
 
 def test_mistakes_in_a_graph_are_refused() -> None:
-    """Also a graph that was made for a group of another size."""
+    """Wrong arguments raise, and so does a graph that was compiled for a group of another size."""
     x = torch.ones(3, 4)
     with FakeGroupCoordinator(1, 3) as group:
         attempts: dict[str, Any] = {
@@ -157,7 +157,7 @@ def test_mistakes_in_a_graph_are_refused() -> None:
 
 
 def test_operations_return_new_tensors_also_in_a_group_of_one() -> None:
-    """An operation may not return its input, so it copies there; the method does not, also when it is compiled."""
+    """An operation must not return its input and copies it. The method returns its input, also when it is compiled."""
     x = torch.ones(2, 4)
     with FakeGroupCoordinator(0, 1) as group:
         name = group.unique_name
@@ -178,8 +178,8 @@ def test_operations_return_new_tensors_also_in_a_group_of_one() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_torch_finds_nothing_wrong_with_the_operations(world_size: int) -> None:
-    """Their schemas, shapes with symbolic sizes, strides, aliases and lack of a gradient."""
+def test_the_operations_pass_torchs_opcheck(world_size: int) -> None:
+    """Their schemas, shapes with symbolic sizes, strides, aliases and lack of a gradient are right."""
     with FakeGroupCoordinator(0, world_size) as group:
         name = group.unique_name
         x = torch.randn(4, 8)
@@ -213,6 +213,6 @@ for rows in (6, 9):
 """
 
 
-def test_inductor_takes_them() -> None:
-    """The compiler that engines use calls them, with sizes that it does not know."""
+def test_inductor_compiles_the_operations() -> None:
+    """The compiler that engines use calls the operations with sizes that it does not know."""
     subprocess.run([sys.executable, "-c", INDUCTOR], check=True, cwd=ROOT)

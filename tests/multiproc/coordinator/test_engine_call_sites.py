@@ -1,6 +1,6 @@
-"""Call sites as engines write them: code for vLLM's class runs on ours once its import is changed.
+"""Call sites as engines write them: code for vLLM's class runs on ours after its import is changed.
 
-Two things beside the import: classes that are sent are registered, and process groups are the group's own.
+There are two other changes: classes that are sent must be registered, and process groups must be the group's own.
 """
 
 import contextlib
@@ -38,20 +38,20 @@ from tests.harness import RankPool
 
 
 class Priority(enum.Enum):
-    """Carried without registration."""
+    """An enumeration that is sent without registration."""
 
     HIGH = 1
 
 
 class Sampling(msgspec.Struct):
-    """A Struct inside of a dataclass."""
+    """A Struct that is a field of a dataclass."""
 
     temperature: float
     stop: list[str]
 
 
 class Block(NamedTuple):
-    """A key of the cache."""
+    """A named tuple that is a key of the cache."""
 
     layer: int
     slot: int
@@ -75,7 +75,7 @@ for _each in (Sampling, Block, SchedulerOutput):
 
 
 def seeded(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Return the same random tensor on every rank, of small integers, whose sums are exact."""
+    """Return a random tensor that is the same on every rank. It holds small integers, whose sums are exact."""
     return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
@@ -108,7 +108,7 @@ def positional(rank: int, world_size: int, directory: Path) -> None:
     assert tp.mq_broadcaster is not None
     assert pp.mq_broadcaster is None
     assert world.all_reduce(torch.ones(1)).item() == 4
-    # Engines destroy the groups in any order, also after torch's own world.
+    # Engines destroy the groups in any order, even after torch's own world.
     for group in (world, pp, tp):
         group.destroy()
         group.destroy()
@@ -119,7 +119,7 @@ def positional(rank: int, world_size: int, directory: Path) -> None:
 
 @pytest.mark.guarantee("G1")
 def test_the_constructor_takes_what_engines_pass(ranks4: RankPool) -> None:
-    """Positional and keyword forms, a backend that torch reported, and the attributes that engines read."""
+    """It takes positional and keyword arguments and a backend from torch, and has the attributes that engines read."""
     ranks4.run(positional)
 
 
@@ -135,7 +135,7 @@ def torch_goes_first(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_groups_can_be_destroyed_after_torch_distributed(ranks2: RankPool) -> None:
-    """An engine that shuts torch down first leaves nothing behind, and no error."""
+    """An engine that shuts torch down first leaves nothing behind and gets no error."""
     ranks2.run(torch_goes_first)
 
 
@@ -164,7 +164,7 @@ def getters(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_an_engine_can_start_again_with_other_sizes(ranks4: RankPool) -> None:
-    """The module's functions give the sizes and ranks of the present groups, four times over in one process."""
+    """The module's functions give the sizes and ranks of the present groups. One process creates groups four times."""
     ranks4.run(getters)
 
 
@@ -196,7 +196,7 @@ def layers(rank: int, world_size: int, directory: Path) -> None:
         assert gathered is None if rank else torch.equal(gathered, whole)  # type: ignore[arg-type]
         assert torch.equal(tp.all_gather(logits), whole)
         assert torch.equal(tp.all_gather(logits.t(), dim=0), whole.t())
-        # Sequence parallelism: scatter after the row-parallel layer, gather before the next.
+        # Sequence parallelism scatters after the row-parallel layer and gathers before the next one.
         shard = tp.reduce_scatter(torch.cat([partial, partial]), dim=0)
         assert torch.equal(tp.all_gather(shard, dim=0), torch.cat([reduced, reduced]))
         sizes = [1, 2, 0, 3]
@@ -213,7 +213,7 @@ def layers(rank: int, world_size: int, directory: Path) -> None:
 
 @pytest.mark.guarantee("G1")
 def test_sharded_layers_give_what_whole_layers_give(ranks4: RankPool) -> None:
-    """Row-parallel linear, vocabulary-parallel embedding and logits, sequence parallelism even and uneven."""
+    """The layers are row-parallel linear, vocabulary-parallel embedding and logits, and sequence-parallel ones."""
     ranks4.run(layers)
 
 
@@ -235,7 +235,7 @@ def broadcasts(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_broadcast_fills_its_input_and_returns_it(ranks4: RankPool) -> None:
-    """As engines expect; `send` and `recv` go to the neighbours unless told otherwise."""
+    """Engines expect this. By default `send` and `recv` use the neighbours."""
     ranks4.run(broadcasts)
 
 
@@ -265,7 +265,7 @@ def experts(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_tokens_are_dispatched_and_combined(ranks4: RankPool) -> None:
-    """Ranks hold different numbers of tokens, stated or exchanged, with and without extra tensors."""
+    """Ranks hold different numbers of tokens, which are stated or exchanged. Extra tensors are optional."""
     ranks4.run(experts)
 
 
@@ -316,7 +316,7 @@ def step_inputs(rank: int, world_size: int, directory: Path) -> None:
 
 @pytest.mark.guarantee("G16")
 def test_step_inputs_reach_every_worker(ranks2: RankPool) -> None:
-    """Objects, lists and tensor dicts with metadata; a process group that is not the group's own is refused."""
+    """They are objects, lists and tensor dicts with metadata. A process group of another group is refused."""
     ranks2.run(step_inputs)
 
 
@@ -335,7 +335,7 @@ def queues(rank: int, world_size: int, directory: Path) -> None:
             inputs.enqueue(("run", [1, 2]))
         else:
             assert inputs.dequeue() == ("run", [1, 2])
-        # The reader is a worker as well: its own answer takes the same way.
+        # The reader is a worker too, and its own answer goes through the queue as well.
         answer.enqueue(rank)
         if rank == 0:
             assert [queue.dequeue() for queue in answers] == [0, 1, 2, 3]
@@ -349,7 +349,7 @@ def queues(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_queues_carry_steps_and_answers(ranks4: RankPool) -> None:
-    """One writer to many readers; many writers to one reader, which gets the pair that engines unpack."""
+    """One writer has many readers, and one reader has many writers and gets the pair that engines unpack."""
     ranks4.run(queues)
 
 
@@ -357,7 +357,7 @@ def test_queues_carry_steps_and_answers(ranks4: RankPool) -> None:
 
 
 def stages(rank: int, world_size: int, directory: Path) -> None:
-    """A pipeline of two stages of two ranks each, whose residual is sharded over a stage's ranks."""
+    """Run a pipeline of two stages with two ranks each. The residual is sharded over a stage's ranks."""
     with engine(rank, world_size, directory, tp=2, pp=2):
         pp, tp = get_pp_group(), get_tp_group()
         overrides = {"residual": False}
@@ -384,12 +384,12 @@ def stages(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_stages_hand_on_their_tensors(ranks4: RankPool) -> None:
-    """Hidden states in slices, a sharded residual whole, and the last stage's logits back to all."""
+    """Hidden states travel in slices and a sharded residual whole. The last stage sends its logits to all."""
     ranks4.run(stages)
 
 
 def overlapped(rank: int, world_size: int, directory: Path) -> None:
-    """Receive the next step while this one is computed; wait for a step's sends before the next one's."""
+    """Receive the next step while this one is computed. Wait for a step's sends before those of the next one."""
     with engine(rank, world_size, directory, tp=1, pp=world_size):
         pp = get_pp_group()
         sending: list[Any] = []
@@ -415,7 +415,7 @@ def overlapped(rank: int, world_size: int, directory: Path) -> None:
             handles = pp.isend_tensor_dict(
                 {"hidden_states": buffer, "step": step}, all_gather_group=get_tp_group()
             )
-            # The first handle is that of the metadata, which is reaped later.
+            # The first handle is that of the metadata. It is waited for later.
             sending = handles[1:]
             note = pp.isend_object({"step": step}, dst=(pp.rank_in_group + 1) % pp.world_size)
             note.wait()
@@ -427,5 +427,5 @@ def overlapped(rank: int, world_size: int, directory: Path) -> None:
 
 @pytest.mark.guarantee("G1")
 def test_stages_overlap_sending_and_computing(ranks4: RankPool) -> None:
-    """The engine's loop over handles and callbacks, with one buffer that every step reuses."""
+    """The engine's loop uses handles, callbacks, and one buffer that every step reuses."""
     ranks4.run(overlapped)

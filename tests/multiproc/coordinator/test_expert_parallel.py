@@ -1,4 +1,4 @@
-"""Tokens that go to the ranks of their experts and come back, against a mixture of experts in one process."""
+"""Tokens go to the ranks of their experts and come back; results equal a mixture of experts in one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GATHER, EXCHANGE = DispatchForm.ALL_GATHER, DispatchForm.ALL_TO_ALL
 
 
 class Model:
-    """The tokens of every rank, where their experts are, and what comes of them: equal on all ranks."""
+    """The tokens of every rank, the ranks of their experts, and the results. Every rank computes the same ones."""
 
     def __init__(
         self,
@@ -50,12 +50,12 @@ class Model:
         self.scales = torch.randn(len(owners), HIDDEN, generator=generator)
 
     def results(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return the result of each expert, [rows, k, hidden], and anything where there is none."""
+        """Return the result of each expert, [rows, k, hidden]. A slot without an expert has an arbitrary result."""
         results = torch.tanh(hidden.float()[:, None] * self.scales[ids.clamp(min=0).long()]).to(hidden.dtype)
         return torch.where(ids[..., None] >= 0, results, torch.nan)
 
     def expected(self, rank: int, world_size: int) -> torch.Tensor:
-        """Return what comes back to `rank`, combined in rank order."""
+        """Return the results that come back to `rank`, combined in rank order."""
         hidden, ids, weights = self.hidden[rank], self.ids[rank], self.weights[rank]
         results, owners = self.results(hidden, ids), self.owners[ids]
         parts = []
@@ -69,7 +69,7 @@ class Model:
 
 
 def weighted(model: Model, routed: RoutedTokens) -> torch.Tensor:
-    """Return what an engine's experts give: the weighted sum of those of this rank, and NaN where there are none."""
+    """Return the results of an engine's experts: the weighted sum of this rank's experts, or NaN without any."""
     local = torch.where(routed.local_ids >= 0, routed.topk_ids.long(), -1)
     results = model.results(routed.hidden_states, local)
     total = torch.zeros(routed.hidden_states.shape)
@@ -83,7 +83,7 @@ def weighted(model: Model, routed: RoutedTokens) -> torch.Tensor:
 def there_and_back(
     group: GroupCoordinator, model: Model, placement: ExpertPlacement, **options: Any
 ) -> RoutedTokens:
-    """Dispatch and combine in both ways, and compare every bit."""
+    """Dispatch, combine both weighted sums and single results, and compare every bit."""
     rank, size = group.rank_in_group, group.world_size
     routed = group.dispatch(
         model.hidden[rank],
@@ -110,7 +110,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def tokens_here(model: Model, rank: int) -> list[int]:
-    """Return the numbers of the tokens that have an expert on `rank`, in the order of ranks and tokens."""
+    """Return the numbers of the tokens that have an expert on `rank`, ordered by rank and token."""
     return [
         1000 * source + token
         for source, ids in enumerate(model.ids)
@@ -154,7 +154,7 @@ def forms(rank: int, world_size: int, directory: Path) -> None:
                 is_row = (routed.local_ids >= 0).any(1)
                 assert routed.extra_tensors[0][is_row].tolist() == tokens_here(model, rank)
                 there_and_back(group, model, placement)
-        # Zeros keep the sign that they have in a sum over all ranks.
+        # A zero keeps the sign that it has in a sum over all ranks.
         placement = group.place_experts(world_size)
         for ids in (torch.arange(world_size).view(1, -1), torch.tensor([[1]])):
             signs = set()
@@ -167,16 +167,16 @@ def forms(rank: int, world_size: int, directory: Path) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_both_forms_give_the_bits_of_a_single_process(ranks2: RankPool, ranks4: RankPool, size: int) -> None:
-    """For uneven and zero tokens, experts that are all on one rank, several on one rank (sent once), and any map."""
+    """This holds for uneven and zero tokens, and for any map. A token with several experts on a rank is sent once."""
     (ranks2 if size == 2 else ranks4).run(forms)
 
 
 def test_ranks_on_different_hosts_exchange_tokens_too(ranks2: RankPool) -> None:
-    """Over Gloo."""
+    """The tokens travel over Gloo."""
     ApartPool(ranks2).run(forms)
 
 
-# --- what may not be -----------------------------------------------------------------------------------------------
+# --- mistakes ---------------------------------------------------------------------------------------------------
 
 
 def mistakes(rank: int, world_size: int, directory: Path) -> None:
@@ -211,7 +211,7 @@ def mistakes(rank: int, world_size: int, directory: Path) -> None:
             "floating"
             in outcome_of(lambda: group.combine(routed.hidden_states.long(), routed=routed))["text"]
         )
-        # Nothing was sent: the group works on, and several dispatches may be open.
+        # Nothing was sent. The group goes on, and several dispatches may be open.
         second = group.dispatch(x * 2, topk_ids=ids, experts=4, form=EXCHANGE)
         hits = torch.tensor([[2.0], [1.0], [1.0]]) if world_size == 2 else None
         results = [group.combine(each.hidden_states, routed=each) for each in (second, routed)]
@@ -220,8 +220,8 @@ def mistakes(rank: int, world_size: int, directory: Path) -> None:
             assert torch.equal(results[1], hits.expand(3, HIDDEN))
 
 
-def test_what_is_no_expert_is_refused_before_anything_is_sent(ranks2: RankPool) -> None:
-    """And everything else that does not fit; the group works on."""
+def test_wrong_arguments_are_refused_before_anything_is_sent(ranks2: RankPool) -> None:
+    """Wrong experts, shapes, capacities, forms and placements are refused, and the group goes on."""
     ranks2.run(mistakes)
 
 
@@ -241,8 +241,8 @@ def overflows(rank: int, world_size: int, directory: Path) -> None:
         assert bool(result[3].isnan())
 
 
-def test_a_token_without_room_is_lost_and_loud(ranks2: RankPool) -> None:
-    """Its result is NaN, and `lost` tells; the others are right."""
+def test_a_token_without_room_is_lost_and_reported(ranks2: RankPool) -> None:
+    """Its result is NaN, and `lost` reports it. The other results are right."""
     ranks2.run(overflows)
 
 
@@ -262,16 +262,16 @@ def many(rank: int, world_size: int, directory: Path) -> list[str]:
         return [routed.choice.reason]
 
 
-def test_many_tokens_take_the_exchange_by_themselves(ranks4: RankPool) -> None:
-    """All ranks choose alike; fp8 travels too."""
+def test_many_tokens_are_exchanged_by_default(ranks4: RankPool) -> None:
+    """All ranks choose the exchange. fp8 tokens are exchanged too."""
     assert len({reason for (reason,) in ranks4.run(many)}) == 1
 
 
-# --- the policy, and one process -------------------------------------------------------------------------------------
+# --- the policy, and one process --------------------------------------------------------------------------------
 
 
 def test_the_choice_of_form_names_its_reason() -> None:
-    """A pure function of what all ranks know."""
+    """The choice is a pure function of facts that all ranks know."""
     few, lots = [1, FEW_TOKENS - 1], [4096] * 8
     for tokens, topk, capacity, is_static, form, reason in (
         ([9000], 1, None, False, GATHER, "a group of one"),
@@ -289,7 +289,7 @@ def test_the_choice_of_form_names_its_reason() -> None:
 
 @given(st.integers(1, 300), st.integers(1, 9))
 def test_blocks_of_experts_are_contiguous_and_even(experts: int, ranks: int) -> None:
-    """No rank has two more than another, and the first have the more."""
+    """The numbers of experts differ by at most one, and the first ranks have the larger ones."""
     owners = contiguous_ranks(experts, ranks)
     sizes = [owners.count(rank) for rank in range(ranks)]
     assert owners == sorted(owners)
@@ -298,7 +298,7 @@ def test_blocks_of_experts_are_contiguous_and_even(experts: int, ranks: int) -> 
 
 
 def test_a_group_of_one_has_every_expert() -> None:
-    """Its rows are its tokens, and the sum is over its experts."""
+    """Its rows are its own tokens, and the sum is over its own experts."""
     with FakeGroupCoordinator(0, 1) as group:
         model = Model([5], 2, [0, 0, 0])
         routed = there_and_back(group, model, group.place_experts(3))
@@ -309,7 +309,7 @@ def test_a_group_of_one_has_every_expert() -> None:
 @settings(max_examples=60)
 @given(st.data())
 def test_every_token_comes_once_to_each_rank_that_has_one_of_its_experts(data: st.DataObject) -> None:
-    """Whatever the experts, the map and the capacity: what is sent is exactly that, or is said to be lost."""
+    """For any experts, map and capacity, exactly these tokens are sent, or they are reported as lost."""
     ranks, topk = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 4))
     owners = data.draw(st.lists(st.integers(0, ranks - 1), min_size=1, max_size=6))
     ids = data.draw(
@@ -345,6 +345,6 @@ def test_every_token_comes_once_to_each_rank_that_has_one_of_its_experts(data: s
 
 
 def test_the_two_forms_of_dispatch_are_not_mixed() -> None:
-    """Without a router's logits there must be a routing."""
+    """A dispatch without a router's logits must have a routing."""
     with FakeGroupCoordinator(0, 2) as group, pytest.raises(UsageError, match="alone"):
         group.dispatch(torch.ones(2, 2))  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""A group's queue whose writer is no rank of it: the engine's own process, as in engines with an executor."""
+"""A group's queue whose writer is no rank but the engine's own process, as in engines with an executor."""
 
 import copy
 import os
@@ -25,7 +25,7 @@ STEPS = 50
 
 
 def be_engine_or_worker(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
-    """The last process is the engine, which joins no world and is killed in the end; the others are workers."""
+    """Run the engine in the last process, which joins no world and is killed in the end, and workers in the others."""
     meeting = Meeting(directory)
     workers = world_size - 1
     if rank == workers:
@@ -40,7 +40,7 @@ def be_engine_or_worker(rank: int, world_size: int, directory: Path) -> dict[str
     with world(rank, workers, directory) as group:
         group.enable_broadcaster()
         own = group.mq_broadcaster
-        # One of the workers is given nothing, as on a host where the engine is not.
+        # One of the workers gets no handle, as on a host without the engine.
         given = None if rank == 1 else ExternalWriter(handle, key)
         steps = group.create_mq_broadcaster(0, given, blocking=rank >= 0)
         assert isinstance(steps, QueueReader)
@@ -49,20 +49,20 @@ def be_engine_or_worker(rank: int, world_size: int, directory: Path) -> dict[str
         assert group.broadcast_object({"plan": rank}) == {"plan": 0}
         meeting.mark(f"read-{rank}")
         found = ended_with(lambda: steps.dequeue(PATIENCE_S))
-        # The engine's death is the caller's to judge: the group itself has lost nobody.
+        # The engine's death does not break the group, which has lost no rank. The caller decides what to do.
         assert group.broadcast_object(["after", rank], 1) == ["after", 1]
         return found
 
 
 @pytest.mark.guarantee("G19")
 def test_workers_read_what_a_process_outside_of_the_group_writes() -> None:
-    """Every worker gets every step, also the one that was given no handle; the engine's death ends the queue only."""
+    """Every worker gets every step, even one that got no handle. The engine's death ends only the queue."""
     told = run_ranks(be_engine_or_worker, 4, expect_dead=[3])[:3]
     assert [each["kind"] for each in told] == ["PeerLostError"] * 3, told
 
 
 def misuse(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
-    """Offer what cannot be used, mostly on rank 1 alone, and use the group after each."""
+    """Pass wrong values, most of them on rank 1 alone, and use the group after each."""
     queues = [QueueWriter.create(f"engine-{rank}", readers) for readers in ([0, 1], [0, 5])]
     good, lacking = (ExternalWriter(queue.handle, queue.key) for queue in queues)
     gone = QueueWriter.create("gone", [0, 1])
@@ -95,8 +95,8 @@ def misuse(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
 
 
 @pytest.mark.guarantee("G19")
-def test_what_one_rank_cannot_use_fails_all(ranks2: RankPool) -> None:
-    """A wrong value, a handle without all ranks, a wrong key, or two queues is a `UsageError` on every rank."""
+def test_a_wrong_handle_on_one_rank_raises_on_all(ranks2: RankPool) -> None:
+    """A wrong value, a handle without all ranks, a wrong key or two queues raise a `UsageError` on every rank."""
     for each in ranks2.run(misuse):
         kinds = {name: outcome["kind"] for name, outcome in each.items()}
         assert kinds.pop("nobody is there") == "CapabilityError"
@@ -111,7 +111,7 @@ def test_what_one_rank_cannot_use_fails_all(ranks2: RankPool) -> None:
 
 
 def leave(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
-    """Destroy the group that reads; return what the writer, in rank 0's process, is told."""
+    """Destroy the group that reads; return the error of the writer, which is in rank 0's process."""
     writer = QueueWriter.create("engine", [0, 1]) if rank == 0 else None
     with writer or nullcontext():
         with world(rank, world_size, directory) as group:
@@ -122,14 +122,14 @@ def leave(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
 
 
 @pytest.mark.guarantee("G19")
-def test_the_reading_ends_are_closed_with_the_group(ranks2: RankPool) -> None:
-    """After `destroy` the writer is told that its readers left."""
+def test_the_readers_are_closed_with_the_group(ranks2: RankPool) -> None:
+    """After `destroy` the writer's error says that its readers left."""
     assert ranks2.run(leave)[0]["kind"] == "PeerLostError"
 
 
 @pytest.mark.guarantee("G19")
 def test_the_key_is_in_no_text_and_in_no_copy() -> None:
-    """Neither a text, a pickle, a copy nor a message of ours can hold it."""
+    """Neither its text, a pickle, a copy nor a message of ours can contain the key."""
     with QueueWriter.create("steps", [0]) as queue:
         for handle in (queue.handle, queue.handle.to_bytes(queue.key)):
             value = ExternalWriter(handle, queue.key, RemoteKeys.generate())

@@ -1,4 +1,4 @@
-"""Functional collectives: tensors that wait when they are first used, groups in any form, tracing."""
+"""Functional collectives return tensors that wait at their first use, take groups in any form and can be traced."""
 
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def results(rank: int, world_size: int, directory: Path) -> list[Any]:
                 found.append(torch.equal(made, expected))
                 found.append(torch.equal(functional.wait_tensor(made), expected))
             found.append(torch.equal(x, before))
-        # A result is an ordinary tensor in all that follows.
+        # After that the result is an ordinary tensor.
         made = functional.all_reduce(torch.ones(LARGE), "sum", group)
         found.append(float((made.view(-1)[:4] + 1).sum()) == 12.0)
         again = functional.all_reduce(made, "sum", group)
@@ -79,7 +79,7 @@ def results(rank: int, world_size: int, directory: Path) -> list[Any]:
 
 
 def test_results_wait_at_first_use(ranks2: RankPool) -> None:
-    """To the bits of the group's own calls; small ones are there at once."""
+    """They have the bits of the group's own calls. Small results are complete at once."""
     for found in ranks2.run(results):
         assert all(found), found
 
@@ -119,7 +119,7 @@ def forms(rank: int, world_size: int, directory: Path) -> list[Any]:
 
 
 def test_a_group_is_given_in_any_form(ranks4: RankPool) -> None:
-    """The coordinator, its name, ranks, nested ranks, a process group, a mesh and its dimension; none is created."""
+    """It may be a coordinator, a name, ranks, nested ranks, a process group, or a mesh with a dimension."""
     for found in ranks4.run(forms):
         assert all(found), found
 
@@ -140,8 +140,8 @@ def compiled(rank: int, world_size: int, directory: Path) -> list[Any]:
 
 
 def test_functional_collectives_are_traced(ranks2: RankPool) -> None:
-    """Into one graph, through the operations of this package."""
-    # The compiler itself leaves pipes and sockets.
+    """They become one graph with the operations of this package."""
+    # The compiler leaves pipes and sockets itself.
     assert ranks2.run(compiled, timeout_s=120, check_leaks=False) == [[True, True]] * 2
 
 
@@ -159,5 +159,5 @@ def lazy_inputs(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_a_result_that_waits_can_be_reduced_again(ranks2: RankPool) -> None:
-    """It has no memory before it is used."""
+    """The result has no memory before it is used."""
     ranks2.run(lazy_inputs)

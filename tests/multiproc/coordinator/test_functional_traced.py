@@ -1,4 +1,4 @@
-"""Exchanges, broadcasts and coalesced calls inside of `torch.compile`: one graph, the bits of the plain calls."""
+"""Exchanges, broadcasts and coalesced calls in `torch.compile` make one graph with the bits of the plain calls."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ OPS = torch.ops.group_coordinator
 
 
 def step(group: GroupCoordinator, x: torch.Tensor) -> list[torch.Tensor]:
-    """Use every call with and without what is optional; sizes follow the number of rows, which is symbolic."""
+    """Use every call with and without its optional arguments. Sizes depend on the number of rows, which is symbolic."""
     rows = x.shape[0]
     own = 1 if group.rank_in_group == 0 else rows - 1
     sent, received = [1, rows - 1], [own, own]
@@ -48,11 +48,11 @@ def plain(rank: int, world_size: int, directory: Path) -> None:
 
 
 def compiled(rank: int, world_size: int, directory: Path) -> list[Any] | None:
-    # A compiler costs seconds, and whoever compiles must meet whoever does not.
+    # A compiler costs seconds. One rank compiles, and its graph must match the other rank's plain calls.
     if rank == 1:
         plain(rank, world_size, directory)
         return None
-    # Before there is a world: torch keeps the one that it finds while it imports this as a default argument.
+    # Import this before there is a world, because torch keeps the present world as a default argument.
     import torch._dynamo
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -83,8 +83,8 @@ def compiled(rank: int, world_size: int, directory: Path) -> list[Any] | None:
 
 
 def test_exchanges_broadcasts_and_lists_are_traced(ranks2: RankPool) -> None:
-    """Into one graph with symbolic sizes, to the bits of the plain calls; a destroyed group is closed."""
-    # The compiler itself leaves pipes and sockets.
+    """They become one graph with symbolic sizes and the bits of the plain calls. A destroyed group is closed."""
+    # The compiler leaves pipes and sockets itself.
     assert ranks2.run(compiled, timeout_s=120, check_leaks=False) == [["ClosedError"], None]
 
 
@@ -92,8 +92,8 @@ def test_exchanges_broadcasts_and_lists_are_traced(ranks2: RankPool) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_torch_finds_nothing_wrong_with_them(size: int) -> None:
-    """Their schemas, shapes, strides and lack of a gradient; no result shares memory, in a group of one either."""
+def test_the_traced_operations_pass_torchs_opcheck(size: int) -> None:
+    """Schemas, shapes, strides and lack of a gradient are right. No result shares memory, even in a group of one."""
     with FakeGroupCoordinator(0, size) as group:
         name = group.unique_name
         x = torch.randn(4, 4).requires_grad_()
@@ -113,7 +113,7 @@ def test_torch_finds_nothing_wrong_with_them(size: int) -> None:
             results = made if isinstance(made, list) else [made]
             places = {each.untyped_storage().data_ptr() for each in (x, *results)}
             assert len(places) == len(results) + 1
-            # What is left out takes longest, and is what the compiled step shows.
+            # This leaves out the check that takes longest, because the compiled step above shows the same.
             torch.library.opcheck(
                 operation.default,
                 args,
@@ -122,7 +122,7 @@ def test_torch_finds_nothing_wrong_with_them(size: int) -> None:
 
 
 def test_mistakes_are_refused() -> None:
-    """By what is traced and by the call itself, and once the group is gone by its name."""
+    """The traced operation and the call itself refuse them. If the group is gone, the error has its name."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     x = torch.ones(4, 2)

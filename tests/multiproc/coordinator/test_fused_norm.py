@@ -1,4 +1,4 @@
-"""All-reduce, add and RMSNorm in one call: the bits of the three calls one after the other."""
+"""All-reduce, add and RMSNorm in one call give the bits of the three calls one after the other."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def compare(group: GroupCoordinator, tokens: int, hidden: int, dtype: torch.dtyp
     expected = group.all_reduce(x) + residual
     assert torch.equal(total, expected)
     assert torch.equal(normed, rms_norm(expected, weight, EPS))
-    # What is not contiguous is another tensor with the same elements.
+    # This tensor has the same elements and is not contiguous.
     pairs = torch.stack([x, x], 2)[..., 0]
     again = group.all_reduce_add_rms_norm(pairs, residual, weight, EPS, timeout_s=20)
     assert torch.equal(again[0], normed)
@@ -42,13 +42,13 @@ def fused(rank: int, world_size: int, directory: Path) -> list[float]:
 @pytest.mark.guarantee("D17")
 @pytest.mark.parametrize("size", [2, 4])
 def test_fused_is_bit_equal_to_unfused(ranks2: RankPool, ranks4: RankPool, size: int) -> None:
-    """For three dtypes, with the same result on every rank."""
+    """This holds for three dtypes, with the same result on every rank."""
     results = (ranks2 if size == 2 else ranks4).run(fused)
     assert all(each == results[0] for each in results)
 
 
-def test_it_holds_over_several_hosts_too(ranks2: RankPool, ranks4: RankPool) -> None:
-    """Over Gloo, and in two levels."""
+def test_fused_is_bit_equal_to_unfused_over_several_hosts(ranks2: RankPool, ranks4: RankPool) -> None:
+    """This holds over Gloo and in two levels."""
     for pool in (ApartPool(ranks2), HostsPool(ranks4, ["a", "a", "b", "b"])):
         results = pool.run(fused)
         assert all(each == results[0] for each in results)

@@ -1,4 +1,4 @@
-"""Before a group exists its ranks agree: on who is in it, and on how it behaves."""
+"""Before a group exists its ranks agree on its members and on its settings."""
 
 import os
 from collections.abc import Callable
@@ -64,7 +64,7 @@ def disagreeing(rank: int, world_size: int, directory: Path, what: str) -> str:
 @pytest.mark.guarantee("G6")
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_ranks_that_create_different_groups_all_raise_at_once(ranks4: RankPool, what: str) -> None:
-    """Every rank gets a DisagreementError long before any deadline, the world is intact, and a retry works."""
+    """Every rank gets a DisagreementError long before any deadline. The world is intact, and a retry works."""
     for text in ranks4.run(disagreeing, what):
         assert "creating group 'tp:" in text
         assert "ranks disagree" in text
@@ -82,7 +82,7 @@ def different_layouts(rank: int, world_size: int, directory: Path) -> str:
 
 
 def test_ranks_with_different_layouts_all_raise(ranks4: RankPool) -> None:
-    """No rank waits for groups that another one will never create, and nothing is left of the attempt."""
+    """No rank waits for groups that another one never creates, and nothing is left of the attempt."""
     for text in ranks4.run(different_layouts):
         assert "ranks disagree" in text
 
@@ -96,7 +96,7 @@ def different_worlds(rank: int, world_size: int, directory: Path) -> str:
 
     text = refusal(lambda: start(30.0 + (rank == 1)), DisagreementError)
     assert not dist.is_initialized()
-    # A rank that comes only now would join the others' next attempt.
+    # Without this wait a late rank would join the others' next attempt.
     meet(rank, range(world_size), directory, "refused")
     start(30.0)
     works(get_world_group())
@@ -106,7 +106,7 @@ def different_worlds(rank: int, world_size: int, directory: Path) -> str:
 
 @pytest.mark.guarantee("G6")
 def test_a_world_of_different_settings_is_refused_on_every_rank(ranks4: RankPool) -> None:
-    """The error shows the field, the values and who holds them; the same directory then serves a new attempt."""
+    """The error shows the field, its values and their ranks. The same directory then serves a new attempt."""
     for text in ranks4.run(different_worlds):
         assert "the world" in text
         assert "timeout_s" in text
@@ -140,7 +140,7 @@ def bad_groups(rank: int, world_size: int, directory: Path) -> list[str]:
     with world(rank, world_size, directory, create_timeout_s=20.0):
         texts = []
         if rank == 0:
-            # The other rank waits meanwhile for the group that this one creates in the end.
+            # Meanwhile the other rank waits for the group that this one finally creates.
             texts = [refusal(lambda bad=bad: GroupCoordinator(**(good | bad))) for bad in calls]  # type: ignore[misc]
         with GroupCoordinator(**good) as group:
             works(group)
@@ -151,7 +151,7 @@ def bad_groups(rank: int, world_size: int, directory: Path) -> list[str]:
 
 @pytest.mark.guarantee("G7")
 def test_a_mistake_on_one_rank_is_found_before_anything_is_sent(ranks2: RankPool) -> None:
-    """A bad rank list, device, backend or name is a UsageError, and the corrected call meets the ranks that wait."""
+    """A bad rank list, device, backend or name is a UsageError. The corrected call joins the rank that waits."""
     first, second = ranks2.run(bad_groups)
     assert first[0] == second[0]
     for text, part in zip(
@@ -170,7 +170,7 @@ def wrong_world(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_a_layout_must_fit_the_world(ranks2: RankPool) -> None:
-    """Sizes that do not make up the world are a UsageError that says what would."""
+    """Sizes that do not match the world raise a UsageError that gives the right number."""
     ranks2.run(wrong_world)
 
 
@@ -197,7 +197,7 @@ def from_environment(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_settings_are_read_when_a_group_is_created() -> None:
-    """The environment counts at that moment, an argument beats it, and a group keeps what it was created with."""
+    """The environment is read at that moment, an argument overrides it, and a group keeps its settings."""
     run_ranks(from_environment, 2, environ={"GROUP_COORDINATOR_TIMEOUT_S": "7.5"})
 
 
@@ -211,7 +211,7 @@ def misspelt(rank: int, world_size: int, directory: Path) -> str:
 
 
 def test_a_misspelt_variable_is_an_error() -> None:
-    """It is found before anybody is waited for, and the text says what was probably meant."""
+    """It raises before any rank is waited for, and the text suggests the right name."""
     for text in run_ranks(misspelt, 2, environ={"GROUP_COORDINATOR_TIMEOUTS": "7"}):
         assert "unknown environment variable 'GROUP_COORDINATOR_TIMEOUTS'" in text
         assert "GROUP_COORDINATOR_TIMEOUT_S" in text
@@ -230,6 +230,6 @@ def others_agreed(rank: int, world_size: int, directory: Path) -> str:
     return str(caught.value)
 
 
-def test_who_comes_to_an_agreement_of_others_does_not_take_it_for_its_own() -> None:
-    """They held other facts, so that what they told each other is not about this rank's groups."""
+def test_an_agreement_of_other_ranks_is_not_taken_for_ones_own() -> None:
+    """The others hold other facts, and their agreement is not about this rank's groups."""
     assert "rank 2" in run_ranks(others_agreed, 3)[2]

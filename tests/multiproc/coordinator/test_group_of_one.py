@@ -1,4 +1,4 @@
-"""A group of one rank: every method works, and returns its input."""
+"""In a group of one rank every method works and returns its input."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from tests.harness import RankPool, run_ranks
 
 
 def alone(group: GroupCoordinator) -> None:
-    """Call every method on a group of one, where results are the inputs themselves."""
+    """Call every method on a group of one, where each result is the input object."""
     x, y = torch.arange(6.0).view(2, 3), torch.empty(2, 3)
     tensors = {"x": x, "n": 1}
     for call in (
@@ -78,10 +78,10 @@ def groups_of_one(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_every_method_works_in_a_group_of_one(ranks2: RankPool) -> None:
-    """Results are the inputs, nothing is copied, and what needs a peer is a UsageError."""
+    """Results are the inputs, nothing is copied, and a call that needs a peer raises a UsageError."""
     ranks2.run(groups_of_one)
 
 
 def test_a_world_of_one_works() -> None:
-    """One process with all dimensions of size one."""
+    """One process can create all dimensions with size one."""
     run_ranks(groups_of_one, 1)

@@ -1,4 +1,4 @@
-"""Groups of a world: who is in them, how long they live, and what ranks must agree on before one exists."""
+"""Groups of a world: their members, their lifetime, and what ranks must agree on before a group exists."""
 
 import contextlib
 import os
@@ -78,7 +78,7 @@ def every_layout(rank: int, world_size: int, directory: Path) -> None:
 
 @pytest.mark.guarantee("G14")
 def test_every_layout_gives_groups_that_work(ranks4: RankPool) -> None:
-    """Membership is the layout's, dimensions with equal rank lists share one group, and each plane of each works."""
+    """Groups have the layout's members, dimensions with equal rank lists share one group, and each plane works."""
     ranks4.run(every_layout)
 
 
@@ -104,7 +104,7 @@ def no_world_group(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_groups_can_be_created_on_a_foreign_world(ranks4: RankPool) -> None:
-    """Where only torch.distributed is initialised the record makes and destroys a world group of its own."""
+    """If only torch.distributed is initialised, the record creates and destroys its own world group."""
     ranks4.run(no_world_group)
 
 
@@ -125,7 +125,7 @@ def teardown_order(rank: int, world_size: int, directory: Path) -> list[str]:
 
 
 def test_groups_are_destroyed_in_reverse_order_of_creation(ranks4: RankPool) -> None:
-    """The world goes last, and each group once."""
+    """Each group is destroyed once, and the world is the last one."""
     assert ranks4.run(teardown_order) == [["pp", "cp=dp", "tp=ep", "world"]] * 4
 
 
@@ -147,7 +147,7 @@ def unsorted(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_a_group_keeps_the_order_of_its_rank_list(ranks4: RankPool) -> None:
-    """A rank list need not ascend: gathers, parts and roots follow it, on every plane."""
+    """A rank list may be in any order. Gathers, parts and roots follow that order on every plane."""
     ranks4.run(unsorted)
 
 
@@ -157,7 +157,7 @@ def recreated(rank: int, world_size: int, directory: Path) -> None:
             initialize_model_parallel(2, 2)
             works(get_tp_group())
             destroy_model_parallel()
-        # Ranks may hold different numbers of torch's groups.
+        # Ranks may hold different numbers of torch's groups here.
         alone = dist.new_group([0], backend="gloo")
         with GroupCoordinator([[0, 1], [2, 3]], rank, "gloo", True) as group:
             works(group)
@@ -166,7 +166,7 @@ def recreated(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_groups_can_be_destroyed_and_created_again(ranks4: RankPool) -> None:
-    """Groups of equal ranks follow each other, and whatever other groups a rank holds meanwhile."""
+    """Groups of equal ranks can follow each other, whatever other groups a rank holds meanwhile."""
     ranks4.run(recreated)
 
 
@@ -178,7 +178,7 @@ def brief(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_a_group_can_be_destroyed_as_soon_as_it_exists(ranks4: RankPool) -> None:
-    """No rank has a group before all have it, so the first to destroy it disturbs nobody's creation."""
+    """No rank gets a group before all ranks have joined it; the first to destroy it disturbs no creation."""
     ranks4.run(brief)
 
 
@@ -191,12 +191,12 @@ def again_and_again(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_a_directory_serves_one_world_after_the_other(ranks4: RankPool) -> None:
-    """Ranks that are ahead start the next world while others leave the last, and nothing is left in the end."""
+    """Fast ranks start the next world while others still leave the last one. Nothing is left in the end."""
     ranks4.run(again_and_again)
 
 
 def test_leaving_a_world_spares_the_next_one(tmp_path: Path) -> None:
-    """Who leaves late removes what belongs to its own use of the directory, and not the pointer to the next."""
+    """A rank that leaves late removes its own generation, and not the pointer to the next one."""
     first, second = (DirectoryRendezvous(tmp_path, 0, 1) for _ in range(2))
     first.join(1.0)
     second.join(1.0)
@@ -212,7 +212,7 @@ def test_leaving_a_world_spares_the_next_one(tmp_path: Path) -> None:
 
 
 def in_thread(call: Callable[[], Any]) -> Any:
-    """Return what `call` returns or raises on another thread."""
+    """Run `call` on another thread; return its result or raise its error."""
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(1) as pool:
@@ -250,7 +250,7 @@ def current(rank: int, world_size: int, directory: Path) -> None:
 
 @pytest.mark.guarantee("G15")
 def test_a_second_model_has_groups_of_its_own(ranks4: RankPool) -> None:
-    """Inside its context they are current, other threads see the default, and leaving it destroys only them."""
+    """They are current inside their context. Other threads see the default, and the context destroys only them."""
     ranks4.run(current)
 
 
@@ -275,7 +275,7 @@ def cleans_up(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_what_was_created_before_a_failure_is_destroyed(ranks4: RankPool) -> None:
-    """When one group cannot be created those before it are released, the given world stays, and a retry works."""
+    """If one group cannot be created, the earlier ones are released, the given world stays, and a retry works."""
     ranks4.run(cleans_up)
 
 
@@ -304,8 +304,8 @@ def wrong_world(rank: int, world_size: int, directory: Path) -> None:
         works(everyone)
 
 
-def test_a_world_that_is_none_is_refused_by_all(ranks4: RankPool) -> None:
-    """Before anything is created; and what was created for a record that is refused is destroyed."""
+def test_a_group_of_some_ranks_is_refused_as_a_world(ranks4: RankPool) -> None:
+    """It is refused before anything is created. If a record is refused, its groups are destroyed."""
     ranks4.run(wrong_world)
 
 
@@ -331,13 +331,13 @@ def unreachable(rank: int, world_size: int, directory: Path) -> None:
         works(everyone)
 
 
-def test_a_group_without_an_address_watches_nobody_any_more(ranks2: RankPool) -> None:
-    """The processes of the others were opened to be watched; what fails then closes them."""
+def test_a_creation_that_fails_stops_watching_the_other_processes(ranks2: RankPool) -> None:
+    """The group has opened a descriptor for each other process. Without an address it fails and closes them."""
     ranks2.run(unreachable)
 
 
 def lacks_memory(rank: int, world_size: int, directory: Path, culprit: int) -> None:
-    """The first rank of a group makes its memory; the others map it."""
+    """Let rank `culprit` fail to create its group's memory, or to map it if it is not the first rank."""
     with world(rank, world_size, directory) as everyone:
         refused = (None, None, shared_memory._Offer(shared_memory.host_id(), failure="no room"))
         where, answer = ("_offer", refused) if culprit == 0 else ("_take", (None, "no room"))
@@ -356,7 +356,7 @@ def lacks_memory(rank: int, world_size: int, directory: Path, culprit: int) -> N
 
 @pytest.mark.parametrize("culprit", [0, 3])
 def test_memory_that_one_rank_cannot_have_fails_the_creation_on_all(ranks4: RankPool, culprit: int) -> None:
-    """Also on those that share no group with it; the world stays, and a retry works."""
+    """It also fails on ranks that share no group with that rank. The world stays, and a retry works."""
     ranks4.run(lacks_memory, culprit)
 
 
@@ -381,8 +381,8 @@ def breakdown(rank: int, world_size: int, directory: Path) -> None:
         assert "agreement" in str(tp)
 
 
-def test_each_group_says_what_its_creation_took(ranks4: RankPool) -> None:
-    """By phase; groups that were created together share the agreement, which counts once."""
+def test_each_group_reports_the_time_of_its_creation(ranks4: RankPool) -> None:
+    """The report has phases. Groups that were created together share the agreement, which counts once."""
     ranks4.run(breakdown)
 
 
@@ -424,7 +424,7 @@ def initialised_twice(rank: int, world_size: int, directory: Path) -> list[str]:
 
 
 def test_initialising_twice_is_refused_unless_nothing_changes(ranks2: RankPool) -> None:
-    """`ensure` compares the sizes, `initialize` refuses; after destroying, everything can be set up again."""
+    """`ensure` compares the sizes and `initialize` refuses. After `destroy`, everything can be set up again."""
     for texts in ranks2.run(initialised_twice):
         assert "init_distributed_environment" in texts[0]
         assert "world_size=3, but torch.distributed is initialised with world_size 2" in texts[2]
@@ -451,5 +451,5 @@ def foreign(rank: int, world_size: int, directory: Path) -> None:
 
 @pytest.mark.guarantee("G11")
 def test_an_initialised_torch_distributed_is_used_and_left_alone(ranks2: RankPool) -> None:
-    """Whoever called `init_process_group` destroys it."""
+    """The caller of `init_process_group` has to destroy the process group."""
     ranks2.run(foreign)

@@ -1,4 +1,4 @@
-"""Collectives on CPU tensors among ranks on several hosts, some of which share one."""
+"""Collectives on CPU tensors among ranks on several hosts, where some ranks share a host."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.rank_exit import RankExit
 from tests.worlds import HostsPool, join_world, meet, new_group, outcome_of, run_at, world
 
 MAPS = ["AABB", "ABAB", "ABBB", "AAAB", "ABCA"]
-"""Where ranks 0 to 3 are."""
+"""The hosts of ranks 0 to 3, one letter for each rank."""
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -48,7 +48,7 @@ SHORT_S = 0.4
 
 @pytest.fixture(params=MAPS)
 def hosts(request: pytest.FixtureRequest, ranks4: RankPool) -> HostsPool:
-    """Four ranks on two or three hosts."""
+    """Return a pool of four ranks on two or three hosts."""
     return HostsPool(ranks4, request.param)
 
 
@@ -64,7 +64,7 @@ def hierarchical(group: GroupCoordinator) -> HierarchicalCommunicator:
 
 
 def values(rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return numbers of many sizes, so that the order in which they are added shows."""
+    """Return numbers of many magnitudes, whose sum depends on the order of the additions."""
     generator = torch.Generator().manual_seed(1000 * rank + elements % 997)
     if dtype is torch.bool:
         return torch.rand(elements, generator=generator) > 0.5
@@ -81,7 +81,7 @@ def values(rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
 def reference(
     inputs: Sequence[torch.Tensor], op: ReduceOperation, hosts: Sequence[Sequence[int]]
 ) -> torch.Tensor:
-    """Combine the ranks of each host in rank order, then the hosts in theirs; divide and round once."""
+    """Combine the ranks of each host in rank order, then the hosts in their order; divide and round once."""
     dtype = inputs[0].dtype
     wide = dtype if dtype is torch.bool else accumulation_dtype(dtype)
     inner = ReduceOperation.SUM if op is ReduceOperation.MEAN else op
@@ -100,7 +100,7 @@ def assert_same_bits(result: torch.Tensor, expected: torch.Tensor, what: object)
 
 
 def reductions(dtype: torch.dtype) -> list[ReduceOperation]:
-    """Return those that have a meaning for `dtype`."""
+    """Return the reductions that are allowed for `dtype`."""
     found = []
     for op in ReduceOperation:
         try:
@@ -112,7 +112,7 @@ def reductions(dtype: torch.dtype) -> list[ReduceOperation]:
 
 
 def test_hosts_are_ordered_by_their_lowest_rank() -> None:
-    """And groups of one host, or with no two ranks on one, are not hierarchical."""
+    """Groups on one host, and groups in which no two ranks share a host, are not hierarchical."""
     assert group_by_host("BABA") == ((0, 2), (1, 3))
     assert group_by_host("ABBB") == ((0,), (1, 2, 3))
     assert [is_hierarchical(group_by_host(each)) for each in ("AAAA", "ABCD", "AB", "AAB", "ABBA")] == [
@@ -121,7 +121,7 @@ def test_hosts_are_ordered_by_their_lowest_rank() -> None:
 
 
 def test_partial_results_lose_nothing() -> None:
-    """Sums of halves travel as float32; integers, and what is only compared, as they are."""
+    """Sums of 16-bit floats travel as float32. Integers, and values that are only compared, keep their dtype."""
     assert partial_dtype(torch.bfloat16, ReduceOperation.SUM) is torch.float32
     assert partial_dtype(torch.float8_e5m2, ReduceOperation.MEAN) is torch.float32
     assert partial_dtype(torch.bfloat16, ReduceOperation.MAX) is torch.bfloat16
@@ -155,7 +155,7 @@ def reduce_many(rank: int, world_size: int, directory: Path) -> None:
 @pytest.mark.guarantee("D2")
 @pytest.mark.guarantee("D16")
 def test_reductions_have_the_bits_of_the_order_by_host(hosts: HostsPool) -> None:
-    """Every dtype and reduction, in place and not, gives on all ranks the bits of the order by host."""
+    """All ranks get the bits of the order by host, for every dtype and reduction, in place and not."""
     hosts.run(reduce_many)
 
 
@@ -181,7 +181,7 @@ def reduce_large(rank: int, world_size: int, directory: Path) -> None:
 
 @pytest.mark.guarantee("D16")
 def test_large_reductions_in_pieces_have_the_same_bits(hosts: HostsPool) -> None:
-    """Over several slots and several pieces, of which one is on its way while the next is combined."""
+    """They take several slots and several pieces. One piece is sent while the next one is combined."""
     hosts.run(reduce_large)
 
 
@@ -206,7 +206,7 @@ def reduce_views(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_views_of_any_layout_are_reduced(hosts: HostsPool) -> None:
-    """Transposed, 0-dim and lazily conjugated tensors."""
+    """Transposed, 0-dimensional and lazily conjugated tensors are reduced."""
     hosts.run(reduce_views)
 
 
@@ -233,7 +233,7 @@ def scatter_sums(rank: int, world_size: int, directory: Path) -> None:
 
 @pytest.mark.guarantee("D16")
 def test_a_reduce_scatter_gives_each_rank_its_part_of_the_all_reduce(hosts: HostsPool) -> None:
-    """Even and uneven, along any dimension, the same bits as the all-reduce."""
+    """Even and uneven parts, along any dimension, have the bits of the all-reduce."""
     hosts.run(scatter_sums)
 
 
@@ -281,7 +281,7 @@ def cat(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
 
 @pytest.mark.guarantee("D16")
 def test_gathers_put_the_ranks_in_rank_order(hosts: HostsPool) -> None:
-    """Whatever the hosts are, dtype, shape and dimension, even and uneven, with hosts that bring nothing."""
+    """This holds for any hosts, dtypes, shapes and dimensions, for uneven parts, and for hosts without data."""
     hosts.run(move_many)
 
 
@@ -302,7 +302,7 @@ def broadcast_many(rank: int, world_size: int, directory: Path) -> None:
 
 @pytest.mark.guarantee("D16")
 def test_a_broadcast_from_every_rank_reaches_all(hosts: HostsPool) -> None:
-    """Leaders and others, small and large, into any layout."""
+    """The source may be a leader or not; tensors are small and large and have any layout."""
     hosts.run(broadcast_many)
 
 
@@ -331,7 +331,7 @@ def count_messages(rank: int, world_size: int, directory: Path) -> list[int]:
 
 
 def test_each_hosts_bytes_cross_once(ranks4: RankPool) -> None:
-    """Only leaders send to other hosts: a sum of its host, its block, what is broadcast, the other host's share."""
+    """Only leaders send to other hosts: their host's sum, block or broadcast, or the other host's part."""
     assert HostsPool(ranks4, "AABB").run(count_messages) == [
         [4000, 8000, 4000, 2000],
         [0, 0, 0, 0],
@@ -352,7 +352,7 @@ def conform(rank: int, world_size: int, directory: Path) -> None:
 @pytest.mark.guarantee("D16")
 @pytest.mark.parametrize("places", ["AABB", "ABAB"])
 def test_the_contract_is_kept(ranks4: RankPool, places: str) -> None:
-    """The suite of every communicator, but for the order of summation: aliasing, refusals, layouts, blame."""
+    """The conformance suite passes, except for its order of summation, which is by host here."""
     HostsPool(ranks4, places).run(conform)
 
 
@@ -370,7 +370,7 @@ def in_a_part_of_the_world(rank: int, world_size: int, directory: Path) -> list[
 
 
 def test_ranks_in_a_group_are_not_those_of_the_world(ranks4: RankPool) -> None:
-    """A group of ranks 1 to 3, of which the last two share a host."""
+    """A group of ranks 1 to 3, the last two of which share a host, uses its own rank numbers."""
     found = HostsPool(ranks4, "AABB").run(in_a_part_of_the_world)
     assert found == [None] + [[[[0], [1, 2]], [6.0, 12.0, 18.0]]] * 3
 
@@ -387,8 +387,8 @@ def mixed_with_point_to_point(rank: int, world_size: int, directory: Path) -> No
             assert group.all_gather_object((rank, turn)) == [(each, turn) for each in range(world_size)]
 
 
-def test_collectives_leave_point_to_point_alone(hosts: HostsPool) -> None:
-    """And two groups of the same ranks each other."""
+def test_collectives_do_not_disturb_point_to_point_messages(hosts: HostsPool) -> None:
+    """Two groups of the same ranks do not disturb each other either."""
     hosts.run(mixed_with_point_to_point)
 
 
@@ -441,7 +441,7 @@ def survive(
     ],
 )
 def test_the_death_of_any_rank_is_told_to_all(name: str, places: str, death: str, culprit: int) -> None:
-    """Leader or not, on this host or another: all others raise `PeerLostError` with it alone."""
+    """All other ranks raise a `PeerLostError` that names only the dead rank, which may be a leader or not."""
     arguments = (list(places), __name__, "survive", name, culprit, death)
     found = run_ranks(run_at, 4, *arguments, expect_dead=[culprit])
     for rank, outcomes in enumerate(found):
@@ -474,7 +474,7 @@ def wait_for_stopped(
 @pytest.mark.parametrize("culprit", range(4))
 @pytest.mark.parametrize(("name", "places"), [("all_reduce", "AABB"), ("broadcast", "ABAB")])
 def test_a_stopped_rank_is_named_by_all(name: str, places: str, culprit: int) -> None:
-    """Also by ranks that wait for their leader, who waits for another leader, who waits for it."""
+    """A rank names it even if it waits for its leader, which waits for another leader, which waits for that rank."""
     found = run_ranks(
         run_at, 4, list(places), __name__, "wait_for_stopped", name, culprit, expect_dead=[culprit]
     )
@@ -502,7 +502,7 @@ def come_late(rank: int, world_size: int, directory: Path, name: str, culprit: i
 def test_every_waiting_rank_and_the_late_one_name_the_late_one(
     ranks4: RankPool, name: str, culprit: int
 ) -> None:
-    """On its own host and on the other; the late one is told the same when it comes."""
+    """Ranks on both hosts name it, and when the late rank comes it gets the same error."""
     for rank, (first, second) in enumerate(HostsPool(ranks4, "AABB").run(come_late, name, culprit)):
         assert (first["kind"], first["missing"]) == ("CommTimeoutError", [culprit]), (rank, first)
         assert (second["kind"], second["cause"]) == ("GroupBrokenError", "CommTimeoutError"), (rank, second)
@@ -518,7 +518,7 @@ def come_within_the_deadline(rank: int, world_size: int, directory: Path) -> lis
 
 
 def test_ranks_that_come_one_after_the_other_are_waited_for(ranks4: RankPool) -> None:
-    """Nobody is blamed within the deadline."""
+    """No error is raised within the deadline."""
     assert HostsPool(ranks4, "ABAB").run(come_within_the_deadline) == [[4.0] * 3] * 4
 
 
@@ -539,7 +539,7 @@ def destroyed_meanwhile(rank: int, world_size: int, directory: Path, waiting: in
 
 @pytest.mark.parametrize("waiting", [0, 1, 2, 3])
 def test_destroy_in_another_thread_ends_a_wait(ranks4: RankPool, waiting: int) -> None:
-    """With `ClosedError`, in a leader, in another rank, and in one that is alone on its host."""
+    """A leader, another rank, and a rank that is alone on its host each raise a `ClosedError`."""
     found = HostsPool(ranks4, "AAAB").run(destroyed_meanwhile, waiting)[waiting]
     assert found["kind"] == "ClosedError", found
     assert found["seconds"] < PROMPT_S
@@ -562,7 +562,7 @@ def leave_meanwhile(rank: int, world_size: int, directory: Path, culprit: int) -
 
 @pytest.mark.parametrize("culprit", [1, 2])
 def test_a_rank_that_destroyed_its_group_is_named(ranks4: RankPool, culprit: int) -> None:
-    """A leader or another rank: the ranks of both hosts are told who left."""
+    """The ranks of both hosts name the rank that left, which is a leader or another rank."""
     for rank, found in enumerate(HostsPool(ranks4, "AABB").run(leave_meanwhile, culprit)):
         if rank != culprit:
             assert (found["kind"], found["peers"]) == ("PeerLostError", [culprit]), (rank, found)
@@ -577,7 +577,7 @@ def disagree(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
 
 
 def test_ranks_of_one_host_that_disagree_break_the_group(ranks4: RankPool) -> None:
-    """They are told what each called; the other host is told that, too, and does not wait for its deadline."""
+    """Their error shows the call of each. The other host gets this error too, before its deadline."""
     found = HostsPool(ranks4, "AABB").run(disagree)
     assert [each["kind"] for each in found[:2]] == [DisagreementError.__name__] * 2, found
     assert [each["kind"] for each in found[2:]] == ["GroupBrokenError"] * 2, found
@@ -606,7 +606,7 @@ def hosts_disagree(rank: int, world_size: int, directory: Path, name: str) -> di
 
 @pytest.mark.parametrize("name", ["sizes", "large sizes", "calls", "dtypes", "reductions", "roots"])
 def test_hosts_that_disagree_break_the_group(ranks4: RankPool, name: str) -> None:
-    """Nobody gets a wrong result, and no process is ended by Gloo: all are told what each host called."""
+    """No rank gets a wrong result, and Gloo ends no process. The error on all ranks shows the call of each host."""
     found = HostsPool(ranks4, "AABB").run(hosts_disagree, name)
     kinds = [each["kind"] for each in found]
     assert "DisagreementError" in kinds, found
@@ -633,8 +633,8 @@ def without_memory(rank: int, world_size: int, directory: Path, poor: int) -> st
         Segment.create = create  # type: ignore[method-assign]
 
 
-def test_one_host_without_memory_is_told_to_all_ranks(ranks4: RankPool) -> None:
-    """The leader of the second host cannot make its memory: a `CapabilityError` on every rank, no fallback."""
+def test_one_host_without_memory_raises_on_all_ranks(ranks4: RankPool) -> None:
+    """If the second host's leader cannot create its memory, every rank raises a `CapabilityError`."""
     for text in HostsPool(ranks4, "AABB").run(without_memory, 2):
         assert "no memory here" in text
 
@@ -647,5 +647,5 @@ def far_apart(rank: int, world_size: int, directory: Path) -> bool:
 
 
 def test_ranks_with_a_host_each_use_the_process_group(ranks4: RankPool) -> None:
-    """There is nothing to share."""
+    """They use it because no two ranks could share memory."""
     assert HostsPool(ranks4, "ABCD").run(far_apart) == [True] * 4

@@ -1,4 +1,4 @@
-"""Groups inside of an engine's models: hooks of layers, graph captures, subclasses."""
+"""Groups inside of an engine's models, with hooks of layers, graph captures and subclasses."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from tests.harness import RankPool
 
 
 class Counting(GroupCoordinator):
-    """An engine's own subclass."""
+    """A subclass of the group, as an engine defines it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -46,5 +46,5 @@ def around_models(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_models_captures_and_subclasses_work(ranks2: RankPool) -> None:
-    """Hooks of a model's layers, the capture contexts of a group and of the module, and an overridden method."""
+    """Hooks of layers, the capture contexts of a group and of the module, and an overridden method are used."""
     ranks2.run(around_models)

@@ -1,4 +1,4 @@
-"""Python objects between ranks: every kind arrives as what it was, every mistake leaves the group intact."""
+"""Python objects between ranks: every kind arrives unchanged, and every mistake leaves the group intact."""
 
 import dataclasses
 import gc
@@ -56,7 +56,7 @@ SIZES = (FIRST_BYTES - 1, FIRST_BYTES, FIRST_BYTES + 1, 1 << 20, 8 << 20)
 
 @dataclasses.dataclass
 class Unregistered:
-    """A class that no rank registers."""
+    """A class that no rank registers as a type."""
 
     x: int = 0
 
@@ -69,7 +69,7 @@ class HalfKnown:
 
 
 class Step(msgspec.Struct):
-    """What the receiver decodes into; the sender sends a dict."""
+    """The class into which the receiver decodes the dict that the sender sends."""
 
     number: int
     tokens: tuple[int, ...]
@@ -77,7 +77,7 @@ class Step(msgspec.Struct):
 
 @contextmanager
 def known(here: bool) -> Iterator[None]:
-    """Register `HalfKnown` in this process alone, if `here`."""
+    """If `here`, register `HalfKnown` in this process."""
     if here:
         register_type(HalfKnown)
     try:
@@ -96,7 +96,7 @@ def framed(size: int) -> bytes:
 
 
 def every_kind(rank: int, world_size: int, directory: Path) -> list[str]:
-    """Send every kind of object by every route; return what did not arrive as it was sent."""
+    """Send every kind of object by every route; return the objects that did not arrive as they were sent."""
     wrong = []
     with world(rank, world_size, directory) as group:
         for name, value in OBJECTS.items():
@@ -124,8 +124,8 @@ def every_kind(rank: int, world_size: int, directory: Path) -> list[str]:
 
 
 @pytest.mark.guarantee("G2")
-def test_every_kind_of_object_arrives_as_what_it_was(ranks2: RankPool) -> None:
-    """Value and exact type survive all four routes, for everything that the codec carries."""
+def test_every_kind_of_object_arrives_unchanged(ranks2: RankPool) -> None:
+    """All four routes keep the value and the exact type of everything that the codec carries."""
     assert ranks2.run(every_kind) == [[], []]
 
 
@@ -146,7 +146,7 @@ def every_size(rank: int, world_size: int, directory: Path) -> None:
 
 @pytest.mark.guarantee("G2")
 def test_a_frame_may_end_anywhere_around_the_first_message(ranks4: RankPool) -> None:
-    """Frames of 64 KiB less and more one byte, of 1 MiB and 8 MiB arrive whole from every rank."""
+    """Frames of 64 KiB, of one byte less and more, of 1 MiB and of 8 MiB arrive whole from every rank."""
     ranks4.run(every_size)
 
 
@@ -161,7 +161,7 @@ def uneven_sizes(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_gathered_objects_may_differ_in_size(ranks4: RankPool) -> None:
-    """One rank's object takes two messages while the others' take one, whichever rank it is."""
+    """The object of any one rank may take two messages while those of the others take one."""
     ranks4.run(uneven_sizes)
 
 
@@ -181,7 +181,7 @@ def typed(rank: int, world_size: int, directory: Path) -> list[str]:
 
 
 def test_a_receiver_may_decode_straight_into_its_type(ranks2: RankPool) -> None:
-    """`type=` gives the wanted class; a message that is none is a DecodeError, and the next one arrives."""
+    """`type=` gives the wanted class. Another message raises a DecodeError, and the next one arrives."""
     _, texts = ranks2.run(typed)
     assert "list[int]" in texts[0]
 
@@ -218,7 +218,7 @@ def unregistered(rank: int, world_size: int, directory: Path) -> list[str]:
 
 @pytest.mark.guarantee("G3")
 def test_an_unregistered_class_is_refused_before_anything_is_sent(ranks2: RankPool) -> None:
-    """The UsageError names the class and its place in the object, and every later call works on all ranks."""
+    """The UsageError names the class and its position in the object. Every later call works on all ranks."""
     texts, _ = ranks2.run(unregistered)
     assert len(texts) == 8
     for text in texts:
@@ -228,7 +228,7 @@ def test_an_unregistered_class_is_refused_before_anything_is_sent(ranks2: RankPo
 
 
 def half_known(rank: int, world_size: int, directory: Path, size: int) -> list[str]:
-    """Send a class that only rank 1 knows by every route; return what the receivers said."""
+    """Send a class that only rank 1 knows by every route; return the receivers' errors."""
     texts = []
     with world(rank, world_size, directory) as group, known(rank == 1):
         bad = HalfKnown(bytes(size)) if rank == 1 else None
@@ -260,7 +260,7 @@ def half_known(rank: int, world_size: int, directory: Path, size: int) -> list[s
 @pytest.mark.guarantee("G4")
 @pytest.mark.parametrize("size", [10, 200_000])
 def test_a_class_that_only_the_sender_knows_is_a_decode_error(ranks4: RankPool, size: int) -> None:
-    """The receivers' error names the class, the group is intact, and the next message arrives by every route."""
+    """The receivers' error names the class. The group is intact, and the next message arrives by every route."""
     texts = ranks4.run(half_known, size)
     assert [len(each) for each in texts] == [4, 0, 2, 2]
     assert all(
@@ -269,7 +269,7 @@ def test_a_class_that_only_the_sender_knows_is_a_decode_error(ranks4: RankPool, 
 
 
 def interleaved(rank: int, world_size: int, directory: Path) -> None:
-    """Take what was sent in another order than it was sent in, kind by kind, in both directions at once."""
+    """Receive messages kind by kind, in another order than they were sent in, in both directions at once."""
     other = 1 - rank
     with world(rank, world_size, directory) as group:
         queue = group.create_mq_broadcaster(0)
@@ -308,7 +308,7 @@ def interleaved(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_kinds_of_traffic_do_not_mix(ranks2: RankPool) -> None:
-    """Objects, tensor dicts, tensors, queues and collectives between the same ranks are each in their own order."""
+    """Objects, tensor dicts, tensors, queues and collectives between two ranks each keep their own order."""
     ranks2.run(interleaved)
 
 
@@ -326,7 +326,7 @@ def far_ahead(rank: int, world_size: int, directory: Path, way: str) -> None:
 
 @pytest.mark.parametrize("way", ["send", "isend"])
 def test_small_objects_are_sent_before_anybody_receives(ranks2: RankPool, way: str) -> None:
-    """Two hundred of them leave a sender whose receiver does something else, and arrive in order."""
+    """Two hundred objects are sent while the receiver does something else, and they arrive in order."""
     ranks2.run(far_ahead, way)
 
 
@@ -342,7 +342,7 @@ def both_ways(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_two_ranks_may_send_to_each_other_before_they_receive(ranks2: RankPool) -> None:
-    """`isend_object` never waits for the other side, which is doing the same; handles may be waited for twice."""
+    """`isend_object` never waits for the other rank, which sends too. Handles may be waited for twice."""
     ranks2.run(both_ways)
 
 
@@ -362,7 +362,7 @@ def bounded(rank: int, world_size: int, directory: Path) -> float:
 
 
 def test_a_sender_far_ahead_of_its_receiver_waits_for_it(ranks2: RankPool) -> None:
-    """What is sent and not yet received takes no more memory than a limit."""
+    """Messages that are sent and not yet received take limited memory."""
     sender, _ = ranks2.run(bounded)
     assert sender > 0.25
 
@@ -379,7 +379,7 @@ def early_message(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_a_message_outlives_the_traffic_after_it(ranks2: RankPool) -> None:
-    """An object that is received after a hundred later broadcasts is still there."""
+    """An object can still be received after a hundred later broadcasts."""
     ranks2.run(early_message)
 
 
@@ -394,7 +394,7 @@ def farewell(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_what_was_sent_before_destroy_arrives(ranks2: RankPool) -> None:
-    """`destroy` gives a receiver that comes a little later the time to take what was sent to it."""
+    """`destroy` waits a little for a receiver that has not yet received its messages."""
     ranks2.run(farewell)
 
 
@@ -409,7 +409,7 @@ def alternating(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_every_rank_may_broadcast_in_turn(ranks4: RankPool) -> None:
-    """Two hundred broadcasts with alternating senders stay in order."""
+    """Two hundred broadcasts with alternating senders arrive in order."""
     ranks4.run(alternating)
 
 
@@ -429,7 +429,7 @@ def lists(rank: int, world_size: int, directory: Path) -> str:
 
 
 def test_an_object_list_is_filled_in_place(ranks2: RankPool) -> None:
-    """The receivers' lists hold the sender's objects; a list of another length is a UsageError."""
+    """The receivers' lists then hold the sender's objects. A list of another length raises a UsageError."""
     first, second = ranks2.run(lists)
     assert "rank 1 sent 2 objects, this rank's list holds 1" in first
     assert "must be a list" in second
@@ -457,5 +457,5 @@ def own_objects(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_ranks_are_checked_before_anything_is_sent(ranks2: RankPool) -> None:
-    """A rank that is none of the group, one's own or no integer is a UsageError, and the group goes on."""
+    """A rank outside of the group, one's own rank or no integer raises a UsageError, and the group goes on."""
     ranks2.run(own_objects)

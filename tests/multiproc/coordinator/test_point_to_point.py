@@ -1,4 +1,4 @@
-"""Messages between two ranks by tag, in batches and from any rank; scattered objects."""
+"""Messages between two ranks by tag, in batches and from any rank, and scattered objects."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ def messages(rank: int, world_size: int, directory: Path) -> list[bool]:
         peer = 1 - rank
         for tag in (1, 2, 0):
             group.isend(torch.full((3,), 10.0 * tag + rank), peer, tag=tag)
-        # In another order than they were sent.
+        # They are received in another order than they were sent in.
         received = {tag: group.recv((3,), torch.float32, peer, tag=tag).tolist() for tag in (2, 0, 1)}
         found.append(received == {tag: [10.0 * tag + peer] * 3 for tag in range(3)})
         into = torch.zeros(4, 2, dtype=torch.bfloat16).t()
@@ -101,6 +101,6 @@ def no_shared_memory(rank: int, world_size: int, directory: Path) -> str:
 
 
 def test_a_tensor_from_any_rank(ranks4: RankPool, ranks2: RankPool) -> None:
-    """With the rank that sent it, in order from each, and by tag."""
+    """The receiver gets the sender's rank too. Tensors of each rank and tag arrive in order."""
     assert all(ranks4.run(from_any)[0])
     assert ApartPool(ranks2).run(no_shared_memory) == ["CapabilityError"] * 2

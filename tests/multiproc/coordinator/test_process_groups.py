@@ -1,4 +1,4 @@
-"""torch's own functions on the process groups of a group, and on a group as a process group."""
+"""torch's own functions work on the process groups of a group, and on a group as a process group."""
 
 import warnings
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.worlds import new_group, outcome_of, world
 
 
 def named(new: str, old: str) -> Any:
-    """Return the torch function of that name, or where torch is older of the other."""
+    """Return the torch function `new`, or `old` if this torch is older."""
     return getattr(dist, new, None) or getattr(dist, old)
 
 
@@ -86,8 +86,8 @@ def torch_calls(rank: int, world_size: int, directory: Path) -> list[Any]:
 
 
 def test_torch_functions_run_on_a_group(ranks2: RankPool) -> None:
-    """As on any process group, with our results and errors; it ends with the group."""
-    # What torch imports for its functional collectives keeps descriptors, with groups of torch too.
+    """They work as on any process group, with our results and errors. The process group ends with the group."""
+    # The modules that torch imports for its functional collectives keep descriptors, also with torch's own groups.
     for found in ranks2.run(torch_calls, check_leaks=False):
         assert all(found), found
 
@@ -108,7 +108,7 @@ def torch_functions(rank: int, world_size: int, directory: Path) -> None:
             assert tensor.tolist() == [pp.last_rank] * 2
             gathered = torch.empty(4, dtype=torch.int64)
             with warnings.catch_warnings():
-                # Newer torch has another name for it; engines call this one.
+                # Newer torch has another name for it, but engines use this name.
                 warnings.simplefilter("ignore", FutureWarning)
                 dist.all_gather_into_tensor(gathered, torch.full((2,), rank), group=group)
             assert gathered.tolist() == [pp.first_rank] * 2 + [pp.last_rank] * 2
@@ -120,7 +120,7 @@ def torch_functions(rank: int, world_size: int, directory: Path) -> None:
                 dist.recv(tensor, src=pp.prev_rank, group=group)
             dist.barrier(group=group)
         assert pp.make_sibling_device_group() is not pp.make_sibling_device_group()
-        # Groups that an engine makes for itself, with the world's backend and with another.
+        # An engine creates such groups itself, with the world's backend and with another one.
         for backend in (None, "gloo"):
             mine = dist.new_group(list(range(world_size)), backend=backend)
             tensor = torch.ones(1)
@@ -137,7 +137,7 @@ def torch_functions(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_torch_functions_take_the_groups_process_groups(ranks4: RankPool) -> None:
-    """`cpu_group`, `device_group` and siblings are process groups like any, beside our own calls."""
+    """`cpu_group`, `device_group` and others are ordinary process groups, which can be used beside our own calls."""
     ranks4.run(torch_functions)
 
 
@@ -163,5 +163,5 @@ def asked_by_one_rank(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_one_rank_alone_may_ask_for_its_process_group(ranks2: RankPool) -> None:
-    """Nothing waits for the others before ranks talk to each other; what was made goes with the group."""
+    """It does not wait for the others until ranks communicate. The process group is destroyed with the group."""
     ranks2.run(asked_by_one_rank)

@@ -1,4 +1,4 @@
-"""The queues of a group whose ranks are on two hosts: shared memory on the writer's host, TCP to the other one."""
+"""The queues of a group on two hosts use shared memory on the writer's host and TCP to the other one."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ pytestmark = requires("network_namespaces")
 
 PORTS = (29700, 29709)
 STEPS = 20
-# Bytes that go in several parts and that no kernel buffer takes.
+# A number of bytes that takes several parts and exceeds every kernel buffer.
 LARGE = 8 << 20
 DESTROY_S = 2.0
 SLACK_S = 8.0
@@ -56,7 +56,7 @@ def group_of_all(name: str, **settings: Any) -> GroupCoordinator:
 
 
 def told_by(end: Any) -> dict[str, Any]:
-    """Return the way and the counts of an end, as JSON can hold them."""
+    """Return the transport and the counts of an endpoint in a form that JSON can hold."""
     told, remote = end.statistics(), end.handle.remote
     return {
         "writer": end.handle.writer,
@@ -71,7 +71,7 @@ def told_by(end: Any) -> dict[str, Any]:
 
 
 def broadcast(group: GroupCoordinator, rank: int) -> dict[str, Any]:
-    """Broadcast from the queue's writer, and from a rank that is not."""
+    """Broadcast from the queue's writer, and from a rank that is not the writer."""
     group.enable_broadcaster()
     for step in range(STEPS):
         plan = ("step", step, {"a", "b"})
@@ -81,7 +81,7 @@ def broadcast(group: GroupCoordinator, rank: int) -> dict[str, Any]:
     assert got is not None
     assert got["step"] == 7
     assert torch.equal(got["ids"], tensors["ids"])  # type: ignore[arg-type]
-    # No queue begins at rank 2.
+    # Rank 2 writes to no queue.
     assert group.broadcast_object(["other", rank], 2) == ["other", 2]
     group.barrier()
     return {"broadcast": told_by(group.mq_broadcaster), "addresses": listening_addresses()}
@@ -114,7 +114,7 @@ def answers(group: GroupCoordinator, rank: int) -> dict[str, Any]:
 
 
 def one_rank_fails(group: GroupCoordinator, rank: int) -> dict[str, Any]:
-    """Let the writer find no port, then a reader on its host no shared memory; use the group after each."""
+    """Let the writer find no port, then let a reader on its host map no memory; use the group after each."""
     found = {}
     with socket.socket() as taken, group_of_all("narrow", ports="29750-29750") as narrow:
         if rank == 0:
@@ -136,7 +136,7 @@ def one_rank_fails(group: GroupCoordinator, rank: int) -> dict[str, Any]:
 
 
 def from_outside(group: GroupCoordinator, rank: int) -> dict[str, Any]:
-    """Let rank 0's process play an engine whose writer is no rank; ranks on the other host have keys of their own."""
+    """Let rank 0's process act as an engine whose writer is no rank. Ranks on the other host have their own keys."""
     keys = RemoteKeys.generate() if rank >= 2 else None
     told = group.all_gather_object(b"" if keys is None else keys.public)
     with ExitStack() as stack:
@@ -183,14 +183,14 @@ def healthy(rank: int) -> dict[str, Any]:
 
 
 def until_error(call: Callable[[], Any]) -> dict[str, Any]:
-    """Call until an error of ours comes; return it."""
+    """Call until an error of ours is raised; return it."""
     while (found := outcome_of(call))["kind"] == "NoneType":
-        time.sleep(0.01)  # slow enough that the connection to the dead reader does not fill first
+        time.sleep(0.01)  # this pace keeps the connection to the dead reader from filling first
     return found
 
 
 def one_dies(rank: int, victim: int, directory: Path) -> dict[str, Any]:
-    """Broadcast until the death of a rank on the other host than the writer, or of the writer itself, is known."""
+    """Broadcast until this rank learns that the writer, or a rank on the other host, has died."""
     writer = 1
     group = group_of_all("steps")
     group.enable_broadcaster(writer)
@@ -209,7 +209,7 @@ def one_dies(rank: int, victim: int, directory: Path) -> dict[str, Any]:
 
 
 def one_stops(rank: int, directory: Path) -> dict[str, Any]:
-    """Destroy the group while a reader on the other host stands still; return how long that took."""
+    """Destroy the group while a reader on the other host is stopped; return how long that took."""
     meeting = Meeting(directory)
     group = group_of_all("steps", remote={"lost_after_s": 120.0}, destroy_timeout_s=DESTROY_S)
     end: Any = group.create_mq_broadcaster(1)
@@ -236,7 +236,7 @@ def one_stops(rank: int, directory: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    """Run four ranks, 0 and 1 on one host, 2 and 3 on the other; return what each found."""
+    """Run ranks 0 and 1 on one host and ranks 2 and 3 on the other; return each rank's findings."""
     return run_on_two_hosts(__name__, "healthy")
 
 
@@ -245,7 +245,7 @@ Found = list[dict[str, Any]]
 
 @pytest.mark.guarantee("G18")
 def test_a_broadcast_goes_by_the_queue_to_both_hosts(found: Found) -> None:
-    """Objects and tensor dicts of the writer reach its host by the ring and the other one by the remote leg."""
+    """The writer's objects and tensor dicts reach its own host through the ring and the other host over TCP."""
     for rank, each in enumerate(found):
         told = each["broadcast"]
         assert (told["local"], told["remote"]) == ([1], [2, 3])
@@ -260,14 +260,14 @@ def test_a_broadcast_goes_by_the_queue_to_both_hosts(found: Found) -> None:
 
 @pytest.mark.guarantee("G12")
 def test_queues_listen_on_the_hosts_own_address(found: Found) -> None:
-    """No rank listens anywhere but on the address of its host that the group uses."""
+    """Every rank listens only on the address of its host that the group uses."""
     for rank, each in enumerate(found):
         assert each["addresses"] == [ADDRESSES[rank // 2]]
 
 
 @pytest.mark.guarantee("G18")
 def test_a_writer_on_either_host_reaches_all(found: Found) -> None:
-    """A queue from the second host listens there; its neighbour reads the ring."""
+    """A queue whose writer is on the second host listens there, and the rank beside it reads the ring."""
     for each in found:
         told = each["second"]
         assert (told["local"], told["remote"], told["address"]) == ([3], [0, 1], ADDRESSES[1])
@@ -276,7 +276,7 @@ def test_a_writer_on_either_host_reaches_all(found: Found) -> None:
 
 @pytest.mark.guarantee("G20")
 def test_one_reader_takes_answers_from_both_hosts(found: Found) -> None:
-    """Each rank writes to a queue of its own, local or remote, and only the reader gets the reading ends."""
+    """Each rank writes to its own queue, local or remote, and only the reading rank gets the readers."""
     for rank, each in enumerate(found):
         told = each["answer"]
         assert (told["writer"], told["messages"]) == (rank, 5)
@@ -287,7 +287,7 @@ def test_one_reader_takes_answers_from_both_hosts(found: Found) -> None:
 
 @pytest.mark.guarantee("G19")
 def test_an_external_writer_reaches_both_hosts(found: Found) -> None:
-    """Ranks on the other host give their key pairs with the handle; one that gives nothing gets it from the others."""
+    """Ranks on the other host pass key pairs with the handle. A rank without a handle gets it from the others."""
     for each in found:
         assert each["is_reader"]
         told = each["outside"]
@@ -296,7 +296,7 @@ def test_an_external_writer_reaches_both_hosts(found: Found) -> None:
 
 @pytest.mark.guarantee("G18")
 def test_a_rank_that_cannot_open_its_end_fails_all(found: Found) -> None:
-    """A port that is taken, or a segment that cannot be mapped, is one error on every rank; the group works on."""
+    """A port in use, or a segment that cannot be mapped, raises one error on every rank, and the group goes on."""
     for each in found:
         assert each["no port"]["kind"] == "CapabilityError"
         assert "rank 0: no free port on 10.77.0.1 in (29750, 29750)" in each["no port"]["text"]
@@ -307,14 +307,14 @@ def test_a_rank_that_cannot_open_its_end_fails_all(found: Found) -> None:
 
 @pytest.mark.guarantee("G9")
 def test_queues_between_hosts_leave_nothing(found: Found) -> None:
-    """After `destroy` no descriptor and no thread of theirs is left."""
+    """After `destroy` no descriptor and no thread of the queues is left."""
     assert [each["left"] for each in found] == [[]] * 4
 
 
 @pytest.mark.guarantee("G18")
 @pytest.mark.parametrize("victim", [3, 1], ids=["a remote reader", "the writer"])
-def test_a_death_on_either_host_is_told_to_all(victim: int) -> None:
-    """Every rank gets a PeerLostError that names the dead one, then the group is broken and can be destroyed."""
+def test_a_death_on_either_host_raises_on_all_ranks(victim: int) -> None:
+    """Every rank gets a PeerLostError that names the dead rank. The group is then broken and can be destroyed."""
     found = run_on_two_hosts(__name__, f"death of {victim}", dead=[victim])
     for rank, each in enumerate(found):
         if rank != victim:
@@ -324,14 +324,14 @@ def test_a_death_on_either_host_is_told_to_all(victim: int) -> None:
 
 
 @pytest.mark.guarantee("G9")
-def test_a_reader_that_stands_still_does_not_hold_up_destroy() -> None:
-    """The group leaves in `destroy_timeout_s` and a little, though the reader would count as lost much later only."""
+def test_a_stopped_reader_does_not_delay_destroy() -> None:
+    """`destroy` takes little more than `destroy_timeout_s`, although the reader would count as lost much later."""
     told = run_on_two_hosts(__name__, "stop of 3")
     assert all(each["seconds"] < DESTROY_S + SLACK_S for each in told), told
 
 
 def main(directory: Path, scenario: str, rank: int) -> None:
-    """Be one rank."""
+    """Run one rank of a scenario."""
     init_distributed_environment(
         4, rank, f"tcp://{ADDRESSES[0]}:29501", backend="gloo", settings=settings_of()
     )

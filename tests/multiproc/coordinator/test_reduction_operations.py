@@ -1,4 +1,4 @@
-"""Reductions other than sums: of bits, and of values that are multiplied first."""
+"""Reductions of bits, and sums of values that are multiplied first."""
 
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,6 @@ def bits(rank: int, world_size: int, directory: Path) -> list[Any]:
 
 
 def test_reductions_of_bits_and_premultiplied_sums(ranks2: RankPool, ranks4: RankPool) -> None:
-    """Equal to folding the ranks' tensors in rank order, in every form, over shared memory and in two levels."""
+    """In every form, over shared memory and in two levels, they equal a fold of the tensors in rank order."""
     assert ranks2.run(bits) == [[], []]
     assert HostsPool(ranks4, ["a", "a", "b", "b"]).run(bits) == [[]] * 4

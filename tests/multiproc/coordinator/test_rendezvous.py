@@ -1,4 +1,4 @@
-"""Ranks find each other at an address, or by what a launcher tells them, and listen nowhere else."""
+"""Ranks find each other at an address or through a launcher's variables, and listen nowhere else."""
 
 import gc
 import os
@@ -59,7 +59,7 @@ def try_to_join(
 
 
 def use_and_leave() -> list[Any]:
-    """Use the world and a group of it; return what was gathered and where this process listened meanwhile."""
+    """Use the world and a group of it; return the gathered ranks and the addresses on which this process listened."""
     group = get_world_group()
     with new_group(group) as other:
         other.all_reduce(small())
@@ -69,7 +69,7 @@ def use_and_leave() -> list[Any]:
     return found
 
 
-# --- the three ways -----------------------------------------------------------------------------------------
+# --- the three forms ----------------------------------------------------------------------------------------
 
 
 def join_and_use(rank: int, world_size: int, directory: Path, way: str, port: int) -> list[Any]:
@@ -88,11 +88,11 @@ def join_and_use(rank: int, world_size: int, directory: Path, way: str, port: in
 @pytest.mark.guarantee("G12")
 @pytest.mark.parametrize("way", ["file", "tcp", "name", "env"])
 def test_a_world_comes_up_and_listens_on_loopback_only(ranks4: RankPool, way: str) -> None:
-    """On one host every listening socket of every rank is on a loopback address: store, host and device plane."""
+    """On one host all listening sockets of every rank (store, host and device plane) have loopback addresses."""
     for kind, ranks, addresses in ranks4.run(join_and_use, way, free_port()):
         assert kind == "NoneType"
         assert ranks == [0, 1, 2, 3]
-        # It does listen: otherwise this would show nothing.
+        # The rank does listen. Otherwise this test would show nothing.
         assert addresses
         assert all(address in {"127.0.0.1", "::1", "::ffff:127.0.0.1"} for address in addresses), addresses
 
@@ -107,7 +107,7 @@ def again_at_one_port(rank: int, world_size: int, directory: Path, port: int) ->
 
 
 def test_an_address_can_be_used_again_at_once(ranks2: RankPool) -> None:
-    """Connections of the run before that still linger do not block the port."""
+    """Connections that still linger from an earlier run do not block the port."""
     assert ranks2.run(again_at_one_port, free_port()) == [["NoneType", [0, 1]] * 3] * 2
 
 
@@ -123,7 +123,7 @@ def user_world(rank: int, world_size: int, directory: Path) -> list[Any]:
 
 @pytest.mark.guarantee("G11")
 def test_a_world_of_the_user_is_used_and_left_up(ranks2: RankPool) -> None:
-    """We destroy what we made: torch.distributed stays initialised for who initialised it."""
+    """torch.distributed stays initialised for its owner, because we destroy only what we created."""
     assert ranks2.run(user_world) == [[[0, 1], True]] * 2
 
 
@@ -131,8 +131,8 @@ def test_a_world_of_the_user_is_used_and_left_up(ranks2: RankPool) -> None:
 
 
 def restarted(rank: int, world_size: int, directory: Path, port: int) -> list[Any]:
-    # The agent's store lives through the restart of the workers, with the keys of the attempt before.
-    # torch's other implementation, libuv, leaves a pipe open.
+    # The agent's store outlives a restart of the workers and keeps the keys of earlier attempts. It does not use libuv,
+    # torch's other implementation, which leaves a pipe open.
     agent = (
         dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, use_libuv=False)
         if rank == 0
@@ -160,7 +160,7 @@ def missed(rank: int, world_size: int, directory: Path, port: int) -> list[Any]:
     for alone in (1, 0):
         if rank == alone:
             found.append(try_to_join("env://", environ=environ, create_timeout_s=0.3)["kind"])
-            # The traceback keeps the store, which listens.
+            # The traceback keeps the store, which would go on listening.
             gc.collect()
         meet(rank, range(world_size), directory, f"{alone} gave up")
     for attempt in range(2):
@@ -172,13 +172,13 @@ def missed(rank: int, world_size: int, directory: Path, port: int) -> list[Any]:
 
 
 def test_ranks_that_missed_each_other_can_try_again(ranks2: RankPool) -> None:
-    """One found no store, the other nobody in its own; and without an agent too one world follows another."""
+    """One found no store, and the other no rank in its own store. Without an agent one world can follow another."""
     worlds = ["CommTimeoutError", [0, 1], [0, 1]]
     assert ranks2.run(missed, free_port()) == [worlds, worlds]
 
 
 def test_each_restart_by_the_agent_is_a_rendezvous_of_its_own(ranks2: RankPool) -> None:
-    """The agent's store keeps the keys of earlier attempts; the restart count tells them apart."""
+    """The agent's store keeps the keys of earlier attempts. The restart count distinguishes the attempts."""
     assert ranks2.run(restarted, free_port()) == [[["NoneType", [0, 1]]] * 3] * 2
 
 
@@ -227,14 +227,14 @@ def torchrun(tmp_path: Path, *options: str, fail_first: bool = False) -> subproc
 
 
 def test_torchrun_starts_a_world(tmp_path: Path) -> None:
-    """A script that takes everything from torchrun's environment needs no arguments."""
+    """A script that takes all values from torchrun's environment needs no arguments."""
     outcome = torchrun(tmp_path, "--standalone")
     assert outcome.returncode == 0, outcome.stderr
     assert [(tmp_path / f"0-{rank}").read_text() for rank in range(2)] == ["[0, 1]"] * 2
 
 
 def test_torchrun_restarts_a_world(tmp_path: Path) -> None:
-    """Workers that the agent starts again after a failure find each other, not what their predecessors left."""
+    """Workers that the agent restarts after a failure find each other, and not the keys of earlier workers."""
     outcome = torchrun(tmp_path, "--standalone", "--max-restarts", "1", fail_first=True)
     assert outcome.returncode == 0, outcome.stderr
     assert [(tmp_path / f"1-{rank}").read_text() for rank in range(2)] == ["[0, 1]"] * 2
@@ -255,7 +255,7 @@ def mistake(method: str, rank: int = 0, world_size: int = 2, **environ: str) -> 
 
 
 def test_a_port_in_use_is_named_with_its_address() -> None:
-    """Rank 0 says at once where it could not listen, instead of waiting for ranks that cannot come."""
+    """Rank 0 reports at once where it could not listen. It does not wait for ranks that cannot come."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -267,7 +267,7 @@ def test_a_port_in_use_is_named_with_its_address() -> None:
 
 
 def test_an_address_of_another_host_is_refused_by_rank_0() -> None:
-    """192.0.2.1 belongs to nobody: rank 0 cannot serve the store there."""
+    """No host has 192.0.2.1, and rank 0 cannot serve the store there."""
     found = mistake("tcp://192.0.2.1:29500")
     assert found["kind"] == "UsageError", found
     assert "192.0.2.1:29500" in found["text"]
@@ -276,20 +276,20 @@ def test_an_address_of_another_host_is_refused_by_rank_0() -> None:
 @pytest.mark.guarantee("G12")
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]"])
 def test_a_wildcard_address_is_refused(host: str) -> None:
-    """No listener of ours stands where everybody can connect, also if asked to."""
+    """We do not listen on a wildcard address, even on request, because any host could connect to it."""
     found = mistake(f"tcp://{host}:{free_port()}")
     assert found["kind"] == "UsageError", found
     assert "wildcard address" in found["text"]
 
 
 def test_a_wildcard_address_of_the_launcher_is_refused() -> None:
-    """The same in the environment."""
+    """A wildcard address in the environment is refused too."""
     environ = launched(0, 2, free_port(), MASTER_ADDR="0.0.0.0")
     assert mistake("env://", -1, -1, **environ)["kind"] == "UsageError"
 
 
 def test_nobody_at_the_address_is_a_timeout_that_names_rank_0() -> None:
-    """Rank 1 tries until `create_timeout_s` and then says where it looked."""
+    """Rank 1 tries until `create_timeout_s`, and then its error says where it looked."""
     port = free_port()
     found = mistake(f"tcp://127.0.0.1:{port}", rank=1)
     assert (found["kind"], found["missing"]) == ("CommTimeoutError", [0]), found
@@ -297,8 +297,8 @@ def test_nobody_at_the_address_is_a_timeout_that_names_rank_0() -> None:
     assert found["seconds"] >= 1.0
 
 
-def test_a_name_that_does_not_resolve_is_told() -> None:
-    """Rank 0 cannot listen there; the others go on trying, as names may appear later, and time out."""
+def test_a_host_name_that_does_not_resolve_raises() -> None:
+    """Rank 0 cannot listen there. The others go on trying, because a name may appear later, and time out."""
     assert mistake("tcp://no-such-host.invalid:29500")["kind"] == "UsageError"
     other = mistake("tcp://no-such-host.invalid:29500", rank=1)
     assert (other["kind"], other["missing"]) == ("CommTimeoutError", [0]), other
@@ -307,8 +307,8 @@ def test_a_name_that_does_not_resolve_is_told() -> None:
 @pytest.mark.parametrize(
     "method", ["tcp://127.0.0.1", "tcp://:29500", "tcp://h:99999", "http://h:1", "", "/d"]
 )
-def test_what_is_no_way_to_meet_is_refused_with_those_that_are(method: str) -> None:
-    """The text lists the three forms."""
+def test_an_unknown_init_method_is_refused_with_the_known_ones(method: str) -> None:
+    """The error lists the three forms."""
     found = mistake(method)
     assert found["kind"] == "UsageError", found
     for form in ("env://", "tcp://HOST:PORT", "file:///DIRECTORY"):
@@ -317,20 +317,20 @@ def test_what_is_no_way_to_meet_is_refused_with_those_that_are(method: str) -> N
 
 @pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (0, -1), (2, 2), (0, 0)])
 def test_an_address_needs_rank_and_world_size(rank: int, world_size: int) -> None:
-    """Nobody but a launcher could tell them otherwise."""
+    """Without a launcher there is no other source for them."""
     assert mistake(f"tcp://127.0.0.1:{free_port()}", rank, world_size)["kind"] == "UsageError"
 
 
 @pytest.mark.parametrize(("rank", "world_size", "told"), [(1, 2, "rank=1"), (0, 3, "world_size=3")])
 def test_arguments_that_contradict_the_launcher_are_refused(rank: int, world_size: int, told: str) -> None:
-    """Neither silently wins."""
+    """A call raises if an argument and the launcher's variable differ."""
     found = mistake("env://", rank, world_size, **launched(0, 2, free_port()))
     assert found["kind"] == "UsageError", found
     assert told in found["text"]
 
 
 def test_env_without_a_launcher_says_what_to_do() -> None:
-    """No variable is set: the text names them, and the way that needs none."""
+    """If no variable is set, the error names the variables and the form that needs none."""
     found = mistake("env://", -1, -1)
     assert found["kind"] == "SettingsError", found
     assert "MASTER_ADDR" in found["text"]
@@ -344,7 +344,7 @@ def different_settings(rank: int, world_size: int, directory: Path) -> dict[str,
 
 
 def test_ranks_with_different_settings_do_not_come_up(ranks2: RankPool) -> None:
-    """Both raise at once, with the setting and both values."""
+    """Both ranks raise at once, and the error shows the setting and both values."""
     for found in ranks2.run(different_settings):
         assert found["kind"] == "DisagreementError", found
         assert "timeout_s" in found["text"]
@@ -367,5 +367,5 @@ def second_call(rank: int, world_size: int, directory: Path) -> list[str]:
 
 
 def test_joining_twice_only_checks_that_it_is_the_same_world(ranks2: RankPool) -> None:
-    """Engines call it from several places; a call that means another world is refused."""
+    """Engines make this call at several points. A call for another world is refused."""
     assert ranks2.run(second_call) == [["NoneType"] * 3 + ["UsageError"] * 2] * 2

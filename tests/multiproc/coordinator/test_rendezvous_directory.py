@@ -1,4 +1,4 @@
-"""Ranks of one host find each other by nothing but a directory, whatever earlier runs left in it."""
+"""Ranks of one host find each other through a directory alone, whatever earlier runs left in it."""
 
 import os
 import secrets
@@ -28,7 +28,7 @@ def names(directory: Path) -> list[str]:
 def join(
     rank: int, world_size: int, directory: Path, path: Path | str | None = None, **settings: Any
 ) -> dict[str, Any]:
-    """Join by `path`, by default as `world` does, and return what came of it."""
+    """Join through `path`, by default as `world` does, and return the outcome."""
     chosen = CoordinatorSettings.resolve({}, **settings)
     method = f"file://{path or directory / 'rendezvous'}"
     return outcome_of(
@@ -49,7 +49,7 @@ def run_and_list(rank: int, world_size: int, directory: Path) -> list[Any]:
 
 
 def test_a_run_has_one_generation_and_leaves_an_empty_directory(ranks4: RankPool) -> None:
-    """While it runs there is the pointer and one generation; at the end nothing."""
+    """During a run the directory holds the pointer and one generation. After the run it is empty."""
     for ranks, held, left in ranks4.run(run_and_list):
         assert ranks == [0, 1, 2, 3]
         assert len(held) == 2
@@ -61,7 +61,7 @@ def test_a_run_has_one_generation_and_leaves_an_empty_directory(ranks4: RankPool
 def run_repeatedly(rank: int, world_size: int, directory: Path) -> list[str]:
     for number in range(20):
         with world(rank, world_size, directory) as group:
-            # Not two runs mixed: everybody is in the same one.
+            # All ranks are in the same run: no two runs mix.
             assert group.all_gather_object(number) == [number] * world_size
     meet(rank, range(world_size), directory, "left")
     return names(directory)
@@ -69,13 +69,13 @@ def run_repeatedly(rank: int, world_size: int, directory: Path) -> list[str]:
 
 @pytest.mark.guarantee("G13")
 def test_a_directory_can_be_used_again_at_once(ranks4: RankPool) -> None:
-    """Twenty runs follow each other without a pause: no rank ever meets one of an earlier run."""
+    """Twenty runs follow each other without a pause, and no rank joins one of an earlier run."""
     assert ranks4.run(run_repeatedly, timeout_s=120.0) == [[]] * 4
 
 
 def join_late(rank: int, world_size: int, directory: Path, late: int) -> list[int]:
     if rank == late:
-        time.sleep(0.3)  # the other rank polls several times and finds nobody
+        time.sleep(0.3)  # the other rank polls several times and finds no rank
     with world(rank, world_size, directory) as group:
         gathered: list[int] = group.all_gather_object(rank)
         return gathered
@@ -83,7 +83,7 @@ def join_late(rank: int, world_size: int, directory: Path, late: int) -> list[in
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_the_ranks_may_come_in_any_order(ranks2: RankPool, late: int) -> None:
-    """Who comes first waits for the other."""
+    """The rank that comes first waits for the other one."""
     assert ranks2.run(join_late, late) == [[0, 1]] * 2
 
 
@@ -107,8 +107,8 @@ def run_in(rank: int, world_size: int, directory: Path, path: str) -> list[Any]:
 
 
 @pytest.mark.guarantee("G13")
-def test_what_a_killed_run_left_is_swept_by_the_next(tmp_path: Path) -> None:
-    """A hard end leaves one generation; the next run is not misled by it, and removes it."""
+def test_the_next_run_removes_the_files_of_a_killed_run(tmp_path: Path) -> None:
+    """A killed run leaves one generation. The next run does not join it, and removes it."""
     path = tmp_path / "rendezvous"
     run_ranks(be_killed_in_run, 2, str(path), expect_dead=[0, 1])
     left = {each.name for each in path.iterdir()}
@@ -122,7 +122,7 @@ def test_what_a_killed_run_left_is_swept_by_the_next(tmp_path: Path) -> None:
 
 def wait_for_a_live_run(rank: int, world_size: int, directory: Path, path: str) -> Any:
     if rank == 0:
-        # Rank 1 has read what the killed run left by then; no event tells when it has.
+        # Rank 1 has read the killed run's files by then. No event shows when it has.
         time.sleep(1.0)
     return run_in(rank, world_size, directory, path)[0]
 
@@ -136,7 +136,7 @@ def test_a_rank_does_not_join_a_killed_run(tmp_path: Path) -> None:
 
 
 def two_worlds_at_once(rank: int, world_size: int, directory: Path) -> list[int]:
-    # Ranks 0 and 1 of this test are one world; 2 and 3 start another one while the first is up.
+    # Ranks 0 and 1 of this test are one world. Ranks 2 and 3 start another one while the first one is in use.
     if rank >= 2:
         meet(rank, range(world_size), directory, "first is up")
     join_world(rank % 2, 2, directory)
@@ -151,7 +151,7 @@ def two_worlds_at_once(rank: int, world_size: int, directory: Path) -> list[int]
 
 
 def test_a_second_world_in_the_same_directory_leaves_the_first_alone(ranks4: RankPool) -> None:
-    """Each has its generation; their ranks do not mix."""
+    """Each world has its own generation, and their ranks do not mix."""
     assert ranks4.run(two_worlds_at_once) == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
@@ -159,7 +159,7 @@ def test_a_second_world_in_the_same_directory_leaves_the_first_alone(ranks4: Ran
 
 
 def test_missing_parents_are_made(tmp_path: Path) -> None:
-    """The directory and what is above it need not exist."""
+    """Neither the directory nor its parents need to exist."""
     path = tmp_path / "a" / "b" / "rendezvous"
     for ranks, _, after in run_ranks(run_in, 2, str(path)):
         assert ranks == [0, 1]
@@ -184,21 +184,21 @@ def alone(rank: int, world_size: int, directory: Path, method: str) -> dict[str,
     ],
 )
 def test_a_path_that_is_not_absolute_and_plain_is_refused(ranks2: RankPool, method: str) -> None:
-    """A part of it would silently be taken for a host, a query or a fragment."""
+    """Otherwise a part of the path would silently be read as a host, a query or a fragment."""
     found = ranks2.run(alone, method)[0]
     assert found["kind"] == "UsageError", found
     assert "file:///DIRECTORY" in found["text"]
 
 
 def test_a_directory_that_cannot_be_made_is_named(ranks2: RankPool, tmp_path: Path) -> None:
-    """Where a file stands in the way nothing can be written, not even by root."""
+    """If a file has the path of a parent, not even root can create the directory."""
     (tmp_path / "file").touch()
     found = ranks2.run(alone, f"file://{tmp_path}/file/rendezvous")[0]
     assert found["kind"] == "UsageError", found
     assert f"{tmp_path}/file/rendezvous" in found["text"]
 
 
-# --- what does not fit ----------------------------------------------------------------------------------------
+# --- different sizes ------------------------------------------------------------------------------------------
 
 
 def different_sizes(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
@@ -207,8 +207,8 @@ def different_sizes(rank: int, world_size: int, directory: Path) -> dict[str, An
     return found
 
 
-def test_different_world_sizes_are_told_at_once(ranks2: RankPool) -> None:
-    """Rank 1 thinks of a larger world: it raises with both numbers; rank 0 waits for it in vain."""
+def test_different_world_sizes_raise_at_once(ranks2: RankPool) -> None:
+    """Rank 1 expects a larger world and raises with both numbers. Rank 0 waits for it until its deadline."""
     first, second = ranks2.run(different_sizes)
     assert second["kind"] == "UsageError", second
     assert "world of 2" in second["text"]
@@ -217,7 +217,7 @@ def test_different_world_sizes_are_told_at_once(ranks2: RankPool) -> None:
 
 
 def test_a_larger_world_waits_until_a_smaller_one_has_left(tmp_path: Path) -> None:
-    """Ranks that have left, and ranks that are new, do not take the last generation for the present one."""
+    """Neither ranks that have left nor new ranks take the last generation for the present one."""
     old = [DirectoryRendezvous(tmp_path, rank, 2) for rank in range(2)]
     for meeting in old:
         meeting.join(5.0)
@@ -229,7 +229,7 @@ def test_a_larger_world_waits_until_a_smaller_one_has_left(tmp_path: Path) -> No
     new = [DirectoryRendezvous(tmp_path, rank, 3) for rank in range(3)]
     for meeting in new:
         meeting.join(5.0)
-    # And a smaller one behind a larger one.
+    # The same holds for a smaller world after a larger one.
     with pytest.raises(CommTimeoutError, match="a world of 3 ranks, and some have not left it yet"):
         DirectoryRendezvous(tmp_path, 1, 2).join(0.05)
     for meeting in new:
@@ -244,7 +244,7 @@ def twins(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
 
 
 def test_two_processes_with_one_rank_do_not_both_join(ranks4: RankPool) -> None:
-    """A rank can be claimed once; no process goes on as if the world were complete."""
+    """A rank can be claimed once, and no process goes on as if the world were complete."""
     assert {each["kind"] for each in ranks4.run(twins)} == {"CommTimeoutError"}
 
 
@@ -252,7 +252,7 @@ def test_two_processes_with_one_rank_do_not_both_join(ranks4: RankPool) -> None:
 
 
 def plant(directory: Path) -> Path:
-    """Make a generation with a live owner, as rank 0 does, and return it."""
+    """Create a generation with a live owner, as rank 0 does, and return it."""
     rendezvous = DirectoryRendezvous(directory / "rendezvous", 0, 2)
     rendezvous.join(1.0)
     return next((directory / "rendezvous").glob("generation-*"))
@@ -273,8 +273,8 @@ def join_planted(rank: int, world_size: int, directory: Path, how: str) -> dict[
 
 
 @pytest.mark.parametrize("how", ["symlink", "mode", "owner"])
-def test_a_generation_that_somebody_else_may_write_is_refused(how: str) -> None:
-    """A link, a directory that others can enter, one that belongs to somebody else: none is trusted."""
+def test_a_generation_that_another_user_may_write_is_refused(how: str) -> None:
+    """A link, a directory that others can enter, and a directory of another user are not trusted."""
     (found,) = run_ranks(join_planted, 1, how)
     assert found["kind"] == "UsageError", found
     assert "0700" in found["text"]
@@ -293,7 +293,7 @@ def join_by_pointer(rank: int, world_size: int, directory: Path, text: str) -> d
     ["../generation-0123456789abcdef", "{elsewhere}", "", "generation-0123456789abcdef\n", "x" * 100_000],
 )
 def test_a_pointer_leads_only_into_its_own_directory(text: str) -> None:
-    """Whatever else stands in it is as good as no pointer."""
+    """A pointer with any other content counts as none."""
     (found,) = run_ranks(join_by_pointer, 1, text)
     assert (found["kind"], found["missing"]) == ("CommTimeoutError", [0]), found
 
@@ -310,7 +310,7 @@ def rank_0_with_planted_pointer(rank: int, world_size: int, directory: Path) -> 
 
 
 def test_a_planted_pointer_is_replaced_and_not_followed(ranks2: RankPool) -> None:
-    """Rank 0 moves its pointer into place: what a link there points to is not written."""
+    """Rank 0 renames its pointer over a link there, and the target of the link is not written."""
     assert ranks2.run(rank_0_with_planted_pointer) == [[[0, 1], "precious"]] * 2
 
 
@@ -331,15 +331,15 @@ def leftovers_that_are_none(rank: int, world_size: int, directory: Path) -> list
     return [ranks, (kept / "file").exists(), (rendezvous / "notes.txt").exists()]
 
 
-def test_what_is_no_generation_of_ours_is_left_alone(ranks2: RankPool) -> None:
-    """Other files and links in the directory survive, and so does what the links point to."""
+def test_other_files_and_links_are_left_alone(ranks2: RankPool) -> None:
+    """Files and links in the directory that are no generation of ours survive, and the links' targets too."""
     assert ranks2.run(leftovers_that_are_none) == [[[0, 1], True, True]] * 2
 
 
-def test_a_store_is_out_of_the_way_before_its_directory_can_go(tmp_path: Path) -> None:
-    """Whoever leaves removes the path by which it opened the store, which nobody else uses.
+def test_a_rank_that_leaves_unlinks_its_store_before_the_directory_is_removed(tmp_path: Path) -> None:
+    """A rank that leaves removes the path by which it opened the store. No other rank uses that path.
 
-    A FileStore that is collected while somebody removes its directory would wait for the file.
+    Otherwise a FileStore that is collected while another rank removes its directory would wait for the file.
     """
     meetings = [DirectoryRendezvous(tmp_path, rank, 2) for rank in range(2)]
     stores = [meeting.join(5.0) for meeting in meetings]
@@ -359,7 +359,7 @@ def test_a_store_is_out_of_the_way_before_its_directory_can_go(tmp_path: Path) -
 def test_a_rank_that_is_taken_is_found_without_opening_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last generation may be removed at that moment, and a store waits minutes for a file that is gone."""
+    """At that moment the last generation may be removed, and a store waits minutes for a file that is gone."""
     first, second = DirectoryRendezvous(tmp_path, 0, 2), DirectoryRendezvous(tmp_path, 1, 2)
     first.join(5.0)
     second.join(5.0)

@@ -1,4 +1,4 @@
-"""Groups made of a group: split by lists and by color, and sub-groups."""
+"""Groups are split by lists and by color, and have sub-groups."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def split(rank: int, world_size: int, directory: Path) -> list[Any]:
 
 
 def test_groups_are_split_by_lists_and_by_color(ranks4: RankPool) -> None:
-    """Ranks in the order that lists and keys say; who is in none gets None."""
+    """Lists and keys determine the order of the ranks. A rank in no list gets None."""
     found = ranks4.run(split)
     checks = [True, True, True]
     assert found[0] == [[3, 0], [3, 0], [0, 2], "world.0@0/half:0", 2, [3, 1, 0], checks]
@@ -49,12 +49,12 @@ def test_groups_are_split_by_lists_and_by_color(ranks4: RankPool) -> None:
 def part_of_parts(rank: int, world_size: int, directory: Path) -> list[Any]:
     with world(rank, world_size, directory) as group:
         pair = GroupCoordinator([[0, 1], [2, 3]], rank, "gloo", True, group_name="tp")
-        # Both pairs at once, whose groups have one name.
+        # Both pairs split at once, and their groups have the same name.
         one = pair.create_subgroup([1])
         halves = pair.split_group([[0], [1]])
         assert halves is not None
         found = [None if one is None else one.ranks, halves.ranks]
-        # Other ranks are left out each time.
+        # Each list leaves out other ranks.
         for lists in ([[0, 1]], [[1, 2]], [[3, 2, 1]]):
             part = group.split_group(lists)
             found.append(None if part is None else part.all_gather_object(rank))
@@ -67,8 +67,8 @@ def part_of_parts(rank: int, world_size: int, directory: Path) -> list[Any]:
         return found
 
 
-def test_groups_of_one_name_have_parts_of_their_own(ranks4: RankPool) -> None:
-    """Pairs that split at the same time do not meet each other, and who is left out once can be in the next."""
+def test_groups_of_the_same_name_have_separate_parts(ranks4: RankPool) -> None:
+    """Pairs that split at the same time do not mix, and a rank that is left out once can be in the next part."""
     assert ranks4.run(part_of_parts) == [
         [None, [0], [0, 1], None, None],
         [[1], [1], [0, 1], [1, 2], [3, 2, 1]],

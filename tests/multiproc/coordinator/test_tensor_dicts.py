@@ -1,4 +1,4 @@
-"""Tensor dicts between ranks: what is in them arrives, by every route, sliced or whole."""
+"""Tensor dicts between ranks: their contents arrive by every route, sliced or whole."""
 
 import dataclasses
 import gc
@@ -49,13 +49,13 @@ DTYPES = [
 
 @dataclasses.dataclass
 class Unknown:
-    """A class that only the sender may know."""
+    """A class that only the sender registers."""
 
     x: int = 0
 
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of this shape whose bytes differ from place to place."""
+    """Return a tensor of this shape whose bytes depend on their position."""
     elements = torch.Size(shape).numel()
     raw = (torch.arange(elements * dtype.itemsize) * 37 + dtype.itemsize) % (
         2 if dtype == torch.bool else 120
@@ -64,7 +64,7 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def small_and_large() -> dict[str, Any]:
-    """Return a dict with a tensor of every kind, small enough to travel inside the metadata and too large."""
+    """Return a dict with tensors of every kind, both small enough to travel inside the metadata and too large."""
     tensors: dict[str, Any] = {}
     for dtype in DTYPES:
         tensors[f"small {dtype}"] = filled((3, 4), dtype)
@@ -93,7 +93,7 @@ def small_and_large() -> dict[str, Any]:
 
 
 def everything() -> dict[Any, Any]:
-    """Return a dict of everything that may stand in one."""
+    """Return a dict of everything that a tensor dict may contain."""
     large = torch.arange(9000.0)
     return {
         **small_and_large(),
@@ -111,7 +111,7 @@ def everything() -> dict[Any, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return what of a tensor travels: no gradient, no subclass."""
+    """Return the part of a tensor that is sent, without its gradient and its subclass."""
     if isinstance(value, torch.Tensor):
         return value.detach().as_subclass(torch.Tensor)
     return value
@@ -126,7 +126,7 @@ def differences(sent: dict[Any, Any], received: Any) -> list[str]:
 
 
 def received_by(group: GroupCoordinator, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-    """Receive a tensor dict, which must be there."""
+    """Receive a tensor dict; fail if there is none."""
     received = group.recv_tensor_dict(*args, **kwargs)
     assert received is not None
     return received
@@ -152,8 +152,8 @@ def every_content(rank: int, world_size: int, directory: Path) -> list[str]:
 
 
 @pytest.mark.guarantee("G5")
-def test_everything_in_a_tensor_dict_arrives_as_what_it_was(ranks2: RankPool) -> None:
-    """Every dtype, shape and layout, nested dicts, other kinds of dicts and other values; nothing is aliased."""
+def test_everything_in_a_tensor_dict_arrives_unchanged(ranks2: RankPool) -> None:
+    """This holds for every dtype, shape and layout, nested and other dicts, and other values. Nothing is aliased."""
     assert ranks2.run(every_content) == [[], []]
 
 
@@ -169,7 +169,7 @@ def every_source(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_every_rank_may_broadcast_a_tensor_dict(ranks4: RankPool) -> None:
-    """The receivers own what they get, and an empty dict arrives as one."""
+    """The receivers own the tensors, and an empty dict arrives as an empty dict."""
     ranks4.run(every_source)
 
 
@@ -188,19 +188,19 @@ def much_metadata(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_metadata_may_be_larger_than_the_first_message(ranks2: RankPool) -> None:
-    """A dict with hundreds of KiB of metadata, tensors inside of it and beside it arrives whole."""
+    """A dict with hundreds of KiB of metadata, and with tensors inside and outside of it, arrives whole."""
     ranks2.run(much_metadata)
 
 
 def sliced(rank: int, world_size: int, directory: Path) -> list[str]:
-    """Two stages of two ranks: 0 and 1 send to 2 and 3."""
+    """Let ranks 0 and 1, which are one stage, send to ranks 2 and 3, which are the next one."""
     wrong = []
     with (
         world(rank, world_size, directory),
         GroupCoordinator([[0, 1], [2, 3]], rank, "gloo", True, group_name="tp") as tp,
         GroupCoordinator([[0, 2], [1, 3]], rank, "gloo", True, group_name="pp") as pp,
     ):
-        # The residual differs between the ranks of a stage, so it must not be sliced.
+        # The residual differs between the ranks of a stage and must not be sliced.
         residual = torch.full((5000,), float(tp.rank_in_group))
         sent = {**everything(), "hidden": torch.randn(64, 512, generator=torch.Generator().manual_seed(1))}
         sent |= {"odd": torch.arange(9001.0), "residual": residual, "one": torch.ones(1)}
@@ -228,7 +228,7 @@ def sliced(rank: int, world_size: int, directory: Path) -> list[str]:
 
 @pytest.mark.guarantee("G5")
 def test_tensors_that_a_stage_shares_travel_in_slices(ranks4: RankPool) -> None:
-    """Each rank sends its slice, the receivers gather the whole; what differs between the ranks travels whole."""
+    """Each rank sends its slice, and the receivers gather the whole. Tensors that differ between ranks travel whole."""
     assert ranks4.run(sliced) == [[], [], [], []]
 
 
@@ -264,15 +264,15 @@ def bad_arguments(rank: int, world_size: int, directory: Path) -> list[str]:
 
 
 def test_mistakes_are_found_before_anything_is_sent(ranks2: RankPool) -> None:
-    """A key that names no tensor, a wrong rank, a dict that contains itself: a UsageError, and the group goes on."""
+    """A key without a tensor, a wrong rank or a dict that contains itself raises a UsageError. The group goes on."""
     texts, _ = ranks2.run(bad_arguments)
     assert "all_gather_tensors names ['y'], the dict's tensors are ['n.y', 'x']" in texts[0]
     assert "contains itself" in texts[6]
 
 
 @pytest.mark.parametrize("what", ["group", "overrides"])
-def test_different_ideas_of_slicing_are_a_disagreement(ranks2: RankPool, what: str) -> None:
-    """The receiver names the tensor, and the group is broken on both sides: the tensors are on their way."""
+def test_different_slicing_of_sender_and_receiver_is_a_disagreement(ranks2: RankPool, what: str) -> None:
+    """The receiver's error names the tensor. Both groups are broken, because the tensors have been sent."""
     receiver, sender = ranks2.run(mismatch, what)
     assert receiver[0] == "DisagreementError"
     assert "tensor 'inner.x' was sent in 2 slice(s), this rank expects 1" in receiver[1]
@@ -319,12 +319,12 @@ def dropped(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_the_handles_of_a_send_may_be_dropped(ranks2: RankPool) -> None:
-    """The memory is kept until the receiver has it, though nobody holds the handles or the tensors."""
+    """The sender keeps the memory until the receiver has the data, although no one holds the handles or tensors."""
     ranks2.run(dropped)
 
 
 def reused(rank: int, world_size: int, directory: Path) -> None:
-    """A persistent buffer is overwritten after each step's handles have been waited for."""
+    """Overwrite a persistent buffer after waiting for each step's handles."""
     buffer = torch.empty(40_000)
     small = torch.empty(8)
     with world(rank, world_size, directory) as group:
@@ -333,7 +333,7 @@ def reused(rank: int, world_size: int, directory: Path) -> None:
                 buffer.fill_(step)
                 small.fill_(step)
                 handles = group.isend_tensor_dict({"x": buffer, "small": small})
-                # What travels inside the metadata was copied; the others are waited for.
+                # Tensors inside the metadata were copied. The others are waited for.
                 small.fill_(-1)
                 for handle in handles[1:]:
                     handle.wait()
@@ -344,7 +344,7 @@ def reused(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_a_buffer_may_be_reused_after_its_handles_were_waited_for(ranks2: RankPool) -> None:
-    """Small tensors may be overwritten even before that; engines wait for `handles[1:]` alone."""
+    """Small tensors may be overwritten even earlier. Engines wait for `handles[1:]` alone."""
     ranks2.run(reused)
 
 
@@ -361,12 +361,12 @@ def many_open(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_open_sends_are_received_in_order(ranks2: RankPool) -> None:
-    """Forty dicts that nobody waits for arrive one after the other."""
+    """Forty dicts whose handles are not waited for arrive one after the other."""
     ranks2.run(many_open)
 
 
 def half_known(rank: int, world_size: int, directory: Path) -> list[str]:
-    """Send dicts that the receiver cannot decode, each with tensors beside it, and good ones after them."""
+    """Send dicts that the receiver cannot decode, with tensors outside of the metadata, and good ones after them."""
     x = torch.arange(50_000.0)
     texts = []
     with world(rank, world_size, directory) as group:
@@ -393,7 +393,7 @@ def half_known(rank: int, world_size: int, directory: Path) -> list[str]:
 
 @pytest.mark.guarantee("G4")
 def test_a_dict_that_cannot_be_decoded_leaves_the_group_intact(ranks2: RankPool) -> None:
-    """Its tensors are taken out of the way, and the next dict arrives with its own."""
+    """The receiver discards its tensors, and the next dict arrives with its own tensors."""
     _, texts = ranks2.run(half_known)
     assert len(texts) == 4
     assert all("test_tensor_dicts.Unknown" in text for text in texts)
@@ -409,13 +409,13 @@ def no_dict(rank: int, world_size: int, directory: Path) -> None:
             assert group.broadcast_tensor_dict() == {"x": 1}
 
 
-def test_an_object_is_no_tensor_dict(ranks2: RankPool) -> None:
-    """A rank that calls another broadcast than the sender gets a DecodeError, not a wrong object."""
+def test_an_object_received_as_a_tensor_dict_raises(ranks2: RankPool) -> None:
+    """A rank that calls another broadcast than the sender gets a DecodeError and no wrong object."""
     ranks2.run(no_dict)
 
 
 def out_of_order(rank: int, world_size: int, directory: Path) -> None:
-    """The receiver takes the broadcast dict first, though the sent one left before it."""
+    """Receive the broadcast dict first, although the other dict was sent earlier."""
     with world(rank, world_size, directory) as group:
         if rank == 0:
             handles = group.isend_tensor_dict({"x": torch.full((8192,), 1.0)}, 1)
@@ -430,12 +430,12 @@ def out_of_order(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_sent_and_broadcast_dicts_do_not_mix(ranks2: RankPool) -> None:
-    """Tensors of equal size belong to their own dict, whichever is received first."""
+    """Tensors of equal size arrive in their own dict, in whatever order the dicts are received."""
     ranks2.run(out_of_order)
 
 
 def test_a_message_of_another_protocol_is_refused() -> None:
-    """Slots that do not stand for what follows are a DecodeError, not an allocation."""
+    """Slots that do not match the data after them raise a DecodeError and allocate nothing."""
     from coordinator.host.tensor_dict_format import Slicing, TensorSlot, join
 
     good = TensorSlot(0, (4,), "float32", "host", 1)

@@ -1,4 +1,4 @@
-"""What training frameworks ask of groups: a root and sizes, hybrid sharding, sub-groups, flags, sums, device meshes."""
+"""Groups for training frameworks: a root and sizes, hybrid sharding, sub-groups, flags, sums and device meshes."""
 
 import threading
 from pathlib import Path
@@ -84,7 +84,7 @@ def resharding(rank: int, world_size: int, directory: Path) -> None:
         assert [group._health.is_closed for group in made] == [True] * 5
         works(root)
         with create_parallel_groups(root) as plain:
-            # Rank 0 needs no new group, as sharding over all is `dp`.
+            # Rank 0 needs no new group, because sharding over all ranks is `dp`.
             with pytest.raises(DisagreementError, match="shard"):
                 create_fsdp_groups(plain, 2 if rank else None)
             works(plain.dp)
@@ -92,17 +92,17 @@ def resharding(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_sharding_anew_leaks_nothing_and_is_agreed_on(ranks4: RankPool) -> None:
-    """The last record destroys the pairs that it replaced; ranks that shard differently all learn of it."""
+    """The last record destroys the pairs that it replaced. Ranks that shard differently all learn of it."""
     ranks4.run(resharding)
 
 
 def test_a_root_and_a_size_make_the_groups_that_fairseq2_makes(ranks4: RankPool) -> None:
-    """Equal rank lists share a group, the root stays, sizes that do not divide are refused on every rank."""
+    """Equal rank lists share a group, the root stays, and every rank refuses sizes that do not divide the world."""
     ranks4.run(sizes)
 
 
 def test_hybrid_sharding_adds_two_groups_and_shares_the_others(ranks4: RankPool) -> None:
-    """Neighbours shard, ranks of the same place replicate; None shards over all."""
+    """Neighbours shard, and ranks at the same position replicate. None shards over all ranks."""
     ranks4.run(sharding)
 
 
@@ -120,14 +120,14 @@ def subgroups(rank: int, world_size: int, directory: Path) -> None:
             assert part.ranks == [3, 1]
             assert part.unique_name == "world.0@0/sub:0"
             works(part)
-            # Rank 0 of the part is rank 3 of the world: a source is a rank in the group.
+            # A source is a rank in the group: rank 0 of the part is rank 3 of the world.
             assert part.broadcast_flag(rank == 3) is True
             assert part.broadcast_flag(rank == 3, 1) is False
             assert part.broadcast_object(rank, 1) == 1
             for source in (2, 3, -1):
                 with pytest.raises(UsageError, match="ranks in this group go from 0 to 1"):
                     part.broadcast_flag(True, source)
-            # Ranks of the part, not of the world; and a part of a part needs nobody outside.
+            # The list has ranks of the part, not of the world. A part of a part needs no rank outside of it.
             inner = part.create_subgroup([1])
             assert (inner is None) == (rank == 3)
             if inner is not None:
@@ -140,7 +140,7 @@ def subgroups(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_a_sub_group_has_ranks_of_the_group(ranks4: RankPool) -> None:
-    """Bounds, order and sources; the other ranks get None; ranks that ask for different parts all learn of it."""
+    """This holds for bounds, order and sources. Other ranks get None, and ranks that ask for different parts raise."""
     ranks4.run(subgroups)
 
 
@@ -177,7 +177,7 @@ def small_things(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_flags_sums_and_lists(ranks4: RankPool) -> None:
-    """From each source, exact, of any shape; what does not fit is refused and the group works on."""
+    """Flags come from each source, sums are exact, lists have any shape. Wrong values raise, and the group goes on."""
     ranks4.run(small_things)
 
 
@@ -204,7 +204,7 @@ def current(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_the_current_groups_are_those_of_the_thread(ranks2: RankPool) -> None:
-    """Nested, restored in reverse; a thread that entered none has none."""
+    """They nest and are restored in reverse. A thread that entered none has none."""
     ranks2.run(current)
 
 
@@ -259,10 +259,10 @@ def mesh_in(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_a_mesh_over_our_groups_has_no_process_groups_of_its_own(ranks4: RankPool) -> None:
-    """It is made once, from the process groups that ours have anyway, and torch's functions work on it."""
+    """It is created once from the process groups that our groups have anyway, and torch's functions work on it."""
     ranks4.run(mesh_out)
 
 
 def test_groups_of_a_mesh_make_no_process_groups(ranks4: RankPool) -> None:
-    """Its dimensions become groups; a mesh that numbers ranks otherwise is refused with the reason."""
+    """Its dimensions become groups. A mesh that numbers ranks in another order is refused with the reason."""
     ranks4.run(mesh_in)

@@ -1,4 +1,4 @@
-"""Two network namespaces joined by a cable stand for two hosts: loopback does not reach from one to the other."""
+"""A world on two hosts, which are two network namespaces with a cable between; loopback does not join them."""
 
 import sys
 from pathlib import Path
@@ -28,12 +28,12 @@ SCENARIOS: dict[str, tuple[str, list[str | None]]] = {
     "loopback on one": ("tcp://10.77.0.1:29503", ["near", "lo"]),
     "master at loopback": ("tcp://127.0.0.1:29504", [None, None]),
 }
-"""By name how ranks meet, and the interface that each host names."""
+"""By name the init method, and the interface that each host names."""
 
 
 @pytest.fixture(scope="module")
 def two_hosts() -> dict[str, list[dict[str, Any]]]:
-    """Run four ranks, 0 and 1 on one host, 2 and 3 on the other, through all scenarios; return what each found."""
+    """Run all scenarios on ranks 0 and 1 of one host and ranks 2 and 3 of the other; return each rank's findings."""
     ranks = run_on_two_hosts(__name__)
     return {name: [found[name] for found in ranks] for name in SCENARIOS}
 
@@ -71,7 +71,7 @@ Found = dict[str, list[dict[str, Any]]]
 
 
 def test_a_world_at_the_masters_address_spans_both_hosts(two_hosts: Found) -> None:
-    """Each rank listens on the interface that routes to the master alone; a group of one host listens nowhere."""
+    """Each rank listens only on the interface that routes to the master. A group on one host listens nowhere."""
     found = two_hosts["address of the master"]
     assert_world_works(found, ["10.77.0.1", "10.77.0.2"])
     for rank, each in enumerate(found):
@@ -80,14 +80,14 @@ def test_a_world_at_the_masters_address_spans_both_hosts(two_hosts: Found) -> No
 
 
 def test_an_interface_says_where_to_listen(two_hosts: Found) -> None:
-    """Hosts that share a directory have no master to route to: each names its interface."""
+    """Hosts that share a directory have no master to route to. Each host therefore names its interface."""
     assert_world_works(two_hosts["interfaces"], ["10.77.0.1", "10.77.0.2"])
 
 
 @pytest.mark.guarantee("G12")
 @pytest.mark.parametrize("scenario", ["directory alone", "loopback on both", "loopback on one"])
 def test_loopback_between_hosts_is_refused_with_both_addresses(two_hosts: Found, scenario: str) -> None:
-    """Whoever announces loopback to another host is named by every rank, with what it announced and to whom."""
+    """The error on every rank names a rank that announces loopback to another host, and shows both addresses."""
     for each in two_hosts[scenario]:
         assert each["kind"] == "CapabilityError", each
         assert "announced 127.0.0.1" in each["text"]
@@ -96,7 +96,7 @@ def test_loopback_between_hosts_is_refused_with_both_addresses(two_hosts: Found,
 
 
 def test_a_master_at_loopback_is_not_found_by_the_other_host(two_hosts: Found) -> None:
-    """The other host looks for it on itself: a time-out that names rank 0 and the address."""
+    """The other host looks for the master on itself and times out. The error names rank 0 and the address."""
     found = two_hosts["master at loopback"]
     for each in found[:2]:
         assert (each["kind"], each["missing"]) == ("CommTimeoutError", [2, 3]), each
@@ -106,7 +106,7 @@ def test_a_master_at_loopback_is_not_found_by_the_other_host(two_hosts: Found) -
 
 
 def main(directory: Path, rank: int) -> None:
-    """Be one rank in all scenarios, one after the other."""
+    """Run one rank in all scenarios, one after the other."""
     found = {}
     for name, (method, interfaces) in SCENARIOS.items():
         found[name] = be_a_rank(method.format(directory=directory), interfaces[rank // 2], rank)

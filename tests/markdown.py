@@ -78,7 +78,7 @@ def programs_of(blocks: list[Block]) -> list[Program]:
             raise ValueError(
                 f"{block.where}: the title says neither how to run it nor why not: {block.title!r}"
             )
-        # Keep line numbers, so that a traceback points into the page.
+        # Keep the line numbers, because a traceback must point into the page.
         source = programs[-1].source
         programs[-1].source = source + "\n" * (block.line - 1 - source.count("\n")) + block.code
     return programs

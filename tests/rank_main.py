@@ -147,7 +147,7 @@ def end_briefly() -> None:
     if len(os.listdir("/proc/self/task")) == 1:
         libc = ctypes.CDLL(None)
         libc.fflush(None)
-        libc.on_exit(libc._exit, None)  # registered last, so it runs first; it gets the status
+        libc.on_exit(libc._exit, None)  # it was registered last and runs first; it gets the exit status
 
 
 def _reap_group(group: int) -> list[int]:

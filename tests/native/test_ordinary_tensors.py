@@ -200,7 +200,7 @@ def fail(error: BaseException) -> Callable[[], object]:
 
 
 def test_code_of_the_application_that_runs_meanwhile_does_no_harm() -> None:
-    """Such code may begin another call, close the region, raise an error or be interrupted by Ctrl-C."""
+    """The code may begin another call, close the region, raise an error or be interrupted by Ctrl-C."""
     end, tensor = regions(2)[0], torch.ones(3)
     with Intruder(fail(ValueError("no"))):
         assert end.all_reduce(tensor, MOST) is None

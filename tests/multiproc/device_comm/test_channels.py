@@ -351,7 +351,7 @@ def leaving(rank: int, world_size: int, directory: Path) -> str:
 
 
 def test_what_was_sent_before_its_sender_left_arrives(ranks2: RankPool) -> None:
-    """A rank that first uses the channel afterwards also gets the message. A send to the lost rank raises."""
+    """A rank that first uses the channel afterwards also gets the message. A send to the rank that left raises."""
     assert "destroyed by rank 0" in ranks2.run(leaving)[1]
 
 

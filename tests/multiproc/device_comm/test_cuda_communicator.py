@@ -243,7 +243,7 @@ def replays_alone(rank: int, world_size: int, directory: Path, native: str) -> s
             graph = driver.end_capture(graph_stream)
             streams.number = STREAM
         if rank == 0:
-            driver.replay(graph)  # it fails, because the other rank does not replay
+            driver.replay(graph)  # its kernel gives up, because the other rank does not replay
         started = time.monotonic()
         while not group._health.is_broken and time.monotonic() - started < 20:
             time.sleep(0.01)
@@ -277,7 +277,7 @@ def a_launch_fails(rank: int, world_size: int, directory: Path, native: str) -> 
             with pytest.raises(GroupBrokenError):
                 it.all_reduce(own)
         else:
-            it.all_reduce(own)  # it fails, because the other rank launches nothing
+            it.all_reduce(own)  # its kernel gives up, because the other rank launches nothing
             with pytest.raises(CommError):
                 it.all_reduce(own)
 
@@ -330,7 +330,7 @@ def one_rank_lacks(rank: int, world_size: int, directory: Path, native: str, fau
 
 @pytest.mark.guarantee("D58")
 @pytest.mark.parametrize("fault", ["no peer access", "writes that vanish", "no export", "no memory"])
-def test_all_ranks_use_nccl_if_one_of_them_cannot_use_kernels(ranks2: RankPool, native: str, fault: str) -> None:
+def test_all_ranks_use_nccl_if_one_cannot_use_kernels(ranks2: RankPool, native: str, fault: str) -> None:
     """All ranks have the same reason, and each logs it once."""
     first, second = ranks2.run(one_rank_lacks, native, fault)
     assert first[0] == second[0]

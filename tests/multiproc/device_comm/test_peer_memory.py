@@ -277,7 +277,7 @@ def closes_without_barrier(rank: int, world_size: int, directory: Path, vmm: boo
 
 @pytest.mark.guarantee("D31")
 def test_memory_that_a_living_peer_may_have_open_is_not_freed(ranks2: RankPool) -> None:
-    """Without a barrier, IPC memory stays until every other rank is gone. VMM memory is freed at once."""
+    """Without a barrier, IPC memory stays until every other rank is gone; behind descriptors it goes at once."""
     assert ranks2.run(closes_without_barrier, False) == [[NBYTES, 0]] * 2
     assert ranks2.run(closes_without_barrier, True) == [[0, 0]] * 2
 

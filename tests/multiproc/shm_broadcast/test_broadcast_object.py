@@ -128,7 +128,7 @@ def fail_in_all_ways(rank: int, world_size: int, directory: Path) -> list[str]:
 
 
 def test_errors_are_those_of_the_slow_path(ranks2: RankPool) -> None:
-    """Errors name the group's call, as they do on the slow path; `destroy` ends the wait of another thread."""
+    """The errors name the group's call, as on the slow path. `destroy` ends the wait of another thread."""
     writer, reader = ranks2.run(fail_in_all_ways)
     assert [text.split(":")[0] for text in writer] == ["UsageError", "ClosedError", "ClosedError"]
     assert [text.split(":")[0] for text in reader] == [

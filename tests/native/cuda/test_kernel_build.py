@@ -204,7 +204,7 @@ def a_directory(tmp_path: Path) -> Path:
 
 
 def test_the_second_start_compiles_nothing(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file in the cache is used as it is, by any process."""
+    """What is on disk is used as it is, by any process."""
     first = KernelCache(cache_directory).cubin(PROBES)
     monkeypatch.setattr(kernels, "compile_kernels", None)
     assert KernelCache(cache_directory).cubin(PROBES) == first

@@ -1,22 +1,24 @@
-"""Reductions that are made of other calls, so that every communicator has them: BAND, BOR, BXOR and PREMUL_SUM.
+"""BAND, BOR, BXOR and PREMUL_SUM: reductions made of a communicator's other calls, so every communicator has them.
 
-Bits are combined by each rank from all ranks' elements, which is exact in any order; a premultiplied sum is a sum of
-products. So the same bits on every rank here too.
+For bitwise operations each rank combines all ranks' elements itself, which is exact in any order. A premultiplied sum
+is a sum of products. Both give the same bits on every rank.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+import functools
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from device_comm import checks
-from device_comm.base import SUM, DeviceCommunicator
+from device_comm.base import SUM, DeviceCommunicator, Sizes, Timeout
+from device_comm.handles import Handle
 from device_comm.reduction import ReduceOperation, accumulation_dtype
 from shm_broadcast.errors import UsageError
 
@@ -34,10 +36,10 @@ class BitwiseOperation(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PremulSum:
-    """The sum of what each rank brings times its own factor; `premul_sum` makes one.
+    """The sum of each rank's tensor times that rank's factor; created by `premul_sum`.
 
     Attributes:
-        factor: A number, or a tensor of one element; ranks may bring different ones.
+        factor: A number, or a tensor of one element; it may differ between ranks.
     """
 
     factor: float | torch.Tensor
@@ -53,7 +55,7 @@ _COMBINE: Final[dict[BitwiseOperation, Callable[[torch.Tensor, torch.Tensor], to
 
 
 def premul_sum(factor: float | torch.Tensor) -> PremulSum:
-    """Return the reduction that multiplies what this rank brings by `factor`, and sums.
+    """Return the reduction that multiplies this rank's tensor by `factor` and sums the products of all ranks.
 
     Products and sums of floating types of 16 bits or fewer are computed in float32 and rounded once, at the end.
 
@@ -69,7 +71,7 @@ def premul_sum(factor: float | torch.Tensor) -> PremulSum:
 
 
 class Reducing(Protocol):
-    """What reduces tensors, with the methods of a communicator: one, or reductions made of its calls."""
+    """The reductions of a communicator, for any kind of `op`."""
 
     @property
     def all_reduce(self) -> Callable[..., torch.Tensor]:
@@ -97,11 +99,11 @@ class Reducing(Protocol):
 
 
 def reducer(op: object, communicator: DeviceCommunicator) -> Reducing:
-    """Return what reduces with `op`: the communicator itself, or what is made of its calls.
+    """Return what reduces with `op`: the communicator itself, or one that is derived from it.
 
     Args:
-        op: One of ours, its name, or one of `torch.distributed`.
-        communicator: The group's.
+        op: A `Reduction`, the name of one, or a `torch.distributed.ReduceOp`.
+        communicator: The group's communicator.
     """
     if isinstance(op, ReduceOperation):
         return communicator
@@ -124,84 +126,46 @@ def _derived(op: object) -> BitwiseOperation | PremulSum | None:
                 return member
         premultiplied: Any = dist.ReduceOp.PREMUL_SUM
         if isinstance(op, dist.ReduceOp) and op == premultiplied:
-            # The only way in which torch gives the factor away.
+            # torch offers no other way to read the factor.
             state: Any = op.__getstate__()
             return premul_sum(state[1])
     return None
 
 
-class _Derived(ABC):
-    """What all derived reductions have in common: each is made of the first three calls."""
+class _Derived(DeviceCommunicator):
+    """A communicator whose reductions are made of another communicator's calls. It passes all else on to that one."""
 
     def __init__(self, communicator: DeviceCommunicator) -> None:
+        super().__init__(communicator.context)
         self._communicator = communicator
 
-    @abstractmethod
-    def all_reduce(
-        self, input_: torch.Tensor, op: Any = SUM, *, timeout_s: float | None = None
-    ) -> torch.Tensor: ...
+    def _check_reduction(
+        self, name: str, tensor: torch.Tensor, op: object, timeout_s: float | None
+    ) -> ReduceOperation:
+        """Check the arguments; the operation is not `op` but the one that this communicator was made for."""
+        checks.check_tensor(tensor, self.device, name)
+        checks.check_timeout(timeout_s)
+        self._check_dtype(tensor.dtype)
+        return SUM
 
     @abstractmethod
-    def reduce(
-        self, input_: torch.Tensor, dst: int = 0, op: Any = SUM, *, timeout_s: float | None = None
-    ) -> torch.Tensor | None: ...
+    def _check_dtype(self, dtype: torch.dtype) -> None:
+        """Raise `UsageError` unless the reduction has a meaning for `dtype`."""
 
-    @abstractmethod
-    def reduce_scatterv(
-        self,
-        input_: torch.Tensor,
-        dim: int = -1,
-        sizes: Sequence[int] | None = None,
-        op: Any = SUM,
-        *,
-        timeout_s: float | None = None,
-    ) -> torch.Tensor: ...
+    def _all_gather(self, input_: torch.Tensor, dim: int, sizes: Sizes, timeout_s: Timeout) -> torch.Tensor:
+        return self._communicator.all_gatherv(input_, dim, sizes, timeout_s=timeout_s)
 
-    def all_reduce_(
-        self, tensor: torch.Tensor, op: Any = SUM, *, timeout_s: float | None = None
-    ) -> torch.Tensor:
-        checks.check_tensor(tensor, self._communicator.device, "all_reduce_")
-        checks.check_writable(tensor, "all_reduce_")
-        tensor.detach().copy_(self.all_reduce(tensor, timeout_s=timeout_s))
-        return tensor
+    def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: Timeout) -> torch.Tensor:
+        return self._communicator.broadcast(tensor, src, timeout_s=timeout_s)
 
-    def reduce_scatter(
-        self, input_: torch.Tensor, dim: int = -1, op: Any = SUM, *, timeout_s: float | None = None
-    ) -> torch.Tensor:
-        return self.reduce_scatterv(input_, dim, timeout_s=timeout_s)
+    def _isend(self, tensor: torch.Tensor, dst: int, timeout_s: Timeout) -> Handle:
+        return self._communicator.isend(tensor, dst, timeout_s=timeout_s)
 
-    def reduce_scatterv_into_output(
-        self,
-        input_: torch.Tensor,
-        output: torch.Tensor,
-        dim: int = -1,
-        sizes: Sequence[int] | None = None,
-        op: Any = SUM,
-        *,
-        timeout_s: float | None = None,
-    ) -> torch.Tensor:
-        name, size = "reduce_scatterv_into_output", self._communicator.world_size
-        for tensor in (input_, output):
-            checks.check_tensor(tensor, self._communicator.device, name)
-        at, shape = checks.check_dim(dim, input_), list(input_.shape) or [1]
-        shape[at] = (
-            self._split(input_, at, sizes)[self._communicator.rank_in_group] if size > 1 else shape[at]
-        )
-        checks.check_output(output, shape, input_.dtype)
-        checks.check_writable(output, name)
-        checks.check_no_overlap(input_, output, name)
-        result = self.reduce_scatterv(input_, dim, sizes, timeout_s=timeout_s)
-        output.detach().copy_(result.view(output.shape))
-        return output
+    def _irecv(self, tensor: torch.Tensor, src: int, timeout_s: Timeout) -> Handle:
+        return self._communicator.irecv(tensor, src, timeout_s=timeout_s)
 
-    def _split(self, input_: torch.Tensor, at: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
-        size = self._communicator.world_size
-        if sizes is None:
-            checks.check_divisible(input_, at, size)
-            return ((input_.shape[at] if input_.dim() else 1) // size,) * size
-        counts = checks.check_sizes(sizes, size)
-        checks.check_total_size(input_, at, counts)
-        return counts
+    def destroy(self) -> None:
+        """Nothing to release: the other communicator is its group's."""
 
 
 class _Premultiplied(_Derived):
@@ -211,38 +175,30 @@ class _Premultiplied(_Derived):
         super().__init__(communicator)
         self._factor = factor
 
-    def _product(self, input_: torch.Tensor, name: str) -> torch.Tensor:
-        checks.check_tensor(input_, self._communicator.device, name)
-        if not (input_.is_floating_point() or input_.is_complex()):
-            raise UsageError(f"PREMUL_SUM has no exact meaning for {input_.dtype}")
+    def _check_dtype(self, dtype: torch.dtype) -> None:
+        if not (dtype.is_floating_point or dtype.is_complex):
+            raise UsageError(f"PREMUL_SUM has no exact meaning for {dtype}")
+
+    def _product(self, input_: torch.Tensor) -> torch.Tensor:
         wide = accumulation_dtype(input_.dtype)
         factor = self._factor
         if isinstance(factor, torch.Tensor):
             factor = factor.detach().to(device=input_.device, dtype=wide).view(())
         return input_.detach().to(wide) * factor
 
-    def all_reduce(
-        self, input_: torch.Tensor, op: Any = SUM, *, timeout_s: float | None = None
-    ) -> torch.Tensor:
-        product = self._product(input_, "all_reduce")
-        return self._communicator.all_reduce(product, timeout_s=timeout_s).to(input_.dtype)
+    def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: Timeout) -> torch.Tensor:
+        return self._communicator.all_reduce(self._product(input_), timeout_s=timeout_s).to(input_.dtype)
 
-    def reduce(
-        self, input_: torch.Tensor, dst: int = 0, op: Any = SUM, *, timeout_s: float | None = None
+    def _reduce(
+        self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: Timeout
     ) -> torch.Tensor | None:
-        result = self._communicator.reduce(self._product(input_, "reduce"), dst, timeout_s=timeout_s)
+        result = self._communicator.reduce(self._product(input_), dst, timeout_s=timeout_s)
         return None if result is None else result.to(input_.dtype)
 
-    def reduce_scatterv(
-        self,
-        input_: torch.Tensor,
-        dim: int = -1,
-        sizes: Sequence[int] | None = None,
-        op: Any = SUM,
-        *,
-        timeout_s: float | None = None,
+    def _reduce_scatter(
+        self, input_: torch.Tensor, dim: int, sizes: Sizes, op: ReduceOperation, timeout_s: Timeout
     ) -> torch.Tensor:
-        product = self._product(input_, "reduce_scatter")
+        product = self._product(input_)
         return self._communicator.reduce_scatterv(product, dim, sizes, timeout_s=timeout_s).to(input_.dtype)
 
 
@@ -253,57 +209,44 @@ class _Bitwise(_Derived):
         super().__init__(communicator)
         self._op = op
 
-    def _checked(self, input_: torch.Tensor, name: str) -> torch.Tensor:
-        checks.check_tensor(input_, self._communicator.device, name)
-        dtype = input_.dtype
+    def _check_dtype(self, dtype: torch.dtype) -> None:
         if dtype.is_floating_point or dtype.is_complex:
             raise UsageError(f"{self._op.name} has no meaning for {dtype}: view it as an integer dtype")
-        return input_.detach()
 
-    def _fold(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        combined = parts[0].clone()
-        for part in parts[1:]:
-            _COMBINE[self._op](combined, part)
-        return combined
+    def _fold(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
+        first, *others = parts
+        return functools.reduce(_COMBINE[self._op], others, first.clone())
 
-    def all_reduce(
-        self, input_: torch.Tensor, op: Any = SUM, *, timeout_s: float | None = None
-    ) -> torch.Tensor:
-        source, there = self._checked(input_, "all_reduce"), self._communicator
-        if there.world_size == 1:
+    def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: Timeout) -> torch.Tensor:
+        size = self.world_size
+        if size == 1:
             return input_
-        flat = source.reshape(-1)
-        if flat.nbytes <= ONE_SHOT_BYTES or there.world_size == 2:
-            rows = there.all_gather(flat.view(1, -1), 0, timeout_s=timeout_s)
-            return self._fold(list(rows)).view(source.shape)
-        share = -(-flat.numel() // there.world_size)
-        padded = torch.nn.functional.pad(flat, (0, share * there.world_size - flat.numel()))
-        own = self.reduce_scatterv(padded, 0, timeout_s=timeout_s)
-        return there.all_gather(own, 0, timeout_s=timeout_s)[: flat.numel()].view(source.shape)
+        flat = input_.detach().reshape(-1)
+        if flat.nbytes <= ONE_SHOT_BYTES or size == 2:
+            rows = self._all_gather(flat.view(1, -1), 0, (1,) * size, timeout_s)
+            return self._fold(rows).view(input_.shape)
+        share = -(-flat.numel() // size)
+        padded = torch.nn.functional.pad(flat, (0, share * size - flat.numel()))
+        own = self._reduce_scatter(padded, 0, (share,) * size, op, timeout_s)
+        shares = self._all_gather(own, 0, (share,) * size, timeout_s)
+        return shares[: flat.numel()].view(input_.shape)
 
-    def reduce(
-        self, input_: torch.Tensor, dst: int = 0, op: Any = SUM, *, timeout_s: float | None = None
+    def _reduce(
+        self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: Timeout
     ) -> torch.Tensor | None:
-        source, there = self._checked(input_, "reduce"), self._communicator
-        if there.world_size == 1:
-            return there.gather(input_, dst, timeout_s=timeout_s)
-        rows = there.gather(source.reshape(1, -1), dst, 0, timeout_s=timeout_s)
-        return None if rows is None else self._fold(list(rows)).view(source.shape)
-
-    def reduce_scatterv(
-        self,
-        input_: torch.Tensor,
-        dim: int = -1,
-        sizes: Sequence[int] | None = None,
-        op: Any = SUM,
-        *,
-        timeout_s: float | None = None,
-    ) -> torch.Tensor:
-        source, there = self._checked(input_, "reduce_scatter"), self._communicator
-        at = checks.check_dim(dim, source)
-        counts = self._split(source, at, sizes)
-        if there.world_size == 1:
+        if self.world_size == 1:
             return input_
-        own = counts[there.rank_in_group]
-        received = there.all_to_all(source, at, counts, (own,) * there.world_size, timeout_s=timeout_s)
-        return self._fold(torch.split(received, own, at) if own else [received]).contiguous()
+        row = input_.detach().reshape(1, -1)
+        rows = self._communicator.gather(row, dst, 0, timeout_s=timeout_s)
+        return None if rows is None else self._fold(rows).view(input_.shape)
+
+    def _reduce_scatter(
+        self, input_: torch.Tensor, dim: int, sizes: Sizes, op: ReduceOperation, timeout_s: Timeout
+    ) -> torch.Tensor:
+        if self.world_size == 1:
+            return input_
+        own = sizes[self.rank_in_group]
+        received = self._communicator.all_to_all(
+            input_.detach(), dim, sizes, (own,) * self.world_size, timeout_s=timeout_s
+        )
+        return self._fold(torch.split(received, own, dim) if own else [received]).contiguous()

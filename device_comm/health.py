@@ -48,6 +48,9 @@ EXPLAIN_S: Final = 2.0
 FOREVER_S: Final = 86400.0 * 365
 
 
+FailureKind = Literal["timeout", "lost", "left", "interrupted", "failed"]
+
+
 class FailureRecord(msgspec.Struct, frozen=True):
     """A failure record: what broke a group. The first one published counts for all ranks.
 
@@ -60,7 +63,7 @@ class FailureRecord(msgspec.Struct, frozen=True):
         detail: Further text: pids, process states, the last known call of the ranks at fault.
     """
 
-    kind: Literal["timeout", "lost", "left", "interrupted", "failed"]
+    kind: FailureKind
     ranks: tuple[int, ...]
     by: int
     operation: str
@@ -249,9 +252,7 @@ class GroupHealth:
         waited = 0.0
         while not work.poll(min(SLICE_S, max(deadline - waited, 0.0))):
             waited = time.monotonic() - start
-            if self._closed:
-                raise ClosedError(f"{self.where(operation)}: the group was destroyed while the call waited")
-            self._raise_if_lost(operation)
+            self._raise_if_ended(operation)
             if waited >= deadline:
                 self._expire(operation, work, deadline)
                 return
@@ -264,19 +265,19 @@ class GroupHealth:
                 next_look = waited + often
 
     def check_peers(self, operation: Operation) -> None:
-        """Break the group and raise if a peer's process has ended; for watchers outside of a waiting call.
+        """Break the group and raise if a peer's process has ended.
 
         Raises:
             PeerLostError: At least one has ended.
         """
-        self._raise_if_lost(operation)
-
-    def _raise_if_lost(self, operation: Operation) -> None:
         lost = self._watch.lost()
         if lost:
-            detail = ", ".join(f"{rank} ({self._watch.describe(rank)})" for rank in lost)
-            failure_record = FailureRecord("lost", lost, self.rank, str(operation), detail=detail)
-            raise self._record(operation, failure_record)
+            raise self._record(operation, self._failure(operation, "lost", lost))
+
+    def _raise_if_ended(self, operation: Operation) -> None:
+        if self._closed:
+            raise ClosedError(f"{self.where(operation)}: the group was destroyed while the call waited")
+        self.check_peers(operation)
 
     def _raise_if_recorded(self, operation: Operation) -> None:
         failure_record = self._status_store.failure_record()
@@ -291,9 +292,7 @@ class GroupHealth:
         while time.monotonic() < grace_end:
             if work.poll(SLICE_S / 2):
                 return
-            if self._closed:
-                raise ClosedError(f"{self.where(operation)}: the group was destroyed while the call waited")
-            self._raise_if_lost(operation)
+            self._raise_if_ended(operation)
             self._raise_if_recorded(operation)
         arrivals = self._status_store.arrivals(operation.plane) if operation.number else {}
         pending = work.pending()
@@ -307,17 +306,16 @@ class GroupHealth:
             # The status store does not answer. A stopped process among the pending ranks explains the timeout.
             pending = self._stopped(pending) or pending
         missing = tuple(sorted(pending))
-        detail = ", ".join(f"{rank} ({self._describe(rank, arrivals)})" for rank in missing)
-        failure_record = FailureRecord("timeout", missing, self.rank, str(operation), within_s, detail)
-        raise self._record(operation, failure_record)
+        detail = self._describe(missing, arrivals)
+        raise self._record(operation, self._failure(operation, "timeout", missing, within_s, detail))
 
     def _stopped(self, ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(sorted(rank for rank in ranks if self._watch.state(rank) == "stopped"))
 
-    def _describe(self, rank: int, arrivals: dict[int, Arrival]) -> str:
-        text = self._watch.describe(rank)
-        seen = arrivals.get(rank)
-        return text if seen is None else f"{text}, last at {seen.operation} #{seen.number}"
+    def _describe(self, ranks: Sequence[int], arrivals: dict[int, Arrival] | None = None) -> str:
+        """Return the state of each rank's process and, if it is in `arrivals`, the call in which the rank waited."""
+        last = {rank: f", last at {seen.operation} #{seen.number}" for rank, seen in (arrivals or {}).items()}
+        return ", ".join(f"{rank} ({self._watch.describe(rank)}{last.get(rank, '')})" for rank in ranks)
 
     def explain(self, operation: Operation, error: Exception, pending: Sequence[int] | None) -> CommError:
         """Find the cause of a transport's error, break the group, and return the error to raise.
@@ -336,31 +334,23 @@ class GroupHealth:
         while True:
             if self._closed:
                 return ClosedError(f"{self.where(operation)}: the group was destroyed while the call waited")
-            failure_record = self._status_store.failure_record()
-            if failure_record is not None:
-                return self._adopt(operation, failure_record)
-            failure_record = self._find_lost(operation)
-            if failure_record is not None:
-                return self._record(operation, failure_record)
+            known = self._known_failure(operation)
+            if known is not None:
+                return known
             if time.monotonic() >= end:
                 break
             time.sleep(0.02)
-        unseen = tuple(r for r in pending or self.ranks if r != self.rank and not self._watch.watches(r))
+        suspects = pending or self.ranks
+        unseen = tuple(rank for rank in suspects if rank != self.rank and not self._watch.watches(rank))
         if unseen:
-            detail = ", ".join(f"{rank} ({self._watch.describe(rank)})" for rank in unseen)
-            return self._record(
-                operation,
-                FailureRecord("lost", unseen, self.rank, str(operation), detail=f"{detail}: {error}"),
-            )
-        stopped = () if self._status_store.is_reachable else self._stopped(pending or self.ranks)
+            detail = f"{self._describe(unseen)}: {error}"
+            return self._record(operation, self._failure(operation, "lost", unseen, detail=detail))
+        stopped = () if self._status_store.is_reachable else self._stopped(suspects)
         if stopped:
             # A peer gave up waiting for the stopped rank, and could not publish that.
-            detail = ", ".join(f"{rank} ({self._watch.describe(rank)})" for rank in stopped)
             waited_s = time.monotonic() - end + EXPLAIN_S
-            return self._record(
-                operation, FailureRecord("timeout", stopped, self.rank, str(operation), waited_s, detail)
-            )
-        self._record(operation, FailureRecord("failed", (), self.rank, str(operation), detail=str(error)))
+            return self._record(operation, self._failure(operation, "timeout", stopped, waited_s))
+        self._record(operation, self._failure(operation, "failed", (), detail=str(error)))
         text = f"{self.where(operation)}: the transport failed though every process is alive: {error}; "
         text += "the group is now unusable, destroy it"
         failure: NativeError
@@ -371,16 +361,16 @@ class GroupHealth:
         self._cause = failure
         return failure
 
-    def _find_lost(self, operation: Operation) -> FailureRecord | None:
+    def _known_failure(self, operation: Operation) -> CommError | None:
+        """Break the group and return the error to raise if a failure is recorded, or a rank has died or left."""
+        failure_record = self._status_store.failure_record()
+        if failure_record is not None:
+            return self._adopt(operation, failure_record)
         lost = self._watch.lost()
         if lost:
-            detail = ", ".join(f"{rank} ({self._watch.describe(rank)})" for rank in lost)
-            return FailureRecord("lost", lost, self.rank, str(operation), detail=detail)
+            return self._record(operation, self._failure(operation, "lost", lost))
         left = tuple(rank for rank in self._status_store.left() if rank != self.rank)
-        if left:
-            detail = ", ".join(f"{rank} ({self._watch.describe(rank)})" for rank in left)
-            return FailureRecord("left", left, self.rank, str(operation), detail=detail)
-        return None
+        return self._record(operation, self._failure(operation, "left", left)) if left else None
 
     @contextmanager
     def transport(self, operation: Operation) -> Iterator[None]:
@@ -396,8 +386,20 @@ class GroupHealth:
         """Break the group after Ctrl-C or another exception interrupted a call, which leaves its state unknown."""
         self._break(error)
         detail = f"{self.rank} ({type(error).__name__})"
-        failure_record = FailureRecord("interrupted", (self.rank,), self.rank, str(operation), detail=detail)
+        failure_record = self._failure(operation, "interrupted", (self.rank,), detail=detail)
         self._status_store.publish(failure_record, within_s=SLICE_S)
+
+    def _failure(
+        self,
+        operation: object,
+        kind: FailureKind,
+        ranks: tuple[int, ...],
+        within_s: float = 0.0,
+        detail: str = "",
+    ) -> FailureRecord:
+        """Return what this rank found; without `detail` that describes the processes of `ranks`."""
+        described = detail or self._describe(ranks)
+        return FailureRecord(kind, ranks, self.rank, str(operation), within_s, described)
 
     def _record(self, operation: Operation, failure_record: FailureRecord) -> CommError:
         return self._adopt(operation, self._status_store.publish(failure_record))
@@ -414,13 +416,11 @@ class GroupHealth:
             end = f" (found by rank {failure_record.by} in {failure_record.operation}){end}"
         ranks = "rank" if len(failure_record.ranks) == 1 else "ranks"
         if failure_record.kind == "timeout":
-            if self.rank in failure_record.ranks:
-                text = f"this rank came after the other ranks had given up; no answer from {ranks} "
-                text += failure_record.detail
-            elif failure_record.ranks:
+            text = "every rank arrived but the transfer did not finish"
+            if failure_record.ranks:
                 text = f"no answer from {ranks} {failure_record.detail}"
-            else:
-                text = "every rank arrived but the transfer did not finish"
+            if self.rank in failure_record.ranks:
+                text = f"this rank came after the other ranks had given up; {text}"
             return CommTimeoutError(
                 f"{where}: {text} within {failure_record.within_s:.1f} s{end}", missing=failure_record.ranks
             )
@@ -445,10 +445,9 @@ class GroupHealth:
     def fail(self, error: CommError) -> None:
         """Break the group because of `error`, which the caller raises, and publish it to the other ranks."""
         self._break(error)
-        failure_record = FailureRecord("failed", (), self.rank, "a transfer", detail=str(error))
+        failure_record = self._failure("a transfer", "failed", (), detail=str(error))
         if isinstance(error, PeerLostError) and error.peers:
-            detail = ", ".join(f"{rank} ({self._watch.describe(rank)})" for rank in error.peers)
-            failure_record = FailureRecord("lost", error.peers, self.rank, "a transfer", detail=detail)
+            failure_record = self._failure("a transfer", "lost", error.peers)
         self._status_store.publish(failure_record)
 
     def lost(self) -> tuple[int, ...]:
@@ -468,16 +467,10 @@ class GroupHealth:
             `CommTimeoutError` with `missing`.
         """
         stated = Operation("device", operation, 0)
-        failure_record = self._status_store.failure_record()
-        if failure_record is not None:
-            return self._adopt(stated, failure_record)
-        failure_record = self._find_lost(stated)
-        if failure_record is None:
-            detail = ", ".join(f"{rank} ({self._watch.describe(rank)})" for rank in missing)
-            failure_record = FailureRecord(
-                "timeout", tuple(sorted(missing)), self.rank, operation, within_s, detail
-            )
-        return self._record(stated, failure_record)
+        known = self._known_failure(stated)
+        return known or self._record(
+            stated, self._failure(operation, "timeout", tuple(sorted(missing)), within_s)
+        )
 
     def close(self) -> bool:
         """Refuse every later call; calls that wait raise `ClosedError` within `SLICE_S`.

@@ -54,34 +54,24 @@ def choose_form(tokens: Sequence[int], topk: int, capacity: int | None, *, is_st
         capacity: Largest number of rows that a rank sends to each other rank; None if not stated.
         is_static: Whether shapes must not depend on the routing, as in a graph.
     """
+    gather, exchange = DispatchForm.ALL_GATHER, DispatchForm.ALL_TO_ALL
     ranks, total = len(tokens), sum(tokens)
     if ranks == 1:
-        return Choice(DispatchForm.ALL_GATHER, "a group of one has every expert")
+        return Choice(gather, "a group of one has every expert")
     if total <= FEW_TOKENS:
-        return Choice(DispatchForm.ALL_GATHER, f"{total} tokens are at most {FEW_TOKENS}")
+        return Choice(gather, f"{total} tokens are at most {FEW_TOKENS}")
     if capacity is not None:
+        rows = f"{ranks} times the capacity of {capacity} rows"
         if ranks * capacity >= MOST_ROWS * total:
-            return Choice(
-                DispatchForm.ALL_GATHER,
-                f"{ranks} times the capacity of {capacity} rows saves little of {total} tokens",
-            )
-        return Choice(
-            DispatchForm.ALL_TO_ALL, f"{ranks} times the capacity of {capacity} rows, of {total} tokens"
-        )
+            return Choice(gather, f"{rows} saves little of {total} tokens")
+        return Choice(exchange, f"{rows}, of {total} tokens")
     if is_static:
-        return Choice(
-            DispatchForm.ALL_GATHER, "without a stated capacity a graph must have room for every token"
-        )
+        return Choice(gather, "without a stated capacity a graph must have room for every token")
     share = 1 - (1 - 1 / ranks) ** topk
+    routed = f"tokens have one of {topk} experts on a rank of {ranks}"
     if share >= MOST_ROWS:
-        return Choice(
-            DispatchForm.ALL_GATHER,
-            f"{share:.0%} of all tokens have one of {topk} experts on a rank of {ranks}",
-        )
-    return Choice(
-        DispatchForm.ALL_TO_ALL,
-        f"only {share:.0%} of {total} tokens have one of {topk} experts on a rank of {ranks}",
-    )
+        return Choice(gather, f"{share:.0%} of all {routed}")
+    return Choice(exchange, f"only {share:.0%} of {total} {routed}")
 
 
 class ExpertPlacement:
@@ -194,12 +184,8 @@ def check_routing(
         UsageError: They are not. Nothing was sent, the group is intact.
     """
     device = placement.device
-    for tensor in (
-        hidden_states,
-        topk_ids,
-        *extra_tensors,
-        *(() if topk_weights is None else (topk_weights,)),
-    ):
+    weights = [] if topk_weights is None else [topk_weights]
+    for tensor in (hidden_states, topk_ids, *extra_tensors, *weights):
         checks.check_tensor(tensor, device, "dispatch")
         if tensor.dim() == 0 or tensor.shape[0] != hidden_states.shape[0]:
             raise UsageError(
@@ -266,22 +252,20 @@ def dispatch(
     if is_static:
         wrong = _out_of_range(topk_ids, placement)
         ids, lost = topk_ids.masked_fill(wrong, -1), wrong.any(1)
+    tensors = [hidden_states, ids, *weights, *extra_tensors]
     if choice.form is DispatchForm.ALL_GATHER:
         route = _Route(counts, counts[placement.rank_in_group])
-        moved = communicator.all_gatherv([hidden_states, ids, *weights, *extra_tensors], 0, counts)
+        moved = communicator.all_gatherv(tensors, 0, counts)
     else:
         route, overflow = _plan(communicator, ids, placement, counts, capacity)
         if overflow is not None:
             lost = overflow if lost is None else lost | overflow
         moved = [
             communicator.all_to_all(_picked(tensor, route, filler), 0, route.sent, route.received)
-            for tensor, filler in zip(
-                [hidden_states, ids, *weights, *extra_tensors],
-                [0, -1, *([0] * (len(weights) + len(extra_tensors)))],
-                strict=True,
-            )
+            # A padding row has no expert.
+            for tensor, filler in zip(tensors, (0, -1, *[0] * (len(tensors) - 2)), strict=True)
         ]
-    hidden, ids, rest = moved[0], moved[1], moved[2:]
+    hidden, ids, *rest = moved
     return RoutedTokens(
         hidden_states=hidden,
         topk_ids=ids,
@@ -382,10 +366,8 @@ def _check_results(
 ) -> None:
     checks.check_tensor(hidden_states, communicator.device, "combine")
     placement, rows = routed.placement, routed.topk_ids.shape
-    if (placement.rank_in_group, placement.world_size) != (
-        communicator.rank_in_group,
-        communicator.world_size,
-    ):
+    own = (communicator.rank_in_group, communicator.world_size)
+    if (placement.rank_in_group, placement.world_size) != own:
         raise UsageError(f"combine: these tokens were dispatched in another group, with {placement!r}")
     shape = tuple(hidden_states.shape)
     if shape[:-1] not in ((rows[0],), tuple(rows)):
@@ -418,16 +400,15 @@ def _sum(back: torch.Tensor, route: _Route) -> torch.Tensor:
     assert route.source is not None
     # The last row collects the padding.
     total = back.new_zeros((route.tokens + 1, back.shape[1]), dtype=accumulation_dtype(back.dtype))
-    start = 0
-    for rank, count in enumerate(route.sent):
-        index = route.source[start : start + count]
-        rows = back[start : start + count].to(total.dtype)
+    sizes = list(route.sent)
+    parts = zip(torch.split(route.source, sizes), torch.split(back, sizes), strict=True)
+    for rank, (index, part) in enumerate(parts):
+        rows = part.to(total.dtype)
         # A token occurs once among the rows of one rank, so index_add_ keeps the order of ranks on a GPU too.
         if rank == 0:
             total.index_copy_(0, index, rows)
         else:
             total.index_add_(0, index, rows)
-        start += count
     total = total[:-1]
     # Match the all-gather form, where a sum is -0 only if every rank contributed -0.
     if route.is_everywhere is None:
@@ -435,16 +416,3 @@ def _sum(back: torch.Tensor, route: _Route) -> torch.Tensor:
     else:
         total += torch.where(route.is_everywhere, -0.0, 0.0).to(total.dtype).unsqueeze(1)
     return total.to(back.dtype)
-
-
-__all__ = [
-    "Choice",
-    "DispatchForm",
-    "ExpertPlacement",
-    "RoutedTokens",
-    "check_routing",
-    "choose_form",
-    "combine",
-    "contiguous_ranks",
-    "dispatch",
-]

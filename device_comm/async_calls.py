@@ -99,15 +99,13 @@ class CallHandle(Generic[Result]):
         """Return a torch future for the result. Its callbacks run on the group's own thread and must not wait."""
         self._health.check_owner(self._name)
         with self._guard:
-            future = self._future
-            if future is None:
-                devices: list[int | str | torch.device] = [] if self._device.type == "cpu" else [self._device]
-                future = self._future = torch.futures.Future(devices=devices)
-                if not self._is_done:
-                    return future
-            else:
-                return future
-        self._resolve(future)
+            if self._future is not None:
+                return self._future
+            devices: list[int | str | torch.device] = [] if self._device.type == "cpu" else [self._device]
+            future = self._future = torch.futures.Future(devices=devices)
+            is_done = self._is_done
+        if is_done:
+            self._resolve(future)
         return future
 
     def perform(self) -> BaseException | None:

@@ -208,9 +208,8 @@ def check_writable(tensor: torch.Tensor, name: str) -> None:
 
 def check_no_overlap(input_: torch.Tensor, output: torch.Tensor, name: str) -> None:
     """Raise if two tensors of one dtype share elements in memory."""
-    if not _share_memory(input_, output):
-        return
-    raise UsageError(f"{name}: the output shares memory with the input; pass memory of its own")
+    if _share_memory(input_, output):
+        raise UsageError(f"{name}: the output shares memory with the input; pass memory of its own")
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What torch has no kernels for is moved as bytes."""
+"""Tensors of dtypes for which torch has no kernels are moved as bytes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ import torch
 
 # torch can neither copy nor concatenate these; each element has a byte of its own.
 _WITHOUT_KERNELS: Final = frozenset(
-    getattr(torch, f"{kind}{bits}")
-    for kind in ("int", "uint")
-    for bits in range(1, 8)
-    if hasattr(torch, f"{kind}{bits}")
+    getattr(torch, f"{kind}{bits}") for kind in ("int", "uint") for bits in range(1, 8)
 )
 
 

@@ -33,19 +33,8 @@ class ReduceOperation(enum.Enum):
     MAX = "max"
 
 
-# torch.distributed's ReduceOp values, by name, so that call sites written for it keep working.
-_TORCH_NAMES: Final = {
-    "SUM": ReduceOperation.SUM,
-    "AVG": ReduceOperation.MEAN,
-    "PRODUCT": ReduceOperation.PRODUCT,
-    "MIN": ReduceOperation.MIN,
-    "MAX": ReduceOperation.MAX,
-}
-
 _FP8: Final = frozenset(
-    getattr(torch, name)
-    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
-    if hasattr(torch, name)
+    {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 )
 _NARROW_FLOATS: Final = frozenset({torch.float16, torch.bfloat16}) | _FP8
 # torch has no arithmetic for these; int64 holds every value and wraps to the same low bits.
@@ -104,7 +93,9 @@ def reduce_operation(op: object) -> ReduceOperation:
             if op.lower() in (member.value, member.name.lower()):
                 return member
     elif isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
-        for name, member in _TORCH_NAMES.items():
+        for member in ReduceOperation:
+            # torch's names are the same, but for the mean's.
+            name = "AVG" if member is ReduceOperation.MEAN else member.name
             if op == getattr(dist.ReduceOp, name):
                 return member
     names = ", ".join(member.name for member in ReduceOperation)
@@ -134,7 +125,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
         return torch.int64
     if dtype is torch.bool:
         return torch.uint8
-    if dtype is getattr(torch, "complex32", None):
+    if dtype is torch.complex32:
         return torch.complex64
     return dtype
 

@@ -1,16 +1,16 @@
 """Which communicator serves which device type.
 
-A package can bring a communicator for its device in one of two ways: call `register_communicator`, or
-declare an entry point in the group `group_coordinator.communicators` whose name is the device type and
-whose value is the factory. What is registered beats what is declared. All ranks must make the same choice: it
-is part of what ranks agree on.
+A package provides a communicator for its device in one of two ways: it calls `register_communicator`, or it
+declares an entry point in the group `group_coordinator.communicators` whose name is the device type and whose value is
+the factory. A registered factory takes precedence over a declared one. All ranks must make the same choice, and group
+creation checks that they do.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
@@ -35,8 +35,8 @@ def register_communicator(device_type: str, factory: CommunicatorFactory) -> Non
         factory: Takes a `CommunicatorContext`; usually a `DeviceCommunicator` subclass.
 
     Raises:
-        UsageError: Another factory is registered for the type, `unregister_communicator` it first; or an
-            argument is none.
+        UsageError: Another factory is registered for the type and must be unregistered first, or an argument has
+            the wrong type.
     """
     if not isinstance(device_type, str) or not device_type.isidentifier():
         raise UsageError(f"device_type must be the type of a device such as 'cuda', not {device_type!r}")
@@ -57,21 +57,21 @@ def unregister_communicator(device_type: str) -> None:
 
 
 def communicator_factory(device_type: str, world_size: int) -> CommunicatorFactory:
-    """Return what builds the communicator of a group: a pure choice from its arguments and the registry.
+    """Return the factory of a group's communicator. It depends on the arguments and the registry only.
 
     Raises:
         UsageError: Several installed packages declare a communicator for the type, and none is registered.
-        CapabilityError: The one that is declared cannot be loaded.
+        CapabilityError: The declared communicator cannot be loaded.
     """
     if world_size == 1:
         return SoloCommunicator
     if device_type in _FACTORIES:
         return _FACTORIES[device_type]
-    declared = _declared(tuple(sys.path)).get(device_type)
-    if declared is not None:
-        return _load(device_type, declared)
+    declared = {each.value: each for each in _declared(tuple(sys.path)) if each.name == device_type}
+    if declared:
+        return _load(device_type, list(declared.values()))
     if device_type == "cuda":
-        # Not before it is asked for: it brings the bindings of driver and library, which few processes need.
+        # Imported on demand: it loads the bindings of the driver and of NCCL, which few processes need.
         from device_comm.cuda.communicator import CudaCommunicator
 
         return CudaCommunicator
@@ -79,7 +79,7 @@ def communicator_factory(device_type: str, world_size: int) -> CommunicatorFacto
 
 
 def communicator_name(device_type: str, world_size: int) -> str:
-    """Return a name of that choice which ranks can compare. Raises as `communicator_factory`."""
+    """Return the name of that factory, which ranks compare. Raises as `communicator_factory`."""
     factory: object = communicator_factory(device_type, world_size)
     while isinstance(factory, functools.partial):
         factory = factory.func
@@ -87,25 +87,22 @@ def communicator_name(device_type: str, world_size: int) -> str:
 
 
 @functools.lru_cache(maxsize=1)
-def _declared(path: tuple[str, ...]) -> Mapping[str, tuple[EntryPoint, ...]]:
-    """Return the entry points by device type, each value once.
+def _declared(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """Return the entry points of all device types.
 
-    Looking them up reads the metadata of every installed package, which takes tens of milliseconds: once
+    Looking them up reads the metadata of every installed package, which takes tens of milliseconds. Doing it once
     for each value of `sys.path`, which is `path`, is enough.
     """
     del path
-    found: dict[str, dict[str, EntryPoint]] = {}
-    for entry_point in entry_points(group=ENTRY_POINTS):
-        found.setdefault(entry_point.name, {}).setdefault(entry_point.value, entry_point)
-    return {name: tuple(by_value.values()) for name, by_value in found.items()}
+    return tuple(entry_points(group=ENTRY_POINTS))
 
 
-def _load(device_type: str, declared: tuple[EntryPoint, ...]) -> CommunicatorFactory:
+def _load(device_type: str, declared: Sequence[EntryPoint]) -> CommunicatorFactory:
     who = ", ".join(
         f"{each.value} ({each.dist.name if each.dist else 'an unknown package'})" for each in declared
     )
     if len(declared) > 1:
-        # Which of them comes first depends on the order of installation: ranks would differ.
+        # Their order depends on the order of installation, which may differ between ranks.
         raise UsageError(
             f"several packages declare a communicator for {device_type!r}: {who}; "
             "choose one with register_communicator"

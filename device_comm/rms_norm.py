@@ -137,6 +137,3 @@ def sum_of_squares(rows: torch.Tensor, vector: int) -> torch.Tensor:
         lanes = lanes[:, :step] + lanes[:, step : 2 * step]
         step //= 2
     return lanes[:, 0]
-
-
-__all__ = ["DTYPES", "LANES", "VECTOR_BYTES", "add_rms_norm", "check_arguments", "rms_norm", "sum_of_squares"]

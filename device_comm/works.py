@@ -1,9 +1,9 @@
-"""Waiting in slices for what torch.distributed has in flight on the CPU.
+"""Waiting in slices for the work that torch.distributed has in flight on the CPU.
 
-Gloo's collectives run on its own threads: their `wait` takes a time-out and can be called again. Its
-point-to-point works do not: `wait` with a time-out closes every connection of the group when the time
-is up, and there is no way to ask whether they are complete. Those are waited for without limit by
-threads of ours, which the caller polls.
+Gloo runs collectives on its own threads, and `wait` on their works takes a timeout and can be called again. `wait` on
+a point-to-point work is different: when its timeout passes it closes every connection of the group, and there is no
+way to ask whether the work is complete. Threads of ours wait for these works without limit, and the caller polls the
+threads.
 """
 
 from __future__ import annotations
@@ -97,32 +97,26 @@ class WaiterThreads:
 
     def _run(self, inbox: SimpleQueue[Callable[[], None] | None], ended: threading.Event) -> None:
         try:
-            self._serve(inbox)
+            while (job := inbox.get()) is not None:
+                job()
+                # Do not keep the job's memory alive while waiting for the next one.
+                del job
+                with self._lock:
+                    if self._closed:
+                        return
+                    self._idle.append(inbox)
         finally:
             ended.set()
-
-    def _serve(self, inbox: SimpleQueue[Callable[[], None] | None]) -> None:
-        while True:
-            job = inbox.get()
-            if job is None:
-                return
-            job()
-            del job
-            with self._lock:
-                if self._closed:
-                    return
-                self._idle.append(inbox)
 
     def close(self, timeout_s: float) -> None:
         """End the idle threads and those that finish within `timeout_s` seconds."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
+            ending, self._all = self._all, []
         for inbox in idle:
             inbox.put(None)
         deadline = time.monotonic() + timeout_s
-        with self._lock:
-            ending, self._all = self._all, []
         for thread, ended in ending:
             # A thread can be joined only once it has started, which one that has ended has.
             if ended.wait(max(deadline - time.monotonic(), 0.0)):
@@ -132,8 +126,8 @@ class WaiterThreads:
 class PointToPointWorks:
     """Sends and receives in flight, with the peer of each; see `Pollable`.
 
-    They are waited for in order on one thread. Once a slice has passed, each of the others gets a
-    thread of its own, so that `pending` is exact when somebody must be blamed.
+    One thread waits for them in order. Once a slice has passed, each of the others gets a thread of its own, so that
+    `pending` is exact when an error must name the ranks at fault.
     """
 
     def __init__(self, threads: WaiterThreads, works: Sequence[tuple[int, dist.Work]], keep: object) -> None:
@@ -145,43 +139,36 @@ class PointToPointWorks:
             keep: The memory that the transport reads or writes, kept until all works are done.
         """
         self._threads = threads
-        self._todo = deque(works)
-        self._open = dict(enumerate(works))
-        self._count = len(works)
-        self._claimed = 0
+        self._todo = deque(enumerate(works))
+        self._peers = {index: peer for index, (peer, _) in enumerate(works)}
         self._error: BaseException | None = None
         self._keep = keep
         self._lock = threading.Lock()
         self._done = threading.Lock()
-        self._spread = False
+        self._spread = len(works) < 2
         if works:
             self._done.acquire()
             self._threads.submit(self._drain)
 
     def _drain(self) -> None:
-        while self._wait_next():
-            pass
-
-    def _wait_next(self) -> bool:
-        """Wait for one work that nobody waits for yet; return whether there was one."""
-        with self._lock:
-            if not self._todo:
-                return False
-            index, (_, work) = self._claimed, self._todo.popleft()
-            self._claimed += 1
-        try:
-            work.wait(_FOREVER)
-        except BaseException as error:  # noqa: BLE001 - handed to the caller, who polls
+        """Wait, one after the other, for the works that no thread waits for yet."""
+        while True:
             with self._lock:
-                if self._error is None:
-                    self._error = error
+                if not self._todo:
+                    return
+                index, (_, work) = self._todo.popleft()
+            try:
+                work.wait(_FOREVER)
+            except BaseException as error:  # noqa: BLE001 - the caller's next poll raises it
+                with self._lock:
+                    if self._error is None:
+                        self._error = error
+                        self._release()
+                return
+            with self._lock:
+                del self._peers[index]
+                if not self._peers and self._error is None:
                     self._release()
-            return False
-        with self._lock:
-            del self._open[index]
-            if not self._open and self._error is None:
-                self._release()
-        return True
 
     def _release(self) -> None:
         self._keep = None
@@ -192,16 +179,14 @@ class PointToPointWorks:
         with self._lock:
             if self._error is not None:
                 raise self._error
-            return not self._open
+            return not self._peers
 
     def poll(self, slice_s: float) -> bool:
         """Wait for up to `slice_s` seconds."""
-        if self._count == 0:
-            return True
         if self._done.acquire(timeout=slice_s):
             self._done.release()
             return self.is_complete()
-        if not self._spread and self._count > 1:
+        if not self._spread:
             self._spread = True
             for _ in range(len(self._todo)):
                 self._threads.submit(self._drain)
@@ -210,4 +195,4 @@ class PointToPointWorks:
     def pending(self) -> tuple[int, ...]:
         """Return the peers that are still awaited."""
         with self._lock:
-            return tuple(sorted({peer for peer, _ in self._open.values()}))
+            return tuple(sorted(set(self._peers.values())))

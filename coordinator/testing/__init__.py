@@ -12,27 +12,12 @@ from collections.abc import Sequence
 
 import torch
 
+from coordinator.testing import conformance_exchanges as exchanges
+from coordinator.testing import conformance_moves as moves
+from coordinator.testing import conformance_reductions as reductions
 from coordinator.testing.conformance import Checker, ConformanceError, ObjectExchange
-from coordinator.testing.conformance_exchanges import check_all_to_all, check_reduce, check_scatter
 from coordinator.testing.conformance_inputs import DTYPES
-from coordinator.testing.conformance_moves import (
-    check_all_gather,
-    check_all_gatherv,
-    check_broadcast,
-    check_destroy,
-    check_gather,
-    check_point_to_point,
-    check_prepare_buffers,
-    check_refusals,
-)
-from coordinator.testing.conformance_reductions import (
-    check_all_reduce,
-    check_all_reduce_in_place,
-    check_autograd,
-    check_reduce_scatter,
-    check_reduce_scatterv,
-    check_reduce_scatterv_into_output,
-)
+from coordinator.testing.conformance_refusals import check_refusals
 from coordinator.testing.fake_planes import FakeCommunicator
 from coordinator.testing.fakes import FakeGroupCoordinator, fake_groups
 from device_comm import checks
@@ -50,22 +35,22 @@ __all__ = [
 ]
 
 PARTS = {
-    "all_gather": check_all_gather,
-    "all_gatherv": check_all_gatherv,
-    "gather": check_gather,
-    "broadcast": check_broadcast,
-    "all_reduce": check_all_reduce,
-    "all_reduce_": check_all_reduce_in_place,
-    "autograd": check_autograd,
-    "reduce_scatter": check_reduce_scatter,
-    "reduce_scatterv": check_reduce_scatterv,
-    "reduce_scatterv_into_output": check_reduce_scatterv_into_output,
-    "reduce": check_reduce,
-    "scatter": check_scatter,
-    "all_to_all": check_all_to_all,
-    "send and recv": check_point_to_point,
+    "all_gather": moves.check_all_gather,
+    "all_gatherv": moves.check_all_gatherv,
+    "gather": moves.check_gather,
+    "broadcast": moves.check_broadcast,
+    "all_reduce": reductions.check_all_reduce,
+    "all_reduce_": reductions.check_all_reduce_in_place,
+    "autograd": reductions.check_autograd,
+    "reduce_scatter": reductions.check_reduce_scatter,
+    "reduce_scatterv": reductions.check_reduce_scatterv,
+    "reduce_scatterv_into_output": reductions.check_reduce_scatterv_into_output,
+    "reduce": exchanges.check_reduce,
+    "scatter": exchanges.check_scatter,
+    "all_to_all": exchanges.check_all_to_all,
+    "send and recv": moves.check_point_to_point,
     "refusals": check_refusals,
-    "prepare_buffers": check_prepare_buffers,
+    "prepare_buffers": moves.check_prepare_buffers,
 }
 
 
@@ -115,4 +100,4 @@ def check_device_communicator(
         if parts is None or name in parts:
             check.run_part(name, part)
     if destroy:
-        check.run_part("destroy", check_destroy, exchange=False)
+        check.run_part("destroy", moves.check_destroy, exchange=False)

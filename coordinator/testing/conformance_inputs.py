@@ -7,7 +7,7 @@ expected result.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -15,14 +15,10 @@ import torch
 from device_comm.process_group import as_bytes
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 
-DTYPES: Final = tuple(
-    getattr(torch, name)
-    for name in (
-        *("float32", "float64", "float16", "bfloat16"),
-        *("int8", "int16", "int32", "int64", "uint8", "bool"),
-        *("complex64", "float8_e4m3fn", "float8_e5m2"),
-    )
-    if hasattr(torch, name)
+DTYPES: Final = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
+    *(torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2),
 )
 
 # Above 64 KiB, where communicators may switch algorithms, and not a multiple of a usual world size.
@@ -32,6 +28,40 @@ LARGE_BYTES: Final = 66_003
 def large_shape(dtype: torch.dtype) -> tuple[int]:
     """Return a 1-D shape of more than `LARGE_BYTES` bytes with an odd number of elements."""
     return (LARGE_BYTES // dtype.itemsize // 2 * 2 + 3,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What distinguishes one checked call of a method from its other calls.
+
+    Attributes:
+        shape: Shape of this rank's input or, where the call fills a tensor, of that tensor.
+        dtype: Its dtype.
+        layout: Its layout, a name in `LAYOUTS`.
+        op: The operation of a reduction.
+        dim: The dimension along which the call works.
+        passes_dim: Whether the call is given `dim`, which otherwise is the method's default.
+        sizes: The split sizes that the call is given.
+        root: The rank that the call names as source or destination.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: str = "contiguous"
+    op: ReduceOperation = ReduceOperation.SUM
+    dim: int = 0
+    passes_dim: bool = True
+    sizes: tuple[int, ...] | None = None
+    root: int = 0
+
+    def __str__(self) -> str:
+        """Return the dtype, the shape and the layout."""
+        return f"{self.dtype} {self.shape} {self.layout}"
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Return `dim` if the call is given it."""
+        return (self.dim,) if self.passes_dim else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +107,18 @@ class Inputs:
         shapes = [[*shape[:dim], size, *shape[dim + 1 :]] for size in sizes]
         if not self.alike:
             return [self.of(rank, each, dtype) for rank, each in enumerate(shapes)]
-        # In a fake group the other ranks have this rank's rows, repeated; zeros if it has none.
         own = self.of(self.rank, shapes[self.rank], dtype)
-        rows = sizes[self.rank]
-        if rows == 0:
-            return [torch.zeros(each, dtype=dtype) for each in shapes]
-        return [torch.cat([own] * -(-max(size, 1) // rows), dim).narrow(dim, 0, size) for size in sizes]
+        return [repeated(own, dim, size) for size in sizes]
+
+
+def repeated(part: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Return what a rank of a fake group brings: `part`, repeated along `dim` up to `size`; zeros if it is empty."""
+    count = part.shape[dim]
+    if count:
+        return torch.cat([part] * -(-max(size, 1) // count), dim).narrow(dim, 0, size)
+    shape = list(part.shape)
+    shape[dim] = size
+    return part.new_zeros(shape)
 
 
 def _values(rank: int, shape: tuple[int, ...], dtype: torch.dtype, salt: int) -> torch.Tensor:
@@ -146,7 +182,13 @@ def conjugated(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.conj_physical().conj() if tensor.is_complex() else tensor.clone()
 
 
-LAYOUTS: Final = {"strided": strided, "transposed": transposed, "shifted": shifted, "conjugated": conjugated}
+LAYOUTS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "contiguous": torch.clone,
+    "strided": strided,
+    "transposed": transposed,
+    "shifted": shifted,
+    "conjugated": conjugated,
+}
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -179,7 +221,7 @@ def difference(result: torch.Tensor, expected: torch.Tensor, slack: torch.Tensor
     """
     got = result.detach().cpu()
     if slack is None:
-        wrong = (raw(got) != raw(expected)).any(1) & ~(_is_nan(got) & _is_nan(expected)).reshape(-1)
+        wrong = (raw(got) != raw(expected)).any(1) & ~(got.isnan() & expected.isnan()).reshape(-1)
     else:
         got_wide, wide = _components(got), _components(expected)
         far = ~((got_wide - wide).abs() <= slack.reshape(-1, 1))
@@ -195,12 +237,6 @@ def difference(result: torch.Tensor, expected: torch.Tensor, slack: torch.Tensor
     return (
         f"{count} of {wrong.numel()} elements are wrong; element {at} is {got_text}, expected {expected_text}"
     )
-
-
-def _is_nan(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
-        return torch.zeros(tensor.shape, dtype=torch.bool)
-    return tensor.isnan()
 
 
 def _components(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+import dataclasses
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
 
 import torch
 
-from coordinator.host.plane import isend_with_tensors, refuse_any
-from coordinator.host.tensor_dict_format import PackedDict, Slicing, split
+from coordinator.host.plane import SoloHostPlane, isend_with_tensors
+from coordinator.host.tensor_dict_format import PackedDict, Slicing, TensorDictMessage, split
 from device_comm.base import CommunicatorContext, DeviceCommunicator, Sizes, Timeout
 from device_comm.handles import CompletedHandle, Handle
 from device_comm.health import Arrival, FailureRecord, GroupHealth
 from device_comm.process_group import dense
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from shm_broadcast import codec
+from shm_broadcast.codec import register_type
 from shm_broadcast.errors import CommError, UsageError
+
+# What is sent and not yet received is kept for each peer and tag, first in, first out.
+Key: TypeAlias = tuple[int, int]
 
 
 class SilentStatusStore:
-    """The status store of a group without other ranks: nobody else ever writes on it."""
+    """The status store of a group without other ranks; it is always empty."""
 
     @property
     def is_reachable(self) -> bool:
@@ -28,12 +33,10 @@ class SilentStatusStore:
         return True
 
     def arrive(self, plane: str, arrival: Arrival) -> None:
-        """Tell nobody."""
-        del plane, arrival
+        """Do nothing."""
 
     def arrivals(self, plane: str) -> dict[int, Arrival]:
         """Return nothing."""
-        del plane
         return {}
 
     def failure_record(self) -> FailureRecord | None:
@@ -41,12 +44,11 @@ class SilentStatusStore:
         return None
 
     def publish(self, failure_record: FailureRecord, within_s: float = 0.0) -> FailureRecord:
-        """Return the failure record itself: it is the first."""
-        del within_s
+        """Return `failure_record` itself, as there is no earlier one."""
         return failure_record
 
     def leave(self) -> None:
-        """Tell nobody."""
+        """Do nothing."""
 
     def left(self) -> tuple[int, ...]:
         """Return nothing."""
@@ -54,9 +56,9 @@ class SilentStatusStore:
 
 
 class PostedReceive:
-    """A receive in a loop-back mailbox: filled as soon as something was sent to the same peer."""
+    """A receive in a loop-back mailbox. It is filled as soon as something is sent to the same peer."""
 
-    def __init__(self, mailbox: TensorMailbox, key: tuple[int, int], into: torch.Tensor, name: str) -> None:
+    def __init__(self, mailbox: TensorMailbox, key: Key, into: torch.Tensor, name: str) -> None:
         """Wait in `mailbox` for the next tensor under `key`; `name` is that of the call."""
         self._mailbox = mailbox
         self._key = key
@@ -98,7 +100,7 @@ class PostedReceive:
 
 
 def nothing_there(where: str) -> str:
-    """Return the text of the error that stands for a receive without end."""
+    """Return the text of the error that is raised where a real receive would wait."""
     return (
         f"{where}: nothing is there, and a real group would wait for it; in a fake group a rank receives "
         "from a peer what it has itself sent to that peer"
@@ -106,31 +108,31 @@ def nothing_there(where: str) -> str:
 
 
 class TensorMailbox:
-    """Tensors sent and not yet received, first in, first out for each key (peer, tag)."""
+    """Tensors sent and not yet received."""
 
     def __init__(self, health: GroupHealth) -> None:
         """Start empty, as part of the group of `health`."""
         self.health = health
-        self._sent: dict[tuple[int, int], deque[torch.Tensor]] = {}
-        self._posted: dict[tuple[int, int], deque[PostedReceive]] = {}
+        self._sent: defaultdict[Key, deque[torch.Tensor]] = defaultdict(deque)
+        self._posted: defaultdict[Key, deque[PostedReceive]] = defaultdict(deque)
 
-    def send(self, key: tuple[int, int], tensor: torch.Tensor) -> Handle:
+    def send(self, key: Key, tensor: torch.Tensor) -> Handle:
         """Keep a copy of `tensor` for the next receive under `key`."""
-        self._sent.setdefault(key, deque()).append(dense(tensor).clone())
+        self._sent[key].append(dense(tensor).clone())
         self._match(key)
         return CompletedHandle()
 
-    def post(self, key: tuple[int, int], into: torch.Tensor, name: str) -> Handle:
+    def post(self, key: Key, into: torch.Tensor, name: str) -> Handle:
         """Receive the next tensor under `key`, now or when it is sent."""
         self.health.check_usable(name)
         receive = PostedReceive(self, key, into, name)
-        self._posted.setdefault(key, deque()).append(receive)
+        self._posted[key].append(receive)
         self._match(key)
         return receive
 
-    def cancel(self, key: tuple[int, int], receive: PostedReceive) -> None:
+    def cancel(self, key: Key, receive: PostedReceive) -> None:
         """Forget a receive, so that it takes nothing that is sent later."""
-        if receive in self._posted.get(key, ()):
+        if receive in self._posted[key]:
             self._posted[key].remove(receive)
 
     def clear(self) -> None:
@@ -138,8 +140,8 @@ class TensorMailbox:
         self._sent.clear()
         self._posted.clear()
 
-    def _match(self, key: tuple[int, int]) -> None:
-        sent, posted = self._sent.get(key), self._posted.get(key)
+    def _match(self, key: Key) -> None:
+        sent, posted = self._sent[key], self._posted[key]
         while sent and posted:
             posted.popleft().fill(sent.popleft())
 
@@ -172,7 +174,7 @@ class FakeCommunicator(DeviceCommunicator):
         self, input_: torch.Tensor, dim: int, sizes: tuple[int, ...], timeout_s: float | None
     ) -> torch.Tensor:
         self.context.health.check_usable("all_gather")
-        source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
+        source = dense(input_.reshape(input_.shape or 1))
         return torch.cat([_with_rows(source, dim, size) for size in sizes], dim)
 
     def _scatter(
@@ -194,7 +196,7 @@ class FakeCommunicator(DeviceCommunicator):
         self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
     ) -> torch.Tensor:
         self.context.health.check_usable("all_to_all")
-        source, rank = dense(input_.reshape(1) if input_.dim() == 0 else input_), self.rank_in_group
+        source, rank = dense(input_.reshape(input_.shape or 1)), self.rank_in_group
         part = source.narrow(dim, sum(send_sizes[:rank]), send_sizes[rank])
         return torch.cat([_with_rows(part, dim, size) for size in recv_sizes], dim)
 
@@ -211,30 +213,57 @@ class FakeCommunicator(DeviceCommunicator):
 
 
 def _with_rows(source: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Return `source` with its rows repeated or cut to `size` in dimension `dim`; zeros if it has none."""
     own = source.shape[dim]
-    if own == size:
-        return source
     if own == 0:
         return source.new_zeros((*source.shape[:dim], size, *source.shape[dim + 1 :]))
-    return (
-        torch.cat([source] * -(-size // own), dim).narrow(dim, 0, size) if size else source.narrow(dim, 0, 0)
-    )
+    return torch.cat([source] * -(-max(size, 1) // own), dim).narrow(dim, 0, size)
 
 
-class FakeHostPlane:
-    """The host plane of a fake group. Objects go through the codec, as on the way to another rank."""
+@register_type(name="coordinator.testing.WholeMessage")
+class WholeMessage(TensorDictMessage, frozen=True):
+    """The message of a tensor dict in a fake group.
+
+    Attributes:
+        wholes: The tensors of which only a slice travels, in the order of their slots.
+    """
+
+    wholes: tuple[torch.Tensor, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _PackedWhole(PackedDict):
+    wholes: tuple[torch.Tensor, ...] = ()
+
+    def message(self) -> object:
+        message = super().message()
+        if isinstance(message, TensorDictMessage):
+            return WholeMessage(message.slots, message.tree, message.parts, self.wholes)
+        return message
+
+
+def _sliced_tensors(tree: Mapping[Any, Any], slicing: Slicing, prefix: str = "") -> Iterator[torch.Tensor]:
+    for name, value in tree.items():
+        key = f"{prefix}.{name}" if prefix else str(name)
+        if type(value) in (dict, OrderedDict):
+            yield from _sliced_tensors(value, slicing, key)
+        elif isinstance(value, torch.Tensor) and slicing.slices(key, value.numel()) > 1:
+            yield dense(value).cpu()
+
+
+class FakeHostPlane(SoloHostPlane):
+    """The host plane of a fake group: as in a group of one nothing waits, but what is sent to a peer comes back.
+
+    Objects go through the codec, as on the way to another rank.
+    """
 
     def __init__(self, health: GroupHealth, rank_in_group: int) -> None:
         """Belong to the group of `health`."""
-        self._health = health
+        super().__init__(health)
         self._rank = rank_in_group
         self._world_size = len(health.ranks)
-        self._frames: dict[tuple[int, int], deque[bytes]] = {}
+        self._frames: defaultdict[Key, deque[bytes]] = defaultdict(deque)
         self._tensors = TensorMailbox(health)
-
-    def barrier(self, timeout_s: float | None = None) -> None:
-        """Return at once."""
-        self._health.check_usable("barrier")
 
     def all_gather_integers(self, value: int, timeout_s: float | None = None) -> list[int]:
         """Return this rank's integer for every rank."""
@@ -261,10 +290,6 @@ class FakeHostPlane:
         frame = codec.encode(obj).to_bytes()
         return obj if self._rank == src else codec.decode(frame, type_)
 
-    def broadcast_tensors(self, tensors: Sequence[torch.Tensor], src: int, timeout_s: float | None) -> None:
-        """Leave the tensors as they are."""
-        self._health.check_usable("broadcast_tensor_dict")
-
     def send_object(self, obj: object, dst: int, name: str, timeout_s: float | None, tag: int) -> None:
         """Keep the object for a receive from rank `dst`."""
         self.isend_object(obj, dst, name, timeout_s, tag)
@@ -274,7 +299,7 @@ class FakeHostPlane:
     ) -> None:
         """Keep the object for a receive from rank `dst`."""
         self._health.check_usable(name)
-        self._frames.setdefault((dst, tag), deque()).append(message.to_bytes())
+        self._frames[dst, tag].append(message.to_bytes())
 
     def isend_object(self, obj: object, dst: int, name: str, timeout_s: float | None, tag: int) -> Handle:
         """Keep the object for a receive from rank `dst`."""
@@ -288,7 +313,7 @@ class FakeHostPlane:
             UsageError: There is none.
         """
         self._health.check_usable(name)
-        frames = self._frames.get((src, tag))
+        frames = self._frames[src, tag]
         if not frames:
             where = self._health.where(f"{name} from rank {self._health.ranks[src]}")
             raise UsageError(nothing_there(where))
@@ -303,22 +328,15 @@ class FakeHostPlane:
         """Receive the next tensor that was sent to rank `src`, now or when it is sent."""
         return self._tensors.post((src, tag), tensor, f"recv from rank {self._health.ranks[src]}")
 
-    def recv_any(
-        self, shape: Sequence[int], dtype: torch.dtype, tag: int, timeout_s: float | None
-    ) -> tuple[torch.Tensor, int]:
-        """Refuse; `FakeGroupCoordinator` looks at one rank after the other itself."""
-        raise refuse_any(self._health)
-
     def pack(self, tensor_dict: Mapping[Any, Any], slicing: Slicing) -> PackedDict:
-        """Pack as on a group over several hosts."""
-        return split(tensor_dict, slicing)
+        """Pack as in a group over several hosts, with the tensors that are sliced also as a whole."""
+        packed = split(tensor_dict, slicing)
+        wholes = tuple(_sliced_tensors(tensor_dict, slicing))
+        return _PackedWhole(packed.metadata, packed.slots, packed.tensors, wholes=wholes)
 
     def isend_tensor_dict(self, packed: PackedDict, dst: int, timeout_s: float | None) -> list[Handle]:
         """Keep the message and the CPU tensors beside it for receives from rank `dst`."""
         return isend_with_tensors(self, packed, dst, timeout_s)
-
-    def flush(self, timeout_s: float) -> None:
-        """Nothing is on its way."""
 
     def close(self, timeout_s: float) -> None:
         """Forget what was sent and not received."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -12,26 +11,24 @@ import torch.distributed as dist
 
 from coordinator.bootstrap.group_parts import GroupParts, GroupProcessGroups
 from coordinator.bootstrap.timings import CreationReport
-from coordinator.collectives.tensor_dicts import TensorDict
+from coordinator.collectives.tensor_dicts import Parts, TensorDict
 from coordinator.group import GroupCoordinator
 from coordinator.groups import ParallelGroups, group_tables
 from coordinator.host.plane import HostPlane, SoloHostPlane
 from coordinator.host.tags import SCATTER_TAG
-from coordinator.host.tensor_dict_format import WHOLE_TENSORS, Slicing
+from coordinator.host.tensor_dict_format import WHOLE_TENSORS, Landing, Slicing
 from coordinator.layout import ParallelLayout
-from coordinator.planes import GroupPlanes
 from coordinator.queues.ends import Reader, Writer
 from coordinator.settings import CoordinatorSettings
-from coordinator.testing.fake_planes import FakeCommunicator, FakeHostPlane, SilentStatusStore
+from coordinator.testing.fake_planes import FakeCommunicator, FakeHostPlane, SilentStatusStore, WholeMessage
 from coordinator.testing.fake_queues import FakeQueues
 from device_comm import checks
 from device_comm.base import CommunicatorContext, DeviceCommunicator
 from device_comm.handles import Handle
 from device_comm.health import GroupHealth
-from device_comm.process_group import dense
 from device_comm.solo import SoloCommunicator
 from shm_broadcast import codec
-from shm_broadcast.errors import DecodeError, UsageError
+from shm_broadcast.errors import UsageError
 from shm_broadcast.liveness import PeerWatch, this_process
 
 _numbers: Final = itertools.count()
@@ -46,10 +43,12 @@ class FakeGroupCoordinator(GroupCoordinator):
     is the source. Where ranks would bring tensors of uneven sizes, see `FakeCommunicator`.
 
     Point to point is a loop-back: what was sent to a peer can be received from that peer, in order. A test feeds
-    the code that it tests by sending, and sees what that code sent by receiving. To receive what was not
-    sent is a `UsageError`, where a real rank would wait. What nobody receives is kept until `destroy`.
+    the code that it tests by sending, and sees what that code sent by receiving. A receive of something that was not
+    sent raises `UsageError`, where a real rank would wait. What nobody receives is kept until `destroy`.
 
-    Needs neither torch.distributed nor other processes, and has no process groups. A group of one behaves as
+    A sliced tensor of a tensor dict is completed with the tensor that was sent, as the other ranks' slices never come.
+
+    A fake needs neither torch.distributed nor other processes, and has no process groups. A group of one behaves as
     a real one does.
     """
 
@@ -107,8 +106,6 @@ class FakeGroupCoordinator(GroupCoordinator):
         self._bind(parts, [members], where.index or 0, "fake", settings)
         self.use_device_communicator = True
         self._queues = FakeQueues(health)
-        # For each peer and each dict sent to it: the tensors of which only a slice was sent.
-        self._wholes: dict[int, deque[list[torch.Tensor]]] = {}
 
     # ------------------------------------------------------------------ what a fake does not have
 
@@ -160,7 +157,7 @@ class FakeGroupCoordinator(GroupCoordinator):
         raise refusal or UsageError("recv_any: a group of one has no other rank")
 
     def _lists_by_color(self, color: int | None, key: int) -> list[list[int]]:
-        """As if every rank brought this one's color and key."""
+        """Return the lists that result if every rank brings this rank's color and key."""
         super()._lists_by_color(color, key)
         return [list(range(self.world_size))] if color is not None and color >= 0 else []
 
@@ -183,99 +180,35 @@ class FakeGroupCoordinator(GroupCoordinator):
         *,
         timeout_s: float | None = None,
     ) -> Any:
-        """As in a real group; from another rank comes a copy of what this rank passes.
+        """Scatter as in a real group. If another rank is the source, it is taken to pass a copy of this rank's list.
 
         Raises:
             UsageError: This rank passes no list: there is no other rank that could.
         """
         checks.check_rank(src, self.world_size, "src")
-        given = None if input_list is None else codec.decode(codec.encode(list(input_list)).to_bytes())
-        if src == self.rank_in_group or given is None or len(given) != self.world_size:
-            given = input_list
-        result = super().scatter_object_list(output_list, given, self.rank_in_group, timeout_s=timeout_s)
+        super().scatter_object_list(output_list, input_list, self.rank_in_group, timeout_s=timeout_s)
         for peer in range(self.world_size):
             if peer != self.rank_in_group:
                 self._host.recv_object(peer, None, None, "scatter_object_list", SCATTER_TAG)
-        return result
+        if src != self.rank_in_group:
+            output_list[0] = codec.decode(codec.encode(output_list[0]).to_bytes())
+        return output_list[0]
 
     def enable_broadcaster(self, writer_rank: int = 0) -> None:
-        """Make `mq_broadcaster`. What is broadcast does not take it: there is no rank to write or to read."""
+        """Create `mq_broadcaster`. Broadcasts do not use it, because no other rank writes to it or reads it."""
         self._health.check_usable("enable_broadcaster")
         if self.world_size > 1 and self.mq_broadcaster is None:
             self.mq_broadcaster: Writer | Reader | None = self.create_mq_broadcaster(writer_rank)
 
     # ------------------------------------------------------------------ tensor dicts
 
-    def send_tensor_dict(
-        self,
-        tensor_dict: Mapping[Any, Any],
-        dst: int | None = None,
-        all_gather_group: GroupPlanes | None = None,
-        all_gather_tensors: Mapping[str, bool] | None = None,
-        *,
-        timeout_s: float | None = None,
-    ) -> TensorDict | None:
-        """As in a real group."""
-        if self.world_size == 1:
-            return super().send_tensor_dict(
-                tensor_dict, dst, all_gather_group, all_gather_tensors, timeout_s=timeout_s
-            )
-        self.isend_tensor_dict(tensor_dict, dst, all_gather_group, all_gather_tensors, timeout_s=timeout_s)
-        return None
-
-    def isend_tensor_dict(
-        self,
-        tensor_dict: Mapping[Any, Any],
-        dst: int | None = None,
-        all_gather_group: GroupPlanes | None = None,
-        all_gather_tensors: Mapping[str, bool] | None = None,
-        *,
-        timeout_s: float | None = None,
-    ) -> list[Handle]:
-        """As in a real group; what was cut into slices is kept whole, as the other ranks' slices never come."""
-        handles = super().isend_tensor_dict(
-            tensor_dict, dst, all_gather_group, all_gather_tensors, timeout_s=timeout_s
-        )
-        if self.world_size > 1:
-            slicing = WHOLE_TENSORS
-            if all_gather_group is not None:
-                overrides = dict(all_gather_tensors or {})
-                slicing = Slicing(all_gather_group.world_size, all_gather_group.rank_in_group, overrides)
-            peer = self._neighbour(dst, 1, "dst")
-            self._wholes.setdefault(peer, deque()).append(list(_sliced_tensors(tensor_dict, slicing)))
-        return handles
-
-    def irecv_tensor_dict(
-        self,
-        src: int | None = None,
-        all_gather_group: GroupPlanes | None = None,
-        all_gather_tensors: Mapping[str, bool] | None = None,
-        *,
-        timeout_s: float | None = None,
-    ) -> tuple[TensorDict | None, list[Handle], list[Callable[[], None]]]:
-        """As in a real group; the callbacks complete sliced tensors with what was sent.
-
-        Raises:
-            UsageError: No dict was sent to rank `src` that is still to be received.
-        """
-        replayed: _ReplayedGroup | None = None
-        if isinstance(all_gather_group, FakeGroupCoordinator) and all_gather_group.world_size > 1:
-            replayed = _ReplayedGroup(all_gather_group)
-        try:
-            received = super().irecv_tensor_dict(
-                src, replayed or all_gather_group, all_gather_tensors, timeout_s=timeout_s
-            )
-        except DecodeError:
-            # The dict is lost, those that follow it are not.
-            self._take_wholes(src)
-            raise
-        wholes = self._take_wholes(src)
-        if replayed is not None:
-            replayed.communicator.wholes.extend(wholes)
-        return received
-
-    def _take_wholes(self, src: int | None) -> list[torch.Tensor]:
-        return self._wholes[self._neighbour(src, -1, "src")].popleft() if self.world_size > 1 else []
+    def _land(self, message: object, slicing: Slicing, receive: Callable[[Parts], list[Handle]]) -> Landing:
+        """Land a dict as in a real group, but complete the sliced tensors with what was sent."""
+        landing = super()._land(message, slicing, receive)
+        if isinstance(message, WholeMessage):
+            wholes = zip(landing.sliced, message.wholes, strict=True)
+            landing.sliced[:] = [(part, _putter(put, whole.to(part.device))) for (part, put), whole in wholes]
+        return landing
 
     def broadcast_tensor_dict(
         self,
@@ -291,67 +224,32 @@ class FakeGroupCoordinator(GroupCoordinator):
         Raises:
             UsageError: No dict is passed: there is no other rank that could send one.
         """
-        if self.world_size == 1:
-            return super().broadcast_tensor_dict(tensor_dict, src, group, metadata_group, timeout_s=timeout_s)
-        self._health.check_usable("broadcast_tensor_dict")
-        checks.check_timeout(timeout_s)
         checks.check_rank(src, self.world_size, "src")
-        self._check_own_group(group, (), "group")
-        self._check_own_group(metadata_group, (), "metadata_group")
-        if tensor_dict is None:
+        if tensor_dict is None and self.world_size > 1:
             raise UsageError(
                 f"{self._health.where('broadcast_tensor_dict')}: a fake group has no rank {src} that sends a tensor "
                 "dict; pass the one that shall arrive"
             )
-        packed = self._host.pack(tensor_dict, WHOLE_TENSORS)
+        own = self.rank_in_group
+        sent = super().broadcast_tensor_dict(tensor_dict, own, group, metadata_group, timeout_s=timeout_s)
+        if src == own or sent is None:
+            return sent
+        packed = self._host.pack(sent, WHOLE_TENSORS)
         frame = codec.encode(packed.message()).to_bytes()
-        if self.rank_in_group == src:
-            return tensor_dict if isinstance(tensor_dict, dict) else dict(tensor_dict)
         landing = self._land(codec.decode(frame), WHOLE_TENSORS, lambda _parts: [])
-        for (_, into), (_, sent) in zip(landing.parts, packed.tensors, strict=True):
-            into.copy_(sent)
+        for (_, into), (_, tensor) in zip(landing.parts, packed.tensors, strict=True):
+            into.copy_(tensor)
         return landing.tensor_dict
 
-    # ------------------------------------------------------------------ life
 
-    def destroy(self) -> None:
-        """Forget everything that was sent; every later call raises `ClosedError`. Idempotent."""
-        super().destroy()
-        self._wholes.clear()
+def _putter(put: Callable[[torch.Tensor], None], whole: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """Return a function that puts `whole` in place, whatever has been gathered."""
 
+    def put_whole(gathered: torch.Tensor) -> None:
+        del gathered
+        put(whole)
 
-class _ReplayCommunicator(FakeCommunicator):
-    """All-gathers by returning, in order, the tensors of which slices were sent."""
-
-    def __init__(self, context: CommunicatorContext) -> None:
-        super().__init__(context)
-        self.wholes: deque[torch.Tensor] = deque()
-
-    def _all_gather(
-        self, input_: torch.Tensor, dim: int, sizes: tuple[int, ...], timeout_s: float | None
-    ) -> torch.Tensor:
-        self.context.health.check_usable("all_gather")
-        return self.wholes.popleft().to(self.device).view(-1)
-
-
-class _ReplayedGroup(GroupPlanes):
-    """Stands for the all-gather group while a tensor dict is received."""
-
-    def __init__(self, group: FakeGroupCoordinator) -> None:
-        self.world_size = group.world_size
-        self.rank_in_group = group.rank_in_group
-        self.device = group.device
-        self._calls = group._calls  # noqa: SLF001 - it stands for that group
-        self.device_communicator = self.communicator = _ReplayCommunicator(group.device_communicator.context)
-
-
-def _sliced_tensors(tree: Mapping[Any, Any], slicing: Slicing, prefix: str = "") -> Iterator[torch.Tensor]:
-    for name, value in tree.items():
-        key = f"{prefix}.{name}" if prefix else str(name)
-        if type(value) in (dict, OrderedDict):
-            yield from _sliced_tensors(value, slicing, key)
-        elif isinstance(value, torch.Tensor) and slicing.slices(key, value.numel()) > 1:
-            yield dense(value).clone()
+    return put_whole
 
 
 def _members(rank: object, world_size: object, ranks: Sequence[int] | None) -> tuple[int, ...]:

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Unpack, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from coordinator.calls import Async, Blocking
 from coordinator.planes import GroupPlanes
 from coordinator.torch_interop import compile_ops
 from device_comm import coalesced
@@ -30,22 +31,12 @@ class CoalescedCollectives(GroupPlanes):
 
     @overload
     def all_reduce_coalesced(
-        self,
-        tensors: Sequence[torch.Tensor],
-        op: Reduction = SUM,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[False] = False,
+        self, tensors: Sequence[torch.Tensor], op: Reduction = SUM, **how: Unpack[Blocking]
     ) -> list[torch.Tensor]: ...
 
     @overload
     def all_reduce_coalesced(
-        self,
-        tensors: Sequence[torch.Tensor],
-        op: Reduction = SUM,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[True],
+        self, tensors: Sequence[torch.Tensor], op: Reduction = SUM, **how: Unpack[Async]
     ) -> CallHandle[list[torch.Tensor]]: ...
 
     def all_reduce_coalesced(
@@ -72,22 +63,12 @@ class CoalescedCollectives(GroupPlanes):
 
     @overload
     def all_gather_coalesced(
-        self,
-        tensors: Sequence[torch.Tensor],
-        dim: int = 0,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[False] = False,
+        self, tensors: Sequence[torch.Tensor], dim: int = 0, **how: Unpack[Blocking]
     ) -> list[torch.Tensor]: ...
 
     @overload
     def all_gather_coalesced(
-        self,
-        tensors: Sequence[torch.Tensor],
-        dim: int = 0,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[True],
+        self, tensors: Sequence[torch.Tensor], dim: int = 0, **how: Unpack[Async]
     ) -> CallHandle[list[torch.Tensor]]: ...
 
     def all_gather_coalesced(
@@ -114,24 +95,12 @@ class CoalescedCollectives(GroupPlanes):
 
     @overload
     def reduce_scatter_coalesced(
-        self,
-        tensors: Sequence[torch.Tensor],
-        dim: int = 0,
-        op: Reduction = SUM,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[False] = False,
+        self, tensors: Sequence[torch.Tensor], dim: int = 0, op: Reduction = SUM, **how: Unpack[Blocking]
     ) -> list[torch.Tensor]: ...
 
     @overload
     def reduce_scatter_coalesced(
-        self,
-        tensors: Sequence[torch.Tensor],
-        dim: int = 0,
-        op: Reduction = SUM,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[True],
+        self, tensors: Sequence[torch.Tensor], dim: int = 0, op: Reduction = SUM, **how: Unpack[Async]
     ) -> CallHandle[list[torch.Tensor]]: ...
 
     def reduce_scatter_coalesced(

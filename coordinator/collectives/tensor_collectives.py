@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from coordinator.calls import Async, Blocking
 from coordinator.collectives.coalesced import CoalescedCollectives
 from coordinator.collectives.expert_parallel import ExpertParallel
 from coordinator.collectives.tensor_reductions import TensorReductions
@@ -49,18 +50,11 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
         return self.reduce_scatter(input_, dim)
 
     @overload
-    def all_gather(
-        self,
-        input_: torch.Tensor,
-        dim: int = -1,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[False] = False,
-    ) -> torch.Tensor: ...
+    def all_gather(self, input_: torch.Tensor, dim: int = -1, **how: Unpack[Blocking]) -> torch.Tensor: ...
 
     @overload
     def all_gather(
-        self, input_: torch.Tensor, dim: int = -1, *, timeout_s: float | None = None, async_op: Literal[True]
+        self, input_: torch.Tensor, dim: int = -1, **how: Unpack[Async]
     ) -> CallHandle[torch.Tensor]: ...
 
     def all_gather(
@@ -87,13 +81,7 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
 
     @overload
     def all_gatherv(
-        self,
-        input_: torch.Tensor,
-        dim: int = 0,
-        sizes: Sequence[int] | None = None,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[False] = False,
+        self, input_: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None, **how: Unpack[Blocking]
     ) -> torch.Tensor: ...
 
     @overload
@@ -102,20 +90,12 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
         input_: Sequence[torch.Tensor],
         dim: int = 0,
         sizes: Sequence[int] | None = None,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[False] = False,
+        **how: Unpack[Blocking],
     ) -> list[torch.Tensor]: ...
 
     @overload
     def all_gatherv(
-        self,
-        input_: torch.Tensor,
-        dim: int = 0,
-        sizes: Sequence[int] | None = None,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[True],
+        self, input_: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None, **how: Unpack[Async]
     ) -> CallHandle[torch.Tensor]: ...
 
     @overload
@@ -124,9 +104,7 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
         input_: Sequence[torch.Tensor],
         dim: int = 0,
         sizes: Sequence[int] | None = None,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[True],
+        **how: Unpack[Async],
     ) -> CallHandle[list[torch.Tensor]]: ...
 
     def all_gatherv(
@@ -160,24 +138,12 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
 
     @overload
     def gather(
-        self,
-        input_: torch.Tensor,
-        dst: int = 0,
-        dim: int = -1,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[False] = False,
+        self, input_: torch.Tensor, dst: int = 0, dim: int = -1, **how: Unpack[Blocking]
     ) -> torch.Tensor | None: ...
 
     @overload
     def gather(
-        self,
-        input_: torch.Tensor,
-        dst: int = 0,
-        dim: int = -1,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[True],
+        self, input_: torch.Tensor, dst: int = 0, dim: int = -1, **how: Unpack[Async]
     ) -> CallHandle[torch.Tensor | None]: ...
 
     def gather(
@@ -207,9 +173,7 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
         src: int = 0,
         dim: int = 0,
         sizes: Sequence[int] | None = None,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[False] = False,
+        **how: Unpack[Blocking],
     ) -> torch.Tensor: ...
 
     @overload
@@ -220,9 +184,7 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
         src: int = 0,
         dim: int = 0,
         sizes: Sequence[int] | None = None,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[True],
+        **how: Unpack[Async],
     ) -> CallHandle[torch.Tensor]: ...
 
     def scatter(
@@ -267,9 +229,7 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
         dim: int = 0,
         send_sizes: Sequence[int] | None = None,
         recv_sizes: Sequence[int] | None = None,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[False] = False,
+        **how: Unpack[Blocking],
     ) -> torch.Tensor: ...
 
     @overload
@@ -279,9 +239,7 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
         dim: int = 0,
         send_sizes: Sequence[int] | None = None,
         recv_sizes: Sequence[int] | None = None,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[True],
+        **how: Unpack[Async],
     ) -> CallHandle[torch.Tensor]: ...
 
     def all_to_all(
@@ -329,18 +287,11 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
         )
 
     @overload
-    def broadcast(
-        self,
-        input_: torch.Tensor,
-        src: int = 0,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[False] = False,
-    ) -> torch.Tensor: ...
+    def broadcast(self, input_: torch.Tensor, src: int = 0, **how: Unpack[Blocking]) -> torch.Tensor: ...
 
     @overload
     def broadcast(
-        self, input_: torch.Tensor, src: int = 0, *, timeout_s: float | None = None, async_op: Literal[True]
+        self, input_: torch.Tensor, src: int = 0, **how: Unpack[Async]
     ) -> CallHandle[torch.Tensor]: ...
 
     def broadcast(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Unpack, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from coordinator.calls import Async, Blocking
 from coordinator.planes import GroupPlanes
 from coordinator.torch_interop import compile_ops
 from device_comm.async_calls import CallHandle
@@ -21,22 +22,12 @@ class TensorReductions(GroupPlanes):
 
     @overload
     def all_reduce(
-        self,
-        input_: torch.Tensor,
-        op: Reduction = SUM,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[False] = False,
+        self, input_: torch.Tensor, op: Reduction = SUM, **how: Unpack[Blocking]
     ) -> torch.Tensor: ...
 
     @overload
     def all_reduce(
-        self,
-        input_: torch.Tensor,
-        op: Reduction = SUM,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[True],
+        self, input_: torch.Tensor, op: Reduction = SUM, **how: Unpack[Async]
     ) -> CallHandle[torch.Tensor]: ...
 
     def all_reduce(
@@ -110,22 +101,12 @@ class TensorReductions(GroupPlanes):
 
     @overload
     def all_reduce_(
-        self,
-        tensor: torch.Tensor,
-        op: Reduction = SUM,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[False] = False,
+        self, tensor: torch.Tensor, op: Reduction = SUM, **how: Unpack[Blocking]
     ) -> torch.Tensor: ...
 
     @overload
     def all_reduce_(
-        self,
-        tensor: torch.Tensor,
-        op: Reduction = SUM,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[True],
+        self, tensor: torch.Tensor, op: Reduction = SUM, **how: Unpack[Async]
     ) -> CallHandle[torch.Tensor]: ...
 
     def all_reduce_(
@@ -152,24 +133,12 @@ class TensorReductions(GroupPlanes):
 
     @overload
     def reduce(
-        self,
-        input_: torch.Tensor,
-        dst: int = 0,
-        op: Reduction = SUM,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[False] = False,
+        self, input_: torch.Tensor, dst: int = 0, op: Reduction = SUM, **how: Unpack[Blocking]
     ) -> torch.Tensor | None: ...
 
     @overload
     def reduce(
-        self,
-        input_: torch.Tensor,
-        dst: int = 0,
-        op: Reduction = SUM,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[True],
+        self, input_: torch.Tensor, dst: int = 0, op: Reduction = SUM, **how: Unpack[Async]
     ) -> CallHandle[torch.Tensor | None]: ...
 
     def reduce(
@@ -203,24 +172,12 @@ class TensorReductions(GroupPlanes):
 
     @overload
     def reduce_scatter(
-        self,
-        input_: torch.Tensor,
-        dim: int = -1,
-        op: Reduction = SUM,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[False] = False,
+        self, input_: torch.Tensor, dim: int = -1, op: Reduction = SUM, **how: Unpack[Blocking]
     ) -> torch.Tensor: ...
 
     @overload
     def reduce_scatter(
-        self,
-        input_: torch.Tensor,
-        dim: int = -1,
-        op: Reduction = SUM,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[True],
+        self, input_: torch.Tensor, dim: int = -1, op: Reduction = SUM, **how: Unpack[Async]
     ) -> CallHandle[torch.Tensor]: ...
 
     def reduce_scatter(
@@ -259,9 +216,7 @@ class TensorReductions(GroupPlanes):
         dim: int = -1,
         sizes: Sequence[int] | None = None,
         op: Reduction = SUM,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[False] = False,
+        **how: Unpack[Blocking],
     ) -> torch.Tensor: ...
 
     @overload
@@ -271,9 +226,7 @@ class TensorReductions(GroupPlanes):
         dim: int = -1,
         sizes: Sequence[int] | None = None,
         op: Reduction = SUM,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[True],
+        **how: Unpack[Async],
     ) -> CallHandle[torch.Tensor]: ...
 
     def reduce_scatterv(
@@ -307,9 +260,7 @@ class TensorReductions(GroupPlanes):
         dim: int = -1,
         sizes: Sequence[int] | None = None,
         op: Reduction = SUM,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[False] = False,
+        **how: Unpack[Blocking],
     ) -> torch.Tensor: ...
 
     @overload
@@ -320,9 +271,7 @@ class TensorReductions(GroupPlanes):
         dim: int = -1,
         sizes: Sequence[int] | None = None,
         op: Reduction = SUM,
-        *,
-        timeout_s: float | None = None,
-        async_op: Literal[True],
+        **how: Unpack[Async],
     ) -> CallHandle[torch.Tensor]: ...
 
     def reduce_scatterv_into_output(

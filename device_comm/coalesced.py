@@ -1,4 +1,4 @@
-"""Collectives on several tensors as one call of a communicator: the tensors are packed into one, and split again."""
+"""Collectives on several tensors as one call of a communicator: the tensors are packed into one and split again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from device_comm.base import SUM, DeviceCommunicator
 from device_comm.derived_reductions import Reduction, reducer
 from device_comm.process_group import as_bytes, dense
 
-# Where the bytes of a tensor begin, so that they can be viewed as any dtype.
+# The bytes of each tensor start at a multiple of this, so that they can be viewed as any dtype.
 _ALIGNMENT: Final = 16
 
 
@@ -38,31 +38,18 @@ def all_reduce(
     *,
     timeout_s: float | None = None,
 ) -> list[torch.Tensor]:
-    """Combine the ranks' tensors with `op`: one call for each dtype. In a group of one: the inputs themselves."""
+    """Combine the ranks' tensors with `op`, in one call for each dtype. A group of one returns its inputs."""
     results = _checked(there, tensors, "all_reduce_coalesced")
     if there.world_size == 1:
         return results
     for places in _by_dtype(results).values():
         flat = torch.cat([dense(results[at]).view(-1) for at in places])
-        # The operation is looked at by what carries it out.
+        # The communicator or the reducer checks the operation.
         whole = reducer(op, there).all_reduce(flat, op, timeout_s=timeout_s)
         parts = torch.split(whole, [results[at].numel() for at in places])
         for at, part in zip(places, parts, strict=True):
             results[at] = part.view(results[at].shape)
     return results
-
-
-def all_reduce_into(
-    there: DeviceCommunicator,
-    tensors: Sequence[torch.Tensor],
-    op: Reduction = SUM,
-    *,
-    timeout_s: float | None = None,
-) -> list[torch.Tensor]:
-    """As `all_reduce`, in place."""
-    for tensor, result in zip(tensors, all_reduce(there, tensors, op, timeout_s=timeout_s), strict=True):
-        tensor.detach().copy_(result)
-    return list(tensors)
 
 
 def all_gather(
@@ -72,7 +59,7 @@ def all_gather(
     *,
     timeout_s: float | None = None,
 ) -> list[torch.Tensor]:
-    """Concatenate the ranks' tensors along `dim`, as bytes in one call. In a group of one: the inputs themselves."""
+    """Concatenate the ranks' tensors along `dim`, as bytes in one call. A group of one returns its inputs."""
     checked = _checked(there, tensors, "all_gather_coalesced")
     for tensor in checked:
         checks.check_dim(dim, tensor)
@@ -103,7 +90,7 @@ def reduce_scatter(
     *,
     timeout_s: float | None = None,
 ) -> list[torch.Tensor]:
-    """Combine the ranks' tensors and keep this rank's parts along `dim`: one call for each dtype."""
+    """Combine the ranks' tensors and return this rank's parts along `dim`, with one call for each dtype."""
     results, size = _checked(there, tensors, "reduce_scatter_coalesced"), there.world_size
     for tensor in results:
         checks.check_divisible(tensor, checks.check_dim(dim, tensor), size)
@@ -113,10 +100,9 @@ def reduce_scatter(
         rows, shapes = [], []
         for at in places:
             source = results[at].detach()
-            source = source.reshape(1) if source.dim() == 0 else source
+            source = source.reshape(source.shape or 1)
             along = checks.check_dim(dim, source)
-            shape = (*source.shape[:along], size, source.shape[along] // size, *source.shape[along + 1 :])
-            parts = source.reshape(shape).movedim(along, 0)
+            parts = torch.unflatten(source, along, (size, source.shape[along] // size)).movedim(along, 0)
             shapes.append(parts.shape[1:])
             rows.append(dense(parts).view(size, -1))
         whole = torch.cat(rows, 1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch.distributed.distributed_c10d import GroupName
 
 from coordinator.calls import Calls
 from device_comm import coalesced
-from device_comm.base import DeviceCommunicator
+from device_comm.base import DeviceCommunicator, Timeout
 from device_comm.derived_reductions import reducer
 from device_comm.handles import Handle
 from shm_broadcast.errors import ClosedError, UsageError
@@ -173,12 +174,11 @@ class CoordinatorProcessGroup(_ProcessGroup):
 
     abort = shutdown
 
-    def _run(self, name: str, opts: Any, call: Callable[[float | None], Any], device: str = "cpu") -> _Work:
-        """Run or queue a call of the group, with the deadline that `opts` states."""
-
-        def make(*, timeout_s: float | None) -> Any:
-            return call(timeout_s)
-
+    def _run(
+        self, name: str, opts: Any, call: Callable[[DeviceCommunicator, Timeout], Any], device: str = "cpu"
+    ) -> _Work:
+        """Make or queue a call of the group's communicator, with the deadline that `opts` states."""
+        make = partial(call, self.coordinator.device_communicator)
         timeout_s = None if opts is None else _seconds(opts.timeout)
         is_later = getattr(opts, "asyncOp", True) and device == "cpu"
         made = self._calls.run(name, make, timeout_s=timeout_s, async_op=is_later)
@@ -188,104 +188,79 @@ class CoordinatorProcessGroup(_ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> _Work:
         """All-reduce each tensor in place."""
-        there = self.coordinator.device_communicator
-        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        op = _reduction(opts)
 
-        def call(timeout_s: float | None) -> list[torch.Tensor]:
-            for tensor in tensors:
-                reducer(op, there).all_reduce_(tensor, op, timeout_s=timeout_s)
-            return list(tensors)
+        def call(there: DeviceCommunicator, timeout_s: Timeout) -> list[torch.Tensor]:
+            return [reducer(op, there).all_reduce_(tensor, op, timeout_s=timeout_s) for tensor in tensors]
 
         return self._run("all_reduce", opts, call, tensors[0].device.type)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> _Work:
         """All-reduce several tensors in place, in one round."""
-        there = self.coordinator.device_communicator
-        op: Any = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        op = _reduction(opts)
 
-        def call(timeout_s: float | None) -> list[torch.Tensor]:
-            return coalesced.all_reduce_into(there, list(tensors), op, timeout_s=timeout_s)
+        def call(there: DeviceCommunicator, timeout_s: Timeout) -> list[torch.Tensor]:
+            return _fill_all(tensors, coalesced.all_reduce(there, tensors, op, timeout_s=timeout_s))
 
         return self._run("all_reduce_coalesced", opts, call)
 
     def reduce(self, tensors: Tensors, opts: Any) -> _Work:
         """Reduce to the root, in place there."""
-        there = self.coordinator.device_communicator
+        op = opts.reduceOp
 
-        def call(timeout_s: float | None) -> list[torch.Tensor]:
+        def call(there: DeviceCommunicator, timeout_s: Timeout) -> list[torch.Tensor]:
             for tensor in tensors:
-                reducing = reducer(opts.reduceOp, there)
-                result = reducing.reduce(tensor, opts.rootRank, opts.reduceOp, timeout_s=timeout_s)
+                result = reducer(op, there).reduce(tensor, opts.rootRank, op, timeout_s=timeout_s)
                 if result is not None:
-                    tensor.detach().copy_(result)
+                    _fill(tensor, result)
             return list(tensors)
 
         return self._run("reduce", opts, call, tensors[0].device.type)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> _Work:
-        """Reduce lists of one tensor per rank; rank i gets the i-th result."""
+    def reduce_scatter(
+        self, outputs: Tensors, inputs: Sequence[torch.Tensor | Tensors], opts: Any = None
+    ) -> _Work:
+        """Reduce each input, a tensor or a list of one tensor per rank, and keep this rank's part."""
+        op = _reduction(opts)
 
-        def call(timeout_s: float | None) -> list[torch.Tensor]:
-            for output, parts in zip(outputs, inputs, strict=True):
-                self._scatter_sum(output, torch.stack(list(parts)), opts.reduceOp, timeout_s)
-            return list(outputs)
+        def call(there: DeviceCommunicator, timeout_s: Timeout) -> list[torch.Tensor]:
+            return [
+                _scatter_sum(there, output, whole, op, timeout_s)
+                for output, whole in zip(outputs, inputs, strict=True)
+            ]
 
         return self._run("reduce_scatter", opts, call, outputs[0].device.type)
 
+    reduce_scatter_single_coalesced = reduce_scatter
+    reduce_scatter_tensor_coalesced = reduce_scatter
+
     def reduce_scatter_single(self, output: torch.Tensor, input_: torch.Tensor, opts: Any = None) -> _Work:
         """Reduce, and keep this rank's part of the first dimension."""
-        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        op = _reduction(opts)
 
-        def call(timeout_s: float | None) -> torch.Tensor:
-            return self._scatter_sum(output, input_, op, timeout_s)
+        def call(there: DeviceCommunicator, timeout_s: Timeout) -> torch.Tensor:
+            return _scatter_sum(there, output, input_, op, timeout_s)
 
         return self._run("reduce_scatter", opts, call, output.device.type)
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:
-        """Do `reduce_scatter_single` for several tensors."""
-        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-
-        def call(timeout_s: float | None) -> list[torch.Tensor]:
-            for output, input_ in zip(outputs, inputs, strict=True):
-                self._scatter_sum(output, input_, op, timeout_s)
-            return list(outputs)
-
-        return self._run("reduce_scatter", opts, call, outputs[0].device.type)
-
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    def _scatter_sum(
-        self, output: torch.Tensor, input_: torch.Tensor, op: Any, timeout_s: float | None
-    ) -> torch.Tensor:
-        there = self.coordinator.device_communicator
-        rows = input_.reshape(self.size(), -1)
-        output.detach().copy_(
-            reducer(op, there).reduce_scatter(rows, 0, op, timeout_s=timeout_s).view(output.shape)
-        )
-        return output
-
     # ------------------------------------------------------------------ moving data
 
     def broadcast(self, tensors: Tensors, opts: Any) -> _Work:
         """Overwrite each tensor with the root's."""
-        there = self.coordinator.device_communicator
 
-        def call(timeout_s: float | None) -> list[torch.Tensor]:
+        def call(there: DeviceCommunicator, timeout_s: Timeout) -> list[torch.Tensor]:
             return [there.broadcast(tensor, opts.rootRank, timeout_s=timeout_s) for tensor in tensors]
 
         return self._run("broadcast", opts, call, tensors[0].device.type)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> _Work:
         """Gather every rank's tensor into a list of one tensor per rank."""
-        there = self.coordinator.device_communicator
 
-        def call(timeout_s: float | None) -> None:
+        def call(there: DeviceCommunicator, timeout_s: Timeout) -> None:
             for parts, own in zip(outputs, inputs, strict=True):
-                rows = there.all_gather(own.unsqueeze(0), 0, timeout_s=timeout_s)
-                for part, row in zip(parts, rows, strict=True):
-                    part.detach().copy_(row.view(part.shape))
+                _fill_all(parts, there.all_gather(own.unsqueeze(0), 0, timeout_s=timeout_s))
 
         return self._run("all_gather", opts, call, inputs[0].device.type)
 
@@ -297,13 +272,12 @@ class CoordinatorProcessGroup(_ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:
         """Do `all_gather_single` for several tensors."""
-        there = self.coordinator.device_communicator
 
-        def call(timeout_s: float | None) -> list[torch.Tensor]:
-            for output, own in zip(outputs, inputs, strict=True):
-                rows = there.all_gather(own.reshape(1, -1), 0, timeout_s=timeout_s)
-                output.detach().copy_(rows.view(output.shape))
-            return list(outputs)
+        def call(there: DeviceCommunicator, timeout_s: Timeout) -> list[torch.Tensor]:
+            return [
+                _fill(output, there.all_gather(own.reshape(1, -1), 0, timeout_s=timeout_s))
+                for output, own in zip(outputs, inputs, strict=True)
+            ]
 
         return self._run("all_gather", opts, call, inputs[0].device.type)
 
@@ -311,24 +285,20 @@ class CoordinatorProcessGroup(_ProcessGroup):
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> _Work:
         """Gather every rank's tensor on the root, into a list of one tensor per rank."""
-        there = self.coordinator.device_communicator
 
-        def call(timeout_s: float | None) -> None:
+        def call(there: DeviceCommunicator, timeout_s: Timeout) -> None:
             rows = there.gather(inputs[0].unsqueeze(0), opts.rootRank, 0, timeout_s=timeout_s)
-            for part, row in zip(outputs[0] if outputs else (), () if rows is None else rows, strict=True):
-                part.detach().copy_(row.view(part.shape))
+            _fill_all(outputs[0] if outputs else (), () if rows is None else rows)
 
         return self._run("gather", opts, call, inputs[0].device.type)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> _Work:
         """Fill the output with this rank's tensor of the root's list."""
-        there = self.coordinator.device_communicator
         source = torch.cat([each.reshape(-1) for each in inputs[0]]) if inputs else None
 
-        def call(timeout_s: float | None) -> None:
+        def call(there: DeviceCommunicator, timeout_s: Timeout) -> None:
             landing = outputs[0].detach().new_empty(outputs[0].numel())
-            there.scatter(landing, source, opts.rootRank, timeout_s=timeout_s)
-            outputs[0].detach().copy_(landing.view(outputs[0].shape))
+            _fill(outputs[0], there.scatter(landing, source, opts.rootRank, timeout_s=timeout_s))
 
         return self._run("scatter", opts, call, outputs[0].device.type)
 
@@ -341,14 +311,12 @@ class CoordinatorProcessGroup(_ProcessGroup):
         opts: Any = None,
     ) -> _Work:
         """Send the i-th part of the first dimension to rank i."""
-        there, size = self.coordinator.device_communicator, self.size()
+        size = self.size()
         sent = list(input_split_sizes) or [input_.shape[0] // size] * size
         received = list(output_split_sizes) or [output.shape[0] // size] * size
 
-        def call(timeout_s: float | None) -> torch.Tensor:
-            result = there.all_to_all(input_, 0, sent, received, timeout_s=timeout_s)
-            output.detach().copy_(result.view(output.shape))
-            return output
+        def call(there: DeviceCommunicator, timeout_s: Timeout) -> torch.Tensor:
+            return _fill(output, there.all_to_all(input_, 0, sent, received, timeout_s=timeout_s))
 
         return self._run("all_to_all", opts, call, output.device.type)
 
@@ -356,14 +324,12 @@ class CoordinatorProcessGroup(_ProcessGroup):
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:
         """Send the i-th tensor to rank i; all have the same dtype."""
-        there = self.coordinator.device_communicator
 
-        def call(timeout_s: float | None) -> None:
-            sent = torch.cat([each.reshape(-1) for each in inputs])
-            counts = [[each.numel() for each in tensors] for tensors in (inputs, outputs)]
-            result = there.all_to_all(sent, 0, *counts, timeout_s=timeout_s)
-            for output, part in zip(outputs, torch.split(result, counts[1]), strict=True):
-                output.detach().copy_(part.view(output.shape))
+        def call(there: DeviceCommunicator, timeout_s: Timeout) -> None:
+            whole = torch.cat([each.reshape(-1) for each in inputs])
+            sent, received = ([each.numel() for each in tensors] for tensors in (inputs, outputs))
+            result = there.all_to_all(whole, 0, sent, received, timeout_s=timeout_s)
+            _fill_all(outputs, torch.split(result, received))
 
         return self._run("all_to_all", opts, call, inputs[0].device.type)
 
@@ -397,6 +363,32 @@ class CoordinatorProcessGroup(_ProcessGroup):
         return _AnyWork(receive)
 
 
+def _reduction(opts: Any) -> Any:
+    return dist.ReduceOp.SUM if opts is None else opts.reduceOp
+
+
+def _fill(output: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Copy `result` into `output`, which may have another shape, and return `output`."""
+    output.detach().copy_(result.view(output.shape))
+    return output
+
+
+def _fill_all(outputs: Tensors, results: Tensors | torch.Tensor) -> list[torch.Tensor]:
+    return [_fill(output, result) for output, result in zip(outputs, results, strict=True)]
+
+
+def _scatter_sum(
+    there: DeviceCommunicator,
+    output: torch.Tensor,
+    input_: torch.Tensor | Tensors,
+    op: Any,
+    timeout_s: Timeout,
+) -> torch.Tensor:
+    whole = input_ if isinstance(input_, torch.Tensor) else torch.stack(list(input_))
+    rows = whole.reshape(there.world_size, -1)
+    return _fill(output, reducer(op, there).reduce_scatter(rows, 0, op, timeout_s=timeout_s))
+
+
 def register(group: Group, calls: Calls) -> dist.ProcessGroup:
     """Register a group with torch, until the returned process group is destroyed.
 
@@ -420,8 +412,7 @@ def register(group: Group, calls: Calls) -> dist.ProcessGroup:
     world.tags_to_pg.setdefault(tag, []).append(made)
     world.tags_to_pg.setdefault("", []).append(made)
     _register_process_group(GroupName(made.getGroupName()), made)
-    registered: dist.ProcessGroup = made
-    return registered
+    return cast("dist.ProcessGroup", made)
 
 
 def _seconds(timeout: timedelta | None) -> float | None:

@@ -22,7 +22,7 @@ first used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, TypeAlias, cast
 
 import torch
@@ -67,12 +67,9 @@ class WaitingTensor(AsyncCollectiveTensor):
         cls: type[WaitingTensor], handle: CallHandle[torch.Tensor], shape: Sequence[int], like: torch.Tensor
     ) -> WaitingTensor:
         """Represent the result of `handle`: a contiguous tensor of `shape`, with dtype and device of `like`."""
-        strides, step = [], 1
-        for size in reversed(shape):
-            strides.append(step)
-            step *= max(size, 1)
+        strides = torch.empty(shape, device="meta").stride()
         made: Any = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch has no public equivalent
-            cls, torch.Size(shape), strides=tuple(reversed(strides)), dtype=like.dtype, device=like.device
+            cls, torch.Size(shape), strides=strides, dtype=like.dtype, device=like.device
         )
         made.handle = handle
         made.completed = False
@@ -89,9 +86,7 @@ class WaitingTensor(AsyncCollectiveTensor):
         """Wait for the result and return it."""
         return self.elem
 
-    def wait(self) -> torch.Tensor:
-        """Wait for the result and return it."""
-        return self.elem
+    wait = trigger_wait
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -135,12 +130,12 @@ def find_group(group: Group) -> GroupCoordinator:
 
 def _rank_lists(group: Any) -> list[list[int]]:
     """Return the global ranks that `group` names: one list, or several, one of which is this rank's group."""
+    if isinstance(group, tuple) and len(group) == 2 and hasattr(group[0], "get_group"):
+        group = group[0].get_group(group[1])
+    elif hasattr(group, "get_group"):
+        group = group.get_group()
     if isinstance(group, dist.ProcessGroup):
         return [list(dist.get_process_group_ranks(group))]
-    if isinstance(group, tuple) and len(group) == 2 and hasattr(group[0], "get_group"):
-        return [list(dist.get_process_group_ranks(group[0].get_group(group[1])))]
-    if hasattr(group, "get_group"):
-        return [list(dist.get_process_group_ranks(group.get_group()))]
     if isinstance(group, Sequence) and not isinstance(group, str) and group:
         if all(isinstance(rank, int) for rank in group):
             return [list(group)]
@@ -152,23 +147,41 @@ def _rank_lists(group: Any) -> list[list[int]]:
     )
 
 
-def _overlaps(tensor: torch.Tensor, overlap: bool | None) -> bool:
-    return tensor.is_cpu and tensor.nbytes > WAITED_FOR_BYTES if overlap is None else overlap
-
-
-def _waiting(
-    begin: Callable[[], CallHandle[torch.Tensor]], shape: Sequence[int], like: torch.Tensor
+def _call(
+    name: str, tensor: torch.Tensor, group: Group, overlap: bool | None, **arguments: Any
 ) -> torch.Tensor:
-    handle = begin()
-    # A refused call raises here. A call on an accelerator is complete once it is queued on the stream.
-    return handle.wait() if handle.is_completed() else WaitingTensor(handle, shape, like)
+    """Call the group's method `name`, or trace the call; `arguments` are in the order of the method's."""
+    there = find_group(group)
+    if torch.compiler.is_compiling():
+        return compile_ops.trace(name, there, tensor, **arguments)
+    tensor = wait_tensor(tensor)
+    method = getattr(there, name)
+    if overlap is None:
+        overlap = tensor.is_cpu and tensor.nbytes > WAITED_FOR_BYTES
+    if not overlap:
+        result: torch.Tensor = method(tensor, **arguments)
+        return result
+    handle: CallHandle[torch.Tensor] = method(tensor, **arguments, async_op=True)
+    if handle.is_completed():
+        # A refused call raises here. A call on an accelerator is complete once it is queued on the stream.
+        return handle.wait()
+    shape = compile_ops.result_shape(name, tensor, world_size=there.world_size, **arguments)
+    return WaitingTensor(handle, shape, tensor)
 
 
-_SUMS: Final = frozenset({"sum", "SUM"})
+def _call_on_list(
+    name: str, tensors: Sequence[torch.Tensor], group: Group, **arguments: Any
+) -> list[torch.Tensor]:
+    """Make a call on several tensors; see `_call`."""
+    there = find_group(group)
+    if torch.compiler.is_compiling():
+        return compile_ops.trace_list(name, there, tensors, **arguments)
+    results: list[torch.Tensor] = getattr(there, name)([wait_tensor(each) for each in tensors], **arguments)
+    return results
 
 
 def _operation(op: Reduction | str) -> Any:
-    return SUM if isinstance(op, str) and op in _SUMS else op
+    return SUM if isinstance(op, str) and op in ("sum", "SUM") else op
 
 
 def all_reduce(
@@ -182,28 +195,14 @@ def all_reduce(
         group: See the module's docstring.
         overlap: Whether the call runs beside this process's computations; default: above `WAITED_FOR_BYTES`.
     """
-    there = group if isinstance(group, GroupCoordinator) else find_group(group)
-    operation = _operation(op)
-    if torch.compiler.is_compiling():
-        return compile_ops.all_reduce(there, tensor, operation, None)
-    tensor = wait_tensor(tensor)
-    if not _overlaps(tensor, overlap):
-        return there.all_reduce(tensor, operation)
-    return _waiting(lambda: there.all_reduce(tensor, operation, async_op=True), tensor.shape, tensor)
+    return _call("all_reduce", tensor, group, overlap, op=_operation(op))
 
 
 def all_gather_tensor(
     tensor: torch.Tensor, gather_dim: int = 0, group: Group = "", *, overlap: bool | None = None
 ) -> torch.Tensor:
     """Concatenate the ranks' tensors along `gather_dim` in rank order; return a new tensor. Collective."""
-    there = group if isinstance(group, GroupCoordinator) else find_group(group)
-    if torch.compiler.is_compiling():
-        return compile_ops.all_gather(there, tensor, gather_dim, None)
-    tensor = wait_tensor(tensor)
-    if not _overlaps(tensor, overlap):
-        return there.all_gather(tensor, gather_dim)
-    shape = _scaled(tensor, gather_dim, there.world_size)
-    return _waiting(lambda: there.all_gather(tensor, gather_dim, async_op=True), shape, tensor)
+    return _call("all_gather", tensor, group, overlap, dim=gather_dim)
 
 
 def reduce_scatter_tensor(
@@ -215,17 +214,7 @@ def reduce_scatter_tensor(
     overlap: bool | None = None,
 ) -> torch.Tensor:
     """Reduce the ranks' tensors; return this rank's part along `scatter_dim` as a new tensor. Collective."""
-    there = group if isinstance(group, GroupCoordinator) else find_group(group)
-    operation = _operation(op)
-    if torch.compiler.is_compiling():
-        return compile_ops.reduce_scatter(there, tensor, scatter_dim, operation, None)
-    tensor = wait_tensor(tensor)
-    if not _overlaps(tensor, overlap):
-        return there.reduce_scatter(tensor, scatter_dim, operation)
-    shape = _scaled(tensor, scatter_dim, 1, there.world_size)
-    return _waiting(
-        lambda: there.reduce_scatter(tensor, scatter_dim, operation, async_op=True), shape, tensor
-    )
+    return _call("reduce_scatter", tensor, group, overlap, dim=scatter_dim, op=_operation(op))
 
 
 def all_to_all_single(
@@ -240,20 +229,8 @@ def all_to_all_single(
 
     The result is a new tensor. Split sizes count elements of the first dimension, one per rank; None splits evenly.
     """
-    there = group if isinstance(group, GroupCoordinator) else find_group(group)
-    if torch.compiler.is_compiling():
-        return compile_ops.all_to_all(there, tensor, 0, input_split_sizes, output_split_sizes, None)
-    tensor = wait_tensor(tensor)
-    if not _overlaps(tensor, overlap):
-        return there.all_to_all(tensor, 0, input_split_sizes, output_split_sizes)
-    shape = list(tensor.shape) or [1]
-    if output_split_sizes is not None:
-        shape[0] = sum(output_split_sizes)
-    return _waiting(
-        lambda: there.all_to_all(tensor, 0, input_split_sizes, output_split_sizes, async_op=True),
-        shape,
-        tensor,
-    )
+    sizes = {"send_sizes": input_split_sizes, "recv_sizes": output_split_sizes}
+    return _call("all_to_all", tensor, group, overlap, dim=0, **sizes)
 
 
 def broadcast(
@@ -263,53 +240,28 @@ def broadcast(
 
     Shape and dtype must be equal on all ranks.
     """
-    there = group if isinstance(group, GroupCoordinator) else find_group(group)
-    if torch.compiler.is_compiling():
-        return compile_ops.broadcast(there, tensor, src, None)
-    tensor = wait_tensor(tensor)
-    result = tensor.detach().clone(memory_format=torch.contiguous_format)
-    if not _overlaps(tensor, overlap):
-        return there.broadcast(result, src)
-    return _waiting(lambda: there.broadcast(result, src, async_op=True), result.shape, result)
+    if not torch.compiler.is_compiling():
+        # The method overwrites its input; the operation of a graph copies it itself.
+        tensor = wait_tensor(tensor).detach().clone(memory_format=torch.contiguous_format)
+    return _call("broadcast", tensor, group, overlap, src=src)
 
 
 def all_reduce_coalesced(
     tensors: Sequence[torch.Tensor], op: Reduction | str = SUM, group: Group = ""
 ) -> list[torch.Tensor]:
     """Do `all_reduce` for several tensors in one round; return new tensors. Collective."""
-    there = group if isinstance(group, GroupCoordinator) else find_group(group)
-    operation = _operation(op)
-    if torch.compiler.is_compiling():
-        return compile_ops.all_reduce_coalesced(there, tensors, operation, None)
-    return there.all_reduce_coalesced([wait_tensor(each) for each in tensors], operation)
+    return _call_on_list("all_reduce_coalesced", tensors, group, op=_operation(op))
 
 
 def all_gather_tensor_coalesced(
     tensors: Sequence[torch.Tensor], gather_dim: int = 0, group: Group = ""
 ) -> list[torch.Tensor]:
     """Do `all_gather_tensor` for several tensors in one round; return new tensors. Collective."""
-    there = group if isinstance(group, GroupCoordinator) else find_group(group)
-    if torch.compiler.is_compiling():
-        return compile_ops.all_gather_coalesced(there, tensors, gather_dim, None)
-    return there.all_gather_coalesced([wait_tensor(each) for each in tensors], gather_dim)
+    return _call_on_list("all_gather_coalesced", tensors, group, dim=gather_dim)
 
 
 def reduce_scatter_tensor_coalesced(
     tensors: Sequence[torch.Tensor], op: Reduction | str = SUM, scatter_dim: int = 0, group: Group = ""
 ) -> list[torch.Tensor]:
     """Do `reduce_scatter_tensor` for several tensors in one round; return new tensors. Collective."""
-    there = group if isinstance(group, GroupCoordinator) else find_group(group)
-    operation = _operation(op)
-    if torch.compiler.is_compiling():
-        return compile_ops.reduce_scatter_coalesced(there, tensors, scatter_dim, operation, None)
-    ready = [wait_tensor(each) for each in tensors]
-    return there.reduce_scatter_coalesced(ready, scatter_dim, operation)
-
-
-def _scaled(tensor: torch.Tensor, dim: int, times: int, parts: int = 1) -> list[int]:
-    shape = list(tensor.shape) or [1]
-    if not -len(shape) <= dim < len(shape) or shape[dim] % parts:
-        # The call itself refuses these arguments, with a better message.
-        return shape
-    shape[dim] = shape[dim] * times // parts
-    return shape
+    return _call_on_list("reduce_scatter_coalesced", tensors, group, dim=scatter_dim, op=_operation(op))

@@ -1,8 +1,9 @@
-"""Collectives on many tensors for the price of one meeting of the ranks."""
+"""Collectives on many tensors, for which the ranks meet once."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,11 +23,12 @@ from shm_broadcast.errors import UsageError
 
 
 class CoalescedCollectives(GroupPlanes):
-    """As the calls of the same name for one tensor, one result for each. Collective, with equal lists on all ranks.
+    """Collectives on a list of tensors, with one result for each. All ranks call them with equal lists.
 
-    The tensors are copied into one, which takes one call: of reductions one for each dtype. The results are views of
-    one new tensor, so each keeps the memory of all. In a function that `torch.compile` compiles each call becomes one
-    operation of the graph (`compile_ops`), whose results are apart: that takes another copy of them.
+    The tensors are copied into one, so that one call moves them all; reductions make one call for each dtype. The
+    results are views of one new tensor, and each of them keeps all of its memory alive. In a function that
+    `torch.compile` compiles, each call becomes one operation of the graph (see `compile_ops`), whose results share no
+    memory: they are copied once more.
     """
 
     @overload
@@ -47,19 +49,8 @@ class CoalescedCollectives(GroupPlanes):
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> list[torch.Tensor] | CallHandle[list[torch.Tensor]]:
-        """Combine the ranks' tensors with `op`, in rank order; a new tensor for each."""
-        if is_dynamo_compiling() and not async_op:
-            return compile_ops.all_reduce_coalesced(self, tensors, op, timeout_s)
-        return self._calls.run(
-            *(
-                "all_reduce_coalesced",
-                partial(coalesced.all_reduce, self.device_communicator),
-                _listed(tensors),
-                op,
-            ),
-            timeout_s=timeout_s,
-            async_op=async_op,
-        )
+        """Combine the ranks' tensors with `op`, in rank order; return a new tensor for each."""
+        return self._coalesced("all_reduce", tensors, timeout_s, async_op, op=op)
 
     @overload
     def all_gather_coalesced(
@@ -79,19 +70,8 @@ class CoalescedCollectives(GroupPlanes):
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> list[torch.Tensor] | CallHandle[list[torch.Tensor]]:
-        """Concatenate the ranks' tensors along `dim`, in rank order, each with its counterparts."""
-        if is_dynamo_compiling() and not async_op:
-            return compile_ops.all_gather_coalesced(self, tensors, dim, timeout_s)
-        return self._calls.run(
-            *(
-                "all_gather_coalesced",
-                partial(coalesced.all_gather, self.device_communicator),
-                _listed(tensors),
-                dim,
-            ),
-            timeout_s=timeout_s,
-            async_op=async_op,
-        )
+        """Concatenate each tensor along `dim` with its counterparts on the other ranks, in rank order."""
+        return self._coalesced("all_gather", tensors, timeout_s, async_op, dim=dim)
 
     @overload
     def reduce_scatter_coalesced(
@@ -112,25 +92,34 @@ class CoalescedCollectives(GroupPlanes):
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> list[torch.Tensor] | CallHandle[list[torch.Tensor]]:
-        """Combine the ranks' tensors and keep this rank's part of each along `dim`, all of which divide evenly."""
+        """Combine the ranks' tensors; return this rank's part of each along `dim`, which must divide evenly."""
+        return self._coalesced("reduce_scatter", tensors, timeout_s, async_op, dim=dim, op=op)
+
+    def _coalesced(
+        self,
+        method: str,
+        tensors: Sequence[torch.Tensor],
+        timeout_s: float | None,
+        async_op: bool,
+        **arguments: Any,
+    ) -> list[torch.Tensor] | CallHandle[list[torch.Tensor]]:
+        name = f"{method}_coalesced"
         if is_dynamo_compiling() and not async_op:
-            return compile_ops.reduce_scatter_coalesced(self, tensors, dim, op, timeout_s)
-        make = partial(coalesced.reduce_scatter, self.device_communicator)
-        return self._calls.run(
-            *("reduce_scatter_coalesced", make, _listed(tensors), dim, op),
-            timeout_s=timeout_s,
-            async_op=async_op,
-        )
+            return compile_ops.trace_list(name, self, tensors, timeout_s, **arguments)
+        make = partial(getattr(coalesced, method), self.device_communicator, **arguments)
+        # A list of our own, which the caller cannot change while the call is open. `make` refuses other types.
+        given = list(tensors) if isinstance(tensors, Sequence) else tensors
+        return self._calls.run(name, make, given, timeout_s=timeout_s, async_op=async_op)
 
     @contextmanager
     def coalescing(self, *, timeout_s: float | None = None) -> Iterator[Coalescing]:
-        """Collect calls, and make them together when the block ends: one meeting for each run of calls of one kind.
+        """Collect calls, and make them when the block ends; successive calls of one kind are made together.
 
             with group.coalescing() as calls:
                 sums = [calls.all_reduce(gradient) for gradient in gradients]
             first = sums[0].result()
 
-        A block that ends with an exception makes none.
+        A block that ends with an exception makes no calls.
         """
         self._calls.enter("coalescing", in_line=False)
         calls = Coalescing()
@@ -147,8 +136,8 @@ class Coalesced:
     """The result of one call of a `Coalescing` block.
 
     Attributes:
-        tensor: What the call was given.
-        value: What it gave, once the block has ended.
+        tensor: The input of the call.
+        value: Its result, once the block has ended.
     """
 
     tensor: torch.Tensor
@@ -166,7 +155,7 @@ class Coalesced:
 
 
 class Coalescing:
-    """Calls that are made together, in the order in which they were collected."""
+    """Calls that are made later, in the order in which they were collected."""
 
     def __init__(self) -> None:
         """Collect nothing yet."""
@@ -190,15 +179,6 @@ class Coalescing:
         return waiting
 
     def runs(self) -> Iterator[tuple[str, tuple[Any, ...], list[Coalesced]]]:
-        """Yield calls of one kind that follow each other, with what waits for their results."""
-        start = 0
-        for at in range(1, len(self._calls) + 1):
-            if at == len(self._calls) or self._calls[at][:2] != self._calls[start][:2]:
-                method, args, _ = self._calls[start]
-                yield method, args, [waiting for _, _, waiting in self._calls[start:at]]
-                start = at
-
-
-def _listed(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return a list that the caller cannot change while a call is open; what is no sequence is refused later."""
-    return list(tensors) if isinstance(tensors, Sequence) else tensors
+        """Yield each run of successive calls of one kind: the method, its arguments and what waits for the results."""
+        for (method, args), calls in itertools.groupby(self._calls, key=lambda call: call[:2]):
+            yield method, args, [waiting for _, _, waiting in calls]

@@ -1,4 +1,4 @@
-"""The tensor collectives of a group: validated by the contract of `DeviceCommunicator`, and routed to it."""
+"""The tensor collectives of a group, which its `DeviceCommunicator` checks and carries out."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from device_comm.async_calls import CallHandle
 class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
     """Collectives on tensors.
 
-    Every rank of the group calls each method, in the same order, with equal shapes, dtypes and arguments,
-    from one thread at a time. `src` and `dst` are ranks in the group. `timeout_s` is the deadline in
-    seconds, by default the group's. All raise `UsageError` before anything is sent, after which the group
-    is intact; `CommTimeoutError`, `PeerLostError` or `NativeError` after which it is broken; and
-    `GroupBrokenError` at once if it was broken before.
+    Every rank of the group calls each method, in the same order, with equal shapes, dtypes and arguments, from one
+    thread at a time. `src` and `dst` are ranks in the group. `timeout_s` is the deadline in seconds, by default the
+    group's. All methods raise `UsageError` before anything is sent, and the group stays intact. They raise
+    `CommTimeoutError`, `PeerLostError` or `NativeError`, after which the group is broken, and `GroupBrokenError` at
+    once if it was broken before.
 
-    With `async_op=True` each returns a `CallHandle` at once, and goes on beside the caller's computations; its `wait`
-    returns the result, or raises what the call would have raised. Tensors must not be changed, nor their results
-    read, before that. Calls of a group are carried out in the order in which they were made, and one without
-    `async_op` waits for those that are open: so the order is the same on all ranks. Point to point, objects that are
-    broadcast and queues do not wait. On an accelerator the call is queued on the current stream, as without.
+    With `async_op=True` each method returns a `CallHandle` at once, and the call runs beside the caller's computations.
+    The handle's `wait` returns the result, or raises what the call would have raised. Until then do not change the
+    tensors or read the results. A group makes its calls in the order in which the caller issued them, and a call
+    without `async_op` waits for the open ones, because the order must be the same on all ranks. Point-to-point calls,
+    object broadcasts and queues do not wait. On an accelerator the current stream carries the call in either case.
 
-    `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` and `all_reduce_add_rms_norm` can stand in a function
-    that `torch.compile` compiles, also with `fullgraph=True`: each becomes one operation of the graph (`compile_ops`),
-    with the same result. There too no gradient flows through them. What a call refuses while it is traced,
-    `torch.compile` reports in an error of its own.
+    `torch.compile` can compile functions that call `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` and
+    `all_reduce_add_rms_norm`, also with `fullgraph=True`. Each call becomes one operation of the graph (see
+    `compile_ops`) with the same result, and no gradient flows through it, as without a compiler. If a call is refused
+    while it is traced, `torch.compile` raises an error of its own.
     """
 
     def _all_reduce_out_place(self, input_: torch.Tensor) -> torch.Tensor:
@@ -63,21 +63,19 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
         """Concatenate the ranks' tensors along `dim`, in rank order.
 
         Args:
-            input_: Equal shape and dtype on all ranks; a 0-dim tensor counts as one of shape [1].
-            dim: From -input_.dim() to input_.dim() - 1.
+            input_: A tensor of equal shape and dtype on all ranks; a 0-dim tensor counts as one of shape [1].
+            dim: A dimension from -input_.dim() to input_.dim() - 1.
             timeout_s: Deadline in seconds.
-            async_op: Return a handle at once; see the class.
+            async_op: Whether to return a handle at once; see the class.
 
         Returns:
-            A new contiguous tensor whose dimension `dim` is `world_size` times the input's. In a group of
-            one: the input itself.
+            A new contiguous tensor whose dimension `dim` is `world_size` times the input's. A group of one returns the
+            input itself.
         """
         if is_dynamo_compiling() and not async_op:
-            return compile_ops.all_gather(self, input_, dim, timeout_s)
-        there = self.device_communicator
-        return self._calls.run(
-            "all_gather", there.all_gather, input_, dim, timeout_s=timeout_s, async_op=async_op
-        )
+            return compile_ops.trace("all_gather", self, input_, timeout_s, dim=dim)
+        make = self.device_communicator.all_gather
+        return self._calls.run("all_gather", make, input_, dim, timeout_s=timeout_s, async_op=async_op)
 
     @overload
     def all_gatherv(
@@ -116,23 +114,23 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> torch.Tensor | list[torch.Tensor] | CallHandle[torch.Tensor] | CallHandle[list[torch.Tensor]]:
-        """Concatenate along `dim` what may have another size there on each rank.
+        """Concatenate the ranks' tensors along `dim`, in which their sizes may differ.
 
         Args:
             input_: A tensor, or a sequence of tensors, for which the result is a list.
-            dim: Where to concatenate.
-            sizes: `sizes[i]` is the size of dimension `dim` on rank i, equal on all ranks; None when all
-                bring the same.
-            timeout_s: Deadline in seconds, for each tensor.
-            async_op: Return a handle at once; see the class.
+            dim: The dimension along which the result is concatenated.
+            sizes: `sizes[i]` is the size of dimension `dim` on rank i; equal on all ranks. None means that all ranks
+                have the same size.
+            timeout_s: Deadline in seconds for each tensor.
+            async_op: Whether to return a handle at once; see the class.
 
         Returns:
-            New contiguous tensors with `sum(sizes)` in dimension `dim`. In a group of one: the input.
+            New contiguous tensors with `sum(sizes)` in dimension `dim`. A group of one returns the input itself.
         """
-        # The overloads say which result belongs to which input.
-        gather: Callable[..., Any] = self.device_communicator.all_gatherv
+        # The overloads define which result belongs to which input.
+        make: Callable[..., Any] = self.device_communicator.all_gatherv
         gathered: Any = self._calls.run(
-            "all_gatherv", gather, input_, dim, sizes, timeout_s=timeout_s, async_op=async_op
+            "all_gatherv", make, input_, dim, sizes, timeout_s=timeout_s, async_op=async_op
         )
         return gathered  # type: ignore[no-any-return]
 
@@ -158,12 +156,10 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
         """Concatenate the ranks' tensors along `dim` on rank `dst`.
 
         Returns:
-            On rank `dst` a new contiguous tensor, elsewhere None. In a group of one: the input itself.
+            On rank `dst` a new contiguous tensor, elsewhere None. A group of one returns the input itself.
         """
-        there = self.device_communicator
-        return self._calls.run(
-            "gather", there.gather, input_, dst, dim, timeout_s=timeout_s, async_op=async_op
-        )
+        make = self.device_communicator.gather
+        return self._calls.run("gather", make, input_, dst, dim, timeout_s=timeout_s, async_op=async_op)
 
     @overload
     def scatter(
@@ -198,28 +194,27 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> torch.Tensor | CallHandle[torch.Tensor]:
-        """Split the tensor of rank `src` along `dim` over the ranks, in rank order; the opposite of `gather`.
+        """Split the tensor of rank `src` along `dim` over the ranks, in rank order: the opposite of `gather`.
 
-        The order of the arguments is that of `torch.distributed.scatter`; the input is one tensor, not a list.
+        The arguments have the order of `torch.distributed.scatter`, but the input is one tensor, not a list.
 
         Args:
-            output: Filled with this rank's part, in place, also in a group of one. It overlaps neither itself nor the
-                input; on all ranks the same dtype, and the same shape but for `sizes`.
+            output: The tensor that receives this rank's part, also in a group of one. It overlaps neither itself nor
+                the input. The dtype is equal on all ranks, and so is the shape, except for what `sizes` states.
             input_: On rank `src` a tensor of the output's dtype and shape, with the sum of all sizes in dimension
-                `dim`; it is unchanged. Elsewhere it is not looked at and may be None.
-            src: The rank that brings `input_`.
+                `dim`; it does not change. Other ranks ignore it, and may pass None.
+            src: The rank that provides `input_`.
             dim: The dimension that is split.
-            sizes: `sizes[i]` is the size of dimension `dim` of the output of rank i, equal on all ranks; None when
-                all get the same.
+            sizes: `sizes[i]` is the size of dimension `dim` of rank i's output; equal on all ranks. None splits evenly.
             timeout_s: Deadline in seconds.
-            async_op: Return a handle at once; see the class.
+            async_op: Whether to return a handle at once; see the class.
 
         Returns:
             `output`.
         """
-        there = self.device_communicator
+        make = self.device_communicator.scatter
         return self._calls.run(
-            "scatter", there.scatter, output, input_, src, dim, sizes, timeout_s=timeout_s, async_op=async_op
+            "scatter", make, output, input_, src, dim, sizes, timeout_s=timeout_s, async_op=async_op
         )
 
     @overload
@@ -252,38 +247,33 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> torch.Tensor | CallHandle[torch.Tensor]:
-        """Send the i-th part of `input_` to rank i, and get this rank's part of every rank's.
+        """Send the i-th part of `input_` to rank i, and receive this rank's part from every rank.
 
-        As `torch.distributed.all_to_all_single`, with a new result.
+        Unlike `torch.distributed.all_to_all_single`, this returns a new tensor.
 
         Args:
-            input_: The same dtype on all ranks, and the same shape but for dimension `dim`.
+            input_: A tensor whose dtype is equal on all ranks, and whose shape differs only in dimension `dim`.
             dim: The dimension that is split, and along which the result is concatenated, in rank order.
             send_sizes: How much of dimension `dim` goes to each rank (torch: `input_split_sizes`).
-            recv_sizes: How much comes from each rank (torch: `output_split_sizes`): on rank j `recv_sizes[i]` is what
-                `send_sizes[j]` is on rank i. Without both, the parts of all ranks are equal.
+            recv_sizes: How much comes from each rank (torch: `output_split_sizes`). `recv_sizes[i]` on rank j equals
+                `send_sizes[j]` on rank i. Pass both or neither; without them all parts are equal.
             timeout_s: Deadline in seconds.
-            async_op: Return a handle at once; see the class.
+            async_op: Whether to return a handle at once; see the class.
 
         Returns:
-            A new contiguous tensor with `sum(recv_sizes)` in dimension `dim`. In a group of one: the input itself.
+            A new contiguous tensor with `sum(recv_sizes)` in dimension `dim`. A group of one returns the input itself.
 
         Raises:
-            DisagreementError: On CPU tensors: sizes sent and expected differ. On every rank, before anything is
-                moved; the group is intact.
+            DisagreementError: The sizes of CPU tensors that a rank sends differ from those that another rank expects.
+                Every rank raises it before anything is moved; the group is intact.
         """
         if is_dynamo_compiling() and not async_op:
-            return compile_ops.all_to_all(self, input_, dim, send_sizes, recv_sizes, timeout_s)
-        there = self.device_communicator
+            return compile_ops.trace(
+                "all_to_all", self, input_, timeout_s, dim=dim, send_sizes=send_sizes, recv_sizes=recv_sizes
+            )
+        name, make = "all_to_all", self.device_communicator.all_to_all
         return self._calls.run(
-            "all_to_all",
-            there.all_to_all,
-            input_,
-            dim,
-            send_sizes,
-            recv_sizes,
-            timeout_s=timeout_s,
-            async_op=async_op,
+            name, make, input_, dim, send_sizes, recv_sizes, timeout_s=timeout_s, async_op=async_op
         )
 
     @overload
@@ -297,15 +287,13 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
     def broadcast(
         self, input_: torch.Tensor, src: int = 0, *, timeout_s: float | None = None, async_op: bool = False
     ) -> torch.Tensor | CallHandle[torch.Tensor]:
-        """Fill `input_` on every rank with rank `src`'s, in place; return it.
+        """Overwrite `input_` on every rank with the values of rank `src`; return `input_`.
 
-        As it writes to its input, it is no operation of a graph: what `torch.compile` compiles takes
-        `functional.broadcast`, whose result is new.
+        A compiled graph cannot hold this call, because it writes to its input. In functions that `torch.compile`
+        compiles, call `functional.broadcast`, which returns a new tensor.
         """
-        there = self.device_communicator
-        return self._calls.run(
-            "broadcast", there.broadcast, input_, src, timeout_s=timeout_s, async_op=async_op
-        )
+        make = self.device_communicator.broadcast
+        return self._calls.run("broadcast", make, input_, src, timeout_s=timeout_s, async_op=async_op)
 
     @overload
     def barrier(self, timeout_s: float | None = None, *, async_op: Literal[False] = False) -> None: ...
@@ -314,17 +302,17 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
     def barrier(self, timeout_s: float | None = None, *, async_op: Literal[True]) -> CallHandle[None]: ...
 
     def barrier(self, timeout_s: float | None = None, *, async_op: bool = False) -> CallHandle[None] | None:
-        """Return once every rank has called this. Over the host plane: no device is touched."""
+        """Return once every rank has called this. It uses the host plane and touches no device."""
         return self._calls.run(
             "barrier", self._host.barrier, timeout_s=timeout_s, async_op=async_op, on_host=True
         )
 
     def monitored_barrier(self, timeout_s: float | None = None, wait_all_ranks: bool = True) -> None:
-        """As `barrier`; when the deadline passes every rank that came learns all ranks that did not.
+        """Do `barrier`; when the deadline passes, every rank that came learns which ranks did not.
 
         Args:
             timeout_s: Deadline in seconds.
-            wait_all_ranks: As in torch; without it the first late rank alone would do. All are always named.
+            wait_all_ranks: As in torch, where False names only the first late rank. Here all are always named.
 
         Raises:
             CommTimeoutError: `.missing` holds exactly the late ranks; the group is broken.

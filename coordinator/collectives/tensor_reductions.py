@@ -1,4 +1,4 @@
-"""The reductions of a group: validated by the contract of `DeviceCommunicator`, and routed to it."""
+"""The reductions of a group, which its `DeviceCommunicator` checks and carries out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shm_broadcast.errors import UsageError
 
 
 class TensorReductions(GroupPlanes):
-    """Collectives that combine the ranks' tensors; see `TensorCollectives` for what holds for all of them."""
+    """Collectives that combine the ranks' tensors; `TensorCollectives` describes what they have in common."""
 
     @overload
     def all_reduce(
@@ -41,17 +41,17 @@ class TensorReductions(GroupPlanes):
         """Combine the ranks' tensors with `op`, in rank order.
 
         Args:
-            input_: Any shape and any dtype that `op` has a meaning for; equal on all ranks.
-            op: SUM, MEAN, PRODUCT, MIN or MAX; on integers BAND, BOR or BXOR; or a `premul_sum(factor)`.
+            input_: A tensor of any shape, and of any dtype for which `op` is defined; both are equal on all ranks.
+            op: SUM, MEAN, PRODUCT, MIN or MAX; for integers also BAND, BOR or BXOR; or a `premul_sum(factor)`.
             timeout_s: Deadline in seconds.
-            async_op: Return a handle at once; see the class.
+            async_op: Whether to return a handle at once; see the class.
 
         Returns:
-            A new tensor of the input's shape and dtype with the same bits on every rank; the input is
-            unchanged. In a group of one: the input itself.
+            A new tensor of the input's shape and dtype with the same bits on every rank; the input does not change.
+            A group of one returns the input itself.
         """
         if is_dynamo_compiling() and not async_op:
-            return compile_ops.all_reduce(self, input_, op, timeout_s)
+            return compile_ops.trace("all_reduce", self, input_, timeout_s, op=op)
         if op is SUM and not async_op:
             # Packing the arguments for `run` would take 0.15 us of the 2 us of a small sum.
             self._calls.enter("all_reduce")
@@ -60,10 +60,8 @@ class TensorReductions(GroupPlanes):
             except UsageError as error:
                 self._calls.refuse("all_reduce", error)
                 raise
-        there = reducer(op, self.device_communicator)
-        return self._calls.run(
-            "all_reduce", there.all_reduce, input_, op, timeout_s=timeout_s, async_op=async_op
-        )
+        make = reducer(op, self.device_communicator).all_reduce
+        return self._calls.run("all_reduce", make, input_, op, timeout_s=timeout_s, async_op=async_op)
 
     def all_reduce_add_rms_norm(
         self,
@@ -76,28 +74,26 @@ class TensorReductions(GroupPlanes):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum the ranks' tensors, add `residual`, and normalise each row by its root mean square, in one call.
 
-        What follows an attention or MLP block under tensor parallelism. The bits are those of `all_reduce`, `+` and
-        `coordinator.rms_norm` one after the other, each of which rounds once to the dtype, on every device and
-        whether or not the steps are fused there; `torch.nn.functional.rms_norm` differs by rounding.
+        Under tensor parallelism these steps follow an attention or MLP block. The bits equal those of `all_reduce`,
+        `+` and `coordinator.rms_norm` called one after the other, each of which rounds once to the dtype. This holds on
+        every device, whether or not it fuses the steps. `torch.nn.functional.rms_norm` rounds differently.
 
         Args:
-            input_: [tokens, hidden] of float32, float16 or bfloat16; equal shape and dtype on all ranks.
-            residual: Of the input's shape and dtype. Not sent: equal on all ranks where the results shall be.
+            input_: [tokens, hidden] of float32, float16 or bfloat16; shape and dtype are equal on all ranks.
+            residual: A tensor of the input's shape and dtype. It is not sent: only where it is equal on all ranks, the
+                results are.
             weight: [hidden], of the input's dtype.
-            eps: Added to the mean of the squares; at least 0.
+            eps: A number of at least 0, which is added to the mean of the squares.
             timeout_s: Deadline in seconds.
 
         Returns:
             (normed, new_residual): the normalised rows, and `all_reduce(input_) + residual`. Both are new contiguous
-            tensors, also in a group of one; the arguments are unchanged.
+            tensors, also in a group of one; the arguments do not change.
         """
         if is_dynamo_compiling():
-            return compile_ops.all_reduce_add_rms_norm(self, input_, residual, weight, eps, timeout_s)
-        there = self.device_communicator
-        name = "all_reduce_add_rms_norm"
-        return self._calls.run(
-            name, there.all_reduce_add_rms_norm, input_, residual, weight, eps, timeout_s=timeout_s
-        )
+            return compile_ops.trace_norm(self, input_, residual, weight, eps, timeout_s)
+        name, make = "all_reduce_add_rms_norm", self.device_communicator.all_reduce_add_rms_norm
+        return self._calls.run(name, make, input_, residual, weight, eps, timeout_s=timeout_s)
 
     @overload
     def all_reduce_(
@@ -117,7 +113,7 @@ class TensorReductions(GroupPlanes):
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> torch.Tensor | CallHandle[torch.Tensor]:
-        """As `all_reduce`, in place; return `tensor`, which must not overlap itself."""
+        """Do `all_reduce` in place; return `tensor`, which must not overlap itself."""
         if op is SUM and not async_op:
             # Packing the arguments for `run` would take 0.15 us of the 2 us of a small sum.
             self._calls.enter("all_reduce_")
@@ -126,10 +122,8 @@ class TensorReductions(GroupPlanes):
             except UsageError as error:
                 self._calls.refuse("all_reduce_", error)
                 raise
-        there = reducer(op, self.device_communicator)
-        return self._calls.run(
-            "all_reduce_", there.all_reduce_, tensor, op, timeout_s=timeout_s, async_op=async_op
-        )
+        make = reducer(op, self.device_communicator).all_reduce_
+        return self._calls.run("all_reduce_", make, tensor, op, timeout_s=timeout_s, async_op=async_op)
 
     @overload
     def reduce(
@@ -152,23 +146,21 @@ class TensorReductions(GroupPlanes):
     ) -> torch.Tensor | CallHandle[torch.Tensor | None] | None:
         """Combine the ranks' tensors with `op`, in rank order, on rank `dst`.
 
-        Unlike `torch.distributed.reduce`, which works in place.
+        Unlike `torch.distributed.reduce`, this does not work in place.
 
         Args:
-            input_: As in `all_reduce`; unchanged on every rank.
+            input_: As in `all_reduce`; it does not change on any rank.
             dst: The rank that gets the result.
-            op: SUM, MEAN, PRODUCT, MIN or MAX; on integers BAND, BOR or BXOR; or a `premul_sum(factor)`.
+            op: SUM, MEAN, PRODUCT, MIN or MAX; for integers also BAND, BOR or BXOR; or a `premul_sum(factor)`.
             timeout_s: Deadline in seconds.
-            async_op: Return a handle at once; see the class.
+            async_op: Whether to return a handle at once; see the class.
 
         Returns:
-            On rank `dst` a new tensor of the input's shape and dtype with the bits that `all_reduce` gives, elsewhere
-            None. In a group of one: the input itself.
+            On rank `dst` a new tensor of the input's shape and dtype with the bits of `all_reduce`, elsewhere None. A
+            group of one returns the input itself.
         """
-        there = reducer(op, self.device_communicator)
-        return self._calls.run(
-            "reduce", there.reduce, input_, dst, op, timeout_s=timeout_s, async_op=async_op
-        )
+        make = reducer(op, self.device_communicator).reduce
+        return self._calls.run("reduce", make, input_, dst, op, timeout_s=timeout_s, async_op=async_op)
 
     @overload
     def reduce_scatter(
@@ -192,21 +184,21 @@ class TensorReductions(GroupPlanes):
         """Combine the ranks' tensors and keep this rank's part.
 
         Args:
-            input_: Equal shape and dtype on all ranks; dimension `dim` must be divisible by `world_size`.
+            input_: A tensor of equal shape and dtype on all ranks; `world_size` must divide dimension `dim`.
             dim: The dimension that is split, in rank order.
-            op: SUM, MEAN, PRODUCT, MIN or MAX; on integers BAND, BOR or BXOR; or a `premul_sum(factor)`.
+            op: SUM, MEAN, PRODUCT, MIN or MAX; for integers also BAND, BOR or BXOR; or a `premul_sum(factor)`.
             timeout_s: Deadline in seconds.
-            async_op: Return a handle at once; see the class.
+            async_op: Whether to return a handle at once; see the class.
 
         Returns:
-            A new contiguous tensor whose dimension `dim` is the input's divided by `world_size`. In a
-            group of one: the input itself.
+            A new contiguous tensor whose dimension `dim` is the input's divided by `world_size`. A group of one
+            returns the input itself.
         """
         if is_dynamo_compiling() and not async_op:
-            return compile_ops.reduce_scatter(self, input_, dim, op, timeout_s)
-        there = reducer(op, self.device_communicator)
+            return compile_ops.trace("reduce_scatter", self, input_, timeout_s, dim=dim, op=op)
+        make = reducer(op, self.device_communicator).reduce_scatter
         return self._calls.run(
-            "reduce_scatter", there.reduce_scatter, input_, dim, op, timeout_s=timeout_s, async_op=async_op
+            "reduce_scatter", make, input_, dim, op, timeout_s=timeout_s, async_op=async_op
         )
 
     @overload
@@ -239,17 +231,10 @@ class TensorReductions(GroupPlanes):
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> torch.Tensor | CallHandle[torch.Tensor]:
-        """As `reduce_scatter`, where rank i keeps `sizes[i]` of dimension `dim`; None splits evenly."""
-        there = reducer(op, self.device_communicator)
+        """Do `reduce_scatter` with a part of size `sizes[i]` along `dim` for rank i; None splits evenly."""
+        make = reducer(op, self.device_communicator).reduce_scatterv
         return self._calls.run(
-            "reduce_scatterv",
-            there.reduce_scatterv,
-            input_,
-            dim,
-            sizes,
-            op,
-            timeout_s=timeout_s,
-            async_op=async_op,
+            "reduce_scatterv", make, input_, dim, sizes, op, timeout_s=timeout_s, async_op=async_op
         )
 
     @overload
@@ -285,20 +270,13 @@ class TensorReductions(GroupPlanes):
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> torch.Tensor | CallHandle[torch.Tensor]:
-        """As `reduce_scatterv`, into `output`, which is returned.
+        """Do `reduce_scatterv` into `output`, and return `output`.
 
-        `output` has the shape and dtype of the result and does not overlap the input. In a group of one
-        too the result is copied into it.
+        `output` has the shape and dtype of the result and does not overlap the input. A group of one copies its input
+        into it.
         """
-        there = reducer(op, self.device_communicator)
+        name = "reduce_scatterv_into_output"
+        make = reducer(op, self.device_communicator).reduce_scatterv_into_output
         return self._calls.run(
-            "reduce_scatterv_into_output",
-            there.reduce_scatterv_into_output,
-            input_,
-            output,
-            dim,
-            sizes,
-            op,
-            timeout_s=timeout_s,
-            async_op=async_op,
+            name, make, input_, output, dim, sizes, op, timeout_s=timeout_s, async_op=async_op
         )

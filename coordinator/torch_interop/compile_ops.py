@@ -1,34 +1,34 @@
-"""Collectives as operations of a graph, so that `torch.compile` takes a method of a group without a graph break.
+"""Collectives as operations of a graph, so that `torch.compile` traces a method of a group without a graph break.
 
-An operation names its group by `unique_name` and is given the world size besides: the shapes of a graph that a
-compiler has cached on disk depend on it, while a group of the same name in a later run may be of another size.
-A compiled graph keeps no group alive.
+An operation names its group by `unique_name`. Where the shape of its result depends on the world size, the operation
+also holds that: a compiler may have cached the graph on disk, and in a later run a group of the same name may have
+another size. A compiled graph does not keep its group alive.
 
     torch.ops.group_coordinator.all_reduce(x, group.unique_name)
 
-is what `group.all_reduce(x)` becomes when Dynamo traces it. Results are always new tensors, which share memory neither
-with the inputs nor with each other, and no gradient flows through them.
+is the operation that replaces `group.all_reduce(x)` when Dynamo traces it. Results are always new tensors, which share
+memory neither with the inputs nor with each other, and no gradient flows through them.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
 import torch
 
 from coordinator import group_registry
-from coordinator.group_registry import Registration
 from coordinator.planes import GroupPlanes
 from device_comm import checks, coalesced, rms_norm
 from device_comm.base import SUM
-from device_comm.derived_reductions import Reduction, reducer
+from device_comm.derived_reductions import reducer
 from shm_broadcast.errors import UsageError
 
 NAMESPACE: Final = "group_coordinator"
 
+# Between the group and `timeout_s` stand the arguments of the communicator's method, in its order.
 _SCHEMAS: Final = {
     "all_reduce": "(Tensor input, str group_name, str op='sum', float? timeout_s=None) -> Tensor",
     "all_gather": "(Tensor input, str group_name, int world_size, int dim=-1, float? timeout_s=None) -> Tensor",
@@ -46,49 +46,43 @@ _SCHEMAS: Final = {
     "float? timeout_s=None) -> Tensor[]",
 }
 
-# --- what a method of a group becomes in a graph ----------------------------------------------------------------
-# In a group of one the result is the input itself, as it is without a compiler; an operation could not return that.
+# --- calls that are traced ---------------------------------------------------------------------------------------
 
 
-def all_reduce(
-    group: GroupPlanes, input_: torch.Tensor, op: Reduction, timeout_s: float | None
+def trace(
+    name: str, group: GroupPlanes, input_: torch.Tensor, timeout_s: float | None = None, **arguments: Any
 ) -> torch.Tensor:
-    """Trace `group.all_reduce`."""
-    if group.world_size == 1:
+    """Trace a call of `group` as the operation `name`, and return its result.
+
+    Args:
+        name: Name of the operation.
+        group: The group.
+        input_: The call's input.
+        timeout_s: Deadline in seconds.
+        arguments: All other arguments of the operation, in the order of its schema.
+    """
+    # In a group of one the method returns its input, and so does a traced call; an operation could not.
+    if group.world_size == 1 and name != "broadcast":
         return input_
-    name = _name(op)
-    result: torch.Tensor = torch.ops.group_coordinator.all_reduce(
-        input_.detach(), group.unique_name, name, timeout_s
-    )
+    result: torch.Tensor = _add(name, group, input_.detach(), timeout_s, arguments)
     return result
 
 
-def all_gather(group: GroupPlanes, input_: torch.Tensor, dim: int, timeout_s: float | None) -> torch.Tensor:
-    """Trace `group.all_gather`."""
-    size = group.world_size
-    if size == 1:
-        return input_
-    result: torch.Tensor = torch.ops.group_coordinator.all_gather(
-        input_.detach(), group.unique_name, size, dim, timeout_s
-    )
-    return result
+def trace_list(
+    name: str,
+    group: GroupPlanes,
+    tensors: Sequence[torch.Tensor],
+    timeout_s: float | None = None,
+    **arguments: Any,
+) -> list[torch.Tensor]:
+    """Trace a call on several tensors; see `trace`."""
+    if group.world_size == 1 or not tensors:
+        return list(tensors)
+    results: list[torch.Tensor] = _add(name, group, [each.detach() for each in tensors], timeout_s, arguments)
+    return results
 
 
-def reduce_scatter(
-    group: GroupPlanes, input_: torch.Tensor, dim: int, op: Reduction, timeout_s: float | None
-) -> torch.Tensor:
-    """Trace `group.reduce_scatter`."""
-    size = group.world_size
-    if size == 1:
-        return input_
-    name = _name(op)
-    result: torch.Tensor = torch.ops.group_coordinator.reduce_scatter(
-        input_.detach(), group.unique_name, size, dim, name, timeout_s
-    )
-    return result
-
-
-def all_reduce_add_rms_norm(
+def trace_norm(
     group: GroupPlanes,
     input_: torch.Tensor,
     residual: torch.Tensor,
@@ -104,106 +98,54 @@ def all_reduce_add_rms_norm(
     return normed, total
 
 
-def all_to_all(
-    group: GroupPlanes,
-    input_: torch.Tensor,
-    dim: int,
-    send_sizes: Sequence[int] | None,
-    recv_sizes: Sequence[int] | None,
-    timeout_s: float | None,
-) -> torch.Tensor:
-    """Trace `group.all_to_all`."""
-    size = group.world_size
-    if size == 1:
-        return input_
-    sent = None if send_sizes is None else list(send_sizes)
-    received = None if recv_sizes is None else list(recv_sizes)
-    result: torch.Tensor = torch.ops.group_coordinator.all_to_all(
-        input_.detach(), group.unique_name, size, dim, sent, received, timeout_s
-    )
-    return result
+def _add(
+    name: str, group: GroupPlanes, inputs: object, timeout_s: float | None, arguments: dict[str, Any]
+) -> Any:
+    """Add an operation to the graph that is being traced."""
+    size = (group.world_size,) if "world_size" in _SCHEMAS[name] else ()
+    held = [_held(key, value) for key, value in arguments.items()]
+    operation = getattr(torch.ops.group_coordinator, name)
+    return operation(inputs, group.unique_name, *size, *held, timeout_s)
 
 
-def broadcast(group: GroupPlanes, input_: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
-    """Trace `functional.broadcast`: not in place, so the result is new in a group of one too."""
-    result: torch.Tensor = torch.ops.group_coordinator.broadcast(
-        input_.detach(), group.unique_name, src, timeout_s
-    )
-    return result
-
-
-def all_reduce_coalesced(
-    group: GroupPlanes, tensors: Sequence[torch.Tensor], op: Reduction, timeout_s: float | None
-) -> list[torch.Tensor]:
-    """Trace `group.all_reduce_coalesced`."""
-    if group.world_size == 1 or not tensors:
-        return list(tensors)
-    name = _name(op)
-    result: list[torch.Tensor] = torch.ops.group_coordinator.all_reduce_coalesced(
-        [each.detach() for each in tensors], group.unique_name, name, timeout_s
-    )
-    return result
-
-
-def all_gather_coalesced(
-    group: GroupPlanes, tensors: Sequence[torch.Tensor], dim: int, timeout_s: float | None
-) -> list[torch.Tensor]:
-    """Trace `group.all_gather_coalesced`."""
-    size = group.world_size
-    if size == 1 or not tensors:
-        return list(tensors)
-    result: list[torch.Tensor] = torch.ops.group_coordinator.all_gather_coalesced(
-        [each.detach() for each in tensors], group.unique_name, size, dim, timeout_s
-    )
-    return result
-
-
-def reduce_scatter_coalesced(
-    group: GroupPlanes, tensors: Sequence[torch.Tensor], dim: int, op: Reduction, timeout_s: float | None
-) -> list[torch.Tensor]:
-    """Trace `group.reduce_scatter_coalesced`."""
-    size = group.world_size
-    if size == 1 or not tensors:
-        return list(tensors)
-    name = _name(op)
-    result: list[torch.Tensor] = torch.ops.group_coordinator.reduce_scatter_coalesced(
-        [each.detach() for each in tensors], group.unique_name, size, dim, name, timeout_s
-    )
-    return result
-
-
-def _operation(op: str) -> Any:
-    """Return the reduction that a graph names; the usual one need not be looked up."""
-    return SUM if op == "sum" else op
-
-
-def _name(op: Reduction) -> str:
-    """Return the name by which a graph knows `op`."""
-    if isinstance(op, enum.Enum):
-        return op.name.lower()
-    if isinstance(op, str):
-        return op
-    raise UsageError(
-        f"a compiled graph cannot hold the reduction {op!r}: pass it by name, or scale the tensor first"
-    )
-
-
-# --- what the operations do: the group's communicator makes the call, behind the group's gate -------------------------
-
-
-def _sized(name: str, operation: str, world_size: int) -> Registration:
-    found = group_registry.find(name, operation)
-    if world_size != found.communicator.world_size:
+def _held(key: str, value: Any) -> Any:
+    """Return an argument as a graph holds it: a reduction by its name, sizes as a list."""
+    if isinstance(value, enum.Enum):
+        return value.name.lower()
+    if key == "op" and not isinstance(value, str):
         raise UsageError(
-            f"{NAMESPACE}::{operation} on {name!r}: the graph was made for a group of {world_size}, this one has "
-            f"{found.communicator.world_size} ranks"
+            f"a compiled graph cannot hold the reduction {value!r}: pass it by name, or scale the tensor first"
         )
-    return found
+    return list(value) if key.endswith("_sizes") and value is not None else value
 
 
-def _new(result: torch.Tensor, input_: torch.Tensor) -> torch.Tensor:
-    """Return `result`, or a copy where that is the input itself: in a group of one."""
-    return _copy(result) if result is input_ else result
+# --- what the operations do --------------------------------------------------------------------------------------
+
+
+def _make(name: str, given: dict[str, Any]) -> Any:
+    """Make the call of the operation `name` behind its group's gate; `given` holds the arguments by name."""
+    group_name, timeout_s = given.pop("group_name"), given.pop("timeout_s")
+    found = group_registry.find(group_name, name)
+    there = found.communicator
+    world_size = given.pop("world_size", there.world_size)
+    if world_size != there.world_size:
+        raise UsageError(
+            f"{NAMESPACE}::{name} on {group_name!r}: the graph was made for a group of {world_size}, this one has "
+            f"{there.world_size} ranks"
+        )
+    if given.get("op") == "sum":
+        # The enum member needs no lookup.
+        given["op"] = SUM
+    first, *others = given.values()
+    if name.endswith("_coalesced"):
+        make = partial(getattr(coalesced, name.removesuffix("_coalesced")), there)
+        return _apart(found.calls.run(name, make, first, *others, timeout_s=timeout_s), first)
+    make = getattr(reducer(given.get("op", SUM), there), name)
+    # The communicator broadcasts in place.
+    input_ = _copy(first) if name == "broadcast" else first
+    result = found.calls.run(name, make, input_, *others, timeout_s=timeout_s)
+    # In a group of one the result may be the input itself.
+    return _copy(result) if result is first else result
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -211,7 +153,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _apart(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return results that share no memory: a compiler takes each to begin at an aligned address of its own."""
+    """Return results that share no memory: a compiler assumes that each begins at an aligned address of its own."""
     given = {id(each) for each in inputs}
     return [
         _copy(each)
@@ -221,249 +163,94 @@ def _apart(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> l
     ]
 
 
-def _all_reduce(
-    input_: torch.Tensor, group_name: str, op: str = "sum", timeout_s: float | None = None
-) -> torch.Tensor:
-    found = group_registry.find(group_name, "all_reduce")
-    operation = _operation(op)
-    make = reducer(operation, found.communicator).all_reduce
-    return _new(found.calls.run("all_reduce", make, input_, operation, timeout_s=timeout_s), input_)
+# --- the shapes of their results ---------------------------------------------------------------------------------
 
 
-def _all_gather(
-    input_: torch.Tensor, group_name: str, world_size: int, dim: int = -1, timeout_s: float | None = None
-) -> torch.Tensor:
-    found = _sized(group_name, "all_gather", world_size)
-    make = found.communicator.all_gather
-    return _new(found.calls.run("all_gather", make, input_, dim, timeout_s=timeout_s), input_)
-
-
-def _reduce_scatter(
-    input_: torch.Tensor,
-    group_name: str,
-    world_size: int,
-    dim: int = -1,
-    op: str = "sum",
-    timeout_s: float | None = None,
-) -> torch.Tensor:
-    found = _sized(group_name, "reduce_scatter", world_size)
-    operation = _operation(op)
-    make = reducer(operation, found.communicator).reduce_scatter
-    return _new(found.calls.run("reduce_scatter", make, input_, dim, operation, timeout_s=timeout_s), input_)
-
-
-def _all_reduce_add_rms_norm(
-    input_: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    group_name: str,
-    timeout_s: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    found = group_registry.find(group_name, "all_reduce_add_rms_norm")
-    make = found.communicator.all_reduce_add_rms_norm
-    return found.calls.run(
-        "all_reduce_add_rms_norm", make, input_, residual, weight, eps, timeout_s=timeout_s
-    )
-
-
-def _all_to_all(
-    input_: torch.Tensor,
-    group_name: str,
-    world_size: int,
-    dim: int = 0,
-    send_sizes: Sequence[int] | None = None,
-    recv_sizes: Sequence[int] | None = None,
-    timeout_s: float | None = None,
-) -> torch.Tensor:
-    found = _sized(group_name, "all_to_all", world_size)
-    make = found.communicator.all_to_all
-    result = found.calls.run("all_to_all", make, input_, dim, send_sizes, recv_sizes, timeout_s=timeout_s)
-    return _new(result, input_)
-
-
-def _broadcast(
-    input_: torch.Tensor, group_name: str, src: int = 0, timeout_s: float | None = None
-) -> torch.Tensor:
-    found = group_registry.find(group_name, "broadcast")
-    make = found.communicator.broadcast
-    return found.calls.run("broadcast", make, _copy(input_), src, timeout_s=timeout_s)
-
-
-def _all_reduce_coalesced(
-    inputs: Sequence[torch.Tensor], group_name: str, op: str = "sum", timeout_s: float | None = None
-) -> list[torch.Tensor]:
-    found = group_registry.find(group_name, "all_reduce_coalesced")
-    make = partial(coalesced.all_reduce, found.communicator)
-    results = found.calls.run("all_reduce_coalesced", make, inputs, _operation(op), timeout_s=timeout_s)
-    return _apart(results, inputs)
-
-
-def _all_gather_coalesced(
-    inputs: Sequence[torch.Tensor],
-    group_name: str,
-    world_size: int,
-    dim: int = 0,
-    timeout_s: float | None = None,
-) -> list[torch.Tensor]:
-    found = _sized(group_name, "all_gather_coalesced", world_size)
-    make = partial(coalesced.all_gather, found.communicator)
-    return _apart(found.calls.run("all_gather_coalesced", make, inputs, dim, timeout_s=timeout_s), inputs)
-
-
-def _reduce_scatter_coalesced(
-    inputs: Sequence[torch.Tensor],
-    group_name: str,
-    world_size: int,
-    dim: int = 0,
-    op: str = "sum",
-    timeout_s: float | None = None,
-) -> list[torch.Tensor]:
-    found = _sized(group_name, "reduce_scatter_coalesced", world_size)
-    make = partial(coalesced.reduce_scatter, found.communicator)
-    results = found.calls.run(
-        "reduce_scatter_coalesced", make, inputs, dim, _operation(op), timeout_s=timeout_s
-    )
-    return _apart(results, inputs)
-
-
-# --- what shapes they give -------------------------------------------------------------------------------------------
-
-
-def _all_reduce_shape(
-    input_: torch.Tensor, group_name: str, op: str = "sum", timeout_s: float | None = None
-) -> torch.Tensor:
-    del group_name, op, timeout_s
-    return _like(input_, input_.shape)
-
-
-def _all_gather_shape(
-    input_: torch.Tensor, group_name: str, world_size: int, dim: int = -1, timeout_s: float | None = None
-) -> torch.Tensor:
-    del group_name, timeout_s
-    at = checks.check_dim(dim, input_)
-    if world_size == 1:
-        return _like(input_, input_.shape)
-    shape = list(input_.shape) or [1]
-    shape[at] = shape[at] * world_size
-    return _like(input_, shape)
-
-
-def _reduce_scatter_shape(
-    input_: torch.Tensor,
-    group_name: str,
-    world_size: int,
-    dim: int = -1,
-    op: str = "sum",
-    timeout_s: float | None = None,
-) -> torch.Tensor:
-    del group_name, op, timeout_s
-    at = checks.check_dim(dim, input_)
-    if world_size == 1:
-        return _like(input_, input_.shape)
-    # A symbolic size is guarded to be a multiple.
-    checks.check_divisible(input_, at, world_size)
-    shape = list(input_.shape) or [1]
-    shape[at] = shape[at] // world_size
-    return _like(input_, shape)
-
-
-def _all_reduce_add_rms_norm_shape(
-    input_: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    group_name: str,
-    timeout_s: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    del group_name, timeout_s
-    rms_norm.check_arguments(input_, residual, weight, eps, input_.device, "all_reduce_add_rms_norm")
-    return _like(input_, input_.shape), _like(input_, input_.shape)
-
-
-def _all_to_all_shape(
-    input_: torch.Tensor,
-    group_name: str,
-    world_size: int,
-    dim: int = 0,
+def result_shape(
+    name: str,
+    like: torch.Tensor,
+    *,
+    world_size: int = 1,
+    dim: int | None = None,
     send_sizes: Sequence[Any] | None = None,
     recv_sizes: Sequence[Any] | None = None,
-    timeout_s: float | None = None,
-) -> torch.Tensor:
-    del group_name, timeout_s
-    at = checks.check_dim(dim, input_)
-    if (send_sizes is None) != (recv_sizes is None):
+    **_others: Any,
+) -> Sequence[Any]:
+    """Return the shape of the result of the call `name` on a tensor such as `like`. Sizes may be symbolic.
+
+    Raises:
+        UsageError: The arguments do not fit the tensor.
+    """
+    if dim is None:
+        return like.shape
+    at = checks.check_dim(dim, like)
+    shape = list(like.shape) or [1]
+    if name == "all_gather":
+        shape[at] *= world_size
+    elif name == "reduce_scatter":
+        # A symbolic size gets a guard that it is a multiple.
+        checks.check_divisible(like, at, world_size)
+        shape[at] //= world_size
+    elif (send_sizes is None) != (recv_sizes is None):
         raise UsageError(checks.BOTH_OR_NEITHER)
-    if send_sizes is not None and recv_sizes is not None:
+    elif send_sizes is None or recv_sizes is None:
+        checks.check_divisible(like, at, world_size, "send_sizes and recv_sizes may be uneven")
+    else:
         _check_counts(send_sizes, world_size, "send_sizes")
         _check_counts(recv_sizes, world_size, "recv_sizes")
-    elif world_size > 1:
-        checks.check_divisible(input_, at, world_size, "send_sizes and recv_sizes may be uneven")
-    if world_size == 1:
-        return _like(input_, input_.shape)
-    shape = list(input_.shape) or [1]
-    if recv_sizes is not None:
         shape[at] = sum(recv_sizes)
-    return _like(input_, shape)
+    return like.shape if world_size == 1 else shape
 
 
 def _check_counts(sizes: Sequence[Any], world_size: int, name: str) -> None:
-    """Raise unless `sizes` may be counts; whether they fit the tensor is told when the call is made."""
-    # Comparing their sum with a symbolic size would tie the graph to this one, or fail for one that depends on data.
+    """Raise unless `sizes` may be counts; the call itself checks whether they fit the tensor."""
+    # To compare their sum with a symbolic size would add a guard on it, or fail if it depends on data.
     checks.check_sizes([each if isinstance(each, int) else 0 for each in sizes], world_size, name)
     for each in sizes:
         if not isinstance(each, int):
             torch._check(each >= 0)  # type: ignore[no-untyped-call]  # noqa: SLF001 - what its documentation names for this
 
 
-def _broadcast_shape(
-    input_: torch.Tensor, group_name: str, src: int = 0, timeout_s: float | None = None
-) -> torch.Tensor:
-    del group_name, src, timeout_s
-    return _like(input_, input_.shape)
+def _fake(name: str, given: dict[str, Any]) -> Any:
+    """Return empty tensors in the place of the results of the operation `name`."""
+    first, *others = given.values()
+    if name == "all_reduce_add_rms_norm":
+        residual, weight, eps, *_ = others
+        rms_norm.check_arguments(first, residual, weight, eps, first.device, name)
+        return _empty(first, first.shape), _empty(first, first.shape)
+    if name.endswith("_coalesced"):
+        method = name.removesuffix("_coalesced")
+        return [_empty(each, result_shape(method, each, **given)) for each in first]
+    return _empty(first, result_shape(name, first, **given))
 
 
-def _all_reduce_coalesced_shape(
-    inputs: Sequence[torch.Tensor], group_name: str, op: str = "sum", timeout_s: float | None = None
-) -> list[torch.Tensor]:
-    return [_all_reduce_shape(each, group_name, op, timeout_s) for each in inputs]
-
-
-def _all_gather_coalesced_shape(
-    inputs: Sequence[torch.Tensor],
-    group_name: str,
-    world_size: int,
-    dim: int = 0,
-    timeout_s: float | None = None,
-) -> list[torch.Tensor]:
-    return [_all_gather_shape(each, group_name, world_size, dim, timeout_s) for each in inputs]
-
-
-def _reduce_scatter_coalesced_shape(
-    inputs: Sequence[torch.Tensor],
-    group_name: str,
-    world_size: int,
-    dim: int = 0,
-    op: str = "sum",
-    timeout_s: float | None = None,
-) -> list[torch.Tensor]:
-    return [_reduce_scatter_shape(each, group_name, world_size, dim, op, timeout_s) for each in inputs]
-
-
-def _like(input_: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
-    """Return a new contiguous tensor, whatever the input's strides."""
-    return torch.empty(shape, dtype=input_.dtype, device=input_.device)
+def _empty(like: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
+    """Return a new contiguous tensor, whatever the strides of `like`."""
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
 def _define() -> Any:
     library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
     for name, schema in _SCHEMAS.items():
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl(name, globals()[f"_{name}"], "CompositeExplicitAutograd")
-        # Without a kernel of its own here torch would give the result a gradient that fails when it is asked for.
+        library.impl(name, _with_names(name, _make), "CompositeExplicitAutograd")
+        # Without a kernel here torch would give the result a gradient that fails when it is computed.
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", globals()[f"_{name}_shape"], lib=library)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", _with_names(name, _fake), lib=library)
     return library
+
+
+def _with_names(name: str, function: Callable[[str, dict[str, Any]], Any]) -> Callable[..., Any]:
+    """Return `function` as torch calls it: by position, and without trailing arguments that equal their defaults."""
+    schema = getattr(torch.ops.group_coordinator, name).default._schema  # noqa: SLF001 - as torch's documentation does
+    defaults = {each.name: each.default_value for each in schema.arguments}
+
+    def call(*args: Any) -> Any:
+        given = defaults.copy()
+        given.update(zip(defaults, args, strict=False))
+        return function(name, given)
+
+    return call
 
 
 # The operations exist as long as this does.

@@ -1,4 +1,4 @@
-"""Expert parallelism: bring tokens to the ranks of their experts, and give each rank the sum for its own."""
+"""Expert parallelism: send tokens to the ranks of their experts, and return the sum of the results to each rank."""
 
 from __future__ import annotations
 
@@ -17,35 +17,29 @@ from shm_broadcast.errors import UsageError
 
 
 class TokenRouting:
-    """What `dispatch` and `combine` of one group do, and the token counts that they share."""
+    """The work of `dispatch` and `combine` in one group, and the token counts that they share.
+
+    Attributes:
+        stated: The number of tokens of each rank, inside of `ExpertParallel.token_counts`.
+    """
 
     def __init__(self, communicator: DeviceCommunicator, host: HostPlane) -> None:
-        """Know no counts yet.
+        """Start without token counts.
 
         Args:
-            communicator: Moves the rows.
-            host: Exchanges token counts that nobody stated.
+            communicator: The communicator that moves the rows.
+            host: The host plane, which exchanges the token counts unless they are stated.
         """
         self._communicator = communicator
         self._host = host
         self._device = communicator.device
         self._rank_in_group = communicator.rank_in_group
         self._world_size = communicator.world_size
-        self._stated: tuple[int, ...] | None = None
+        self.stated: tuple[int, ...] | None = None
         self._dispatched: tuple[int, ...] | None = None
 
-    @contextmanager
-    def stating(self, counts: Sequence[int]) -> Iterator[None]:
-        """Take `counts` for the ranks' tokens inside of the block."""
-        stated = checks.check_sizes(counts, self._world_size)
-        before, self._stated = self._stated, stated
-        try:
-            yield
-        finally:
-            self._stated = before
-
     def place(self, experts: int | Sequence[int]) -> ExpertPlacement:
-        """Say which rank has which expert; see `ExpertParallel.place_experts`."""
+        """Return the rank of each expert; see `ExpertParallel.place_experts`."""
         if isinstance(experts, int):
             if isinstance(experts, bool) or experts < 1:
                 raise UsageError(f"there must be at least 1 expert, not {experts!r}")
@@ -58,7 +52,7 @@ class TokenRouting:
         router_logits: torch.Tensor,
         extra_tensors: Sequence[torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """Bring all tokens to all ranks."""
+        """Send all tokens to all ranks."""
         tensors = [hidden_states, router_logits, *(extra_tensors or ())]
         for tensor in tensors:
             checks.check_tensor(tensor, self._device, "dispatch")
@@ -75,7 +69,7 @@ class TokenRouting:
         return gathered[0], gathered[1], gathered[2:]
 
     def combine(self, hidden_states: torch.Tensor, routed: RoutedTokens | None) -> torch.Tensor:
-        """Sum over ranks, and return the rows of this rank's tokens."""
+        """Sum the results of all ranks, and return the rows of this rank's tokens."""
         if routed is not None:
             if not isinstance(routed, RoutedTokens):
                 raise UsageError(
@@ -83,7 +77,7 @@ class TokenRouting:
                 )
             return all2all.combine(self._communicator, hidden_states, routed)
         checks.check_tensor(hidden_states, self._device, "combine")
-        counts = self._stated or self._dispatched
+        counts = self.stated or self._dispatched
         if counts is None:
             raise UsageError(
                 "combine: call dispatch first, or state the tokens of each rank with token_counts"
@@ -100,7 +94,7 @@ class TokenRouting:
         capacity: int | None,
         form: DispatchForm | None,
     ) -> RoutedTokens:
-        """Bring each token to the ranks of its experts."""
+        """Send each token to the ranks of its experts."""
         placement = experts if isinstance(experts, ExpertPlacement) else self.place(experts)
         if (placement.rank_in_group, placement.world_size) != (self._rank_in_group, self._world_size):
             raise UsageError(f"dispatch: {placement!r} belongs to another group")
@@ -112,9 +106,8 @@ class TokenRouting:
             raise UsageError(f"dispatch: form must be a DispatchForm, not {form!r}")
         is_captured = _is_capturing(self._device)
         is_static = is_captured or capacity is not None
-        all2all.check_routing(
-            hidden_states, topk_ids, topk_weights, extra_tensors, placement, is_static=is_static
-        )
+        tensors = hidden_states, topk_ids, topk_weights, extra_tensors
+        all2all.check_routing(*tensors, placement, is_static=is_static)
         if form is DispatchForm.ALL_TO_ALL and is_captured and capacity is None:
             raise UsageError("dispatch: an all-to-all can be captured with a stated capacity only")
         counts = self._counts(hidden_states.shape[0])
@@ -124,72 +117,67 @@ class TokenRouting:
             else Choice(form, "the caller's")
         )
         return all2all.dispatch(
-            self._communicator,
-            hidden_states,
-            topk_ids,
-            topk_weights,
-            extra_tensors,
-            placement,
-            counts,
-            choice,
-            capacity,
-            is_static=is_static,
+            self._communicator, *tensors, placement, counts, choice, capacity, is_static=is_static
         )
 
     def _counts(self, own: int) -> tuple[int, ...]:
-        if self._stated is None:
+        if self.stated is None:
             if self._world_size > 1 and _is_capturing(self._device):
                 raise UsageError(
                     "dispatch: while a graph is captured the tokens of each rank must be stated "
                     "with token_counts: the exchange on the host would not be replayed"
                 )
             return tuple(self._host.all_gather_integers(own))
-        if self._stated[self._rank_in_group] != own:
+        if self.stated[self._rank_in_group] != own:
             raise UsageError(
-                f"dispatch: token_counts states {self._stated[self._rank_in_group]} tokens for this rank, "
+                f"dispatch: token_counts states {self.stated[self._rank_in_group]} tokens for this rank, "
                 f"which holds {own}"
             )
-        return self._stated
+        return self.stated
 
 
 class ExpertParallel(GroupPlanes):
     """`dispatch` and `combine`, in two forms.
 
-    Without routing every rank gets every token, for experts that every rank has a part of, or a router that runs
-    behind it:
+    Without routing every rank gets every token. This serves experts of which every rank has a part, and routers that
+    run after `dispatch`:
 
         x, logits = group.dispatch(x, logits)
         x = group.combine(experts(x, logits))
 
-    With `topk_ids` tokens go to the ranks of their experts, by an all-to-all where that saves bytes:
+    With `topk_ids` tokens go to the ranks of their experts only, by an all-to-all where that saves bytes:
 
         routed = group.dispatch(x, topk_ids=ids, topk_weights=weights, experts=256)
         x = group.combine(experts(routed.hidden_states, routed.local_ids, routed.topk_weights), routed=routed)
 
-    Ranks may hold different numbers of tokens. `token_counts` states them; otherwise `dispatch` exchanges
-    them on the host plane, and `combine` uses those of the latest `dispatch` without routing, or those in `routed`.
+    Ranks may hold different numbers of tokens. `token_counts` states them; otherwise `dispatch` exchanges them over
+    the host plane, and `combine` uses those of the latest `dispatch` without routing, or those in `routed`.
     """
 
     _routing: TokenRouting
 
     @contextmanager
     def token_counts(self, counts: Sequence[int]) -> Iterator[None]:
-        """State how many tokens each rank holds, in rank order, for the calls inside.
+        """State how many tokens each rank holds, in rank order, for the calls within the context.
 
-        Equal on all ranks. Saves an exchange on the host plane, which a graph capture cannot hold.
+        All ranks state the same. This saves an exchange over the host plane, which a graph cannot capture.
         """
-        with self._routing.stating(counts):
+        routing = self._routing
+        before, routing.stated = routing.stated, checks.check_sizes(counts, self.world_size)
+        try:
             yield
+        finally:
+            routing.stated = before
 
     def place_experts(self, experts: int | Sequence[int]) -> ExpertPlacement:
-        """Say which rank has which expert, for `dispatch`. Not collective, but equal on all ranks.
+        """Return the rank of each expert, for `dispatch`. Not collective, but all ranks must pass the same.
 
         Args:
-            experts: How many there are: then each rank has a block of them, in rank order, the first ranks one more
-                where they are uneven. Or for each expert the rank in the group that has it.
+            experts: The number of experts, of which each rank then has a block, in rank order; if they do not divide
+                evenly, the first ranks have one more. Or for each expert the rank in the group that has it.
 
         Raises:
-            UsageError: There is no expert, or an entry is no rank in the group.
+            UsageError: There is no expert, or an entry is not a rank in the group.
         """
         return self._routing.place(experts)
 
@@ -234,40 +222,38 @@ class ExpertParallel(GroupPlanes):
         | tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]
         | RoutedTokens
     ):
-        """Bring tokens to experts: all tokens to all ranks, or with `topk_ids` each to the ranks of its experts.
+        """Send tokens to experts: all tokens to all ranks, or with `topk_ids` each one to the ranks of its experts.
 
-        Collective: all ranks, with equal arguments but for the tensors and their numbers of rows.
-        Blocks until this rank's rows are there (CPU), or are queued on the current stream. Where the counts of tokens
+        Collective: all ranks call it with equal arguments, except for the tensors and their numbers of rows.
+        Blocks until this rank's rows have arrived (CPU), or are queued on the current stream. If the numbers of tokens
         or of rows are not stated, the host waits for all ranks.
-        Capture: allowed where `token_counts` states how many tokens each rank has. Without `capacity` a captured
-        routed dispatch takes the all-gather form, as a later replay may send every token anywhere.
-        Aliasing: new tensors; in a group of one the inputs themselves.
+        Capture: allowed if `token_counts` states how many tokens each rank has. Without `capacity` a captured routed
+        dispatch takes the all-gather form, because a later replay may send every token anywhere.
+        Aliasing: the results are new tensors; in a group of one they are the inputs themselves.
 
         Args:
             hidden_states: [tokens, hidden]; the number of tokens may differ between ranks, and may be 0.
-            router_logits: [tokens, experts]; without routing only.
-            is_sequence_parallel: Whether this rank's tokens are its shard of a longer sequence. The tokens
-                of all ranks of this group take part in either case; the flag is there for call sites
-                that choose the group by it.
-            extra_tensors: More tensors with one row for each token, moved alike.
-            topk_ids: [tokens, k] signed integers: the experts of each token; -1 is none.
-            topk_weights: [tokens, k] floating: moved along, unless it is None.
-            experts: How many experts there are, or which rank has which (`place_experts`; to be made before a capture).
-            capacity: How many rows each rank sends to each other in the all-to-all form: no count is exchanged and the
-                host waits for nothing, but the rows are padded to it. Tokens that find no room are `lost`.
-            form: The form to take; by default `device_comm.all2all.choose_form` decides by the numbers of tokens, of
-                ranks and of experts of a token.
+            router_logits: [tokens, experts]; only without routing.
+            is_sequence_parallel: Whether this rank's tokens are its shard of a longer sequence. The flag changes
+                nothing: the tokens of all ranks take part in either case. Some callers choose the group by it.
+            extra_tensors: Further tensors with one row for each token, which are sent along.
+            topk_ids: [tokens, k] signed integers: the experts of each token; -1 means no expert.
+            topk_weights: [tokens, k] floating; sent along unless it is None.
+            experts: The number of experts, or their placement. Call `place_experts` before a capture.
+            capacity: How many rows each rank sends to each other rank in the all-to-all form. No count is exchanged and
+                the host does not wait, but the rows are padded to this number. Tokens that do not fit are `lost`.
+            form: The form to use; by default `device_comm.all2all.choose_form` decides by the numbers of tokens, of
+                ranks and of experts per token.
 
         Returns:
-            (hidden_states, router_logits), or with extra tensors a third element, the list of them; each
-            with the rows of all ranks, in rank order. With `topk_ids` a `RoutedTokens`: its rows come in the order of
-            the ranks that they belong to, and of the tokens there, and a token comes once however many of its experts
-            are here.
+            (hidden_states, router_logits), with the rows of all ranks in rank order; with extra tensors also the list
+            of these. With `topk_ids` a `RoutedTokens`: its rows are ordered by the ranks from which they come and by
+            their tokens there. A token comes once, even if several of its experts are on this rank.
 
         Raises:
-            UsageError: Shapes or dtypes do not fit, an id is no expert, or `token_counts` states another number.
-                Nothing was sent. On an accelerator, where the host does not wait for it (a capture, or `capacity`),
-                a token with an id that is no expert is `lost` instead.
+            UsageError: Shapes or dtypes do not fit, an id is not an expert, or `token_counts` states another number.
+                Nothing was sent. On an accelerator, if the host does not wait (a capture, or `capacity`), a token with
+                an id that is not an expert is `lost` instead.
         """
         del is_sequence_parallel
         with self._calls.call("dispatch"):
@@ -293,30 +279,30 @@ class ExpertParallel(GroupPlanes):
         *,
         routed: RoutedTokens | None = None,
     ) -> torch.Tensor:
-        """Sum over ranks, and give each rank the rows of its own tokens.
+        """Sum the results of all ranks, and return to each rank the rows of its own tokens.
 
-        Collective: all ranks, with equal hidden sizes and dtypes.
-        Blocks until this rank's result is there (CPU), or is queued on the current stream.
-        Capture: allowed, as for the `dispatch` that it belongs to.
-        Aliasing: a new tensor; without routing in a group of one: the input itself.
-        The ranks' parts are added in rank order, narrow floats in float32 with one rounding (several hosts:
-        `DESIGN.md`, D2), so repeated runs have the same bits, and on one host also both forms of routing.
+        Collective: all ranks call it, with equal hidden sizes and dtypes.
+        Blocks until this rank's result has arrived (CPU), or is queued on the current stream.
+        Capture: allowed, as for its `dispatch`.
+        Aliasing: the result is a new tensor; without routing a group of one returns the input itself.
+        The ranks' parts are added in rank order, and narrow floats in float32 with one rounding (for several hosts see
+        `DESIGN.md`, D2). Repeated runs therefore have the same bits, and on one host both forms of routing do.
 
         Args:
             hidden_states: Without routing [tokens of all ranks, hidden]: this rank's part of every token's result.
-                With it [rows, hidden]: for each of `routed`'s rows the weighted sum of its experts here; or
-                [rows, k, hidden]: the result of each expert, weighted here by `topk_weights`. What stands where no
-                expert is here (`local_ids` are -1) does not count.
+                With routing [rows, hidden]: for each row of `routed` the weighted sum of the results of this rank's
+                experts; or [rows, k, hidden]: the result of each expert, which is weighted here by `topk_weights`.
+                Values without an expert on this rank (`local_ids` is -1) are ignored.
             is_sequence_parallel: As in `dispatch`.
-            routed: What the routed `dispatch` returned. Several may be open at a time, and be combined in any order
-                that is the same on all ranks.
+            routed: The result of the routed `dispatch`. Several may be open at a time; all ranks must combine them in
+                the same order.
 
         Returns:
             [tokens of this rank, hidden]. With routing 0 for a token without experts, and NaN for one that was lost.
 
         Raises:
             UsageError: The token counts are neither stated nor known from a `dispatch`, or do not add up; or the shape
-                is not that of `routed`.
+                does not fit `routed`.
         """
         del is_sequence_parallel
         with self._calls.call("combine"):

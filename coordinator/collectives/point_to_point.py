@@ -1,4 +1,4 @@
-"""Tensors from one rank to another: by tag, from any rank, and in batches."""
+"""Tensors from one rank to another: with tags, from any rank, and in batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from device_comm.movable import movable_dtype
 from device_comm.process_group import TENSOR_TAG, dense
 from shm_broadcast.errors import UsageError
 
-# Gloo's tags are 32 bits with a sign; some of them are ours.
+# Gloo's tags are signed 32-bit integers, some of which the group uses itself.
 _MOST_TAGS: Final = 1 << 30
 
 
@@ -26,10 +26,10 @@ class P2POperation:
     """One transfer of `batch_isend_irecv`.
 
     Attributes:
-        verb: What this rank does.
-        tensor: What is sent, or filled.
-        peer: The other rank, in the group.
-        tag: As in `send`.
+        verb: Whether this rank sends or receives.
+        tensor: The tensor that is sent, or filled.
+        peer: The other rank in the group.
+        tag: The tag, as in `send`.
     """
 
     verb: Literal["isend", "irecv"]
@@ -39,10 +39,10 @@ class P2POperation:
 
 
 class PointToPoint(TensorDicts):
-    """Point to point of tensors. Not collective: the sender and the receiver call, with equal tags.
+    """Point-to-point transfers of tensors. Only the sender and the receiver call them, with equal tags.
 
-    Messages between two ranks arrive in order by tag; a tag other than 0 keeps them apart from all others. Those of
-    tag 0 go over the device plane; those of other tags over the host's memory, whatever the device.
+    Messages between two ranks arrive in the order in which they were sent, separately for each tag. Tensors of tag 0
+    take the device plane. Those of other tags pass through the host's memory, whatever their device.
     """
 
     def send(
@@ -50,9 +50,9 @@ class PointToPoint(TensorDicts):
     ) -> None:
         """Send a tensor to rank `dst`, by default the next one; return when its memory may be reused.
 
-        Rank `dst` calls `recv` with this rank, the tensor's shape, dtype and tag. On one host up to
-        512 KiB do not wait for that, and larger tensors go on while `dst` is in any point-to-point call of the group,
-        so ranks may all send first and receive then.
+        Rank `dst` calls `recv` with this rank and with the tensor's shape, dtype and tag. On one host a tensor of up to
+        512 KiB does not wait for that, and a larger one proceeds while `dst` is in any point-to-point call of the
+        group. All ranks may therefore send first and receive afterwards.
         """
         with self._calls.call("send", timeout_s, in_line=False):
             if tag:
@@ -69,19 +69,18 @@ class PointToPoint(TensorDicts):
         tag: int = 0,
         timeout_s: float | None = None,
     ) -> torch.Tensor:
-        """Receive a tensor from rank `src`, by default the previous one, as a new one on this group's device.
+        """Receive a tensor from rank `src`, by default the previous one; return a new tensor on this group's device.
 
-        Without `timeout_s` this waits without limit, but wakes when a peer dies or the group is destroyed.
+        Without `timeout_s` this waits without limit, but ends when a peer dies or the group is destroyed.
 
         Raises:
-            DisagreementError: On one host: what came has another shape or dtype. The next message can be received.
+            DisagreementError: On one host: the message has another shape or dtype. The next one can be received.
         """
         with self._calls.call("recv", timeout_s, in_line=False):
-            if not isinstance(dtype, torch.dtype):
-                raise UsageError(f"dtype must be a torch.dtype, not {dtype!r}")
             if not tag:
                 return self.device_communicator.recv(size, dtype, src, timeout_s=timeout_s)
-            tensor = torch.empty(checks.check_shape(size), dtype=dtype, device=self.device)
+            shape, dtype = checks.check_shape(size), checks.check_dtype(dtype)
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
             self._irecv_tagged(tensor, src, tag, timeout_s).wait()
             return tensor
 
@@ -93,14 +92,15 @@ class PointToPoint(TensorDicts):
         tag: int = 0,
         timeout_s: float | None = None,
     ) -> tuple[torch.Tensor, int]:
-        """Receive the next tensor of `tag` that any rank has sent; (a new tensor, the rank in the group).
+        """Receive the next tensor of `tag` from any rank; return (a new tensor, its rank in the group).
 
-        Of several that are there any may come first; those of one rank come in order. Without `timeout_s` this waits
-        without limit, but wakes when any rank dies, or all others have left, or the group is destroyed.
+        If several tensors have arrived, any of them may come first, but those of one rank come in order. Without
+        `timeout_s` this waits without limit, but ends when any rank dies, all others have left, or the group is
+        destroyed.
 
         Raises:
             CapabilityError: The ranks share no memory; the group is intact.
-            DisagreementError: What came has another shape or dtype; the message is gone, the group is intact.
+            DisagreementError: The message has another shape or dtype. It is lost; the group is intact.
         """
         with self._calls.call("recv_any", timeout_s, in_line=False):
             shape, dtype = checks.check_shape(size), checks.check_dtype(dtype)
@@ -118,8 +118,8 @@ class PointToPoint(TensorDicts):
         """Start to send a tensor to rank `dst`, by default the next one.
 
         Returns:
-            A handle that owns the memory; the tensor must not be changed before it has been waited for. It may be
-            dropped.
+            A handle that owns the memory. Do not change the tensor before you have waited for the handle. The handle
+            may be dropped.
         """
         with self._calls.call("send", timeout_s, in_line=False):
             if tag:
@@ -134,8 +134,8 @@ class PointToPoint(TensorDicts):
         """Start to receive into `tensor` from rank `src`, by default the previous one.
 
         Returns:
-            A handle. The tensor is filled once it has been waited for, and must not be touched before; it does not
-            overlap itself.
+            A handle. The tensor is filled once the handle has been waited for; do not touch it before. The tensor must
+            not overlap itself.
         """
         with self._calls.call("recv", timeout_s, in_line=False):
             if tag:
@@ -143,15 +143,15 @@ class PointToPoint(TensorDicts):
             return self.device_communicator.irecv(tensor, src, timeout_s=timeout_s)
 
     def batch_isend_irecv(self, operations: Sequence[P2POperation]) -> list[Handle]:
-        """Start several transfers at once; their order matters only between two ranks and under one tag.
+        """Start several transfers at once; their order matters only between the same two ranks and with one tag.
 
-        Receives begin first, so that no transfer of a batch waits for another one of it.
+        Receives begin first, so that no transfer of a batch waits for another one of the same batch.
 
         Returns:
             A handle for each operation, in order.
 
         Raises:
-            UsageError: An operation is none, or cannot be. Those of the other direction may have begun.
+            UsageError: An item is not a valid operation. Transfers of the other direction may have begun.
         """
         with self._calls.call("batch_isend_irecv", in_line=False):
             for each in operations:
@@ -160,10 +160,9 @@ class PointToPoint(TensorDicts):
                 checks.check_tensor(each.tensor, self.device, "batch_isend_irecv")
                 checks.check_peer(each.peer, self.rank_in_group, self.world_size, "peer")
         handles: dict[int, Handle] = {}
-        for verb in ("irecv", "isend"):
+        for verb, start in (("irecv", self.irecv), ("isend", self.isend)):
             for at, each in enumerate(operations):
                 if each.verb == verb:
-                    start = self.irecv if verb == "irecv" else self.isend
                     handles[at] = start(each.tensor, each.peer, tag=each.tag)
         return [handles[at] for at in range(len(operations))]
 
@@ -171,7 +170,7 @@ class PointToPoint(TensorDicts):
         self, tensor: torch.Tensor, dst: int | None, tag: int, timeout_s: float | None
     ) -> Handle:
         checks.check_tensor(tensor, self.device, "send")
-        peer, wire = self._other(dst, 1, "dst"), self._wire_tag(tag)
+        peer, wire = self._neighbour(dst, 1, "dst"), self._wire_tag(tag)
         source = dense(tensor.view(movable_dtype(tensor.dtype))).cpu()
         handle = self._host.isend_tensor(source, peer, timeout_s, wire)
         self._open_sends.keep(handle)
@@ -182,7 +181,7 @@ class PointToPoint(TensorDicts):
     ) -> Handle:
         checks.check_tensor(tensor, self.device, "recv")
         checks.check_writable(tensor, "recv")
-        peer, wire = self._other(src, -1, "src"), self._wire_tag(tag)
+        peer, wire = self._neighbour(src, -1, "src"), self._wire_tag(tag)
         return self._host.irecv_tensor(
             tensor.detach().view(movable_dtype(tensor.dtype)), peer, timeout_s, wire
         )
@@ -191,10 +190,3 @@ class PointToPoint(TensorDicts):
         if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < _MOST_TAGS:
             raise UsageError(f"tag must be an integer from 0 to {_MOST_TAGS - 1}, not {tag!r}")
         return FIRST_USER_TAG + tag if tag else TENSOR_TAG
-
-    def _other(self, rank: int | None, step: int, name: str) -> int:
-        if rank is None and self.world_size > 1:
-            return (self.rank_in_group + step) % self.world_size
-        return checks.check_peer(
-            self.rank_in_group if rank is None else rank, self.rank_in_group, self.world_size, name
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,20 +34,20 @@ Parts = Sequence[tuple[Plane, torch.Tensor]]
 
 
 class TensorDicts(GroupPlanes):
-    """Tensor dicts: between ranks of one host one message, else one of metadata and the larger tensors beside it.
+    """Tensor dicts. Between ranks of one host a dict is one message; otherwise the larger tensors follow the message.
 
-    On one host a send returns when shared memory owns the dict: one of up to 512 KiB at once, unless the receiver is
-    that far behind; a larger one as the receiver takes it, which it does in any point-to-point call of the group.
-    So ranks may all send first and receive then, whatever the size. Over Gloo a large send waits for its receive.
+    On one host a send returns when shared memory owns the dict. That is at once for up to 512 KiB, unless the receiver
+    is that far behind. The receiver takes in a larger dict during any point-to-point call of the group. All ranks may
+    therefore send first and receive afterwards, whatever the size. Over Gloo a large send waits for its receive.
 
-    Values may be tensors, nested dicts, and whatever the codec carries. CPU tensors arrive as CPU tensors;
-    tensors on the group's device land on the receiver's own device.
+    Values may be tensors, nested dicts, and all other types of the codec. CPU tensors arrive as CPU tensors; tensors on
+    the group's device arrive on the receiver's own device.
 
-    The all-gather optimisation: given `all_gather_group` (the tensor-parallel group, whose ranks hold the
-    same tensors), each rank sends only its slice of every tensor whose size divides by that group's, and
-    the receivers all-gather. `all_gather_tensors` overrides that by key (`outer.inner` in nested dicts)
-    for tensors that are not equal on those ranks. Sender and receiver must pass the same; if they do not,
-    the receiver raises `DisagreementError` and the group is broken.
+    The all-gather optimisation needs an `all_gather_group`: the tensor-parallel group, whose ranks hold the same
+    tensors. Each rank then sends only its slice of every tensor whose size that group's world size divides, and the
+    receivers all-gather the slices. `all_gather_tensors` overrides this by key (`outer.inner` in nested dicts) for
+    tensors that are not equal on those ranks. Sender and receiver must pass the same; otherwise the receiver raises
+    `DisagreementError` and the group is broken.
     """
 
     def send_tensor_dict(
@@ -61,7 +62,7 @@ class TensorDicts(GroupPlanes):
         """Send a tensor dict to rank `dst` (the next one by default); return when its memory may be reused.
 
         Returns:
-            None; in a group of one the dict itself, as nobody is there to receive it.
+            None; in a group of one the dict itself, because no other rank can receive it.
         """
         name = "send_tensor_dict"
         with self._calls.call(name, timeout_s, in_line=False):
@@ -88,8 +89,8 @@ class TensorDicts(GroupPlanes):
         """Start to send a tensor dict.
 
         Returns:
-            Handles, in a group of one none. The tensors must not be changed until all of them have been
-            waited for; their memory is kept until then, also if the handles are dropped.
+            Handles; in a group of one an empty list. Do not change the tensors until you have waited for all handles.
+            Their memory is kept until then, even if the handles are dropped.
         """
         with self._calls.call("send_tensor_dict", timeout_s, in_line=False):
             if self.world_size == 1:
@@ -99,7 +100,7 @@ class TensorDicts(GroupPlanes):
             return self._start(packed, peer, timeout_s)
 
     def _start(self, packed: PackedDict, peer: int, timeout_s: float | None) -> list[Handle]:
-        """Start to send a dict: what the host plane carries, then the tensors of the group's device."""
+        """Start to send a dict: first what the host plane carries, then the tensors on the group's device."""
         handles = self._host.isend_tensor_dict(packed, peer, timeout_s)
         on_device = packed.beside("device")
         if on_device:
@@ -121,8 +122,8 @@ class TensorDicts(GroupPlanes):
     ) -> TensorDict | None:
         """Receive a tensor dict from rank `src` (the previous one by default).
 
-        Without `timeout_s` this waits without limit for the dict to begin, but wakes when a peer dies or
-        the group is destroyed.
+        Without `timeout_s` this waits without limit for the start of the dict, but ends when a peer dies or the group
+        is destroyed.
 
         Returns:
             A new dict of new tensors; None in a group of one.
@@ -147,10 +148,9 @@ class TensorDicts(GroupPlanes):
         """Receive the metadata of a tensor dict, and start to receive its tensors.
 
         Returns:
-            (dict, handles, callbacks): wait for all handles, then run all callbacks, in order; only then
-            is the dict complete. CPU tensors from a rank of the same host are there at once. The callbacks
-            all-gather the slices, so all ranks of the all-gather group run theirs. In a group of one:
-            (None, [], []).
+            (dict, handles, callbacks). The dict is complete once you have waited for all handles and then run all
+            callbacks, in order. CPU tensors from a rank of the same host are complete at once. The callbacks all-gather
+            the slices, which is why all ranks of the all-gather group must run them. In a group of one: (None, [], []).
         """
         with self._calls.call("recv_tensor_dict", timeout_s, in_line=False):
             if self.world_size == 1:
@@ -159,7 +159,7 @@ class TensorDicts(GroupPlanes):
             slicing = _slicing(all_gather_group, all_gather_tensors)
             message = self._host.recv_object(peer, timeout_s, None, "recv_tensor_dict", TENSOR_DICT_TAG)
             if type(message) is dict:
-                # Everything came with it: a dict with slots is a `TensorDictMessage`.
+                # The message contains all tensors; a dict whose tensors follow is a `TensorDictMessage`.
                 return message, [], []
 
             def receive(parts: Parts) -> list[Handle]:
@@ -172,8 +172,8 @@ class TensorDicts(GroupPlanes):
 
             landing = self._land(message, slicing, receive)
             handles = receive(landing.parts)
-        callbacks = [
-            _gatherer(all_gather_group, part, put)
+        callbacks: list[Callable[[], None]] = [
+            partial(_gather_slices, all_gather_group, part, put)
             for part, put in landing.sliced
             if all_gather_group is not None
         ]
@@ -193,9 +193,9 @@ class TensorDicts(GroupPlanes):
         Args:
             tensor_dict: The dict on rank `src`; ignored elsewhere.
             src: Rank in the group.
-            group: None or this group's own `device_group` or `cpu_group`; anything else is refused.
-            metadata_group: None or this group's own `cpu_group`; anything else is refused.
-            timeout_s: Deadline in seconds; receivers wait without limit by default.
+            group: None or this group's own `device_group` or `cpu_group`; any other group is refused.
+            metadata_group: None or this group's own `cpu_group`; any other group is refused.
+            timeout_s: Deadline in seconds; by default receivers wait without limit.
 
         Returns:
             On rank `src` the dict itself, elsewhere a new dict of new tensors.
@@ -210,7 +210,7 @@ class TensorDicts(GroupPlanes):
                 raise UsageError("broadcast_tensor_dict: rank src must give a tensor dict")
             queue = self._broadcaster
             by_queue = queue is not None and queue.writer == src
-            # A queue moves a message of any size as fast as tensors by themselves.
+            # A queue moves a message of any size as fast as separate tensors.
             packed = (pack_whole if by_queue else self._host.pack)(tensor_dict, WHOLE_TENSORS)
             self._broadcast(packed.message(), src, timeout_s, None)
             self._host.broadcast_tensors(packed.beside("host"), src, timeout_s)
@@ -235,7 +235,7 @@ class TensorDicts(GroupPlanes):
     # ------------------------------------------------------------------ helpers
 
     def _land(self, message: object, slicing: Slicing, receive: Callable[[Parts], list[Handle]]) -> Landing:
-        """Return where the dict of `message` lands; if it cannot be decoded, receive what follows it and raise."""
+        """Allocate the tensors of the dict in `message`; if it cannot be decoded, receive what follows it and raise."""
         if type(message) is dict:
             return Landing(message)
         if not isinstance(message, TensorDictMessage):
@@ -249,14 +249,13 @@ class TensorDicts(GroupPlanes):
         try:
             return join(metadata, self.device, slicing, message.parts)
         except DisagreementError as error:
-            # The tensors are on their way and nobody will receive them: the next transfer would take them.
+            # Nobody will receive the tensors that are on their way, and the next transfer would take them.
             self._health.fail(error)
             raise
 
     def _neighbour(self, rank: int | None, step: int, name: str) -> int:
-        if rank is None:
-            return (self.rank_in_group + step) % self.world_size
-        return checks.check_peer(rank, self.rank_in_group, self.world_size, name)
+        peer = (self.rank_in_group + step) % self.world_size if rank is None else rank
+        return checks.check_peer(peer, self.rank_in_group, self.world_size, name)
 
 
 def _slicing(group: GroupPlanes | None, overrides: Mapping[str, bool] | None) -> Slicing:
@@ -267,15 +266,8 @@ def _slicing(group: GroupPlanes | None, overrides: Mapping[str, bool] | None) ->
     return Slicing(group.world_size, group.rank_in_group, dict(overrides or {}))
 
 
-def _gatherer(
-    group: GroupPlanes, part: torch.Tensor, put: Callable[[torch.Tensor], None]
-) -> Callable[[], None]:
-    def gather() -> None:
-        group._calls.enter("recv_tensor_dict")  # noqa: SLF001
-        if part.device.type == group.device.type:
-            put(group.device_communicator.all_gather(part, dim=0))
-            return
-        # A CPU tensor between ranks whose device is another one: gather it where the group's tensors live.
-        put(group.device_communicator.all_gather(part.to(group.device), dim=0).to(part.device))
-
-    return gather
+def _gather_slices(group: GroupPlanes, part: torch.Tensor, put: Callable[[torch.Tensor], None]) -> None:
+    """Gather the slices of a tensor from the ranks of `group`, on the device of its tensors."""
+    group._calls.enter("recv_tensor_dict")  # noqa: SLF001
+    gathered = group.device_communicator.all_gather(part.to(group.device), dim=0)
+    put(gathered.to(part.device))

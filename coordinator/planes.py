@@ -27,7 +27,7 @@ class GroupPlanes:
         world_size: Number of ranks in the group.
         rank_in_group: This process's position in `ranks`.
         local_rank: Index of this process's device on its host.
-        device: Where the group's tensors live.
+        device: The device of the group's tensors.
         device_communicator: The device plane.
     """
 
@@ -41,7 +41,7 @@ class GroupPlanes:
     device_communicator: DeviceCommunicator
     _host: HostPlane
     _broadcaster: Broadcaster | None = None
-    # Of the broadcaster, for `broadcast_object`: the rank whose objects go through the queue.
+    # The broadcaster's writer, for `broadcast_object`: the rank whose objects go through the queue.
     _queue_source: int | None = None
     _exchange: Callable[[Any], Any]
     _health: GroupHealth
@@ -51,7 +51,7 @@ class GroupPlanes:
     _device_group: dist.ProcessGroup | None
 
     def _adopt_queue(self, broadcaster: Broadcaster | None) -> None:
-        """Broadcast the objects of its writer through this queue from now on; through none if it is None."""
+        """Broadcast the objects of the queue's writer through it from now on; None ends this."""
         self._broadcaster = broadcaster
         if broadcaster is None:
             self._queue_source = None
@@ -59,7 +59,7 @@ class GroupPlanes:
             self._exchange, self._queue_source = broadcaster.exchange, broadcaster.writer
 
     def _blame_queue(self, error: CommError) -> NoReturn:
-        """Raise what an error of the group's queue is to the group."""
+        """Raise the group's error for an error of its queue."""
         broadcaster = self._broadcaster
         if broadcaster is None:
             # Another thread destroyed the group during the call.
@@ -68,7 +68,7 @@ class GroupPlanes:
         broadcaster.blame(error)
 
     def _broadcast(self, obj: Any, src: int, timeout_s: float | None, type_: Any) -> Any:
-        """Return rank `src`'s object: by the queue if it is the queue's writer, else by the host plane."""
+        """Return rank `src`'s object, through the queue if `src` is its writer, else over the host plane."""
         broadcaster = self._broadcaster
         if broadcaster is None or broadcaster.writer != src:
             return self._host.broadcast_object(obj, src, timeout_s, type_)
@@ -78,10 +78,10 @@ class GroupPlanes:
         return obj
 
     def _check_own_group(self, group: object, own: tuple[object, ...], name: str) -> None:
-        """Refuse a process group that is not this group's own: such an argument is never ignored."""
+        """Raise unless `group` is None, this group or one of its `own` process groups; it is not ignored."""
         if group is None or group is self or any(group is each for each in own):
             return
         raise UsageError(
-            f"{name}: {self.unique_name!r} moves data over its own process groups; pass None, or the one of them "
-            f"that this argument means, not {group!r}"
+            f"{name}: {self.unique_name!r} moves data over its own process groups; pass None or the matching one of "
+            f"them, not {group!r}"
         )

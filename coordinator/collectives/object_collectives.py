@@ -1,4 +1,4 @@
-"""The object collectives of a group, over its host plane and without pickle."""
+"""The object collectives of a group, which use its host plane and no pickle."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from shm_broadcast.errors import CommError, UsageError
 class ObjectCollectives(GroupPlanes):
     """Python objects between ranks.
 
-    What arrives equals what was sent, in value and type. What can be sent stands in
-    `shm_broadcast.codec`; classes of the application are registered with `register_type` on every rank.
-    Anything else is a `UsageError` that names the type and its place in the object, and nothing is sent.
+    A received object equals the sent one in value and type. `shm_broadcast.codec` lists the types that can be sent; an
+    application registers its own classes with `register_type` on every rank. For any other type `UsageError` names the
+    type and its place in the object, and nothing is sent.
 
-    Receivers wait without limit unless given `timeout_s` (an idle engine is not an error), but wake when
-    the sender dies (`PeerLostError`) or the group is destroyed (`ClosedError`). What cannot be decoded is
-    a `DecodeError`, after which the group is intact.
+    Receivers wait without limit unless given `timeout_s` (an idle engine is not an error), but they raise when the
+    sender dies (`PeerLostError`) or the group is destroyed (`ClosedError`). An object that cannot be decoded raises
+    `DecodeError`; the group is intact.
     """
 
     def broadcast_object(
@@ -41,15 +41,16 @@ class ObjectCollectives(GroupPlanes):
             obj: The object on rank `src`; ignored elsewhere.
             src: Rank in the group.
             timeout_s: Deadline in seconds.
-            type: Decode straight into this type; a message that does not fit is a `DecodeError`.
+            type: The type into which the message is decoded. A message that does not fit raises `DecodeError`.
 
         Returns:
             The object: on rank `src` `obj` itself, elsewhere a copy that shares nothing.
         """
-        # By identity: a bool or a float that equals the rank is refused below. Large ranks only take the slow path.
+        # Compared by identity: a bool or a float that equals the rank is refused below. Ranks above 256, which Python
+        # does not share, take the slow path.
         if src is self._queue_source and timeout_s is None and type is None:
-            # Beside the gate: after a pause of 2 ms its two frames delayed all workers by up to 10 us. The queue is
-            # closed with its group and when that breaks, and its endpoint counts the calls.
+            # This bypasses the gate, whose two frames delayed all workers by up to 10 us after a pause of 2 ms. The
+            # queue is closed when its group is destroyed or breaks, and its endpoint counts the calls.
             try:
                 return self._exchange(obj)
             except CommError as error:
@@ -66,12 +67,12 @@ class ObjectCollectives(GroupPlanes):
         *,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """Fill `obj_list` on every rank with rank `src`'s, in place; return it. Collective.
+        """Overwrite the objects in `obj_list` on every rank with those of rank `src`; return the list. Collective.
 
         Args:
             obj_list: A list, of the same length on every rank.
             src: Rank in the group.
-            group: None or this group's own `cpu_group` or `device_group`; anything else is refused.
+            group: None or this group's own `cpu_group` or `device_group`; any other group is refused.
             timeout_s: Deadline in seconds.
         """
         with self._calls.call("broadcast_object_list", timeout_s, in_line=False):
@@ -111,13 +112,13 @@ class ObjectCollectives(GroupPlanes):
         """Put the i-th object of rank `src`'s list into `output_list[0]` on rank i, and return it. Collective.
 
         Args:
-            output_list: Its first element is replaced.
-            input_list: On rank `src` one object for each rank, in rank order; not looked at elsewhere.
+            output_list: The list whose first element is replaced.
+            input_list: On rank `src` one object for each rank, in rank order; ignored elsewhere.
             src: Rank in the group.
-            timeout_s: Deadline in seconds; receivers wait without limit by default.
+            timeout_s: Deadline in seconds; by default receivers wait without limit.
 
         Raises:
-            UsageError: The output has no element, or the input not one for each rank; before anything is sent.
+            UsageError: `output_list` is empty, or `input_list` does not hold one object for each rank. Nothing is sent.
         """
         name = "scatter_object_list"
         with self._calls.call(name, timeout_s, in_line=False):
@@ -141,8 +142,8 @@ class ObjectCollectives(GroupPlanes):
     def send_object(self, obj: Any, dst: int, *, timeout_s: float | None = None) -> None:
         """Send an object to rank `dst`, which calls `recv_object`.
 
-        Returns when the object is owned by the transport: small ones at once, whether or not the receiver
-        is there already.
+        Returns when the transport owns the object. For a small object that is at once, whether or not the receiver has
+        called already.
         """
         with self._calls.call("send_object", timeout_s, in_line=False):
             peer = checks.check_peer(dst, self.rank_in_group, self.world_size, "dst")
@@ -165,8 +166,8 @@ class ObjectCollectives(GroupPlanes):
 
         Args:
             src: Rank in the group.
-            timeout_s: Deadline in seconds; when it passes the group is broken.
-            type: Decode straight into this type.
+            timeout_s: Deadline in seconds; when it passes, the group is broken.
+            type: The type into which the message is decoded.
         """
         with self._calls.call("recv_object", timeout_s, in_line=False):
             peer = checks.check_peer(src, self.rank_in_group, self.world_size, "src")

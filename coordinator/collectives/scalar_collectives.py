@@ -1,4 +1,4 @@
-"""What training and evaluation loops ask a group for: a flag for all, a sum of numbers, tensors as a list."""
+"""Small collectives for training and evaluation loops: a flag for all ranks, a sum of numbers, a list of tensors."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class ScalarCollectives(TensorCollectives, ObjectCollectives):
     def broadcast_flag(self, flag: bool, src: int = 0, *, timeout_s: float | None = None) -> bool:
         """Return rank `src`'s flag on every rank. Collective.
 
-        Blocks until rank `src` has called it: without limit unless given `timeout_s`.
+        Blocks until rank `src` has called it, without limit unless given `timeout_s`.
 
         Args:
-            flag: The decision on rank `src`; ignored elsewhere, but it must be a flag on every rank.
+            flag: The decision on rank `src`; ignored elsewhere, but it must be a bool on every rank.
             src: Rank in the group.
             timeout_s: Deadline in seconds.
 
         Raises:
-            UsageError: `flag` is no bool, or there is no rank `src`. Nothing is sent.
+            UsageError: `flag` is not a bool, or there is no rank `src`. Nothing is sent.
         """
         with self._calls.call("broadcast_flag", timeout_s, in_line=False):
             checks.check_rank(src, self.world_size, "src")
@@ -38,17 +38,18 @@ class ScalarCollectives(TensorCollectives, ObjectCollectives):
             return bool(self._broadcast(flag, src, timeout_s, bool))
 
     def all_sum(self, value: float, *, timeout_s: float | None = None) -> torch.Tensor:
-        """Return the sum of all ranks' numbers as a tensor without dimensions on the group's device. Collective.
+        """Return the sum of all ranks' numbers as a 0-dim tensor on the group's device. Collective.
 
-        Integers are summed exactly and give an int64; if one rank brings a float, all get the same float64, added in
-        rank order.
+        Integers are summed exactly, and the result is an int64. If one rank passes a float, all ranks get the same
+        float64, which is added in rank order.
 
         Args:
             value: This rank's number.
             timeout_s: Deadline in seconds; by default the group's.
 
         Raises:
-            UsageError: `value` is no number: nothing is sent. Or the sum does not fit into an int64: on every rank.
+            UsageError: `value` is not a number, and nothing is sent. Or the sum does not fit into an int64, which every
+                rank raises.
         """
         name = "all_sum"
         with self._calls.call(name, timeout_s):
@@ -69,16 +70,16 @@ class ScalarCollectives(TensorCollectives, ObjectCollectives):
         """Return every rank's tensor, in rank order. Collective.
 
         Args:
-            input_: Of equal shape and dtype on all ranks.
-            outputs: Where to put them: one tensor for each rank, of the input's shape, dtype and device. By default
-                new memory, which the returned tensors share.
+            input_: A tensor of equal shape and dtype on all ranks.
+            outputs: The tensors to fill: one for each rank, of the input's shape, dtype and device. By default the
+                results are new tensors, which share one block of memory.
 
         Returns:
-            `outputs` as a list, or new tensors; on a group of one too they share nothing with `input_`.
+            `outputs` as a list, or new tensors. They share no memory with `input_`, also in a group of one.
 
         Raises:
             UsageError: `outputs` does not fit. Nothing is sent.
-            Others: As `all_gather`.
+            Others: As in `all_gather`.
         """
         name = "all_gather_to_list"
         with self._calls.call(name):
@@ -86,7 +87,7 @@ class ScalarCollectives(TensorCollectives, ObjectCollectives):
             if outputs is not None:
                 self._check_outputs(name, input_, outputs)
             shape = tuple(input_.shape)
-            # As a row: a 0-dim tensor has no dimension to be gathered along.
+            # Gathered as a row, because a 0-dim tensor has no dimension.
             rows = self.device_communicator.all_gather(input_.reshape(1, math.prod(shape)), 0)
             gathered = [row.view(shape) for row in rows.unbind(0)]
             if outputs is None:

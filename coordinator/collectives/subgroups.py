@@ -1,4 +1,4 @@
-"""Which ranks make which sub-group: lists and colors, checked and compared. The groups are created in `group.py`."""
+"""The ranks of sub-groups, from lists or colors. The groups themselves are created in `group.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shm_broadcast.errors import UsageError
 
 
 def check_lists(split_ranks: Sequence[Sequence[int]], world_size: int) -> list[list[int]]:
-    """Return lists of ranks in the group that share no rank; none of them is empty."""
+    """Return `split_ranks` as lists if they hold ranks in the group, share none and are not empty."""
     lists = [[checks.check_rank(rank, world_size, "split_ranks") for rank in ranks] for ranks in split_ranks]
     flat = [rank for ranks in lists for rank in ranks]
     if len(set(flat)) != len(flat) or not all(lists):
@@ -20,7 +20,7 @@ def check_lists(split_ranks: Sequence[Sequence[int]], world_size: int) -> list[l
 
 
 def check_members(ranks: Sequence[int], world_size: int, where: str) -> list[int]:
-    """Return `ranks` as a list of different ranks in the group; `where` begins the text of an error."""
+    """Return `ranks` as a list if they are different ranks in the group; `where` begins the text of an error."""
     if not isinstance(ranks, Sequence) or isinstance(ranks, (str, bytes)) or not ranks:
         raise UsageError(f"{where}: ranks must be ranks of this group, at least one, not {ranks!r}")
     for index, rank in enumerate(ranks):
@@ -39,7 +39,7 @@ def pack_color(color: int | None, key: int) -> int:
 
 
 def lists_by_color(stated: Sequence[int]) -> list[list[int]]:
-    """Return the ranks of each color, ordered by key; `stated` holds what each rank packed, in rank order."""
+    """Return the ranks of each color, ordered by key; `stated` holds each rank's packed integer, in rank order."""
     members: dict[int, list[tuple[int, int]]] = {}
     for rank, packed in enumerate(stated):
         # A key of -1 borrows from the color.
@@ -50,6 +50,6 @@ def lists_by_color(stated: Sequence[int]) -> list[list[int]]:
 
 
 def with_singles(group_ranks: Sequence[list[int]], ranks: Sequence[int]) -> list[list[int]]:
-    """Return `group_ranks` and a list of one for each other rank: then all ranks of the group agree on the lists."""
+    """Return `group_ranks` and a list of one for each other rank, so that every rank stands in one list."""
     taken = {rank for each in group_ranks for rank in each}
     return [*group_ranks, *([rank] for rank in ranks if rank not in taken)]

@@ -137,7 +137,7 @@ bool find_kernel(uint64_t type, uint64_t op, bool streaming, Plan* plan) {
     const auto the_type = static_cast<reduce::Type>(type);
     const auto the_op = static_cast<reduce::Op>(op);
     if (type < 256 && op < 256) {
-        plan->kernel = streaming ? reduce::kernel_streaming(the_op, the_type) : reduce::kernel(the_op, the_type);
+        plan->kernel = reduce::kernel(the_op, the_type, streaming);
     }
     if (plan->kernel == nullptr) {
         PyErr_SetString(PyExc_ValueError, "there is no kernel for this dtype and reduction");

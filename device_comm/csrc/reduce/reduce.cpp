@@ -45,9 +45,7 @@ Kernel entry(const Table& table, Op op, Type type, bool streaming) {
 
 }  // namespace
 
-Kernel kernel(Op op, Type type) { return entry(*levels().tables[0], op, type, false); }
-
-Kernel kernel_streaming(Op op, Type type) { return entry(*levels().tables[0], op, type, true); }
+Kernel kernel(Op op, Type type, bool streaming) { return entry(*levels().tables[0], op, type, streaming); }
 
 const char* level() { return levels().tables[0]->name; }
 
@@ -60,33 +58,8 @@ Kernel kernel_at(Op op, Type type, const char* level, bool streaming) {
 }
 
 std::size_t element_bytes(Type type) {
-    switch (type) {
-        case Type::f8e4m3fn:
-        case Type::f8e5m2:
-        case Type::f8e4m3fnuz:
-        case Type::f8e5m2fnuz:
-        case Type::i8:
-        case Type::u8:
-        case Type::boolean:
-            return 1;
-        case Type::f16:
-        case Type::bf16:
-        case Type::i16:
-        case Type::u16:
-            return 2;
-        case Type::f32:
-        case Type::i32:
-        case Type::u32:
-        case Type::c32:
-            return 4;
-        case Type::f64:
-        case Type::i64:
-        case Type::c64:
-            return 8;
-        case Type::c128:
-            return 16;
-    }
-    return 0;
+    const auto column = static_cast<std::size_t>(type);
+    return column < kTypes ? baseline::kTable.element_bytes[column] : 0;
 }
 
 }  // namespace reduce

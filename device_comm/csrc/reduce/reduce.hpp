@@ -45,12 +45,10 @@ inline constexpr std::size_t kTypes = 19;
 // or overlaps none.
 using Kernel = void (*)(void* out, const void* const* inputs, std::size_t ranks, std::size_t elements);
 
-// The kernel for this machine, or nullptr if the operation is undefined for the type or either is unknown.
-Kernel kernel(Op op, Type type);
-
-// The same kernel with stores that bypass the caches, for results larger than them. The stores are fenced before it
-// returns, so a flag that is released afterwards orders them.
-Kernel kernel_streaming(Op op, Type type);
+// The kernel for this machine, or nullptr if the operation is undefined for the type or either is unknown. With
+// `streaming` its stores bypass the caches, for results larger than them. They are fenced before it returns, so a flag
+// that is released afterwards orders them.
+Kernel kernel(Op op, Type type, bool streaming);
 
 // Bytes of one element; 0 for an unknown type.
 std::size_t element_bytes(Type type);
@@ -59,6 +57,6 @@ std::size_t element_bytes(Type type);
 const char* level();
 
 // For tests: the kernel of a named level, or nullptr if this machine or build lacks the level.
-Kernel kernel_at(Op op, Type type, const char* level, bool streaming = false);
+Kernel kernel_at(Op op, Type type, const char* level, bool streaming);
 
 }  // namespace reduce

@@ -1,17 +1,8 @@
 // The kernels for AVX-512 (F, BW, VL, DQ). Only the dispatch may call them.
 
-// Include the standard library before the pragma: the linker keeps one copy of each of its inline functions, which must
-// not be one that is compiled for this level.
-#include <cstddef>
-#include <cstdint>
-#include <type_traits>
-#include <utility>
-
 #include "reduce_table.hpp"
 
 #ifdef REDUCE_X86_LEVELS
-#include <immintrin.h>
-
 #pragma GCC target("avx2,f16c,avx512f,avx512bw,avx512vl,avx512dq")
 
 #define REDUCE_LEVEL avx512

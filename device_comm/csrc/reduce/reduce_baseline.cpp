@@ -1,9 +1,5 @@
 // The level that every machine of the architecture supports: SSE2 on x86-64, NEON on aarch64.
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 #define REDUCE_LEVEL baseline
 #if defined(__aarch64__)
 #define REDUCE_NAME "neon"

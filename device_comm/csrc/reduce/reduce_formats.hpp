@@ -12,45 +12,36 @@ namespace {
 
 enum class Kind : std::uint8_t { kFloat, kInteger, kTruth, kComplex };
 
-template <typename V, std::size_t parts>
-struct UnitOf {
-    V part[parts];
+// What every format states.
+template <typename LaneType, Kind kind, std::size_t parts, std::size_t bytes>
+struct Shape {
+    using Lane = LaneType;
+    static constexpr Kind kKind = kind;
+    static constexpr std::size_t kParts = parts;
+    static constexpr std::size_t kBytes = bytes;
+    struct Unit {
+        Vector<Lane> part[parts];
+    };
 };
 
 // f32, f64, the integers, and pairs of f32 or f64: combined without conversion.
-template <typename LaneType, Kind kind>
-struct Plain {
-    using Lane = LaneType;
-    static constexpr Kind kKind = kind;
-    static constexpr std::size_t kParts = 1;
-    static constexpr std::size_t kBytes = kWidth;
-    using Unit = UnitOf<Vector<Lane>, 1>;
+template <typename Lane, Kind kind>
+struct Plain : Shape<Lane, kind, 1, kWidth> {
+    using Unit = typename Plain::Shape::Unit;
 
     static Unit load(const char* from) { return {{get<Vector<Lane>>(from)}}; }
     static void store(char* to, Unit unit, bool streaming) { put(to, unit.part[0], streaming); }
 };
 
 // Any nonzero byte is true; a result is 0 or 1.
-struct Truth {
-    using Lane = std::uint8_t;
-    static constexpr Kind kKind = Kind::kTruth;
-    static constexpr std::size_t kParts = 1;
-    static constexpr std::size_t kBytes = kWidth;
+struct Truth : Plain<std::uint8_t, Kind::kTruth> {
     using Bytes = Vector<std::uint8_t>;
-    using Unit = UnitOf<Bytes, 1>;
 
     static Unit load(const char* from) { return {{(Bytes)(get<Bytes>(from) != 0) & 1}}; }
-    static void store(char* to, Unit unit, bool streaming) { put(to, unit.part[0], streaming); }
 };
 
 // bf16, the upper half of an f32. Even and odd elements go to separate vectors, so no bits move between lanes.
-struct Brain {
-    using Lane = float;
-    static constexpr Kind kKind = Kind::kFloat;
-    static constexpr std::size_t kParts = 2;
-    static constexpr std::size_t kBytes = kWidth;
-    using Unit = UnitOf<F32, 2>;
-
+struct Brain : Shape<float, Kind::kFloat, 2, kWidth> {
     static Unit load(const char* from) {
         const U32 pair = get<U32>(from);
         return {{(F32)(pair << 16), (F32)(pair & 0xffff0000u)}};
@@ -139,13 +130,7 @@ struct Small {
 
 // Each 32-bit lane holds four 8-bit elements, which go to separate vectors.
 template <typename Code>
-struct Byte {
-    using Lane = float;
-    static constexpr Kind kKind = Kind::kFloat;
-    static constexpr std::size_t kParts = 4;
-    static constexpr std::size_t kBytes = kWidth;
-    using Unit = UnitOf<F32, 4>;
-
+struct Byte : Shape<float, Kind::kFloat, 4, kWidth> {
     static Unit load(const char* from) {
         const U32 four = get<U32>(from);
         return {{Code::decoded(four), Code::decoded(four >> 8), Code::decoded(four >> 16), Code::decoded(four >> 24)}};
@@ -161,13 +146,9 @@ struct Byte {
 
 // f16, kept in order so that the two parts of a complex number stay adjacent.
 template <Kind kind>
-struct Half {
-    using Lane = float;
-    static constexpr Kind kKind = kind;
-    static constexpr std::size_t kParts = 1;
-    static constexpr std::size_t kBytes = kWidth / 2;
-    using Unit = UnitOf<F32, 1>;
-    using Halves = Vector<std::uint16_t, kBytes>;
+struct Half : Shape<float, kind, 1, kWidth / 2> {
+    using Unit = typename Half::Shape::Unit;
+    using Halves = Vector<std::uint16_t, kWidth / 2>;
     using Code = Small<5, 10, 15, Specials::kIeee>;
     // The intrinsics without a mask read an undefined vector, about which GCC warns.
     [[maybe_unused]] static constexpr std::uint16_t kAllLanes = 0xffff;

@@ -5,7 +5,6 @@
 #pragma once
 
 #include "reduce_formats.hpp"
-#include "reduce_table.hpp"
 
 namespace reduce::REDUCE_LEVEL {
 namespace {
@@ -49,6 +48,25 @@ inline V combined(V sofar, V later) {
 template <typename Format>
 inline constexpr std::size_t kUnits = 4 / Format::kParts;
 
+// Combines `unit` with the unit of a later rank.
+template <typename Format, Op op>
+inline void combine(typename Format::Unit& unit, const typename Format::Unit& later) {
+    for (std::size_t p = 0; p < Format::kParts; ++p) {
+        unit.part[p] = combined<Format::kKind, op>(unit.part[p], later.part[p]);
+    }
+}
+
+// Stores the combined unit of all ranks; a mean is divided here.
+template <typename Format, Op op>
+inline void finish(char* to, typename Format::Unit unit, std::size_t ranks, bool streaming) {
+    if constexpr (op == Op::kMean) {
+        using Lane = typename Format::Lane;
+        const Vector<Lane> count = Vector<Lane>{} + static_cast<Lane>(ranks);
+        for (std::size_t p = 0; p < Format::kParts; ++p) unit.part[p] /= count;
+    }
+    Format::store(to, unit, streaming);
+}
+
 // Combines `units` units at `offset` of each input into `to`. Everything is loaded before anything is stored, so `to` may
 // be in an input.
 template <typename Format, Op op, std::size_t units>
@@ -58,21 +76,9 @@ inline void step(char* to, const void* const* inputs, std::size_t ranks, std::si
     for (std::size_t u = 0; u < units; ++u) sofar[u] = Format::load(from + u * Format::kBytes);
     for (std::size_t rank = 1; rank < ranks; ++rank) {
         from = static_cast<const char*>(inputs[rank]) + offset;
-        for (std::size_t u = 0; u < units; ++u) {
-            const typename Format::Unit later = Format::load(from + u * Format::kBytes);
-            for (std::size_t p = 0; p < Format::kParts; ++p) {
-                sofar[u].part[p] = combined<Format::kKind, op>(sofar[u].part[p], later.part[p]);
-            }
-        }
+        for (std::size_t u = 0; u < units; ++u) combine<Format, op>(sofar[u], Format::load(from + u * Format::kBytes));
     }
-    for (std::size_t u = 0; u < units; ++u) {
-        if constexpr (op == Op::kMean) {
-            const Vector<typename Format::Lane> count =
-                Vector<typename Format::Lane>{} + static_cast<typename Format::Lane>(ranks);
-            for (std::size_t p = 0; p < Format::kParts; ++p) sofar[u].part[p] /= count;
-        }
-        Format::store(to + u * Format::kBytes, sofar[u], streaming);
-    }
+    for (std::size_t u = 0; u < units; ++u) finish<Format, op>(to + u * Format::kBytes, sofar[u], ranks, streaming);
 }
 
 // The same for fewer bytes than a unit, in a buffer of one unit. It uses the same instructions as whole units, so that an
@@ -86,16 +92,8 @@ void part(char* out, const void* const* inputs, std::size_t ranks, std::size_t o
         return Format::load(into);
     };
     typename Format::Unit total = lanes(0, sofar);
-    for (std::size_t rank = 1; rank < ranks; ++rank) {
-        const typename Format::Unit next = lanes(rank, later);
-        for (std::size_t p = 0; p < Format::kParts; ++p) {
-            total.part[p] = combined<Format::kKind, op>(total.part[p], next.part[p]);
-        }
-    }
-    if constexpr (op == Op::kMean) {
-        for (std::size_t p = 0; p < Format::kParts; ++p) total.part[p] /= static_cast<typename Format::Lane>(ranks);
-    }
-    Format::store(sofar, total, false);
+    for (std::size_t rank = 1; rank < ranks; ++rank) combine<Format, op>(total, lanes(rank, later));
+    finish<Format, op>(sofar, total, ranks, false);
     __builtin_memcpy(out + offset, sofar, bytes);
 }
 
@@ -132,9 +130,10 @@ void entry(void* out, const void* const* inputs, std::size_t ranks, std::size_t 
 
 template <typename Format, std::size_t element>
 constexpr void fill(Table& table, Type type) {
+    const auto column = static_cast<std::size_t>(type);
+    table.element_bytes[column] = element;
     const auto put_one = [&]<Op op>() {
         const auto row = static_cast<std::size_t>(op);
-        const auto column = static_cast<std::size_t>(type);
         table.kernels[0][row][column] = entry<Format, op, element, false>;
         table.kernels[1][row][column] = entry<Format, op, element, true>;
     };
@@ -149,7 +148,7 @@ constexpr void fill(Table& table, Type type) {
 }
 
 constexpr Table filled() {
-    Table table{REDUCE_NAME, {}};
+    Table table{REDUCE_NAME, {}, {}};
     fill<Plain<float, Kind::kFloat>, 4>(table, Type::f32);
     fill<Plain<double, Kind::kFloat>, 8>(table, Type::f64);
     fill<Half<Kind::kFloat>, 2>(table, Type::f16);

@@ -4,10 +4,7 @@
 
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-#include <type_traits>
-#include <utility>
+#include "reduce_table.hpp"
 
 #ifndef __has_builtin
 #define __has_builtin(name) 0

@@ -42,10 +42,10 @@ __attribute__((visibility("default"))) std::size_t reduce_element_bytes(int type
     return reduce::element_bytes(static_cast<reduce::Type>(type));
 }
 
-// 1: the pair has a kernel, 0: it has none, -1: kernel() and kernel_streaming() disagree with the level's table.
+// 1: the pair has a kernel, 0: it has none, -1: kernel() disagrees with the level's table.
 __attribute__((visibility("default"))) int reduce_knows(int op, int type) {
-    const auto kernel = reduce::kernel(static_cast<reduce::Op>(op), static_cast<reduce::Type>(type));
-    const auto streaming = reduce::kernel_streaming(static_cast<reduce::Op>(op), static_cast<reduce::Type>(type));
+    const auto kernel = reduce::kernel(static_cast<reduce::Op>(op), static_cast<reduce::Type>(type), false);
+    const auto streaming = reduce::kernel(static_cast<reduce::Op>(op), static_cast<reduce::Type>(type), true);
     if (kernel != found(op, type, reduce::level(), false)) return -1;
     if (streaming != found(op, type, reduce::level(), true)) return -1;
     return kernel != nullptr;

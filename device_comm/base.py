@@ -138,8 +138,8 @@ class DeviceCommunicator(ABC):
     ) -> torch.Tensor | None:
         """Combine the ranks' tensors on rank `dst`, to the bits of `all_reduce`; the other ranks get None.
 
-        As `gather`, and unlike `torch.distributed.reduce`, which leaves the result in the input of rank `dst`
-        and anything in those of the others.
+        The inputs stay as they are. `torch.distributed.reduce` puts the result into the input of rank `dst` and
+        leaves arbitrary data in the inputs of the other ranks.
         """
         op = self._check_reduction("reduce", input_, op, timeout_s)
         checks.check_rank(dst, self.world_size, "dst")
@@ -247,12 +247,8 @@ class DeviceCommunicator(ABC):
         self, input_: torch.Tensor, dim: int = -1, *, timeout_s: float | None = None
     ) -> torch.Tensor:
         """Concatenate the ranks' tensors along `dim`, in rank order; every rank gets the result."""
-        checks.check_tensor(input_, self.device, "all_gather")
-        checks.check_timeout(timeout_s)
-        dim = checks.check_dim(dim, input_)
-        size = input_.shape[dim] if input_.dim() else 1
-        moved = movable(input_)
-        return restored(self._all_gather(moved, dim, (size,) * self.world_size, timeout_s), moved, input_)
+        self._check_call("all_gather", input_, timeout_s)
+        return self._concatenated(input_, dim, None, timeout_s)
 
     @overload
     def all_gatherv(
@@ -300,21 +296,24 @@ class DeviceCommunicator(ABC):
             at = checks.check_dim(dim, tensor)
             if counts is not None:
                 checks.check_own_size(tensor, at, counts, self.rank_in_group)
-        results = []
-        for tensor in tensors:
-            at = checks.check_dim(dim, tensor)
-            own = tensor.shape[at] if tensor.dim() else 1
-            moved = movable(tensor)
-            result = self._all_gather(moved, at, counts or (own,) * self.world_size, timeout_s)
-            results.append(restored(result, moved, tensor))
+        results = [self._concatenated(tensor, dim, counts, timeout_s) for tensor in tensors]
         return results[0] if isinstance(input_, torch.Tensor) else results
+
+    def _concatenated(
+        self, tensor: torch.Tensor, dim: int, sizes: Sizes | None, timeout_s: Timeout
+    ) -> torch.Tensor:
+        """All-gather one tensor; without `sizes` all ranks bring the same."""
+        at = checks.check_dim(dim, tensor)
+        if sizes is None:
+            sizes = (tensor.shape[at] if tensor.dim() else 1,) * self.world_size
+        moved = movable(tensor)
+        return restored(self._all_gather(moved, at, sizes, timeout_s), moved, tensor)
 
     def gather(
         self, input_: torch.Tensor, dst: int = 0, dim: int = -1, *, timeout_s: float | None = None
     ) -> torch.Tensor | None:
         """Concatenate the ranks' tensors along `dim` on rank `dst`; the other ranks get None."""
-        checks.check_tensor(input_, self.device, "gather")
-        checks.check_timeout(timeout_s)
+        self._check_call("gather", input_, timeout_s)
         checks.check_rank(dst, self.world_size, "dst")
         at, moved = checks.check_dim(dim, input_), movable(input_)
         result = self._gather(moved, dst, at, timeout_s)
@@ -332,9 +331,9 @@ class DeviceCommunicator(ABC):
     ) -> torch.Tensor:
         """Split the tensor of rank `src` along `dim`; fill `output` on rank i with the i-th part, and return it.
 
-        As with `torch.distributed.scatter` the output comes first and is made by the caller: only so does a rank
-        that receives know shape and dtype before anything is sent, and it may be a view of a larger buffer. The input
-        is one tensor, as in the other calls here, where torch takes a list.
+        As with `torch.distributed.scatter`, the caller makes the output and passes it first: a rank that receives must
+        know shape and dtype before anything is sent, and the output may be a view of a larger buffer. The input is one
+        tensor, as in the other calls here, where torch takes a list.
 
         Args:
             output: This rank's part, filled in place: it overlaps neither itself nor the input. The same dtype
@@ -345,8 +344,7 @@ class DeviceCommunicator(ABC):
             sizes: One count for each rank, equal on all of them; None when all get the same.
             timeout_s: Deadline in seconds.
         """
-        checks.check_tensor(output, self.device, "scatter")
-        checks.check_timeout(timeout_s)
+        self._check_call("scatter", output, timeout_s)
         checks.check_rank(src, self.world_size, "src")
         at = checks.check_dim(dim, output)
         own = output.shape[at] if output.dim() else 1
@@ -386,8 +384,7 @@ class DeviceCommunicator(ABC):
         Returns:
             A new tensor of the input's shape, with `sum(recv_sizes)` in dimension `dim`.
         """
-        checks.check_tensor(input_, self.device, "all_to_all")
-        checks.check_timeout(timeout_s)
+        self._check_call("all_to_all", input_, timeout_s)
         at = checks.check_dim(dim, input_)
         sent, received = checks.check_exchange_sizes(
             input_, at, send_sizes, recv_sizes, self.rank_in_group, self.world_size
@@ -402,8 +399,7 @@ class DeviceCommunicator(ABC):
 
         In place: `tensor` must not overlap itself, which is refused on every rank, `src` too.
         """
-        checks.check_tensor(tensor, self.device, "broadcast")
-        checks.check_timeout(timeout_s)
+        self._check_call("broadcast", tensor, timeout_s)
         checks.check_rank(src, self.world_size, "src")
         checks.check_writable(tensor, "broadcast")
         moved = movable(tensor)
@@ -411,8 +407,7 @@ class DeviceCommunicator(ABC):
 
     def send(self, tensor: torch.Tensor, dst: int | None = None, *, timeout_s: float | None = None) -> None:
         """Send `tensor` to rank `dst` (the next one by default); return when its memory may be reused."""
-        checks.check_tensor(tensor, self.device, "send")
-        checks.check_timeout(timeout_s)
+        self._check_call("send", tensor, timeout_s)
         peer = self._peer(dst, 1, "dst")
         self._send(movable(tensor), peer, timeout_s)
 
@@ -437,8 +432,7 @@ class DeviceCommunicator(ABC):
         self, tensor: torch.Tensor, dst: int | None = None, *, timeout_s: float | None = None
     ) -> Handle:
         """Start to send `tensor`, which must not be changed until the handle has been waited for."""
-        checks.check_tensor(tensor, self.device, "send")
-        checks.check_timeout(timeout_s)
+        self._check_call("send", tensor, timeout_s)
         peer = self._peer(dst, 1, "dst")
         return self._isend(movable(tensor), peer, timeout_s)
 
@@ -449,8 +443,7 @@ class DeviceCommunicator(ABC):
 
         `tensor` must not overlap itself, and must not be touched meanwhile.
         """
-        checks.check_tensor(tensor, self.device, "recv")
-        checks.check_timeout(timeout_s)
+        self._check_call("recv", tensor, timeout_s)
         checks.check_writable(tensor, "recv")
         peer = self._peer(src, -1, "src")
         return self._irecv(movable(tensor), peer, timeout_s)
@@ -472,7 +465,7 @@ class DeviceCommunicator(ABC):
     def capture(self, stream: Any) -> Iterator[None]:
         """Make calls on `stream` within the context ones that a graph can hold. Collective, at both ends.
 
-        Nothing to do where there are no graphs. Graphs may be replayed once the context has been left.
+        It does nothing where there are no graphs. Graphs may be replayed once the context has been left.
         """
         del stream
         yield
@@ -480,7 +473,7 @@ class DeviceCommunicator(ABC):
     def check(self) -> None:  # noqa: B027 - where calls block there is nothing to find out
         """Raise if a call that was queued earlier has failed since. Not collective.
 
-        Where results are queued on a stream they count once it was synchronized and this did not raise.
+        Results that are queued on a stream are valid once it was synchronized and a later `check` did not raise.
         """
 
     @contextmanager
@@ -499,9 +492,7 @@ class DeviceCommunicator(ABC):
     # ------------------------------------------------------------------ to be implemented, with `destroy`
 
     @abstractmethod
-    def _all_gather(
-        self, input_: torch.Tensor, dim: int, sizes: tuple[int, ...], timeout_s: float | None
-    ) -> torch.Tensor:
+    def _all_gather(self, input_: torch.Tensor, dim: int, sizes: Sizes, timeout_s: Timeout) -> torch.Tensor:
         """Concatenate along `dim`, where rank i brings `sizes[i]`; a 0-dim input counts as one of shape [1]."""
 
     @abstractmethod
@@ -531,9 +522,7 @@ class DeviceCommunicator(ABC):
         # A copy even if the part is contiguous: a view would keep the whole alive.
         return whole.narrow(dim, start, size).clone(memory_format=torch.contiguous_format)
 
-    def _gather(
-        self, input_: torch.Tensor, dst: int, dim: int, timeout_s: float | None
-    ) -> torch.Tensor | None:
+    def _gather(self, input_: torch.Tensor, dst: int, dim: int, timeout_s: Timeout) -> torch.Tensor | None:
         size = input_.shape[dim] if input_.dim() else 1
         result = self._all_gather(input_, dim, (size,) * self.world_size, timeout_s)
         return result if self.rank_in_group == dst else None
@@ -566,7 +555,7 @@ class DeviceCommunicator(ABC):
         """Fill `output`. `input_` is None on all ranks but `src`; a 0-dim tensor counts as one of shape [1]."""
         shape = list(output.shape) or [1]
         shape[dim] = sum(sizes)
-        # A copy: the input may be such that nothing can be written to it.
+        # A copy, because it may be impossible to write to the input.
         whole = output.new_empty(shape)
         if input_ is not None:
             whole.copy_(input_.detach().reshape(shape))
@@ -592,14 +581,16 @@ class DeviceCommunicator(ABC):
     def _send(self, tensor: torch.Tensor, dst: int, timeout_s: float | None) -> None:
         self._isend(tensor, dst, timeout_s).wait()
 
-    def _recv(
-        self, shape: tuple[int, ...], dtype: torch.dtype, src: int, timeout_s: float | None
-    ) -> torch.Tensor:
+    def _recv(self, shape: tuple[int, ...], dtype: torch.dtype, src: int, timeout_s: Timeout) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
         self._irecv(movable(tensor), src, timeout_s).wait()
         return tensor
 
     # ------------------------------------------------------------------ helpers
+
+    def _check_call(self, name: str, tensor: torch.Tensor, timeout_s: float | None) -> None:
+        checks.check_tensor(tensor, self.device, name)
+        checks.check_timeout(timeout_s)
 
     def _check_reduction(
         self, name: str, tensor: torch.Tensor, op: object, timeout_s: float | None

@@ -1,19 +1,18 @@
 """The general communicator: any torch process group, any dtype, the same bits on every rank.
 
-It asks three things of a backend: an all-gather and an all-to-all of bytes, and point to point. Data
-moves as bytes, so that a dtype the backend has never heard of travels like any other; reductions are
-computed here, in rank order (`device_comm.reduction`). The price is stated in `DESIGN.md` under *Cost*.
+It needs three things of a backend: an all-gather and an all-to-all of bytes, and point to point. Data moves as
+bytes, so a dtype that the backend does not know moves like any other. Reductions are computed here, in rank order
+(`device_comm.reduction`). `DESIGN.md` states the price under *Cost*.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -33,10 +32,13 @@ ONE_SHOT_BYTES: Final = 64 << 10
 
 # The tag of tensors sent point to point; the host plane uses others on a process group of its own.
 TENSOR_TAG: Final = 16
-# That of tensors that a collective moves between two ranks: it must not take one that was sent before it.
+# The tag of tensors that a collective moves between two ranks: it must not take one that was sent before it.
 COLLECTIVE_TAG: Final = 17
 
-# How long past our own deadline the backend's may be: it must never be the first to give up.
+# `send` or `recv` of a process group: takes the tensor in a list, the peer and the tag.
+Post: TypeAlias = Callable[[list[torch.Tensor], int, int], dist.Work]
+
+# How much later than ours the backend's deadline is: the backend must never be the first to give up.
 BACKEND_MARGIN_S: Final = GRACE_S + 5.0
 
 
@@ -48,7 +50,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether the tensor's memory holds its elements in order, with no lazy conjugation or sign.
 
-    What only stands for a tensor, as the results of functional collectives do until they are used, has no memory.
+    The results of functional collectives have no memory until they are used; they only stand for tensors.
     """
     return (
         type(tensor) in _WITH_MEMORY
@@ -85,35 +87,27 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         super().__init__(context)
         if context.process_group is None:
             raise InternalError(f"{context.name!r}: the general communicator needs a process group")
-        self._open_group: dist.ProcessGroup | None = context.process_group
         self._health = context.health
         self._on_host = self.device.type == "cpu"
         self.threads: WaiterThreads = WaiterThreads(context.name)
-        self._staging = torch.empty(0, dtype=torch.uint8, device=self.device)
-
-    def prepare_buffers(self, message_bytes: int) -> None:
-        """Reserve the staging memory of uneven gathers, which otherwise grows on first use."""
-        self._stage(message_bytes)
 
     def destroy(self) -> None:
-        """End the waiting threads, drop the staging memory and let the process group go."""
-        # A thread whose transfer is complete is busy for a moment more; to abort then would end the whole group, which
-        # may outlive its communicator.
+        """End the waiting threads and let the process group go."""
+        # A thread stays busy for a moment after its transfer is complete. Aborting then would end the whole group,
+        # which may outlive its communicator.
         give_up = time.monotonic() + _SETTLE_S
         while self.threads.is_busy and time.monotonic() < give_up:
             time.sleep(0.001)
         if self.threads.is_busy:
             self._health.abort()
         self.threads.close(timeout_s=2.0)
-        self._staging = self._staging.new_empty(0)
         # A user may keep the destroyed group; its connections must not live as long.
-        self._open_group = None
         self.context: CommunicatorContext = dataclasses.replace(self.context, process_group=None)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
         """Return the process group; `ClosedError` once the communicator was destroyed."""
-        group = self._open_group
+        group = self.context.process_group
         if group is None:
             raise ClosedError(
                 f"{self._health.where('a call')}: the group was destroyed while the call was being posted"
@@ -131,76 +125,63 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             gathered = self._gather_bytes(operation, as_bytes(source), timeout_s)
             parts = list(gathered.view(source.dtype).view(self.world_size, *source.shape))
             return reduce_in_rank_order(parts, op)
-        return self._two_shot(operation, source, op, timeout_s).view(source.shape)
-
-    def _two_shot(
-        self, operation: Operation, source: torch.Tensor, op: ReduceOperation, timeout_s: float | None
-    ) -> torch.Tensor:
-        """Each rank reduces its share of the flat tensor, then the shares are gathered."""
+        # Each rank combines its share of the flat tensor, then the shares are gathered.
         flat = source.view(-1)
-        starts = self._share_starts(flat.numel())
-        counts = [end - start for start, end in itertools.pairwise(starts)]
+        counts = self._shares(flat.numel())
         own = flat.new_empty(counts[0])
-        parts = self._exchange(operation, flat, counts, timeout_s)
-        if counts[self.rank_in_group]:
-            own[: counts[self.rank_in_group]] = reduce_in_rank_order(parts, op)
+        own[: counts[self.rank_in_group]] = self._combine(operation, flat, counts, op, timeout_s)
         gathered = self._gather_bytes(operation, as_bytes(own), timeout_s)
-        return gathered.view(source.dtype)[: flat.numel()]
+        return gathered.view(source.dtype)[: flat.numel()].view(source.shape)
 
     def _reduce(
         self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
     ) -> torch.Tensor | None:
         operation = self._health.begin("device", "reduce")
         source = dense(input_)
-        is_root = self.rank_in_group == dst
-        if source.numel() == 0:
-            return torch.empty_like(source) if is_root else None
+        if source.nbytes <= ONE_SHOT_BYTES or self.world_size == 2:
+            # The root combines what it gathers: one transfer instead of an exchange and a transfer.
+            parts = self._gather_parts(operation, source, dst, timeout_s)
+            return None if parts is None else reduce_in_rank_order(list(parts), op)
         flat = source.view(-1)
-        others = [rank for rank in range(self.world_size) if rank != dst]
-        if source.nbytes <= ONE_SHOT_BYTES or len(others) == 1:
-            # As a gather whose root combines what comes: one transfer instead of an exchange and one.
-            if not is_root:
-                self._transfer(operation, timeout_s, sends={dst: flat})
-                return None
-            parts = flat.new_empty((self.world_size, flat.numel()))
-            parts[dst] = flat
-            self._transfer(operation, timeout_s, receives={rank: parts[rank] for rank in others})
-            return reduce_in_rank_order(list(parts), op).view(source.shape)
-        starts = self._share_starts(flat.numel())
-        parts_of_share = self._exchange(
-            operation, flat, [end - start for start, end in itertools.pairwise(starts)], timeout_s
-        )
-        own = reduce_in_rank_order(parts_of_share, op)
-        if not is_root:
-            self._transfer(operation, timeout_s, sends={dst: own})
+        counts = self._shares(flat.numel())
+        own = self._combine(operation, flat, counts, op, timeout_s)
+        if self.rank_in_group != dst:
+            self._transfer(operation, self.process_group.send, {dst: own}, timeout_s)
             return None
         result = torch.empty_like(flat)
-        result[starts[dst] : starts[dst + 1]] = own
-        shares = {rank: result[starts[rank] : starts[rank + 1]] for rank in others}
-        self._transfer(operation, timeout_s, receives=shares)
+        shares = dict(enumerate(result.split_with_sizes(counts)))
+        shares.pop(dst).copy_(own)
+        self._transfer(operation, self.process_group.recv, shares, timeout_s)
         return result.view(source.shape)
 
-    def _share_starts(self, elements: int) -> list[int]:
-        """Return where each rank's share of a flat tensor begins, and where the last one ends."""
+    def _shares(self, elements: int) -> list[int]:
+        """Return how many elements of a flat tensor each rank combines; no rank has more than the first."""
         share = -(-elements // self.world_size)
-        return [min(rank * share, elements) for rank in range(self.world_size + 1)]
+        return [min(share, max(elements - rank * share, 0)) for rank in range(self.world_size)]
 
     def _reduce_scatter(
         self, input_: torch.Tensor, dim: int, sizes: Sizes, op: ReduceOperation, timeout_s: Timeout
     ) -> torch.Tensor:
         operation = self._health.begin("device", "reduce_scatter")
         rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
-        own_shape = (sizes[self.rank_in_group], *rows.shape[1:])
-        if rows.numel() == 0:
-            return rows.new_empty(own_shape).movedim(0, dim).contiguous()
-        per_row = rows[0].numel()
-        counts = [size * per_row for size in sizes]
-        parts = self._exchange(operation, rows.view(-1), counts, timeout_s)
-        return reduce_in_rank_order(parts, op).view(own_shape).movedim(0, dim).contiguous()
+        return self._combine(operation, rows, sizes, op, timeout_s).movedim(0, dim).contiguous()
 
-    def _all_gather(
-        self, input_: torch.Tensor, dim: int, sizes: tuple[int, ...], timeout_s: float | None
+    def _combine(
+        self,
+        operation: Operation,
+        rows: torch.Tensor,
+        sizes: Sequence[int],
+        op: ReduceOperation,
+        timeout_s: Timeout,
     ) -> torch.Tensor:
+        """Combine the ranks' contiguous tensors; rank i gets `sizes[i]` rows of the result, in rank order."""
+        shape = (sizes[self.rank_in_group], *rows.shape[1:])
+        if rows.numel() == 0:
+            return rows.new_empty(shape)
+        received = self._exchange(operation, rows, sizes, shape[:1] * self.world_size, timeout_s)
+        return reduce_in_rank_order(list(received.view(self.world_size, *shape)), op)
+
+    def _all_gather(self, input_: torch.Tensor, dim: int, sizes: Sizes, timeout_s: Timeout) -> torch.Tensor:
         operation = self._health.begin("device", "all_gather")
         source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
         shapes = [(*source.shape[:dim], size, *source.shape[dim + 1 :]) for size in sizes]
@@ -209,32 +190,31 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         if len(set(sizes)) == 1:
             gathered = self._gather_bytes(operation, as_bytes(source), timeout_s).view(source.dtype)
             return _concatenate(gathered.view(self.world_size, *source.shape), dim)
-        lengths = [torch.Size(shape).numel() * source.itemsize for shape in shapes]
-        padded = self._stage(max(lengths))
-        padded[: source.nbytes] = as_bytes(source)
-        rows = self._gather_bytes(operation, padded, timeout_s).view(self.world_size, -1)
-        parts = [
-            row[:length].clone().view(source.dtype).view(shape)
-            for row, length, shape in zip(rows, lengths, shapes, strict=True)
-        ]
+        padded = source.new_empty(max(math.prod(shape) for shape in shapes))
+        padded[: source.numel()] = source.view(-1)
+        gathered = self._gather_bytes(operation, as_bytes(padded), timeout_s).view(source.dtype)
+        rows = gathered.view(self.world_size, -1)
+        parts = [row[: math.prod(shape)].view(shape) for row, shape in zip(rows, shapes, strict=True)]
         return torch.cat(parts, dim)
 
-    def _gather(
-        self, input_: torch.Tensor, dst: int, dim: int, timeout_s: float | None
-    ) -> torch.Tensor | None:
+    def _gather(self, input_: torch.Tensor, dst: int, dim: int, timeout_s: Timeout) -> torch.Tensor | None:
         operation = self._health.begin("device", "gather")
         source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
-        if source.numel() == 0:
-            empty = source.new_empty((self.world_size, *source.shape))
-            return _concatenate(empty, dim) if self.rank_in_group == dst else None
+        parts = self._gather_parts(operation, source, dst, timeout_s)
+        return None if parts is None else _concatenate(parts, dim)
+
+    def _gather_parts(
+        self, operation: Operation, source: torch.Tensor, dst: int, timeout_s: Timeout
+    ) -> torch.Tensor | None:
+        """Return the ranks' contiguous tensors on rank `dst`, stacked; the other ranks get None."""
         if self.rank_in_group != dst:
-            self._transfer(operation, timeout_s, sends={dst: source})
+            self._transfer(operation, self.process_group.send, {dst: source}, timeout_s)
             return None
         parts = source.new_empty((self.world_size, *source.shape))
         parts[dst] = source
-        receives = {rank: parts[rank] for rank in range(self.world_size) if rank != dst}
-        self._transfer(operation, timeout_s, receives=receives)
-        return _concatenate(parts, dim)
+        others = {rank: part for rank, part in enumerate(parts) if rank != dst}
+        self._transfer(operation, self.process_group.recv, others, timeout_s)
+        return parts
 
     def _scatter(
         self,
@@ -246,109 +226,81 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         timeout_s: float | None,
     ) -> None:
         operation = self._health.begin("device", "scatter")
-        into = output.detach()
         if input_ is None:
-            landing = into if is_plain(into) else into.new_empty(into.shape)
-            self._transfer(operation, timeout_s, receives={src: landing})
-            if landing is not into:
-                into.copy_(landing)
+            self._receive(operation, output, src, timeout_s or self.context.timeout_s).wait()
             return
         whole = input_.reshape(1) if input_.dim() == 0 else input_.detach()
-        starts = [0, *itertools.accumulate(sizes)]
-        parts = [whole.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=False)]
+        parts = whole.split_with_sizes(list(sizes), dim)
         others = {rank: dense(part) for rank, part in enumerate(parts) if rank != src}
-        into.copy_(parts[src].reshape(into.shape))
-        self._transfer(operation, timeout_s, sends=others)
+        output.detach().copy_(parts[src].reshape(output.shape))
+        self._transfer(operation, self.process_group.send, others, timeout_s)
 
     def _all_to_all(
         self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
     ) -> torch.Tensor:
         operation = self._health.begin("device", "all_to_all")
         if self._on_host:
-            self._check_table(operation, send_sizes, recv_sizes, timeout_s)
+            # Gloo would end a process that receives other sizes than it expects. This raises on every rank instead.
+            own = torch.tensor([*send_sizes, *recv_sizes], dtype=torch.int64)
+            gathered = self._gather_bytes(operation, as_bytes(own), timeout_s).view(torch.int64)
+            table = gathered.view(self.world_size, -1).tolist()
+            checks.check_exchange_table(self._health.where("all_to_all"), self.context.ranks, table)
         rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
-        result = rows.new_empty((sum(recv_sizes), *rows.shape[1:]))
-        row_bytes = math.prod(rows.shape[1:]) * rows.itemsize
-        if row_bytes:
-            sent, received = ([size * row_bytes for size in sizes] for sizes in (send_sizes, recv_sizes))
-            self._exchange_bytes(operation, as_bytes(rows), as_bytes(result), sent, received, timeout_s)
+        result = self._exchange(operation, rows, send_sizes, recv_sizes, timeout_s)
         return result.movedim(0, dim).contiguous()
-
-    def _check_table(
-        self,
-        operation: Operation,
-        send_sizes: tuple[int, ...],
-        recv_sizes: tuple[int, ...],
-        timeout_s: float | None,
-    ) -> None:
-        """Raise on every rank if ranks send other sizes than are expected: Gloo would end the process."""
-        own = torch.tensor([*send_sizes, *recv_sizes], dtype=torch.int64)
-        table = self._gather_bytes(operation, as_bytes(own), timeout_s).view(torch.int64)
-        rows = table.view(self.world_size, -1).tolist()
-        checks.check_exchange_table(self._health.where("all_to_all"), self.context.ranks, rows)
 
     def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
         operation = self._health.begin("device", "broadcast")
-        if tensor.numel() == 0:
-            return tensor
         if self.rank_in_group == src:
             source = dense(tensor)
             others = {rank: source for rank in range(self.world_size) if rank != src}
-            self._transfer(operation, timeout_s, sends=others)
-            return tensor
-        into = tensor.detach()
-        landing = into if is_plain(into) else into.new_empty(into.shape)
-        self._transfer(operation, timeout_s, receives={src: landing})
-        if landing is not into:
-            into.copy_(landing)
+            self._transfer(operation, self.process_group.send, others, timeout_s)
+        else:
+            self._receive(operation, tensor, src, timeout_s or self.context.timeout_s).wait()
         return tensor
 
     # ------------------------------------------------------------------ point to point
 
     def _isend(self, tensor: torch.Tensor, dst: int, timeout_s: float | None) -> Handle:
         operation = self._health.begin_point_to_point("device", f"send to {self.context.ranks[dst]}")
-        return self._start(operation, timeout_s or self.context.timeout_s, {dst: dense(tensor)}, {})
+        deadline = timeout_s or self.context.timeout_s
+        return self._start(operation, self.process_group.send, {dst: dense(tensor)}, deadline)
 
     def _irecv(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> Handle:
         operation = self._health.begin_point_to_point("device", f"recv from {self.context.ranks[src]}")
+        return self._receive(operation, tensor, src, timeout_s)
+
+    def _receive(self, operation: Operation, tensor: torch.Tensor, src: int, timeout_s: Timeout) -> Handle:
+        """Start to receive into a tensor of any layout."""
         into = tensor.detach()
-        if is_plain(into):
-            return self._start(operation, timeout_s, {}, {src: into})
-        landing = into.new_empty(into.shape)
-        return self._start(operation, timeout_s, {}, {src: landing}, (into, landing))
+        landing = into if is_plain(into) else into.new_empty(into.shape)
+        copy = None if landing is into else (into, landing)
+        return self._start(operation, self.process_group.recv, {src: landing}, timeout_s, copy)
 
     def _start(
         self,
         operation: Operation,
-        timeout_s: float | None,
-        sends: dict[int, torch.Tensor],
-        receives: dict[int, torch.Tensor],
+        post: Post,
+        tensors: dict[int, torch.Tensor],
+        timeout_s: Timeout,
         landing: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Handle:
-        ranks = self.context.ranks
+        """Post one transfer for each peer that is a key of `tensors`, unless its tensor is empty."""
         tag = COLLECTIVE_TAG if operation.number else TENSOR_TAG
         works: list[tuple[int, dist.Work]] = []
         with self._health.transport(operation):
-            for peer, tensor in sends.items():
+            for peer, tensor in tensors.items():
                 if tensor.numel():
-                    works.append((ranks[peer], self.process_group.send([as_bytes(tensor)], peer, tag)))
-            for peer, tensor in receives.items():
-                if tensor.numel():
-                    works.append((ranks[peer], self.process_group.recv([as_bytes(tensor)], peer, tag)))
+                    works.append((self.context.ranks[peer], post([as_bytes(tensor)], peer, tag)))
         if not self._on_host:
-            return StreamHandle(self._health, operation, works, (sends, receives), landing)
-        keep = (list(sends.values()), list(receives.values()))
-        transfer = PointToPointWorks(self.threads, works, keep)
+            return StreamHandle(self._health, operation, works, tensors, landing)
+        transfer = PointToPointWorks(self.threads, works, tensors)
         return PointToPointHandle(self._health, operation, transfer, timeout_s, landing)
 
     def _transfer(
-        self,
-        operation: Operation,
-        timeout_s: float | None,
-        sends: dict[int, torch.Tensor] | None = None,
-        receives: dict[int, torch.Tensor] | None = None,
+        self, operation: Operation, post: Post, tensors: dict[int, torch.Tensor], timeout_s: Timeout
     ) -> None:
-        self._start(operation, timeout_s or self.context.timeout_s, sends or {}, receives or {}).wait()
+        self._start(operation, post, tensors, timeout_s or self.context.timeout_s).wait()
 
     # ------------------------------------------------------------------ what the backend does
 
@@ -370,37 +322,28 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         return result
 
     def _exchange(
-        self, operation: Operation, flat: torch.Tensor, counts: Sequence[int], timeout_s: float | None
-    ) -> list[torch.Tensor]:
-        """Send `counts[i]` elements to rank i; return what each rank sent here, in rank order."""
-        own = counts[self.rank_in_group]
-        received = flat.new_empty(own * self.world_size)
-        out_bytes = [own * flat.itemsize] * self.world_size
-        in_bytes = [count * flat.itemsize for count in counts]
-        self._exchange_bytes(operation, as_bytes(flat), as_bytes(received), in_bytes, out_bytes, timeout_s)
-        return list(received.view(self.world_size, own))
-
-    def _exchange_bytes(
         self,
         operation: Operation,
-        source: torch.Tensor,
-        result: torch.Tensor,
+        rows: torch.Tensor,
         sent: Sequence[int],
         received: Sequence[int],
-        timeout_s: float | None,
-    ) -> None:
-        """Send `sent[i]` bytes of `source` to rank i; put `received[i]` bytes from rank i into `result`."""
+        timeout_s: Timeout,
+    ) -> torch.Tensor:
+        """Send `sent[i]` of the rows to rank i; return `received[i]` rows from each rank i, in rank order."""
+        result = rows.new_empty((sum(received), *rows.shape[1:]))
+        row_bytes = math.prod(rows.shape[1:]) * rows.itemsize
+        if not row_bytes:
+            return result
         deadline = timeout_s or self.context.timeout_s
         options = dist.AllToAllOptions()
         options.timeout = backend_timeout(deadline)
+        to_receive, to_send = ([size * row_bytes for size in sizes] for sizes in (received, sent))
         with self._health.transport(operation):
-            work = self.process_group.alltoall_base(result, source, list(received), list(sent), options)
+            work = self.process_group.alltoall_base(
+                as_bytes(result), as_bytes(rows), to_receive, to_send, options
+            )
         self._finish(operation, work, deadline)
-
-    def _stage(self, nbytes: int) -> torch.Tensor:
-        if self._staging.numel() < nbytes:
-            self._staging = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        return self._staging[:nbytes]
+        return result
 
 
 def _concatenate(stacked: torch.Tensor, dim: int) -> torch.Tensor:

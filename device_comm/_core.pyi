@@ -19,6 +19,7 @@ REDUCE_SCATTER: int
 ALL_GATHER: int
 GATHER: int
 SCATTER: int
+ALL_TO_ALL: int
 REDUCE: int
 
 def lay_out(mapping: Buffer, ranks: int, slot_bytes: int, generation: int, /) -> None:
@@ -89,17 +90,13 @@ class SharedRegion:
         op: int,
         root: int,
         /,
-    ) -> int: ...
-    def exchange(
-        self,
-        source: int,
-        result: int,
-        rows: int,
-        sent: tuple[int, ...],
-        received: tuple[int, ...],
-        dtype: int,
-        /,
-    ) -> int: ...
+    ) -> int:
+        """Move or reduce tensors that are concatenated or split along a dimension.
+
+        `widths` holds each rank's bytes of a row. For an all-to-all it holds those of the tensor that is sent,
+        followed by those of the tensor that is received.
+        """
+
     def resume(self, slice_ns: int, /) -> int:
         """Continue the call in progress for at most `slice_ns` nanoseconds; return its status."""
 

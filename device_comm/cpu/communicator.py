@@ -1,8 +1,8 @@
 """Collectives on CPU tensors through memory that all ranks of a group share.
 
-A call is a sequence of steps: each rank copies a piece of its tensor into its slot, says so, waits until all
-have, and takes what it needs from the others' slots (`csrc/call.cpp`). An ordinary small call is one native call.
-Groups over several hosts are served by other classes; `cpu_connect` chooses.
+A call is a sequence of steps: each rank copies a piece of its tensor into its slot, posts that, waits until all ranks
+have, and takes what it needs from the others' slots (`csrc/cpu/call.cpp`). An ordinary small call is one native call.
+Groups over several hosts are served by other classes; `connect_cpu` chooses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from device_comm import _core
 from device_comm.base import SUM, CallPath, CommunicatorContext, DeviceCommunicator, Sizes, Timeout
-from device_comm.cpu.native_codes import OPERATION_CODES, TYPE_CODES, copy_code
+from device_comm.cpu.native_codes import OPERATION_CODES, TYPE_CODES, columns, copy_code
 from device_comm.cpu.received_tensors import expect_tensor, irecv_into
 from device_comm.cpu.shared_memory import SharedMemory
 from device_comm.handles import Handle
@@ -29,7 +29,7 @@ from shm_broadcast._core import BlockPool
 ONE_SHOT_BYTES: Final = 64 << 10
 _ONE_SHOT_RANKS: Final = 2
 
-# From this size on results take the place of earlier ones. Below it malloc does the same.
+# Results of this size or more reuse the memory of earlier ones. Below it malloc does the same.
 POOLED_BYTES: Final = 256 << 10
 
 
@@ -101,8 +101,8 @@ class SharedMemoryCommunicator(DeviceCommunicator):
     ) -> torch.Tensor:
         """Combine the ranks' tensors; every rank gets the result, of the input's shape and dtype.
 
-        The ordinary small call is one native call. The result is a tensor as any other, but for its storage,
-        which cannot be resized.
+        The ordinary small call is one native call. The result is an ordinary tensor, except that its storage cannot be
+        resized.
         """
         if op is SUM and timeout_s is None:
             answer = self._core.all_reduce(input_, self._short_bytes)
@@ -121,11 +121,7 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         return result
 
     def all_reduce_(
-        self,
-        tensor: torch.Tensor,
-        op: ReduceOperation = SUM,
-        *,
-        timeout_s: float | None = None,
+        self, tensor: torch.Tensor, op: ReduceOperation = SUM, *, timeout_s: float | None = None
     ) -> torch.Tensor:
         """Combine the ranks' tensors in place; return `tensor`, which must not overlap itself."""
         if op is SUM and timeout_s is None:
@@ -143,14 +139,16 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         self,
         name: str,
         source: torch.Tensor,
-        result: torch.Tensor,
+        result: torch.Tensor | None,
         op: ReduceOperation,
-        timeout_s: float | None,
+        timeout_s: Timeout,
+        root: int | None = None,
     ) -> None:
-        kind = all_reduce_kind(source.nbytes, self.world_size)
+        """Combine the ranks' contiguous tensors, on rank `root` alone if there is one."""
+        kind = all_reduce_kind(source.nbytes, self.world_size) if root is None else _core.REDUCE
         codes = (TYPE_CODES[source.dtype], OPERATION_CODES[op])
-        addresses = (source.data_ptr(), result.data_ptr())
-        status = self._core.reduce(kind, *addresses, source.numel(), *codes, 0)
+        addresses = (source.data_ptr(), _address(result))
+        status = self._core.reduce(kind, *addresses, source.numel(), *codes, root or 0)
         self._settle(name, status, timeout_s)
 
     def _reduce(
@@ -160,11 +158,7 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         result = None
         if self.rank_in_group == dst:
             result = self._fresh(source.shape, source.dtype, source.nbytes)
-        status = self._core.reduce(
-            *(_core.REDUCE, source.data_ptr(), 0 if result is None else result.data_ptr()),
-            *(source.numel(), TYPE_CODES[source.dtype], OPERATION_CODES[op], dst),
-        )
-        self._settle("reduce", status, timeout_s)
+        self._reduce_into("reduce", source, result, op, timeout_s, dst)
         return result
 
     def _reduce_scatter(
@@ -172,48 +166,24 @@ class SharedMemoryCommunicator(DeviceCommunicator):
     ) -> torch.Tensor:
         source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
         result = self._fresh_like(source, dim, sizes[self.rank_in_group])
-        rows, widths = _columns(source, dim, sizes)
-        codes = (TYPE_CODES[source.dtype], OPERATION_CODES[op])
-        addresses = (source.data_ptr(), result.data_ptr())
-        status = self._core.move(_core.REDUCE_SCATTER, *addresses, rows, widths, *codes, 0)
-        self._settle("reduce_scatter", status, timeout_s)
+        kind = _core.REDUCE_SCATTER
+        self._move("reduce_scatter", kind, source, result, dim, sizes, timeout_s, OPERATION_CODES[op])
         return result
 
     # ------------------------------------------------------------------ moving data
 
-    def _all_gather(
-        self, input_: torch.Tensor, dim: int, sizes: tuple[int, ...], timeout_s: float | None
-    ) -> torch.Tensor:
+    def _all_gather(self, input_: torch.Tensor, dim: int, sizes: Sizes, timeout_s: Timeout) -> torch.Tensor:
         source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
         result = self._fresh_like(source, dim, sum(sizes))
-        self._gather_into("all_gather", (_core.ALL_GATHER, 0), source, result, dim, sizes, timeout_s)
+        self._move("all_gather", _core.ALL_GATHER, source, result, dim, sizes, timeout_s)
         return result
 
-    def _gather(
-        self, input_: torch.Tensor, dst: int, dim: int, timeout_s: float | None
-    ) -> torch.Tensor | None:
+    def _gather(self, input_: torch.Tensor, dst: int, dim: int, timeout_s: Timeout) -> torch.Tensor | None:
         source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
         sizes = (source.shape[dim],) * self.world_size
         result = self._fresh_like(source, dim, sum(sizes)) if self.rank_in_group == dst else None
-        self._gather_into("gather", (_core.GATHER, dst), source, result, dim, sizes, timeout_s)
+        self._move("gather", _core.GATHER, source, result, dim, sizes, timeout_s, root=dst)
         return result
-
-    def _gather_into(
-        self,
-        name: str,
-        kind_and_root: tuple[int, int],
-        source: torch.Tensor,
-        result: torch.Tensor | None,
-        dim: int,
-        sizes: tuple[int, ...],
-        timeout_s: float | None,
-    ) -> None:
-        kind, root = kind_and_root
-        rows, widths = _columns(source, dim, sizes)
-        address = 0 if result is None else result.data_ptr()
-        code = copy_code(source.dtype)
-        status = self._core.move(kind, source.data_ptr(), address, rows, widths, code, 0, root)
-        self._settle(name, status, timeout_s)
 
     def _scatter(
         self,
@@ -227,23 +197,39 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         into = output.detach()
         landing = into if is_plain(into) else into.new_empty(into.shape)
         source = None if input_ is None else dense(input_)
-        rows, widths = _columns(landing, dim, sizes)
-        code = copy_code(output.dtype)
-        address = 0 if source is None else source.data_ptr()
-        status = self._core.move(*(_core.SCATTER, address, landing.data_ptr(), rows, widths, code, 0, src))
-        self._settle("scatter", status, timeout_s)
+        self._move("scatter", _core.SCATTER, source, landing, dim, sizes, timeout_s, root=src)
         if landing is not into:
             into.copy_(landing)
+
+    def _move(
+        self,
+        name: str,
+        kind: int,
+        source: torch.Tensor | None,
+        result: torch.Tensor | None,
+        dim: int,
+        sizes: Sizes,
+        timeout_s: Timeout,
+        op_code: int = 0,
+        root: int = 0,
+    ) -> None:
+        """Make a native call on tensors of which one holds `sizes[rank]` of each rank along `dim`.
+
+        In an all-to-all the source does, and the result, of which `sizes` has the second half.
+        """
+        either = next(tensor for tensor in (source, result) if tensor is not None)
+        rows, widths = columns(either, dim, sizes)
+        codes = (copy_code(either.dtype), op_code)
+        status = self._core.move(kind, _address(source), _address(result), rows, widths, *codes, root)
+        self._settle(name, status, timeout_s)
 
     def _all_to_all(
         self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
     ) -> torch.Tensor:
         source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
         result = self._fresh_like(source, dim, sum(recv_sizes))
-        (rows, sent), (_, received) = (_columns(source, dim, sizes) for sizes in (send_sizes, recv_sizes))
-        code = copy_code(source.dtype)
-        status = self._core.exchange(source.data_ptr(), result.data_ptr(), rows, sent, received, code)
-        self._settle("all_to_all", status, timeout_s)
+        sizes = (*send_sizes, *recv_sizes)
+        self._move("all_to_all", _core.ALL_TO_ALL, source, result, dim, sizes, timeout_s)
         return result
 
     def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
@@ -266,9 +252,7 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         deadline = timeout_s or self.context.timeout_s
         return self._channels.isend("device", "send", dense(tensor), dst, TENSOR_TAG, deadline)
 
-    def _recv(
-        self, shape: tuple[int, ...], dtype: torch.dtype, src: int, timeout_s: float | None
-    ) -> torch.Tensor:
+    def _recv(self, shape: tuple[int, ...], dtype: torch.dtype, src: int, timeout_s: Timeout) -> torch.Tensor:
         moved = movable_dtype(dtype)
         received = self._channels.recv("device", "recv", src, TENSOR_TAG, timeout_s)
         result = expect_tensor(received, moved, shape, src, self._health)
@@ -278,11 +262,8 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         return irecv_into(tensor.detach(), self._channels, src, TENSOR_TAG, timeout_s, self._health)
 
 
-def _columns(tensor: torch.Tensor, dim: int, sizes: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """Return how many rows a tensor has that is concatenated along `dim`, and each rank's bytes of a row."""
-    rows = math.prod(tensor.shape[:dim])
-    inner = math.prod(tensor.shape[dim + 1 :]) * tensor.itemsize
-    return rows, tuple(size * inner for size in sizes)
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 __all__ = ["ONE_SHOT_BYTES", "SharedMemoryCommunicator", "all_reduce_kind", "call_path"]

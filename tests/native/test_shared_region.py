@@ -163,7 +163,10 @@ def test_an_uneven_all_to_all_gives_each_rank_its_parts(table: list[list[int]]) 
         received = tuple(table[a][rank] for a in range(3))
         result = torch.zeros(sum(received), dtype=torch.uint8)
         addresses = (source.data_ptr(), result.data_ptr())
-        assert finish(end, end.exchange(*addresses, 1, tuple(table[rank]), received, 0)) == _core.DONE
+        assert (
+            finish(end, end.move(_core.ALL_TO_ALL, *addresses, 1, (*table[rank], *received), 0, 0, 0))
+            == _core.DONE
+        )
         return result
 
     for rank, result in enumerate(everybody(regions(3), call)):
@@ -189,7 +192,10 @@ def test_an_all_to_all_of_columns_gives_each_rank_its_columns_of_every_row(
         received = tuple(table[a][rank] for a in range(3))
         result = torch.zeros(rows, sum(received), dtype=torch.uint8)
         addresses = (wholes[rank].data_ptr(), result.data_ptr())
-        assert finish(end, end.exchange(*addresses, rows, tuple(table[rank]), received, 0)) == _core.DONE
+        assert (
+            finish(end, end.move(_core.ALL_TO_ALL, *addresses, rows, (*table[rank], *received), 0, 0, 0))
+            == _core.DONE
+        )
         return result
 
     for rank, result in enumerate(everybody(regions(3), call)):
@@ -218,12 +224,12 @@ def test_an_exchange_whose_sizes_do_not_match_moves_nothing(
         result = torch.zeros(rows * 3 * sent[rank], dtype=torch.uint8)
         addresses = (source.data_ptr(), result.data_ptr())
         received = (sent[rank],) * 3
-        status = finish(end, end.exchange(*addresses, rows, tuple(table[rank]), received, 0))
+        status = finish(end, end.move(_core.ALL_TO_ALL, *addresses, rows, (*table[rank], *received), 0, 0, 0))
         widths = end.widths() if status == _core.DISAGREE else None
         after = torch.full((3,), rank, dtype=torch.uint8)
         answer = torch.zeros(3, dtype=torch.uint8)
-        ones = (1, 1, 1)
-        assert finish(end, end.exchange(after.data_ptr(), answer.data_ptr(), 1, ones, ones, 0)) == _core.DONE
+        addresses = (after.data_ptr(), answer.data_ptr())
+        assert finish(end, end.move(_core.ALL_TO_ALL, *addresses, 1, (1,) * 6, 0, 0, 0)) == _core.DONE
         assert answer.tolist() == [0, 1, 2]
         return status, widths, result
 
@@ -242,7 +248,8 @@ def test_widths_are_told_of_exchanges_alone() -> None:
 
     def call(rank: int, end: _core.SharedRegion) -> Any:
         address = tensor.data_ptr()
-        begun = end.exchange(address, address, 1, (0, 4), (0, 4), 0) if rank else end.barrier()
+        exchange = (_core.ALL_TO_ALL, address, address, 1, (0, 4, 0, 4), 0, 0, 0)
+        begun = end.move(*exchange) if rank else end.barrier()
         assert finish(end, begun) == _core.DISAGREE
         return end.widths()
 
@@ -253,7 +260,7 @@ def test_an_exchange_between_more_ranks_than_the_slots_can_serve_is_refused() ->
     """It raises a ValueError, because its steps would move nothing."""
     end = regions(200, mmap.PAGESIZE)[0]
     with pytest.raises(ValueError, match="slots are too small"):
-        end.exchange(0, 0, 1, (0,) * 200, (0,) * 200, 0)
+        end.move(_core.ALL_TO_ALL, 0, 0, 1, (0,) * 400, 0, 0, 0)
 
 
 @settings(max_examples=40, deadline=None)

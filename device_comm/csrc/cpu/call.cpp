@@ -137,7 +137,7 @@ void Call::publish() {
     unsigned char* slot = region_.slot(self);
     switch (plan_.kind) {
         case Kind::kBarrier: return;
-        case Kind::kAllReduceOneShot: return copy(slot, plan_.in + from(), length(plan_.bytes));
+        case Kind::kAllReduceOneShot:
         case Kind::kReduce: return copy(slot, plan_.in + from(), length(plan_.bytes));
         case Kind::kAllReduceTwoShot: return publish_two_shot();
         case Kind::kAllGather: return copy(slot, plan_.in + from(), length(plan_.columns.bytes_of(self)));

@@ -28,14 +28,14 @@ struct Columns {
     std::vector<size_t> starts;  // offset of each rank's run in a row
     size_t row_bytes = 0;        // bytes of a whole row
 
-    void set(size_t row_count, const std::vector<size_t>& run_bytes) {
+    void set(size_t row_count, std::vector<size_t> run_bytes) {
         rows = row_count;
-        widths = run_bytes;
-        starts.assign(run_bytes.size(), 0);
+        widths = std::move(run_bytes);
+        starts.assign(widths.size(), 0);
         row_bytes = 0;
-        for (size_t r = 0; r < run_bytes.size(); ++r) {
+        for (size_t r = 0; r < widths.size(); ++r) {
             starts[r] = row_bytes;
-            row_bytes += run_bytes[r];
+            row_bytes += widths[r];
         }
     }
     size_t bytes_of(uint32_t rank) const { return rows * widths[rank]; }

@@ -1,58 +1,29 @@
 // Python functions for the table of channels.
-#include <Python.h>
-
+#include "object.hpp"
 #include "channels.hpp"
-#include "module.hpp"
 
 namespace {
 
 using channels::Table;
 
-// The arguments of every function: the mapping, the number of ranks, then up to two ranks.
-class Arguments {
-public:
-    ~Arguments() {
-        if (has_view_) PyBuffer_Release(&view_);
+// Reads a function's arguments by `format`: the mapping, the number of ranks, then up to two ranks. Returns what `use`
+// returns for the table and these ranks.
+template <typename Use>
+PyObject* with_table(PyObject* args, const char* format, Use use) {
+    Py_buffer view{};
+    unsigned int ranks = 0, from = 0, to = 0;
+    if (!PyArg_ParseTuple(args, format, &view, &ranks, &from, &to)) return nullptr;
+    PyObject* result = nullptr;
+    if (ranks > channels::kMaxRanks || static_cast<size_t>(view.len) < channels::table_bytes(ranks)) {
+        PyErr_Format(PyExc_ValueError, "the mapping is too small for %u ranks", ranks);
+    } else if (from >= ranks || to >= ranks) {
+        PyErr_Format(PyExc_ValueError, "ranks %u and %u are not both below %u", from, to, ranks);
+    } else {
+        result = use(Table(static_cast<unsigned char*>(view.buf), ranks), from, to);
     }
-
-    // Reads the mapping, the number of ranks and `given` ranks; returns false with an exception set.
-    bool take(const char* name, PyObject* const* args, Py_ssize_t count, Py_ssize_t given) {
-        if (count != 2 + given) {
-            PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, 2 + given, count);
-            return false;
-        }
-        has_view_ = PyObject_GetBuffer(args[0], &view_, PyBUF_WRITABLE) == 0;
-        if (!has_view_ || !read(args[1], channels::kMaxRanks + 1, &ranks_)) return false;
-        if (static_cast<size_t>(view_.len) < channels::table_bytes(ranks_)) {
-            PyErr_SetString(PyExc_ValueError, "the mapping is too small for this number of ranks");
-            return false;
-        }
-        for (Py_ssize_t i = 0; i < given; ++i) {
-            if (!read(args[2 + i], ranks_, &rank[i])) return false;
-        }
-        return true;
-    }
-
-    Table table() { return Table(static_cast<unsigned char*>(view_.buf), ranks_); }
-
-    uint32_t rank[2] = {};
-
-private:
-    static bool read(PyObject* object, uint32_t below, uint32_t* value) {
-        const unsigned long long number = PyLong_AsUnsignedLongLong(object);
-        if (PyErr_Occurred()) return false;
-        if (number >= below) {
-            PyErr_Format(PyExc_ValueError, "%llu is not below %u", number, below);
-            return false;
-        }
-        *value = static_cast<uint32_t>(number);
-        return true;
-    }
-
-    Py_buffer view_{};
-    bool has_view_ = false;
-    uint32_t ranks_ = 0;
-};
+    PyBuffer_Release(&view);
+    return result;
+}
 
 // channel_table_bytes(ranks)
 PyObject* channel_table_bytes(PyObject*, PyObject* object) {
@@ -62,64 +33,61 @@ PyObject* channel_table_bytes(PyObject*, PyObject* object) {
 }
 
 // channel_claim(mapping, ranks, from, to) -> previous state; after CHANNEL_NONE the caller must create the channel
-PyObject* channel_claim(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    Arguments given;
-    if (!given.take("channel_claim", args, count, 2)) return nullptr;
-    return PyLong_FromLong(given.table().claim(given.rank[0], given.rank[1]));
+PyObject* channel_claim(PyObject*, PyObject* args) {
+    return with_table(args, "w*III:channel_claim", [](Table table, uint32_t from, uint32_t to) {
+        return PyLong_FromLong(table.claim(from, to));
+    });
 }
 
 // channel_made(mapping, ranks, from, to): after a claim
-PyObject* channel_made(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    Arguments given;
-    if (!given.take("channel_made", args, count, 2)) return nullptr;
-    given.table().settle(given.rank[0], given.rank[1], true);
-    Py_RETURN_NONE;
+PyObject* channel_made(PyObject*, PyObject* args) {
+    return with_table(args, "w*III:channel_made", [](Table table, uint32_t from, uint32_t to) {
+        table.settle(from, to, true);
+        return Py_NewRef(Py_None);
+    });
 }
 
 // channel_failed(mapping, ranks, from, to): after a claim; the other rank may try again
-PyObject* channel_failed(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    Arguments given;
-    if (!given.take("channel_failed", args, count, 2)) return nullptr;
-    given.table().settle(given.rank[0], given.rank[1], false);
-    Py_RETURN_NONE;
+PyObject* channel_failed(PyObject*, PyObject* args) {
+    return with_table(args, "w*III:channel_failed", [](Table table, uint32_t from, uint32_t to) {
+        table.settle(from, to, false);
+        return Py_NewRef(Py_None);
+    });
 }
 
 // channel_state(mapping, ranks, from, to)
-PyObject* channel_state(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    Arguments given;
-    if (!given.take("channel_state", args, count, 2)) return nullptr;
-    return PyLong_FromLong(given.table().state(given.rank[0], given.rank[1]));
+PyObject* channel_state(PyObject*, PyObject* args) {
+    return with_table(args, "w*III:channel_state", [](Table table, uint32_t from, uint32_t to) {
+        return PyLong_FromLong(table.state(from, to));
+    });
 }
 
 // channel_leave(mapping, ranks, rank)
-PyObject* channel_leave(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    Arguments given;
-    if (!given.take("channel_leave", args, count, 1)) return nullptr;
-    given.table().leave(given.rank[0]);
-    Py_RETURN_NONE;
+PyObject* channel_leave(PyObject*, PyObject* args) {
+    return with_table(args, "w*II:channel_leave", [](Table table, uint32_t rank, uint32_t) {
+        table.leave(rank);
+        return Py_NewRef(Py_None);
+    });
 }
 
 // channel_left(mapping, ranks, rank) -> bool
-PyObject* channel_left(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    Arguments given;
-    if (!given.take("channel_left", args, count, 1)) return nullptr;
-    return PyBool_FromLong(given.table().has_left(given.rank[0]));
+PyObject* channel_left(PyObject*, PyObject* args) {
+    return with_table(args, "w*II:channel_left", [](Table table, uint32_t rank, uint32_t) {
+        return PyBool_FromLong(table.has_left(rank));
+    });
 }
-
-#define FAST(name) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(name)), METH_FASTCALL, nullptr}
 
 PyMethodDef functions[] = {
     {"channel_table_bytes", channel_table_bytes, METH_O, nullptr},
-    FAST(channel_claim), FAST(channel_made), FAST(channel_failed),
-    FAST(channel_state), FAST(channel_leave), FAST(channel_left),
+    {"channel_claim", channel_claim, METH_VARARGS, nullptr},
+    {"channel_made", channel_made, METH_VARARGS, nullptr},
+    {"channel_failed", channel_failed, METH_VARARGS, nullptr},
+    {"channel_state", channel_state, METH_VARARGS, nullptr},
+    {"channel_leave", channel_leave, METH_VARARGS, nullptr},
+    {"channel_left", channel_left, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
 }  // namespace
 
-int channels_add(PyObject* module) {
-    if (PyModule_AddFunctions(module, functions) < 0) return -1;
-    if (PyModule_AddIntConstant(module, "CHANNEL_NONE", channels::kNone) < 0) return -1;
-    if (PyModule_AddIntConstant(module, "CHANNEL_MAKING", channels::kMaking) < 0) return -1;
-    return PyModule_AddIntConstant(module, "CHANNEL_READY", channels::kReady);
-}
+int channels_add(PyObject* module) { return PyModule_AddFunctions(module, functions); }

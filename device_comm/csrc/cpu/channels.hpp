@@ -50,8 +50,6 @@ public:
         return words_[rank].load(std::memory_order_seq_cst) != 0;  // SYNC ready->left (seq_cst)
     }
 
-    uint32_t ranks() const { return ranks_; }
-
 private:
     size_t index(uint32_t from, uint32_t to) const { return ranks_ + static_cast<size_t>(from) * ranks_ + to; }
     std::atomic<uint32_t>& word(uint32_t from, uint32_t to) { return words_[index(from, to)]; }

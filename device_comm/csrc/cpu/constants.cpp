@@ -1,43 +1,27 @@
 // The constants of the module: dtypes that have kernels, the statuses of a call and its kinds.
-#include <Python.h>
-
-#include "call.hpp"
-#include "module.hpp"
+#include "object.hpp"
+#include "channels.hpp"
 
 namespace {
 
 using region::Kind;
 
-// Adds the dtypes that have kernels, under torch's names.
+// torch's names of the dtypes that have kernels, in the order of reduce::Type.
+constexpr const char* kTypeNames[] = {
+    "float32", "float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
+    "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "bool",
+    "complex32", "complex64", "complex128",
+};
+static_assert(std::size(kTypeNames) == reduce::kTypes);
+
 bool add_types(PyObject* self) {
-    constexpr struct {
-        reduce::Type type;
-        const char* name;
-    } types[] = {
-        {reduce::Type::f32, "float32"},       {reduce::Type::f64, "float64"},
-        {reduce::Type::f16, "float16"},       {reduce::Type::bf16, "bfloat16"},
-        {reduce::Type::f8e4m3fn, "float8_e4m3fn"}, {reduce::Type::f8e5m2, "float8_e5m2"},
-        {reduce::Type::f8e4m3fnuz, "float8_e4m3fnuz"}, {reduce::Type::f8e5m2fnuz, "float8_e5m2fnuz"},
-        {reduce::Type::i8, "int8"},           {reduce::Type::u8, "uint8"},
-        {reduce::Type::i16, "int16"},         {reduce::Type::u16, "uint16"},
-        {reduce::Type::i32, "int32"},         {reduce::Type::u32, "uint32"},
-        {reduce::Type::i64, "int64"},         {reduce::Type::boolean, "bool"},
-        {reduce::Type::c32, "complex32"},     {reduce::Type::c64, "complex64"},
-        {reduce::Type::c128, "complex128"},
-    };
-    PyObject* names = PyDict_New();
-    if (names == nullptr) return false;
-    bool ok = true;
-    for (const auto& entry : types) {
-        PyObject* code = PyLong_FromLong(static_cast<long>(entry.type));
-        PyObject* name = PyUnicode_FromString(entry.name);
-        ok = ok && code != nullptr && name != nullptr && PyDict_SetItem(names, code, name) == 0;
-        Py_XDECREF(code);
-        Py_XDECREF(name);
+    const region::Ref names(PyDict_New());
+    if (!names) return false;
+    for (size_t type = 0; type < reduce::kTypes; ++type) {
+        const region::Ref code(PyLong_FromSize_t(type)), name(PyUnicode_FromString(kTypeNames[type]));
+        if (!code || !name || PyDict_SetItem(names.get(), code.get(), name.get()) < 0) return false;
     }
-    ok = ok && PyModule_AddObjectRef(self, "TYPE_NAMES", names) == 0;
-    Py_DECREF(names);
-    return ok;
+    return PyModule_AddObjectRef(self, "TYPE_NAMES", names.get()) == 0;
 }
 
 bool add_constants(PyObject* self) {
@@ -57,7 +41,11 @@ bool add_constants(PyObject* self) {
         {"ALL_GATHER", static_cast<long>(Kind::kAllGather)},
         {"GATHER", static_cast<long>(Kind::kGather)},
         {"SCATTER", static_cast<long>(Kind::kScatter)},
+        {"ALL_TO_ALL", static_cast<long>(Kind::kAllToAll)},
         {"REDUCE", static_cast<long>(Kind::kReduce)},
+        {"CHANNEL_NONE", channels::kNone},
+        {"CHANNEL_MAKING", channels::kMaking},
+        {"CHANNEL_READY", channels::kReady},
     };
     for (const auto& constant : constants) {
         if (PyModule_AddIntConstant(self, constant.name, constant.value) < 0) return false;

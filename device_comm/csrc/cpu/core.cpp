@@ -113,10 +113,9 @@ long start(Object* object, Plan&& plan, uint64_t code) {
     return advance(object, kSpinNs, kFirstSliceNs);
 }
 
-bool is_idle(const Object* object, long* status) {
-    const bool usable = !object->is_closed && object->born == forks;
-    *status = usable ? kBusy : kClosed;
-    return usable && !object->is_busy && object->call == nullptr;
+long refusal(const Object* object) {
+    if (object->is_closed || object->born != forks) return kClosed;
+    return object->is_busy || object->call != nullptr ? kBusy : kDone;
 }
 
 bool read_unsigned(PyObject* const* args, Py_ssize_t count, uint64_t* values) {
@@ -167,9 +166,8 @@ void prefer_huge_pages(void* memory, size_t bytes) {
 PyObject* region_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     Object* object = object_of(self);
     uint64_t v[7];
-    long status = 0;
     if (!expect("reduce", count, 7) || !read_unsigned(args, 7, v)) return nullptr;
-    if (!is_idle(object, &status)) return PyLong_FromLong(status);
+    if (const long status = refusal(object); status != kDone) return PyLong_FromLong(status);
     Plan plan;
     plan.kind = static_cast<Kind>(v[0]);
     plan.in = reinterpret_cast<const unsigned char*>(v[1]);
@@ -187,8 +185,7 @@ PyObject* region_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count)
 // barrier() -> status
 PyObject* region_barrier(PyObject* self, PyObject*) {
     Object* object = object_of(self);
-    long status = 0;
-    if (!is_idle(object, &status)) return PyLong_FromLong(status);
+    if (const long status = refusal(object); status != kDone) return PyLong_FromLong(status);
     return answer(start(object, Plan{}, code_of(Kind::kBarrier, 0, 0, 0)));
 }
 
@@ -196,9 +193,8 @@ PyObject* region_barrier(PyObject* self, PyObject*) {
 PyObject* region_broadcast(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     Object* object = object_of(self);
     uint64_t v[4];
-    long status = 0;
     if (!expect("broadcast", count, 4) || !read_unsigned(args, 4, v)) return nullptr;
-    if (!is_idle(object, &status)) return PyLong_FromLong(status);
+    if (const long status = refusal(object); status != kDone) return PyLong_FromLong(status);
     Plan plan;
     plan.kind = Kind::kBroadcast;
     plan.in = reinterpret_cast<const unsigned char*>(v[0]);
@@ -208,18 +204,20 @@ PyObject* region_broadcast(PyObject* self, PyObject* const* args, Py_ssize_t cou
     return answer(start(object, std::move(plan), code_of(Kind::kBroadcast, v[2], 0, v[3])));
 }
 
-// Reads one width in bytes for each rank from a tuple.
-bool read_widths(PyObject* tuple, uint32_t ranks, uint64_t rows, Columns* columns) {
-    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != static_cast<Py_ssize_t>(ranks)) {
-        PyErr_SetString(PyExc_ValueError, "expected a tuple with one width for each rank");
+// Reads one width in bytes for each rank from a tuple, and for an all-to-all a second one for each rank behind them.
+bool read_widths(PyObject* tuple, uint32_t ranks, uint64_t rows, Plan* plan) {
+    const size_t expected = plan->kind == Kind::kAllToAll ? 2 * ranks : ranks;
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != static_cast<Py_ssize_t>(expected)) {
+        PyErr_Format(PyExc_ValueError, "expected a tuple of %zu widths for %u ranks", expected, ranks);
         return false;
     }
-    std::vector<size_t> widths(ranks);
-    for (uint32_t r = 0; r < ranks; ++r) {
-        widths[r] = PyLong_AsSize_t(PyTuple_GetItem(tuple, static_cast<Py_ssize_t>(r)));
-        if (widths[r] == static_cast<size_t>(-1) && PyErr_Occurred()) return false;
+    std::vector<size_t> widths(expected);
+    for (size_t i = 0; i < expected; ++i) {
+        widths[i] = PyLong_AsSize_t(PyTuple_GetItem(tuple, static_cast<Py_ssize_t>(i)));
+        if (widths[i] == static_cast<size_t>(-1) && PyErr_Occurred()) return false;
     }
-    columns->set(rows, widths);
+    plan->columns.set(rows, {widths.begin(), widths.begin() + ranks});
+    plan->out_columns.set(rows, {widths.begin() + ranks, widths.end()});
     return true;
 }
 
@@ -230,47 +228,35 @@ uint64_t hash_of(const Columns& columns) {
     return hash;
 }
 
-// move(kind, in, out, rows, widths, type, op, root) -> status. `widths`: bytes of each rank's run of a row.
+// move(kind, in, out, rows, widths, type, op, root) -> status. `widths`: bytes of each rank's run of a row; for an
+// all-to-all those of the tensor that is sent, followed by those of the tensor that is received.
 PyObject* region_move(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     Object* object = object_of(self);
     uint64_t head[4], tail[3];
-    long status = 0;
     if (!expect("move", count, 8) || !read_unsigned(args, 4, head) || !read_unsigned(args + 5, 3, tail)) return nullptr;
-    if (!is_idle(object, &status)) return PyLong_FromLong(status);
+    if (const long status = refusal(object); status != kDone) return PyLong_FromLong(status);
     Plan plan;
     plan.kind = static_cast<Kind>(head[0]);
     plan.in = reinterpret_cast<const unsigned char*>(head[1]);
     plan.out = reinterpret_cast<unsigned char*>(head[2]);
     plan.root = static_cast<uint32_t>(tail[2]);
-    if (!read_widths(args[4], object->region->ranks(), head[3], &plan.columns)) return nullptr;
-    if (plan.kind == Kind::kReduceScatter && !find_kernel(tail[0], tail[1], false, &plan)) return nullptr;
-    plan.view.count = plan.columns.row_bytes * plan.columns.rows;
-    plan.view.detail = hash_of(plan.columns);
-    if (plan.kind == Kind::kAllGather) prefer_huge_pages(plan.out, plan.view.count);
-    return answer(start(object, std::move(plan), code_of(plan.kind, tail[0], tail[1], tail[2])));
-}
-
-// exchange(in, out, rows, sent widths, received widths, type) -> status: all-to-all
-PyObject* region_exchange(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-    Object* object = object_of(self);
-    uint64_t v[3], type = 0;
-    long status = 0;
-    if (!expect("exchange", count, 6) || !read_unsigned(args, 3, v) || !read_unsigned(args + 5, 1, &type)) return nullptr;
-    if (!is_idle(object, &status)) return PyLong_FromLong(status);
-    Plan plan;
-    plan.kind = Kind::kAllToAll;
-    plan.in = reinterpret_cast<const unsigned char*>(v[0]);
-    plan.out = reinterpret_cast<unsigned char*>(v[1]);
     const uint32_t ranks = object->region->ranks();
-    if (table_offset(*object->region) < ranks * kLine) {
-        PyErr_SetString(PyExc_ValueError, "the slots are too small for an exchange between this number of ranks");
-        return nullptr;
+    if (!read_widths(args[4], ranks, head[3], &plan)) return nullptr;
+    if (plan.kind == Kind::kReduceScatter && !find_kernel(tail[0], tail[1], false, &plan)) return nullptr;
+    if (plan.kind == Kind::kAllToAll) {
+        if (table_offset(*object->region) < ranks * kLine) {
+            PyErr_SetString(PyExc_ValueError, "the slots are too small for an exchange between this number of ranks");
+            return nullptr;
+        }
+        // The ranks state different widths, which the first step compares.
+        plan.view.count = plan.columns.rows;
+        prefer_huge_pages(plan.out, plan.out_columns.row_bytes * plan.out_columns.rows);
+    } else {
+        plan.view.count = plan.columns.row_bytes * plan.columns.rows;
+        plan.view.detail = hash_of(plan.columns);
+        if (plan.kind == Kind::kAllGather) prefer_huge_pages(plan.out, plan.view.count);
     }
-    if (!read_widths(args[3], ranks, v[2], &plan.columns)) return nullptr;
-    if (!read_widths(args[4], ranks, v[2], &plan.out_columns)) return nullptr;
-    plan.view.count = v[2];
-    prefer_huge_pages(plan.out, plan.out_columns.row_bytes * v[2]);
-    return answer(start(object, std::move(plan), code_of(Kind::kAllToAll, type, 0, 0)));
+    return answer(start(object, std::move(plan), code_of(plan.kind, tail[0], tail[1], tail[2])));
 }
 
 // resume(slice_ns) -> status of the call in progress
@@ -318,7 +304,7 @@ PyMethodDef methods[] = {
     METHOD("all_reduce", all_reduce, METH_FASTCALL), METHOD("all_reduce_in_place", all_reduce_in_place, METH_FASTCALL),
     METHOD("reduce", region_reduce, METH_FASTCALL),   METHOD("barrier", region_barrier, METH_NOARGS),
     METHOD("broadcast", region_broadcast, METH_FASTCALL), METHOD("move", region_move, METH_FASTCALL),
-    METHOD("exchange", region_exchange, METH_FASTCALL), METHOD("resume", region_resume, METH_O),
+    METHOD("resume", region_resume, METH_O),
     METHOD("missing", missing, METH_NOARGS),   METHOD("views", views, METH_NOARGS),
     METHOD("widths", widths, METH_NOARGS),     METHOD("close", region_close, METH_O),
     {nullptr, nullptr, 0, nullptr},

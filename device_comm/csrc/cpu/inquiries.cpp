@@ -13,67 +13,48 @@ PyObject* tuple_of(const uint64_t* values, uint32_t count) {
     return tuple;
 }
 
+// Returns a list of what `entry` returns for each rank, without the ranks for which it returns null and sets no exception.
+// The list is empty if the region is closed.
+template <typename Entry>
+PyObject* list_of(PyObject* self, Entry entry) {
+    Object* object = object_of(self);
+    Ref list(PyList_New(0));
+    if (!list || object->is_closed) return list.release();
+    for (uint32_t r = 0; r < object->region->ranks(); ++r) {
+        const Ref item(entry(*object->region, r));
+        if (!item && PyErr_Occurred() == nullptr) continue;
+        if (!item || PyList_Append(list.get(), item.get()) < 0) return nullptr;
+    }
+    return list.release();
+}
+
 }  // namespace
 
 // widths() -> for each rank (sent, received) if its current call is an exchange in its first step, else None
 PyObject* widths(PyObject* self, PyObject*) {
-    Object* object = object_of(self);
-    PyObject* list = PyList_New(0);
-    if (list == nullptr || object->is_closed) return list;
-    SharedRegion& shared = *object->region;
-    for (uint32_t r = 0; r < shared.ranks(); ++r) {
+    return list_of(self, [](SharedRegion& shared, uint32_t r) {
+        const uint32_t ranks = shared.ranks();
         const bool is_exchange = (shared.posted(r).view.code & 0xFF) == static_cast<uint64_t>(Kind::kAllToAll);
         const auto* table = reinterpret_cast<const uint64_t*>(shared.slot(r) + table_offset(shared));
-        PyObject* entry = is_exchange ? Py_BuildValue("(NN)", tuple_of(table, shared.ranks()),
-                                                      tuple_of(table + shared.ranks(), shared.ranks()))
-                                      : Py_NewRef(Py_None);
-        const bool ok = entry != nullptr && PyList_Append(list, entry) == 0;
-        Py_XDECREF(entry);
-        if (!ok) {
-            Py_DECREF(list);
-            return nullptr;
-        }
-    }
-    return list;
+        return is_exchange ? Py_BuildValue("(NN)", tuple_of(table, ranks), tuple_of(table + ranks, ranks))
+                           : Py_NewRef(Py_None);
+    });
 }
 
 // missing() -> ranks that have not posted the current step
 PyObject* missing(PyObject* self, PyObject*) {
-    Object* object = object_of(self);
-    PyObject* list = PyList_New(0);
-    if (list == nullptr || object->is_closed) return list;
-    for (uint32_t r = 0; r < object->region->ranks(); ++r) {
-        if (object->region->has_posted(r)) continue;
-        PyObject* rank = PyLong_FromUnsignedLong(r);
-        if (rank == nullptr || PyList_Append(list, rank) < 0) {
-            Py_XDECREF(rank);
-            Py_DECREF(list);
-            return nullptr;
-        }
-        Py_DECREF(rank);
-    }
-    return list;
+    return list_of(self, [](SharedRegion& shared, uint32_t r) {
+        return shared.has_posted(r) ? nullptr : PyLong_FromUnsignedLong(r);
+    });
 }
 
 // views() -> for each rank (number, code, count, detail) of its current call
 PyObject* views(PyObject* self, PyObject*) {
-    Object* object = object_of(self);
-    PyObject* list = PyList_New(0);
-    if (list == nullptr || object->is_closed) return list;
-    for (uint32_t r = 0; r < object->region->ranks(); ++r) {
-        const View view = object->region->posted(r).view;
-        PyObject* entry = Py_BuildValue("(KKKK)", static_cast<unsigned long long>(view.number),
-                                        static_cast<unsigned long long>(view.code),
-                                        static_cast<unsigned long long>(view.count),
-                                        static_cast<unsigned long long>(view.detail));
-        if (entry == nullptr || PyList_Append(list, entry) < 0) {
-            Py_XDECREF(entry);
-            Py_DECREF(list);
-            return nullptr;
-        }
-        Py_DECREF(entry);
-    }
-    return list;
+    return list_of(self, [](SharedRegion& shared, uint32_t r) {
+        const View& view = shared.posted(r).view;
+        const uint64_t numbers[] = {view.number, view.code, view.count, view.detail};
+        return tuple_of(numbers, 4);
+    });
 }
 
 }  // namespace region

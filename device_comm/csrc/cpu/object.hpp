@@ -1,12 +1,23 @@
-// The Python object that holds one rank's end of a shared region.
+// The Python object that holds one rank's end of a shared region, and what the source files of the module
+// `device_comm._core` share.
 #pragma once
 
 #include <Python.h>
 
+#include "../../../shm_broadcast/csrc/codec/ref.hpp"
 #include "call.hpp"
-#include "module.hpp"
+
+// The status of a call; equal to the constants of the module.
+enum Status : long { kDone = 0, kPending = 1, kDisagree = 2, kClosed = 3, kBusy = 4, kLeft = 5 };
+
+// Each adds a part of the module; returns -1 with an exception set on failure.
+int channels_add(PyObject* module);
+int constants_add(PyObject* module);
+int tensors_add(PyObject* module);
 
 namespace region {
+
+using codec::Ref;
 
 struct Object {
     PyObject_HEAD
@@ -30,8 +41,8 @@ inline uint64_t code_of(Kind kind, uint64_t type, uint64_t op, uint64_t root) {
 // Begins a call and runs it for a first slice. Returns its status; or -1 with an exception set, if no call was begun.
 long start(Object* object, Plan&& plan, uint64_t code);
 
-// Whether a new call may begin; if not, `*status` is the status to return.
-bool is_idle(const Object* object, long* status);
+// Returns kDone if a new call may begin, otherwise the status to return.
+long refusal(const Object* object);
 
 // Sets the kernel of a plan; returns false with an exception set if there is none.
 bool find_kernel(uint64_t type, uint64_t op, bool streaming, Plan* plan);

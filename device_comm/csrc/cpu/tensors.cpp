@@ -6,8 +6,6 @@
 namespace region {
 namespace {
 
-using codec::Ref;
-
 constexpr size_t kMostDtypes = 32;
 
 // Filled once, by `ordinary_tensors`.
@@ -75,9 +73,8 @@ PyObject* made_alike(PyObject* capsule, size_t bytes, unsigned char** data) {
 // Begins the sum unless a call is in progress by now: reading or creating a tensor may run the application's code, such as
 // a finalizer, which may have begun one. Returns as `start`.
 long begin(Object* object, Plan&& plan, uint64_t type) {
-    long status = 0;
-    if (!is_idle(object, &status)) return status;
-    return start(object, std::move(plan), code_of(Kind::kAllReduceOneShot, type, 0, 0));
+    const long status = refusal(object);
+    return status != kDone ? status : start(object, std::move(plan), code_of(Kind::kAllReduceOneShot, type, 0, 0));
 }
 
 // The result of both methods if the tensor is not ordinary: None, or nullptr with an exception set.

@@ -1,4 +1,4 @@
-"""The two ends of a channel between two ranks of one host, and the messages that are on their way through it."""
+"""The two ends of a channel between two ranks of one host, and the messages that are passing through it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from shm_broadcast import _core as rings
 from shm_broadcast import codec
 from shm_broadcast.errors import CommError, DecodeError, InternalError, NativeError, UsageError
 
-# A call polls and yields so long before it sleeps, as the other rank is often about to come.
+# A call polls and yields for this long before it sleeps, because the other rank often comes soon.
 _SPIN_NS: Final = 100_000
-# A waiting call looks for what others send after so long at first, then half as often each time.
+# A waiting call first looks for messages from other ranks after this time. Each later pause is twice as long.
 _FIRST_LOOK_S: Final = 0.001
-# And so often while such a message is under way, or several receivers are served at once.
+# The pause while such a message is arriving, or while the call serves several receivers.
 _BUSY_LOOK_S: Final = 0.0002
-# Who waits for any of several ranks pauses so much longer after each look, up to the second figure.
+# A call that waits for any of several ranks lengthens its pauses by the first value, up to the second.
 _ANY_STEP_S: Final = 0.00002
 _ANY_LONGEST_S: Final = 0.001
-# A thread that writes looks so often whether the channels were closed.
+# How often a thread that writes checks whether the channels were closed.
 _BACKGROUND_SLICE_NS: Final = 20_000_000
-# So many messages are taken in before a waiting call looks after its own again.
+# How many messages a waiting call takes in before it goes on with its own.
 _MOST_AT_ONCE: Final = 64
-# `receive_within` goes on with a message that comes in parts only if it may wait at all.
+# The shortest wait. Without any, `receive_within` would not go on with a message that comes in parts.
 _BARELY_NS: Final = 1
 
 # Takes the place of the memory of a closed channel; every native function refuses it.
@@ -97,7 +97,7 @@ class Receiving:
         self.is_done: bool = False
 
     def arrive(self, value: Any) -> None:
-        """Take the message; what is wrong with it is raised by who waits."""
+        """Take the message. `poll` raises what is wrong with it."""
         try:
             if isinstance(value, _Undecodable):
                 codec.raise_decode_error(value.error)
@@ -105,7 +105,8 @@ class Receiving:
         except CommError as error:
             self._error = error
         except Exception as error:  # noqa: BLE001 - whoever takes the message in may wait for another one
-            # Of ours, as a waiting call would take it for a failure of the transport: the group is intact.
+            # This is a `CommError`, because a waiting call takes any other error for a failure of the transport. The
+            # group is intact.
             self._error = NativeError(
                 f"a message from rank {self.receiver.peer} came, but could not be put in its place: {error}",
                 library="torch",
@@ -188,7 +189,7 @@ class ChannelReceiver:
                     self._sort(value)
                     continue
                 if self._has_ended():
-                    # Perhaps in the middle of a message, of which nothing more will come.
+                    # This may be in the middle of a message, whose rest will not come.
                     raise_left()
             finally:
                 self._lock.release()
@@ -255,7 +256,7 @@ class ReceivingAll:
     """Messages that are awaited from several ranks; see `Pollable`."""
 
     def __init__(self, receivings: Sequence[Receiving]) -> None:
-        """Await all of them; what is wrong with one is left to who asks it."""
+        """Await all of them. Each one raises what is wrong with it when it is polled by itself."""
         self._receivings = list(receivings)
 
     def poll(self, slice_s: float) -> bool:
@@ -295,7 +296,7 @@ class ReceivingAny:
                 raise_left()
             if time.monotonic() >= until:
                 return False
-            # One futex cannot wait for several rings; who waits for long looks a thousand times a second.
+            # One futex cannot wait for several rings. A call that waits for long looks a thousand times a second.
             time.sleep(pause_s)
             pause_s = min(pause_s + _ANY_STEP_S, _ANY_LONGEST_S)
 
@@ -352,22 +353,18 @@ class Sending:
 
         RuntimeError: The receiver has left.
         """
-        message, memory = self._message, self._sender.memory
+        message, sender, before = self._message, self._sender, self._done
         if message is None:
             return False
-        before = self._done
-        try:
-            if before == 0 and is_deserted(memory):
-                raise_left()
-            self._done = self._sender.endpoint.write_some(
-                message.header, message.buffers, before, spin_ns, park_ns, self._tag
-            )
-            if self._done < message.nbytes and self._done == before and is_deserted(memory):
-                raise_left()
-        except ValueError as error:
-            self._sender.crossing.fail_corrupt(self._sender.peer, error)
+        if before == 0:
+            sender.raise_if_deserted()
+        self._done = sender.endpoint.write_some(
+            message.header, message.buffers, before, spin_ns, park_ns, self._tag
+        )
         if self._done == message.nbytes:
             self._finish(None)
+        elif self._done == before:
+            sender.raise_if_deserted()
         return self._done > before
 
     def _finish(self, error: BaseException | None) -> None:
@@ -393,12 +390,8 @@ class Sending:
             raise self._error
         if self.is_owned.is_set():
             return True
-        try:
-            # The thread that writes may not have noticed yet.
-            if is_deserted(self._sender.memory):
-                raise_left()
-        except ValueError as error:
-            self._sender.crossing.fail_corrupt(self._sender.peer, error)
+        # The thread that writes may not have noticed yet.
+        self._sender.raise_if_deserted()
         return False
 
     def poll(self, slice_s: float) -> bool:
@@ -429,12 +422,11 @@ class Writing:
             # With several receivers this waits for one of them, and looks after the others soon.
             is_alone = len(self._open) == 1
             moved = [sending.advance(0, 0) for sending in self._open] if not is_alone else []
-            self._open = [sending for sending in self._open if not sending.is_owned.is_set()]
-            if self._open and not any(moved):
+            if not any(moved):
                 park_ns = look.park_ns() if is_alone else int(_BUSY_LOOK_S * 1e9)
                 if not self._open[0].advance(_SPIN_NS, park_ns) and look.is_over(None):
                     break
-                self._open = [sending for sending in self._open if not sending.is_owned.is_set()]
+            self._open = [sending for sending in self._open if not sending.is_owned.is_set()]
         return not self._open
 
     def pending(self) -> tuple[int, ...]:
@@ -504,6 +496,14 @@ class ChannelSender:
                 first = self._waiting[0]
             first.run()
 
+    def raise_if_deserted(self) -> None:
+        """Raise if the receiver has left."""
+        try:
+            if rings.ring_state(self.memory)[4][0][4] == _LEFT:
+                raise_left()
+        except ValueError as error:
+            self.crossing.fail_corrupt(self.peer, error)
+
     def done(self, sending: Sending) -> None:
         """Forget a message that is owned by the channel, or cannot be sent."""
         with self._lock:
@@ -515,11 +515,6 @@ class ChannelSender:
         self.endpoint.close(_refuse_closed)
         rings.ring_end(self.memory, -1)
         self.memory = NO_RING
-
-
-def is_deserted(memory: mmap.mmap) -> bool:
-    """Return whether the receiver has left. ValueError: There is no ring."""
-    return bool(rings.ring_state(memory)[4][0][4] == _LEFT)
 
 
 def raise_left() -> NoReturn:

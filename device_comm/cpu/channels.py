@@ -1,10 +1,10 @@
 """Point to point between the ranks of one host: for each ordered pair of ranks a ring in memory that both share.
 
-A channel is made by whichever of its two ranks needs it first. It carries whole objects, each with a tag; those of
-one tag arrive in order, and one that is not asked for yet is set aside when it is in the way of another.
+A channel is made by whichever of its two ranks needs it first. It carries whole objects, each with a tag. Objects of
+one tag arrive in order. A receiver sets an object aside if it waits for another one that is behind it.
 
-Whoever waits here, to send or to receive, takes in what others send meanwhile: so messages of any size that cross
-each other, or go round in a circle, make progress as long as every rank involved is in such a call.
+A call that waits here, to send or to receive, meanwhile takes in what other ranks send. Messages of any size that cross
+each other, or form a circle, therefore make progress as long as every rank involved is in such a call.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from shm_broadcast.segment import Segment
 # through. It stays in the second-level caches, so what passes is read before it gets to memory.
 CHANNEL_BYTES: Final = 1 << 20
 
-# Making a channel takes its rank less than 1 ms; the other one looks this often whether it is there.
+# Making a channel takes less than 1 ms. The other rank checks this often whether it is ready.
 _MAKING_S: Final = 0.0001
 _MAKING_DEADLINE_S: Final = 30.0
 
 
-# Takes the place of the table when the channels are closed; every native function refuses it.
+# Replaces the table when the channels are closed; every native function refuses it.
 _NO_TABLE: Final = memoryview(b"")
 
 
@@ -284,27 +284,30 @@ class Channels:
         operation = self._operation("host", f"{name}: open a channel", "with", [peer])
         place = (self._table, self._world_size, src, dst)
         while (found := _core.channel_claim(*place)) == _core.CHANNEL_MAKING:
-            # Again behind each wait: who failed to make it may be trying again.
+            # After each wait this asks again: the rank that failed to make the channel may be trying again.
             making = _Making(self, src, dst, self._health.ranks[peer])
             self._health.wait(operation, making, _MAKING_DEADLINE_S)
         if found == _core.CHANNEL_NONE:
             try:
                 self._segment.reserve(self._place(src, dst), _stride())
-                memory = self._segment.map(self._place(src, dst), _stride())
+                memory = self._map(src, dst)
                 rings.ring_format(memory, 1, int.from_bytes(os.urandom(7)))
             except BaseException:
                 _core.channel_failed(*place)
                 raise
             _core.channel_made(*place)
         else:
-            memory = self._segment.map(self._place(src, dst), _stride())
+            memory = self._map(src, dst)
         if _core.channel_left(self._table, self._world_size, peer):
-            # It ended the channels that it saw; this one may be newer.
+            # That rank ended the channels that it saw; this one may be newer.
             rings.ring_end(memory, -1 if peer == src else 0)
         return memory
 
     def _place(self, src: int, dst: int) -> int:
         return self._offset + (src * self._world_size + dst) * _stride()
+
+    def _map(self, src: int, dst: int) -> mmap.mmap:
+        return self._segment.map(self._place(src, dst), _stride())
 
     def fail_corrupt(self, peer: int, error: Exception) -> NoReturn:
         """Raise for a channel with rank `peer` that holds no ring: it was closed, or else the group breaks."""
@@ -330,17 +333,13 @@ class Channels:
                 sender.close()
             for receiver in self._receivers.values():
                 receiver.close()
+            # Tell the ranks that made channels which this one has not used that it never will.
             for peer in self._others:
-                self._end_unopened(peer)
+                if peer not in self._receivers and self.state(peer, self._rank) == _core.CHANNEL_READY:
+                    rings.ring_end(self._map(peer, self._rank), 0)
+                if peer not in self._senders and self.state(self._rank, peer) == _core.CHANNEL_READY:
+                    rings.ring_end(self._map(self._rank, peer), -1)
             self._table = _NO_TABLE
-
-    def _end_unopened(self, peer: int) -> None:
-        """Tell a rank that made a channel which this one has not used that it never will."""
-        for src, dst, ends in ((peer, self._rank, self._receivers), (self._rank, peer, self._senders)):
-            if peer not in ends and self.state(src, dst) == _core.CHANNEL_READY:
-                rings.ring_end(
-                    self._segment.map(self._place(src, dst), _stride()), 0 if ends is self._receivers else -1
-                )
 
     def end_threads(self, timeout_s: float) -> None:
         """Wait until the threads have ended; behind `close`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -29,24 +28,17 @@ class NcclQueue(DeviceCommunicator):
         library: NcclLibrary,
         streams: Streams,
         progress: Progress | None,
-        connection: NcclConnection | None,
     ) -> None:
         """Prepare; send nothing. The arguments are those of `NcclCommunicator`."""
         super().__init__(context)
-        self._library = library
+        self.library: NcclLibrary = library
         self._streams = streams
         self._current = streams.current
         self._progress = progress
         self._health = context.health
-        self._connection = connection or NcclConnection(context, library, streams, progress)
+        self._connection = NcclConnection(context, library, streams, progress)
         self._collected: Collected | None = None
         self._receives: list[Receive] = []
-
-    @contextmanager
-    def on_stream(self, stream: Any) -> Iterator[None]:
-        """Make `stream`, torch's object or its number, the current one, and queue the calls in this context on it."""
-        with self._streams.use(stream):
-            yield
 
     @contextmanager
     def group(self) -> Iterator[None]:
@@ -58,12 +50,8 @@ class NcclQueue(DeviceCommunicator):
         if self._collected is not None:
             yield
             return
-        receives, self._receives = self._receives, []
-        try:
-            # Deferred receives stay deferred, as in `_isend`: the peer may send only after it has got this group.
-            self._begin("group", connects=True)
-        finally:
-            self._receives = receives
+        # Deferred receives stay deferred, as in `_isend`: the peer may send only after it has got this group.
+        self._begin("group", connects=True, flushes=False)
         self._connection.hot = None
         collected = self._collected = Collected()
         try:
@@ -78,8 +66,8 @@ class NcclQueue(DeviceCommunicator):
         for finish in collected.finishers:
             finish()
 
-    def _begin(self, name: str, *, connects: bool) -> None:
-        """Check that calls are possible, connect if necessary, and queue the deferred receives."""
+    def _begin(self, name: str, *, connects: bool, flushes: bool = True) -> None:
+        """Check that calls are possible, connect if necessary, and with `flushes` queue the deferred receives."""
         self._health.check_usable(name)
         if not self._connection.is_connected and not connects and self.world_size > 2:
             raise UsageError(
@@ -87,7 +75,7 @@ class NcclQueue(DeviceCommunicator):
                 "call; let all call `connect` or a collective first, or create the communicator with eager=True"
             )
         self._connection.connect()
-        if self._receives:
+        if flushes:
             self._flush_receives()
 
     def _rearm(self) -> None:
@@ -116,13 +104,13 @@ class NcclQueue(DeviceCommunicator):
     def _queue(
         self, name: str, posts: Sequence[Post], within_s: float | None, peers: tuple[int, ...] | None
     ) -> None:
-        connection, library = self._connection, self._library
+        connection, library = self._connection, self.library
         stream = self._current()
         with connection.calling(Call(name, peers, within_s)):
             handle = connection.handle()
             if len(posts) == 1:
                 function, arguments, _ = posts[0]
-                status = library.function(function)(*arguments, handle, stream)
+                status = library.functions[function](*arguments, handle, stream)
                 if status:
                     connection.settle(function, status)
             else:
@@ -131,18 +119,18 @@ class NcclQueue(DeviceCommunicator):
                 self._progress.mark(stream)
 
     def _queue_group(self, posts: Sequence[Post], handle: ctypes.c_void_p, stream: int) -> None:
-        connection, library = self._connection, self._library
+        connection, library = self._connection, self.library
         failed = ""
-        status = library.function("ncclGroupStart")()
+        status = library.functions["ncclGroupStart"]()
         if status:
             raise connection.failed("ncclGroupStart", status)
         for function, arguments, _ in posts:
-            status = library.function(function)(*arguments, handle, stream)
+            status = library.functions[function](*arguments, handle, stream)
             if status not in (0, 7):
                 failed = function
                 break
         # Always end the group: an open one would collect all later calls of this thread.
-        ended = library.function("ncclGroupEnd")()
+        ended = library.functions["ncclGroupEnd"]()
         if failed:
             raise connection.failed(failed, status)
         connection.settle("ncclGroupEnd", ended)
@@ -162,12 +150,8 @@ class NcclQueue(DeviceCommunicator):
     # ------------------------------------------------------------------ point to point
 
     def _isend(self, tensor: torch.Tensor, dst: int, timeout_s: float | None) -> Handle:
-        receives, self._receives = self._receives, []
-        try:
-            # Deferred receives stay deferred: the peer may send only after it has received this.
-            self._begin("send", connects=False)
-        finally:
-            self._receives = receives
+        # Deferred receives stay deferred: the peer may send only after it has received this.
+        self._begin("send", connects=False, flushes=False)
         source = dense(tensor)
         if not source.numel():
             return CompletedHandle()

@@ -18,7 +18,6 @@ import torch
 from device_comm.base import SUM, CommunicatorContext
 from device_comm.cuda_settings import cuda_settings
 from device_comm.nccl.batching import NcclQueue
-from device_comm.nccl.connection import NcclConnection
 from device_comm.nccl.dtypes import DATA_TYPES, FP8, FP8_SINCE, UINT8, reduction_code
 from device_comm.nccl.dtypes import SUM as SUM_CODE
 from device_comm.nccl.library import NcclLibrary
@@ -55,7 +54,6 @@ class NcclCommunicator(NcclQueue):
         streams: Streams | None = None,
         progress: Progress | None = None,
         eager: bool = False,
-        connection: NcclConnection | None = None,
     ) -> None:
         """Prepare a communicator; collective only with `eager`.
 
@@ -66,7 +64,6 @@ class NcclCommunicator(NcclQueue):
             streams: The device's streams; defaults to torch's.
             progress: Tells whether queued work is complete; without it only the host's waits have deadlines.
             eager: Connect now.
-            connection: An existing connection of these ranks.
 
         Raises:
             CapabilityError: No usable library was found.
@@ -76,30 +73,19 @@ class NcclCommunicator(NcclQueue):
             library or open_library(cuda_settings(context.cuda).nccl_library),
             streams or TorchStreams(context.device),
             progress,
-            connection,
         )
         self._index = -1 if self.device.type == "cpu" else getattr(self._streams, "index", self.device.index)
         # The fast path of `all_reduce` needs these as ctypes objects; they are converted once.
-        self._all_reduce_function = self._library.function("ncclAllReduce")
+        self._all_reduce_function = self.library.functions["ncclAllReduce"]
         self._summed = {
             dtype: ctypes.c_int(code)
             for dtype, code in DATA_TYPES.items()
-            if dtype not in FP8 or self._library.version >= FP8_SINCE
+            if dtype not in FP8 or self.library.version >= FP8_SINCE
         }
         if eager:
             self._connection.connect()
 
     # ------------------------------------------------------------------ life
-
-    @property
-    def library(self) -> NcclLibrary:
-        """Return the NCCL library in use."""
-        return self._library
-
-    @property
-    def is_connected(self) -> bool:
-        """Return whether the ranks are connected."""
-        return self._connection.is_connected
 
     def connect(self) -> None:
         """Connect the ranks now, instead of in the first collective. Collective."""
@@ -109,65 +95,6 @@ class NcclCommunicator(NcclQueue):
         """Connect, so that the first call of the application does not have to. Collective."""
         del message_bytes
         self._connection.connect()
-
-    def split(
-        self, context: CommunicatorContext | None, *, share_resources: bool = False
-    ) -> NcclCommunicator | None:
-        """Split this group into communicators of disjoint parts, faster than creating new ones.
-
-        *Collective*: all ranks of this group call it. No call may be in flight.
-
-        Args:
-            context: The part that this rank belongs to; None for a rank in no part. All ranks of a part are in
-                this group, and the parts are disjoint.
-            share_resources: Share this communicator's memory and channels, which saves memory. The parts must not
-                outlive it then, and calls on one wait for calls on the other.
-
-        Returns:
-            The part's communicator, connected; None for a rank in no part.
-
-        Raises:
-            UsageError: A rank of the part is not in this group.
-        """
-        color = key = None
-        if context is not None:
-            strangers = [rank for rank in context.ranks if rank not in self.context.ranks]
-            if strangers:
-                raise UsageError(f"split: ranks {strangers} are not in {self.context.name!r}")
-            # The parts are disjoint, so their first ranks differ and can serve as colors.
-            color, key = self.context.ranks.index(context.ranks[0]), context.rank_in_group
-        connection = self._connection.split(color, key or 0, context, share_resources=share_resources)
-        if connection is None or context is None:
-            return None
-        return NcclCommunicator(
-            context,
-            library=self._library,
-            streams=self._streams,
-            progress=self._progress,
-            connection=connection,
-        )
-
-    def suspend(self) -> None:
-        """Release the communicator's device memory until `resume`. Collective; no call may be in flight.
-
-        Raises:
-            CapabilityError: The library is older than 2.29.7; the group is intact.
-        """
-        self._connection.suspend()
-
-    def resume(self) -> None:
-        """Allocate the memory again after `suspend`. Collective."""
-        self._connection.resume()
-
-    def memory_bytes(self) -> int:
-        """Return how many bytes of device memory NCCL holds for this communicator.
-
-        Raises:
-            CapabilityError: The library is older than 2.29.7; the group is intact.
-        """
-        self._library.function("ncclCommMemStats")
-        self._connection.connect()
-        return self._library.memory_statistic(self._connection.handle().value or 0, 3)
 
     def destroy(self) -> None:
         """Wait for queued calls and free the communicator; abort it if that takes longer than 3 s."""
@@ -222,7 +149,7 @@ class NcclCommunicator(NcclQueue):
 
     def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None) -> torch.Tensor:
         self._begin("all_reduce", connects=True)
-        code, red, parts = reduction_code(input_.dtype, op, self._library.version)
+        code, red, parts = reduction_code(input_.dtype, op, self.library.version)
         source = dense(input_)
         result = torch.empty_like(source)
         self._reduce_into("ncclAllReduce", source, result, (code, red), parts, timeout_s)
@@ -238,7 +165,7 @@ class NcclCommunicator(NcclQueue):
             return super().all_reduce_(tensor, op, timeout_s=timeout_s)
         op = self._check_reduction("all_reduce_", tensor, op, timeout_s)
         self._begin("all_reduce_", connects=True)
-        code, red, parts = reduction_code(tensor.dtype, op, self._library.version)
+        code, red, parts = reduction_code(tensor.dtype, op, self.library.version)
         into = tensor.detach()
         self._reduce_into("ncclAllReduce", into, into, (code, red), parts, timeout_s)
         return tensor
@@ -264,7 +191,7 @@ class NcclCommunicator(NcclQueue):
         self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
     ) -> torch.Tensor | None:
         self._begin("reduce", connects=True)
-        code, red, parts = reduction_code(input_.dtype, op, self._library.version)
+        code, red, parts = reduction_code(input_.dtype, op, self.library.version)
         source = dense(input_)
         result = torch.empty_like(source) if self.rank_in_group == dst else None
         self._reduce_into("ncclReduce", source, result, (code, red, dst), parts, timeout_s)
@@ -279,7 +206,7 @@ class NcclCommunicator(NcclQueue):
         timeout_s: float | None,
     ) -> torch.Tensor:
         self._begin("reduce_scatter", connects=True)
-        code, red, parts = reduction_code(input_.dtype, op, self._library.version)
+        code, red, parts = reduction_code(input_.dtype, op, self.library.version)
         rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
         own = rows.new_empty((sizes[self.rank_in_group], *rows.shape[1:]))
         per_row = math.prod(rows.shape[1:]) * parts

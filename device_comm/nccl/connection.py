@@ -16,13 +16,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, NamedTuple, TypeVar
+from functools import partial
+from typing import Final, NamedTuple
 
 import msgspec
 
 from device_comm.base import CommunicatorContext
 from device_comm.health import ANNOUNCE_AFTER_S, Operation
-from device_comm.nccl.library import IN_PROGRESS, NO_COLOR, NcclLibrary, new_config
+from device_comm.nccl.library import IN_PROGRESS, NcclLibrary, new_config
 from device_comm.nccl.streams import Progress, Streams
 from shm_broadcast.errors import (
     CommError,
@@ -30,10 +31,7 @@ from shm_broadcast.errors import (
     DisagreementError,
     InternalError,
     NcclError,
-    UsageError,
 )
-
-Value = TypeVar("Value")
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -74,11 +72,11 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NcclConnection:
-    """One NCCL communicator: connect, watch, split, suspend, close.
+    """One NCCL communicator: connect, watch, close.
 
     Attributes:
         hot: The handle as an argument for calls; None if a call must not take the fast path: not connected,
-            suspended, broken, closed, in a forked child, or while calls are collected.
+            broken, closed, in a forked child, or while calls are collected.
         entered: How many calls have been entered. A call writes `entered` before it reads `hot`, and an abort clears
             `hot` before it reads `entered`, so no call uses a handle that is being freed.
         returned: The value of `entered` of the last call that has left the library.
@@ -107,7 +105,6 @@ class NcclConnection:
         self._streams = streams
         self._comm = 0
         self._handle: ctypes.c_void_p | None = None
-        self._suspended = False
         self._closed = False
         self._aborting = False
         self._settling = False
@@ -116,7 +113,6 @@ class NcclConnection:
         self._keeper: threading.Thread | None = None
         self._seen, self._since = 0, 0.0
         self._health.on_abort(self._on_abort)
-        _disarm_in_children()
         _connections.add(self)
 
     # ------------------------------------------------------------------ connecting
@@ -133,14 +129,9 @@ class NcclConnection:
             DisagreementError: The ranks have different versions of NCCL; the group is intact.
             NcclError: NCCL failed; the text quotes it. The group is intact if rank 0 could not create an id, else
                 broken.
-            UsageError: The communicator is suspended; the group is intact.
             CommTimeoutError: A rank did not call; the group is broken.
         """
         self._health.check_usable("connect")
-        if self._suspended:
-            raise UsageError(
-                f"{self._health.where('a call')}: the communicator is suspended, resume it first"
-            )
         if self.is_connected:
             return
         unique_id = self._agree()
@@ -151,9 +142,14 @@ class NcclConnection:
                 )
             except NcclError as error:
                 raise self._health.explain(self._operation(), error, None) from error
-            self._adopt(comm)
+            self._comm = comm
+            self._keeper = threading.Thread(
+                target=self._keep, name=f"group-coordinator-nccl {self.context.name}", daemon=True
+            )
+            self._keeper.start()
             self.settle("ncclCommInitRankConfig", status)
-        self._ready()
+        self._handle = ctypes.c_void_p(comm)
+        self.rearm()
 
     def _agree(self) -> bytes:
         """Return the id that rank 0 created. All ranks raise if it could not, or if their versions differ."""
@@ -188,17 +184,6 @@ class NcclConnection:
             raise NcclError(text, library=first.library, function=first.function, code=first.code) from mine
         return first.unique_id
 
-    def _adopt(self, comm: int) -> None:
-        self._comm = comm
-        self._keeper = threading.Thread(
-            target=self._keep, name=f"group-coordinator-nccl {self.context.name}", daemon=True
-        )
-        self._keeper.start()
-
-    def _ready(self) -> None:
-        self._handle = ctypes.c_void_p(self._comm)
-        self.rearm()
-
     def handle(self) -> ctypes.c_void_p:
         """Return the handle of a connected communicator. Raises as `check_usable`."""
         handle = self._handle
@@ -210,7 +195,7 @@ class NcclConnection:
     def rearm(self) -> None:
         """Allow the fast path again."""
         self.hot = self._handle
-        if self._aborting or self._closed or self._suspended:
+        if self._aborting or self._closed:
             self.hot = None
 
     # ------------------------------------------------------------------ calling
@@ -231,13 +216,15 @@ class NcclConnection:
         call = self.call
         return Operation("nccl", call.name, self.entered - self.transfers if call.peers is None else 0)
 
-    def settle(self, function: str, status: int, timeout_s: float | None = None) -> None:
+    def settle(self, function: str, status: int) -> None:
         """Finish a call that returned a nonzero `status`: wait while NCCL works in the background, or raise."""
         if status == IN_PROGRESS:
-            within_s = timeout_s or self.call.within_s or self.context.timeout_s
+            within_s = self.call.within_s or self.context.timeout_s
             self._settling = True
             try:
-                self._health.wait(self._operation(), _Background(self, function), within_s)
+                self._health.wait(
+                    self._operation(), _Polled(self, partial(self._poll_state, function)), within_s
+                )
             finally:
                 self._settling = False
         elif status:
@@ -291,17 +278,34 @@ class NcclConnection:
         if now - self._since < ANNOUNCE_AFTER_S:
             return
         left_s = None if within_s is None else max(within_s - (now - self._since), 0.001)
-        self._health.wait(operation, _Queued(self, number), left_s)
+        self._health.wait(operation, _Polled(self, partial(self._poll_progress, number)), left_s)
 
-    def is_past(self, number: int) -> bool:
+    def _poll_state(self, function: str, slice_s: float) -> bool:
+        """Wait up to `slice_s` while NCCL works in the background; return whether it is done."""
+        end = time.monotonic() + slice_s
+        pause = FIRST_POLL_S
+        while self.state(function) == IN_PROGRESS:
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(pause * 2, LAST_POLL_S)
+        return True
+
+    def _poll_progress(self, number: int, slice_s: float) -> bool:
+        """Wait up to `slice_s`; return whether call `number` is past. Called by the keeper."""
+        if not self._is_past(number):
+            self._wake.wait(slice_s)
+        if self._is_past(number):
+            return True
+        self.state("ncclCommGetAsyncError")
+        return False
+
+    def _is_past(self, number: int) -> bool:
         """Return whether call `number` is complete or followed by another, or the keeper is to stop."""
         if self._wake.is_set() or self.entered != number:
             return True
         return self.returned == number and (self.progress is None or self.progress.is_done())
-
-    def pause(self, seconds: float) -> None:
-        """Wait up to `seconds`, or until the keeper is woken."""
-        self._wake.wait(seconds)
 
     def _on_abort(self) -> None:
         # On an orderly close, `close` flushes the queued calls; they must not be aborted here.
@@ -321,66 +325,9 @@ class NcclConnection:
             comm, self._comm = self._comm, 0
         if comm:
             try:
-                self.library.abort(comm)
+                self.library.call("ncclCommAbort", comm)
             except NcclError as error:
                 logger.warning("%s: %s", self._health.where("abort"), error)
-
-    # ------------------------------------------------------------------ splitting, suspending
-
-    def split(
-        self, color: int | None, key: int, context: CommunicatorContext | None, *, share_resources: bool
-    ) -> NcclConnection | None:
-        """Split this communicator into parts; see `NcclCommunicator.split`. Blocks until all its ranks have called."""
-        self.library.function("ncclCommSplit")
-        self.connect()
-        with self.calling(Call("split", None, self.context.timeout_s)):
-            config = new_config(share_resources=share_resources)
-            chosen = NO_COLOR if color is None else color
-            place, status = self._try(
-                "ncclCommSplit", lambda: self.library.split(self._comm, chosen, key, config)
-            )
-            self.settle("ncclCommSplit", status)
-        if context is None:
-            return None
-        if not place.value:
-            raise InternalError(f"{self._health.where('split')}: NCCL made no communicator of color {color}")
-        child = NcclConnection(context, self.library, self._streams, self.progress)
-        with child.calling(Call("connect", None, context.timeout_s)):
-            child._adopt(place.value)
-            child.settle("ncclCommSplit", IN_PROGRESS)
-        child._ready()
-        return child
-
-    def suspend(self) -> None:
-        """Release the device memory until `resume`. Collective; no call may be in flight."""
-        self.library.function("ncclCommSuspend")
-        self._health.check_usable("suspend")
-        if self._suspended or not self.is_connected:
-            return
-        self.hot, self._suspended = None, True
-        with self.calling(Call("suspend", None, self.context.timeout_s)):
-            self.settle(
-                "ncclCommSuspend", self._try("ncclCommSuspend", lambda: self.library.suspend(self._comm))
-            )
-
-    def resume(self) -> None:
-        """Allocate the memory again after `suspend`. Collective."""
-        self.library.function("ncclCommResume")
-        self._health.check_usable("resume")
-        if not self._suspended:
-            return
-        with self.calling(Call("resume", None, self.context.timeout_s)):
-            self.settle(
-                "ncclCommResume", self._try("ncclCommResume", lambda: self.library.resume(self._comm))
-            )
-        self._suspended = False
-        self.rearm()
-
-    def _try(self, function: str, run: Callable[[], Value]) -> Value:
-        try:
-            return run()
-        except NcclError as error:
-            raise self._health.explain(self._operation(), error, None) from error
 
     # ------------------------------------------------------------------ leaving
 
@@ -412,7 +359,7 @@ class NcclConnection:
         try:
             if self._handle is None or self.returned != self.entered:
                 return False
-            self.library.finalize(self._comm)
+            self.library.call("ncclCommFinalize", self._comm, comm=self._comm)
             while self.library.async_error(self._comm) == IN_PROGRESS:
                 if time.monotonic() >= deadline or self._health.is_broken:
                     logger.warning("%s: not flushed within %.0f s", self._health.where("destroy"), FLUSH_S)
@@ -421,69 +368,33 @@ class NcclConnection:
                 time.sleep(pause)
                 pause = min(pause * 2, LAST_POLL_S)
             comm, self._comm = self._comm, 0
-            self.library.destroy(comm)
+            self.library.call("ncclCommDestroy", comm)
         except CommError as error:
             logger.warning("%s: %s", self._health.where("destroy"), error)
             return False
         return True
 
 
-class _Background:
-    """Poll NCCL's work in the background for a call; see `Pollable`."""
+class _Polled:
+    """A call of the library that `poll` waits for; see `Pollable`."""
 
-    def __init__(self, connection: NcclConnection, function: str) -> None:
+    def __init__(self, connection: NcclConnection, poll: Callable[[float], bool]) -> None:
+        self.poll = poll
         self._connection = connection
-        self._function = function
-        self._pause = FIRST_POLL_S
-
-    def poll(self, slice_s: float) -> bool:
-        end = time.monotonic() + slice_s
-        while self._connection.state(self._function) == IN_PROGRESS:
-            left = end - time.monotonic()
-            if left <= 0:
-                return False
-            time.sleep(min(self._pause, left))
-            self._pause = min(self._pause * 2, LAST_POLL_S)
-        return True
-
-    def pending(self) -> Sequence[int] | None:
-        return self._connection.call.peers
-
-
-class _Queued:
-    """Poll, in the keeper, a call that makes no progress; see `Pollable`."""
-
-    def __init__(self, connection: NcclConnection, number: int) -> None:
-        self._connection = connection
-        self._number = number
-
-    def poll(self, slice_s: float) -> bool:
-        if self._connection.is_past(self._number):
-            return True
-        self._connection.pause(slice_s)
-        if not self._connection.is_past(self._number):
-            self._connection.state("ncclCommGetAsyncError")
-            return False
-        return True
 
     def pending(self) -> Sequence[int] | None:
         return self._connection.call.peers
 
 
 _connections: weakref.WeakSet[NcclConnection] = weakref.WeakSet()
-_registered: list[bool] = []
-
-
-def _disarm_in_children() -> None:
-    """Disable the fast path in forked children: the handles belong to the parent."""
-    if not _registered:
-        _registered.append(True)
-        os.register_at_fork(after_in_child=_disarm)
 
 
 def _disarm() -> None:
+    """Disable the fast path in a forked child: the handles belong to the parent."""
     for connection in list(_connections):
         connection.hot = None
 
+
+os.register_at_fork(after_in_child=_disarm)
 
 __all__ = ["Call", "NcclConnection"]

@@ -37,8 +37,7 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def old_stub(tmp_path_factory: pytest.TempPathFactory) -> str:
-    flags = ("-DVERSION=21903", "-DWITHOUT_SPLIT", "-DWITHOUT_SUSPEND")
-    return str(build_stub(tmp_path_factory.mktemp("nccl"), *flags, name="libnccl-old.so"))
+    return str(build_stub(tmp_path_factory.mktemp("nccl"), "-DVERSION=21903", name="libnccl-old.so"))
 
 
 # --- values ---------------------------------------------------------------------------------------------------
@@ -154,10 +153,10 @@ def grouped(rank: int, world_size: int, directory: Path, stub: str) -> None:
         (it.irecv(late, 0) if rank else it.isend(torch.full((1,), 5.0), 1))
         assert it.all_reduce(torch.ones(1)).tolist() == [2.0]
         assert rank == 0 or late.item() == 5.0
-        with it.on_stream(9):
+        assert isinstance(streams, HostStreams)
+        with streams.use(9):
             handle = it.isend(torch.ones(1), peer)
             it.recv((1,), torch.float32, peer)
-        assert isinstance(streams, HostStreams)
         assert streams.waits == []
         handle.wait()
         assert streams.waits == [(7, 9)]
@@ -175,74 +174,36 @@ def test_grouped_and_point_to_point_calls(ranks2: RankPool, stub: str) -> None:
 # --- life -----------------------------------------------------------------------------------------------------
 
 
-def split_and_suspend(rank: int, world_size: int, directory: Path, stub: str) -> None:
+def leave_twice(rank: int, world_size: int, directory: Path, stub: str) -> None:
     with nccl_world(rank, world_size, directory, stub) as (group, it):
-        pair = (0, 2) if rank in (0, 2) else (1, 3) if rank == 1 else None
-        context = None
-        if rank == 3:
-            pair = (1, 3)
-        if pair is not None:
-            context = context_of(group, name="pair", ranks=pair, rank_in_group=pair.index(rank))
-        part = it.split(context)
-        assert part is not None
-        with pytest.raises(UsageError):
-            it.split(context_of(group, ranks=(0, 9), rank_in_group=0))
-        assert part.all_reduce(torch.tensor([float(rank)])).item() == sum(pair or ())
-        if rank in (0, 2):
-            part.send(torch.ones(1)) if rank == 0 else part.recv((1,), torch.float32)
-        # Rank 0 is in no part of this one.
-        rest = it.split(
-            None if rank == 0 else context_of(group, name="rest", ranks=(1, 2, 3), rank_in_group=rank - 1)
-        )
-        assert (rest is None) == (rank == 0)
-        if rest is not None:
-            assert rest.all_reduce(torch.ones(1)).item() == 3.0
-            rest.destroy()
-        part.destroy()
-        it.suspend()
-        it.suspend()
-        for call in (lambda: it.all_reduce(torch.ones(1)), lambda: it.isend(torch.ones(1))):
-            with pytest.raises(UsageError, match="suspended"):
-                call()
-        it.resume()
-        assert it.all_reduce(torch.ones(1)).item() == 4.0
-        assert it.memory_bytes() == 0
+        assert it.all_reduce(torch.ones(1)).item() == 2.0
         group.barrier()
         it.destroy()
         it.destroy()
         calls = stub_of(it.library).stub_calls
-        assert (calls(0), calls(1), calls(2)) == ((0, 3, 3) if rest is not None else (0, 2, 2))
+        assert (calls(0), calls(1), calls(2)) == (0, 1, 1)
 
 
-def test_splitting_suspending_and_leaving(stub: str) -> None:
-    """Parts work, also with ranks in none; a suspended communicator refuses; all are flushed, none aborted."""
-    run_ranks(split_and_suspend, 4, stub)
+def test_leaving_flushes(stub: str) -> None:
+    """The communicator is finalized and freed once, not aborted."""
+    run_ranks(leave_twice, 2, stub)
 
 
-def old_library(rank: int, world_size: int, directory: Path, stub: str) -> list[str]:
-    with nccl_world(rank, world_size, directory, stub) as (group, it):
-        texts = []
+def old_library(rank: int, world_size: int, directory: Path, stub: str) -> str:
+    with nccl_world(rank, world_size, directory, stub) as (_, it):
         fp8 = torch.ones(2).to(torch.float8_e5m2)
-        whole = context_of(group)
-        for call in (lambda: it.split(whole), it.suspend, it.memory_bytes, lambda: it.all_reduce(fp8)):
-            with pytest.raises(CapabilityError) as caught:
-                call()
-            texts.append(str(caught.value))
+        with pytest.raises(CapabilityError) as caught:
+            it.all_reduce(fp8)
         assert it.all_reduce(torch.ones(1)).item() == 2.0
         assert it.all_gather(fp8).float().tolist() == [1.0] * 4
-        return texts
+        return str(caught.value)
 
 
-def test_an_old_library_is_told_by_function_and_version(ranks2: RankPool, old_stub: str) -> None:
+def test_what_an_old_library_lacks_is_told_by_version(ranks2: RankPool, old_stub: str) -> None:
     """What it lacks is a `CapabilityError` that names what is needed, on all ranks; the group is intact."""
-    for split, suspend, statistics, fp8 in ranks2.run(old_library, old_stub):
-        assert "ncclCommSplit needs NCCL 2.18.0" in split
-        assert "ncclCommSuspend needs NCCL 2.29.7" in suspend
-        assert "ncclCommMemStats" in statistics
-        assert "2.24.0" in fp8
-        for text in (split, suspend, statistics):
-            assert "2.19.3" in text
-            assert old_stub in text
+    for text in ranks2.run(old_library, old_stub):
+        assert "2.24.0" in text
+        assert "2.19.3" in text
 
 
 def unfit(rank: int, world_size: int, directory: Path, stub: str, old_stub: str) -> list[str]:

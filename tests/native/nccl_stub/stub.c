@@ -2,7 +2,7 @@
  *
  * The ranks meet in a file that the unique id names: barriers of all ranks, one slot for each rank, and a ring of
  * bytes from each rank to each other. "Streams" are ignored: a call returns when its work is done, so it blocks
- * where NCCL would have queued. Built without symbols by -DWITHOUT_..., which old libraries lack.
+ * where NCCL would have queued.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -31,16 +31,12 @@ static const size_t sizes[TYPES] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
 typedef struct { _Atomic uint64_t written, read; char data[RING]; } Ring;
 typedef struct {
   _Atomic int attached, finalized, arrived, generation, aborted;
-  int color[MAX_RANKS], key[MAX_RANKS];
-  char child[MAX_RANKS][128];
   char slot[MAX_RANKS][SLOT];
   Ring ring[MAX_RANKS][MAX_RANKS];
 } Shared;
 typedef struct Comm {
   Shared *shared;
-  int rank, size, state, aborting, suspended, linger;
-  struct Comm **into; /* where a split puts the new one */
-  struct Comm *child;
+  int rank, size, state, aborting, linger;
   int finalizing;
 } Comm;
 typedef struct { char internal[128]; } Id;
@@ -279,8 +275,8 @@ static int run(Op *all, int many) {
 }
 
 static int post(Op it) {
-  if (!it.comm || it.comm->suspended) {
-    snprintf(last_error, sizeof last_error, "the communicator is suspended or none");
+  if (!it.comm) {
+    snprintf(last_error, sizeof last_error, "there is no communicator");
     return INVALID_USAGE;
   }
   if (it.type < 0 || it.type >= TYPES || it.op < 0 || it.op > 4) return INVALID_ARGUMENT;
@@ -371,7 +367,6 @@ EXPORT int ncclCommGetAsyncError(Comm *comm, int *state) {
   if (*state) return OK;
   if (comm->shared->attached < comm->size) { *state = IN_PROGRESS; return OK; }
   if (comm->linger > 0) { comm->linger--; *state = IN_PROGRESS; return OK; }
-  if (comm->into) { *comm->into = comm->child; comm->into = NULL; }
   if (comm->finalizing && comm->shared->finalized < comm->size) *state = IN_PROGRESS;
   return OK;
 }
@@ -390,33 +385,3 @@ EXPORT int ncclCommDestroy(Comm *comm) {
 }
 /* It frees nothing, because a thread may still be in a call. */
 EXPORT int ncclCommAbort(Comm *comm) { calls[0]++; comm->aborting = 1; return OK; }
-EXPORT int ncclCommCount(Comm *comm, int *count) { *count = comm->size; return OK; }
-EXPORT int ncclCommUserRank(Comm *comm, int *rank) { *rank = comm->rank; return OK; }
-EXPORT int ncclCommCuDevice(Comm *comm, int *device) { *device = 0; return OK; }
-
-#ifndef WITHOUT_SPLIT
-EXPORT int ncclCommSplit(Comm *comm, int color, int key, Comm **into, Config *config) {
-  MAY_FAIL;
-  Shared *shared = comm->shared;
-  shared->color[comm->rank] = color, shared->key[comm->rank] = key;
-  TRY(barrier(comm));
-  int size = 0, rank = 0, first = -1;
-  for (int r = 0; color >= 0 && r < comm->size; r++) {
-    if (shared->color[r] != color) continue;
-    if (first < 0) first = r;
-    size++;
-    rank += shared->key[r] < key || (shared->key[r] == key && r < comm->rank);
-  }
-  if (first == comm->rank) TRY(ncclGetUniqueId((Id *)shared->child[first]));
-  TRY(barrier(comm));
-  *into = NULL, comm->child = NULL;
-  if (color >= 0) TRY(attach(&comm->child, size, (Id *)shared->child[first], rank));
-  comm->into = into, comm->linger = 3;
-  return IN_PROGRESS;
-}
-#endif
-#ifndef WITHOUT_SUSPEND
-EXPORT int ncclCommSuspend(Comm *comm, int flags) { MAY_FAIL; comm->suspended = flags; return OK; }
-EXPORT int ncclCommResume(Comm *comm) { comm->suspended = 0; return OK; }
-EXPORT int ncclCommMemStats(Comm *comm, int which, uint64_t *value) { *value = comm->suspended ? 1 : 0; return OK; }
-#endif

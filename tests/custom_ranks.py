@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 from coordinator.bootstrap.status_store import WorldStatusStore
-from device_comm.cuda.custom.all_reduce import CustomAllReduce, CustomContext
+from device_comm.cuda.custom.all_reduce import CustomAllReduce
+from device_comm.cuda.custom.peer_messages import PeerExchange
+from device_comm.cuda.custom.resources import CustomContext
 from device_comm.cuda.policy.decision import GroupFacts
 from device_comm.cuda.policy.file import MeasuredThreshold, PolicyFile, write_policy_file
 from device_comm.cuda_settings import CudaSettings
@@ -129,7 +131,6 @@ class CustomRank:
             "arch": "sm_90",
             "multiprocessors": MULTIPROCESSORS,
             "has_nvlink": True,
-            "is_verified": True,
             "is_exportable": True,
             "is_deterministic": settings.get("deterministic", False),
         }
@@ -155,9 +156,7 @@ class CustomRank:
             CustomContext(
                 driver=self.driver,
                 health=self.health,
-                rank_in_group=self.rank,
-                ranks=self.ranks,
-                exchange=self.exchange,
+                peers=PeerExchange(self.exchange, self.rank, self.ranks),
                 facts=self.facts,
                 settings=self.settings,
                 timeout_s=20.0,

@@ -260,7 +260,6 @@ def _cuda_paths(drivers: Any, settings: Any) -> Any:
             arch=facts.arch,
             multiprocessors=facts.multiprocessors,
             has_nvlink=has_nvlink and len(drivers) > 1,
-            is_verified=True,
             is_exportable=True,
             is_deterministic=cuda.deterministic,
             is_enabled=cuda.custom_all_reduce,

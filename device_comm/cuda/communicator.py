@@ -6,11 +6,12 @@ stream, both eagerly and in CUDA graphs.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
@@ -19,8 +20,10 @@ from device_comm.base import SUM, CallPath, CommunicatorContext
 from device_comm.cuda.custom.all_reduce import CustomAllReduce
 from device_comm.cuda.custom.launches import CubinSource
 from device_comm.cuda.driver import Driver
+from device_comm.cuda.driver_bindings import CudaDriver
 from device_comm.cuda.event_progress import EventProgress
-from device_comm.cuda.policy.decision import Algorithm, GroupFacts, OperationName, Plan
+from device_comm.cuda.policy.decision import GroupFacts
+from device_comm.cuda.policy.table import Operation
 from device_comm.cuda.setup import build_custom
 from device_comm.cuda_settings import cuda_settings
 from device_comm.nccl.communicator import NcclCommunicator
@@ -51,7 +54,6 @@ class CudaCommunicator(NcclCommunicator):
     """
 
     algorithm = "custom kernels and nccl"
-    needs_process_group = False
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class CudaCommunicator(NcclCommunicator):
             streams: As for `NcclCommunicator`.
             cubin: Returns compiled kernels; defaults to NVRTC with a cache on disk.
         """
-        self._open = open_driver or self._open_cuda
+        self._open = open_driver or functools.partial(CudaDriver, context.device.index or 0)
         self._opened: Driver | None = None
         self._events = EventProgress(self._driver)
         # With two ranks, both take part in a first send and can connect then. With more, the others would not connect.
@@ -91,11 +93,6 @@ class CudaCommunicator(NcclCommunicator):
         if self._opened is None:
             self._opened = self._open()
         return self._opened
-
-    def _open_cuda(self) -> Driver:
-        from device_comm.cuda.driver_bindings import CudaDriver
-
-        return CudaDriver(self.device.index or 0)
 
     # ------------------------------------------------------------------ choice of the algorithm
 
@@ -136,18 +133,8 @@ class CudaCommunicator(NcclCommunicator):
             return CallPath("undecided", "the first call of the group decides")
         if self._custom is None:
             return CallPath("nccl", self._obstacle)
-        plan = self._plan(operation, dtype, nbytes)  # type: ignore[arg-type]
+        plan = self._custom.plan(cast("Operation", operation), dtype, nbytes, self._current())
         return CallPath(plan.algorithm.value, plan.reason)
-
-    def _plan(
-        self, operation: OperationName, dtype: torch.dtype, nbytes: int, reduction: str = "sum"
-    ) -> Plan:
-        custom = self._custom
-        if custom is None:
-            return Plan(
-                algorithm=Algorithm.NCCL, grid=0, threads=0, piece_bytes=nbytes, reason=self._obstacle
-            )
-        return custom.plan(operation, dtype, nbytes, self._current(), reduction)
 
     def _must_keep_order(self, dtype: torch.dtype, op: ReduceOperation) -> bool:
         is_float = dtype.is_floating_point or dtype.is_complex
@@ -189,7 +176,8 @@ class CudaCommunicator(NcclCommunicator):
     def _with_checks(
         self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None
     ) -> torch.Tensor:
-        is_elsewhere = self._custom is None or (_is_known(input_, self._elsewhere) and not self._is_capturing)
+        is_known = isinstance(input_, torch.Tensor) and (input_.dtype, input_.numel()) in self._elsewhere
+        is_elsewhere = self._custom is None or (is_known and not self._is_capturing)
         if self._is_decided and is_elsewhere and not self._is_deterministic:
             # NCCL's fast path. Sizes that our kernels may carry go through `_all_reduce` below.
             return super().all_reduce(input_, op, timeout_s=timeout_s)
@@ -210,9 +198,10 @@ class CudaCommunicator(NcclCommunicator):
                 source = _aligned(source)
                 result = torch.empty_like(source)
                 arguments = (source.data_ptr(), result.data_ptr(), source.numel(), source.dtype)
-                if custom.all_reduce(*arguments, self._current()):
-                    return result
-            self._tell(self._plan("all_reduce", source.dtype, source.nbytes, op.name.lower()).reason)
+                custom.all_reduce(*arguments, self._current())
+                return result
+            reduction, stream = op.name.lower(), self._current()
+            self._tell(custom.plan("all_reduce", source.dtype, source.nbytes, stream, reduction).reason)
         if self._must_keep_order(source.dtype, op):
             return self._all_reduce_in_order(source, op, timeout_s)
         return super()._all_reduce(source, op, timeout_s)
@@ -283,26 +272,18 @@ class CudaCommunicator(NcclCommunicator):
         timeout_s: float | None,
     ) -> torch.Tensor:
         custom = self._own("reduce_scatter")
-        is_even = len(set(sizes)) == 1
+        if op is not SUM or len(set(sizes)) > 1 or self._collected is not None:
+            custom = None
         keeps_order = self._must_keep_order(input_.dtype, op)
-        if not keeps_order and (
-            custom is None or op is not SUM or not is_even or self._collected is not None
-        ):
+        if custom is None and not keeps_order:
             return super()._reduce_scatter(input_, dim, sizes, op, timeout_s)
         rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
         shape = (sizes[self.rank_in_group], *rows.shape[1:])
-        if (
-            custom is not None
-            and op is SUM
-            and is_even
-            and self._collected is None
-            and custom.carries("reduce_scatter", rows.dtype, rows.nbytes, self._current())
-        ):
+        if custom is not None and custom.carries("reduce_scatter", rows.dtype, rows.nbytes, self._current()):
             rows = _aligned(rows)
             own = rows.new_empty(shape)
-            arguments = (rows.data_ptr(), own.data_ptr(), own.numel(), own.dtype)
-            if custom.reduce_scatter(*arguments, self._current()):
-                return own.movedim(0, dim).contiguous()
+            custom.reduce_scatter(rows.data_ptr(), own.data_ptr(), own.numel(), own.dtype, self._current())
+            return own.movedim(0, dim).contiguous()
         if not keeps_order:
             return super()._reduce_scatter(input_, dim, sizes, op, timeout_s)
         per_row = math.prod(rows.shape[1:])
@@ -346,14 +327,17 @@ class CudaCommunicator(NcclCommunicator):
         self, input_: torch.Tensor, dim: int, sizes: tuple[int, ...], timeout_s: float | None
     ) -> torch.Tensor:
         custom = self._own("all_gather")
-        if custom is None or len(set(sizes)) != 1 or not input_.numel() or self._collected is not None:
-            return super()._all_gather(input_, dim, sizes, timeout_s)
-        if not custom.carries("all_gather", torch.uint8, input_.nbytes, self._current()):
+        if (
+            custom is None
+            or len(set(sizes)) != 1
+            or not input_.numel()
+            or self._collected is not None
+            or not custom.carries("all_gather", torch.uint8, input_.nbytes, self._current())
+        ):
             return super()._all_gather(input_, dim, sizes, timeout_s)
         rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
         result = rows.new_empty((sum(sizes), *rows.shape[1:]))
-        if not custom.all_gather(rows.data_ptr(), result.data_ptr(), rows.nbytes, self._current()):
-            return super()._all_gather(input_, dim, sizes, timeout_s)
+        custom.all_gather(rows.data_ptr(), result.data_ptr(), rows.nbytes, self._current())
         return result.movedim(0, dim).contiguous()
 
     # ------------------------------------------------------------------ capture and life
@@ -434,10 +418,6 @@ class CudaCommunicator(NcclCommunicator):
 def _is_strided(tensor: torch.Tensor) -> bool:
     """Return whether the tensor is dense and contiguous and its memory holds its values as they are."""
     return tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
-
-
-def _is_known(input_: object, elsewhere: set[tuple[torch.dtype, int]]) -> bool:
-    return isinstance(input_, torch.Tensor) and (input_.dtype, input_.numel()) in elsewhere
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,15 +11,17 @@ from typing import Final
 import torch
 
 from device_comm.base import CommunicatorContext
-from device_comm.cuda.custom.all_reduce import CustomAllReduce, CustomContext
+from device_comm.cuda.custom.all_reduce import CustomAllReduce
 from device_comm.cuda.custom.launches import CubinSource
 from device_comm.cuda.custom.peer_access import PROBE_BYTES, verify_peer_access
 from device_comm.cuda.custom.peer_memory import PeerMemory
-from device_comm.cuda.custom.peer_messages import Exchange, Kind, exchange_failure
+from device_comm.cuda.custom.peer_messages import Kind, PeerExchange
+from device_comm.cuda.custom.resources import CustomContext
 from device_comm.cuda.driver import Driver
+from device_comm.cuda.kernel_layout import MAX_WORLD_SIZE, MIN_WORLD_SIZE
 from device_comm.cuda.kernels import KernelCache, KernelVariant
 from device_comm.cuda.policy.decision import GroupFacts
-from device_comm.cuda.topology import GroupTopology, gather_topology, probe
+from device_comm.cuda.topology import gather_topology, probe
 from device_comm.cuda_settings import cuda_settings
 from shm_broadcast.errors import CapabilityError, CommError, InternalError
 
@@ -60,119 +62,91 @@ def build_custom(
         SettingsError: This rank's policy file cannot be used.
         DisagreementError: Another rank's policy file cannot be used, or two of them differ.
     """
-    settings, exchange = cuda_settings(context.cuda), context.exchange
-    if exchange is None:
+    if context.exchange is None:
         raise InternalError(f"{context.name!r}: a CUDA group needs a host plane to agree over")
-    if not settings.custom_all_reduce:
+    if not cuda_settings(context.cuda).custom_all_reduce:
         return None, "cuda.custom_all_reduce is off"
-    if not 2 <= context.world_size <= 8:
-        return None, f"the kernels serve 2 to 8 ranks, not {context.world_size}"
+    if not MIN_WORLD_SIZE <= context.world_size <= MAX_WORLD_SIZE:
+        return None, f"the kernels serve 2 to {MAX_WORLD_SIZE} ranks, not {context.world_size}"
+    peers = PeerExchange(context.exchange, context.rank_in_group, context.ranks)
     driver, trouble = None, ""
     try:
         driver = open_driver()
     except CommError as error:
         trouble = str(error)
-    failed = exchange_failure(exchange, trouble, context.ranks)
+    failed = peers.failures(trouble)
     if failed or driver is None:
         return None, failed
     try:
-        return _build(context, exchange, driver, cubin)
+        return _build(context, peers, driver, cubin), ""
     except CapabilityError as error:
         # Equal on all ranks: a rank raises this only after it has told the others.
         return None, str(error)
 
 
 def _build(
-    context: CommunicatorContext,
-    exchange: Exchange,
-    driver: Driver,
-    cubin: CubinSource | None,
-) -> tuple[CustomAllReduce | None, str]:
-    topology = gather_topology(probe(driver), context.ranks, exchange)
+    context: CommunicatorContext, peers: PeerExchange, driver: Driver, cubin: CubinSource | None
+) -> CustomAllReduce:
+    settings = cuda_settings(context.cuda)
+    topology = gather_topology(probe(driver), peers)
     obstacle = topology.why_not_peers()
     if obstacle:
         raise CapabilityError(obstacle, requirement="peer access between all devices")
-    directory = _directory(context)
-    verdict, kind = _verify(context, exchange, driver, directory)
-    if verdict:
-        raise CapabilityError(verdict, requirement="writes that arrive at peers")
+    directory = default_cache_directory() if settings.kernel_cache is None else Path(settings.kernel_cache)
+    kind = _verify(context, peers, driver, directory)
     facts = GroupFacts(
         world_size=context.world_size,
         device_name=topology.device_name,
         arch=topology.arch,
         multiprocessors=topology.multiprocessors,
-        has_nvlink=_has_fast_links(topology),
-        is_verified=True,
+        has_nvlink=topology.has_nvlink,
         # Tensors' memory can be shared by CUDA IPC only, and the region that was just tested shows whether IPC works.
-        is_exportable=_is_exportable(context, exchange, driver) and kind in ("ipc", "local"),
-        is_deterministic=cuda_settings(context.cuda).deterministic,
+        is_exportable=_is_exportable(context, peers, driver) and kind in ("ipc", "local"),
+        is_deterministic=settings.deterministic,
     )
     source, trouble = cubin, ""
     try:
         source = source or _compiled(driver, directory, context.world_size)
     except CommError as error:
         trouble = str(error)
-    failed = exchange_failure(exchange, trouble, context.ranks)
+    failed = peers.failures(trouble)
     if failed or source is None:
         raise CapabilityError(failed, requirement="a cache for compiled kernels")
-    custom = CustomAllReduce.create(
+    return CustomAllReduce.create(
         CustomContext(
             driver=driver,
             health=context.health,
-            rank_in_group=context.rank_in_group,
-            ranks=context.ranks,
-            exchange=exchange,
+            peers=peers,
             facts=facts,
-            settings=cuda_settings(context.cuda),
+            settings=settings,
             timeout_s=context.timeout_s,
             cubin=source,
         )
     )
-    return custom, ""
 
 
-def _has_fast_links(topology: GroupTopology) -> bool:
-    # Ranks that share one device exchange data at the speed of its memory.
-    return topology.has_nvlink or len({device.uuid for device in topology.devices}) == 1
+def _verify(context: CommunicatorContext, peers: PeerExchange, driver: Driver, directory: Path) -> Kind:
+    """Return how memory was shared to test that writes arrive at peers. Collective.
 
-
-def _directory(context: CommunicatorContext) -> Path:
-    chosen = cuda_settings(context.cuda).kernel_cache
-    return default_cache_directory() if chosen is None else Path(chosen)
-
-
-def _verify(
-    context: CommunicatorContext, exchange: Exchange, driver: Driver, directory: Path
-) -> tuple[str, Kind]:
-    """Return why writes to peers do not arrive ("" if they do), and how memory was shared. Collective."""
+    Raises:
+        CapabilityError: They do not arrive, or no memory can be shared; raised on every rank.
+    """
     region = PeerMemory.create(
-        driver,
-        context.rank_in_group,
-        context.ranks,
-        PROBE_BYTES * context.world_size,
-        exchange,
-        timeout_s=context.timeout_s,
+        *(driver, peers, PROBE_BYTES * context.world_size, context.health.lost), timeout_s=context.timeout_s
     )
-    is_over = False
-
-    def meet() -> None:
-        if not is_over:
-            exchange_failure(exchange, "", context.ranks)
-
     try:
-        verdict = verify_peer_access(
-            driver, context.rank_in_group, context.ranks, region.addresses, exchange, directory
-        )
+        failure = verify_peer_access(driver, peers, region.addresses, directory)
     except BaseException:
         # The other ranks may not take part in another round.
-        is_over = True
+        region.close(None)
         raise
-    finally:
-        region.close(None if is_over else meet, context.health.lost)
-    return "" if verdict.works else verdict.reason, region.kind
+    region.close(peers.meet)
+    if failure:
+        raise CapabilityError(failure, requirement="writes that arrive at peers")
+    return region.kind
 
 
-def _is_exportable(context: CommunicatorContext, exchange: Exchange, driver: Driver) -> bool:
+def _is_exportable(context: CommunicatorContext, peers: PeerExchange, driver: Driver) -> bool:
     """Return whether torch's allocator returns memory that peers can map, on every rank. Collective."""
     trouble = ""
     try:
@@ -181,7 +155,7 @@ def _is_exportable(context: CommunicatorContext, exchange: Exchange, driver: Dri
             trouble = "the allocator's memory cannot be exported (expandable segments?)"
     except (CommError, RuntimeError) as error:  # torch has no memory left
         trouble = str(error)
-    return not exchange_failure(exchange, trouble, context.ranks)
+    return not peers.failures(trouble)
 
 
 def _compiled(driver: Driver, directory: Path, world_size: int) -> CubinSource:

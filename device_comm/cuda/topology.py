@@ -17,7 +17,7 @@ from typing import Annotated, Final, Literal, TypeVar
 import msgspec
 
 from device_comm.cpu.shared_memory import host_id
-from device_comm.cuda.custom.peer_messages import Exchange, speak
+from device_comm.cuda.custom.peer_messages import PeerExchange
 from device_comm.cuda.driver import Driver
 from shm_broadcast.errors import CommError
 
@@ -143,21 +143,12 @@ class GroupTopology(msgspec.Struct, frozen=True):
         return min(device.multiprocessors for device in self.devices)
 
     @property
-    def is_one_host(self) -> bool:
-        """Return whether all ranks are on one host."""
-        return bool(self._shared([device.host_id for device in self.devices]))
-
-    @property
-    def shares_devices(self) -> bool:
-        """Return whether two ranks use the same device, which works, but they take turns on it."""
-        known = [device.uuid for device in self.devices if device.uuid]
-        return len(set(known)) < len(known)
-
-    @property
     def has_nvlink(self) -> bool:
-        """Return whether NVLink connects every pair of different devices; an unknown link counts as not NVLink."""
-        kinds = {self.link(one, other) for one, other in self._pairs()}
-        return "nvlink" in kinds and kinds <= {"nvlink", "same device"}
+        """Return whether NVLink connects every pair of different devices; an unknown link counts as not NVLink.
+
+        True if there is only one device: its memory is as fast.
+        """
+        return {self.link(one, other) for one, other in self._pairs()} <= {"nvlink", "same device"}
 
     def link(self, one: int, other: int) -> LinkKind:
         """Return how rank `one` in the group reaches the memory of rank `other`."""
@@ -179,7 +170,7 @@ class GroupTopology(msgspec.Struct, frozen=True):
         An unknown link may work: CUDA IPC also maps memory of devices that are hidden from this process, and peer
         writes are tested before they are used.
         """
-        if not self.is_one_host:
+        if not self._shared([device.host_id for device in self.devices]):
             return "the ranks are on several hosts, or it is unknown on which"
         if not self.arch:
             named = ", ".join(
@@ -203,11 +194,11 @@ class GroupTopology(msgspec.Struct, frozen=True):
         return values[0] if len(set(values)) == 1 else ""
 
 
-def gather_topology(facts: DeviceFacts, ranks: Sequence[int], exchange: Exchange) -> GroupTopology:
-    """Exchange the facts of all ranks. *Collective*; blocks as long as `exchange` does.
+def gather_topology(facts: DeviceFacts, peers: PeerExchange) -> GroupTopology:
+    """Exchange the facts of all ranks. *Collective*; blocks as long as the exchange does.
 
     Raises:
         DecodeError: A rank sent a malformed message; raised on every rank.
-        Others: As `exchange`.
+        Others: As the exchange.
     """
-    return GroupTopology(tuple(ranks), tuple(speak(exchange, facts, ranks)))
+    return GroupTopology(peers.ranks, tuple(peers.gather(facts)))

@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 
 from coordinator.bootstrap.status_store import WorldStatusStore
-from device_comm.cuda.custom.all_reduce import CustomAllReduce, CustomContext
+from device_comm.cuda.custom.all_reduce import CustomAllReduce
 from device_comm.cuda.custom.launches import CubinSource
+from device_comm.cuda.custom.peer_messages import PeerExchange
+from device_comm.cuda.custom.resources import CustomContext
 from device_comm.cuda.driver import PreparedLaunch
 from device_comm.cuda.kernels import KernelCache, KernelVariant
 from device_comm.cuda.policy.decision import GroupFacts
@@ -99,7 +101,6 @@ class StreamWorld:
             # One multiprocessor for each rank stays free, for what else a test launches.
             multiprocessors=blocks or max(1, first.multiprocessors() // self.world_size - 1),
             has_nvlink=True,
-            is_verified=True,
             is_exportable=True,
         )
         of = (directory / "policy.json", self.world_size, self._facts.device_name, self._facts.arch)
@@ -136,9 +137,7 @@ class StreamWorld:
             CustomContext(
                 driver=self.drivers[rank],
                 health=self._healths[rank],
-                rank_in_group=rank,
-                ranks=self.ranks,
-                exchange=lambda data: self._exchange.speak(rank, data),
+                peers=PeerExchange(lambda data: self._exchange.speak(rank, data), rank, self.ranks),
                 facts=self._facts,
                 settings=self._settings,
                 timeout_s=30.0,

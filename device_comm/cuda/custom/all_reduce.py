@@ -6,7 +6,7 @@ about streams, graphs, failures and teardown is there under "Policy and custom a
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import logging
 import struct
 import time
@@ -16,19 +16,15 @@ from typing import Final
 import msgspec
 import torch
 
-from device_comm.cuda.custom.launches import CubinSource, Launch, Launches
-from device_comm.cuda.custom.peer_messages import Exchange, exchange_failure
-from device_comm.cuda.custom.resources import CustomResources, agree_on_policy
+from device_comm.cuda.custom.launches import Launch, Launches
+from device_comm.cuda.custom.resources import CustomContext, CustomResources, agree_on_policy
 from device_comm.cuda.custom.streams import StreamBinding
-from device_comm.cuda.driver import Driver
 from device_comm.cuda.kernel_layout import MAX_BLOCKS, NORM_LANES
-from device_comm.cuda.policy.decision import Algorithm, CallFacts, GroupFacts, OperationName, Plan, choose
-from device_comm.cuda.policy.table import PolicyTable
-from device_comm.cuda_settings import CudaSettings
-from device_comm.health import GroupHealth
+from device_comm.cuda.policy.decision import Algorithm, CallFacts, GroupFacts, Plan, choose
+from device_comm.cuda.policy.table import Operation, PolicyTable
 from shm_broadcast.errors import CapabilityError, ClosedError, CommError, UsageError
 
-__all__ = ["CustomAllReduce", "CustomContext"]
+__all__ = ["CustomAllReduce"]
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -45,44 +41,16 @@ _FLOAT_WORD: Final = struct.Struct("<fI")
 _WORD: Final = struct.Struct("<Q")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CustomContext:
-    """The inputs from which our own collectives are built.
-
-    Attributes:
-        driver: This rank's device.
-        health: The group's shared state.
-        rank_in_group: This rank.
-        ranks: Global ranks, in group order.
-        exchange: All-gathers one message per rank; also used by captures.
-        facts: Facts that all ranks have agreed on; `create` fills in `capacity`.
-        settings: Equal on all ranks, except for paths.
-        timeout_s: The group's deadline in seconds.
-        cubin: Returns compiled kernels.
-    """
-
-    driver: Driver
-    health: GroupHealth
-    rank_in_group: int
-    ranks: tuple[int, ...]
-    exchange: Exchange
-    facts: GroupFacts
-    settings: CudaSettings
-    timeout_s: float
-    cubin: CubinSource
-
-
 class _Route:
     """How calls of one size and dtype are carried; `function_launch` is None if not by our kernels."""
 
-    __slots__ = ("function_launch", "grid", "is_pull", "piece", "plan", "threads")
+    __slots__ = ("function_launch", "grid", "is_pull", "piece", "threads")
 
-    def __init__(self, plan: Plan, launch: Launch | None, piece: int) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, launch: Launch | None) -> None:
         self.function_launch = launch
         self.grid = plan.grid
         self.threads = plan.threads
-        self.piece = piece
+        self.piece = plan.piece_bytes
         self.is_pull = plan.algorithm.is_pull
 
 
@@ -106,7 +74,7 @@ class CustomAllReduce:
         """Use `create`."""
         self.facts: GroupFacts = resources.facts
         self.table = table
-        self._context = context
+        self._peers = context.peers
         self._driver = context.driver
         self._health = context.health
         self._resources = resources
@@ -120,8 +88,8 @@ class CustomAllReduce:
         self._was_raised = False
         self._routes: dict[tuple[str, torch.dtype, int, bool], _Route] = {}
         self._reduce_routes: dict[tuple[torch.dtype, int], _Route] = {}
-        self._fusable: dict[tuple[torch.dtype, int, int, bool], bool] = {}
-        self._plans: dict[tuple[str, torch.dtype, int, str, bool], Plan] = {}
+        self._planned = functools.lru_cache(_MOST_ROUTES)(self._plan)
+        self._fusable = functools.lru_cache(_MOST_ROUTES)(self._can_fuse)
         self._most_blocks = max(1, min(self.facts.multiprocessors, MAX_BLOCKS))
         self._eps, self._eps_word = 0.0, 0
         # Saves creating a bound method on each call.
@@ -131,7 +99,7 @@ class CustomAllReduce:
     def create(cls, context: CustomContext) -> CustomAllReduce:
         """Agree on the policy, map every rank's workspace, load a first kernel. Collective.
 
-        *Blocks* as long as `exchange` does. An exchange follows every step that can fail on one rank, so either all
+        *Blocks* as long as the exchanges do. An exchange follows every step that can fail on one rank, so either all
         ranks get the object or all raise.
 
         Raises:
@@ -140,50 +108,30 @@ class CustomAllReduce:
             CapabilityError: The facts, the memory or the compiler of a rank do not allow it; raised on every rank
                 with the same reason. The group is intact and can use NCCL.
         """
-        obstacle = context.facts.why_not()
-        if obstacle:
-            raise CapabilityError(
-                f"{context.health.where('custom all-reduce')}: {obstacle}", requirement=obstacle
-            )
-        table = agree_on_policy(
-            context.settings, context.facts, context.ranks, context.exchange, context.health.where
-        )
-        resources = CustomResources.create(
-            driver=context.driver,
-            health=context.health,
-            rank_in_group=context.rank_in_group,
-            ranks=context.ranks,
-            exchange=context.exchange,
-            facts=context.facts,
-            settings=context.settings,
-            timeout_s=context.timeout_s,
-            cubin=context.cubin,
-        )
-        return cls(context, table, resources)
+        table = agree_on_policy(context)
+        return cls(context, table, CustomResources.create(context))
 
     # ------------------------------------------------------------------ the policy
 
     def plan(
-        self, operation: OperationName, dtype: torch.dtype, nbytes: int, stream: int, reduction: str = "sum"
+        self, operation: Operation, dtype: torch.dtype, nbytes: int, stream: int, reduction: str = "sum"
     ) -> Plan:
         """Return the algorithm for a call and the reason; equal on all ranks. `nbytes` is that of `CallFacts`."""
-        key = (operation, dtype, nbytes, reduction, self._is_captured(stream))
-        plan = self._plans.get(key)
-        if plan is None:
-            call = CallFacts(
-                operation=operation,
-                dtype=str(dtype).removeprefix("torch."),
-                nbytes=nbytes,
-                reduction=reduction,
-                in_graph=key[4],
-            )
-            plan = choose(self.facts, call, self.table)
-            if len(self._plans) >= _MOST_ROUTES:
-                self._plans.clear()
-            self._plans[key] = plan
-        return plan
+        return self._planned(operation, dtype, nbytes, reduction, self._is_captured(stream))
 
-    def _route(self, operation: OperationName, dtype: torch.dtype, nbytes: int, stream: int) -> _Route:
+    def _plan(
+        self, operation: Operation, dtype: torch.dtype, nbytes: int, reduction: str, in_graph: bool
+    ) -> Plan:
+        call = CallFacts(
+            operation=operation,
+            dtype=str(dtype).removeprefix("torch."),
+            nbytes=nbytes,
+            reduction=reduction,
+            in_graph=in_graph,
+        )
+        return choose(self.facts, call, self.table)
+
+    def _route(self, operation: Operation, dtype: torch.dtype, nbytes: int, stream: int) -> _Route:
         key = (operation, dtype, nbytes, self._is_captured(stream))
         route = self._routes.get(key)
         if route is None:
@@ -196,7 +144,7 @@ class CustomAllReduce:
             if len(self._routes) >= _MOST_ROUTES:
                 self._routes.clear()
                 self._reduce_routes.clear()
-            route = self._routes[key] = _Route(plan, launch, plan.piece_bytes)
+            route = self._routes[key] = _Route(plan, launch)
         return route
 
     def _loaded(self, kernel: str, dtype: str, stream: int, operation: str) -> Launch:
@@ -216,7 +164,7 @@ class CustomAllReduce:
         self._health.fail(error)
         return error
 
-    def carries(self, operation: OperationName, dtype: torch.dtype, nbytes: int, stream: int) -> bool:
+    def carries(self, operation: Operation, dtype: torch.dtype, nbytes: int, stream: int) -> bool:
         """Return whether our kernels carry a call, so that a caller can ask before it allocates the result."""
         self.check(operation)
         return self._route(operation, dtype, nbytes, stream).function_launch is not None
@@ -258,7 +206,9 @@ class CustomAllReduce:
         if route.is_pull:
             input_ = self._inputs.note(input_, nbytes, output, stream)
         elif nbytes > route.piece:
-            self._in_pieces(route, launch, input_, output, nbytes, _SIZES[dtype], stream)
+            for offset in range(0, nbytes, route.piece):
+                piece = min(route.piece, nbytes - offset) // _SIZES[dtype]
+                self._queue(route, launch, input_ + offset, output + offset, piece, stream)
             return True
         arguments, first = launch.words, launch.first
         arguments[first] = input_
@@ -269,13 +219,6 @@ class CustomAllReduce:
         except CommError as error:
             raise self._broken(error) from None
         return True
-
-    def _in_pieces(
-        self, route: _Route, launch: Launch, input_: int, output: int, nbytes: int, itemsize: int, stream: int
-    ) -> None:
-        for offset in range(0, nbytes, route.piece):
-            count = min(route.piece, nbytes - offset) // itemsize
-            self._queue(route, launch, input_ + offset, output + offset, count, stream)
 
     def _queue(
         self, route: _Route, launch: Launch, input_: int, output: int, count: int, stream: int
@@ -308,7 +251,7 @@ class CustomAllReduce:
 
     def _simple(
         self,
-        operation: OperationName,
+        operation: Operation,
         input_: int,
         output: int,
         count: int,
@@ -338,22 +281,15 @@ class CustomAllReduce:
         Fused and separate kernels return the same bits, so a deterministic group may fuse too, whatever algorithm
         carries its all-reduces.
         """
-        key = (dtype, rows, hidden, self._is_captured(stream))
-        answer = self._fusable.get(key)
-        if answer is None:
-            call = CallFacts(
-                operation="all_reduce",
-                dtype=str(dtype).removeprefix("torch."),
-                nbytes=rows * hidden * dtype.itemsize,
-                in_graph=key[3],
-            )
-            facts = msgspec.structs.replace(self.facts, is_deterministic=False)
-            is_whole = hidden * dtype.itemsize % 16 == 0
-            answer = is_whole and choose(facts, call, self.table).algorithm is Algorithm.PUSH_ONE_SHOT
-            if len(self._fusable) >= _MOST_ROUTES:
-                self._fusable.clear()
-            self._fusable[key] = answer
-        return answer
+        return self._fusable(rows, hidden, dtype, self._is_captured(stream))
+
+    def _can_fuse(self, rows: int, hidden: int, dtype: torch.dtype, in_graph: bool) -> bool:
+        nbytes = rows * hidden * dtype.itemsize
+        facts = msgspec.structs.replace(self.facts, is_deterministic=False)
+        name = str(dtype).removeprefix("torch.")
+        call = CallFacts(operation="all_reduce", dtype=name, nbytes=nbytes, in_graph=in_graph)
+        is_whole = hidden * dtype.itemsize % 16 == 0
+        return is_whole and choose(facts, call, self.table).algorithm is Algorithm.PUSH_ONE_SHOT
 
     def all_reduce_add_rms_norm(
         self, addresses: Sequence[int], rows: int, hidden: int, eps: float, dtype: torch.dtype, stream: int
@@ -481,7 +417,11 @@ class CustomAllReduce:
             self._launches.load("shards", "float32")
         except CommError as error:
             failure = str(error)
-        self._tell("begin_capture", failure, "kernels for all ranks")
+        failed = self._peers.failures(failure)
+        if failed:
+            raise CapabilityError(
+                f"{self._health.where('begin_capture')}: {failed}", requirement="kernels for all ranks"
+            )
         self._capture_stream = stream
 
     def _families(self) -> tuple[str, ...]:
@@ -506,7 +446,7 @@ class CustomAllReduce:
         """
         self._check_open("finish_capture")
         self._capture_stream = None
-        self._inputs.finish(self._context.exchange)
+        self._inputs.finish()
 
     def abandon_capture(self) -> None:
         """Discard a capture that an exception left; its graphs must not be replayed. Not collective, idempotent."""
@@ -519,12 +459,6 @@ class CustomAllReduce:
                 f"{self._health.where(operation)}: {self._inputs.pending} captured inputs have not been exchanged yet; "
                 "call finish_capture first, on all ranks"
             )
-
-    def _tell(self, operation: str, failure: str, requirement: str) -> None:
-        """Exchange whether a step failed, and raise on all ranks if it failed on any. Collective."""
-        failed = exchange_failure(self._context.exchange, failure, self._context.ranks)
-        if failed:
-            raise CapabilityError(f"{self._health.where(operation)}: {failed}", requirement=requirement)
 
     # ------------------------------------------------------------------ failures
 
@@ -586,8 +520,6 @@ class CustomAllReduce:
         if not self._health.is_broken and self._record.is_clear:
             self._flush(timeout_s)
         self._resources.destroy(None if self._health.is_broken else barrier)
-        for cache in (self._routes, self._reduce_routes, self._plans, self._fusable):
-            cache.clear()
 
     def _flush(self, timeout_s: float) -> None:
         """Wait until the calls on our stream are done, a kernel fails, or `timeout_s` has passed."""

@@ -15,16 +15,9 @@ from typing import Annotated, Final
 import msgspec
 
 from device_comm.cuda.custom.peer_memory import PeerMemory
-from device_comm.cuda.custom.peer_messages import (
-    MAX_TEXT_CHARS,
-    BufferRecord,
-    Exchange,
-    exchange_failure,
-    said,
-    speak,
-)
+from device_comm.cuda.custom.peer_messages import MAX_TEXT_CHARS, BufferRecord, PeerExchange
 from device_comm.cuda.driver import Driver
-from shm_broadcast.errors import CapabilityError, CommError, DisagreementError
+from shm_broadcast.errors import CapabilityError, CommError
 
 __all__ = ["SLOTS", "GraphInputs"]
 
@@ -76,8 +69,7 @@ class GraphInputs:
         self,
         driver: Driver,
         memory: PeerMemory,
-        rank: int,
-        ranks: Sequence[int],
+        peers: PeerExchange,
         staging_offset: int,
         where: Callable[[str], str],
     ) -> None:
@@ -86,15 +78,13 @@ class GraphInputs:
         Args:
             driver: The device.
             memory: The workspaces of all ranks.
-            rank: This rank in the group.
-            ranks: Global ranks, in group order, for texts.
+            peers: The ranks of the group.
             staging_offset: Offset of the staging area in a workspace.
             where: Returns the beginning of an error's text for an operation.
         """
         self._driver = driver
         self._memory = memory
-        self._rank = rank
-        self._ranks = tuple(ranks)
+        self._peers = peers
         self._staging_offset = staging_offset
         self._where = where
         self._table = driver.mem_alloc(SLOTS * _SLOT_BYTES)
@@ -123,16 +113,16 @@ class GraphInputs:
                 requirement="a free slot for a captured input",
             )
         overlaps = address < output + nbytes and output < address + nbytes
-        is_staged = overlaps or bool(self._memory.why_not_exportable(address))
+        is_staged = overlaps or not self._memory.can_export(address)
         if is_staged:
-            staging = self._memory.addresses[self._rank] + self._staging_offset
+            staging = self._memory.addresses[self._peers.rank] + self._staging_offset
             self._driver.memcpy_dtod(staging, address, nbytes, stream)
             address = staging
         self._notes.append(_Note(address, nbytes, is_staged))
         self._used += 1
         return self._table + (self._used - 1) * _SLOT_BYTES
 
-    def finish(self, exchange: Exchange) -> None:
+    def finish(self) -> None:
         """Exchange the recorded inputs, map those of the other ranks, and fill the slots. Collective.
 
         Raises:
@@ -142,53 +132,41 @@ class GraphInputs:
         """
         notes, self._notes = self._notes, []
         first = self._used - len(notes)
-        messages = speak(exchange, self._message(notes), self._ranks)
-        self._check(messages)
+        messages = self._peers.gather(self._message(notes))
+        self._raise_for(self._peers.named([message.failure for message in messages]))
+        # The slots are not compared: they are local to a rank and differ after a capture that failed on some.
+        shapes = [message.sizes for message in messages]
+        if len(set(shapes)) > 1:
+            raise self._peers.disagreement(
+                f"{self._where('graph capture')}: ranks captured different calls",
+                [f"{len(sizes)} pulls, of {list(sizes)[:20]} bytes" for sizes in shapes],
+            )
         failure = ""
         try:
             self._fill(first, notes, messages)
         except CommError as error:
             failure = str(error)
-        self._raise_for(exchange_failure(exchange, failure, self._ranks))
+        self._raise_for(self._peers.failures(failure))
 
     def drop(self) -> None:
         """Discard the recorded inputs of a failed capture. Their slots stay zero, which a replay reports."""
         self._notes.clear()
 
     def free(self) -> None:
-        """Free the table. No graph that uses it may run afterwards. Idempotent."""
-        table, self._table = self._table, 0
-        if table:
-            self._driver.mem_free(table)
+        """Free the table. No graph that uses it may run afterwards."""
+        self._driver.mem_free(self._table)
 
     def _message(self, notes: Sequence[_Note]) -> CaptureMessage:
         handles: dict[int, bytes] = {}
         inputs: list[BufferRecord | None] = []
         try:
             for note in notes:
-                record = None
-                if not note.is_staged:
-                    record = self._memory.record_of(note.address, note.nbytes, handles)
-                inputs.append(record)
-        except CommError as error:
-            return CaptureMessage(str(error)[:MAX_TEXT_CHARS])
-        except ValueError as error:
-            return CaptureMessage(f"an input of {notes[len(inputs)].nbytes} bytes: {error}")
+                own = None if note.is_staged else self._memory.record_of(note.address, note.nbytes, handles)
+                inputs.append(own)
+        except (CommError, ValueError) as error:
+            text = f"an input of {notes[len(inputs)].nbytes} bytes: {error}"
+            return CaptureMessage(text[:MAX_TEXT_CHARS])
         return CaptureMessage("", tuple(note.nbytes for note in notes), tuple(inputs))
-
-    def _check(self, messages: Sequence[CaptureMessage]) -> None:
-        self._raise_for(said([message.failure for message in messages], self._ranks))
-        # The slots are not compared: they are local to a rank and differ after a capture that failed on some.
-        shapes = [message.sizes for message in messages]
-        if any(shape != shapes[0] for shape in shapes):
-            views = {
-                rank: f"{len(sizes)} pulls, of {list(sizes)[:20]} bytes"
-                for rank, sizes in zip(self._ranks, shapes, strict=True)
-            }
-            listed = "; ".join(f"rank {rank}: {view}" for rank, view in views.items())
-            raise DisagreementError(
-                f"{self._where('graph capture')}: ranks captured different calls: {listed}", views=views
-            )
 
     def _raise_for(self, failure: str) -> None:
         if failure:
@@ -202,9 +180,11 @@ class GraphInputs:
         if not notes:
             return
         addresses = [
-            [self._address(rank, each) for each in message.inputs] for rank, message in enumerate(messages)
+            [self._address(rank, each) for each in message.inputs]
+            if rank != self._peers.rank
+            else [note.address for note in notes]
+            for rank, message in enumerate(messages)
         ]
-        addresses[self._rank] = [note.address for note in notes]
         # A slot has room for the largest group; a kernel reads one address per rank of its group.
         padding = (0,) * (_SLOT_BYTES // 8 - len(messages))
         slots = b"".join(struct.pack("<8Q", *column, *padding) for column in zip(*addresses, strict=True))
@@ -212,8 +192,6 @@ class GraphInputs:
 
     def _address(self, rank: int, record: BufferRecord | None) -> int:
         """Return the address in this process of another rank's input; map its allocation if necessary."""
-        if rank == self._rank:
-            return 0
         if record is None:
             return self._memory.addresses[rank] + self._staging_offset
         return self._memory.address_of(rank, record)

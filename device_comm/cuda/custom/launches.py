@@ -8,12 +8,10 @@ from typing import Final
 from device_comm.cuda.driver import Driver, PreparedLaunch
 from device_comm.cuda.kernels import FAMILIES, family_of
 
-__all__ = ["KERNEL_DTYPES", "CubinSource", "Launch", "Launches"]
+__all__ = ["CubinSource", "Launch", "Launches"]
 
 CubinSource = Callable[[str, str], bytes]
 """(family of kernels, dtype) -> compiled module for the group's architecture and world size."""
-
-KERNEL_DTYPES: Final = ("float32", "float16", "bfloat16")
 
 _WORD: Final = b"\0" * 8
 

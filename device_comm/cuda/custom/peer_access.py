@@ -16,12 +16,13 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from device_comm.cuda.custom.peer_messages import Exchange, exchange_failure, speak
+from device_comm.cuda.custom.peer_messages import PeerExchange
 from device_comm.cuda.driver import Driver
-from shm_broadcast.errors import CommError, UsageError
+from device_comm.cuda.whole_file import write_whole
+from shm_broadcast.errors import CommError
 from shm_broadcast.liveness import this_process
 
-__all__ = ["PROBE_BYTES", "PeerVerdict", "verify_peer_access"]
+__all__ = ["PROBE_BYTES", "verify_peer_access"]
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -33,20 +34,6 @@ PROBE_BYTES: Final = 4 * _WORDS * _PARTS
 
 # Bounds how much of a result's file is read; a result of eight ranks takes about 500 bytes.
 _MOST_FILE_BYTES: Final = 64 << 10
-
-
-class PeerVerdict(msgspec.Struct, frozen=True):
-    """Whether every rank's writes reach every other rank's memory; equal on all ranks.
-
-    Attributes:
-        works: Whether they do.
-        reason: Which writes do not arrive, or how it is known that all do.
-        from_cache: Whether the result comes from the cache and nothing was tested.
-    """
-
-    works: bool
-    reason: str
-    from_cache: bool
 
 
 class _Known(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -80,14 +67,9 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def verify_peer_access(
-    driver: Driver,
-    rank_in_group: int,
-    ranks: Sequence[int],
-    addresses: Sequence[int],
-    exchange: Exchange,
-    cache_directory: Path | None,
-) -> PeerVerdict:
-    """Test whether each rank's writes into each region arrive; return the result, which is equal on all ranks.
+    driver: Driver, peers: PeerExchange, addresses: Sequence[int], cache_directory: Path | None
+) -> str:
+    """Test whether each rank's writes into each region arrive; return why not, or "". Equal on all ranks.
 
     *Collective*. *Blocks* as long as the exchange does. *Capture*: not allowed. The first `PROBE_BYTES` * world size
     bytes of every region are overwritten and zero afterwards. A result from the cache touches no memory.
@@ -97,40 +79,34 @@ def verify_peer_access(
 
     Args:
         driver: This rank's device.
-        rank_in_group: This rank.
-        ranks: Global ranks of the group.
+        peers: The ranks of the group.
         addresses: Addresses of every rank's region in this process, by rank in the group.
-        exchange: See `Exchange`.
         cache_directory: Directory for results, created with mode 0700 if it does not exist. None keeps no results.
 
     Raises:
-        UsageError: The number of addresses differs from the number of ranks; raised before the first exchange.
         DecodeError: A rank sent a malformed message; raised on every rank.
-        Others: As `exchange`.
+        Others: As the exchange.
     """
-    if len(addresses) != len(ranks):
-        raise UsageError(f"{len(addresses)} addresses for {len(ranks)} ranks")
-    devices = speak(exchange, _Known(driver.uuid(), driver.driver_version()), ranks)
+    devices = peers.gather(_Known(driver.uuid(), driver.driver_version()))
     record = _Record(
-        1, devices[rank_in_group].driver_version, this_process().boot_id, tuple(d.uuid for d in devices), True
+        1, devices[peers.rank].driver_version, this_process().boot_id, tuple(d.uuid for d in devices), True
     )
     path = None if cache_directory is None else _path(cache_directory, record)
-    missing = "nothing is kept" if path is None else _why_unknown(path, record)
-    if not exchange_failure(exchange, missing, ranks):
-        return PeerVerdict(True, "writes between all ranks arrived when they were tried before", True)
+    if not peers.failures("nothing is kept" if path is None else _why_unknown(path, record)):
+        return ""
     try:
-        failure = exchange_failure(exchange, _write(driver, rank_in_group, addresses), ranks)
+        failure = peers.failures(_write(driver, peers.rank, addresses))
         if not failure:
-            failure = exchange_failure(exchange, _look(driver, rank_in_group, ranks, addresses), ranks)
+            failure = peers.failures(_look(driver, peers, addresses))
     finally:
         # No rank accesses the regions any more: all have reported their result, or the group is lost.
-        cleared = _clear(driver, rank_in_group, addresses)
-    failure = failure or exchange_failure(exchange, cleared, ranks)
+        cleared = _clear(driver, addresses[peers.rank], PROBE_BYTES * len(addresses))
+    failure = failure or peers.failures(cleared)
     if failure:
-        return PeerVerdict(False, f"peer access does not work: {failure}", False)
+        return f"peer access does not work: {failure}"
     if path is not None:
         _keep(path, record)
-    return PeerVerdict(True, "writes between all ranks arrived", False)
+    return ""
 
 
 def _word(writer: int, reader: int, part: int) -> int:
@@ -155,27 +131,26 @@ def _write(driver: Driver, rank: int, addresses: Sequence[int]) -> str:
     return ""
 
 
-def _look(driver: Driver, rank: int, ranks: Sequence[int], addresses: Sequence[int]) -> str:
+def _look(driver: Driver, peers: PeerExchange, addresses: Sequence[int]) -> str:
     """Return which writes did not arrive in this rank's region, and which regions of peers cannot be read."""
     lost: list[str] = []
+    own = addresses[peers.rank]
     try:
-        for writer in range(len(ranks)):
-            if driver.memcpy_dtoh(addresses[rank] + PROBE_BYTES * writer, PROBE_BYTES) != _pattern(
-                writer, rank
-            ):
-                lost.append(f"what rank {ranks[writer]} wrote here did not arrive")
+        for writer, (rank, address) in enumerate(zip(peers.ranks, addresses, strict=True)):
+            if driver.memcpy_dtoh(own + PROBE_BYTES * writer, PROBE_BYTES) != _pattern(writer, peers.rank):
+                lost.append(f"what rank {rank} wrote here did not arrive")
             # Read what the peer wrote into its own region.
-            seen = driver.memcpy_dtoh(addresses[writer] + PROBE_BYTES * writer, PROBE_BYTES)
+            seen = driver.memcpy_dtoh(address + PROBE_BYTES * writer, PROBE_BYTES)
             if seen != _pattern(writer, writer):
-                lost.append(f"what is in the memory of rank {ranks[writer]} cannot be read here")
+                lost.append(f"what is in the memory of rank {rank} cannot be read here")
     except CommError as error:
         lost.append(str(error))
     return "; ".join(lost)
 
 
-def _clear(driver: Driver, rank: int, addresses: Sequence[int]) -> str:
+def _clear(driver: Driver, address: int, nbytes: int) -> str:
     try:
-        driver.memset_d32(addresses[rank], 0, PROBE_BYTES // 4 * len(addresses), 0)
+        driver.memset_d32(address, 0, nbytes // 4, 0)
         driver.context_synchronize()
     except CommError as error:
         return str(error)
@@ -215,15 +190,10 @@ def _ignored(path: Path, why: str) -> str:
 
 
 def _keep(path: Path, record: _Record) -> None:
-    """Write the result atomically; several ranks may write the same content at the same time."""
-    part = path.with_suffix(f".{os.getpid()}.{os.urandom(4).hex()}")
+    """Write the result; several ranks may write the same content at the same time."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(record))
-        part.replace(path)
+        write_whole(path, msgspec.json.encode(record))
     except OSError as error:
         # The result is valid; the next start tests again.
         logger.warning("the result of the peer access test was not kept: %s", error)
-        part.unlink(missing_ok=True)

@@ -9,38 +9,25 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Sequence
-from typing import Final, TypeVar
-
-import msgspec
+from contextlib import ExitStack
+from typing import Final
 
 from device_comm.cuda.custom.peer_messages import (
     MAX_TEXT_CHARS,
     BufferRecord,
-    BuffersMessage,
-    Exchange,
     Kind,
     OfferMessage,
+    PeerExchange,
     RegionMessage,
-    exchange_failure,
-    said,
-    speak,
 )
 from device_comm.cuda.driver import Driver
-from shm_broadcast.errors import (
-    CapabilityError,
-    ClosedError,
-    CommError,
-    CudaError,
-    DisagreementError,
-)
+from shm_broadcast.errors import CapabilityError, CommError, CudaError
 from shm_broadcast.liveness import this_process
-from shm_broadcast.segment import Handover, Hello, take_descriptor
+from shm_broadcast.segment import Handover, take_descriptor
 
 __all__ = ["KINDS", "PeerMemory", "attempt"]
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-_Message = TypeVar("_Message", bound=msgspec.Struct)
 
 KINDS: Final[tuple[Kind, ...]] = ("ipc", "vmm")
 """Ways to share memory between processes, the preferred first: legacy IPC needs no thread and no descriptors."""
@@ -54,7 +41,7 @@ class _Descriptor:
 
 
 class PeerMemory:
-    """One region of device memory on each rank, mapped on all ranks of the group, and registered buffers.
+    """One region of device memory on each rank, mapped on all ranks of the group, and parts of other memory.
 
     Use it from one thread at a time. Create it with `create`, and `close` it when nothing in flight uses it.
 
@@ -65,16 +52,15 @@ class PeerMemory:
         addresses: The address of each rank's region in this process, by rank in the group, including its own.
     """
 
-    def __init__(self, driver: Driver, rank_in_group: int, ranks: Sequence[int], exchange: Exchange) -> None:
+    def __init__(self, driver: Driver, peers: PeerExchange, gone: Callable[[], Collection[int]]) -> None:
         """Use `create`."""
         self.kind: Kind = "ipc"
         self.reason: str = ""
         self.nbytes: int = 0
         self.addresses: tuple[int, ...] = ()
         self._driver = driver
-        self._rank = rank_in_group
-        self._ranks = tuple(ranks)
-        self._exchange = exchange
+        self._peers = peers
+        self._gone = gone
         # This rank's region, and whether a peer may have mapped it.
         self._own = 0
         self._is_exposed = False
@@ -83,35 +69,31 @@ class PeerMemory:
         # Peers' regions that were mapped from descriptors: address -> bytes.
         self._mapped: dict[int, int] = {}
         self._shares_buffers = False
-        self._state = "new"
+        self._is_closed = False
 
     @classmethod
     def create(
         cls,
         driver: Driver,
-        rank_in_group: int,
-        ranks: Sequence[int],
+        peers: PeerExchange,
         nbytes: int,
-        exchange: Exchange,
+        gone: Callable[[], Collection[int]],
         *,
         kinds: Sequence[Kind] = KINDS,
         timeout_s: float = 30.0,
-        gone: Callable[[], Collection[int]] | None = None,
     ) -> PeerMemory:
         """Allocate a region on every rank, and map all regions on all ranks.
 
-        *Collective* over the group, with the same `nbytes` and `kinds`. *Blocks* as long as `exchange` does, plus up
+        *Collective* over the group, with the same `nbytes` and `kinds`. *Blocks* as long as the exchanges do, plus up
         to `timeout_s` for each peer whose descriptor is fetched. The memory is not zeroed.
 
         Args:
             driver: This rank's device.
-            rank_in_group: This rank.
-            ranks: Global ranks of the group.
+            peers: The ranks of the group.
             nbytes: Smallest size of each region.
-            exchange: See `Exchange`.
+            gone: Returns the global ranks whose processes have ended; see `close`.
             kinds: The kinds to try between processes, the preferred first.
             timeout_s: Deadline for one peer's descriptor, in seconds.
-            gone: As for `close`, in case a rank is lost during the call.
 
         Raises:
             CapabilityError: No kind works between all ranks; raised on every rank with the same reason. Everything
@@ -119,81 +101,73 @@ class PeerMemory:
             DisagreementError: The ranks request different sizes; raised on every rank. Everything is freed, the
                 group is intact.
             DecodeError: A rank sent a malformed message; raised on every rank.
-            Others: As `exchange`: a rank was lost during the call. This rank's memory is released as by `close`.
+            Others: As the exchange: a rank was lost during the call. This rank's memory is released as by `close`.
         """
-        memory = cls(driver, rank_in_group, ranks, exchange)
+        memory = cls(driver, peers, gone)
         try:
             memory._agree(nbytes, kinds, timeout_s)
         except BaseException:
             # Without a barrier: either no peer has mapped our memory any more, or a rank is lost.
-            memory.close(None, gone)
+            memory.close(None)
             raise
         return memory
 
     # --- agreement --------------------------------------------------------------------------------------------
 
     def _agree(self, nbytes: int, kinds: Sequence[Kind], timeout_s: float) -> None:
-        offers = self._speak(self._offer(nbytes, kinds))
-        sizes = {offer.nbytes for offer in offers}
-        if len(sizes) > 1:
-            raise DisagreementError(
-                f"the ranks ask for regions of different sizes: {sorted(sizes)}",
-                views={
-                    rank: f"{offer.nbytes} bytes" for rank, offer in zip(self._ranks, offers, strict=True)
-                },
+        offers = self._peers.gather(self._offer(nbytes, kinds))
+        if len({offer.nbytes for offer in offers}) > 1:
+            raise self._peers.disagreement(
+                "the ranks ask for regions of different sizes", [f"{offer.nbytes} bytes" for offer in offers]
             )
         reasons: list[str] = []
         for kind in self._candidates(offers, kinds, reasons):
             failure = self._attempt(kind, nbytes, timeout_s)
             if not failure:
-                self.kind = kind
                 self.reason = "; ".join([*reasons, f"{kind}: every rank mapped every region"])
-                self._state = "open"
                 return
             reasons.append(f"{kind}: {failure}")
         raise CapabilityError(
-            f"the ranks {list(self._ranks)} cannot map each other's device memory: {'; '.join(reasons)}",
+            f"the ranks {list(self._peers.ranks)} cannot map each other's device memory: {'; '.join(reasons)}",
             requirement="device memory that peers can map",
         )
 
     def _offer(self, nbytes: int, kinds: Sequence[Kind]) -> OfferMessage:
         """Return the kinds that this rank supports according to its driver. A driver's error only excludes a kind."""
-        can: list[Kind] = ["local"]
+        questions: dict[Kind, Callable[[], bool]] = {
+            "ipc": self._driver.ipc_supported,
+            "vmm": self._driver.vmm_supported,
+        }
         refused: dict[Kind, str] = {}
-        for kind, ask in (("ipc", self._driver.ipc_supported), ("vmm", self._driver.vmm_supported)):
-            name: Kind = "ipc" if kind == "ipc" else "vmm"
-            if name not in kinds:
-                refused[name] = "the settings leave it out"
-                continue
+        for kind, is_supported in questions.items():
             try:
-                if ask():
-                    can.append(name)
-                else:
-                    refused[name] = "the device or its driver does not support it"
+                if kind not in kinds:
+                    refused[kind] = "the settings leave it out"
+                elif not is_supported():
+                    refused[kind] = "the device or its driver does not support it"
             except CommError as error:
-                refused[name] = str(error)[:MAX_TEXT_CHARS]
-        return OfferMessage(nbytes, tuple(can), refused, this_process())
+                refused[kind] = str(error)[:MAX_TEXT_CHARS]
+        supported = (kind for kind in questions if kind not in refused)
+        return OfferMessage(nbytes, ("local", *supported), refused, this_process())
 
     def _candidates(
         self, offers: Sequence[OfferMessage], kinds: Sequence[Kind], reasons: list[str]
     ) -> list[Kind]:
         """Return the kinds that all ranks support, the preferred first. Depends only on the exchanged offers."""
-        processes = [offer.process for offer in offers]
-        self._shares_buffers = all("ipc" in offer.kinds for offer in offers)
-        if all(process == processes[0] for process in processes):
-            self._shares_buffers = True
+        processes = {offer.process for offer in offers}
+        self._shares_buffers = len(processes) == 1 or all("ipc" in offer.kinds for offer in offers)
+        if len(processes) == 1:
             reasons.append("the ranks are in one process")
             return ["local"]
-        if len(set(processes)) < len(processes):
+        if len(processes) < len(offers):
             reasons.append("some ranks, but not all, are in one process")
             return []
-        if not all(processes[0].on_same_host(process) for process in processes):
-            hosts = sorted({process.hostname for process in processes})
-            reasons.append(f"the ranks are on several hosts: {hosts}")
+        if not all(offers[0].process.on_same_host(process) for process in processes):
+            reasons.append(f"the ranks are on several hosts: {sorted({each.hostname for each in processes})}")
             return []
         found: list[Kind] = []
         for kind in kinds:
-            why = said([offer.refused.get(kind, "") for offer in offers], self._ranks)
+            why = self._peers.named([offer.refused.get(kind, "") for offer in offers])
             if why:
                 reasons.append(f"{kind}: {why}")
             else:
@@ -203,41 +177,35 @@ class PeerMemory:
     def _attempt(self, kind: Kind, nbytes: int, timeout_s: float) -> str:
         """Try one kind. Return "" on every rank; or free everything and return the same reason on every rank."""
         self.kind = kind
-        region, handover, descriptor = self._allocate(kind, nbytes)
-        try:
+        with ExitStack() as offered:
+            region = self._allocate(kind, nbytes, offered)
             # From now on a peer may map it.
             self._is_exposed = not region.failure
-            regions = self._speak(region)
-            failure = said([each.failure for each in regions], self._ranks)
+            regions = self._peers.gather(region)
+            failure = self._peers.named([each.failure for each in regions])
             if not failure:
-                failure = self._exchange_failure(self._open_all(kind, regions, timeout_s))
-        finally:
-            if handover is not None:
-                handover.close()
-            if descriptor is not None:
-                os.close(descriptor)
+                failure = self._peers.failures(self._open_all(kind, regions, timeout_s))
         if failure:
-            trouble = self._close_peers()
+            trouble: list[str] = []
+            self._close_peers(trouble)
             # A rank may free its memory only after all ranks have unmapped it.
-            self._exchange_failure("")
+            self._peers.meet()
             self._is_exposed = False
             self._free_own(trouble)
             _report(trouble)
         return failure
 
-    def _allocate(self, kind: Kind, nbytes: int) -> tuple[RegionMessage, Handover | None, int | None]:
-        """Allocate this rank's region; return the message for the peers, the descriptor's sender and the descriptor."""
-        driver = self._driver
-        descriptor = None
+    def _allocate(self, kind: Kind, nbytes: int, offered: ExitStack) -> RegionMessage:
+        """Allocate this rank's region; return the message for the peers. `offered` ends what they fetch it by."""
+        driver, peers = self._driver, self._peers
         try:
             if kind != "vmm":
                 self._own, self.nbytes = driver.mem_alloc(nbytes), nbytes
                 if kind == "local":
-                    index = driver.device_index()
-                    return RegionMessage(nbytes=nbytes, address=self._own, device=index), None, None
+                    return RegionMessage(nbytes=nbytes, address=self._own, device=driver.device_index())
                 if not driver.is_legacy_ipc_capable(self._own):
-                    return RegionMessage("its memory is not exportable by IPC"), None, None
-                return RegionMessage(nbytes=nbytes, handle=driver.ipc_get_handle(self._own)), None, None
+                    return RegionMessage("its memory is not exportable by IPC")
+                return RegionMessage(nbytes=nbytes, handle=driver.ipc_get_handle(self._own))
             granule = driver.vmm_granularity()
             self.nbytes = -(-nbytes // granule) * granule
             handle = driver.vmm_create(self.nbytes)
@@ -247,24 +215,24 @@ class PeerMemory:
             finally:
                 # The mapping and the descriptor keep the memory allocated.
                 driver.vmm_release(handle)
+            offered.callback(os.close, descriptor)
             key = os.urandom(32)
-            others = {rank for rank in range(len(self._ranks)) if rank != self._rank}
-            handover = Handover(_Descriptor(descriptor), key, others, _let_go)
-            return RegionMessage(nbytes=self.nbytes, socket=handover.address, key=key), handover, descriptor
+            others = {rank for rank in range(len(peers.ranks)) if rank != peers.rank}
+            # The descriptor of the peer's process is not needed: the group already watches its ranks' processes.
+            handover = Handover(_Descriptor(descriptor), key, others, lambda _hello, watch: os.close(watch))
+            offered.callback(handover.close)
+            return RegionMessage(nbytes=self.nbytes, socket=handover.address, key=key)
         except (CommError, OSError) as error:
-            if descriptor is not None:
-                os.close(descriptor)
-            return RegionMessage(str(error)[:MAX_TEXT_CHARS]), None, None
+            return RegionMessage(str(error)[:MAX_TEXT_CHARS])
 
     def _open_all(self, kind: Kind, regions: Sequence[RegionMessage], timeout_s: float) -> str:
         """Map the peers' regions; return why one cannot be mapped, or ""."""
         addresses: list[int] = []
         for rank, region in enumerate(regions):
-            if rank == self._rank:
-                addresses.append(self._own)
-                continue
             try:
-                if kind == "ipc":
+                if rank == self._peers.rank:
+                    address = self._own
+                elif kind == "ipc":
                     address = self._open(rank, region.handle)
                 elif kind == "vmm":
                     address = self._fetch(region, timeout_s)
@@ -272,7 +240,7 @@ class PeerMemory:
                     self._driver.enable_peer_access(region.device)
                     address = region.address
             except (CommError, OSError) as error:
-                return f"the memory of rank {self._ranks[rank]} cannot be mapped: {error}"
+                return f"the memory of rank {self._peers.ranks[rank]} cannot be mapped: {error}"
             addresses.append(address)
         self.addresses = tuple(addresses)
         return ""
@@ -285,7 +253,7 @@ class PeerMemory:
         return address
 
     def _fetch(self, region: RegionMessage, timeout_s: float) -> int:
-        descriptor, _, watch = take_descriptor(region.socket, region.key, self._rank, timeout_s)
+        descriptor, _, watch = take_descriptor(region.socket, region.key, self._peers.rank, timeout_s)
         os.close(watch)
         try:
             handle = self._driver.vmm_import(descriptor)
@@ -298,80 +266,16 @@ class PeerMemory:
         self._mapped[address] = region.nbytes
         return address
 
-    # --- registered buffers -----------------------------------------------------------------------------------
+    # --- other memory -----------------------------------------------------------------------------------------
 
-    def why_not_exportable(self, address: int) -> str:
-        """Return why `register` would refuse memory of this rank, or "". Only queries the driver."""
-        if not self._shares_buffers:
-            return "not every rank can export memory by CUDA IPC"
-        if self.kind == "local":
-            return ""
+    def can_export(self, address: int) -> bool:
+        """Return whether peers can map memory of this rank; CUDA IPC cannot export torch's expandable segments."""
+        if not self._shares_buffers or self.kind == "local":
+            return self._shares_buffers
         try:
-            if self._driver.is_legacy_ipc_capable(address):
-                return ""
-        except CudaError as error:
-            return str(error)[:MAX_TEXT_CHARS]
-        return "its memory cannot be exported by CUDA IPC, as that of torch's expandable_segments"
-
-    def register(self, buffers: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
-        """Map buffers of every rank on all ranks, such as the inputs of the all-reduces in a captured graph.
-
-        *Collective*, with buffers of equal number and sizes on every rank. *Blocks* as long as the exchange does.
-        *Capture*: not allowed. The owner keeps the buffers allocated until `close`.
-
-        Args:
-            buffers: (address, bytes) of each buffer, which may begin anywhere within an allocation.
-
-        Returns:
-            For each buffer the addresses of all ranks' buffers in this process, by rank in the group.
-
-        Raises:
-            CapabilityError: A buffer cannot be exported or mapped; raised on every rank, the group is intact.
-            DisagreementError: The ranks registered different sizes; raised on every rank, the group is intact.
-            ClosedError: The memory was closed.
-        """
-        if self._state != "open":
-            raise ClosedError("the peer memory was closed")
-        messages = self._speak(self._export(buffers))
-        failure = said([message.failure for message in messages], self._ranks)
-        if failure:
-            raise CapabilityError(
-                f"a buffer cannot be registered: {failure}", requirement="memory for CUDA IPC"
-            )
-        sizes = [tuple(buffer.nbytes for buffer in message.buffers) for message in messages]
-        if len(set(sizes)) > 1:
-            views = {
-                rank: f"{len(each)} buffers of {sum(each)} bytes"
-                for rank, each in zip(self._ranks, sizes, strict=True)
-            }
-            raise DisagreementError(f"the ranks registered different buffers: {views}", views=views)
-        result: list[tuple[int, ...]] = []
-        trouble: CommError | None = None
-        try:
-            result = self._open_buffers(buffers, [message.buffers for message in messages])
-        except CommError as error:
-            trouble = error
-        failure = self._exchange_failure("" if trouble is None else str(trouble))
-        if failure:
-            raise CapabilityError(
-                f"a registered buffer cannot be opened: {failure}", requirement="memory for CUDA IPC"
-            ) from trouble
-        return result
-
-    def _export(self, buffers: Sequence[tuple[int, int]]) -> BuffersMessage:
-        records: list[BufferRecord] = []
-        handles: dict[int, bytes] = {}
-        for address, nbytes in buffers:
-            why = self.why_not_exportable(address)
-            if why:
-                return BuffersMessage(f"{address:#x}: {why}")
-            try:
-                records.append(self.record_of(address, nbytes, handles))
-            except CudaError as error:
-                return BuffersMessage(str(error)[:MAX_TEXT_CHARS])
-            except ValueError as error:
-                return BuffersMessage(f"{address:#x} with {nbytes} bytes: {error}")
-        return BuffersMessage("", tuple(records))
+            return self._driver.is_legacy_ipc_capable(address)
+        except CudaError:
+            return False
 
     def record_of(self, address: int, nbytes: int, handles: dict[int, bytes]) -> BufferRecord:
         """Return the record by which peers find memory of this rank; `handles` caches handles by base address.
@@ -392,33 +296,9 @@ class PeerMemory:
             return int.from_bytes(record.handle, "little") + record.offset
         return self._open(rank, record.handle) + record.offset
 
-    def _open_buffers(
-        self, buffers: Sequence[tuple[int, int]], records: Sequence[Sequence[BufferRecord]]
-    ) -> list[tuple[int, ...]]:
-        result = []
-        for index, (address, _) in enumerate(buffers):
-            row = []
-            for rank, of_rank in enumerate(records):
-                row.append(address if rank == self._rank else self.address_of(rank, of_rank[index]))
-            result.append(tuple(row))
-        return result
-
-    def _speak(self, message: _Message) -> list[_Message]:
-        return speak(self._exchange, message, self._ranks)
-
-    def _exchange_failure(self, failure: str) -> str:
-        return exchange_failure(self._exchange, failure, self._ranks)
-
     # --- teardown ---------------------------------------------------------------------------------------------
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of this rank's memory that `close` left allocated because a peer may still have mapped them."""
-        return self.nbytes if self._own and self._state == "closed" else 0
-
-    def close(
-        self, barrier: Callable[[], None] | None, gone: Callable[[], Collection[int]] | None = None
-    ) -> None:
+    def close(self, barrier: Callable[[], None] | None) -> None:
         """Synchronize, unmap the peers' memory, call `barrier`, free our own memory. Idempotent; raises nothing.
 
         *Collective* if `barrier` is given. *Blocks* until work in flight is done (kernels have deadlines), and as long
@@ -426,31 +306,29 @@ class PeerMemory:
 
         With legacy IPC it is undefined behaviour to free memory that another process has mapped. The driver unmaps
         the memory of a dead peer, but a living peer may still have it mapped. Without a barrier, or if it fails,
-        IPC memory is therefore freed only if every other rank is among `gone`. Otherwise it stays allocated until the
+        IPC memory is therefore freed only if every other rank is `gone`. Otherwise it stays allocated until the
         process ends, which is logged with its size; call `close` again to retry. Memory from descriptors is
         reference-counted by the driver and freed at once.
 
         Args:
             barrier: Returns when all ranks have unmapped their peers' memory; None if the group is broken.
-            gone: Returns the global ranks whose processes have ended.
         """
         trouble: list[str] = []
-        if self._state != "closed":
-            self._state = "closed"
+        if not self._is_closed:
+            self._is_closed = True
             attempt(trouble, self._driver.context_synchronize)
-            trouble += self._close_peers()
+            self._close_peers(trouble)
             if barrier is not None and attempt(trouble, barrier):
                 self._is_exposed = False
         if self._own:
-            others = {rank for rank in self._ranks if rank != self._ranks[self._rank]}
-            if self.kind == "vmm" or (gone is not None and others <= set(gone())):
+            others = set(self._peers.ranks) - {self._peers.ranks[self._peers.rank]}
+            if self.kind == "vmm" or others <= set(self._gone()):
                 self._is_exposed = False
             self._free_own(trouble)
         _report(trouble)
 
-    def _close_peers(self) -> list[str]:
-        """Unmap all memory of the peers; return the errors."""
-        trouble: list[str] = []
+    def _close_peers(self, trouble: list[str]) -> None:
+        """Unmap all memory of the peers; add the errors to `trouble`."""
         self.addresses = ()
         while self._opened:
             _, address = self._opened.popitem()
@@ -458,7 +336,6 @@ class PeerMemory:
         while self._mapped:
             address, nbytes = self._mapped.popitem()
             attempt(trouble, self._driver.vmm_unmap, address, nbytes)
-        return trouble
 
     def _free_own(self, trouble: list[str]) -> None:
         if not self._own:
@@ -473,11 +350,6 @@ class PeerMemory:
         else:
             attempt(trouble, self._driver.mem_free, self._own)
         self._own = 0
-
-
-def _let_go(_hello: Hello, descriptor: int) -> None:
-    # The descriptor of the peer's process is not needed: the group already watches its ranks' processes.
-    os.close(descriptor)
 
 
 def attempt(trouble: list[str], step: Callable[..., object], *arguments: object) -> bool:

@@ -12,20 +12,10 @@ from typing import Annotated, Final, Literal, TypeVar
 import msgspec
 
 from device_comm.cuda.driver import IPC_HANDLE_BYTES
-from shm_broadcast.errors import DecodeError
+from shm_broadcast.errors import DecodeError, DisagreementError
 from shm_broadcast.liveness import ProcessIdentity
 
-__all__ = [
-    "BufferRecord",
-    "BuffersMessage",
-    "Exchange",
-    "Kind",
-    "OfferMessage",
-    "RegionMessage",
-    "Remark",
-    "exchange_failure",
-    "speak",
-]
+__all__ = ["BufferRecord", "Exchange", "Kind", "OfferMessage", "PeerExchange", "RegionMessage", "Remark"]
 
 Exchange = Callable[[bytes], Sequence[bytes | memoryview]]
 """Collective: returns every rank's bytes in rank order. The lengths differ between ranks. It blocks no longer than its
@@ -38,7 +28,7 @@ MAX_TEXT_CHARS: Final = 1900
 """Most characters of a failure that is sent to the other ranks, below the 2,000 that a message may hold."""
 
 _MOST_BYTES: Final = 8 << 20
-"""Largest message. Records of 65,536 buffers, more than any model has all-reduces in its graphs, take 6 MB."""
+"""Largest message. The records of 4,096 captured inputs take less than 1 MB."""
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 _Address = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -107,13 +97,6 @@ class BufferRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
             raise ValueError("a buffer that ends behind its allocation")
 
 
-class BuffersMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The buffers that a rank registers, or why one of them cannot be registered."""
-
-    failure: _Text = ""
-    buffers: Annotated[tuple[BufferRecord, ...], msgspec.Meta(max_length=1 << 16)] = ()
-
-
 class Remark(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Why a step failed on a rank; empty if it succeeded."""
 
@@ -123,22 +106,51 @@ class Remark(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 _Message = TypeVar("_Message", bound=msgspec.Struct)
 
 
-def speak(exchange: Exchange, message: _Message, ranks: Sequence[int]) -> list[_Message]:
-    """Send `message` to the other ranks and return the messages of all, in rank order. Collective.
+class PeerExchange:
+    """The exchange over the host plane by which the ranks of a group agree.
 
-    Args:
-        exchange: The exchange of the group.
-        message: This rank's message.
-        ranks: Global ranks, for the error's text.
+    `gather`, `failures` and `meet` are collective, and block as long as the exchange does.
 
-    Raises:
-        DecodeError: A rank's bytes are not such a message; raised on every rank, because all see the same bytes.
-        Others: As `exchange`.
+    Attributes:
+        rank: This rank in the group.
+        ranks: Global ranks, in group order.
     """
-    answers = exchange(msgspec.msgpack.encode(message))
-    if len(answers) != len(ranks):
-        raise DecodeError(f"{len(answers)} ranks of {len(ranks)} answered")
-    return [decode(answer, type(message), rank) for answer, rank in zip(answers, ranks, strict=True)]
+
+    def __init__(self, exchange: Exchange, rank_in_group: int, ranks: Sequence[int]) -> None:
+        """Exchange nothing yet."""
+        self.rank: int = rank_in_group
+        self.ranks: tuple[int, ...] = tuple(ranks)
+        self._exchange = exchange
+
+    def gather(self, message: _Message) -> list[_Message]:
+        """Send `message` to the other ranks and return the messages of all, in rank order.
+
+        Raises:
+            DecodeError: A rank's bytes are not such a message; raised on every rank, because all see the same bytes.
+            Others: As `Exchange`.
+        """
+        answers = self._exchange(msgspec.msgpack.encode(message))
+        if len(answers) != len(self.ranks):
+            raise DecodeError(f"{len(answers)} ranks of {len(self.ranks)} answered")
+        return [decode(answer, type(message), rank) for answer, rank in zip(answers, self.ranks, strict=True)]
+
+    def failures(self, failure: str) -> str:
+        """Exchange why a step failed on this rank, or ""; return `named` of all ranks. Raises as `gather`."""
+        return self.named([remark.failure for remark in self.gather(Remark(failure[:MAX_TEXT_CHARS]))])
+
+    def meet(self) -> None:
+        """Wait until all ranks have called this. Raises as `gather`."""
+        self.gather(Remark())
+
+    def named(self, failures: Sequence[str]) -> str:
+        """Return `rank 3: why; rank 5: why` for the ranks that failed; "" if none did."""
+        return "; ".join(f"rank {rank}: {why}" for rank, why in zip(self.ranks, failures, strict=True) if why)
+
+    def disagreement(self, what: str, views: Sequence[str]) -> DisagreementError:
+        """Return the error for ranks that differ, with the view of each."""
+        return DisagreementError(
+            f"{what}: {self.named(views)}", views=dict(zip(self.ranks, views, strict=True))
+        )
 
 
 def decode(data: bytes | memoryview, kind: type[_Message], rank: int) -> _Message:
@@ -153,22 +165,3 @@ def decode(data: bytes | memoryview, kind: type[_Message], rank: int) -> _Messag
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise DecodeError(f"the message of rank {rank} is not a valid {kind.__name__}: {error}") from error
-
-
-def said(failures: Sequence[str], ranks: Sequence[int]) -> str:
-    """Return `rank 3: why; rank 5: why` for those that failed."""
-    return "; ".join(f"rank {rank}: {why}" for rank, why in zip(ranks, failures, strict=True) if why)
-
-
-def exchange_failure(exchange: Exchange, failure: str, ranks: Sequence[int]) -> str:
-    """Exchange why a step failed on this rank ("" if it succeeded); return the ranks' failures. Collective.
-
-    Returns:
-        "" if the step succeeded on all ranks, else the text of `said`; equal on all ranks.
-
-    Raises:
-        DecodeError: As `speak`.
-        Others: As `exchange`.
-    """
-    remarks = speak(exchange, Remark(failure[:MAX_TEXT_CHARS]), ranks)
-    return said([remark.failure for remark in remarks], ranks)

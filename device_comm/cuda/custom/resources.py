@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -11,7 +12,7 @@ import msgspec
 from device_comm.cuda.custom.graph_inputs import GraphInputs
 from device_comm.cuda.custom.launches import CubinSource, Launches
 from device_comm.cuda.custom.peer_memory import PeerMemory, attempt
-from device_comm.cuda.custom.peer_messages import MAX_TEXT_CHARS, Exchange, Kind, exchange_failure, speak
+from device_comm.cuda.custom.peer_messages import MAX_TEXT_CHARS, Kind, PeerExchange
 from device_comm.cuda.driver import Driver
 from device_comm.cuda.error_record import DeathWatch, ErrorRecord
 from device_comm.cuda.kernel_layout import STATE_BYTES, WorkspaceLayout, largest_input, pack_params
@@ -20,14 +21,37 @@ from device_comm.cuda.policy.file import read_policy_file, table_of
 from device_comm.cuda.policy.table import BUILT_IN, PolicyTable
 from device_comm.cuda_settings import CudaSettings
 from device_comm.health import GroupHealth
-from shm_broadcast.errors import CapabilityError, CommError, DisagreementError, UsageError
+from shm_broadcast.errors import CapabilityError, CommError, UsageError
 
-__all__ = ["CustomResources", "PolicyMessage", "agree_on_policy", "capacity_of"]
+__all__ = ["CustomContext", "CustomResources", "PolicyMessage", "agree_on_policy", "capacity_of"]
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 # Descriptors first: a rank may free that memory while a peer still maps it, so leaving a group needs no round.
 _KINDS: Final[tuple[Kind, ...]] = ("vmm", "ipc")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CustomContext:
+    """The inputs from which our own collectives are built.
+
+    Attributes:
+        driver: This rank's device.
+        health: The group's shared state.
+        peers: The ranks of the group; also used by captures.
+        facts: Facts that all ranks have agreed on; `CustomResources.create` fills in `capacity`.
+        settings: Equal on all ranks, except for paths.
+        timeout_s: The group's deadline in seconds.
+        cubin: Returns compiled kernels.
+    """
+
+    driver: Driver
+    health: GroupHealth
+    peers: PeerExchange
+    facts: GroupFacts
+    settings: CudaSettings
+    timeout_s: float
+    cubin: CubinSource
 
 
 def capacity_of(layout: WorkspaceLayout) -> Capacity:
@@ -47,13 +71,7 @@ class PolicyMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     facts: str = ""
 
 
-def agree_on_policy(
-    settings: CudaSettings,
-    facts: GroupFacts,
-    ranks: Sequence[int],
-    exchange: Exchange,
-    where: Callable[[str], str],
-) -> PolicyTable:
+def agree_on_policy(context: CustomContext) -> PolicyTable:
     """Return the policy table after checking that all ranks have equal tables and equal facts. Collective.
 
     Raises:
@@ -61,30 +79,25 @@ def agree_on_policy(
         DisagreementError: Another rank's file cannot be used, or two ranks would decide differently.
     """
     table, trouble = BUILT_IN, None
+    path = context.settings.policy_file
     try:
-        if settings.policy_file is not None:
-            table = table_of(read_policy_file(settings.policy_file), facts, settings.policy_file)
+        if path is not None:
+            table = table_of(read_policy_file(path), context.facts, path)
     except CommError as error:
         trouble = error
     own = PolicyMessage(
         "" if trouble is None else str(trouble)[:MAX_TEXT_CHARS],
         table.origin[:MAX_TEXT_CHARS],
         policy_digest(table),
-        msgspec.json.encode(facts, order="deterministic").decode(),
+        msgspec.json.encode(context.facts, order="deterministic").decode(),
     )
-    messages = speak(exchange, own, ranks)
+    messages = context.peers.gather(own)
     if trouble is not None:
         raise trouble
-    differs = any(each.failure or (each.digest, each.facts) != (own.digest, own.facts) for each in messages)
-    if differs:
-        views = {
-            rank: each.failure or f"{each.origin}, digest {each.digest}, facts {each.facts}"
-            for rank, each in zip(ranks, messages, strict=True)
-        }
-        listed = "; ".join(f"rank {rank}: {view}" for rank, view in views.items())
-        raise DisagreementError(
-            f"{where('custom all-reduce')}: ranks would choose their algorithms differently: {listed}",
-            views=views,
+    if any(each.failure or (each.digest, each.facts) != (own.digest, own.facts) for each in messages):
+        raise context.peers.disagreement(
+            f"{context.health.where('custom all-reduce')}: ranks would choose their algorithms differently",
+            [each.failure or f"{each.origin}, digest {each.digest}, facts {each.facts}" for each in messages],
         )
     return table
 
@@ -99,68 +112,53 @@ class CustomResources:
         inputs: The inputs of captured pulls.
     """
 
-    facts: GroupFacts
     launches: Launches
     inputs: GraphInputs
     record: ErrorRecord
 
-    def __init__(self, driver: Driver, health: GroupHealth, rank_in_group: int, ranks: Sequence[int]) -> None:
+    def __init__(self, context: CustomContext, facts: GroupFacts, memory: PeerMemory) -> None:
         """Use `create`."""
-        self._driver = driver
-        self._health = health
-        self._rank = rank_in_group
-        self._ranks = tuple(ranks)
-        self._memory: PeerMemory | None = None
-        self._state = 0
+        self.facts: GroupFacts = facts
+        self._driver = context.driver
+        self._health = context.health
+        self._ranks = context.peers.ranks
+        self._memory = memory
+        self._within_s = context.settings.deadline_s or context.timeout_s
         self._watch: DeathWatch | None = None
         self._untold: CommError | None = None
-        self._within_s = 0.0
+        # What frees the rest, the last created last.
+        self._undo: list[Callable[[], None]] = []
 
     @classmethod
-    def create(
-        cls,
-        *,
-        driver: Driver,
-        health: GroupHealth,
-        rank_in_group: int,
-        ranks: Sequence[int],
-        exchange: Exchange,
-        facts: GroupFacts,
-        settings: CudaSettings,
-        timeout_s: float,
-        cubin: CubinSource,
-    ) -> CustomResources:
+    def create(cls, context: CustomContext) -> CustomResources:
         """Create all resources. Collective; either all ranks succeed or all raise.
 
         Raises:
             CapabilityError: Some rank failed; raised on every rank with the same reason.
         """
-        layout = WorkspaceLayout(len(ranks), settings.arena_bytes, settings.staging_bytes)
-        made = cls(driver, health, rank_in_group, ranks)
-        made.facts = msgspec.structs.replace(facts, capacity=capacity_of(layout))
-        made._within_s = settings.deadline_s or timeout_s
+        settings, peers, health = context.settings, context.peers, context.health
+        layout = WorkspaceLayout(len(peers.ranks), settings.arena_bytes, settings.staging_bytes)
+        facts = msgspec.structs.replace(context.facts, capacity=capacity_of(layout))
         # Raises on all ranks or on none.
-        made._memory = PeerMemory.create(
-            *(driver, rank_in_group, ranks, layout.total_bytes, exchange),
+        memory = PeerMemory.create(
+            *(context.driver, peers, layout.total_bytes, health.lost),
             kinds=_KINDS,
-            timeout_s=timeout_s,
+            timeout_s=context.timeout_s,
         )
-        failure = ""
+        made = cls(context, facts, memory)
         try:
-            made._initialise(layout, cubin)
-        except CommError as error:
-            failure = str(error)
-        except BaseException:
-            made.destroy(None)
-            raise
-        try:
+            failure = ""
+            try:
+                made._initialise(context, layout)
+            except CommError as error:
+                failure = str(error)
             # Also a barrier: no rank pushes into an arena before its owner has filled it with sentinels.
-            failed = exchange_failure(exchange, failure, ranks)
+            failed = peers.failures(failure)
         except BaseException:
             made.destroy(None)
             raise
         if failed:
-            made.destroy(lambda: _synchronize(exchange, ranks))
+            made.destroy(peers.meet)
             raise CapabilityError(
                 f"{health.where('custom all-reduce')}: {failed}",
                 requirement="kernels and memory on all ranks",
@@ -169,32 +167,28 @@ class CustomResources:
         health.on_abort(made._on_abort)
         return made
 
-    def _initialise(self, layout: WorkspaceLayout, cubin: CubinSource) -> None:
-        memory, driver = self._memory, self._driver
-        if memory is None:
-            return
+    def _initialise(self, context: CustomContext, layout: WorkspaceLayout) -> None:
+        memory, driver, rank = self._memory, self._driver, context.peers.rank
         self.record = ErrorRecord(driver)
-        self._state = driver.mem_alloc(STATE_BYTES)
-        driver.memcpy_htod(self._state, bytes(STATE_BYTES))
-        stream = driver.stream_create()
-        try:
-            for offset, value, words in layout.initial_words:
-                driver.memset_d32(memory.addresses[self._rank] + offset, value, words, stream)
-            driver.stream_synchronize(stream)
-        finally:
-            driver.stream_destroy(stream)
+        self._undo.append(self.record.free)
+        state = driver.mem_alloc(STATE_BYTES)
+        self._undo.append(lambda: driver.mem_free(state))
+        driver.memcpy_htod(state, bytes(STATE_BYTES))
+        for offset, value, words in layout.initial_words:
+            driver.memset_d32(memory.addresses[rank] + offset, value, words, 0)
+        driver.context_synchronize()
         params = pack_params(
             layout,
             workspaces=memory.addresses,
-            state=self._state,
+            state=state,
             error=self.record.device_address,
             deadline_ns=int(self._within_s * 1e9),
-            rank=self._rank,
+            rank=rank,
         )
-        self.launches = Launches(driver, cubin, params)
-        self.inputs = GraphInputs(
-            driver, memory, self._rank, self._ranks, layout.staging_offset, self._health.where
-        )
+        self.launches = Launches(driver, context.cubin, params)
+        self._undo.append(self.launches.unload)
+        self.inputs = GraphInputs(driver, memory, context.peers, layout.staging_offset, self._health.where)
+        self._undo.append(self.inputs.free)
         # Loading one module now shows whether the compiler supports the device.
         self.launches.load("two_shot" if self.facts.is_deterministic else "one_shot", "bfloat16")
 
@@ -232,26 +226,11 @@ class CustomResources:
         trouble: list[str] = []
         if self._watch is not None:
             self._watch.stop()
-        record = getattr(self, "record", None)
-        if record is not None:
-            record.abort()
-        inputs: GraphInputs | None = getattr(self, "inputs", None)
+        if hasattr(self, "record"):
+            self.record.abort()
         attempt(trouble, self._driver.context_synchronize)
-        if self._memory is not None:
-            self._memory.close(barrier, self._health.lost)
-        if inputs is not None:
-            attempt(trouble, inputs.free)
-        launches: Launches | None = getattr(self, "launches", None)
-        if launches is not None:
-            attempt(trouble, launches.unload)
-        state, self._state = self._state, 0
-        if state:
-            attempt(trouble, self._driver.mem_free, state)
-        if record is not None:
-            attempt(trouble, record.free)
+        self._memory.close(barrier)
+        while self._undo:
+            attempt(trouble, self._undo.pop())
         if trouble:
             logger.warning("%s: %s", self._health.where("destroy"), "; ".join(trouble))
-
-
-def _synchronize(exchange: Exchange, ranks: Sequence[int]) -> None:
-    exchange_failure(exchange, "", ranks)

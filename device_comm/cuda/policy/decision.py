@@ -10,12 +10,12 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
 from device_comm.cuda.kernel_layout import MAX_BLOCKS, VECTOR_BYTES, blocks_for, work_items
-from device_comm.cuda.policy.table import BUILT_IN, PolicyTable, family_of
+from device_comm.cuda.policy.table import BUILT_IN, Operation, PolicyTable, family_of
 
 __all__ = [
     "Algorithm",
@@ -35,8 +35,6 @@ KERNEL_DTYPES: Final = frozenset({"float32", "float16", "bfloat16"})
 """The dtypes that our kernels can sum."""
 
 _INEXACT: Final = frozenset({"sum", "mean", "product"})
-
-OperationName = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
 
 class Algorithm(enum.StrEnum):
@@ -99,12 +97,10 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         arch: "sm_90"; empty if the architectures differ.
         multiprocessors: The smallest number of multiprocessors of any device.
         has_nvlink: Whether NVLink connects every pair of devices.
-        is_verified: Whether every rank has read back what every other rank wrote.
         is_exportable: Whether the tensor allocator returns memory that peers can map, on every rank.
         is_deterministic: The setting `deterministic`.
         is_enabled: The setting `custom_all_reduce`.
         capacity: The largest calls that fit into the group's memory.
-        obstacle: Why our kernels cannot run in this group, found during setup; empty if they can.
     """
 
     world_size: int
@@ -112,12 +108,10 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     arch: str
     multiprocessors: int
     has_nvlink: bool
-    is_verified: bool
     is_exportable: bool
     is_deterministic: bool = False
     is_enabled: bool = True
     capacity: Capacity = Capacity()
-    obstacle: str = ""
 
     def why_not(self) -> str:
         """Return why our kernels are never used in this group, or an empty text."""
@@ -127,10 +121,6 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             return f"the kernels serve 2 to 8 ranks, not {self.world_size}"
         if not self.arch:
             return "the ranks' devices are of different architectures"
-        if self.obstacle:
-            return self.obstacle
-        if not self.is_verified:
-            return "not every rank could read what every other one wrote into its memory"
         return ""
 
 
@@ -143,16 +133,13 @@ class CallFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         nbytes: Bytes of one rank's input: the message of an all-reduce, the whole input of a reduce-scatter, one
             rank's part of an all-gather.
         reduction: "sum", "mean", "product", "min" or "max"; ignored for an all-gather.
-        is_aligned: Whether input and output begin at multiples of 16 bytes on *all* ranks. A caller makes it true by
-            copying unaligned tensors, which is invisible to the other ranks. Ignored for an all-gather.
         in_graph: Whether the call is captured into a CUDA graph, then on all ranks.
     """
 
-    operation: OperationName
+    operation: Operation
     dtype: str
     nbytes: int
     reduction: str = "sum"
-    is_aligned: bool = True
     in_graph: bool = False
 
     @property
@@ -199,8 +186,6 @@ def _why_not_call(call: CallFacts) -> str:
             return f"the kernels sum, they do not implement {call.reduction}"
         if call.dtype not in KERNEL_DTYPES:
             return f"the kernels sum float32, float16 and bfloat16, not {call.dtype}"
-        if not call.is_aligned:
-            return "the tensors do not begin at multiples of 16 bytes"
     return ""
 
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final
 
 import msgspec
 
 from device_comm.cuda.policy.decision import GroupFacts
-from device_comm.cuda.policy.table import BUILT_IN, AlgorithmName, Link, PolicyTable, Threshold, family_of
+from device_comm.cuda.policy.table import (
+    BUILT_IN,
+    AlgorithmName,
+    Link,
+    Mode,
+    Operation,
+    PolicyTable,
+    Threshold,
+    family_of,
+)
+from device_comm.cuda.whole_file import write_whole
 from shm_broadcast.errors import SettingsError
 
 __all__ = [
@@ -28,11 +36,12 @@ POLICY_VERSION: Final = 1
 MAX_FILE_BYTES: Final = 1 << 20
 MAX_ROWS: Final = 1000
 
-_CARRIERS: Final[dict[str, frozenset[str]]] = {
-    "all_reduce": frozenset({"push_one_shot", "push_two_shot", "pull_one_shot", "pull_two_shot"}),
-    "reduce_scatter": frozenset({"push_reduce_scatter"}),
-    "all_gather": frozenset({"push_all_gather"}),
+# The other algorithms carry an all-reduce.
+_CARRIED: Final[dict[str, Operation]] = {
+    "push_reduce_scatter": "reduce_scatter",
+    "push_all_gather": "all_gather",
 }
+_Text = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 
 
 class MeasuredThreshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,11 +55,16 @@ class MeasuredThreshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         max_bytes: Bytes of the largest call for which it was the fastest.
     """
 
-    operation: Literal["all_reduce", "reduce_scatter", "all_gather"]
+    operation: Operation
     algorithm: AlgorithmName
-    world_size: int
-    mode: Literal["graph", "eager", "any"]
-    max_bytes: int
+    world_size: Annotated[int, msgspec.Meta(ge=2, le=8)]
+    mode: Mode
+    max_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+
+    def __post_init__(self) -> None:
+        """Check that the algorithm carries the operation."""
+        if self.operation != _CARRIED.get(self.algorithm, "all_reduce"):
+            raise ValueError(f"{self.algorithm} cannot carry {self.operation}")
 
 
 class PolicyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,13 +83,13 @@ class PolicyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """
 
     version: int
-    device_name: str
+    device_name: _Text
     arch: str
     link: Link
-    host: str
-    driver: str
-    date: str
-    thresholds: tuple[MeasuredThreshold, ...]
+    host: _Text
+    driver: _Text
+    date: _Text
+    thresholds: Annotated[tuple[MeasuredThreshold, ...], msgspec.Meta(max_length=MAX_ROWS)]
 
     def __post_init__(self) -> None:
         """Check what the types do not express."""
@@ -85,14 +99,8 @@ class PolicyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError(
                 f"arch is {self.arch!r}, but must be that of a device with kernels, such as 'sm_90'"
             )
-        for field in ("device_name", "host", "driver", "date"):
-            if not getattr(self, field) or len(getattr(self, field)) > 200:
-                raise ValueError(f"{field} must be a text of 1 to 200 characters")
-        if len(self.thresholds) > MAX_ROWS:
-            raise ValueError(f"it has {len(self.thresholds)} thresholds, at most {MAX_ROWS} are read")
         seen: set[tuple[str, str, int, str]] = set()
         for row in self.thresholds:
-            _check_row(row)
             for mode in ("graph", "eager") if row.mode == "any" else (row.mode,):
                 key = (row.operation, row.algorithm, row.world_size, mode)
                 if key in seen:
@@ -102,37 +110,17 @@ class PolicyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 seen.add(key)
 
 
-def _check_row(row: MeasuredThreshold) -> None:
-    if row.algorithm not in _CARRIERS[row.operation]:
-        raise ValueError(f"{row.algorithm} cannot carry {row.operation}")
-    if not 2 <= row.world_size <= 8:
-        raise ValueError(f"world_size is {row.world_size}, but must be 2 to 8")
-    if not 0 < row.max_bytes <= 1 << 40:
-        raise ValueError(f"max_bytes is {row.max_bytes}, but must be 1 to {1 << 40}")
-
-
 def write_policy_file(path: str | Path, content: PolicyFile) -> None:
     """Write `content` atomically: a concurrent reader finds the old file or the new one.
 
     Raises:
         SettingsError: The file cannot be written; an older file is unchanged.
     """
-    path = Path(path)
     text = msgspec.json.format(msgspec.json.encode(content), indent=2)
     try:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        # Ranks of other users may read it.
+        write_whole(Path(path), text + b"\n", 0o644)
     except OSError as error:
-        raise SettingsError(f"cannot write the policy file {path}: {error}") from error
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(text + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp creates a private file, but ranks of other users may read this one.
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except OSError as error:
-        Path(temporary).unlink(missing_ok=True)
         raise SettingsError(f"cannot write the policy file {path}: {error}") from error
 
 

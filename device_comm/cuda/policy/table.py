@@ -7,13 +7,16 @@ our kernels. They serve until the `tune` command has measured ours on the machin
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Final, Literal
 
 import msgspec
 
-__all__ = ["BUILT_IN", "Family", "Link", "PolicyTable", "Threshold", "family_of"]
+__all__ = ["BUILT_IN", "Family", "Link", "Mode", "Operation", "PolicyTable", "Threshold", "family_of"]
 
-Family = Literal["ampere", "hopper", "blackwell", ""]
+Operation = Literal["all_reduce", "reduce_scatter", "all_gather"]
+Mode = Literal["graph", "eager", "any"]
+Family = Literal["ampere", "hopper", "blackwell"]
 Link = Literal["nvlink", "pcie"]
 AlgorithmName = Literal[
     "push_one_shot",
@@ -31,7 +34,7 @@ _MIB: Final = 1 << 20
 _FAMILIES: Final[dict[int, Family]] = {8: "ampere", 9: "hopper", 10: "blackwell", 12: "blackwell"}
 
 
-def family_of(arch: str) -> Family:
+def family_of(arch: str) -> Family | Literal[""]:
     """Return the family of an architecture such as "sm_90"; empty if there are no published figures for it."""
     major = arch.removeprefix("sm_")[:-1]
     return _FAMILIES.get(int(major), "") if major.isascii() and major.isdecimal() else ""
@@ -52,13 +55,13 @@ class Threshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         source: The source of the number.
     """
 
-    operation: Literal["all_reduce", "reduce_scatter", "all_gather"]
+    operation: Operation
     algorithm: AlgorithmName
-    family: Literal["ampere", "hopper", "blackwell"]
+    family: Family
     link: Link
     min_world_size: int
     max_world_size: int
-    mode: Literal["graph", "eager", "any"]
+    mode: Mode
     max_bytes: int
     source: str
 
@@ -115,9 +118,11 @@ _PCIE: Final = (
 _FLAGS: Final = "derived: half of the one-shot push's number, as each word travels with a flag"
 _HALF: Final = "derived: the first half of a two-shot push"
 
-_Limits = tuple[tuple[int, int, Literal["graph", "eager", "any"], int], ...]
+# The smallest and the largest group, the mode, the most bytes.
+_Limit = tuple[int, int, Mode, int]
+_Row = tuple[Operation, AlgorithmName, Link, _Limit, str]
 
-_HOPPER_ONE_SHOT: Final[_Limits] = (
+_HOPPER_ONE_SHOT: Final[tuple[_Limit, ...]] = (
     (2, 2, "any", 8 * _MIB),
     (3, 3, "any", 1280 * _KIB),
     (4, 4, "graph", 384 * _KIB),
@@ -125,54 +130,43 @@ _HOPPER_ONE_SHOT: Final[_Limits] = (
     (5, 5, "any", 192 * _KIB),
     (6, 8, "any", 128 * _KIB),
 )
-_BLACKWELL_ONE_SHOT: Final[_Limits] = (*_HOPPER_ONE_SHOT[:-1], (6, 8, "any", 256 * _KIB))
-_AMPERE_ONE_SHOT: Final[_Limits] = ((2, 4, "any", 512 * _KIB), (5, 8, "any", 256 * _KIB))
-_ONE_SHOT: Final[dict[Literal["ampere", "hopper", "blackwell"], tuple[_Limits, str]]] = {
+_BLACKWELL_ONE_SHOT: Final[tuple[_Limit, ...]] = (*_HOPPER_ONE_SHOT[:-1], (6, 8, "any", 256 * _KIB))
+_AMPERE_ONE_SHOT: Final[tuple[_Limit, ...]] = ((2, 4, "any", 512 * _KIB), (5, 8, "any", 256 * _KIB))
+_ONE_SHOT: Final[dict[Family, tuple[tuple[_Limit, ...], str]]] = {
     "ampere": (_AMPERE_ONE_SHOT, _A100),
     "hopper": (_HOPPER_ONE_SHOT, _TUNED),
     "blackwell": (_BLACKWELL_ONE_SHOT, _TUNED),
 }
 
 
-def _built_in() -> tuple[Threshold, ...]:
-    rows: list[Threshold] = []
-    for family, (limits, source) in _ONE_SHOT.items():
+def _rows_of(limits: tuple[_Limit, ...], source: str) -> Iterator[_Row]:
+    """Yield the rows of one family, whose one-shot push has these limits."""
+    for low, high, mode, most in limits:
+        yield "all_reduce", "push_one_shot", "nvlink", (low, high, mode, most), source
+        yield "all_gather", "push_all_gather", "nvlink", (low, high, mode, most // 2), _FLAGS
+    yield "all_reduce", "push_two_shot", "nvlink", (2, 8, "any", 8 * _MIB), _TWO_SHOT
+    yield "all_reduce", "pull_one_shot", "nvlink", (2, 2, "graph", 32 * _MIB), _ONE_PULL
+    yield "all_reduce", "pull_two_shot", "nvlink", (3, 8, "graph", 32 * _MIB), _PULL
+    yield "reduce_scatter", "push_reduce_scatter", "nvlink", (2, 8, "any", 8 * _MIB), _HALF
+    two_ranks = limits[0][3]
+    yield "all_reduce", "push_one_shot", "pcie", (2, 2, "any", two_ranks), _PCIE
+    yield "all_gather", "push_all_gather", "pcie", (2, 2, "any", two_ranks // 2), _FLAGS
 
-        def row(
-            operation: Literal["all_reduce", "reduce_scatter", "all_gather"],
-            algorithm: AlgorithmName,
-            limit: tuple[int, int, Literal["graph", "eager", "any"], int],
-            source: str,
-            link: Link = "nvlink",
-            family: Literal["ampere", "hopper", "blackwell"] = family,
-        ) -> None:
-            low, high, mode, most = limit
-            rows.append(
-                Threshold(
-                    operation=operation,
-                    algorithm=algorithm,
-                    family=family,
-                    link=link,
-                    min_world_size=low,
-                    max_world_size=high,
-                    mode=mode,
-                    max_bytes=most,
-                    source=source,
-                )
+
+def _built_in() -> Iterator[Threshold]:
+    for family, (limits, one_shot_source) in _ONE_SHOT.items():
+        for operation, algorithm, link, (low, high, mode, most), source in _rows_of(limits, one_shot_source):
+            yield Threshold(
+                operation=operation,
+                algorithm=algorithm,
+                family=family,
+                link=link,
+                min_world_size=low,
+                max_world_size=high,
+                mode=mode,
+                max_bytes=most,
+                source=source,
             )
 
-        for limit in limits:
-            low, high, mode, most = limit
-            row("all_reduce", "push_one_shot", limit, source)
-            row("all_gather", "push_all_gather", (low, high, mode, most // 2), _FLAGS)
-        row("all_reduce", "push_two_shot", (2, 8, "any", 8 * _MIB), _TWO_SHOT)
-        row("all_reduce", "pull_one_shot", (2, 2, "graph", 32 * _MIB), _ONE_PULL)
-        row("all_reduce", "pull_two_shot", (3, 8, "graph", 32 * _MIB), _PULL)
-        row("reduce_scatter", "push_reduce_scatter", (2, 8, "any", 8 * _MIB), _HALF)
-        two_ranks = limits[0][3]
-        row("all_reduce", "push_one_shot", (2, 2, "any", two_ranks), _PCIE, "pcie")
-        row("all_gather", "push_all_gather", (2, 2, "any", two_ranks // 2), _FLAGS, "pcie")
-    return tuple(rows)
 
-
-BUILT_IN: Final = PolicyTable(thresholds=_built_in())
+BUILT_IN: Final = PolicyTable(thresholds=tuple(_built_in()))

@@ -167,10 +167,18 @@ def test_a_large_deterministic_sum_goes_in_pieces(ranks2: RankPool, libraries: s
 class Graph:
     """One captured graph of all-reduces, with the inputs and outputs that it keeps."""
 
-    def __init__(self, me: CustomRank, counts: list[int], stream: int, *, in_place: bool = False) -> None:
+    def __init__(
+        self,
+        me: CustomRank,
+        counts: list[int],
+        stream: int,
+        *,
+        in_place: bool = False,
+        inputs: list[torch.Tensor] | None = None,
+    ) -> None:
         assert me.custom is not None
         self.me, self.counts = me, counts
-        self.inputs = [me.buffer(count, BF16) for count in counts]
+        self.inputs = inputs or [me.buffer(count, BF16) for count in counts]
         self.outputs = self.inputs if in_place else [me.buffer(count, BF16) for count in counts]
         me.driver.begin_capture(stream)
         self.algorithms = []
@@ -238,6 +246,31 @@ def test_inputs_that_cannot_be_exported_are_copied(
     """If memory cannot be exported on one rank or on all, the graph copies it and uses the same algorithm."""
     for algorithms in ranks3.run(replays, libraries, 3, staged):
         assert algorithms == ALGORITHMS
+
+
+def pooled_inputs(rank: int, world_size: int, directory: Path, libraries: str) -> None:
+    me = CustomRank(rank, world_size, directory, libraries, policy=SMALL_POLICY)
+    with me.made() as custom:
+        pool = me.buffer(60000, BF16)
+        opened = me.driver.calls.get("ipc_open_handle", 0)
+        graphs = []
+        for begin in (0, 30000):
+            # At another offset on every rank, behind the base of the allocation.
+            parts = pool[begin + 8 * (rank + 1) :]
+            custom.begin_capture(7)
+            graphs.append(Graph(me, [8192, 12000], 7, inputs=[parts[:8192], parts[9000:21000]]))
+            custom.finish_capture()
+        for seed, graph in enumerate(graphs):
+            assert graph.algorithms == ["pull_one_shot", "pull_two_shot"]
+            graph.replay(seed)
+        assert me.driver.calls.get("memcpy_dtod", 0) == 0
+        assert me.driver.calls.get("ipc_open_handle", 0) - opened == world_size - 1
+
+
+@pytest.mark.guarantee("D32")
+def test_inputs_are_mapped_where_they_lie(ranks2: RankPool, libraries: str) -> None:
+    """Any part of an allocation is read in place, and an allocation is opened once for all captures."""
+    ranks2.run(pooled_inputs, libraries)
 
 
 def unfinished(rank: int, world_size: int, directory: Path, libraries: str) -> list[dict[str, Any]]:
@@ -321,6 +354,7 @@ def failing_open(rank: int, world_size: int, directory: Path, libraries: str) ->
     return result
 
 
+@pytest.mark.guarantee("D32")
 def test_an_input_that_one_rank_cannot_open(ranks2: RankPool, libraries: str) -> None:
     """All ranks raise with that rank's reason, and the group goes on."""
     for result in ranks2.run(failing_open, libraries):
@@ -491,13 +525,6 @@ def test_a_step_that_fails_on_one_rank_fails_on_all(
     for result in ranks2.run(refused, libraries, [{}, options]):
         assert result["kind"] == "CapabilityError"
         assert words in result["text"]
-
-
-def test_facts_that_forbid_kernels(ranks2: RankPool, libraries: str) -> None:
-    """Where facts forbid our kernels, nothing is tried, and the error says why."""
-    for result in ranks2.run(refused, libraries, [{"facts": {"is_verified": False}}] * 2):
-        assert result["kind"] == "CapabilityError"
-        assert "could read what every other one wrote" in result["text"]
 
 
 def failing_capture(rank: int, world_size: int, directory: Path, libraries: str) -> dict[str, Any]:

@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from device_comm.cuda.custom.graph_inputs import CaptureMessage
 from device_comm.cuda.custom.peer_messages import (
     BufferRecord,
-    BuffersMessage,
     OfferMessage,
+    PeerExchange,
     RegionMessage,
     Remark,
     decode,
-    speak,
 )
 from shm_broadcast.errors import DecodeError
 from shm_broadcast.liveness import this_process
@@ -21,7 +21,7 @@ MESSAGES = [
     OfferMessage(1 << 20, ("local", "vmm"), {"ipc": "no"}, this_process()),
     RegionMessage(nbytes=4096, handle=b"h" * 64, socket="abc", key=b"k" * 32, address=1 << 47, device=3),
     RegionMessage("no memory"),
-    BuffersMessage("", (BufferRecord(b"h" * 64, 16, 16, 32), BufferRecord(b"a" * 8, 0, 0, 0))),
+    CaptureMessage("", (16, 0), (BufferRecord(b"h" * 64, 16, 16, 32), BufferRecord(b"a" * 8, 0, 0, 0))),
     Remark("why"),
 ]
 
@@ -30,12 +30,12 @@ MESSAGES = [
 def test_a_message_arrives_as_it_was_told(message: msgspec.Struct) -> None:
     """A message decodes to what was encoded; cut, longer or other messages are refused with the rank's name."""
     data = msgspec.msgpack.encode(message)
-    assert speak(lambda own: [own, data], message, [4, 7]) == [message, message]
+    assert PeerExchange(lambda own: [own, data], 0, [4, 7]).gather(message) == [message, message]
     for wrong in (data[:-1], data + b"\0", b"", b"\x80\x04\x95gadget"):
         with pytest.raises(DecodeError, match="rank 7"):
             decode(wrong, type(message), 7)
     with pytest.raises(DecodeError, match="1 ranks of 2"):
-        speak(lambda own: [own], message, [4, 7])
+        PeerExchange(lambda own: [own], 0, [4, 7]).gather(message)
 
 
 @pytest.mark.parametrize(
@@ -50,9 +50,10 @@ def test_a_message_arrives_as_it_was_told(message: msgspec.Struct) -> None:
         (RegionMessage, ["", 1, b"", "", b"", 1 << 63]),
         (RegionMessage, ["", 1, b"", "", b"", 0, 1 << 20]),
         (RegionMessage, ["x" * 2001]),
-        (BuffersMessage, ["", [[b"h" * 63, 0, 1, 1]]]),
-        (BuffersMessage, ["", [[b"h" * 64, 8, 9, 16]]]),
-        (BuffersMessage, ["", [[b"h" * 64, -8, 8, 16]]]),
+        (CaptureMessage, ["", [1], [[b"h" * 63, 0, 1, 1]]]),
+        (CaptureMessage, ["", [9], [[b"h" * 64, 8, 9, 16]]]),
+        (CaptureMessage, ["", [8], [[b"h" * 64, -8, 8, 16]]]),
+        (CaptureMessage, ["", [8, 8], [None]]),
         (Remark, ["", "more"]),
         (Remark, {"failure": ""}),
     ],

@@ -37,7 +37,6 @@ H200 = GroupFacts(
     arch="sm_90",
     multiprocessors=132,
     has_nvlink=True,
-    is_verified=True,
     is_exportable=True,
     capacity=AMPLE,
 )
@@ -51,14 +50,12 @@ GROUPS = st.builds(
     arch=st.sampled_from(["sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "", "gfx942"]),
     multiprocessors=st.integers(1, 200),
     has_nvlink=st.booleans(),
-    is_verified=st.sampled_from([True, True, True, False]),
     is_exportable=st.booleans(),
     is_deterministic=st.booleans(),
     is_enabled=st.sampled_from([True, True, True, False]),
     capacity=st.one_of(
         st.just(AMPLE), st.builds(Capacity, **dict.fromkeys(Capacity.__struct_fields__, limits))
     ),
-    obstacle=st.sampled_from(["", "", "", "no IPC"]),
 )
 DTYPES = ["float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "int32", "bool", "complex64"]
 CALLS = st.builds(
@@ -67,7 +64,6 @@ CALLS = st.builds(
     dtype=st.sampled_from(DTYPES),
     nbytes=st.one_of(st.integers(0, 256 * KIB), st.integers(0, 256 * MIB)),
     reduction=st.sampled_from(["sum", "sum", "sum", "mean", "product", "min", "max"]),
-    is_aligned=st.sampled_from([True, True, True, False]),
     in_graph=st.booleans(),
 )
 
@@ -215,8 +211,7 @@ def test_other_operations() -> None:
         assert choose(H200, at(call, nbytes=last + 4)).algorithm is Algorithm.NCCL
     integers = at(ALL_REDUCE, operation="all_gather", dtype="int8")
     assert choose(H200, at(integers, nbytes=4096)).algorithm is Algorithm.PUSH_ALL_GATHER
-    assert choose(H200, at(integers, nbytes=4097, is_aligned=False)).algorithm is Algorithm.PUSH_ALL_GATHER
-    assert choose(H200, at(ALL_REDUCE, is_aligned=False)).algorithm is Algorithm.NCCL
+    assert choose(H200, at(integers, nbytes=4097)).algorithm is Algorithm.PUSH_ALL_GATHER
 
 
 @pytest.mark.parametrize(
@@ -227,8 +222,6 @@ def test_other_operations() -> None:
         ({"world_size": 1}, "2 to 8 ranks, not 1"),
         ({"arch": ""}, "different architectures"),
         ({"arch": "sm_75"}, "no thresholds are known for sm_75"),
-        ({"is_verified": False}, "could read"),
-        ({"obstacle": "rank 3 has no IPC"}, "rank 3 has no IPC"),
         ({"has_nvlink": False}, "no threshold for all_reduce of 8 ranks over pcie"),
         ({"capacity": Capacity()}, "do not fit"),
     ],

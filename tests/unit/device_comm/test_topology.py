@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from device_comm.cuda.custom.peer_messages import PeerExchange
 from device_comm.cuda.topology import DeviceFacts, GroupTopology, Link, gather_topology, probe
 from shm_broadcast.errors import DecodeError
 from tests.fake_cuda import FakeDriver, FakeFaults, fake_devices
@@ -39,8 +40,6 @@ def test_facts_are_what_the_driver_says(tmp_path: Path) -> None:
     assert one.pci_bus_id != other.pci_bus_id
     topology = group([one, other])
     assert (topology.arch, topology.multiprocessors, topology.has_nvlink) == ("sm_90", 132, True)
-    assert topology.is_one_host
-    assert not topology.shares_devices
     assert topology.why_not_peers() == ""
 
 
@@ -75,8 +74,7 @@ def test_links_are_told_apart(tmp_path: Path) -> None:
     one, other = facts_of(tmp_path)
     assert group([one, other]).link(0, 1) == "nvlink"
     assert group([one, one]).link(0, 1) == "same device"
-    assert group([one, one]).shares_devices
-    assert not group([one, one]).has_nvlink
+    assert group([one, one]).has_nvlink, "one device has no slower link"
     _, pcie = facts_of(tmp_path, no_nvlink=True)
     assert group([one, pcie]).link(1, 0) == "pcie"
     assert not group([one, pcie]).has_nvlink
@@ -124,12 +122,13 @@ def test_what_speaks_against_peers_has_a_reason(tmp_path: Path) -> None:
 def test_nonsense_is_refused(data: bytes) -> None:
     """Whatever a rank sends, the others get facts within bounds or a `DecodeError` that names it."""
     with pytest.raises(DecodeError, match="rank 7"):
-        gather_topology(DeviceFacts(), [4, 7], lambda own: [own, data])
+        gather_topology(DeviceFacts(), PeerExchange(lambda own: [own, data], 0, [4, 7]))
 
 
 def test_all_ranks_get_the_same(tmp_path: Path) -> None:
     """All ranks derive the same topology from the same facts, which survive encoding."""
     told = facts_of(tmp_path, no_nvlink=True)
     encoded = [msgspec.msgpack.encode(facts) for facts in told]
-    one, other = (gather_topology(facts, [4, 7], lambda _own: encoded) for facts in told)
+    peers = PeerExchange(lambda _own: encoded, 0, [4, 7])
+    one, other = (gather_topology(facts, peers) for facts in told)
     assert one == other == GroupTopology((4, 7), tuple(told))

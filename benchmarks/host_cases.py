@@ -325,7 +325,7 @@ def first_use(parts: Parts) -> None:
         parts.bench.skip("compile time of the kernels", str(error))
         return
     works = parts.group.rank_in_group == 0
-    families = [name for name in FAMILIES if name != "probes"]
+    families = list(FAMILIES)
     with tempfile.TemporaryDirectory(prefix="group-coordinator-bench-") as directory:
         for family in families[:1] if parts.bench.effort.is_quick else families:
             kernels = KernelVariant(90, 2, "bfloat16", family)

@@ -205,13 +205,7 @@ class FakeDriver(FakeMemory):
         return function
 
     def launch(
-        self,
-        function: int,
-        grid_x: int,
-        block_x: int,
-        stream: int,
-        arguments: PreparedLaunch,
-        shared_bytes: int = 0,
+        self, function: int, grid_x: int, block_x: int, stream: int, arguments: PreparedLaunch
     ) -> None:
         if self.faults.fail or self._closed:
             self._enter("launch")

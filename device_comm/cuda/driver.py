@@ -184,26 +184,11 @@ class Driver(Protocol):
         """Return the function with this name."""
 
     def launch(
-        self,
-        function: int,
-        grid_x: int,
-        block_x: int,
-        stream: int,
-        arguments: PreparedLaunch,
-        shared_bytes: int = 0,
+        self, function: int, grid_x: int, block_x: int, stream: int, arguments: PreparedLaunch
     ) -> None:
         """Launch a one-dimensional grid on `stream`; allowed during capture."""
 
     # --- streams and events -----------------------------------------------------------------------------------
-
-    def stream_create(self) -> int:
-        """Return a new stream that does not wait for the legacy stream."""
-
-    def stream_destroy(self, stream: int) -> None:
-        """Destroy a stream of `stream_create`; work queued on it still completes."""
-
-    def stream_synchronize(self, stream: int) -> None:
-        """Block until all work on `stream` is done."""
 
     def stream_wait_event(self, stream: int, event: int) -> None:
         """Make later work on `stream` wait for `event`."""

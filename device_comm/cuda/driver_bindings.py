@@ -17,19 +17,18 @@ import ctypes
 import importlib
 import threading
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Final
 
 from device_comm.cuda.driver import IPC_HANDLE_BYTES, Driver, PreparedLaunch
 from shm_broadcast.errors import CapabilityError, ClosedError, CudaError, UsageError
 
-__all__ = ["CudaDriver", "Driver", "PreparedLaunch"]
+__all__ = ["CudaDriver", "Driver", "PreparedLaunch", "bindings"]
 
 _INSTALL: Final = "pip install group-coordinator[cu13] (or [cu12], as your torch was built for)"
 _NO_DEVICE: Final = 100
-_INVALID_CONTEXT: Final = 201
-_INVALID_HANDLE: Final = 400
+# The thread has no context, or another one, to which our streams and functions do not belong.
+_OTHER_CONTEXT: Final = (201, 400)
 _NOT_READY: Final = 600
 _PEER_ACCESS_ALREADY_ENABLED: Final = 704
 
@@ -37,17 +36,17 @@ _PEER_ACCESS_ALREADY_ENABLED: Final = 704
 _MOST_STREAMS: Final = 256
 
 
-def _bindings() -> Any:
-    """Return `cuda.bindings.driver`.
+def bindings(name: str) -> Any:
+    """Return NVIDIA's bindings `cuda.bindings.NAME`.
 
     Raises:
         CapabilityError: The package is not installed.
     """
     try:
-        return importlib.import_module("cuda.bindings.driver")
+        return importlib.import_module(f"cuda.bindings.{name}")
     except ImportError as error:
         raise CapabilityError(
-            f"the CUDA driver is called through the package cuda-bindings, which cannot be imported ({error}); "
+            f"CUDA is called through the package cuda-bindings, whose {name} cannot be imported ({error}); "
             f"install it with {_INSTALL}",
             requirement="cuda-bindings",
         ) from error
@@ -67,7 +66,7 @@ class CudaDriver(Driver):
             CapabilityError: The package, the driver or the device is missing.
             CudaError: The driver failed.
         """
-        self._api = _bindings()
+        self._api = bindings("driver")
         self._library = "libcuda"
         self._index = device_index
         self._closed = False
@@ -142,20 +141,15 @@ class CudaDriver(Driver):
             code=int(number),
         )
 
-    @contextmanager
-    def _current(self) -> Iterator[None]:
-        """Make this device's context current, and restore the previous one afterwards."""
+    def _in_context(self, function: str, *arguments: Any) -> Any:
+        """Call a function in this device's context, and restore the thread's previous one afterwards."""
         if self._closed:
             raise ClosedError(f"the driver of CUDA device {self._index} was closed")
         self._call("cuCtxPushCurrent", self._context)
         try:
-            yield
+            return self._call(function, *arguments)
         finally:
             self._call("cuCtxPopCurrent")
-
-    def _in_context(self, function: str, *arguments: Any) -> Any:
-        with self._current():
-            return self._call(function, *arguments)
 
     def _direct(self, function: str, *arguments: Any) -> Any:
         """Call a function on our streams and events in the thread's context; retry in ours if the driver refuses."""
@@ -163,8 +157,14 @@ class CudaDriver(Driver):
             try:
                 return self._call(function, *arguments)
             except CudaError as error:
-                if error.code not in (_INVALID_CONTEXT, _INVALID_HANDLE):
+                if error.code not in _OTHER_CONTEXT:
                     raise
+        return self._in_context(function, *arguments)
+
+    def _again(self, status: Any, function: str, *arguments: Any) -> Any:
+        """Repeat a failed call in our context if the thread had another. Always pushing ours would cost two calls."""
+        if int(status) not in _OTHER_CONTEXT:
+            raise self._error(function, status)
         return self._in_context(function, *arguments)
 
     def _attribute(self, name: str) -> int:
@@ -381,72 +381,24 @@ class CudaDriver(Driver):
         return int(function)
 
     def launch(
-        self,
-        function: int,
-        grid_x: int,
-        block_x: int,
-        stream: int,
-        arguments: PreparedLaunch,
-        shared_bytes: int = 0,
+        self, function: int, grid_x: int, block_x: int, stream: int, arguments: PreparedLaunch
     ) -> None:
         try:
+            kernel = self._functions[function]
+        except KeyError:
+            raise UsageError(f"{function} is not a function of a module that is loaded here") from None
+        queue = self._streams.get(stream) or self._stream(stream)
+        try:
             (status,) = self._launch_kernel(
-                self._functions[function],
-                grid_x,
-                1,
-                1,
-                block_x,
-                1,
-                1,
-                shared_bytes,
-                self._streams.get(stream) or self._stream(stream),
-                arguments.pointers,
-                0,
+                kernel, grid_x, 1, 1, block_x, 1, 1, 0, queue, arguments.pointers, 0
             )
         except ValueError as error:
             raise self._newer_error("cuLaunchKernel", error) from error
-        except KeyError:
-            raise UsageError(f"{function} is not a function of a module that is loaded here") from None
         if status:
-            self._launch_again(status, function, grid_x, block_x, stream, arguments, shared_bytes)
-
-    def _launch_again(
-        self,
-        status: Any,
-        function: int,
-        grid_x: int,
-        block_x: int,
-        stream: int,
-        arguments: PreparedLaunch,
-        shared_bytes: int,
-    ) -> None:
-        """Launch in our context if the thread had another or none. Always pushing it would cost two more calls."""
-        if int(status) not in (_INVALID_CONTEXT, _INVALID_HANDLE):
-            raise self._error("cuLaunchKernel", status)
-        sizes = (grid_x, 1, 1, block_x, 1, 1, shared_bytes)
-        kernel, queue = self._functions[function], self._stream(stream)
-        self._in_context("cuLaunchKernel", kernel, *sizes, queue, arguments.pointers, 0)
-
-    def launch_cooperative(
-        self, function: int, grid: tuple[int, int], block_x: int, stream: int, arguments: PreparedLaunch
-    ) -> None:
-        """Launch a two-dimensional grid whose blocks all run at once, or fail. Tests emulate ranks as block rows."""
-        sizes = (*grid, 1, block_x, 1, 1, 0)
-        kernel, queue = self._functions[function], self._stream(stream)
-        self._in_context("cuLaunchCooperativeKernel", kernel, *sizes, queue, arguments.pointers)
+            sizes = (grid_x, 1, 1, block_x, 1, 1, 0)
+            self._again(status, "cuLaunchKernel", kernel, *sizes, queue, arguments.pointers, 0)
 
     # --- streams and events -----------------------------------------------------------------------------------
-
-    def stream_create(self) -> int:
-        non_blocking = 1
-        return int(self._in_context("cuStreamCreate", non_blocking))
-
-    def stream_destroy(self, stream: int) -> None:
-        kept = self._streams.pop(stream, None)
-        self._in_context("cuStreamDestroy", kept or self._api.CUstream(stream))
-
-    def stream_synchronize(self, stream: int) -> None:
-        self._in_context("cuStreamSynchronize", self._stream(stream))
 
     def stream_wait_event(self, stream: int, event: int) -> None:
         # Stream 0, the legacy stream, belongs to the current context, so ours must be current.
@@ -456,9 +408,7 @@ class CudaDriver(Driver):
     def stream_is_capturing(self, stream: int) -> bool:
         status, capturing = self._is_capturing(self._streams.get(stream) or self._stream(stream))
         if status:
-            if int(status) not in (_INVALID_CONTEXT, _INVALID_HANDLE):
-                raise self._error("cuStreamIsCapturing", status)
-            capturing = self._in_context("cuStreamIsCapturing", self._stream(stream))
+            capturing = self._again(status, "cuStreamIsCapturing", self._stream(stream))
         return int(capturing) != 0
 
     def event_create(self) -> int:

@@ -33,8 +33,6 @@ __all__ = [
     "largest_input",
     "pack_params",
     "read_failure",
-    "required_arena",
-    "required_staging",
     "work_items",
 ]
 
@@ -44,30 +42,20 @@ MAX_BLOCKS: Final = 256
 """Most blocks of a grid: above the multiprocessors of any current GPU (B200: 148, H200: 132)."""
 VECTOR_BYTES: Final = 16
 LINE_BYTES: Final = 128
-FLAG_LINE_BYTES: Final = LINE_BYTES
 """The flags of each block take a line of their own, so that a peer's write for one block does not disturb the line
 that another block polls."""
-FLAGS_BYTES: Final = MAX_BLOCKS * FLAG_LINE_BYTES
+FLAGS_BYTES: Final = MAX_BLOCKS * LINE_BYTES
 SENTINEL: Final = 0xFFFFFFFF
 NORM_LANES: Final = 256
 """Lanes of the norm's sum for any number of threads: see "The order of the norm's sum" in DESIGN.md."""
 
-STATE_EPOCH_OFFSET: Final = 0
-STATE_BARRIER_OFFSET: Final = 4 * MAX_BLOCKS
-STATE_POISONED_OFFSET: Final = 8 * MAX_BLOCKS
 STATE_BYTES: Final = 4096
+"""Bytes of a rank's own state: each block's epoch and barrier number, and whether the communicator has failed."""
 
 ERROR_RECORD_BYTES: Final = 64
 ABORT_OFFSET: Final = 32
 """Offset of a u32 in the error record; the host writes 1 to make spinning kernels leave."""
-FAILURE_DEADLINE: Final = 1
-FAILURE_ABORTED: Final = 2
-FAILURE_UNREGISTERED: Final = 3
-FAILURE_REASONS: Final = {
-    FAILURE_DEADLINE: "deadline",
-    FAILURE_ABORTED: "aborted",
-    FAILURE_UNREGISTERED: "unregistered",
-}
+FAILURE_REASONS: Final = {1: "deadline", 2: "aborted", 3: "unregistered"}
 
 KERNEL_NAMES: Final = (
     "none",
@@ -79,9 +67,6 @@ KERNEL_NAMES: Final = (
     "pull_two_shot",
     "push_add_rms_norm",
     "add_rms_norm",
-    "probe_write",
-    "probe_read",
-    "empty",
 )
 """Every kernel. Its index is the number that it writes into an error record."""
 ALGORITHMS: Final = KERNEL_NAMES[1:8]
@@ -92,15 +77,6 @@ _PARAMS: Final = struct.Struct("<8Q5QII")
 PARAMS_BYTES: Final = _PARAMS.size
 # One 64-bit word, written atomically: code, kernel, lowest missing rank, mask of missing ranks, epoch.
 _FAILURE: Final = struct.Struct("<BBBBI")
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def _check_world_size(world_size: int) -> None:
-    if not MIN_WORLD_SIZE <= world_size <= MAX_WORLD_SIZE:
-        raise UsageError(f"the kernels serve 2 to {MAX_WORLD_SIZE} ranks, not {world_size}")
 
 
 def _vectors(nbytes: int) -> int:
@@ -122,22 +98,9 @@ class WorkspaceLayout:
     arena_bytes: int
     staging_bytes: int = 0
 
-    def __post_init__(self) -> None:
-        """Refuse sizes with which a vector would span two areas."""
-        _check_world_size(self.world_size)
-        for name in ("arena_bytes", "staging_bytes"):
-            value = getattr(self, name)
-            if value < 0 or value % LINE_BYTES:
-                raise UsageError(f"{name} must be a multiple of {LINE_BYTES}, not {value}")
-
-    @property
-    def arenas_offset(self) -> int:
-        """Return the offset of the arena of phase 0; that of phase 1 follows."""
-        return FLAGS_BYTES
-
     @property
     def staging_offset(self) -> int:
-        """Return the offset of the staging area, for inputs that peers cannot map."""
+        """Return the offset of the staging area, which follows the flags and the two arenas."""
         return FLAGS_BYTES + 2 * self.arena_bytes
 
     @property
@@ -151,7 +114,7 @@ class WorkspaceLayout:
         if not self.staging_bytes:
             return 0
         shard = -(-_vectors(self.staging_bytes) // self.world_size) * VECTOR_BYTES
-        return _round_up(shard, LINE_BYTES)
+        return -(-shard // LINE_BYTES) * LINE_BYTES
 
     @property
     def total_bytes(self) -> int:
@@ -163,7 +126,7 @@ class WorkspaceLayout:
         """Return (offset, 32-bit value, number of words) of each area to fill before the first launch."""
         return (
             (0, 0, FLAGS_BYTES // 4),
-            (self.arenas_offset, SENTINEL, 2 * self.arena_bytes // 4),
+            (FLAGS_BYTES, SENTINEL, 2 * self.arena_bytes // 4),
         )
 
 
@@ -187,12 +150,8 @@ def pack_params(
         rank: This rank in the group.
 
     Raises:
-        UsageError: `workspaces`, `rank` or `deadline_ns` does not fit the layout.
+        UsageError: `deadline_ns` does not fit.
     """
-    if len(workspaces) != layout.world_size:
-        raise UsageError(f"{len(workspaces)} workspaces for {layout.world_size} ranks")
-    if not 0 <= rank < layout.world_size:
-        raise UsageError(f"rank {rank} is not in a group of {layout.world_size}")
     if not 0 < deadline_ns < 2**63:
         raise UsageError(f"deadline_ns must be positive, not {deadline_ns}")
     padded = [*workspaces, *(0,) * (MAX_WORLD_SIZE - len(workspaces))]
@@ -229,46 +188,20 @@ def read_failure(record: bytes | bytearray | memoryview) -> KernelFailure | None
     return KernelFailure(FAILURE_REASONS[code], KERNEL_NAMES[kernel], missing, epoch)
 
 
-def required_arena(algorithm: str, nbytes: int, world_size: int) -> int:
-    """Return the bytes of an arena that a call needs, a multiple of 128; 0 for a pull.
-
-    Args:
-        algorithm: A name of `ALGORITHMS`.
-        nbytes: Bytes of the input; of the *output* for push_reduce_scatter; of one rank's part for push_all_gather.
-        world_size: Ranks of the group.
-    """
-    _check_world_size(world_size)
-    vectors = _vectors(nbytes)
-    if algorithm in ("push_one_shot", "push_add_rms_norm", "push_reduce_scatter"):
-        slots = world_size * vectors
-    elif algorithm == "push_two_shot":
-        slots = 2 * world_size * -(-vectors // world_size)
-    elif algorithm == "push_all_gather":
-        slots = world_size * max(1, -(-nbytes // 8))
-    elif algorithm in ("pull_one_shot", "pull_two_shot"):
-        slots = 0
-    else:
-        raise UsageError(f"unknown algorithm {algorithm!r}: one of {', '.join(ALGORITHMS)}")
-    return _round_up(slots * VECTOR_BYTES, LINE_BYTES)
-
-
-def required_staging(algorithm: str, nbytes: int) -> int:
-    """Return the smallest `staging_bytes` that allow a call of `nbytes`, whether its input is staged or not."""
-    return _round_up(nbytes, LINE_BYTES) if algorithm.startswith("pull_") else 0
-
-
 def largest_input(algorithm: str, layout: WorkspaceLayout) -> int:
-    """Return the largest `nbytes` (as in `required_arena`) that fit the workspace; 0 if none fit."""
+    """Return the largest input of a call that fits the workspace, in bytes; 0 if none fit.
+
+    For push_reduce_scatter the bytes are those of the output, for push_all_gather those of one rank's part. A rank's
+    slot in the arena holds the whole input, or with the two-shot push its shard of the input and of the result. An
+    all-gather stores 8 bytes in each vector.
+    """
     world_size = layout.world_size
     if algorithm in ("pull_one_shot", "pull_two_shot"):
         return layout.staging_bytes
     if algorithm == "push_two_shot":
         return layout.arena_bytes // (2 * world_size * VECTOR_BYTES) * world_size * VECTOR_BYTES
-    if algorithm == "push_all_gather":
-        return layout.arena_bytes // (world_size * VECTOR_BYTES) * 8
-    if required_arena(algorithm, 0, world_size):
-        return layout.arena_bytes // (world_size * VECTOR_BYTES) * VECTOR_BYTES
-    return 0
+    vectors = layout.arena_bytes // (world_size * VECTOR_BYTES)
+    return vectors * (8 if algorithm == "push_all_gather" else VECTOR_BYTES)
 
 
 def work_items(algorithm: str, nbytes: int, world_size: int) -> int:

@@ -13,14 +13,13 @@ import hashlib
 import importlib.metadata
 import logging
 import os
-import secrets
 import stat
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final
 
-from device_comm.cuda.kernel_layout import ALGORITHMS, MAX_WORLD_SIZE, MIN_WORLD_SIZE
-from shm_broadcast.errors import CapabilityError, CudaError, UsageError
+from device_comm.cuda.driver_bindings import bindings
+from device_comm.cuda.whole_file import write_whole
+from shm_broadcast.errors import CapabilityError, CudaError
 
 __all__ = [
     "DTYPES",
@@ -36,7 +35,7 @@ __all__ = [
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-FRAGMENTS: Final = ("kernel_base.cu", "all_reduce.cu", "add_rms_norm.cu", "probes.cu")
+FRAGMENTS: Final = ("kernel_base.cu", "all_reduce.cu", "add_rms_norm.cu")
 """The source files, concatenated in this order into one translation unit."""
 DTYPES: Final = {"float32": 0, "float16": 1, "bfloat16": 2}
 FAMILIES: Final[dict[str, tuple[str, ...]]] = {
@@ -45,7 +44,6 @@ FAMILIES: Final[dict[str, tuple[str, ...]]] = {
     "shards": ("push_reduce_scatter", "push_all_gather"),
     "pull": ("pull_one_shot", "pull_two_shot"),
     "norm": ("push_add_rms_norm", "add_rms_norm"),
-    "probes": ("probe_write", "probe_read", "empty"),
 }
 """Kernels that are compiled together. The index of a family, from 1, is its FAMILY_ number in the source."""
 OLDEST_ARCH: Final = 75
@@ -61,10 +59,7 @@ _OPTIONS: Final = ("--std=c++17", "-fmad=false", "--ptxas-options=-v")
 
 def family_of(kernel: str) -> str:
     """Return the family whose module holds `kernel`."""
-    for family, kernels in FAMILIES.items():
-        if kernel in kernels:
-            return family
-    raise UsageError(f"unknown kernel {kernel!r}: one of {', '.join(ALGORITHMS)}, add_rms_norm or a probe")
+    return next(family for family, kernels in FAMILIES.items() if kernel in kernels)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,13 +81,7 @@ class KernelVariant:
     emulate: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse values that the source does not support."""
-        if not MIN_WORLD_SIZE <= self.world_size <= MAX_WORLD_SIZE:
-            raise UsageError(f"the kernels serve 2 to {MAX_WORLD_SIZE} ranks, not {self.world_size}")
-        if self.dtype not in DTYPES:
-            raise UsageError(f"no kernels for {self.dtype!r}: one of {', '.join(DTYPES)}")
-        if self.family not in FAMILIES:
-            raise UsageError(f"no family {self.family!r}: one of {', '.join(FAMILIES)}")
+        """Refuse devices that the source does not support."""
         if self.arch < OLDEST_ARCH:
             raise CapabilityError(
                 f"the custom kernels need compute capability 7.5, this GPU has {self.arch / 10}",
@@ -127,22 +116,10 @@ def kernel_source() -> str:
     return "".join(f'#line 1 "{name}"\n{(folder / name).read_text()}' for name in FRAGMENTS)
 
 
-def _nvrtc() -> ModuleType:
-    try:
-        from cuda.bindings import nvrtc
-    except ImportError as error:
-        raise CapabilityError(
-            f"the custom CUDA kernels are compiled through the package cuda-python, which cannot be imported: {error}",
-            requirement="cuda-python",
-        ) from error
-    found: ModuleType = nvrtc
-    return found
-
-
 def _call(function: str, *arguments: Any) -> Any:
     """Call NVRTC; return its result, or a tuple if there are several."""
     try:
-        code, *results = getattr(_nvrtc(), function)(*arguments)
+        code, *results = getattr(bindings("nvrtc"), function)(*arguments)
     except (RuntimeError, OSError) as error:
         raise CapabilityError(
             f"NVRTC, the CUDA run-time compiler, cannot be loaded (package nvidia-cuda-nvrtc): {error}",
@@ -164,7 +141,7 @@ def compiler_version() -> str:
 def _compiler_identity() -> str:
     """Return a text that identifies the compiler, if possible without loading it, which takes 0.1 s.
 
-    cuda-python uses NVRTC from its wheel if one is installed; otherwise only the library knows its version.
+    The bindings use NVRTC from its wheel if one is installed; otherwise only the library knows its version.
     """
     for wheel in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -183,7 +160,7 @@ def compile_kernels(variant: KernelVariant) -> Compiled:
     """Compile a module; takes 0.2 to 0.4 s of CPU time.
 
     Raises:
-        CapabilityError: cuda-python or NVRTC is missing, or does not support this architecture.
+        CapabilityError: cuda-bindings or NVRTC is missing, or does not support this architecture.
         CudaError: The compiler refused the source; the text contains its log.
     """
     known = _call("nvrtcGetSupportedArchs")
@@ -195,8 +172,7 @@ def compile_kernels(variant: KernelVariant) -> Compiled:
     program = _call("nvrtcCreateProgram", kernel_source().encode(), b"all_reduce.cu", 0, None, None)
     try:
         options = [option.encode() for option in variant.options]
-        nvrtc = _nvrtc()
-        (code,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        (code,) = bindings("nvrtc").nvrtcCompileProgram(program, len(options), options)
         log = (
             _text(program, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog")
             .rstrip(b"\0")
@@ -262,24 +238,12 @@ class KernelCache:
         if cubin is None:
             cubin = compile_kernels(variant).cubin
             try:
-                self._write(path, cubin)
+                write_whole(path, _MAGIC + hashlib.sha256(cubin).digest() + cubin)
+                self._forget_the_oldest()
             except OSError as error:
                 # The module can be used; only the next start is slower.
                 logger.warning("the kernel cache at %s was not written: %s", path, error)
         return cubin
-
-    def _write(self, path: Path, cubin: bytes) -> None:
-        """Write the file atomically, so that a reader sees all of it or nothing."""
-        temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(_MAGIC + hashlib.sha256(cubin).digest() + cubin)
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        self._forget_the_oldest()
 
     def _forget_the_oldest(self) -> None:
         """Delete the oldest files beyond `MOST_FILES`; other processes may do so at the same time."""

@@ -42,6 +42,12 @@ def u64(value: int) -> bytes:
 class Gpu(Driver, Protocol):
     """What the tests need beyond `Driver`. A fake device has it too."""
 
+    def stream_create(self) -> int: ...
+
+    def stream_destroy(self, stream: int) -> None: ...
+
+    def stream_synchronize(self, stream: int) -> None: ...
+
     def begin_capture(self, stream: int) -> None: ...
 
     def end_capture(self, stream: int) -> Any: ...
@@ -56,7 +62,26 @@ class Gpu(Driver, Protocol):
 
 
 class GpuDriver(CudaDriver):
-    """The product's driver of a real device, with graphs and events that record the time."""
+    """The product's driver of a real device, with streams, graphs and events that record the time."""
+
+    def stream_create(self) -> int:
+        non_blocking = 1
+        return int(self._in_context("cuStreamCreate", non_blocking))
+
+    def stream_destroy(self, stream: int) -> None:
+        self._in_context("cuStreamDestroy", self._stream(stream))
+        self._streams.pop(stream)
+
+    def stream_synchronize(self, stream: int) -> None:
+        self._in_context("cuStreamSynchronize", self._stream(stream))
+
+    def launch_cooperative(
+        self, function: int, grid: tuple[int, int], block_x: int, stream: int, arguments: PreparedLaunch
+    ) -> None:
+        """Launch a two-dimensional grid whose blocks all run at once, or fail."""
+        sizes = (*grid, 1, block_x, 1, 1, 0)
+        kernel, queue = self._functions[function], self._stream(stream)
+        self._in_context("cuLaunchCooperativeKernel", kernel, *sizes, queue, arguments.pointers)
 
     def begin_capture(self, stream: int) -> None:
         # For this thread alone: other ranks of this process go on allocating and synchronizing.
@@ -112,7 +137,7 @@ class Memory:
     An allocation may wait for all kernels of the process, and a kernel may wait for a launch that comes later.
     """
 
-    def __init__(self, driver: Driver, nbytes: int) -> None:
+    def __init__(self, driver: Gpu, nbytes: int) -> None:
         self.driver = driver
         self.base = driver.mem_alloc(nbytes)
         self.nbytes = nbytes

@@ -22,7 +22,6 @@ from device_comm.cuda.kernel_layout import (
     KernelFailure,
     WorkspaceLayout,
     blocks_for,
-    required_arena,
     work_items,
 )
 from device_comm.cuda.kernels import KernelCache, KernelVariant, family_of
@@ -30,6 +29,7 @@ from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from device_comm.rms_norm import add_rms_norm
 from tests.gpu.device import Gpu, GpuDriver, Memory, arch_of, u32, u64
 from tests.gpu.values import DTYPES, SIZES, WrongResultError, expect_equal, expected_sum, random_words
+from tests.kernel_memory import required_arena, required_staging
 
 __all__ = ["Cubin", "Emulation", "check_variant", "compiled", "largest_call", "one_variant"]
 
@@ -72,7 +72,7 @@ class Emulation:
         self._modules: dict[str, int] = {}
         nbytes = largest * self.dtype.itemsize
         arena = max(required_arena(name, nbytes, world_size) for name in ("push_one_shot", "push_all_gather"))
-        staging = kernel_layout.required_staging("pull_two_shot", nbytes)
+        staging = required_staging(nbytes)
         layout = WorkspaceLayout(world_size, arena, staging)
         own = layout.total_bytes + kernel_layout.STATE_BYTES + kernel_layout.ERROR_RECORD_BYTES + 4096
         # Inputs and outputs of all ranks; an all-gather gives each of them everything.

@@ -22,15 +22,16 @@ import torch
 from device_comm.cuda import kernel_layout
 from device_comm.cuda.driver import PreparedLaunch
 from device_comm.cuda.kernel_layout import (
+    FLAGS_BYTES,
     STATE_BYTES,
     WorkspaceLayout,
     blocks_for,
-    required_arena,
     work_items,
 )
 from device_comm.cuda.kernels import family_of
 from tests.gpu.device import Gpu, GpuDriver, Memory, measured_us, u32, u64
 from tests.gpu.values import DTYPES, expect_equal, expected_sum, raw
+from tests.kernel_memory import required_arena
 
 __all__ = ["Loopback", "Timer", "two_shot_bytes"]
 
@@ -130,7 +131,7 @@ class Loopback:
     def refill(self) -> None:
         """Fill the arenas of all lanes as the peers would, and reset the epochs."""
         for workspace in self.workspaces:
-            place = workspace + self.layout.arenas_offset
+            place = workspace + FLAGS_BYTES
             words = self.layout.arena_bytes // 4
             self.driver.memset_d32(place, _PEER_WORDS[self.dtype], words, self.stream)
         self.driver.memset_d32(self._states, 0, len(self.workspaces) * STATE_BYTES // 4, self.stream)
@@ -194,6 +195,7 @@ class Timer:
         self.driver, self.stream = driver, stream
         self._module = driver.module_load(program)
         self._spin = driver.module_function(self._module, "spin")
+        self.empty = driver.module_function(self._module, "empty")
         self._hold = PreparedLaunch([u64(_HOLD_NS)])
 
     def per_launch_us(

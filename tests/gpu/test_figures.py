@@ -47,19 +47,16 @@ HANDSHAKES = (16, 8 * KIB, 64 * KIB)
 _FENCE = 'asm volatile("fence.acq_rel.sys;" ::: "memory");'
 
 
-def launch_floor(notes: Notes, timer: Timer, cubin: Cubin) -> float:
+def launch_floor(notes: Notes, timer: Timer) -> float:
     """Measure an empty kernel in a graph of many."""
     driver, stream = timer.driver, timer.stream
-    module = driver.module_load(cubin(2, "float32", "probes"))
-    function = driver.module_function(module, "empty")
     nothing = PreparedLaunch([])
 
     def record() -> None:
         for _ in range(LANES):
-            driver.launch(function, 1, 32, stream, nothing)
+            driver.launch(timer.empty, 1, 32, stream, nothing)
 
     floor = timer.per_launch_us(LANES, record)
-    driver.module_unload(module)
     return notes.figure("launch floor: an empty kernel in a graph of 20", floor, "us")
 
 
@@ -83,7 +80,7 @@ def timed(
 
 def small_loopbacks(notes: Notes, timer: Timer, cubin: Cubin) -> None:
     """Measure one-shot pushes of 8 to 64 KiB above the floor."""
-    floor = launch_floor(notes, timer, cubin)
+    floor = launch_floor(notes, timer)
     above: dict[str, float] = {}
     for world, size in itertools.product(WORLDS, (8 * KIB, 16 * KIB, 32 * KIB, 64 * KIB)):
         name = f"{world} ranks, {size // KIB} KiB"

@@ -18,7 +18,6 @@
 #define FAMILY_SHARDS 3
 #define FAMILY_PULL 4
 #define FAMILY_NORM 5
-#define FAMILY_PROBES 6
 #ifdef FAMILY
 #define HAS(family) (FAMILY == (family))
 #else
@@ -190,8 +189,6 @@ DEVICE u64 globaltimer() {
 DEVICE bool first_to_set(u64 address) {
     return atomicCAS(reinterpret_cast<u32*>(address), 0u, 1u) == 0u;
 }
-
-DEVICE void count_up(u32* counter, u32 by) { atomicAdd(counter, by); }
 
 DEVICE void spin_hint() {}
 

@@ -84,9 +84,6 @@ inline bool host_run_thread(const std::string& name, void** args) {
     GC_KERNEL(pull_two_shot);
     GC_KERNEL(push_add_rms_norm);
     GC_KERNEL(add_rms_norm);
-    GC_KERNEL(probe_write);
-    GC_KERNEL(probe_read);
-    GC_KERNEL(empty);
 #undef GC_KERNEL
     return false;
 }

@@ -181,9 +181,6 @@ DEVICE bool first_to_set(HostAddress address) {
     unsigned expected = 0;
     return host_word<unsigned>(address).compare_exchange_strong(expected, 1, std::memory_order_relaxed);
 }
-DEVICE void count_up(unsigned* counter, unsigned by) {
-    std::atomic_ref<unsigned>(*counter).fetch_add(by, std::memory_order_relaxed);
-}
 DEVICE void spin_hint() {
     host_drain(false);
     sched_yield();

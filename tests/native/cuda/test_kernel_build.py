@@ -19,6 +19,7 @@ import pytest
 from device_comm.cuda import kernel_layout, kernels
 from device_comm.cuda.kernels import DTYPES, FAMILIES, KernelCache, KernelVariant, compile_kernels
 from shm_broadcast.errors import CapabilityError, CudaError, UsageError
+from tests.kernel_memory import required_arena, required_staging
 
 ARCHS = (75, 80, 90, 100, 120)
 # Every architecture, world size and dtype is combined with every value of the two others at least once. All 45
@@ -40,8 +41,6 @@ PUSH = {
 def check_no_local_memory(arch: int, world_size: int, dtype: str) -> None:
     """Compile all families; assert that no kernel has a stack frame or spills."""
     for family, names in FAMILIES.items():
-        if family == "probes" and (world_size, dtype) != (2, "float32"):
-            continue  # they depend on neither
         done = compile_kernels(KernelVariant(arch, world_size, dtype, family))
         assert done.cubin[:4] == b"\x7fELF"
         found = USAGE.findall(done.log)
@@ -56,7 +55,7 @@ def test_no_spill_and_no_stack(arch: int, world_size: int, dtype: str) -> None:
     check_no_local_memory(arch, world_size, dtype)
 
 
-@pytest.mark.parametrize("family", [each for each in FAMILIES if each != "probes"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_emulation_compiles(family: str) -> None:
     """The build that runs all ranks in one launch, for tests on one GPU, has no spill and no stack either."""
     done = compile_kernels(KernelVariant(90, 4, "bfloat16", family, emulate=True))
@@ -140,15 +139,13 @@ def test_python_and_the_kernels_hold_the_same_numbers() -> None:
     source = kernels.kernel_source()
     wanted = {
         "MAX_BLOCKS": kernel_layout.MAX_BLOCKS,
-        "FLAG_LINE_BYTES": kernel_layout.FLAG_LINE_BYTES,
+        "FLAG_LINE_BYTES": kernel_layout.LINE_BYTES,
         "ABORT_OFFSET": kernel_layout.ABORT_OFFSET,
         "NORM_LANES": kernel_layout.NORM_LANES,
     }
     for name, value in wanted.items():
         assert re.search(rf"constexpr u(32|64) {name} = {value};", source), name
     assert f"sizeof(Params) == {kernel_layout.PARAMS_BYTES}" in source
-    assert kernel_layout.STATE_BARRIER_OFFSET == 4 * kernel_layout.MAX_BLOCKS
-    assert kernel_layout.STATE_POISONED_OFFSET == 2 * 4 * kernel_layout.MAX_BLOCKS
     numbers = re.search(r"enum Kernel : u32 \{\s*(.*?)\s*\}", source, re.DOTALL)
     assert numbers is not None
     names = [each.split("=")[0].strip().lower() for each in numbers[1].split(",")]
@@ -167,35 +164,31 @@ def test_the_largest_input_fits_and_one_more_does_not(algorithm: str, world_size
     most = kernel_layout.largest_input(algorithm, layout)
     assert most > 0
     if algorithm.startswith("pull"):
-        assert kernel_layout.required_staging(algorithm, most) == layout.staging_bytes
+        assert required_staging(most) == layout.staging_bytes
         assert layout.results_bytes * world_size >= most
     else:
-        assert kernel_layout.required_arena(algorithm, most, world_size) <= layout.arena_bytes
-        assert kernel_layout.required_arena(algorithm, most + 128, world_size) > layout.arena_bytes
+        assert required_arena(algorithm, most, world_size) <= layout.arena_bytes
+        assert required_arena(algorithm, most + 128, world_size) > layout.arena_bytes
     assert layout.total_bytes == layout.results_offset + layout.results_bytes
 
 
 def test_what_cannot_be_right_is_refused() -> None:
-    """Wrong sizes and names are the caller's mistake."""
-    with pytest.raises(UsageError, match="2 to 8"):
-        kernel_layout.WorkspaceLayout(9, 128)
-    with pytest.raises(UsageError, match="multiple of 128"):
-        kernel_layout.WorkspaceLayout(2, 100)
-    with pytest.raises(UsageError, match="unknown algorithm"):
-        kernel_layout.required_arena("push", 1, 2)
-    with pytest.raises(UsageError, match="family"):
-        KernelVariant(90, 2, "float32", "other")
-    with pytest.raises(UsageError, match="unknown kernel"):
-        kernels.family_of("other")
+    """A deadline that does not fit and an architecture without kernels are named."""
+    layout = kernel_layout.WorkspaceLayout(2, 1 << 20)
+    for deadline_ns in (0, 2**63):
+        with pytest.raises(UsageError, match="deadline_ns"):
+            kernel_layout.pack_params(
+                layout, workspaces=[0, 0], state=0, error=0, deadline_ns=deadline_ns, rank=0
+            )
     with pytest.raises(CapabilityError, match=r"7\.5"):
         KernelVariant(70, 2, "float32", "pull")
     with pytest.raises(CapabilityError, match="sm_79"):
-        compile_kernels(KernelVariant(79, 2, "float32", "probes"))
+        compile_kernels(KernelVariant(79, 2, "float32", "one_shot"))
 
 
 # --- cache ----------------------------------------------------------------------------------------------------
 
-PROBES = KernelVariant(90, 2, "float32", "probes")
+ONE_SHOT = KernelVariant(90, 2, "float32", "one_shot")
 
 
 @pytest.fixture(name="cache_directory")
@@ -205,9 +198,9 @@ def a_directory(tmp_path: Path) -> Path:
 
 def test_the_second_start_compiles_nothing(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is on disk is used as it is, by any process."""
-    first = KernelCache(cache_directory).cubin(PROBES)
+    first = KernelCache(cache_directory).cubin(ONE_SHOT)
     monkeypatch.setattr(kernels, "compile_kernels", None)
-    assert KernelCache(cache_directory).cubin(PROBES) == first
+    assert KernelCache(cache_directory).cubin(ONE_SHOT) == first
     assert [path.stat().st_mode & 0o777 for path in cache_directory.iterdir()] == [0o600]
     assert cache_directory.stat().st_mode & 0o777 == 0o700
 
@@ -218,10 +211,10 @@ def test_the_second_start_compiles_nothing(cache_directory: Path, monkeypatch: p
 def test_a_damaged_file_is_rebuilt(cache_directory: Path, damage: Callable[[bytes], bytes]) -> None:
     """Each read of a file verifies its checksum; a damaged file is compiled again."""
     cache_ = KernelCache(cache_directory)
-    first = cache_.cubin(PROBES)
-    path = cache_.path_of(PROBES)
+    first = cache_.cubin(ONE_SHOT)
+    path = cache_.path_of(ONE_SHOT)
     path.write_bytes(damage(path.read_bytes()))
-    assert cache_.cubin(PROBES) == first
+    assert cache_.cubin(ONE_SHOT) == first
     assert kernels._read(path) == first
 
 
@@ -230,10 +223,10 @@ def test_a_planted_link_is_not_followed(cache_directory: Path, tmp_path: Path) -
     cache_ = KernelCache(cache_directory)
     target = tmp_path / "target"
     target.write_bytes(b"mine")
-    cache_.path_of(PROBES).symlink_to(target)
-    assert cache_.cubin(PROBES)[:4] == b"\x7fELF"
+    cache_.path_of(ONE_SHOT).symlink_to(target)
+    assert cache_.cubin(ONE_SHOT)[:4] == b"\x7fELF"
     assert target.read_bytes() == b"mine"
-    assert not cache_.path_of(PROBES).is_symlink()
+    assert not cache_.path_of(ONE_SHOT).is_symlink()
 
 
 def test_an_open_directory_is_refused(tmp_path: Path) -> None:
@@ -254,7 +247,7 @@ def test_an_open_directory_is_refused(tmp_path: Path) -> None:
 def test_ranks_that_start_together_agree(cache_directory: Path) -> None:
     """All ranks compile and write the same file, and none reads half a file."""
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: KernelCache(cache_directory).cubin(PROBES), range(4)))
+        found = list(pool.map(lambda _: KernelCache(cache_directory).cubin(ONE_SHOT), range(4)))
     assert len(set(found)) == 1
     assert len(list(cache_directory.iterdir())) == 1
 
@@ -264,7 +257,7 @@ def test_the_cache_is_bounded(cache_directory: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kernels, "MOST_FILES", 3)
     monkeypatch.setattr(kernels, "compile_kernels", lambda _: kernels.Compiled(b"code", ""))
     cache_ = KernelCache(cache_directory)
-    variants = [KernelVariant(90, size, "float32", "probes") for size in range(2, 8)]
+    variants = [KernelVariant(90, size, "float32", "one_shot") for size in range(2, 8)]
     for variant in variants:
         cache_.cubin(variant)
         os.utime(cache_.path_of(variant), ns=(variant.world_size, variant.world_size))
@@ -296,14 +289,14 @@ def test_the_error_contains_the_compilers_messages(monkeypatch: pytest.MonkeyPat
     """A source that does not compile raises an error that shows the compiler's output."""
     monkeypatch.setattr(kernels, "kernel_source", lambda: "this is no program")
     with pytest.raises(CudaError, match="error: ") as caught:
-        compile_kernels(PROBES)
+        compile_kernels(ONE_SHOT)
     assert caught.value.function == "nvrtcCompileProgram"
     assert "NVRTC" in caught.value.library
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without cuda-python the error says which package is missing."""
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    with pytest.raises(CapabilityError, match="cuda-python") as caught:
-        compile_kernels(PROBES)
-    assert caught.value.requirement == "cuda-python"
+    """Without cuda-bindings the error says which package is missing."""
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
+    with pytest.raises(CapabilityError, match="cuda-bindings") as caught:
+        compile_kernels(ONE_SHOT)
+    assert caught.value.requirement == "cuda-bindings"

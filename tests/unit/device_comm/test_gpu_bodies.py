@@ -38,7 +38,7 @@ class FakeGpu(FakeDriver):
 
     def __init__(self, directory: Path, rank: int, library: Path | None = None, world: int = 2) -> None:
         devices = fake_devices(1, multiprocessors=4 * world)
-        programs = {"fill": self._fill, "check": self._check, "tick": _tick, "spin": None}
+        programs = {"fill": self._fill, "check": self._check, "tick": _tick, "spin": None, "empty": None}
         super().__init__(directory, rank, devices=devices, device_index=0, kernels=programs)
         self.library = None if library is None else ctypes.CDLL(str(library))
         self.rows: dict[int, str] = {}

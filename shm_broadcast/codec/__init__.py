@@ -50,13 +50,7 @@ from shm_broadcast.codec import adapters
 from shm_broadcast.codec.enum_adapter import build_enum, describe_enum
 from shm_broadcast.codec.object_path import Step, render, repeated
 from shm_broadcast.codec.records import ENUM
-from shm_broadcast.codec.registry import (
-    build_registered,
-    describe_registered,
-    entry_of,
-    register_type,
-    unregister_type,
-)
+from shm_broadcast.codec.registry import build_registered, by_class, register_type, unregister_type
 from shm_broadcast.codec.wire_format import Builder, Code, DataBuilder, Describer, Description, Refusal
 from shm_broadcast.errors import DecodeError, UsageError
 
@@ -156,7 +150,7 @@ def raise_usage_error(error: Exception) -> NoReturn:
     """Raise what `encode` raises for an exception of the native encoder."""
     if isinstance(error, MemoryError):
         raise error
-    raise _usage_error(error) from error
+    raise UsageError(f"{_problem(error)}; nothing was sent") from error
 
 
 def decode(frame: bytes | bytearray | memoryview, type: Any = None, *, copy: bool = True) -> Any:  # noqa: A002
@@ -209,8 +203,6 @@ def convert(value: Any, wanted: Any) -> Any:
         return value
     try:
         return msgspec.convert(value, wanted)
-    except msgspec.ValidationError as error:
-        raise DecodeError(f"the message is no {_name_of(wanted)}: {error}") from error
     except TypeError as error:
         raise UsageError(f"decode to {_name_of(wanted)}: {error}") from error
     except Exception as error:
@@ -241,9 +233,9 @@ def describe(obj: object) -> Description:
         describer = _describers.get(cls)
         if describer is not None:
             return describer(obj)
-        entry = entry_of(cls)
+        entry = by_class.get(cls)
         if entry is not None and entry.kind.name != ENUM:
-            return describe_registered(entry, obj)
+            return Code.REGISTERED, entry.name, entry.kind.take(obj)
         return _describer_of(cls)(obj)
     except MemoryError:
         raise
@@ -255,12 +247,11 @@ def describe(obj: object) -> Description:
 
 
 def _describe_device(device_tensor: Callable[[Any], object], obj: object) -> Description:
-    adapter: Any = None
     if type(obj).__module__ == "torch":
         adapter = importlib.import_module("shm_broadcast.codec.torch_adapter")
-    if adapter is None or not adapter.is_device_tensor(obj):
-        return describe(obj)
-    return Code.SUBSTITUTE, None, device_tensor(obj)
+        if adapter.is_device_tensor(obj):
+            return Code.SUBSTITUTE, None, device_tensor(obj)
+    return describe(obj)
 
 
 def frame_length(start: bytes | bytearray | memoryview) -> int:
@@ -282,7 +273,7 @@ def frame_length(start: bytes | bytearray | memoryview) -> int:
 def _describer_of(cls: type) -> Describer:
     """Return the describer of a class that has none yet."""
     if issubclass(cls, Enum):
-        return describe_enum  # type: ignore[return-value]
+        return describe_enum
     root = cls.__module__.partition(".")[0]
     if root in _LAZY and _load(root) and cls in _describers:
         return _describers[cls]
@@ -295,27 +286,15 @@ def _describer_of(cls: type) -> Describer:
     )
 
 
-def build_owned(code: int, meta: object, body: object) -> object:
-    """Build an object that owns its memory, for the native decoder."""
-    # Looked up first, as arrays and tensors come by the dozen.
-    data_builder = _data_builders.get(code)
-    if data_builder is not None:
-        return data_builder(meta, body, True)
-    return _build(code, meta, body, copy=True)
-
-
-def _build_aliased(code: int, meta: object, body: object) -> object:
-    return _build(code, meta, body, copy=False)
-
-
-def _build(code: int, meta: object, body: object, *, copy: bool) -> object:
-    """Build an object of extension `code` for the native decoder."""
-    builder = _builders.get(code)
-    if builder is not None:
-        return builder(meta, body)
+def build_owned(code: int, meta: object, body: object, *, copy: bool = True) -> object:
+    """Build an object of extension `code` for the native decoder; it owns its memory unless `copy` is false."""
+    # Looked up first, because a message may hold dozens of arrays and tensors.
     data_builder = _data_builders.get(code)
     if data_builder is not None:
         return data_builder(meta, body, copy)
+    builder = _builders.get(code)
+    if builder is not None:
+        return builder(meta, body)
     package = _LAZY_CODES.get(code)
     if package is None:
         raise DecodeError(f"extension {code} is unknown to this version")
@@ -323,21 +302,22 @@ def _build(code: int, meta: object, body: object, *, copy: bool) -> object:
         _load(package)
     except ImportError as error:
         raise DecodeError(f"the message holds a type of {package}, which is not installed here") from error
-    return _build(code, meta, body, copy=copy)
+    return build_owned(code, meta, body, copy=copy)
 
 
-def _usage_error(error: Exception) -> UsageError:
-    """Return the error that names what cannot be carried, and where it stands."""
+_build_aliased: Final = partial(build_owned, copy=False)
+
+
+def _problem(error: Exception) -> str:
+    """Return what cannot be sent, and its place in the object."""
     path: Sequence[Step] = error.__dict__.pop("_path", [])
     steps = list(reversed(path))
     if isinstance(error, RecursionError):
         loop = repeated(steps)
         if loop is None:
-            return UsageError(f"{render(steps)}: the object is {error}; nothing was sent")
+            return f"{render(steps)}: the object is {error}"
         first, second = loop
-        return UsageError(
-            f"{render(steps[:second])} is {render(steps[:first])} again: the object contains itself; nothing was sent"
-        )
+        return f"{render(steps[:second])} is {render(steps[:first])} again: the object contains itself"
     cls = error.cls if isinstance(error, Refusal) else None
     name = "" if cls is None else f" is a {cls.__module__}.{cls.__qualname__}"
-    return UsageError(f"{render(steps)}{name}: {error}; nothing was sent")
+    return f"{render(steps)}{name}: {error}"

@@ -1,28 +1,41 @@
 """Encode and decode the standard library's types that the native core does not handle.
 
 A describer returns (code, meta, body). A builder checks the type of every part, because the parts come from a
-peer.
+peer; the functions for these checks serve the adapters of other libraries too.
 """
 
 import datetime as dt
+import math
 import uuid
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
+from functools import partial
 from typing import Any, Final
 
 import msgspec
 
-from shm_broadcast.codec.wire_format import Builder, Code, Describer, Description, Refusal
+from shm_broadcast.codec.wire_format import MAX_DIMENSIONS, Builder, Code, Describer, Description, Refusal
 from shm_broadcast.errors import DecodeError
 
-__all__ = ["BUILDERS", "DESCRIBERS", "expect", "integers"]
+__all__ = ["BUILDERS", "DESCRIBERS", "checked_shape", "expect", "integers"]
 
 _FACTORIES: Final[dict[str, Callable[[], object]]] = {
     cls.__name__: cls for cls in (bool, bytearray, bytes, dict, float, frozenset, int, list, set, str, tuple)
 }
 _FACTORY_NAMES: Final = {factory: name for name, factory in _FACTORIES.items()}
+_DATE: Final = ("year", "month", "day")
+_TIME: Final = ("hour", "minute", "second", "microsecond", "fold")
+# Types that are sent as integers, and perhaps a time zone: the code, and the names of the integers as attributes and as
+# parameters of the constructor.
+_MOMENTS: Final[dict[type, tuple[int, tuple[str, ...]]]] = {
+    dt.datetime: (Code.DATETIME, (*_DATE, *_TIME)),
+    dt.date: (Code.DATE, _DATE),
+    dt.time: (Code.TIME, _TIME),
+    dt.timedelta: (Code.TIMEDELTA, ("days", "seconds", "microseconds")),
+}
 _SINGLETONS: Final = {"Ellipsis": ..., "NotImplemented": NotImplemented, "UNSET": msgspec.UNSET}
+_LARGEST = (1 << 63) - 1
 
 
 def expect(kind: type, value: object, what: str) -> Any:
@@ -46,6 +59,30 @@ def integers(value: object, count: int, what: str) -> list[int]:
     if len(numbers) != count or any(type(number) is not int for number in numbers):
         raise DecodeError(f"{what} needs {count} integers")
     return list(numbers)
+
+
+def checked_shape(shape: Sequence[object], itemsize: int, nbytes: int) -> list[int]:
+    """Return `shape` if an array of that shape holds exactly `nbytes`.
+
+    Args:
+        shape: Dimensions as the peer sent them.
+        itemsize: Bytes per element.
+        nbytes: Bytes that arrived.
+
+    Raises:
+        DecodeError: A dimension is not a non-negative 63-bit integer, there are more than `MAX_DIMENSIONS`, or
+            the sizes disagree.
+    """
+    if len(shape) > MAX_DIMENSIONS:
+        raise DecodeError(f"an array has {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
+    sizes = [size for size in shape if type(size) is int and 0 <= size <= _LARGEST]
+    if len(sizes) != len(shape):
+        raise DecodeError("a dimension of an array is not a natural number")
+    if itemsize * math.prod(size for size in sizes if size) > _LARGEST:
+        raise DecodeError("an array is larger than the address space")
+    if math.prod(sizes) * itemsize != nbytes:
+        raise DecodeError(f"an array of shape {sizes} and {itemsize} bytes per element got {nbytes} bytes")
+    return sizes
 
 
 def _describe_big_int(obj: int) -> Description:
@@ -102,45 +139,19 @@ def _build_default_dict(meta: object, body: object) -> defaultdict[object, objec
     return defaultdict(factory, content)
 
 
-def _describe_datetime(obj: dt.datetime) -> Description:
-    parts = [obj.year, obj.month, obj.day, obj.hour, obj.minute, obj.second, obj.microsecond, obj.fold]
-    return Code.DATETIME, obj.tzinfo, parts
+def _describe_moment(obj: Any) -> Description:
+    code, names = _MOMENTS[type(obj)]
+    return code, getattr(obj, "tzinfo", None), [getattr(obj, name) for name in names]
 
 
-def _zone(value: object) -> Any:
-    if value is not None and not isinstance(value, dt.tzinfo):
-        raise DecodeError(f"a tzinfo needs a time zone, the message has a {type(value).__name__}")
-    return value
-
-
-def _build_datetime(meta: object, body: object) -> dt.datetime:
-    *parts, fold = integers(body, 8, "a datetime")
-    return dt.datetime(*parts, tzinfo=_zone(meta), fold=fold)  # type: ignore[arg-type, misc]
-
-
-def _describe_date(obj: dt.date) -> Description:
-    return Code.DATE, None, [obj.year, obj.month, obj.day]
-
-
-def _build_date(_meta: object, body: object) -> dt.date:
-    return dt.date(*integers(body, 3, "a date"))
-
-
-def _describe_time(obj: dt.time) -> Description:
-    return Code.TIME, obj.tzinfo, [obj.hour, obj.minute, obj.second, obj.microsecond, obj.fold]
-
-
-def _build_time(meta: object, body: object) -> dt.time:
-    *parts, fold = integers(body, 5, "a time")
-    return dt.time(*parts, tzinfo=_zone(meta), fold=fold)  # type: ignore[arg-type, misc]
-
-
-def _describe_timedelta(obj: dt.timedelta) -> Description:
-    return Code.TIMEDELTA, None, [obj.days, obj.seconds, obj.microseconds]
-
-
-def _build_timedelta(_meta: object, body: object) -> dt.timedelta:
-    return dt.timedelta(*integers(body, 3, "a timedelta"))
+def _build_moment(cls: type, meta: object, body: object) -> object:
+    _, names = _MOMENTS[cls]
+    numbers = integers(body, len(names), f"a {cls.__name__}")
+    if meta is None:
+        return cls(**dict(zip(names, numbers, strict=True)))
+    if not isinstance(meta, dt.tzinfo):
+        raise DecodeError(f"a tzinfo needs a time zone, the message has a {type(meta).__name__}")
+    return cls(**dict(zip(names, numbers, strict=True)), tzinfo=meta)
 
 
 def _describe_timezone(obj: Any) -> Description:
@@ -183,15 +194,11 @@ def _build_singleton(_meta: object, body: object) -> object:
     return _SINGLETONS[name]
 
 
-_TABLE: Final[tuple[tuple[type, int, Callable[[Any], Description], Builder], ...]] = (
+_TABLE: Final[tuple[tuple[type, int, Describer, Builder], ...]] = (
     (int, Code.BIG_INT, _describe_big_int, _build_big_int),
     (complex, Code.COMPLEX, _describe_complex, _build_complex),
     (deque, Code.DEQUE, _describe_deque, _build_deque),
     (defaultdict, Code.DEFAULT_DICT, _describe_default_dict, _build_default_dict),
-    (dt.datetime, Code.DATETIME, _describe_datetime, _build_datetime),
-    (dt.date, Code.DATE, _describe_date, _build_date),
-    (dt.time, Code.TIME, _describe_time, _build_time),
-    (dt.timedelta, Code.TIMEDELTA, _describe_timedelta, _build_timedelta),
     (dt.timezone, Code.TIMEZONE, _describe_timezone, _build_timezone),
     (uuid.UUID, Code.UUID, _describe_uuid, _build_uuid),
     (Decimal, Code.DECIMAL, _describe_decimal, _build_decimal),
@@ -200,9 +207,11 @@ _TABLE: Final[tuple[tuple[type, int, Callable[[Any], Description], Builder], ...
 DESCRIBERS: Final[dict[type, Describer]] = {
     **{cls: describe for cls, _, describe, _ in _TABLE},
     **{type(single): _describe_singleton for single in _SINGLETONS.values()},
-    memoryview: _describe_view,  # type: ignore[dict-item]
+    **dict.fromkeys(_MOMENTS, _describe_moment),
+    memoryview: _describe_view,
 }
 BUILDERS: Final[dict[int, Builder]] = {
     **{code: build for _, code, _, build in _TABLE},
+    **{code: partial(_build_moment, cls) for cls, (code, _) in _MOMENTS.items()},
     Code.SINGLETON: _build_singleton,
 }

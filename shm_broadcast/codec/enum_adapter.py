@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from shm_broadcast.codec.records import ENUM
-from shm_broadcast.codec.registry import entry_of, named
+from shm_broadcast.codec.registry import by_class, by_name
 from shm_broadcast.codec.wire_format import Code, Description, Refusal
 from shm_broadcast.errors import DecodeError
 
@@ -25,7 +25,7 @@ _MAX_COMPOSITE = 1 << 64
 def describe_enum(obj: Enum) -> Description:
     """Describe a member by its name, or a composite Flag by its value."""
     cls = type(obj)
-    entry = entry_of(cls)
+    entry = by_class.get(cls)
     if entry is not None:
         name = entry.name
     else:
@@ -49,7 +49,7 @@ def build_enum(meta: object, body: object) -> object:
     """
     if type(meta) is not str:
         raise DecodeError("an Enum lacks the name of its class")
-    entry = named(meta)
+    entry = by_name.get(meta)
     cls: Any = entry.cls if entry is not None and entry.kind.name == ENUM else _loaded(meta)
     if cls is None:
         raise DecodeError(

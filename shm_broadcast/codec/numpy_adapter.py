@@ -7,15 +7,14 @@ Once this module is loaded, the native core handles contiguous arrays of common 
 This module handles the rest, and gives the reason when an array cannot be sent.
 """
 
+import math
 import re
-from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 
 from shm_broadcast import _core
-from shm_broadcast.codec.adapters import expect, integers
-from shm_broadcast.codec.array_shape import checked_shape
+from shm_broadcast.codec.adapters import checked_shape, expect, integers
 from shm_broadcast.codec.wire_format import Builder, Code, DataBuilder, Describer, Description, Refusal
 from shm_broadcast.errors import DecodeError
 
@@ -71,19 +70,14 @@ def _dtype_of(tree: object, nesting: int = 0) -> np.dtype[Any]:
         case ["array", base, shape] if type(shape) is list and len(shape) <= _MAX_NESTING:
             sizes = integers(shape, len(shape), "the shape of a subarray")
             inner = _dtype_of(base, nesting + 1)
-            _checked_item(sizes, inner.itemsize)
+            if any(not 0 <= size <= _LARGEST_ITEM for size in sizes) or (
+                math.prod(sizes) * inner.itemsize > _LARGEST_ITEM
+            ):
+                raise DecodeError("an element of an array is too large")
             return np.dtype((inner, tuple(sizes)))
         case ["fields", fields, itemsize, aligned] if type(fields) is list and type(aligned) is bool:
             return _struct_of(fields, itemsize, aligned, nesting)
     raise DecodeError("a dtype is neither fields nor a subarray")
-
-
-def _checked_item(sizes: list[int], itemsize: int) -> None:
-    total = itemsize
-    for size in sizes:
-        total *= size
-        if not 0 <= size <= _LARGEST_ITEM or total > _LARGEST_ITEM:
-            raise DecodeError("an element of an array is too large")
 
 
 def _struct_of(fields: list[Any], itemsize: Any, aligned: bool, nesting: int) -> np.dtype[Any]:
@@ -168,12 +162,11 @@ _core.numpy_dtypes(
 )
 
 _SCALARS: Final = {np.dtype(char).type for char in "?bBhHiIlLqQefdgFDGSUVMm"}
-_describers: Final[dict[type, Callable[[Any], Description]]] = {
+DESCRIBERS: Final[dict[type, Describer]] = {
     np.ndarray: _describe_array,
     **dict.fromkeys(_SCALARS, _describe_scalar),
     **{type(np.dtype(char)): _describe_dtype for char in "?bBhHiIlLqQefdgFDGSUVMm"},
 }
-DESCRIBERS: Final[dict[type, Describer]] = dict(_describers)
 BUILDERS: Final[dict[int, Builder]] = {Code.NUMPY_DTYPE: _build_dtype, Code.NUMPY_TEXT: _build_text}
 DATA_BUILDERS: Final[dict[int, DataBuilder]] = {
     Code.NUMPY_ARRAY: _build_array,

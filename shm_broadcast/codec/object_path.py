@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shm_broadcast.codec.records import RECORD
-from shm_broadcast.codec.registry import entry_of
+from shm_broadcast.codec.registry import by_class
 
 __all__ = ["render", "repeated"]
 
@@ -18,13 +18,13 @@ _LONGEST_KEY = 60
 _SHOWN = 12
 
 
-def render(steps: Sequence[Step], root: str = "obj") -> str:
+def render(steps: Sequence[Step]) -> str:
     """Return the path through `steps`, outermost first. A long path keeps its first and last 12 parts."""
     parts = []
     record = False
     for kind, key, container in steps:
         if kind == "x":
-            entry = entry_of(type(container))
+            entry = by_class.get(type(container))
             record = entry is not None and entry.kind.name == RECORD
             continue
         if record and kind == "k":
@@ -38,7 +38,7 @@ def render(steps: Sequence[Step], root: str = "obj") -> str:
         record = False
     if len(parts) > 2 * _SHOWN:
         parts[_SHOWN:-_SHOWN] = [f"…({len(parts) - 2 * _SHOWN} more)…"]
-    return root + "".join(parts)
+    return "obj" + "".join(parts)
 
 
 def repeated(steps: Sequence[Step]) -> tuple[int, int] | None:

@@ -9,14 +9,14 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from shm_broadcast.codec.wire_format import Refusal
 from shm_broadcast.errors import DecodeError, UsageError
 
-__all__ = ["CUSTOM", "ENUM", "RECORD", "SUBCLASS", "Kind", "custom_kind", "kind_of"]
+__all__ = ["CONTENT", "CUSTOM", "ENUM", "RECORD", "SUBCLASS", "Kind", "custom_kind", "kind_of"]
 
 RECORD = "record"
 SUBCLASS = "subclass"
@@ -24,19 +24,22 @@ CUSTOM = "custom"
 ENUM = "enum"
 
 _MISSING: Any = object()
-_BASES: tuple[type, ...] = (
-    OrderedDict,
-    dict,
-    list,
-    tuple,
-    set,
-    frozenset,
-    str,
-    int,
-    float,
-    bytes,
-    bytearray,
-)
+
+CONTENT: Final[dict[type, Callable[[Any], object]]] = {
+    OrderedDict: lambda obj: dict(OrderedDict.items(obj)),
+    dict: lambda obj: dict(dict.items(obj)),
+    list: lambda obj: list(list.__iter__(obj)),
+    tuple: lambda obj: tuple(tuple.__iter__(obj)),
+    set: lambda obj: set(set.__iter__(obj)),
+    frozenset: lambda obj: frozenset(frozenset.__iter__(obj)),
+    str: str.__str__,
+    int: int.__int__,
+    float: float.__float__,
+    bytes: lambda obj: bytes(memoryview(obj)),
+    bytearray: lambda obj: bytearray(memoryview(obj)),
+}
+"""For each type whose subclasses can be sent, a function that returns the builtin content of an object. It ignores
+what the subclass overrides."""
 
 
 class Kind(NamedTuple):
@@ -76,7 +79,7 @@ def kind_of(cls: type) -> Kind:
     Raises:
         UsageError: The codec cannot take apart and build this kind of class by itself.
     """
-    bases = [base for base in _BASES if issubclass(cls, base)]
+    bases = [base for base in CONTENT if issubclass(cls, base)]
     if issubclass(cls, Enum):
         return Kind(ENUM, _no_body, _no_body)
     if issubclass(cls, msgspec.Struct):
@@ -131,23 +134,11 @@ def _with_fields(cls: type, values: dict[str, Any]) -> object:
     return obj
 
 
-def _content(base: Any, obj: Any) -> object:
-    """Return the builtin content of `obj`, ignoring overrides in its class."""
+def _content(base: type, obj: object) -> object:
+    """Return the builtin content of `obj`, a subclass of `base`."""
     if getattr(obj, "__dict__", None):
         raise Refusal("it has attributes besides its builtin content; register it with encode= and decode=")
-    if base is OrderedDict:
-        return dict(OrderedDict.items(obj))
-    if base is dict:
-        return dict(dict.items(obj))
-    if base is str:
-        return str.__str__(obj)
-    if base is int:
-        return int.__int__(obj)
-    if base is float:
-        return float.__float__(obj)
-    if base in (bytes, bytearray):
-        return base(memoryview(obj))
-    return base(base.__iter__(obj))
+    return CONTENT[base](obj)
 
 
 def _refill(cls: type, base: Any, body: object) -> object:
@@ -155,14 +146,11 @@ def _refill(cls: type, base: Any, body: object) -> object:
     if type(body) is not (dict if base is OrderedDict else base):
         raise DecodeError(f"{cls.__qualname__} cannot be built from a {type(body).__name__}")
     content: Any = body
-    obj = (
-        base.__new__(cls) if base in (OrderedDict, dict, list, set, bytearray) else base.__new__(cls, content)
-    )
+    obj = base.__new__(cls, content)  # still empty if `base` is mutable
     if base is OrderedDict:
+        # Its `__init__` would call the `__setitem__` of `cls`.
         for key, value in content.items():
             OrderedDict.__setitem__(obj, key, value)
-    elif base in (dict, set):
-        base.update(obj, content)
-    elif base in (list, bytearray):
-        base.extend(obj, content)
+    elif base in (dict, list, set, bytearray):
+        base.__init__(obj, content)
     return obj

@@ -6,45 +6,18 @@ already loaded (see `enum_adapter`).
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, Final, NamedTuple, TypeVar, overload
 
 from shm_broadcast.codec.adapters import DESCRIBERS
-from shm_broadcast.codec.records import CUSTOM, ENUM, Kind, custom_kind, kind_of
-from shm_broadcast.codec.wire_format import Code, Description
+from shm_broadcast.codec.records import CONTENT, CUSTOM, ENUM, Kind, custom_kind, kind_of
 from shm_broadcast.errors import DecodeError, UsageError
 
-__all__ = [
-    "Entry",
-    "build_registered",
-    "describe_registered",
-    "entry_of",
-    "named",
-    "register_type",
-    "unregister_type",
-]
+__all__ = ["Entry", "build_registered", "by_class", "by_name", "register_type", "unregister_type"]
 
 T = TypeVar("T")
 
-_NATIVE = frozenset(
-    {
-        bool,
-        bytearray,
-        bytes,
-        complex,
-        dict,
-        float,
-        frozenset,
-        int,
-        list,
-        memoryview,
-        object,
-        set,
-        str,
-        tuple,
-        type,
-    }
-    | {type(None)}
-)
+# `DESCRIBERS` has the other types that need no registration. OrderedDict is registered below.
+_NATIVE: Final = {*CONTENT, bool, object, type(None)} - {OrderedDict}
 
 
 class Entry(NamedTuple):
@@ -55,8 +28,11 @@ class Entry(NamedTuple):
     kind: Kind
 
 
-_by_class: dict[type, Entry] = {}
-_by_name: dict[str, Entry] = {}
+by_class: Final[dict[type, Entry]] = {}
+"""The registered classes."""
+
+by_name: Final[dict[str, Entry]] = {}
+"""The same entries by their names in messages."""
 
 
 @overload
@@ -114,14 +90,14 @@ def register_type(
     wire_name = f"{cls.__module__}.{cls.__qualname__}" if name is None else name
     if type(wire_name) is not str or not wire_name or not wire_name.isprintable():
         raise UsageError(f"register_type({cls.__qualname__}): {wire_name!r} is not a printable name")
-    taken, known = _by_name.get(wire_name), _by_class.get(cls)
+    taken, known = by_name.get(wire_name), by_class.get(cls)
     if taken is not None and taken.cls is not cls:
         raise UsageError(f"register_type: the name {wire_name!r} belongs to another class, {taken.cls!r}")
     if known is not None and known.name != wire_name:
         raise UsageError(f"register_type: {cls!r} is already registered as {known.name!r}")
     functions = encode is not None or decode is not None
     entry = Entry(cls, wire_name, custom_kind(cls, encode, decode) if functions else kind_of(cls))
-    _by_class[cls] = _by_name[wire_name] = entry
+    by_class[cls] = by_name[wire_name] = entry
     return cls
 
 
@@ -131,25 +107,10 @@ def unregister_type(cls: type) -> None:
     Raises:
         UsageError: The class is not registered.
     """
-    entry = _by_class.pop(cls, None)
+    entry = by_class.pop(cls, None)
     if entry is None:
         raise UsageError(f"unregister_type: {cls!r} is not registered")
-    del _by_name[entry.name]
-
-
-def entry_of(cls: type) -> Entry | None:
-    """Return the entry of a class, or None if it is not registered."""
-    return _by_class.get(cls)
-
-
-def named(name: str) -> Entry | None:
-    """Return the entry with this name, or None."""
-    return _by_name.get(name)
-
-
-def describe_registered(entry: Entry, obj: object) -> Description:
-    """Describe an object of a registered class other than an Enum."""
-    return Code.REGISTERED, entry.name, entry.kind.take(obj)
+    del by_name[entry.name]
 
 
 def build_registered(meta: object, body: object) -> object:
@@ -158,7 +119,7 @@ def build_registered(meta: object, body: object) -> object:
     Raises:
         DecodeError: The class is not registered here, or refused its data.
     """
-    entry = _by_name.get(meta) if type(meta) is str else None
+    entry = by_name.get(meta) if type(meta) is str else None
     if entry is None or entry.kind.name == ENUM:
         raise DecodeError(
             f"the message holds a {meta if type(meta) is str else '?':.200}, which is not registered here; if "

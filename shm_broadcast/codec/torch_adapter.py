@@ -14,8 +14,7 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from shm_broadcast import _core
-from shm_broadcast.codec.adapters import expect, integers
-from shm_broadcast.codec.array_shape import checked_shape
+from shm_broadcast.codec.adapters import checked_shape, expect, integers
 from shm_broadcast.codec.wire_format import Builder, Code, DataBuilder, Describer, Description, Refusal
 from shm_broadcast.errors import DecodeError
 
@@ -38,6 +37,9 @@ _ALL_DTYPES: Final[dict[str, torch.dtype]] = _DTYPES | {
     name: getattr(torch, name) for name in _QUANTISED if hasattr(torch, name)
 }
 _ALL_NAMES: Final = {dtype: name for name, dtype in _ALL_DTYPES.items()}
+
+# Named in each call, because the default device may be another one. torch would parse a string each time.
+_CPU: Final = torch.device("cpu")
 
 
 def _teach_core() -> None:
@@ -62,10 +64,6 @@ def is_device_tensor(obj: object) -> bool:
     """Return whether `obj` is a plain tensor outside of host memory."""
     return type(obj) is torch.Tensor and obj.device.type != "cpu"
 
-
-_CPU: Final = torch.device(
-    "cpu"
-)  # explicit, as the default device may differ; torch would parse a string on each call
 
 _teach_core()
 
@@ -141,13 +139,12 @@ def _build_device(meta: object, body: object) -> torch.device:
     return device
 
 
-_describers: Final[dict[type, Callable[[Any], Description]]] = {
+DESCRIBERS: Final[dict[type, Describer]] = {
     torch.Tensor: _describe_tensor,
     torch.dtype: _describe_dtype,
     torch.Size: _describe_size,
     torch.device: _describe_device,
 }
-DESCRIBERS: Final[dict[type, Describer]] = dict(_describers)
 BUILDERS: Final[dict[int, Builder]] = {
     Code.TORCH_DTYPE: _build_dtype,
     Code.TORCH_SIZE: _build_size,

@@ -1,14 +1,14 @@
 """Types and numbers of the codec's wire format that Python and the native core share."""
 
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 __all__ = ["MAX_DIMENSIONS", "Builder", "Code", "DataBuilder", "Describer", "Description", "Refusal"]
 
 Description = tuple[int, object, object]
 """What the native encoder writes for a type that it does not know: (code, meta, body)."""
 
-Describer = Callable[[object], Description]
+Describer = Callable[[Any], Description]
 """Returns the description of an object of one type."""
 
 Builder = Callable[[object, object], object]

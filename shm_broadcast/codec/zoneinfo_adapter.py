@@ -3,8 +3,7 @@
 Importing `zoneinfo` reads the environment (PYTHONTZPATH) to find the system's time zones.
 """
 
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 from zoneinfo import ZoneInfo
 
 from shm_broadcast.codec.adapters import expect
@@ -29,7 +28,6 @@ def _build_zone_info(_meta: object, body: object) -> ZoneInfo:
     return ZoneInfo(key)
 
 
-_describers: Final[dict[type, Callable[[Any], Description]]] = {ZoneInfo: _describe_zone_info}
-DESCRIBERS: Final[dict[type, Describer]] = dict(_describers)
+DESCRIBERS: Final[dict[type, Describer]] = {ZoneInfo: _describe_zone_info}
 BUILDERS: Final[dict[int, Builder]] = {Code.ZONE_INFO: _build_zone_info}
 DATA_BUILDERS: Final[dict[int, DataBuilder]] = {}

@@ -45,7 +45,7 @@ def forget_registered() -> None:
     """Unregister a program's classes, because those of the next program have the same module, `__main__`."""
     from shm_broadcast.codec import registry
 
-    for cls in [each for each in registry._by_class if each.__module__ == "__main__"]:
+    for cls in [each for each in registry.by_class if each.__module__ == "__main__"]:
         registry.unregister_type(cls)
 
 

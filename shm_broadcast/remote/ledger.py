@@ -16,7 +16,7 @@ import zmq
 from shm_broadcast import codec
 from shm_broadcast.errors import DecodeError
 from shm_broadcast.liveness import ProcessIdentity
-from shm_broadcast.remote.wire import Record, parts_of, unpack
+from shm_broadcast.remote.wire import Record, parts_of
 from shm_broadcast.statistics import ReaderStatistics
 
 # Bytes that a part counts beyond its frame, for the objects that hold it here and in zmq.
@@ -116,13 +116,11 @@ class Ledger:
     def cut(self, message: codec.Message) -> list[Part]:
         """Return the parts of the next message; `add` records them."""
         last = self.last
-        frames = parts_of(message, last.number + 1)
-        parts = [
-            Part(number, frame, last.messages, last.nbytes)
-            for number, frame in enumerate(frames[:-1], last.number + 1)
-        ]
-        end = last.number + len(frames)
-        parts.append(Part(end, frames[-1], last.messages + 1, last.nbytes + message.nbytes))
+        first = last.number + 1
+        frames = enumerate(parts_of(message, first), first)
+        parts = [Part(number, frame, last.messages, last.nbytes) for number, frame in frames]
+        end, frame, messages, nbytes = parts[-1]
+        parts[-1] = Part(end, frame, messages + 1, nbytes + message.nbytes)
         return parts
 
     def add(self, parts: list[Part]) -> None:
@@ -209,16 +207,15 @@ class Inbox:
         """Begin without a part."""
         self.received: int = 0
         self.given_back: int = 0
-        self._messages: deque[tuple[int, zmq.Frame | bytearray]] = (
-            deque()
-        )  # (number of the last part, message)
+        # (number of the last part, message)
+        self._messages: deque[tuple[int, memoryview | bytearray]] = deque()
         self._assembly = bytearray()  # the parts of an incomplete message
 
     def __len__(self) -> int:
         """Return the number of complete messages."""
         return len(self._messages)
 
-    def take(self, part: Record, frame: zmq.Frame) -> None:
+    def take(self, part: Record) -> None:
         """Add the next part; ignore parts that came before and parts that follow a gap.
 
         Raises:
@@ -233,7 +230,7 @@ class Inbox:
                 f"part {number} has bytes {offset} to {offset + length} of {total}, after {have} bytes"
             )
         if length == total:
-            self._messages.append((number, frame))
+            self._messages.append((number, part.body))
         else:
             # Grow with what arrives: a forged total must not allocate memory.
             self._assembly += part.body
@@ -245,17 +242,13 @@ class Inbox:
     def pop(self) -> memoryview | bytearray:
         """Remove and return the next message; it counts as read."""
         self.given_back, message = self._messages.popleft()
-        return _bytes_of(message)
+        return message
 
     def nbytes(self) -> int:
         """Return the bytes of all complete messages."""
-        return sum(len(_bytes_of(message)) for _, message in self._messages)
+        return sum(len(message) for _, message in self._messages)
 
     def clear(self) -> None:
         """Release the memory of all messages."""
         self._messages.clear()
         self._assembly = bytearray()
-
-
-def _bytes_of(message: zmq.Frame | bytearray) -> memoryview | bytearray:
-    return message if isinstance(message, bytearray) else unpack(message).body

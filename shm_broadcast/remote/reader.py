@@ -7,38 +7,27 @@ writer is lost. `DESIGN.md` explains the protocol.
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import select
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final, Self
 
-import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from shm_broadcast import codec
 from shm_broadcast.endpoint import RemoteEndpoint, RemoteKeys
-from shm_broadcast.errors import (
-    ClosedError,
-    CommTimeoutError,
-    DecodeError,
-    GroupBrokenError,
-    InternalError,
-    PeerLostError,
-    UsageError,
-)
-from shm_broadcast.liveness import ProcessIdentity, fork_count, this_process
+from shm_broadcast.errors import ClosedError, DecodeError, InternalError, PeerLostError, UsageError
+from shm_broadcast.liveness import ProcessIdentity, fork_count
+from shm_broadcast.remote.end import RemoteEnd
 from shm_broadcast.remote.ledger import Inbox
 from shm_broadcast.remote.wire import Context, Kind, Record, connect, identity_of, pack, unpack
 from shm_broadcast.settings import BroadcastSettings
 from shm_broadcast.statistics import QueueStatistics, ReaderStatistics
-
-logger: logging.Logger = logging.getLogger(__name__)
 
 # Acknowledge after reading 1/8 of the high-water mark, and on every heartbeat.
 _ACKNOWLEDGED_PART: Final = 8
@@ -57,13 +46,10 @@ _GREET_AGAIN: Final = 2.5
 # Milliseconds that zmq may take to send BYE when the reader closes.
 _FAREWELL_MS: Final = 200
 
-_FAILED_HANDSHAKES: Final = (
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL,
-    zmq.Event.HANDSHAKE_FAILED_PROTOCOL,
-)
+_FAILED_HANDSHAKES: Final = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
 
 
-class RemoteReader:
+class RemoteReader(RemoteEnd):
     """The end of a reader on another host. One thread at a time may read; any thread may call `close`."""
 
     def __init__(
@@ -76,16 +62,13 @@ class RemoteReader:
         writer: int,
     ) -> None:
         """Use `open`."""
-        self.name = name
+        super().__init__(name, settings)
         self.rank = rank
         self.role: str = f"reader, rank {rank}"
         self._endpoint = endpoint
-        self._settings = settings
         self._writer = writer
         self._writer_process: ProcessIdentity | None = None  # known after WELCOME
-        self._forks = fork_count()
         self._incarnation = secrets.randbits(63)
-        self._identity = msgspec.msgpack.encode(this_process())
         # Every reading call holds `_calls`, so `close` from another thread frees the socket only after the call has
         # returned. It is re-entrant because the block of a loan may call `close`. `_lock` guards single uses of the
         # socket.
@@ -94,12 +77,10 @@ class RemoteReader:
         self._inbox = Inbox()
         self._unacknowledged = 0  # bytes read since the last acknowledgement
         self._is_awaited = False  # whether the writer is waiting for room
-        self._messages = self._nbytes = self._waits = 0
-        self._waited_s = 0.0
+        self._messages = self._nbytes = 0
         self._progress_at: float | None = None
-        self._is_closing = self._is_stopping = self._has_ended = self._is_off = False
+        self._has_ended = self._is_off = False
         self._failure: Exception | None = None  # raised once everything received has been read
-        self._cause: BaseException | None = None  # the failure that has been raised
         self._heard_at = self._connected_at = 0.0
         self._broken_at: float | None = None  # None while connected, and before the first connection
         self._greeted_at = 0.0
@@ -116,7 +97,6 @@ class RemoteReader:
         self._poll = select.poll()
         for descriptor in self.descriptors:
             self._poll.register(descriptor, select.POLLIN)
-        self._thread = threading.Thread(target=self._serve, name="group-coordinator-remote", daemon=True)
         self._thread.start()
 
     @classmethod
@@ -161,30 +141,28 @@ class RemoteReader:
         return reader
 
     def _await_welcome(self, timeout_s: float) -> None:
-        where = f"open on queue {self.name!r} ({self.role})"
-        deadline = time.monotonic() + timeout_s
-        while True:
+        def is_welcome() -> bool:
             self.poll()
             if self._writer_process is not None:
-                return
+                return True
             if isinstance(self._failure, PeerLostError):
-                raise PeerLostError(f"{where}: {self._failure}", peers=self._culprits())
+                raise PeerLostError(f"{self._where('open')}: {self._failure}", peers=self._culprits())
             if self._failure is not None:
-                raise DecodeError(f"{where}: {self._failure}") from self._failure
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise CommTimeoutError(
-                    f"{where}: no answer from {self._describe_writer()} within {timeout_s:.1f} s",
-                    missing=self._culprits(),
-                )
-            self._sleep(left)
+                raise DecodeError(f"{self._where('open')}: {self._failure}") from self._failure
+            return False
+
+        self._wait("open", timeout_s, is_welcome, lambda: self._missing("answer"))
 
     # --- reading ----------------------------------------------------------------------------------------------
 
     def read(self, timeout_s: float | None, type_: Any) -> Any:
-        """Wait for the next message and return its object, which owns its memory; raises as `receive` does.
+        """Wait for the next message and return its object, which owns its memory.
 
         Raises:
+            CommTimeoutError: No message came in time; the queue stays usable.
+            PeerLostError: The writer is gone and every received message has been read; the queue is unusable.
+            ClosedError: The writer closed the queue and every message has been read, or this end was closed.
+            GroupBrokenError: An earlier call failed; its error is the `__cause__`.
             DecodeError: The message is not valid, or not a `type_`. It counts as read; the queue stays usable.
         """
         with self._calls:
@@ -208,24 +186,12 @@ class RemoteReader:
             # zmq receives to any address; a new copy is aligned.
             yield codec.decode(frame if isinstance(frame, bytearray) else bytearray(frame), copy=False)
 
-    def receive(self, timeout_s: float | None = None) -> bytes | bytearray:
-        """Wait for the next message and return its frame.
-
-        Raises:
-            CommTimeoutError: No message came in time; the queue stays usable.
-            PeerLostError: The writer is gone and every received message has been read; the queue is unusable.
-            ClosedError: The writer closed the queue and every message has been read, or this end was closed.
-            GroupBrokenError: An earlier call failed; its error is the `__cause__`.
-        """
-        with self._calls:
-            frame = self._next("receive", timeout_s)
-            return frame if isinstance(frame, bytearray) else bytes(frame)
-
     def poll(self) -> bool:
         """Return whether a message has arrived. Does not wait."""
         with self._lock:
             if not self._inbox and not self._is_closing:
-                self._clear_wake()
+                with suppress(BlockingIOError):  # raised if the eventfd was not set
+                    os.eventfd_read(self._wake)
                 self._drain(_BATCH)
             return bool(self._inbox)
 
@@ -237,26 +203,6 @@ class RemoteReader:
     def messages(self) -> int:
         """Number of messages that this end has read."""
         return self._messages
-
-    def check(self, call: str) -> None:
-        """Raise unless this process can use this end now; `call` names the method for the text.
-
-        Raises:
-            UsageError: This is a forked child.
-            ClosedError: This end was closed.
-            GroupBrokenError: An earlier call failed; its error is the `__cause__`.
-        """
-        if self._forks != fork_count():
-            raise UsageError(f"{self._where(call)}: the queue belongs to the process that forked this one")
-        if self._is_closing:
-            raise ClosedError(f"{self._where(call)}: the queue was closed")
-        if self._cause is not None:
-            raise GroupBrokenError(
-                f"{self._where(call)}: an earlier failure made the queue unusable, close it: {self._cause}"
-            ) from self._cause
-
-    def _where(self, call: str) -> str:
-        return f"{call} on queue {self.name!r} ({self.role}, message #{self._messages + 1})"
 
     def _next(self, call: str, timeout_s: float | None) -> memoryview | bytearray:
         """Wait for the next message and return its frame; the message counts as read."""
@@ -275,28 +221,16 @@ class RemoteReader:
         return frame
 
     def _await(self, call: str, timeout_s: float | None) -> None:
-        start = now = time.monotonic()
-        warn_at = start + self._settings.warn_after_s
+        def has_arrived() -> bool:
+            if self.poll():
+                return True
+            self._raise_if_over(call)
+            return False
+
+        start = time.monotonic()
         self._waits += 1
         try:
-            while not self.poll():
-                self._raise_if_over(call)
-                if timeout_s is not None and now - start >= timeout_s:
-                    raise CommTimeoutError(
-                        f"{self._where(call)}: no message from {self._describe_writer()} within {timeout_s:.1f} s",
-                        missing=self._culprits(),
-                    )
-                left = warn_at - now
-                self._sleep(left if timeout_s is None else min(left, start + timeout_s - now))
-                now = time.monotonic()
-                if now >= warn_at:
-                    logger.warning(
-                        "%s: waiting for %.0f s: no message from %s",
-                        self._where(call),
-                        now - start,
-                        self._describe_writer(),
-                    )
-                    warn_at = now + self._settings.warn_after_s
+            self._wait(call, timeout_s, has_arrived, lambda: self._missing("message"))
         finally:
             self._waited_s += time.monotonic() - start
 
@@ -316,11 +250,14 @@ class RemoteReader:
             raise self._failure
 
     def _sleep(self, seconds: float) -> None:
-        """Sleep until a record may have arrived, or for `seconds`."""
         self._poll.poll(max(0.0, seconds) * 1000 + 1)
 
     def _culprits(self) -> tuple[int, ...]:
         return () if self._writer < 0 else (self._writer,)
+
+    def _missing(self, what: str) -> tuple[str, tuple[int, ...]]:
+        """Return what a waiting call lacks, for the text, and whom to blame."""
+        return f"no {what} from {self._describe_writer()}", self._culprits()
 
     def _describe_writer(self) -> str:
         process = self._writer_process
@@ -334,8 +271,7 @@ class RemoteReader:
 
     def statistics(self) -> QueueStatistics:
         """Return what this end has read and what is waiting; the other readers are not visible here."""
-        if self._is_closing or self._forks != fork_count():
-            self.check("statistics")
+        self._check_open("statistics")
         with self._lock:
             progress = None if self._progress_at is None else time.monotonic() - self._progress_at
             behind = len(self._inbox), self._inbox.nbytes()
@@ -353,16 +289,16 @@ class RemoteReader:
             except zmq.Again:
                 return False
             try:
-                self._hear(unpack(frame), frame)
+                self._hear(unpack(frame))
             except DecodeError as error:
                 self._give_up(error)
                 return False
         return self._failure is None
 
-    def _hear(self, record: Record, frame: zmq.Frame) -> None:
+    def _hear(self, record: Record) -> None:
         self._heard_at = time.monotonic()
         if record.kind == Kind.DATA:
-            self._inbox.take(record, frame)
+            self._inbox.take(record)
         elif record.kind == Kind.BEAT:
             if record.first > self._inbox.received and not self._has_ended:
                 # A signal interrupted one of the two processes, and a part was lost.
@@ -416,23 +352,11 @@ class RemoteReader:
             self._is_off = True
             self._dealer.disconnect(self._endpoint.url())
 
-    def _clear_wake(self) -> None:
-        try:
-            os.eventfd_read(self._wake)
-        except BlockingIOError:
-            # The eventfd was not set.
-            return
-
     # --- the thread: connection and timeouts ------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        try:
-            self._loop()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the queue must not hang
-            broken = InternalError(f"the thread of queue {self.name!r} failed: {error!r}")
-            broken.__cause__ = error
-            self._failure = self._failure or broken
-            os.eventfd_write(self._wake, 1)
+    def _break(self, error: InternalError) -> None:
+        self._failure = self._failure or error
+        os.eventfd_write(self._wake, 1)
 
     def _loop(self) -> None:
         poller = zmq.Poller()

@@ -182,9 +182,8 @@ def listen(
                 if error.errno in (errno.EADDRINUSE, errno.EACCES):
                     continue
                 raise UsageError(f"cannot listen on {bind_address}: {error}") from error
-            last_endpoint = router.get(zmq.LAST_ENDPOINT)
-            assert isinstance(last_endpoint, bytes)
-            return router, int(last_endpoint.rstrip(b"\0").rpartition(b":")[2])
+            listening_at = router.get_string(zmq.LAST_ENDPOINT)
+            return router, int(listening_at.rstrip("\0").rpartition(":")[2])
     except BaseException:
         router.close(0)
         raise

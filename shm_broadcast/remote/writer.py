@@ -16,31 +16,15 @@ import time
 from collections.abc import Mapping
 from typing import Final, Self
 
-import msgspec
 import zmq
 
 from shm_broadcast import codec
 from shm_broadcast.endpoint import VERSION, RemoteEndpoint, RemoteKeys, RemoteSettings, checked_key
-from shm_broadcast.errors import (
-    ClosedError,
-    CommTimeoutError,
-    DecodeError,
-    GroupBrokenError,
-    InternalError,
-    PeerLostError,
-    UsageError,
-)
-from shm_broadcast.liveness import fork_count, this_process
+from shm_broadcast.errors import DecodeError, InternalError, PeerLostError, UsageError
+from shm_broadcast.liveness import fork_count
+from shm_broadcast.remote.end import RemoteEnd
 from shm_broadcast.remote.ledger import Ledger, Link
-from shm_broadcast.remote.wire import (
-    Gatekeeper,
-    Kind,
-    Record,
-    identity_of,
-    listen,
-    pack,
-    unpack,
-)
+from shm_broadcast.remote.wire import Gatekeeper, Kind, Record, identity_of, listen, pack, unpack
 from shm_broadcast.settings import BroadcastSettings
 from shm_broadcast.statistics import QueueStatistics
 
@@ -50,7 +34,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 _MOST_IO_THREADS: Final = 4
 
 
-class RemoteWriter:
+class RemoteWriter(RemoteEnd):
     """Sends every message to every remote reader, whole, once and in order.
 
     One thread at a time may send; any thread may call `close`.
@@ -67,18 +51,12 @@ class RemoteWriter:
         remote: RemoteSettings,
     ) -> None:
         """Use `create`."""
+        super().__init__(name, settings)
         keys = RemoteKeys.generate()
-        self.name = name
-        self._settings = settings
         self._remote = remote
-        self._forks = fork_count()
-        self._identity = msgspec.msgpack.encode(this_process())
         self._changed = threading.Condition(threading.RLock())
         self._ledger = Ledger(readers, remote.high_water_bytes)
-        self._waits = 0
-        self._waited_s = 0.0
-        self._is_closing = self._is_stopping = self._is_waiting = False
-        self._cause: BaseException | None = None
+        self._is_waiting = False
         self._context = zmq.Context(io_threads=min(len(readers), _MOST_IO_THREADS))
         self._gatekeeper = Gatekeeper(self._context, {key: rank for rank, key in readers.items()})
         try:
@@ -91,7 +69,6 @@ class RemoteWriter:
             VERSION, place[0], port, keys.public, secrets.randbits(63), tuple(readers), remote
         )
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._thread = threading.Thread(target=self._serve, name="group-coordinator-remote", daemon=True)
         self._thread.start()
 
     @classmethod
@@ -128,35 +105,33 @@ class RemoteWriter:
 
     # --- sending ----------------------------------------------------------------------------------------------
 
-    def send(self, message: codec.Message, timeout_s: float | None) -> None:
-        """Send a message; its memory may be reused when this returns.
-
-        Blocks while a reader would be more than the high-water mark behind.
-
-        Raises:
-            CommTimeoutError: The readers in `.missing` made no room in time. Nothing was sent; the queue stays usable.
-            PeerLostError: A reader is gone; the queue is unusable.
-            ClosedError: The queue was closed.
-            GroupBrokenError: An earlier call failed; its error is the `__cause__`.
-        """
-        self.reserve(message.nbytes, timeout_s)
-        self.publish(message)
+    @property
+    def messages(self) -> int:
+        """Number of messages that were sent."""
+        return self._ledger.last.messages
 
     def reserve(self, nbytes: int, timeout_s: float | None) -> float | None:
         """Wait until a message of `nbytes` may be published; return what is left of `timeout_s` (seconds).
 
-        Raises as `send` does.
+        Blocks while a reader would be more than the high-water mark behind.
+
+        Raises:
+            CommTimeoutError: The readers in `.missing` made no room in time. The queue stays usable.
+            PeerLostError: A reader is gone; the queue is unusable.
+            ClosedError: The queue was closed.
+            GroupBrokenError: An earlier call failed; its error is the `__cause__`.
         """
-        self._check_process("enqueue")
+        self._check_open("enqueue")
         with self._changed:
             self.check("enqueue")
             if not self._ledger.in_the_way(nbytes):
                 return timeout_s
-            waited_s = self._await_room(nbytes, timeout_s)
-            return None if timeout_s is None else max(0.0, timeout_s - waited_s)
+            start = time.monotonic()
+            self._await_room(nbytes, timeout_s)
+            return None if timeout_s is None else max(0.0, start + timeout_s - time.monotonic())
 
     def publish(self, message: codec.Message) -> None:
-        """Send a message for which `reserve` made room. Does not wait."""
+        """Send a message for which `reserve` made room; its memory may be reused when this returns. Does not wait."""
         parts = self._ledger.cut(message)
         with self._changed:
             self.check("enqueue")
@@ -169,74 +144,52 @@ class RemoteWriter:
                 self._drain()
 
     def check(self, call: str) -> None:
-        """Raise unless this process can use this end now; `call` names the method for the text.
+        """Raise unless this process can use this end now, as `RemoteEnd.check` does.
 
         Raises:
-            UsageError: This is a forked child.
-            ClosedError: The queue was closed.
             PeerLostError: A reader is gone; later calls raise `GroupBrokenError`.
-            GroupBrokenError: An earlier call failed; its error is the `__cause__`.
         """
-        self._check_process(call)
-        where = self._where(call)
-        if self._is_closing:
-            raise ClosedError(f"{where}: the queue was closed")
-        if self._cause is not None:
-            raise GroupBrokenError(
-                f"{where}: an earlier failure made the queue unusable, close it: {self._cause}"
-            ) from self._cause
+        super().check(call)
         gone = [link for link in self._ledger.links.values() if link.is_gone]
         if gone:
+            who, ranks = self._named(gone)
             self._cause = PeerLostError(
-                f"{where}: lost reader {self._ledger.describe(gone)}; close the queue",
-                peers=sorted(link.rank for link in gone),
+                f"{self._where(call)}: lost reader {who}; close the queue", peers=ranks
             )
             raise self._cause
 
-    def _check_process(self, call: str) -> None:
-        """Raise in a forked child, where a thread that no longer exists may hold the lock."""
-        if self._forks != fork_count():
-            raise UsageError(f"{self._where(call)}: the queue belongs to the process that forked this one")
+    def _named(self, links: list[Link]) -> tuple[str, list[int]]:
+        """Return the state of some readers for an error's text, and their ranks, ascending."""
+        return self._ledger.describe(links), sorted(link.rank for link in links)
 
-    def _where(self, call: str) -> str:
-        return f"{call} on queue {self.name!r} ({self.role}, message #{self._ledger.last.messages + 1})"
+    def _await_room(self, nbytes: int, timeout_s: float | None) -> None:
+        """Wait until every reader has room for `nbytes`."""
 
-    def _await_room(self, nbytes: int, timeout_s: float | None) -> float:
-        """Wait until every reader has room for `nbytes`; return the seconds waited."""
-        start = now = time.monotonic()
-        warn_at = start + self._settings.warn_after_s
+        def has_room() -> bool:
+            self.check("enqueue")
+            return not self._ledger.in_the_way(nbytes)
+
+        def missing() -> tuple[str, list[int]]:
+            who, ranks = self._named(self._ledger.in_the_way(nbytes))
+            return f"no room, behind are {who}", ranks
+
+        start = time.monotonic()
         self._waits += 1
         # Readers acknowledge only occasionally: ask for their progress before blaming one.
         self._is_waiting = True
         self._beat()
         try:
-            while late := self._ledger.in_the_way(nbytes):
-                if timeout_s is not None and now - start >= timeout_s:
-                    raise CommTimeoutError(
-                        f"{self._where('enqueue')}: no room, behind are {self._ledger.describe(late)}, "
-                        f"within {timeout_s:.1f} s",
-                        missing=sorted(link.rank for link in late),
-                    )
-                left = 1.0 if timeout_s is None else min(1.0, start + timeout_s - now)
-                self._changed.wait(min(left, max(0.001, warn_at - now)))
-                self.check("enqueue")
-                now = time.monotonic()
-                if now >= warn_at:
-                    logger.warning(
-                        "%s: waiting for %.0f s: no room, behind are %s",
-                        self._where("enqueue"),
-                        now - start,
-                        self._ledger.describe(late),
-                    )
-                    warn_at = now + self._settings.warn_after_s
-            return now - start
+            self._wait("enqueue", timeout_s, has_room, missing)
         finally:
             self._is_waiting = False
             self._waited_s += time.monotonic() - start
 
+    def _sleep(self, seconds: float) -> None:
+        self._changed.wait(min(seconds, 1.0))
+
     def absent(self) -> list[int]:
         """Return the ranks that have not opened their end."""
-        self._check_process("wait_until_ready")
+        self._check_open("wait_until_ready")
         with self._changed:
             return sorted(link.rank for link in self._ledger.links.values() if not link.has_come)
 
@@ -247,33 +200,28 @@ class RemoteWriter:
             CommTimeoutError: The readers in `.missing` did not open theirs in time; the queue stays usable.
             PeerLostError: A reader opened its end and is gone; the queue is unusable.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while absent := self.absent():
-            with self._changed:
+
+        def has_everybody() -> bool:
+            if self.absent():
                 self.check("wait_until_ready")
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    who = self._ledger.describe([self._ledger.links[rank] for rank in absent])
-                    raise CommTimeoutError(
-                        f"{self._where('wait_until_ready')}: no reader {who} within {timeout_s:.1f} s",
-                        missing=absent,
-                    )
-                self._changed.wait(0.1 if left is None else min(0.1, left))
+                return False
+            return True
+
+        def missing() -> tuple[str, list[int]]:
+            who, ranks = self._named([self._ledger.links[rank] for rank in self.absent()])
+            return f"no reader {who}", ranks
+
+        self._check_open("wait_until_ready")
+        with self._changed:
+            self._wait("wait_until_ready", timeout_s, has_everybody, missing)
 
     def statistics(self) -> QueueStatistics:
         """Return what was sent and each reader's progress, at most one heartbeat old. Works on a broken queue too."""
-        if self._is_closing or self._forks != fork_count():
-            self.check("statistics")
+        self._check_open("statistics")
         with self._changed:
             last, readers = self._ledger.last, self._ledger.readers()
-        return QueueStatistics(
-            last.messages,
-            last.nbytes,
-            self._waits,
-            self._waited_s,
-            self._remote.high_water_bytes,
-            readers,
-        )
+        capacity = self._remote.high_water_bytes
+        return QueueStatistics(last.messages, last.nbytes, self._waits, self._waited_s, capacity, readers)
 
     def added_to(self, local: QueueStatistics) -> QueueStatistics:
         """Return the statistics of the whole queue, given those of its local transport."""
@@ -289,15 +237,10 @@ class RemoteWriter:
 
     # --- the thread: receiving and timeouts; the methods it calls need the lock -------------------------------
 
-    def _serve(self) -> None:
-        try:
-            self._loop()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the queue must not hang
-            broken = InternalError(f"the thread of queue {self.name!r} failed: {error!r}")
-            broken.__cause__ = error
-            with self._changed:
-                self._cause = self._cause or broken
-                self._changed.notify_all()
+    def _break(self, error: InternalError) -> None:
+        with self._changed:
+            self._cause = self._cause or error
+            self._changed.notify_all()
 
     def _loop(self) -> None:
         poller = zmq.Poller()
@@ -440,18 +383,21 @@ class RemoteWriter:
         Waits until every reader's process has received everything, at most for the shorter of `lost_after_s` and
         `timeout_s` (seconds). A reader that is late gets `PeerLostError` instead of `ClosedError`.
         """
-        wait_budget_s = (
-            self._remote.lost_after_s if timeout_s is None else min(self._remote.lost_after_s, timeout_s)
-        )
         if self._forks != fork_count():
             return
+        longest_s = self._remote.lost_after_s
+        wait_budget_s = longest_s if timeout_s is None else min(longest_s, timeout_s)
         with self._changed:
             if self._is_closing:
                 return
             self._is_closing = True
             self._push_to_all(self._end())
             self._changed.notify_all()
-            self._changed.wait_for(self._has_everybody_everything, wait_budget_s)
+            # A thread that has failed receives no more acknowledgements.
+            self._changed.wait_for(
+                lambda: isinstance(self._cause, InternalError) or self._ledger.has_everybody_everything(),
+                wait_budget_s,
+            )
             self._is_stopping = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()
@@ -460,12 +406,6 @@ class RemoteWriter:
         self._context.term()
         os.close(self._wake)
         self._ledger.clear()
-
-    def _has_everybody_everything(self) -> bool:
-        if isinstance(self._cause, InternalError):
-            # The thread has failed: no more acknowledgements will be received.
-            return True
-        return self._ledger.has_everybody_everything()
 
     def __repr__(self) -> str:
         """Name the queue, its address and its ranks, never a key."""

@@ -104,16 +104,15 @@ def await_any(readers: Sequence[RingReader | RemoteReader], timeout_s: float | N
     """
     start = time.monotonic()
     poll = select.poll()
-    has_remote = False
     places = []
     for reader in readers:
         reader.check("dequeue_any")
         if isinstance(reader, RingReader):
             places.append(reader.place())
         else:
-            has_remote = True
             for descriptor in reader.descriptors:
                 poll.register(descriptor, select.POLLIN)
+    has_remote = len(places) < len(readers)
     memories, indices = tuple(memory for memory, _ in places), tuple(index for _, index in places)
     # Start behind the reader that was served last, so that a busy writer cannot starve the others.
     first = sum(reader.messages for reader in readers)

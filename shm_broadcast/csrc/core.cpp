@@ -1,6 +1,4 @@
 // The module `shm_broadcast._core`: what each part of the native core adds to it.
-#include "codec/arrays.hpp"
-#include "codec/blocks.hpp"
 #include "codec/codec.hpp"
 
 int endpoint_add(PyObject* module);
@@ -16,8 +14,7 @@ PyModuleDef core_module = {
 PyMODINIT_FUNC PyInit__core() {
     PyObject* module = PyModule_Create(&core_module);
     if (module == nullptr) return nullptr;
-    if (codec::add_codec(module) < 0 || codec::blocks_add(module) < 0 || codec::numpy_add(module) < 0 ||
-        codec::torch_add(module) < 0 || ring_add(module) < 0 || endpoint_add(module) != 0) {
+    if (codec::add_codec(module) < 0 || ring_add(module) < 0 || endpoint_add(module) != 0) {
         Py_DECREF(module);
         return nullptr;
     }

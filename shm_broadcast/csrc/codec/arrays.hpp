@@ -6,74 +6,78 @@
 
 namespace codec {
 
-inline constexpr int kMaxDimensions = 64;  // wire.MAX_DIMENSIONS
-inline constexpr Py_ssize_t kMostDtypes = 32;  // per library; the Python adapters handle the rest
-inline constexpr size_t kMostName = 24;        // bytes of a dtype's name, with its terminating zero
+inline constexpr int kMaxDimensions = 64;  // wire_format.MAX_DIMENSIONS
+inline constexpr size_t kMostDtypes = 32;  // per library; the Python adapters handle the rest
+inline constexpr size_t kMostName = 24;    // bytes of a dtype's name, with its terminating zero
 
-// What is sent of an array. `bytes` views the array's own memory, in C order.
-struct Array {
-    Span bytes;
-    const char* dtype;  // its name in the message
-    int dimensions;
-    int64_t shape[kMaxDimensions];
-};
-
-// Bytes for a new array. With a `window`, which owns them exclusively, the array views them; otherwise they are copied.
-struct ArrayBytes {
-    Span bytes;
-    PyObject* window;
-};
-
-// Each `*_describe` fills `array` and returns true if these functions can send the object. torch's runs application code if
-// a torch function mode is active; it may return false with a BaseException set, such as KeyboardInterrupt, and clears
-// every Exception.
-bool numpy_describe(PyObject* object, Array* array);
-bool torch_describe(PyObject* object, Array* array);
-
-// A dtype, looked up once for each array, because its name is in memory that a peer may change.
-struct KnownDtype {
-    const void* entry;  // nullptr: the Python adapter handles it
+// A dtype that the core handles.
+struct Dtype {
+    PyObject* object;
     size_t itemsize;
+    uint8_t code;  // numpy: its format letter in the buffer protocol; torch: its type code in DLPack
+    char name[kMostName];
 };
-KnownDtype numpy_dtype(Span name);
-KnownDtype torch_dtype(Span name);
 
-// The dtypes of one library that the core handles. `Dtype` has at least `char name[kMostName]` and `PyObject* dtype`.
-// Filled once, when the process sends or receives its first array; the references are never released, as the library is
-// never unloaded. A plain array: no destructor may run when the process exits.
-template <typename Dtype>
-struct DtypeTable {
-    Dtype entries[kMostDtypes];
-    size_t known;
-
-    void fill(const Dtype (&found)[kMostDtypes], size_t count) {
-        known = count;
-        std::memcpy(entries, found, sizeof entries);
-        for (size_t i = 0; i < known; ++i) Py_INCREF(entries[i].dtype);
+// The dtypes of one library that the core handles. Filled when the process sends or receives its first array; the
+// references are never released, because the library is never unloaded. No destructor may run when the process exits.
+class DtypeTable {
+public:
+    // Adds a dtype unless the table is full; returns false with an exception set.
+    bool add(const char* name, PyObject* object, size_t itemsize, uint8_t code) {
+        if (std::strlen(name) >= kMostName) return set_error(PyExc_ValueError, "the name %s is too long", name);
+        if (known_ == kMostDtypes) return true;
+        Dtype& dtype = entries_[known_++];
+        dtype = {Py_NewRef(object), itemsize, code, {}};
+        std::memcpy(dtype.name, name, std::strlen(name));
+        return true;
     }
 
+    // Returns the first dtype that matches; nullptr if the Python adapter must handle it.
     template <typename Matches>
     const Dtype* find_if(Matches matches) const {
-        for (size_t i = 0; i < known; ++i) {
-            if (matches(entries[i])) return &entries[i];
+        for (size_t i = 0; i < known_; ++i) {
+            if (matches(entries_[i])) return &entries_[i];
         }
         return nullptr;
     }
 
+    // Call this once for each array: the name may be in memory that a peer can change.
     const Dtype* find(Span name) const {
         return find_if([name](const Dtype& each) {
             return std::strlen(each.name) == name.nbytes && std::memcmp(each.name, name.data, name.nbytes) == 0;
         });
     }
+
+private:
+    Dtype entries_[kMostDtypes]{};
+    size_t known_ = 0;
 };
 
-// Each `*_build` returns a new array that owns its memory exclusively; nullptr with an exception set. The caller has checked
-// that the shape fits the bytes, of which there is at least one.
-PyObject* numpy_build(const void* entry, const int64_t* shape, int dimensions, ArrayBytes from);
-PyObject* torch_build(const void* entry, const int64_t* shape, int dimensions, ArrayBytes from);
+extern DtypeTable numpy_table, torch_table;
 
-// Add the functions to the module; 0 or -1.
-int numpy_add(PyObject* module);
-int torch_add(PyObject* module);
+// What is sent of an array: its bytes in C order.
+struct Array {
+    Span bytes;
+    const Dtype* dtype;
+    int dimensions;
+    int64_t shape[kMaxDimensions];
+};
+
+// Each `*_describe` fills `array`, which then views the object's memory, and returns true if these functions can send the
+// object. torch's runs application code if
+// a torch function mode is active; it may return false with a BaseException set, such as KeyboardInterrupt, and clears
+// every Exception.
+bool numpy_describe(PyObject* object, Array* array);
+bool torch_describe(PyObject* object, Array* array);
+
+// Each `*_build` returns a new array that owns its memory exclusively; nullptr with an exception set. With a `window`, which
+// owns the bytes exclusively, the new array views them; without one, it copies them. The caller has checked that the shape
+// fits the bytes, of which there is at least one.
+PyObject* numpy_build(const Array& array, PyObject* window);
+PyObject* torch_build(const Array& array, PyObject* window);
+
+// The functions that fill the tables; `_core.pyi` describes them.
+PyObject* numpy_dtypes(PyObject*, PyObject* args);
+PyObject* torch_dtypes(PyObject*, PyObject* args);
 
 }  // namespace codec

@@ -9,11 +9,11 @@ namespace codec {
 namespace {
 
 constexpr size_t kHuge = size_t{2} << 20;
-constexpr size_t kPooled = size_t{64} << 10;      // smaller blocks come from malloc, which pools them itself
+constexpr size_t kPooled = size_t{64} << 10;      // smaller blocks come from malloc, which has its own pools
 constexpr size_t kMostPooled = size_t{64} << 20;  // most bytes that wait for reuse
 
 // Freed blocks that wait for reuse. New memory costs a page fault per 4 KiB: 3 ms for 8 MiB, more than copying it.
-// Guarded by the GIL; emptied when the last user leaves.
+// The GIL guards the pool, and the last user empties it.
 struct Block {
     void* memory;
     size_t nbytes;
@@ -32,7 +32,8 @@ void drop_block(size_t index) {
     pool[index] = pool[--pooled_blocks];
 }
 
-// Maps `nbytes`; from kHuge up aligned for huge pages, which it requests. Returns nullptr if there is no memory.
+// Maps `nbytes`; returns nullptr if there is no memory. From kHuge on, the mapping is aligned for huge pages and asks for
+// them.
 void* map_block(size_t nbytes) {
     const size_t extra = nbytes >= kHuge ? kHuge : 0;
     void* mapped = mmap(nullptr, nbytes + extra, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -42,12 +43,13 @@ void* map_block(size_t nbytes) {
     const size_t before = aligned(reinterpret_cast<uintptr_t>(mapped), kHuge) - reinterpret_cast<uintptr_t>(mapped);
     if (before > 0) munmap(first, before);
     if (before < extra) munmap(first + before + nbytes, extra - before);
-    madvise(first + before, nbytes, MADV_HUGEPAGE);  // only a hint: may be refused
+    madvise(first + before, nbytes, MADV_HUGEPAGE);  // a hint, which the kernel may refuse
     return first + before;
 }
 
-// Returns an uninitialised block of exactly block_bytes(nbytes).
+// Returns uninitialised memory for `nbytes`; nullptr if there is none.
 void* take_block(size_t nbytes) {
+    if (nbytes < kPooled) return std::aligned_alloc(kAlignment, aligned(nbytes == 0 ? 1 : nbytes));
     const size_t wanted = block_bytes(nbytes);
     for (size_t i = 0; i < pooled_blocks; ++i) {
         if (pool[i].nbytes != wanted) continue;
@@ -59,7 +61,9 @@ void* take_block(size_t nbytes) {
     return map_block(wanted);
 }
 
+// Takes back what `take_block` returned for `nbytes`.
 void give_block(void* memory, size_t nbytes) {
+    if (nbytes < kPooled) return std::free(memory);
     const size_t given = block_bytes(nbytes);
     if (users == 0 || given > kMostPooled) {
         munmap(memory, given);
@@ -71,31 +75,19 @@ void give_block(void* memory, size_t nbytes) {
 }
 
 void free_block(PyObject* capsule) {
-    void* memory = PyCapsule_GetPointer(capsule, nullptr);
-    const size_t nbytes = reinterpret_cast<size_t>(PyCapsule_GetContext(capsule));
-    if (nbytes < kPooled) {
-        std::free(memory);
-    } else {
-        give_block(memory, nbytes);
-    }
+    give_block(PyCapsule_GetPointer(capsule, nullptr), reinterpret_cast<size_t>(PyCapsule_GetContext(capsule)));
 }
 
 }  // namespace
 
-// Returns a window that owns uninitialised memory exclusively; nullptr with MemoryError set.
 PyObject* new_block(size_t nbytes, unsigned char** data) {
-    void* memory = nullptr;
-    if (nbytes >= kPooled) {
-        memory = take_block(nbytes);
-    } else if (posix_memalign(&memory, kAlignment, nbytes == 0 ? 1 : nbytes) != 0) {
-        memory = nullptr;
-    }
+    void* memory = take_block(nbytes);
     if (memory == nullptr) return PyErr_NoMemory();
     *data = static_cast<unsigned char*>(memory);
     Ref owner(PyCapsule_New(memory, nullptr, nullptr));
     if (!owner || PyCapsule_SetContext(owner.get(), reinterpret_cast<void*>(nbytes)) < 0 ||
         PyCapsule_SetDestructor(owner.get(), free_block) < 0) {
-        nbytes >= kPooled ? give_block(memory, nbytes) : std::free(memory);
+        give_block(memory, nbytes);
         return nullptr;
     }
     return make_window(owner.get(), *data, nbytes, true);
@@ -116,7 +108,7 @@ struct BlockPool {
 };
 
 PyObject* block_pool_new(PyTypeObject* type, PyObject*, PyObject*) {
-    PyObject* self = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    PyObject* self = PyType_GenericAlloc(type, 0);
     if (self == nullptr) return nullptr;
     use_pool();
     reinterpret_cast<BlockPool*>(self)->is_open = true;
@@ -131,17 +123,15 @@ void close_pool(BlockPool* pool) {
 void block_pool_dealloc(PyObject* self) {
     PyTypeObject* type = Py_TYPE(self);
     close_pool(reinterpret_cast<BlockPool*>(self));
-    reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+    PyObject_Free(self);
     Py_DECREF(type);
 }
 
-// take(nbytes) -> a window that owns uninitialised memory exclusively
+// take(nbytes): returns a window that owns uninitialised memory exclusively.
 PyObject* block_pool_take(PyObject*, PyObject* size) {
     const Py_ssize_t nbytes = PyLong_AsSsize_t(size);
-    if (nbytes < 0) {
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a block has no negative size");
-        return nullptr;
-    }
+    if (nbytes == -1 && PyErr_Occurred()) return nullptr;
+    if (nbytes < 0) return PyErr_Format(PyExc_ValueError, "the size of a block cannot be negative");
     unsigned char* data = nullptr;
     return new_block(static_cast<size_t>(nbytes), &data);
 }

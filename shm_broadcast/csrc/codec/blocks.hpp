@@ -12,7 +12,7 @@ PyObject* new_block(size_t nbytes, unsigned char** data);
 void use_pool();
 void leave_pool();
 
-// Adds the type BlockPool.
+// Adds the type BlockPool to the module; returns -1 with an exception set on failure.
 int blocks_add(PyObject* module);
 
 }  // namespace codec

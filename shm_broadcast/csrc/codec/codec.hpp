@@ -1,4 +1,4 @@
-// The object codec's wire constants and the growable output; the format stands in codec.py.
+// What all parts of the native codec share. `codec/__init__.py` documents the format of a frame.
 #pragma once
 
 #include <Python.h>
@@ -19,11 +19,11 @@ static_assert(std::endian::native == std::endian::little, "the prefix is written
 
 inline constexpr uint32_t kMagic = 0x43424347;  // "GCBC" in memory order
 inline constexpr uint8_t kVersion = 1;
-inline constexpr size_t kAlignment = 64;        // a cache line, and the widest vector load
-inline constexpr size_t kInlineLimit = 2048;    // smaller buffers travel inside the tree
+inline constexpr size_t kAlignment = 64;        // the size of a cache line and of the widest vector load
+inline constexpr size_t kInlineLimit = 2048;    // smaller buffers are sent in the tree
 static_assert(kInlineLimit <= UINT16_MAX);
 inline constexpr int kMaxDepth = 256;
-inline constexpr Py_ssize_t kMaxSameHash = 128;  // keys of one dict or set that share one full hash
+inline constexpr Py_ssize_t kMaxSameHash = 128;  // most keys of one dict or set that may share a hash
 inline constexpr size_t kUnlockedCopy = 64 * 1024;  // longer copies release the GIL
 
 struct Prefix {
@@ -37,8 +37,8 @@ struct Prefix {
 };
 static_assert(sizeof(Prefix) == 32);
 
-// Extension codes. From kFirstHook on, Python builds the value; from kFirstData on, the body is raw data. Those that
-// stand here by name are the ones that the core may handle itself.
+// Extension codes. Python builds the values of kFirstHook and above; from kFirstData on, their body is raw data. The codes
+// that have a name here are those that the core can handle itself.
 enum Code : uint8_t {
     kTuple = 1,
     kSet = 2,
@@ -54,8 +54,8 @@ enum Code : uint8_t {
     kLastCode = 127,
 };
 
-// What a buffer becomes, in the top byte of its entry in the table: whoever gets a frame in parts can make room for
-// its buffers before they arrive.
+// What a buffer becomes; this is the top byte of its entry in the table. It lets the receiver of a frame in parts allocate
+// the buffers before they arrive.
 enum FarKind : uint8_t { kDataKind = 0, kBytesKind = 1, kByteArrayKind = 2 };
 inline constexpr int kKindShift = 56;
 inline constexpr uint64_t kLengthMask = (uint64_t{1} << kKindShift) - 1;
@@ -70,13 +70,16 @@ inline T swapped(T value) {
     else return value;
 }
 
+// Sets an exception and returns false.
+[[gnu::format(printf, 2, 3)]] bool set_error(PyObject* type, const char* format, ...);
+
 // Bytes at an address.
 struct Span {
     const unsigned char* data;
     size_t nbytes;
 };
 
-// One C-contiguous view of an object's bytes.
+// A contiguous view of an object's bytes.
 class View {
 public:
     View() = default;
@@ -89,6 +92,7 @@ public:
         held_ = PyObject_GetBuffer(object, &view_, flags) == 0;
         return held_;
     }
+    const Py_buffer& buffer() const { return view_; }
     unsigned char* data() const { return static_cast<unsigned char*>(view_.buf); }
     size_t size() const { return static_cast<size_t>(view_.len); }
 
@@ -97,14 +101,15 @@ private:
     bool held_ = false;
 };
 
-// Refuses a dict or set whose keys were built to share one hash: each such key costs a comparison with
-// every other one. Strings and bytes have secret hashes and machine integers hardly collide, so only
-// other keys are counted, and only in containers large enough to matter.
+// Refuses a dict or set whose keys were made to share one hash, because each of them is compared with every other one.
+// The hashes of strings and bytes are secret, and machine integers hardly collide: only other keys are counted, and only
+// in containers that are large enough to matter.
 class KeyGuard {
 public:
     explicit KeyGuard(Py_ssize_t entries) {
         if (entries > kMaxSameHash) seen_.emplace();
     }
+    // Returns false with an exception set if there are too many keys like this one.
     bool admit(PyObject* key) { return !seen_ || count(key); }
 
 private:
@@ -121,31 +126,22 @@ private:
         try {
             if (++(*seen_)[hash] <= kMaxSameHash) return true;
         } catch (const std::bad_alloc&) {
-            PyErr_NoMemory();
-            return false;
+            return PyErr_NoMemory() != nullptr;
         }
-        PyErr_Format(PyExc_ValueError, "more than %zd keys share one hash", kMaxSameHash);
-        return false;
+        return set_error(PyExc_ValueError, "more than %zd keys share one hash", kMaxSameHash);
     }
 
-    std::optional<std::unordered_map<Py_hash_t, Py_ssize_t>> seen_;  // of large containers only
+    std::optional<std::unordered_map<Py_hash_t, Py_ssize_t>> seen_;  // only in large containers
 };
 
-// A function of METH_FASTCALL; the cast is the one that CPython documents.
-using FastCall = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
+// Returns whether a function got the number of arguments that it takes; sets an exception if not.
 bool expect_arguments(const char* function, Py_ssize_t got, Py_ssize_t wanted);
 
-PyObject* encode(PyObject*, PyObject* const* args, Py_ssize_t count);
-PyObject* decode(PyObject*, PyObject* const* args, Py_ssize_t count);
-PyObject* write_frame(PyObject*, PyObject* const* args, Py_ssize_t count);
-PyObject* window(PyObject*, PyObject* const* args, Py_ssize_t count);
-PyObject* copy_into(PyObject*, PyObject* const* args, Py_ssize_t count);
-
-// A window on `nbytes` at `address` that keeps `owner` alive; `exclusive`: nothing else uses these bytes.
+// Returns a window on `nbytes` at `address` that keeps `owner` alive. It is `exclusive` if nothing else uses these bytes.
 PyObject* make_window(PyObject* owner, unsigned char* address, size_t nbytes, bool exclusive);
 bool is_window(PyObject* object);
 
-// Adds the codec's functions, constants and types to the module; -1 with an exception on failure.
+// Adds the codec's functions, constants and types to the module; returns -1 with an exception set on failure.
 int add_codec(PyObject* module);
 
 }  // namespace codec

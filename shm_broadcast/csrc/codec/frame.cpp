@@ -1,5 +1,10 @@
-// Bytes in memory: windows on foreign memory, copies, and laying a frame out in its target.
-#include "codec.hpp"
+// The codec's part of the module: its functions, and windows on memory.
+#include <cstdarg>
+
+#include "blocks.hpp"
+#include "decoder.hpp"
+#include "encoder.hpp"
+#include "pieces.hpp"
 
 namespace codec {
 namespace {
@@ -17,7 +22,7 @@ PyTypeObject* window_type = nullptr;
 void window_dealloc(PyObject* self) {
     PyTypeObject* type = Py_TYPE(self);
     Py_XDECREF(reinterpret_cast<Window*>(self)->owner);
-    reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+    PyObject_Free(self);
     Py_DECREF(type);
 }
 
@@ -46,69 +51,32 @@ PyType_Slot window_slots[] = {
 PyType_Spec window_spec = {"shm_broadcast._core.Window", sizeof(Window), 0,
                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, window_slots};
 
-void copy(unsigned char* to, const unsigned char* from, size_t nbytes) {
-    if (nbytes == 0) return;
-    if (nbytes < kUnlockedCopy) {
-        std::memcpy(to, from, nbytes);
-        return;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    std::memcpy(to, from, nbytes);
-    Py_END_ALLOW_THREADS
+// Calls `copy`, which copies `nbytes`; releases the GIL if they are many.
+template <typename Copy>
+void unlocked(size_t nbytes, Copy copy) {
+    PyThreadState* state = nbytes < kUnlockedCopy ? nullptr : PyEval_SaveThread();
+    copy();
+    if (state != nullptr) PyEval_RestoreThread(state);
 }
 
-// Reads (address, nbytes) from two integers; false with an exception when they name no memory.
-bool read_span(PyObject* const* args, unsigned char** address, size_t* nbytes) {
-    const Py_ssize_t length = PyLong_AsSsize_t(args[1]);
-    if (length == -1 && PyErr_Occurred()) return false;
-    void* pointer = PyLong_AsVoidPtr(args[0]);
-    if (pointer == nullptr && PyErr_Occurred()) return false;
-    if (length < 0 || (pointer == nullptr && length > 0)) {
-        PyErr_SetString(PyExc_ValueError, "no memory at this address");
-        return false;
-    }
-    *address = static_cast<unsigned char*>(pointer);
-    *nbytes = static_cast<size_t>(length);
-    return true;
+// Returns whether there can be memory; sets an exception if not.
+bool expect_memory(Py_ssize_t address, Py_ssize_t nbytes) {
+    if (nbytes >= 0 && (address > 0 || nbytes == 0)) return true;
+    return set_error(PyExc_ValueError, "there is no memory of %zd bytes at address %zd", nbytes, address);
 }
-
-// Appends `source` at `*offset` rounded up to `alignment`, zeroing the gap; false when it does not fit.
-bool place(const View& target, size_t* offset, size_t alignment, const View& source) {
-    const size_t start = aligned(*offset, alignment);
-    if (start > target.size() || source.size() > target.size() - start) {
-        PyErr_Format(PyExc_ValueError, "the target of %zu bytes is too small for the frame", target.size());
-        return false;
-    }
-    if (start > *offset) std::memset(target.data() + *offset, 0, start - *offset);
-    copy(target.data() + start, source.data(), source.size());
-    *offset = start + source.size();
-    return true;
-}
-
-PyMethodDef functions[] = {
-    {"encode", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(encode)), METH_FASTCALL, nullptr},
-    {"decode", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(decode)), METH_FASTCALL, nullptr},
-    {"write_frame", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(write_frame)), METH_FASTCALL, nullptr},
-    {"window", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(window)), METH_FASTCALL, nullptr},
-    {"copy_into", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(copy_into)), METH_FASTCALL, nullptr},
-    {nullptr, nullptr, 0, nullptr},
-};
 
 }  // namespace
 
 bool expect_arguments(const char* function, Py_ssize_t got, Py_ssize_t wanted) {
     if (got == wanted) return true;
-    PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", function, wanted, got);
-    return false;
+    return set_error(PyExc_TypeError, "%s takes %zd arguments, got %zd", function, wanted, got);
 }
 
 PyObject* make_window(PyObject* owner, unsigned char* address, size_t nbytes, bool exclusive) {
-    const auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(window_type, Py_tp_alloc));
-    PyObject* self = allocate(window_type, 0);
+    PyObject* self = PyType_GenericAlloc(window_type, 0);
     if (self == nullptr) return nullptr;
     Window* window = reinterpret_cast<Window*>(self);
-    Py_INCREF(owner);
-    window->owner = owner;
+    window->owner = Py_NewRef(owner);
     window->address = address;
     window->nbytes = static_cast<Py_ssize_t>(nbytes);
     window->exclusive = exclusive;
@@ -117,48 +85,89 @@ PyObject* make_window(PyObject* owner, unsigned char* address, size_t nbytes, bo
 
 bool is_window(PyObject* object) { return Py_TYPE(object) == window_type; }
 
+bool set_error(PyObject* type, const char* format, ...) {
+    va_list values;
+    va_start(values, format);
+    PyErr_FormatV(type, format, values);
+    va_end(values);
+    return false;
+}
+
+namespace {
+
+// encode(object, fallback)
+PyObject* encode(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect_arguments("encode", count, 2)) return nullptr;
+    Encoder encoder(args[1]);
+    if (encoder.build(args[0])) return encoder.result();
+    encoder.tell_path();
+    return nullptr;
+}
+
+// decode(frame, hook, copies)
+PyObject* decode(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!expect_arguments("decode", count, 3)) return nullptr;
+    View view;
+    if (!view.acquire(args[0])) return nullptr;
+    Ref owner(PyMemoryView_FromObject(args[0]));
+    if (!owner) return nullptr;
+    return Decoder({view.data(), view.size()}, owner.get(), args[1], args[2] == Py_True).run();
+}
+
 // window(owner, address, nbytes)
-PyObject* window(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    unsigned char* address = nullptr;
-    size_t nbytes = 0;
-    if (!expect_arguments("window", count, 3) || !read_span(args + 1, &address, &nbytes)) return nullptr;
-    return make_window(args[0], address, nbytes, false);
+PyObject* window(PyObject*, PyObject* args) {
+    PyObject* owner = nullptr;
+    Py_ssize_t address = 0, nbytes = 0;
+    if (!PyArg_ParseTuple(args, "Onn:window", &owner, &address, &nbytes)) return nullptr;
+    if (!expect_memory(address, nbytes)) return nullptr;
+    return make_window(owner, reinterpret_cast<unsigned char*>(address), static_cast<size_t>(nbytes), false);
 }
 
 // copy_into(address, nbytes, source)
-PyObject* copy_into(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    unsigned char* address = nullptr;
-    size_t nbytes = 0;
+PyObject* copy_into(PyObject*, PyObject* args) {
+    PyObject* object = nullptr;
+    Py_ssize_t address = 0, nbytes = 0;
     View source;
-    if (!expect_arguments("copy_into", count, 3) || !read_span(args, &address, &nbytes)) return nullptr;
-    if (!source.acquire(args[2])) return nullptr;
-    if (source.size() != nbytes) {
-        PyErr_Format(PyExc_ValueError, "%zu bytes do not fill %zu", source.size(), nbytes);
-        return nullptr;
+    if (!PyArg_ParseTuple(args, "nnO:copy_into", &address, &nbytes, &object)) return nullptr;
+    if (!expect_memory(address, nbytes) || !source.acquire(object)) return nullptr;
+    const size_t size = source.size();
+    if (size != static_cast<size_t>(nbytes)) {
+        return PyErr_Format(PyExc_ValueError, "the source has %zu bytes, which do not fill %zd", size, nbytes);
     }
-    copy(address, source.data(), nbytes);
+    if (size > 0) unlocked(size, [&] { std::memcpy(reinterpret_cast<void*>(address), source.data(), size); });
     Py_RETURN_NONE;
 }
 
 // write_frame(target, header, buffers)
 PyObject* write_frame(PyObject*, PyObject* const* args, Py_ssize_t count) {
     View target, header;
+    Pieces pieces;
     if (!expect_arguments("write_frame", count, 3)) return nullptr;
     if (!target.acquire(args[0], PyBUF_WRITABLE) || !header.acquire(args[1])) return nullptr;
-    const Py_ssize_t buffers = PyTuple_Size(args[2]);
-    if (buffers < 0) return nullptr;
-    size_t offset = 0;
-    if (!place(target, &offset, 1, header)) return nullptr;
-    for (Py_ssize_t i = 0; i < buffers; ++i) {
-        View buffer;
-        if (!buffer.acquire(PyTuple_GetItem(args[2], i))) return nullptr;
-        if (!place(target, &offset, kAlignment, buffer)) return nullptr;
+    if (!pieces.acquire({header.data(), header.size()}, args[2])) return nullptr;
+    const size_t total = pieces.total();
+    if (total > target.size()) {
+        return PyErr_Format(PyExc_ValueError, "the target of %zu bytes is too small for the frame", target.size());
     }
-    return PyLong_FromSize_t(offset);
+    unlocked(total, [&] { pieces.copy(target.data(), 0, total); });
+    return PyLong_FromSize_t(total);
 }
 
+PyMethodDef functions[] = {
+    {"encode", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(encode)), METH_FASTCALL, nullptr},
+    {"decode", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(decode)), METH_FASTCALL, nullptr},
+    {"write_frame", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(write_frame)), METH_FASTCALL, nullptr},
+    {"window", window, METH_VARARGS, nullptr},
+    {"copy_into", copy_into, METH_VARARGS, nullptr},
+    {"numpy_dtypes", numpy_dtypes, METH_VARARGS, nullptr},
+    {"torch_dtypes", torch_dtypes, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace
+
 int add_codec(PyObject* module) {
-    if (PyModule_AddFunctions(module, functions) < 0) return -1;
+    if (PyModule_AddFunctions(module, functions) < 0 || blocks_add(module) < 0) return -1;
     PyObject* type = PyType_FromSpec(&window_spec);
     if (type == nullptr) return -1;
     window_type = reinterpret_cast<PyTypeObject*>(type);

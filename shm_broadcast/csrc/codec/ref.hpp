@@ -1,30 +1,20 @@
-// An owned reference to a Python object, released at the end of its scope.
+// An owned reference to a Python object, which is released at the end of its scope.
 #pragma once
 
 #include <Python.h>
 
+#include <memory>
+
 namespace codec {
 
-class Ref {
-public:
-    explicit Ref(PyObject* object) : object_(object) {}
-    static Ref borrowed(PyObject* object) {
-        Py_INCREF(object);
-        return Ref(object);
-    }
-    ~Ref() { Py_XDECREF(object_); }
-    Ref(const Ref&) = delete;
-    Ref& operator=(const Ref&) = delete;
-    PyObject* get() const { return object_; }
-    PyObject* release() {
-        PyObject* object = object_;
-        object_ = nullptr;
-        return object;
-    }
-    explicit operator bool() const { return object_ != nullptr; }
+struct Release {
+    void operator()(PyObject* object) const { Py_DECREF(object); }
+};
 
-private:
-    PyObject* object_;
+class Ref : public std::unique_ptr<PyObject, Release> {
+public:
+    using unique_ptr::unique_ptr;
+    static Ref borrowed(PyObject* object) { return Ref(Py_NewRef(object)); }
 };
 
 }  // namespace codec

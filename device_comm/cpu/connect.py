@@ -10,7 +10,9 @@ from device_comm.process_group import ProcessGroupCommunicator
 from shm_broadcast.errors import InternalError
 
 
-def connect_cpu(context: CommunicatorContext) -> SharedMemoryCommunicator | ProcessGroupCommunicator:
+def connect_cpu(
+    context: CommunicatorContext,
+) -> SharedMemoryCommunicator | HierarchicalCommunicator | ProcessGroupCommunicator:
     """Return the communicator of a group on the CPU, the same class on all ranks. Collective.
 
     * All ranks share memory (`context.shared`): shared memory. Nothing else is needed.
@@ -24,16 +26,16 @@ def connect_cpu(context: CommunicatorContext) -> SharedMemoryCommunicator | Proc
     """
     if isinstance(context.shared, shared_memory.SharedMemory):
         return SharedMemoryCommunicator(context, context.shared)
+    general = ProcessGroupCommunicator(context)
     if context.exchange is None:
         raise InternalError(f"{context.name!r}: a group over several hosts needs a host plane to agree over")
-    host_ids = [str(name, "utf-8") for name in context.exchange(shared_memory.host_id().encode())]
-    hosts = group_by_host(host_ids)
+    hosts = group_by_host(shared_memory.host_ids(context.exchange))
     if not is_hierarchical(hosts):
-        return ProcessGroupCommunicator(context)
+        return general
     rank = context.rank_in_group
     own = next(ranks for ranks in hosts if rank in ranks)
     part = shared_memory.connect_part(context.health, rank, own, context.timeout_s, context.exchange)
-    return HierarchicalCommunicator(context, hosts, part)
+    return HierarchicalCommunicator(context, general, hosts, part)
 
 
 def needs_process_group(factory: object, device_type: str, *, shares_memory: bool) -> bool:

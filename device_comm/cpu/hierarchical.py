@@ -1,8 +1,8 @@
 """Collectives on CPU tensors for ranks on several hosts: shared memory inside a host, Gloo between the hosts.
 
 The first rank of each host is its leader, and only leaders talk to other hosts. A call has three parts: the ranks of a
-host bring their data together in its shared memory, the leaders swap, and each leader passes on what it received. No
-rank leaves a call before all ranks have come to it, so the group's status store can tell who is late.
+host bring their data together in its shared memory, the leaders swap, and each leader passes on what came. No rank
+leaves a call before all have come to it, so the group's status store knows who is late.
 """
 
 from __future__ import annotations
@@ -17,20 +17,26 @@ from typing import Final
 import torch
 
 from device_comm import _core
-from device_comm.base import SUM, CallPath, CommunicatorContext, Sizes, Timeout
+from device_comm.base import SUM, CallPath, CommunicatorContext, DeviceCommunicator, Sizes, Timeout
 from device_comm.cpu.leaders import Call, Leaders, Swap
-from device_comm.cpu.native_codes import COPY_ONLY, OPERATION_CODES, TYPE_CODES, columns, copy_code
+from device_comm.cpu.native_codes import COPY_ONLY, OPERATION_CODES, TYPE_CODES, copy_code
 from device_comm.cpu.shared_memory import SharedPart
+from device_comm.handles import Handle
 from device_comm.health import GroupHealth
-from device_comm.process_group import ProcessGroupCommunicator, as_bytes, dense, is_plain
+from device_comm.process_group import (
+    ProcessGroupCommunicator,
+    as_bytes,
+    dense,
+    is_plain,
+)
 from device_comm.reduction import ReduceOperation, accumulation_dtype, reduce_in_rank_order
 from shm_broadcast.errors import DisagreementError
 
 # An all-reduce is cut into pieces of this size: while one is on its way between the hosts, the next is combined.
 PIECE_BYTES: Final = 4 << 20
-# Up to this size, and always between two hosts, each leader combines everything itself: one swap instead of two.
+# Up to this size, and between two hosts always, each leader combines everything itself: one swap instead of two.
 ONE_SWAP_BYTES: Final = 64 << 10
-# Above this size, if a host has more than two ranks, they share the work of combining; otherwise the leader does it.
+# Beyond this size more than two ranks of a host share the work of combining; else the leader does it alone.
 _SHARED_WORK_BYTES: Final = 64 << 10
 
 
@@ -54,6 +60,154 @@ def partial_dtype(dtype: torch.dtype, op: ReduceOperation) -> torch.dtype:
         ReduceOperation.MAX,
     )
     return accumulation_dtype(dtype) if is_wider else dtype
+
+
+class HierarchicalCommunicator(DeviceCommunicator):
+    """Collectives in two levels, for ranks on several hosts of which at least one holds several ranks.
+
+    Gather, scatter, all-to-all and point to point take the process group: there every byte crosses once anyway.
+    """
+
+    algorithm = "two levels"
+
+    def __init__(
+        self,
+        context: CommunicatorContext,
+        general: ProcessGroupCommunicator,
+        hosts: tuple[tuple[int, ...], ...],
+        part: SharedPart | None,
+    ) -> None:
+        """Build on what `connect_cpu` has connected.
+
+        Args:
+            context: The group.
+            general: A communicator of the same ranks over the process group; owned from now on.
+            hosts: The ranks of each host.
+            part: The shared region of this host, owned from now on; None if this rank is alone on its host.
+        """
+        super().__init__(context)
+        self._health = context.health
+        self._general = general
+        self._levels = _Levels(context, general, hosts, part)
+
+    def path(self, operation: str, nbytes: int, dtype: torch.dtype) -> CallPath:
+        """Return how a call is carried."""
+        del operation, nbytes, dtype
+        return CallPath(self.algorithm, "shared memory inside of each host, Gloo between their first ranks")
+
+    def prepare_buffers(self, message_bytes: int) -> None:
+        """Reserve the staging memory of the process group's communicator."""
+        self._general.prepare_buffers(message_bytes)
+
+    def destroy(self) -> None:
+        """Release the shared region, then the rest."""
+        self._levels.close()
+        self._general.destroy()
+        self.context: CommunicatorContext = self._general.context
+
+    def all_reduce_(
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOperation = SUM,
+        *,
+        timeout_s: float | None = None,
+    ) -> torch.Tensor:
+        """Combine the ranks' tensors in host_id; return `tensor`, which must not overlap itself."""
+        if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
+            return super().all_reduce_(tensor, op, timeout_s=timeout_s)
+        op = self._check_reduction("all_reduce_", tensor, op, timeout_s)
+        into = tensor.detach()
+        self._levels.all_reduce(self._start_call("all_reduce", timeout_s), into, into, op)
+        return tensor
+
+    def _start_call(self, name: str, timeout_s: float | None) -> Call:
+        operation = self._health.begin("device", name)
+        end = time.monotonic() + (timeout_s or self.context.timeout_s)
+        return Call(operation, self._general.process_group, end)
+
+    def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None) -> torch.Tensor:
+        source = dense(input_)
+        result = torch.empty_like(source)
+        self._levels.all_reduce(self._start_call("all_reduce", timeout_s), source, result, op)
+        return result
+
+    def _reduce(
+        self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
+    ) -> torch.Tensor | None:
+        # As the all-reduce: it then has the same bits, and knows in the same way who is late.
+        source = dense(input_)
+        result = torch.empty_like(source)
+        call = self._start_call("reduce", timeout_s)
+        call.view = f", root {dst}"
+        self._levels.all_reduce(call, source, result, op)
+        return result if self.rank_in_group == dst else None
+
+    def _reduce_scatter(
+        self, input_: torch.Tensor, dim: int, sizes: Sizes, op: ReduceOperation, timeout_s: Timeout
+    ) -> torch.Tensor:
+        call = self._start_call("reduce_scatter", timeout_s)
+        rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
+        result = rows.new_empty((sizes[self.rank_in_group], *rows.shape[1:]))
+        if rows.numel():
+            per_row = rows[0].numel()
+            counts = [size * per_row for size in sizes]
+            self._levels.reduce_scatter(call, rows.view(-1), counts, result.view(-1), op)
+        return result.movedim(0, dim).contiguous()
+
+    def _all_gather(
+        self, input_: torch.Tensor, dim: int, sizes: tuple[int, ...], timeout_s: float | None
+    ) -> torch.Tensor:
+        call = self._start_call("all_gather", timeout_s)
+        source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
+        result = source.new_empty((*source.shape[:dim], sum(sizes), *source.shape[dim + 1 :]))
+        if result.numel():
+            rows = math.prod(source.shape[:dim])
+            inner = math.prod(source.shape[dim + 1 :]) * source.itemsize
+            widths = [size * inner for size in sizes]
+            self._levels.all_gather(
+                call, as_bytes(source), as_bytes(result), rows, widths, copy_code(source.dtype)
+            )
+        return result
+
+    def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
+        call = self._start_call("broadcast", timeout_s)
+        if tensor.numel() == 0:
+            return tensor
+        into = tensor.detach()
+        landing = into if is_plain(into) else dense(into)
+        self._levels.broadcast(call, as_bytes(landing), copy_code(tensor.dtype), src)
+        if landing is not into and self.rank_in_group != src:
+            into.copy_(landing)
+        return tensor
+
+    # ------------------------------------------------------------------ over the process group
+
+    def _gather(
+        self, input_: torch.Tensor, dst: int, dim: int, timeout_s: float | None
+    ) -> torch.Tensor | None:
+        return self._general.gather(input_, dst, dim, timeout_s=timeout_s)
+
+    def _scatter(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor | None,
+        src: int,
+        dim: int,
+        sizes: tuple[int, ...],
+        timeout_s: float | None,
+    ) -> None:
+        self._general.scatter(output, input_, src, dim, sizes, timeout_s=timeout_s)
+
+    def _all_to_all(
+        self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
+    ) -> torch.Tensor:
+        return self._general.all_to_all(input_, dim, send_sizes, recv_sizes, timeout_s=timeout_s)
+
+    def _isend(self, tensor: torch.Tensor, dst: int, timeout_s: float | None) -> Handle:
+        return self._general.isend(tensor, dst, timeout_s=timeout_s)
+
+    def _irecv(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> Handle:
+        return self._general.irecv(tensor, src, timeout_s=timeout_s)
 
 
 class _LoneHost:
@@ -103,9 +257,9 @@ class _SharedHost:
         if status == _core.DONE:
             return
         try:
-            self._part.device.finish(call.operation.name, status, call.left_s(), call.operation)
+            self._part.device.finish_part(call.operation, status, call.left_s())
         except DisagreementError as error:
-            # The other hosts do not know of this and would wait, so the group cannot go on.
+            # The other hosts do not know of it and would wait: nobody can go on.
             self._health.fail(error)
             raise
 
@@ -161,26 +315,19 @@ class _Piece:
     swap: Swap | None = None
 
 
-class HierarchicalCommunicator(ProcessGroupCommunicator):
-    """Collectives in two levels, for ranks on several hosts of which at least one holds several ranks.
-
-    Gather, scatter, all-to-all and point to point take the process group, where every byte crosses once anyway.
-    """
-
-    algorithm = "two levels"
+class _Levels:
+    """The two levels of one group, seen from one rank."""
 
     def __init__(
-        self, context: CommunicatorContext, hosts: tuple[tuple[int, ...], ...], part: SharedPart | None
+        self,
+        context: CommunicatorContext,
+        general: ProcessGroupCommunicator,
+        hosts: tuple[tuple[int, ...], ...],
+        part: SharedPart | None,
     ) -> None:
-        """Build on what `connect_cpu` has connected.
-
-        Args:
-            context: The group.
-            hosts: The ranks of each host.
-            part: The shared region of this host, owned from now on; None if this rank is alone on its host.
-        """
-        super().__init__(context)
+        """As `HierarchicalCommunicator`."""
         rank = context.rank_in_group
+        self._world_size = context.world_size
         self._hosts = hosts
         self._host = next(index for index, ranks in enumerate(hosts) if rank in ranks)
         self._members = hosts[self._host]
@@ -188,64 +335,18 @@ class HierarchicalCommunicator(ProcessGroupCommunicator):
         self._inside: _SharedHost | _LoneHost = (
             _LoneHost() if part is None else _SharedHost(part, len(self._members), context.health)
         )
-        self._links = Leaders(context.health, self.threads, [ranks[0] for ranks in hosts], self._host)
+        self._links = Leaders(context.health, general.threads, [ranks[0] for ranks in hosts], self._host)
 
-    def path(self, operation: str, nbytes: int, dtype: torch.dtype) -> CallPath:
-        """Return how a call is carried."""
-        del operation, nbytes, dtype
-        return CallPath(self.algorithm, "shared memory inside of each host, Gloo between their first ranks")
-
-    def destroy(self) -> None:
-        """Release the shared region, then the rest."""
+    def close(self) -> None:
+        """Release the shared region. Idempotent."""
         self._inside.close()
-        super().destroy()
-
-    def _start_call(self, name: str, view: str, timeout_s: Timeout) -> Call:
-        operation = self._health.begin("device", name)
-        end = time.monotonic() + (timeout_s or self.context.timeout_s)
-        return Call(operation, self.process_group, end, view)
 
     # ------------------------------------------------------------------ reductions
 
-    def all_reduce_(
-        self, tensor: torch.Tensor, op: ReduceOperation = SUM, *, timeout_s: float | None = None
-    ) -> torch.Tensor:
-        """Combine the ranks' tensors in place; return `tensor`, which must not overlap itself."""
-        if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
-            return super().all_reduce_(tensor, op, timeout_s=timeout_s)
-        op = self._check_reduction("all_reduce_", tensor, op, timeout_s)
-        into = tensor.detach()
-        self._reduce_into("all_reduce", into, into, op, timeout_s)
-        return tensor
-
-    def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None) -> torch.Tensor:
-        source = dense(input_)
-        result = torch.empty_like(source)
-        self._reduce_into("all_reduce", source, result, op, timeout_s)
-        return result
-
-    def _reduce(
-        self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
-    ) -> torch.Tensor | None:
-        # This is an all-reduce, so that it has the same bits and can tell in the same way who is late.
-        source = dense(input_)
-        result = torch.empty_like(source)
-        self._reduce_into("reduce", source, result, op, timeout_s, f", root {dst}")
-        return result if self.rank_in_group == dst else None
-
-    def _reduce_into(
-        self,
-        name: str,
-        source: torch.Tensor,
-        result: torch.Tensor,
-        op: ReduceOperation,
-        timeout_s: Timeout,
-        root: str = "",
-    ) -> None:
+    def all_reduce(self, call: Call, source: torch.Tensor, result: torch.Tensor, op: ReduceOperation) -> None:
         """Combine the ranks' contiguous tensors into `result`, which may be `source`."""
         flat, into = source.view(-1), result.view(-1)
-        view = f"{op.name} of {flat.numel()} elements, {flat.dtype}{root}"
-        call = self._start_call(name, view, timeout_s)
+        call.view = f"{op.name} of {flat.numel()} elements, {flat.dtype}{call.view}"
         wide = partial_dtype(flat.dtype, op)
         length = PIECE_BYTES // wide.itemsize
         before: _Piece | None = None
@@ -268,28 +369,26 @@ class HierarchicalCommunicator(ProcessGroupCommunicator):
             share = -(-count // hosts)
             edges = [min(host * share, count) for host in range(hosts + 1)]
             ranges = list(itertools.pairwise(edges))
-        pieces = [partial[first:last] for first, last in ranges]
-        parts, swap = self._swap_parts(call, pieces)
+        first, last = ranges[self._host]
+        parts = list(partial.new_empty((hosts, last - first)))
+        parts[self._host] = partial[first:last]
+        sends = {host: partial[slice(*ranges[host])] for host in self._links.others}
+        swap = self._links.swap(call, sends, {host: parts[host] for host in self._links.others})
         return _Piece(elements, ranges, parts, swap)
-
-    def _swap_parts(self, call: Call, pieces: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Swap]:
-        """Start to send each host its piece; return what becomes the hosts' pieces for this one."""
-        own = pieces[self._host]
-        parts = list(own.new_empty((len(self._hosts), own.numel())))
-        parts[self._host] = own
-        return parts, self._links.swap(call, dict(enumerate(pieces)), dict(enumerate(parts)))
 
     def _finish_piece(self, call: Call, piece: _Piece, into: torch.Tensor, op: ReduceOperation) -> None:
         whole = into[piece.elements]
         if piece.swap is not None:
             self._links.wait(call, piece.swap)
             own = whole[slice(*piece.ranges[self._host])]
-            # Outside of inference mode torch refuses to write into tensors that were made in it.
+            # Outside of that mode torch refuses to write into tensors that were made in it.
             with torch.inference_mode():
                 own.copy_(self._combined(piece.parts, op, whole.dtype))
             if own.numel() < whole.numel():
-                received = {host: whole[slice(*each)] for host, each in enumerate(piece.ranges)}
-                self._links.exchange(call, dict.fromkeys(received, own), received)
+                received = {host: whole[slice(*piece.ranges[host])] for host in self._links.others}
+                self._links.wait(
+                    call, self._links.swap(call, dict.fromkeys(self._links.others, own), received)
+                )
         self._inside.pass_on(call, whole, TYPE_CODES[whole.dtype])
 
     def _combined(
@@ -300,53 +399,56 @@ class HierarchicalCommunicator(ProcessGroupCommunicator):
         total = reduce_in_rank_order(parts, ReduceOperation.SUM if is_mean else op)
         if is_mean:
             components = torch.view_as_real(total) if total.is_complex() else total
-            components.div_(components.new_full((), self.world_size))
+            components.div_(components.new_full((), self._world_size))
         return total.to(dtype)
 
-    def _reduce_scatter(
-        self, input_: torch.Tensor, dim: int, sizes: Sizes, op: ReduceOperation, timeout_s: Timeout
-    ) -> torch.Tensor:
-        rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
-        result = rows.new_empty((sizes[self.rank_in_group], *rows.shape[1:]))
-        per_row = math.prod(rows.shape[1:])
-        counts = [size * per_row for size in sizes]
-        view = f"{op.name} of elements {counts}, {rows.dtype}"
-        call = self._start_call("reduce_scatter", view, timeout_s)
-        if rows.numel():
-            flat = rows.view(-1)
-            partial = self._inside.combine(call, flat.to(partial_dtype(flat.dtype, op)), op)
-            block = None
-            if self._is_leader:
-                pieces = partial.split_with_sizes(counts)
-                blocks = [torch.cat([pieces[rank] for rank in ranks]) for ranks in self._hosts]
-                parts, swap = self._swap_parts(call, blocks)
-                self._links.wait(call, swap)
-                block = self._combined(parts, op, flat.dtype)
-            own_counts = [counts[rank] for rank in self._members]
-            self._inside.scatter(call, block, result.view(-1), own_counts)
-        return result.movedim(0, dim).contiguous()
+    def reduce_scatter(
+        self,
+        call: Call,
+        flat: torch.Tensor,
+        counts: Sequence[int],
+        result: torch.Tensor,
+        op: ReduceOperation,
+    ) -> None:
+        """Combine the ranks' flat tensors; this rank's `counts[rank]` elements, in rank order, go to `result`."""
+        call.view = f"{op.name} of elements {list(counts)}, {flat.dtype}"
+        partial = self._inside.combine(call, flat.to(partial_dtype(flat.dtype, op)), op)
+        block = None
+        if self._is_leader:
+            pieces = partial.split_with_sizes(list(counts))
+            own = [torch.cat([pieces[rank] for rank in ranks]) for ranks in self._hosts]
+            parts = list(partial.new_empty((len(self._hosts), own[self._host].numel())))
+            parts[self._host] = own[self._host]
+            sends = {host: own[host] for host in self._links.others}
+            self._links.wait(
+                call, self._links.swap(call, sends, {host: parts[host] for host in self._links.others})
+            )
+            block = self._combined(parts, op, flat.dtype)
+        self._inside.scatter(call, block, result, [counts[rank] for rank in self._members])
 
     # ------------------------------------------------------------------ moving data
 
-    def _all_gather(self, input_: torch.Tensor, dim: int, sizes: Sizes, timeout_s: Timeout) -> torch.Tensor:
-        source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
-        result = source.new_empty((*source.shape[:dim], sum(sizes), *source.shape[dim + 1 :]))
-        rows, widths = columns(source, dim, sizes)
-        code = copy_code(source.dtype)
-        view = f"{rows} rows of bytes {list(widths)}, {_type_name(code)}"
-        call = self._start_call("all_gather", view, timeout_s)
-        if result.numel() == 0:
-            return result
+    def all_gather(
+        self,
+        call: Call,
+        source: torch.Tensor,
+        result: torch.Tensor,
+        rows: int,
+        widths: Sequence[int],
+        code: int,
+    ) -> None:
+        """Put `widths[rank]` bytes of each rank into each of the `rows` of `result`."""
+        call.view = f"{rows} rows of bytes {list(widths)}, {_core.TYPE_NAMES.get(code, 'another dtype')}"
         order = [rank for ranks in self._hosts for rank in ranks]
         is_in_place = rows == 1 and order == sorted(order)
-        # The stage holds the hosts one after the other, and for each host its ranks one after the other.
-        stage = as_bytes(result if is_in_place else torch.empty_like(result))
+        # The hosts one after the other, of each its ranks one after the other.
+        stage = result if is_in_place else torch.empty_like(result)
         blocks = stage.split_with_sizes([rows * sum(widths[rank] for rank in ranks) for ranks in self._hosts])
-        own, lengths = blocks[self._host], tuple(rows * widths[rank] for rank in self._members)
-        self._inside.gather(call, as_bytes(source), own, lengths, code)
+        own = blocks[self._host]
+        self._inside.gather(call, source, own, tuple(rows * widths[rank] for rank in self._members), code)
         if self._is_leader:
-            received = dict(enumerate(blocks))
-            self._links.exchange(call, dict.fromkeys(received, own), received)
+            received = {host: blocks[host] for host in self._links.others}
+            self._links.wait(call, self._links.swap(call, dict.fromkeys(self._links.others, own), received))
         start = sum(block.numel() for block in blocks[: self._host])
         if own.numel() == stage.numel():
             self._inside.meet(call)
@@ -356,19 +458,12 @@ class HierarchicalCommunicator(ProcessGroupCommunicator):
             parts = dict(
                 zip(order, stage.split_with_sizes([rows * widths[rank] for rank in order]), strict=True)
             )
-            in_rank_order = [parts[rank].view(rows, widths[rank]) for rank in range(self.world_size)]
-            torch.cat(in_rank_order, 1, out=as_bytes(result).view(rows, -1))
-        return result
+            columns = [parts[rank].view(rows, widths[rank]) for rank in range(self._world_size)]
+            torch.cat(columns, 1, out=result.view(rows, -1))
 
-    def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
-        code = copy_code(tensor.dtype)
-        view = f"{tensor.nbytes} bytes, {_type_name(code)}, root {src}"
-        call = self._start_call("broadcast", view, timeout_s)
-        if tensor.numel() == 0:
-            return tensor
-        into = tensor.detach()
-        landing = into if is_plain(into) else dense(into)
-        flat = as_bytes(landing)
+    def broadcast(self, call: Call, flat: torch.Tensor, code: int, src: int) -> None:
+        """Fill the bytes `flat` on every rank with those of rank `src`."""
+        call.view = f"{flat.numel()} bytes, {_core.TYPE_NAMES.get(code, 'another dtype')}, root {src}"
         home = next(index for index, ranks in enumerate(self._hosts) if src in ranks)
         is_home = home == self._host
         if is_home:
@@ -377,18 +472,12 @@ class HierarchicalCommunicator(ProcessGroupCommunicator):
             self._inside.meet(call)
         if self._is_leader:
             sends = dict.fromkeys(self._links.others, flat) if is_home else {}
-            self._links.exchange(call, sends, {} if is_home else {home: flat})
+            receives = {} if is_home else {home: flat}
+            self._links.wait(call, self._links.swap(call, sends, receives))
         if is_home:
             self._inside.meet(call)
         else:
             self._inside.pass_on(call, flat, code)
-        if landing is not into and self.rank_in_group != src:
-            into.copy_(landing)
-        return tensor
-
-
-def _type_name(code: int) -> str:
-    return _core.TYPE_NAMES.get(code, "another dtype")
 
 
 __all__ = [

@@ -1,8 +1,8 @@
 """What the leaders of several hosts tell each other in a collective, point to point over Gloo.
 
-Their first message in a call is a *frame* of fixed length. It says which call this is, and holds the data if that is
-short. Ranks that make different calls find out by it; Gloo alone would end a process that receives more bytes than it
-expects. No host goes on before all ranks of all hosts have come to the call, so the status store can tell who is late.
+Their first message in a call is a *frame* of fixed length: what call this is, and the data if that is short. So ranks
+that make different calls find out, where Gloo would end a process that gets more bytes than it expects; and no host
+goes on before all ranks of all hosts have come to the call, so that the status store can tell who is late.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ FRAME_BYTES: Final = 4096
 _DIGEST_BYTES: Final = 16
 _HEADER_BYTES: Final = 256
 
-# Tensors for or from the hosts that are the keys.
-_ByHost = Mapping[int, torch.Tensor]
 # What can be in flight to or from one leader: bytes to send, bytes to receive.
 _Pair = tuple[torch.Tensor | None, torch.Tensor | None]
 _Frames = tuple[torch.Tensor, torch.Tensor]
@@ -48,7 +46,7 @@ class Call:
     operation: Operation
     group: dist.ProcessGroup
     end: float
-    view: str
+    view: str = ""
     is_agreed: bool = False
 
     def left_s(self) -> float:
@@ -76,10 +74,10 @@ class Leaders:
         self._own_host = own_host
         self.others: list[int] = [host for host in range(len(leaders)) if host != own_host]
 
-    def swap(self, call: Call, sends: _ByHost, receives: _ByHost) -> Swap:
-        """Start to send to the other hosts, and to receive from them. Waits for the first frames of a call.
-
-        Entries for this rank's own host are ignored.
+    def swap(
+        self, call: Call, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
+    ) -> Swap:
+        """Start to send to, and receive from, the hosts that are the keys. Waits for the first frames of a call.
 
         Raises:
             DisagreementError: Another host makes another call; the group is broken then.
@@ -92,10 +90,6 @@ class Leaders:
             pairs = self._swap_frames(call, pairs)
             call.is_agreed = True
         return self._post(call, pairs)
-
-    def exchange(self, call: Call, sends: _ByHost, receives: _ByHost) -> None:
-        """As `swap`, but return once it is complete."""
-        self.wait(call, self.swap(call, sends, receives))
 
     def wait(self, call: Call, swap: Swap) -> None:
         """Wait until `swap` is complete. Raises as `GroupHealth.wait`."""
@@ -117,7 +111,7 @@ class Leaders:
             self._compare(call, host, header, frame[:_HEADER_BYTES])
             sent, received = pairs[host]
             if _is_short(received):
-                # Outside of inference mode torch refuses to write into tensors that were made in it.
+                # Outside of that mode torch refuses to write into tensors that were made in it.
                 with torch.inference_mode():
                     received.copy_(frame[_HEADER_BYTES : _HEADER_BYTES + received.numel()])
             left[host] = (None if _is_short(sent) else sent, None if _is_short(received) else received)
@@ -135,7 +129,7 @@ class Leaders:
             f"{self._health.where(call.operation)}: the hosts made different calls: {text}; "
             "the group is now unusable, destroy it"
         )
-        # The other ranks of this host have begun the call, which cannot be undone.
+        # What the other ranks of this host have begun cannot be undone.
         self._health.fail(error)
         raise error
 
@@ -168,15 +162,24 @@ class Swap:
     def poll(self, slice_s: float) -> bool:
         """Wait for up to `slice_s` seconds."""
         end = time.monotonic() + slice_s
-        # The first that is not complete takes the rest of the slice. A failure of those behind it is still seen.
-        for peer, works in list(self._open.items()):
-            try:
-                if works.poll(max(end - time.monotonic(), 0.0)):
-                    del self._open[peer]
-            except RuntimeError:
-                self._failed = (peer,)
-                raise
-        return not self._open
+        while self._open:
+            peer, works = next(iter(self._open.items()))
+            if not self._try(peer, works, max(end - time.monotonic(), 0.0)):
+                # A failure of any other one is to be seen as soon.
+                for other, theirs in list(self._open.items())[1:]:
+                    self._try(other, theirs, 0.0)
+                return False
+        return True
+
+    def _try(self, peer: int, works: PointToPointWorks, slice_s: float) -> bool:
+        try:
+            done = works.poll(slice_s)
+        except RuntimeError:
+            self._failed = (peer,)
+            raise
+        if done:
+            del self._open[peer]
+        return done
 
     def pending(self) -> tuple[int, ...] | None:
         """Return the leader whose connection failed, or None: an awaited leader may itself be waiting."""

@@ -7,7 +7,6 @@ import hashlib
 import mmap
 import os
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from typing import Final
 
 import msgspec
@@ -23,13 +22,13 @@ from shm_broadcast.errors import (
     UsageError,
 )
 from shm_broadcast.liveness import this_process
-from shm_broadcast.segment import Handover, Segment, take_over
+from shm_broadcast.segment import Handover, Hello, Segment, take_over
 
-# Each rank has two slots of this size; longer data passes through them in pieces. Both fit the second-level cache of a
-# core, so that the pieces are read before they reach memory.
+# Each rank has two slots of this size, through which everything passes that is longer. They fit the second-level
+# cache of a core together, so what passes costs no trip to memory.
 SLOT_BYTES: Final = 256 << 10
 
-# The slots of the host plane carry barriers, and objects of some KB.
+# Those of the host plane: barriers, and objects of some KB.
 HOST_SLOT_BYTES: Final = 16 << 10
 
 _KEY_BYTES: Final = 32
@@ -68,7 +67,7 @@ class RegionCalls:
         """Use `connect` or `connect_part`.
 
         Args:
-            plane: The plane under which calls are looked up in the group's status store.
+            plane: Under which calls are looked up on the group's status_store.
             core: This rank's end.
             health: The group's shared state.
             ranks: Global ranks that share the memory, ascending in the group; None for all of the group.
@@ -85,25 +84,22 @@ class RegionCalls:
 
     def all_gather_bytes(self, name: str, own: bytes, timeout_s: float) -> memoryview:
         """Return every rank's bytes one after the other; all ranks bring the same number."""
-        widths = (len(own),) * len(self._ranks)
-        result = bytearray(sum(widths))
-        # These have addresses, and live until the call is done.
-        source = (ctypes.c_char * len(own)).from_buffer_copy(own)
-        target = (ctypes.c_char * len(result)).from_buffer(result)
-        addresses = (ctypes.addressof(source), ctypes.addressof(target))
-        status = self.core.move(_core.ALL_GATHER, *addresses, 1, widths, 0, 0, 0)
-        self.finish(name, status, timeout_s)
+        world_size = len(self._ranks)
+        result = bytearray(len(own) * world_size)
+        if own:
+            # Addresses without a copy, of objects that live until the call is done.
+            source = (ctypes.c_char * len(own)).from_buffer_copy(own)
+            target = (ctypes.c_char * len(result)).from_buffer(result)
+            widths = (len(own),) * world_size
+            status = self.core.move(
+                *(_core.ALL_GATHER, ctypes.addressof(source), ctypes.addressof(target), 1, widths, 0, 0, 0)
+            )
+            self.finish(name, status, timeout_s)
+            del target
         return memoryview(result)
 
-    def finish(self, name: str, status: int, timeout_s: float, whole: Operation | None = None) -> None:
-        """Wait for the call that `core` has begun, or raise the error of a call that could not begin.
-
-        Args:
-            name: The operation.
-            status: What `core` returned.
-            timeout_s: Deadline in seconds.
-            whole: The operation of which this call is one part, if ranks on other hosts take part in it. A rank that
-                is awaited here may then itself wait for one of those, so only the status store can tell who is missing.
+    def finish(self, name: str, status: int, timeout_s: float) -> None:
+        """Wait for the call that `core` has begun and that is not done, or raise why it cannot be.
 
         Raises:
             DisagreementError: The ranks made different calls. Nothing was moved and the group is intact.
@@ -111,10 +107,21 @@ class RegionCalls:
             Others: As `GroupHealth.wait`.
         """
         if status in (_core.PENDING, _core.LEFT):
-            operation = whole or Operation(self._plane, name, self.core.number)
-            self._health.wait(operation, _PendingCall(self, name, is_part=whole is not None), timeout_s)
+            operation = Operation(self._plane, name, self.core.number)
+            self._health.wait(operation, _PendingCall(self, name), timeout_s)
             return
         self.settle(name, status)
+
+    def finish_part(self, operation: Operation, status: int, timeout_s: float) -> None:
+        """Finish a call that is one part of `operation`, in which ranks that are not here take part too.
+
+        Who is awaited here may itself wait for a rank elsewhere, so that only the status store can tell who is missing.
+        Raises as `finish`.
+        """
+        if status in (_core.PENDING, _core.LEFT):
+            self._health.wait(operation, _PartOfCall(self, operation.name), timeout_s)
+            return
+        self.settle(operation.name, status)
 
     def settle(self, name: str, status: int) -> None:
         """Raise unless `status` says that the call is done."""
@@ -173,10 +180,9 @@ class SharedMemory:
 class _PendingCall:
     """A call under way; see `Pollable`."""
 
-    def __init__(self, region: RegionCalls, name: str, *, is_part: bool) -> None:
+    def __init__(self, region: RegionCalls, name: str) -> None:
         self._region = region
         self._name = name
-        self._is_part = is_part
 
     def poll(self, slice_s: float) -> bool:
         status = self._region.core.resume(max(int(slice_s * 1e9), 0))
@@ -189,7 +195,14 @@ class _PendingCall:
         return True
 
     def pending(self) -> list[int] | None:
-        return None if self._is_part else self._region.missing()
+        return self._region.missing()
+
+
+class _PartOfCall(_PendingCall):
+    """One part of a call in which ranks elsewhere take part; see `Pollable`."""
+
+    def pending(self) -> None:
+        return None
 
 
 def _describe(
@@ -221,13 +234,13 @@ def _describe(
 
 
 class Preparation:
-    """What a rank does for shared memory before it meets the other ranks: the first rank makes it and offers it.
+    """What a rank does for shared memory before it meets the other ranks: the first one makes it and offers it.
 
-    The memory then exists when the ranks meet, and they need no second exchange.
+    The memory is there when they meet, and nothing has to be exchanged once more.
     """
 
     def __init__(self, world_size: int, rank: int, rank_in_group: int | None = None) -> None:
-        """Make the memory on the first rank. If that fails, the offer says why.
+        """Make the memory, on the first rank; why it cannot be made is part of the offer.
 
         Args:
             world_size: How many ranks share it.
@@ -239,31 +252,10 @@ class Preparation:
         self._rank_in_group = rank if rank_in_group is None else rank_in_group
         self._handover: Handover | None = None
         self._segment: Segment | None = None
-        self.offer: Final = b"" if rank else msgspec.msgpack.encode(self._make())
-
-    def _make(self) -> _Offer:
-        """Make the memory; return what the other ranks need to map it."""
-        world_size = self._world_size
-        if world_size == 1:
-            return _Offer(host_id())
-        middle, behind, nbytes = _layout(world_size)
-        try:
-            segment = Segment.create(nbytes, room_bytes(world_size))
-        except CapabilityError as error:
-            return _Offer(host_id(), failure=str(error))
-        generation = int.from_bytes(os.urandom(7))
-        with memoryview(segment.memory) as memory:
-            _core.lay_out(memory[:middle], world_size, SLOT_BYTES, generation)
-            _core.lay_out(memory[middle:behind], world_size, HOST_SLOT_BYTES, generation)
-        key, others = os.urandom(_KEY_BYTES), set(range(1, world_size))
-        try:
-            # The pidfds that come are not needed: the group watches its ranks' processes already.
-            handover = Handover(segment, key, others, lambda _hello, descriptor: os.close(descriptor))
-        except BaseException:
-            segment.close()
-            raise
-        self._handover, self._segment = handover, segment
-        return _Offer(host_id(), handover.address, key, generation)
+        offer = _Offer(host_id())
+        if rank == 0 and world_size > 1:
+            self._handover, self._segment, offer = _offer(world_size)
+        self.offer: Final = b"" if rank else msgspec.msgpack.encode(offer)
 
     def map(self, health: GroupHealth, offer: bytes, timeout_s: float) -> SharedMemory:
         """Map what the first rank offers. The others may still fail to.
@@ -276,38 +268,33 @@ class Preparation:
         Raises:
             CapabilityError: The first rank lacks the memory, or this one could not map it.
         """
-        failure = self.take(offer, timeout_s)
-        segment = self.release()
+        segment, failure = self.take(offer, timeout_s)
         if segment is None:
             raise _no_memory(health, failure)
         return SharedMemory(segment, self._rank, health)
 
-    def take(self, offer: bytes, timeout_s: float) -> str:
-        """Map what the first rank offers, unless this rank has made it; return why that failed, or ""."""
+    def take(self, offer: bytes, timeout_s: float) -> tuple[Segment | None, str]:
+        """Return (the segment that the first rank offers, "") or (None, why not); the segment is the caller's."""
         offered = _offer_decoder.decode(offer)
-        if offered.failure or self._segment is not None:
-            return offered.failure
-        nbytes, room = _layout(self._world_size)[2], room_bytes(self._world_size)
-        try:
-            self._segment, _, descriptor = take_over(
-                offered.address, offered.key, self._rank, nbytes, timeout_s, room
-            )
-        except CommError as error:
-            return f"rank {self._rank_in_group} of the group: {error}"
-        os.close(descriptor)
-        return ""
-
-    def release(self) -> Segment | None:
-        """Return the segment, which is the caller's from now on; None if this rank has none."""
+        failure = offered.failure
+        if not failure and self._segment is None:
+            self._segment, failure = _take(offered, self._rank, self._world_size, timeout_s)
+            failure = failure and f"rank {self._rank_in_group} of the group: {failure}"
         segment, self._segment = self._segment, None
-        return segment
+        return segment, failure
 
     def close(self) -> None:
-        """End the offer, and drop a segment that was not released. Idempotent."""
-        if self._handover is not None:
-            self._handover.close()
-        if self._segment is not None:
-            self._segment.close()
+        """Hand nothing over any more, and drop what nobody has mapped. Idempotent."""
+        handover, self._handover = self._handover, None
+        if handover is not None:
+            handover.close()
+        segment, self._segment = self._segment, None
+        _drop(segment)
+
+
+def host_ids(exchange: Exchange) -> list[str]:
+    """Return where each rank of the group is, in rank order. Collective."""
+    return [str(name, "utf-8") for name in exchange(host_id().encode())]
 
 
 class SharedPart:
@@ -341,19 +328,31 @@ def connect_part(
         CapabilityError: On some host the memory could not be made or mapped; on every rank of the group.
     """
     index = members.index(rank_in_group)
-    with closing(Preparation(len(members), index, rank_in_group)) as preparation:
+    preparation, segment, failure = Preparation(len(members), index, rank_in_group), None, ""
+    try:
         offers = exchange(preparation.offer)
-        failure = preparation.take(bytes(offers[members[0]]), timeout_s) if len(members) > 1 else ""
+        if len(members) > 1:
+            segment, failure = preparation.take(bytes(offers[members[0]]), timeout_s)
         failures = [str(each, "utf-8", "replace") for each in exchange(failure.encode())]
-        reasons = "; ".join(dict.fromkeys(reason for reason in failures if reason))
-        if reasons:
-            raise _no_memory(health, reasons)
-        segment = preparation.release()
+    except BaseException:
+        _drop(segment)
+        raise
+    finally:
+        preparation.close()
+    reasons = "; ".join(dict.fromkeys(reason for reason in failures if reason))
+    if reasons:
+        _drop(segment)
+        raise _no_memory(health, reasons)
     return None if segment is None else SharedPart(segment, members, index, health)
 
 
 def _no_memory(health: GroupHealth, reasons: str) -> CapabilityError:
     return CapabilityError(f"{health.where('create shared memory')}: {reasons}", requirement="shared memory")
+
+
+def _drop(segment: Segment | None) -> None:
+    if segment is not None:
+        segment.close()
 
 
 def host_id() -> str:
@@ -368,3 +367,39 @@ def _layout(world_size: int) -> tuple[int, int, int]:
     behind = middle + _core.segment_bytes(world_size, HOST_SLOT_BYTES)
     end = behind + _core.channel_table_bytes(world_size)
     return middle, behind, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _offer(world_size: int) -> tuple[Handover | None, Segment | None, _Offer]:
+    middle, behind, nbytes = _layout(world_size)
+    try:
+        segment = Segment.create(nbytes, room_bytes(world_size))
+    except CapabilityError as error:
+        return None, None, _Offer(host_id(), failure=str(error))
+    generation = int.from_bytes(os.urandom(7))
+    with memoryview(segment.memory) as memory:
+        _core.lay_out(memory[:middle], world_size, SLOT_BYTES, generation)
+        _core.lay_out(memory[middle:behind], world_size, HOST_SLOT_BYTES, generation)
+    key = os.urandom(_KEY_BYTES)
+
+    def joined(_hello: Hello, descriptor: int) -> None:
+        # The group watches its ranks' processes already.
+        os.close(descriptor)
+
+    try:
+        handover = Handover(segment, key, set(range(1, world_size)), joined)
+    except BaseException:
+        segment.close()
+        raise
+    return handover, segment, _Offer(host_id(), handover.address, key, generation)
+
+
+def _take(offer: _Offer, rank: int, world_size: int, timeout_s: float) -> tuple[Segment | None, str]:
+    """Return (segment, "") or (None, why not)."""
+    try:
+        segment, _, descriptor = take_over(
+            offer.address, offer.key, rank, _layout(world_size)[2], timeout_s, room_bytes(world_size)
+        )
+    except CommError as error:
+        return None, str(error)
+    os.close(descriptor)
+    return segment, ""

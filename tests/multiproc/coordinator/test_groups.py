@@ -33,7 +33,6 @@ from coordinator.bootstrap.group_parts import GroupParts
 from coordinator.bootstrap.rendezvous_directory import DirectoryRendezvous
 from coordinator.groups import DIMENSIONS
 from device_comm.cpu import shared_memory
-from shm_broadcast.segment import Segment
 from tests.engines import refusal, works
 from tests.harness import RankPool
 from tests.worlds import meet, new_group, world
@@ -340,10 +339,12 @@ def test_a_creation_that_fails_stops_watching_the_other_processes(ranks2: RankPo
 def lacks_memory(rank: int, world_size: int, directory: Path, culprit: int) -> None:
     """Let rank `culprit` fail to create its group's memory, or to map it if it is not the first rank."""
     with world(rank, world_size, directory) as everyone:
-        where: tuple[Any, str] = (Segment, "create") if culprit == 0 else (shared_memory, "take_over")
-        refusal = CapabilityError("no room", requirement="shared memory")
+        refused = (None, None, shared_memory._Offer(shared_memory.host_id(), failure="no room"))
+        where, answer = ("_offer", refused) if culprit == 0 else ("_take", (None, "no room"))
         patch = (
-            mock.patch.object(*where, side_effect=refusal) if rank == culprit else contextlib.nullcontext()
+            mock.patch.object(shared_memory, where, return_value=answer)
+            if rank == culprit
+            else contextlib.nullcontext()
         )
         with patch, pytest.raises(CapabilityError, match="no room"):
             ParallelGroups.create(ParallelLayout(tensor=2, pipeline=2))

@@ -54,7 +54,7 @@ def hosts(request: pytest.FixtureRequest, ranks4: RankPool) -> HostsPool:
 
 def host_map() -> tuple[tuple[int, ...], ...]:
     """Return which ranks are together, as this rank's group sees it."""
-    return hierarchical(get_world_group())._hosts
+    return hierarchical(get_world_group())._levels._hosts
 
 
 def hierarchical(group: GroupCoordinator) -> HierarchicalCommunicator:
@@ -308,15 +308,15 @@ def test_a_broadcast_from_every_rank_reaches_all(hosts: HostsPool) -> None:
 
 def count_messages(rank: int, world_size: int, directory: Path) -> list[int]:
     with world(rank, world_size, directory) as group:
-        links = hierarchical(group)._links
+        levels = hierarchical(group)._levels
         sent = []
-        swap = links.swap
+        swap = levels._links.swap
 
         def counted(call: Any, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> Any:
-            sent.append(sum(each.nbytes for host, each in sends.items() if host in links.others))
+            sent.append(sum(each.nbytes for each in sends.values()))
             return swap(call, sends, receives)
 
-        links.swap = counted  # type: ignore[method-assign,assignment]
+        levels._links.swap = counted  # type: ignore[method-assign,assignment]
         totals = []
         for call in (
             lambda: group.all_reduce(torch.ones(1000)),
@@ -363,9 +363,10 @@ def in_a_part_of_the_world(rank: int, world_size: int, directory: Path) -> list[
     ):
         if rank == 0:
             return None
+        levels = hierarchical(part)._levels
         total = part.all_reduce(torch.tensor([float(rank)]))
         part.broadcast(total, 2)
-        return [list(map(list, hierarchical(part)._hosts)), part.all_gather(total * rank).tolist()]
+        return [list(map(list, levels._hosts)), part.all_gather(total * rank).tolist()]
 
 
 def test_ranks_in_a_group_are_not_those_of_the_world(ranks4: RankPool) -> None:

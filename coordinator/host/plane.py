@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NoReturn, Protocol
 
 import torch
@@ -195,14 +195,14 @@ class SoloHostPlane:
         """Refuse a transfer: there is no other rank. The group's methods check the peer before they come here."""
         raise UsageError(f"{self._health.where('point to point')}: a group of one has no other rank")
 
-    send_object = _refuse
-    send_message = _refuse
-    isend_object = _refuse
-    recv_object = _refuse
-    isend_tensor = _refuse
-    irecv_tensor = _refuse
-    recv_any = _refuse
-    isend_tensor_dict = _refuse
+    send_object: Callable[..., Any] = _refuse
+    send_message: Callable[..., Any] = _refuse
+    isend_object: Callable[..., Any] = _refuse
+    recv_object: Callable[..., Any] = _refuse
+    isend_tensor: Callable[..., Any] = _refuse
+    irecv_tensor: Callable[..., Any] = _refuse
+    recv_any: Callable[..., Any] = _refuse
+    isend_tensor_dict: Callable[..., Any] = _refuse
 
     def pack(self, tensor_dict: Mapping[Any, Any], slicing: Slicing) -> PackedDict:
         """Check the dict as other planes do."""

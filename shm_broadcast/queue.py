@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import secrets
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 from shm_broadcast import _core, codec
@@ -339,15 +340,20 @@ class QueueReader:
         return self._ring.try_read()
 
     @contextmanager
-    def lease(self, timeout_s: float | None = None) -> Iterator[Any]:
+    def loan(self, timeout_s: float | None = None) -> Iterator[Any]:
         """Yield the next object without copying its arrays and tensors.
 
         They alias the ring and are valid inside the `with` block only; treat them as read-only. The writer
         cannot reuse their room before the block ends. A message longer than half of the ring is copied,
         and so is every message from another host.
         """
-        with self._ring.lease(timeout_s) as obj:
+        with self._ring.loan(timeout_s) as obj:
             yield obj
+
+    def lease(self, timeout_s: float | None = None) -> AbstractContextManager[Any]:
+        """Return `loan(timeout_s)`. Deprecated: the method is called `loan` now."""
+        warnings.warn("QueueReader.lease is called loan now", DeprecationWarning, stacklevel=2)
+        return self.loan(timeout_s)
 
     def statistics(self) -> QueueStatistics:
         """Return what was read, and how far each reader is; a remote reader knows of itself only."""

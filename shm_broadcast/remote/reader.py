@@ -179,10 +179,10 @@ class RemoteReader(RemoteEnd):
             return True, codec.decode(self._next("try_dequeue", 0.0))
 
     @contextmanager
-    def lease(self, timeout_s: float | None) -> Iterator[Any]:
+    def loan(self, timeout_s: float | None) -> Iterator[Any]:
         """Yield the next object; its arrays and tensors share one private copy of the message."""
         with self._calls:
-            frame = self._next("lease", timeout_s)
+            frame = self._next("loan", timeout_s)
             # zmq receives to any address; a new copy is aligned.
             yield codec.decode(frame if isinstance(frame, bytearray) else bytearray(frame), copy=False)
 

@@ -69,10 +69,10 @@ class RingReader(RingEnd):
         return False, None
 
     @contextmanager
-    def lease(self, timeout_s: float | None) -> Iterator[Any]:
+    def loan(self, timeout_s: float | None) -> Iterator[Any]:
         """Yield the next object without copying its arrays and tensors, which alias the ring until the end."""
         start, memory = time.monotonic(), self._memory
-        self._within_s, self._call = timeout_s, "lease"
+        self._within_s, self._call = timeout_s, "loan"
         try:
             self.endpoint.lend(nanoseconds(timeout_s))
         finally:
@@ -98,7 +98,7 @@ class RingReader(RingEnd):
         try:
             window, flags, _, _ = _core.ring_take(memory, self._index)
         except ValueError as error:
-            self._raise_corrupt("lease", error)
+            self._raise_corrupt("loan", error)
         return window if flags in (RecordKind.WHOLE, RecordKind.STREAMED) else None
 
     def _begin_wait(self, call: str) -> None:

@@ -130,7 +130,7 @@ class RingEnd:
             codec.raise_usage_error(detail)
         else:
             self.check(call)
-            why = "a lease is open; what it lent is still the next message"
+            why = "a message is on loan to this thread, and stays the next one until the loan ends"
             if reason != _core.LOOK_LENT:
                 why = "this thread is inside of a call on the queue already, as in a signal handler or a finalizer"
             raise UsageError(f"{self._where(call)}: {why}")

@@ -172,7 +172,7 @@ def test_a_second_thread_that_reads_waits_for_its_turn(ranks2: RankPool) -> None
 
 
 def lease_beside_a_reader(rank: int, world_size: int, directory: Path) -> list[str]:
-    """Take a loan with `lease` while another thread waits in the group's own call; then drop another group."""
+    """Take a message on loan while another thread waits in the group's own call; then drop another group."""
     with world(rank, world_size, directory) as group:
         it = new_group(group)
         it.enable_broadcaster()
@@ -188,22 +188,22 @@ def lease_beside_a_reader(rank: int, world_size: int, directory: Path) -> list[s
             waiting.start()
             time.sleep(0.3)
 
-            def lease() -> None:
+            def borrow() -> None:
                 try:
-                    with it.mq_broadcaster.lease(SOON_S) as value:  # type: ignore[union-attr]
+                    with it.mq_broadcaster.loan(SOON_S) as value:  # type: ignore[union-attr]
                         got.append(value)
                 except UsageError as error:
                     told.append(str(error))
 
-            leasing = threading.Thread(target=lease)
-            leasing.start()
+            borrowing = threading.Thread(target=borrow)
+            borrowing.start()
             time.sleep(0.2)
             it.barrier()
             waiting.join(SOON_S)
-            leasing.join(SOON_S)
+            borrowing.join(SOON_S)
             if told:
                 assert got == ["for the thread"]
-                lease()
+                borrow()
             assert sorted(got, key=str) == ["for the thread", [2]] or sorted(got, key=str) == [
                 [2],
                 "for the thread",
@@ -231,7 +231,7 @@ def drop_without_collector(group: GroupCoordinator) -> str:
 
 @pytest.mark.guarantee("B3")
 def test_a_lease_beside_a_waiting_thread_harms_nothing(ranks2: RankPool) -> None:
-    """`lease` raises a UsageError or gets its own message. A destroyed group is freed without the collector."""
+    """`loan` raises a UsageError or gets its own message. A destroyed group is freed without the collector."""
     writer, reader = ranks2.run(lease_beside_a_reader)
     assert writer == ["collected"]
     assert reader[-1] == "collected"

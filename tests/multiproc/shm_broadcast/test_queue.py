@@ -120,9 +120,9 @@ def send_arrays(rank: int, world_size: int, directory: Path) -> int:
             if rank == 1:
                 assert np.array_equal(reader.dequeue(LIMIT_S), blob(number, size))
                 continue
-            with reader.lease(LIMIT_S) as leased:
-                assert np.array_equal(leased, blob(number, size))
-                del leased
+            with reader.loan(LIMIT_S) as lent:
+                assert np.array_equal(lent, blob(number, size))
+                del lent
         meeting.mark(f"read-{rank}")
         return reader.statistics().messages
 

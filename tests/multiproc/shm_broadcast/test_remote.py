@@ -101,7 +101,7 @@ def test_try_dequeue_lease_and_typed_decoding_work_as_on_one_host() -> None:
         reader = readers[1]
         assert reader.try_dequeue() == (False, None)
         writer.enqueue({"a": np.arange(5000)})
-        with reader.lease(PATIENCE_S) as obj:
+        with reader.loan(PATIENCE_S) as obj:
             assert obj["a"].sum() == 12497500
         writer.enqueue([1, 2])
         assert reader.dequeue(PATIENCE_S, tuple[int, int]) == (1, 2)

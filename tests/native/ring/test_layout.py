@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shm_broadcast import layout
+from shm_broadcast import layout, queue
 from tests.native.threads import ROOT, built, run
 
 HEADER = ROOT / "shm_broadcast" / "csrc" / "ring" / "ring.hpp"
@@ -34,6 +34,11 @@ def test_the_native_core_has_the_same_layout(tmp_path: Path) -> None:
     """Every offset, size and code of the header file is the one that Python knows."""
     program = built(tmp_path, (Path(__file__).with_name("layout.cpp"),), (f'-DRING_HEADER="{HEADER}"',))
     assert run(program).stdout.splitlines() == told_by_python()
+
+
+def test_the_old_place_of_segment_bytes_works() -> None:
+    """`segment_bytes` was defined in `shm_broadcast.queue`, from where it can still be imported."""
+    assert queue.segment_bytes is layout.segment_bytes
 
 
 @pytest.mark.guarantee("B8")

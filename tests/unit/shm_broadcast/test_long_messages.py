@@ -335,10 +335,10 @@ def test_a_writer_that_never_ends_its_stream_loses_that_message_alone() -> None:
         with pytest.raises(Exception, match="no end of the message"):
             reader.dequeue(0.05)
         assert time.monotonic() - start >= 0.05
-        with pytest.raises(Exception, match="no end of the message"), reader.lease(0.05):
+        with pytest.raises(Exception, match="no end of the message"), reader.loan(0.05):
             pass
         put_word(memory, FIELDS["filled"], end)
-        with reader.lease(1.0) as value:
+        with reader.loan(1.0) as value:
             assert value == made("bytes", 200_000)
         writer.enqueue("next", 1.0)
         assert reader.dequeue(1.0) == "next"

@@ -177,60 +177,70 @@ def test_the_slowest_reader_holds_the_writer_back() -> None:
         assert [reader.dequeue(1.0) for reader in readers] == ["again", "again"]
 
 
-# --- leases ----------------------------------------------------------------------------------------------------
+# --- loans -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("B3")
-def test_a_lease_aliases_the_ring_and_keeps_its_room() -> None:
-    """Arrays of a lease lie in the shared memory, and nothing overwrites them before the lease ends."""
+def test_a_loan_aliases_the_ring_and_keeps_its_room() -> None:
+    """Arrays on loan lie in the shared memory, and nothing overwrites them before the loan ends."""
     with queue() as (writer, [reader]):
         array = np.arange(3000, dtype=np.int32)
         writer.enqueue(array)
-        with reader.lease(1.0) as leased:
+        with reader.loan(1.0) as lent:
             ring = np.frombuffer(memory_of(reader), dtype=np.uint8)
-            assert np.shares_memory(leased, ring)
-            assert leased.ctypes.data % 64 == 0
+            assert np.shares_memory(lent, ring)
+            assert lent.ctypes.data % 64 == 0
             fill(writer, np.zeros(3000, dtype=np.int32))
-            assert np.array_equal(leased, array)
-        del leased, ring
+            assert np.array_equal(lent, array)
+        del lent, ring
         writer.enqueue("behind", 1.0)
 
 
 @pytest.mark.guarantee("B3")
-def test_a_lease_is_given_back_after_an_error() -> None:
+def test_a_loan_ends_after_an_error() -> None:
     """A block that raises releases its message; the next one is read."""
     with queue() as (writer, [reader]):
         writer.enqueue("first")
         writer.enqueue("second")
-        with pytest.raises(KeyError), reader.lease(1.0):
+        with pytest.raises(KeyError), reader.loan(1.0):
             raise KeyError
         assert reader.dequeue(1.0) == "second"
 
 
 @pytest.mark.guarantee("B3")
-def test_a_call_inside_of_a_lease_is_refused() -> None:
-    """While a lease is open its message is not read a second time, and none behind it is lost."""
+def test_a_call_inside_of_a_loan_is_refused() -> None:
+    """While a message is on loan it is not read a second time, and none behind it is lost."""
     with queue() as (writer, [reader]):
         writer.enqueue("first")
         writer.enqueue("second")
-        with reader.lease(1.0) as leased:
-            for call in (reader.dequeue, reader.try_dequeue, lambda: reader.lease(0.0).__enter__()):
-                with pytest.raises(UsageError, match="a lease is open"):
+        with reader.loan(1.0) as lent:
+            for call in (reader.dequeue, reader.try_dequeue, lambda: reader.loan(0.0).__enter__()):
+                with pytest.raises(UsageError, match="a message is on loan"):
                     call()
-            assert leased == "first"
+            assert lent == "first"
         assert reader.dequeue(1.0) == "second"
         assert reader.try_dequeue() == (False, None)
 
 
+def test_the_old_name_of_loan_works_and_warns() -> None:
+    """`lease` was renamed; code that calls it gets the same object, and a warning where it stands."""
+    with queue() as (writer, [reader]):
+        writer.enqueue("first")
+        with pytest.warns(DeprecationWarning, match="called loan") as caught, reader.lease(1.0) as lent:
+            assert lent == "first"
+        assert caught[0].filename == __file__
+        assert reader.try_dequeue() == (False, None)
+
+
 @pytest.mark.guarantee("B3")
-def test_a_lease_of_a_long_message_is_a_copy() -> None:
+def test_a_loan_of_a_long_message_is_a_copy() -> None:
     """A message that came in parts leaves its room at once."""
     with (
         queue() as (writer, [reader]),
         background(lambda: writer.enqueue(bytes(200_000), 10.0)),
-        reader.lease(10.0) as leased,
+        reader.loan(10.0) as lent,
     ):
-        assert leased == bytes(200_000)
+        assert lent == bytes(200_000)
         assert writer.statistics().readers[0].behind_bytes == 0
 
 
@@ -312,7 +322,7 @@ def test_bytes_that_are_no_message_cost_one_message(frame: bytes) -> None:
             reader.try_dequeue()
         assert reader.try_dequeue() == (True, "good")
         plant()
-        with pytest.raises(DecodeError), reader.lease(1.0):
+        with pytest.raises(DecodeError), reader.loan(1.0):
             pass
         assert reader.dequeue(1.0) == "good"
 

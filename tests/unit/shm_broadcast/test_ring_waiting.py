@@ -83,7 +83,7 @@ def test_a_reader_whose_time_is_up_within_a_long_message_gets_it_later() -> None
         assert reader.try_dequeue() == (False, None)
         done = ring_write(memory, message.header, message.buffers, done, 0, 0)
         with pytest.raises(CommTimeoutError, match="no end of the message"):
-            reader.lease(0.0).__enter__()
+            reader.loan(0.0).__enter__()
         while done < message.nbytes:
             assert reader.try_dequeue() == (False, None)
             done = ring_write(memory, message.header, message.buffers, done, 0, 0)

@@ -39,6 +39,8 @@ from shm_broadcast.transports import NoRemote, NoRing, RemoteTransport, await_an
 if TYPE_CHECKING:
     from shm_broadcast.remote.reader import RemoteReader
 
+__all__ = ["QueueReader", "QueueWriter", "dequeue_any", "segment_bytes"]
+
 
 class _FarEndpoint:
     """Stands in for the native endpoint of a queue that reaches other hosts."""

@@ -7,10 +7,24 @@ with ParallelGroups.create(ParallelLayout(tensor=2, pipeline=2)) as groups:
     groups.tp.all_reduce(tensor)
 """
 
-from coordinator import errors
 from coordinator.bootstrap.timings import CreationReport, StartUpReport
 from coordinator.collectives.point_to_point import P2POperation
-from coordinator.errors import *  # noqa: F403
+from coordinator.errors import (
+    CapabilityError,
+    ClosedError,
+    CommError,
+    CommTimeoutError,
+    CudaError,
+    DecodeError,
+    DisagreementError,
+    GroupBrokenError,
+    InternalError,
+    NativeError,
+    NcclError,
+    PeerLostError,
+    SettingsError,
+    UsageError,
+)
 from coordinator.graph_capture import GraphCaptureContext
 from coordinator.group import GroupCoordinator
 from coordinator.groups import ParallelGroups, current_groups
@@ -50,24 +64,38 @@ from shm_broadcast.codec import register_type
 __all__ = [
     "BitwiseOperation",
     "CallHandle",
+    "CapabilityError",
+    "ClosedError",
+    "CommError",
+    "CommTimeoutError",
     "CommunicatorContext",
     "CoordinatorSettings",
     "CreationReport",
+    "CudaError",
+    "DecodeError",
     "DeviceCommunicator",
+    "DisagreementError",
     "DispatchForm",
     "ExpertPlacement",
     "ExternalWriter",
     "GraphCaptureContext",
+    "GroupBrokenError",
     "GroupCoordinator",
     "Handle",
+    "InternalError",
+    "NativeError",
+    "NcclError",
     "P2POperation",
     "ParallelGroups",
     "ParallelLayout",
+    "PeerLostError",
     "PremulSum",
     "ReduceOperation",
     "Reduction",
     "RoutedTokens",
+    "SettingsError",
     "StartUpReport",
+    "UsageError",
     "cleanup_dist_env_and_memory",
     "create_fsdp_groups",
     "create_parallel_groups",
@@ -93,4 +121,3 @@ __all__ = [
     "register_type",
     "rms_norm",
 ]
-__all__ += errors.__all__

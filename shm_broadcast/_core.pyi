@@ -14,7 +14,7 @@ FIRST_DATA_CODE: int
 
 @final
 class Window:
-    """Bytes at an address, kept alive by an owner; exports a flat, writable buffer."""
+    """Exports bytes at an address, which an owner keeps alive, as a flat, writable buffer."""
 
     @property
     def exclusive(self) -> bool:
@@ -25,12 +25,13 @@ class Window:
 def encode(
     obj: object, fallback: Callable[[object], tuple[int, object, object]], /
 ) -> tuple[bytes, tuple[memoryview, ...], int]:
-    """Return (header, buffers, bytes of the frame); `fallback` describes what is no builtin type."""
+    """Return (header, buffers, bytes of the frame); `fallback` describes objects that are not of a builtin type."""
 
 def decode(frame: Buffer, hook: Callable[[int, object, object], object], copies: bool, /) -> object:
-    """Return the object of `frame`; `hook` builds what is no builtin type. ValueError: no valid frame.
+    """Return the object of `frame`; `hook` builds objects that are not of a builtin type.
 
-    If it `copies`, arrays and tensors of the dtypes that the core knows are built by the core, not by `hook`.
+    If `copies` is true, the core and not `hook` builds arrays and tensors of the dtypes that it knows. Raises
+    ValueError if the frame is not valid.
     """
 
 def numpy_dtypes(array_type: type, dtypes: tuple[tuple[str, str, object, int], ...], /) -> None:
@@ -43,10 +44,10 @@ def torch_dtypes(
     dtypes: tuple[tuple[str, object, object], ...],
     /,
 ) -> None:
-    """Teach the core torch's dtypes, each as (name, dtype, capsule of a tensor of it); none of them complex."""
+    """Teach the core torch's dtypes, each as (name, dtype, capsule of a tensor of it). None of them may be complex."""
 
 def write_frame(target: Buffer, header: bytes, buffers: tuple[memoryview, ...], /) -> int:
-    """Lay out a frame at the start of `target`; return its bytes. ValueError: it does not fit."""
+    """Lay out a frame at the start of `target`; return its size in bytes. Raises ValueError if it does not fit."""
 
 def window(owner: object, address: int, nbytes: int, /) -> Window:
     """Return a window on `nbytes` at `address`, which `owner` keeps valid."""
@@ -56,25 +57,25 @@ def copy_into(address: int, nbytes: int, source: Buffer, /) -> None:
 
 @final
 class BlockPool:
-    """A user of the process's pool of large blocks, which is emptied when the last one closes.
+    """A user of the process's pool of large blocks. The pool is emptied when its last user closes.
 
-    Fresh memory costs a page fault per 4 KiB, more than what is done with it. At most 8 blocks, 64 MiB in all, wait
-    for their next use, in huge pages from 2 MiB on where the system has them.
+    Fresh memory costs a page fault per 4 KiB, which takes longer than the work that is done on it. At most 8 blocks,
+    64 MiB in all, wait for their next use. Blocks of 2 MiB or more lie in huge pages if the system has them.
     """
 
     def take(self, nbytes: int, /) -> Window:
-        """Return a window on memory of any content that nothing else uses; it is given back with the last view."""
+        """Return a window on uninitialised memory that nothing else uses. The last view of it gives it back."""
     def close(self) -> None:
-        """Use the pool no more; blocks that were taken stay valid. Idempotent."""
+        """Stop using the pool; blocks that were taken stay valid. Idempotent."""
 
 def ring_format(mapping: Buffer, readers: int, generation: int, /) -> None:
-    """Lay a ring for `readers` out in a zeroed mapping. ValueError: the mapping is too small."""
+    """Lay out a ring for `readers` in a zeroed mapping. Raises ValueError if the mapping is too small."""
 
 def ring_facts(mapping: Buffer, /) -> tuple[int, int, int, int]:
     """Return (readers, generation, bytes of records, longest payload of one record)."""
 
 def ring_wait(mapping: Buffer, reader: int, spin_ns: int, park_ns: int, /) -> int:
-    """Wait for a record: 1 when there is one, 2 when none will come, 0 when the time is up."""
+    """Wait for a record; return 1 if there is one, 2 if none will come, and 0 if the time is up."""
 
 def ring_wait_any(
     mappings: tuple[Buffer, ...], readers: tuple[int, ...], spin_ns: int, park_ns: int, /
@@ -82,21 +83,21 @@ def ring_wait_any(
     """Wait until one of up to 128 rings has a record or has ended, or the time is up."""
 
 def ring_take(mapping: Buffer, reader: int, /) -> tuple[Window, int, int, int]:
-    """Return (payload, flags, number of the message, its length) of the next record, which stays where it is."""
+    """Return (payload, flags, number of the message, its length) of the next record, which stays in the ring."""
 
 def ring_release(mapping: Buffer, reader: int, /) -> None:
     """Give the next record back to the writer; its payload must not be used any more."""
 
 def ring_end(mapping: Buffer, reader: int, /) -> None:
-    """Leave as `reader`, or close as the writer with -1; wakes whoever waits."""
+    """Leave as `reader`, or close as the writer with -1. Wakes all waiting threads."""
 
 def ring_attach(mapping: Buffer, reader: int, /) -> None:
-    """Say that `reader` is there."""
+    """Mark `reader` as attached."""
 
 def ring_state(mapping: Buffer, /) -> tuple[int, int, int, int, tuple[tuple[int, int, int, int, int], ...]]:
-    """Return (published bytes, messages, time of the last in ns, closed, readers).
+    """Return (published bytes, messages, time of the last publication in ns, closed, readers).
 
-    For each reader: (consumed bytes, messages, time of the last release in ns, parked, state).
+    Each reader is (consumed bytes, messages, time of the last release in ns, parked, state).
     """
 
 NOTHING: object
@@ -113,13 +114,13 @@ LOOK_UNENCODABLE: int
 PACER_BYTES: int
 
 def pacer_step(state: bytearray, wait: str, now: int, has_arrived: bool, /) -> tuple[int, int]:
-    """Tell a pacer, at first `PACER_BYTES` zeros, that a message has arrived, or return (spin_ns, park_ns)."""
+    """Tell a pacer that a message has arrived, or return (spin_ns, park_ns). `state` begins as `PACER_BYTES` zeros."""
 
 class _Endpoint:
-    """An end of a ring. One thread at a time is inside; others wait for their turn, within their deadlines.
+    """An endpoint of a ring. One thread at a time is inside; others wait for their turn, within their deadlines.
 
-    `look_around(reason, detail)` is called while a call waits, and from LOOK_LATE on to raise why it cannot go on. Its
-    exceptions, and those of signal handlers, end the call as they are.
+    `look_around(reason, detail)` is called while a call waits. From LOOK_LATE on it must raise an error that says why
+    the call cannot go on. Its exceptions, and those of signal handlers, end the call unchanged.
     """
 
     timeout_ns: int
@@ -127,34 +128,34 @@ class _Endpoint:
 
     @property
     def messages(self) -> int:
-        """Whole messages that were written or read."""
+        """Number of whole messages that were written or read."""
     @property
     def nbytes(self) -> int:
-        """Bytes of their frames."""
+        """Total size of their frames in bytes."""
     @property
     def tag(self) -> int:
-        """The application's, of the latest whole message that was received."""
+        """The application's tag of the latest whole message that was received."""
     @property
     def waits(self) -> int:
         """How many calls had to wait."""
     @property
     def waited_ns(self) -> int:
-        """How long they waited in all."""
+        """How long these calls waited in all."""
     @property
     def is_busy(self) -> bool:
-        """Whether a thread is inside of a call, or has a message on loan."""
+        """Whether a thread is inside a call or has a message on loan."""
     @property
     def cause(self) -> BaseException | None:
-        """What broke this end."""
+        """The error that broke this endpoint, or None."""
 
     def fail(self, error: BaseException, /) -> None:
-        """Break this end, unless it is broken already."""
+        """Mark this endpoint as broken by `error`, unless it is broken already."""
 
     def close(self, refusing: Callable[[int, Any], object], /) -> None:
-        """Refuse every call by `refusing` from now on; the mapping goes when the thread that is inside has left."""
+        """Refuse every call with `refusing` from now on. The mapping is released when the owner has left."""
 
 class WriteEndpoint(_Endpoint):
-    """The writing end of a ring."""
+    """The endpoint of the writer of a ring."""
 
     def __new__(
         cls,
@@ -165,7 +166,7 @@ class WriteEndpoint(_Endpoint):
         /,
     ) -> Self: ...
     def exchange(self, obj: Any, /) -> Any:
-        """`send` within `timeout_ns` and return the object."""
+        """Call `send` with the deadline `timeout_ns` and return the object."""
 
     def send(self, obj: object, timeout_ns: int = -1, /) -> None:
         """Encode an object and publish all of it."""
@@ -174,7 +175,7 @@ class WriteEndpoint(_Endpoint):
         """Publish all of an encoded message."""
 
     def send_now(self, obj: object, tag: int, /) -> tuple[bytes, tuple[memoryview, ...], int] | None:
-        """Encode an object and publish it if it fits into one record and there is room; else return it encoded."""
+        """Encode an object. Publish it if it fits into one record and there is room; otherwise return it encoded."""
 
     def write_now(self, header: bytes, buffers: tuple[memoryview, ...], tag: int, /) -> bool:
         """Publish an encoded message if it fits into one record and there is room; return whether it was published."""
@@ -189,13 +190,13 @@ class WriteEndpoint(_Endpoint):
         tag: int,
         /,
     ) -> int:
-        """Publish a message from byte `done` on, as far as there is room, and return how far that is.
+        """Publish a message from byte `done` on while there is room; return how many of its bytes are published.
 
-        Waits once, for at most `spin_ns` and then `park_ns`, where there is no room.
+        If there is no room, waits for it once for at most `spin_ns` and then `park_ns`.
         """
 
 class ReadEndpoint(_Endpoint):
-    """The reading end of a ring."""
+    """The endpoint of one reader of a ring."""
 
     def __new__(
         cls,
@@ -208,10 +209,10 @@ class ReadEndpoint(_Endpoint):
     ) -> Self: ...
     @property
     def is_assembling(self) -> bool:
-        """Whether a message has come in part."""
+        """Whether only a part of a message has come."""
 
     def exchange(self, ignored: object, /) -> Any:
-        """`receive` within `timeout_ns`."""
+        """Call `receive` with the deadline `timeout_ns`."""
 
     def receive(self, timeout_ns: int = -1, /) -> Any:
         """Return the next object."""
@@ -220,10 +221,10 @@ class ReadEndpoint(_Endpoint):
         """Return the next object, or NOTHING if none came in at most `spin_ns` and then `park_ns` for each record."""
 
     def lend(self, timeout_ns: int = -1, /) -> None:
-        """Wait until a record is there as a whole; this thread has it on loan until `end_loan`."""
+        """Wait until a record is complete. This thread then has it on loan until `end_loan`."""
 
     def end_loan(self, taken_bytes: int, /) -> None:
-        """End the loan, by which a message of `taken_bytes` was read, or none if that is 0."""
+        """End the loan. It has read a message of `taken_bytes`, or no message if that is 0."""
 
 def fork_count() -> int:
     """Return how many forks lie between the process that loaded this module and this one."""

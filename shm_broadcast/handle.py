@@ -29,7 +29,7 @@ def new_key() -> bytes:
 
 
 class QueueHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a queue is, and the size of its ring. Holds no secret.
+    """Tells a reader where a queue is and how large its ring is. It holds no secret.
 
     Attributes:
         version: Version of this record and of the ring.
@@ -62,7 +62,7 @@ class QueueHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_bytes(cls, data: bytes, key: bytes) -> Self:
-        """Decode what `to_bytes` returned, after its HMAC has been checked.
+        """Check the HMAC of bytes that `to_bytes` returned, and decode them.
 
         Raises:
             DecodeError: The handle was made with another key, was changed, or has another version. Nothing was

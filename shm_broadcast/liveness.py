@@ -44,9 +44,9 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
     Attributes:
         boot_id: The kernel's boot id, the same for all containers of one host.
         pid_namespace: Inode of the PID namespace that `pid` belongs to.
-        network_namespace: Inode of the network namespace, which loopback does not leave.
+        network_namespace: Inode of the network namespace; loopback connections do not leave it.
         pid: Process id.
-        start_ticks: Start time in clock ticks since boot; tells processes with the same pid apart.
+        start_ticks: Start time in clock ticks since boot; it distinguishes processes with the same pid.
         hostname: Shown in errors and logs only.
     """
 
@@ -187,7 +187,7 @@ class PeerWatch:
         return process_state(peer)
 
     def describe(self, rank: int) -> str:
-        """Return what is known of `rank` for an error's text, such as `pid 4242, alive`."""
+        """Return a text about the process of `rank` for errors, for example `pid 4242, alive`."""
         peer = self._peers.get(rank)
         if peer is None:
             return "no process known"

@@ -1,4 +1,4 @@
-"""`QueueWriter` and `QueueReader`: one writer, many readers, two verbs.
+"""Send objects from one writer to many readers with `QueueWriter.enqueue` and `QueueReader.dequeue`.
 
     key = new_key()
     writer = QueueWriter.create("steps", readers=[0, 1])
@@ -7,11 +7,11 @@
     writer.enqueue({"step": 1})
     reader.dequeue()
 
-Readers on other hosts are given as `remote_readers`, each with its public key; see `endpoint.py`. Both ends then
-work alike.
+Readers on other hosts are passed as `remote_readers`, each with its public key; see `endpoint.py`. The calls of both
+ends stay the same.
 
-Needs no torch. Every message reaches every reader, whole, once and in order; the slowest reader holds the
-writer back. `enqueue` returns when the message is owned by the queue.
+This module does not need torch. Every message reaches every reader, whole, once and in order. The slowest reader holds
+the writer back. `enqueue` returns when the queue owns the message.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ class _FarEndpoint:
     """Stands in for the native endpoint of a queue that reaches other hosts."""
 
     def __init__(self, call: Callable[[Any, float | None], Any]) -> None:
-        """Exchange by `call`, of an object and a deadline in seconds."""
+        """Exchange through `call`, which takes an object and a deadline in seconds."""
         self._call = call
         self.timeout_ns: int = -1
 
     def exchange(self, obj: Any) -> Any:
-        """Send or receive."""
+        """Send `obj`, or receive an object."""
         return self._call(obj, None if self.timeout_ns < 0 else self.timeout_ns / 1e9)
 
 
 class QueueWriter:
-    """The writing end. One thread at a time writes; `close` may come from any."""
+    """The writing end of a queue. One thread at a time may write; any thread may call `close`."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class QueueWriter:
         self._remote = remote
         self._handover = handover
         self._is_local = isinstance(remote, NoRemote)
-        # `exchange` sends its argument within `timeout_ns` and returns it: for callers that count Python frames.
+        # `exchange` sends its argument within `timeout_ns` and returns it. Callers use it to save Python frames.
         self.endpoint: _core.WriteEndpoint | _FarEndpoint = (
             ring.endpoint if self._is_local else _FarEndpoint(self._pass_on)
         )
@@ -95,19 +95,19 @@ class QueueWriter:
         """Create a queue that waits for its readers.
 
         Args:
-            name: For texts.
-            readers: Ranks of the readers on this host, each different; their order is that of their places.
+            name: The queue's name in errors and logs.
+            readers: Ranks of the readers on this host, without repetition, in the order of their places in the ring.
             settings: Size of the ring, and how both ends wait.
-            key: 32 bytes that the readers will know; fresh ones by default.
-            writer: The writer's own rank, which readers' errors name; -1 if it has none.
+            key: 32 bytes that the readers must know too; a new random key by default.
+            writer: The writer's own rank, which the readers' errors name; -1 if it has none.
             remote_readers: Public key of each reader on another host, by rank; see `RemoteKeys`.
-            bind_address: The numeric address of this host at which they can reach it, never a wildcard.
-            port_range: First and last TCP port that may be used; any free one by default.
+            bind_address: The numeric address at which they can reach this host; it must not be a wildcard.
+            port_range: First and last TCP port that may be used; any free port by default.
             remote: High-water mark and heartbeats of the remote transport.
 
         Raises:
-            UsageError: There are no readers, too many, or one twice, the key has another length, or the address
-                is none of this host.
+            UsageError: There are no readers or too many, a reader occurs twice, the key has a wrong length, or
+                the address does not belong to this host.
             CapabilityError: There is too little memory for the ring, or no free port in the range.
         """
         ranks, far = tuple(readers), dict(remote_readers or {})
@@ -154,8 +154,8 @@ class QueueWriter:
         """Return when every reader has opened its end.
 
         Raises:
-            CommTimeoutError: Some have not come in time; `.missing` names them.
-            PeerLostError: One came and is gone. The queue is unusable.
+            CommTimeoutError: Some readers have not come in time; `.missing` names them.
+            PeerLostError: A reader came and is gone. The queue is unusable.
             ClosedError: The queue was closed.
         """
         start = time.monotonic()
@@ -170,21 +170,22 @@ class QueueWriter:
     def enqueue(self, obj: Any, timeout_s: float | None = None) -> None:
         """Send `obj` to every reader; return when the queue owns it.
 
-        Blocks while the slowest reader is a whole ring behind, or the high-water mark if it is remote.
+        Blocks while a local reader is a whole ring behind, or a remote reader is the high-water mark behind.
 
         Raises:
             UsageError: `obj` cannot be carried, or this is a forked child; nothing was sent.
             CommTimeoutError: The readers in `.missing` made no room in time. Nothing was sent and the queue
                 stays usable, unless the message is longer than half of the ring: then parts of it may be
                 written, and every later call raises `GroupBrokenError`.
-            PeerLostError: A reader whose room is needed, or any remote one, is gone. The queue is unusable.
+            PeerLostError: A local reader whose room is needed, or any remote reader, is gone. The queue is
+                unusable.
             ClosedError: The queue was closed.
         """
         if self._is_local:
             self._ring.send(obj, timeout_s)
             return
         message = codec.encode(obj)
-        # Room at the remote readers first, which sends nothing: a message goes to all readers or to none.
+        # Reserve room at the remote readers first, which sends nothing: a message goes to all readers or to none.
         left = self._remote.reserve(message.nbytes, timeout_s)
         self._ring.write(message, left)
         self._remote.publish(message)
@@ -198,11 +199,11 @@ class QueueWriter:
         return self._remote.added_to(self._ring.statistics())
 
     def close(self, timeout_s: float | None = None) -> None:
-        """End the queue: readers get what was written, then `ClosedError`. Idempotent.
+        """End the queue: readers get the messages that were written, then `ClosedError`. Idempotent.
 
         Args:
-            timeout_s: How long readers on other hosts have to take what was written, at most the remote
-                settings' `lost_after_s`, which is the default. Who has not by then gets a `PeerLostError`.
+            timeout_s: Seconds that readers on other hosts have to take the messages that were written. The default
+                and the maximum is `lost_after_s` of the remote settings. A later reader gets a `PeerLostError`.
         """
         if self._handover is not None:
             self._handover.close()
@@ -246,14 +247,14 @@ def _ranks(handle: QueueHandle) -> list[int]:
 
 
 class QueueReader:
-    """One reading end. One thread at a time reads; `close` may come from any."""
+    """One reading end of a queue. One thread at a time may read; any thread may call `close`."""
 
     def __init__(self, ring: RingReader | RemoteReader, handle: QueueHandle) -> None:
         """Use `open`."""
         self.handle = handle
         self._ring = ring
         self._read = ring.read
-        # `exchange` ignores its argument and reads within `timeout_ns`: for callers that count Python frames.
+        # `exchange` ignores its argument and reads within `timeout_ns`. Callers use it to save Python frames.
         self.endpoint: _core.ReadEndpoint | _FarEndpoint = (
             ring.endpoint
             if isinstance(ring, RingReader)
@@ -275,15 +276,15 @@ class QueueReader:
         Args:
             handle: The writer's handle, or its bytes, which are authenticated with `key`.
             key: The queue's key.
-            rank: One of the handle's ranks; each opens once.
-            timeout_s: Deadline for the writer's answer.
+            rank: One of the handle's ranks; each can be opened once.
+            timeout_s: Seconds that the writer has to answer.
             remote_keys: The key pair of a reader on another host, whose public half the writer was given.
 
         Raises:
-            DecodeError: The handle is forged or stale, or what it leads to is no ring or writer of ours.
-            UsageError: `rank` is no reader of this queue, or is remote and there is no key pair.
-            PeerLostError: The writer is gone, or refused.
-            CommTimeoutError: The writer did not answer.
+            DecodeError: The handle is forged or stale, or it does not lead to a ring or writer of this package.
+            UsageError: `rank` is not a reader of this queue, or it is remote and there is no key pair.
+            PeerLostError: The writer is gone, or it refused this process.
+            CommTimeoutError: The writer did not answer in time.
         """
         if isinstance(handle, bytes):
             handle = QueueHandle.from_bytes(handle, key)
@@ -315,12 +316,12 @@ class QueueReader:
         return cls(ring, handle)
 
     def dequeue(self, timeout_s: float | None = None, type: Any = None) -> Any:  # noqa: A002
-        """Return the next object, which shares nothing with the queue.
+        """Return the next object, which shares no memory with the queue.
 
-        Waits without limit by default, at no cost, but wakes when the writer dies or the queue is closed.
+        By default it waits without limit, at no cost, but wakes when the writer dies or the queue is closed.
 
         Args:
-            timeout_s: Deadline in seconds; when it passes nothing is lost and the queue stays usable.
+            timeout_s: Deadline in seconds; when it passes, nothing is lost and the queue stays usable.
             type: Decode into this type.
 
         Raises:
@@ -332,7 +333,7 @@ class QueueReader:
         return self._read(timeout_s, type)
 
     def try_dequeue(self) -> tuple[bool, Any]:
-        """Return (True, the next object), or (False, None) if none is there, or not whole yet. Does not wait.
+        """Return (True, the next object), or (False, None) if it is not there or not complete yet. Does not wait.
 
         Raises:
             DecodeError: The message cannot be decoded; the next one can be read.
@@ -345,7 +346,7 @@ class QueueReader:
     def loan(self, timeout_s: float | None = None) -> Iterator[Any]:
         """Yield the next object without copying its arrays and tensors.
 
-        They alias the ring and are valid inside the `with` block only; treat them as read-only. The writer
+        They alias the ring and are valid only inside the `with` block; treat them as read-only. The writer
         cannot reuse their room before the block ends. A message longer than half of the ring is copied,
         and so is every message from another host.
         """
@@ -358,11 +359,11 @@ class QueueReader:
         return self.loan(timeout_s)
 
     def statistics(self) -> QueueStatistics:
-        """Return what was read, and how far each reader is; a remote reader knows of itself only."""
+        """Return what was read, and how far each reader is; a remote reader knows only of itself."""
         return self._ring.statistics()
 
     def close(self) -> None:
-        """Leave the queue; the writer gets a `PeerLostError` when it needs this reader. Idempotent."""
+        """Leave the queue; the writer gets a `PeerLostError` when it needs room from this reader. Idempotent."""
         self._ring.close()
 
     def __enter__(self) -> Self:
@@ -392,7 +393,7 @@ def _open_remote(handle: QueueHandle, rank: int, timeout_s: float, keys: RemoteK
 def _named(
     error: CommTimeoutError | PeerLostError | DecodeError, handle: QueueHandle, rank: int
 ) -> CommError:
-    """Return an error of the handover with the queue, the role and the writer's rank."""
+    """Return an error of the handover with the queue, the role and the writer's rank added."""
     text = f"open on queue {handle.name!r} (reader, rank {rank}): {error}"
     writers = () if handle.writer < 0 else (handle.writer,)
     if isinstance(error, CommTimeoutError):
@@ -403,10 +404,10 @@ def _named(
 
 
 def dequeue_any(readers: Sequence[QueueReader], timeout_s: float | None = None) -> tuple[int, Any]:
-    """Return (index, object) of whichever queue has a message; the mirror case: many writers, one reader.
+    """Return (index, object) from a queue that has a message. This serves many writers and one reader.
 
     Raises:
-        CommTimeoutError: None had one in time.
+        CommTimeoutError: No queue had a message in time.
         PeerLostError: A writer died and its queue is empty.
         ClosedError: A queue was closed and is empty.
     """

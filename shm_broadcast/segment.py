@@ -37,8 +37,8 @@ _PEER_CREDENTIALS: Final = struct.Struct("3i")
 _CHALLENGE_BYTES: Final = 32
 _MESSAGE_BYTES: Final = 4096
 
-# A peer has this many seconds to answer the challenge: enough for a process that is stopped for a while. A silent
-# stranger holds one descriptor for as long.
+# A peer has this many seconds to answer the challenge, which is enough for a process that is stopped for a while. A
+# silent stranger occupies one descriptor for this time.
 _VISIT_S: Final = 30.0
 _MOST_VISITORS: Final = 256
 _BACKLOG: Final = 128
@@ -143,7 +143,7 @@ def _reserve(descriptor: int, offset: int, nbytes: int) -> None:
 
 
 def free_memory_bytes() -> int:
-    """Return the bytes that this process may still allocate: the machine's, or less in a limited cgroup."""
+    """Return how many bytes this process may still allocate. A cgroup can limit it below the machine's free memory."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) * 1024
     for limit, usage in (
@@ -161,10 +161,10 @@ def free_memory_bytes() -> int:
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """The message with which each side introduces itself, behind its proof of the key.
+    """Each side introduces itself with this message, which follows its proof of the key.
 
     Attributes:
-        member: Which of the expected peers the sender is; -1 for the owner.
+        member: The sender's number among the expected peers; -1 for the owner.
         process: The sender's process.
     """
 
@@ -202,7 +202,7 @@ class Handover:
         """Listen on a new random abstract address.
 
         Args:
-            segment: What to hand over; must stay open until `close`.
+            segment: The object to hand over; it must stay open until `close`.
             key: The key (32 bytes) that a peer must know.
             members: The expected peers.
             joined: Called on the thread for each peer, with its introduction and its pidfd, which the callee owns.
@@ -250,7 +250,7 @@ class Handover:
             peer, _ = self._listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                # Out of descriptors or buffers: drop the connection that has waited longest.
+                # There are no descriptors or buffers left: drop the connection that has waited longest.
                 self._dismiss(next(iter(self._visitors), -1))
                 time.sleep(0.01)
             # Otherwise `close` shut the listener down, or the peer has disconnected again.
@@ -276,7 +276,7 @@ class Handover:
         try:
             self._give(self._visitors[descriptor])
         except (OSError, msgspec.MsgspecError):
-            # A stranger, or a peer that disconnected: it gets nothing, the others are still served.
+            # This is a stranger or a peer that disconnected. It gets nothing, and the others are still served.
             pass
         finally:
             self._dismiss(descriptor)
@@ -312,13 +312,13 @@ class Handover:
     def close(self) -> None:
         """Stop listening and end the thread. Idempotent."""
         if self._forks != fork_count():
-            # In a forked child: the thread and the peers belong to the parent.
+            # This is a forked child: the thread and the peers belong to the parent.
             self._listener.close()
             return
         self._stopping = True
         with self._lock:
             if self._listener.fileno() >= 0:
-                # Shutting down wakes the thread; closing alone would not.
+                # Shutting the listener down wakes the thread; closing it alone would not.
                 self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
 
@@ -352,10 +352,10 @@ def take_over(
     Args:
         address: The abstract address of the `Handover`.
         key: The shared key, 32 bytes.
-        member: Which of the expected peers this process is.
+        member: This process's number among the expected peers.
         nbytes: The size that the segment must have.
         timeout_s: Deadline in seconds.
-        later_bytes: The size that its tail must have.
+        later_bytes: The size that the tail of the segment must have.
 
     Returns:
         (segment, identity of the owner's process, pidfd of that process). The caller owns segment and pidfd.
@@ -363,7 +363,7 @@ def take_over(
     Raises:
         PeerLostError: Nothing listens at the address, or the owner refused this process.
         CommTimeoutError: The owner did not answer in time.
-        DecodeError: The answer did not come from the owner, or is not a sealed segment of this size.
+        DecodeError: The answer did not come from the owner, or it is not a sealed segment of this size.
     """
     memory, identity, watch = take_descriptor(address, key, member, timeout_s)
     try:

@@ -12,16 +12,16 @@ __all__ = ["MIN_RING_BYTES", "BroadcastSettings", "WaitMode", "positive_seconds"
 WaitMode = Literal["adaptive", "spin", "park"]
 
 MIN_RING_BYTES = 64 * 1024
-"""Smallest ring: below this even the step input of a small batch would not fit."""
+"""The smallest size of a ring: even the step input of a small batch would not fit into a smaller one."""
 
 
 class BroadcastSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings on which the writer and the readers of a queue must agree.
 
     Attributes:
-        wait: How a reader waits for a message and a writer for room. `spin` polls without a break: lowest latency,
-            one core for each waiting process. `park` sleeps in the kernel at once: no processor time, but about ten
-            microseconds more. `adaptive` spins briefly, then parks.
+        wait: How a reader waits for a message and a writer for room. `spin` polls without a break: it has the lowest
+            latency, but uses one core for each waiting process. `park` sleeps in the kernel at once: it uses no
+            processor time, but takes about ten microseconds more. `adaptive` spins briefly, then parks.
         ring_bytes: Size of one queue's shared ring in bytes, at least 64 KiB. A message may fill all of it.
         warn_after_s: A call that waits for this many seconds logs a warning that names the peers it waits for.
 
@@ -46,7 +46,7 @@ class BroadcastSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 def positive_seconds(field: str, value: object) -> float:
-    """Return `value` as a float; `field` names the setting for the text.
+    """Return `value` as a float; `field` is the name of the setting in the error.
 
     Raises:
         SettingsError: `value` is not a positive, finite number.

@@ -1,4 +1,4 @@
-"""What one end of a queue tells about itself and about every reader, as frozen records."""
+"""Define the frozen records in which one end of a queue describes itself and every reader."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ __all__ = ["QueueStatistics", "ReaderStatistics"]
 
 
 class ReaderStatistics(msgspec.Struct, frozen=True):
-    """How far one reader is.
+    """Describes how far one reader is.
 
     Attributes:
-        rank: Its rank.
-        behind_messages: Messages that it has not given back.
-        behind_bytes: Bytes that it has not given back.
+        rank: The reader's rank.
+        behind_messages: Number of messages that it has not given back.
+        behind_bytes: Number of bytes that it has not given back.
         progress_s: Seconds since it last gave a message back; None if it never has.
-        is_attached: Whether it has come and not left.
+        is_attached: Whether it has attached and has not left.
     """
 
     rank: int
@@ -26,15 +26,15 @@ class ReaderStatistics(msgspec.Struct, frozen=True):
 
 
 class QueueStatistics(msgspec.Struct, frozen=True):
-    """What one end of a queue has done so far.
+    """Describes what one end of a queue has done.
 
     Attributes:
-        messages: Messages written or read by this end.
-        nbytes: Bytes of their frames.
-        waits: Calls that had to wait.
-        waited_s: Seconds that they waited.
-        capacity_bytes: Size of the ring.
-        readers: Every reader, as the shared memory shows it.
+        messages: Number of messages that this end has written or read.
+        nbytes: Total size of their frames in bytes.
+        waits: Number of calls that had to wait.
+        waited_s: Seconds that these calls waited in total.
+        capacity_bytes: Size of the ring in bytes.
+        readers: One record for each reader.
     """
 
     messages: int

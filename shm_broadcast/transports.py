@@ -1,4 +1,4 @@
-"""The two transports of a queue, shared memory and TCP: null objects for a missing one, and waiting on both."""
+"""Wait on both transports of a queue, shared memory and TCP, and provide null objects for a missing transport."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class NoRing(RingWriter):
 
 
 def await_any(readers: Sequence[RingReader | RemoteReader], timeout_s: float | None) -> int:
-    """Wait for several readers; return the index of one that has a message or whose queue has ended.
+    """Wait for several readers; return the index of a reader that has a message or whose queue has ended.
 
     Args:
         readers: The readers of this process, of either transport.

@@ -1,1 +1,1 @@
-"""One ring in shared memory: its writing end, its reading end, and how each waits."""
+"""Write to and read from one ring in shared memory."""

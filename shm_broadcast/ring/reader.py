@@ -1,4 +1,4 @@
-"""The reading end of one ring: records out, and waiting that always ends. See `ring.py`."""
+"""Read messages from one ring. Every wait ends. `ring/writer.py` holds the code that both endpoints share."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from shm_broadcast.ring.writer import RingEnd, nanoseconds
 from shm_broadcast.segment import Segment
 from shm_broadcast.settings import BroadcastSettings
 
-# What `ring_wait` returns.
+# `ring_wait` returns these numbers.
 _DATA, _ENDED = 1, 2
 
 
 class RingReader(RingEnd):
-    """One reading end of a ring."""
+    """The endpoint of one reader of a ring."""
 
     call = "dequeue"
     endpoint: _core.ReadEndpoint
@@ -56,12 +56,12 @@ class RingReader(RingEnd):
         return value if type_ is None else codec.convert(value, type_)
 
     def try_read(self) -> tuple[bool, Any]:
-        """Return (True, the next object), or (False, None) if it is not there, or not whole yet."""
+        """Return (True, the next object), or (False, None) if it is not there or not complete yet."""
         value = self.endpoint.receive_within(0, 0)
         if value is not _core.NOTHING:
             return True, value
         self._begin_wait("try_dequeue")
-        # Once in a slice, as a caller may ask a million times a second.
+        # Look for a lost writer only once in a slice, because a caller may ask a million times a second.
         now = time.monotonic_ns()
         if now - self._looked_ns >= SLICE_NS:
             self._looked_ns = now
@@ -70,7 +70,7 @@ class RingReader(RingEnd):
 
     @contextmanager
     def loan(self, timeout_s: float | None) -> Iterator[Any]:
-        """Yield the next object without copying its arrays and tensors, which alias the ring until the end."""
+        """Yield the next object without copying its arrays and tensors, which alias the ring until the loan ends."""
         start, memory = time.monotonic(), self._memory
         self._within_s, self._call = timeout_s, "loan"
         try:
@@ -88,11 +88,11 @@ class RingReader(RingEnd):
                 _core.ring_release(memory, self._index)
             self.endpoint.end_loan(taken)
         if window is None:
-            # It comes in parts, so there will be one copy, which nothing else uses.
+            # The message comes in parts, so it is copied once, into memory that nothing else uses.
             yield self.read(None if timeout_s is None else start + timeout_s - time.monotonic())
 
     def _whole_record(self, memory: mmap.mmap) -> _core.Window | None:
-        """Return a window on the next message, which is there; None if it comes in parts."""
+        """Return a window on the next message, which must be there; None if it comes in parts."""
         if self.endpoint.is_assembling:
             return None
         try:
@@ -106,7 +106,7 @@ class RingReader(RingEnd):
         try:
             status = _core.ring_wait(self._memory, self._index, 0, 0)
         except ValueError as error:
-            # Another thread has closed this end meanwhile, or there is no ring any more.
+            # Another thread has closed this endpoint meanwhile, or the ring was overwritten.
             self.check(call)
             self._raise_corrupt(call, error)
         if status == _ENDED:
@@ -114,7 +114,7 @@ class RingReader(RingEnd):
 
     @property
     def messages(self) -> int:
-        """How many messages this end has read."""
+        """How many messages this endpoint has read."""
         return self.endpoint.messages
 
     def place(self) -> tuple[mmap.mmap, int]:
@@ -122,7 +122,7 @@ class RingReader(RingEnd):
         return self._memory, self._index
 
     def is_ready(self) -> bool:
-        """Return whether a message is there, or the queue has ended. Raises if the writer is lost."""
+        """Return whether a message is there or the queue has ended. Raises an error if the writer is lost."""
         self.check("dequeue_any")
         if _core.ring_wait(self._memory, self._index, 0, 0) != 0:
             return True
@@ -148,10 +148,10 @@ class RingReader(RingEnd):
         )
 
     def raise_if_lost(self, call: str) -> None:
-        """Raise `ClosedError` or `PeerLostError` if the writer is gone and nothing is left of what it wrote."""
+        """Raise `ClosedError` or `PeerLostError` if the writer is gone and all of its messages were read."""
         self._begin_wait(call)
         if not self._watch.lost() or self.poll():
-            # What a writer published before it died is still read.
+            # Messages that a writer published before it died are still read.
             return
         error = PeerLostError(
             f"{self._where(call)}: lost {self._describe_writer()}; close the queue",
@@ -161,5 +161,5 @@ class RingReader(RingEnd):
         raise error
 
     def close(self) -> None:
-        """Leave, so that the writer does not wait for this reader, and unmap. Idempotent; wakes a waiting call."""
+        """Unmap and leave the ring; the writer waits for this reader no more. Idempotent; wakes a waiting call."""
         self._close(self._index)

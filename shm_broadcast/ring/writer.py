@@ -1,8 +1,9 @@
-"""What both ends of one ring share, and the writing one: records in, and waiting that always ends.
+"""Write messages to one ring. This module also holds the code that both endpoints share. Every wait ends.
 
-The protocol is in the native core (`csrc/ring.hpp`), and so is each end's state machine (`csrc/endpoint.hpp`);
-`DESIGN.md` explains both. The native endpoint calls `look_around` while it waits and when it cannot go on: here are
-dead peers, `close` from another thread, and errors that name who is behind. `ring_reader.py` is the other end.
+The native core holds the protocol (`csrc/ring/ring.hpp`) and the state machine of each endpoint
+(`csrc/ring/endpoint.hpp`); `DESIGN.md` explains both. The native endpoint calls `look_around` while it waits and when
+it cannot go on. The code here handles dead peers and `close` from another thread, and raises errors that name the
+readers that are behind. `ring/reader.py` holds the reading endpoint.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ from shm_broadcast.statistics import QueueStatistics, ReaderStatistics
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-# The longest time-out that the native core can count, 146 years.
+# This is the longest time-out that the native core can count, 146 years.
 _LONGEST_NS: Final = 1 << 62
 
-# Takes the place of the mapping of a closed end; every native function refuses it.
+# This replaces the mapping of a closed endpoint. Every native function refuses it.
 _NOTHING: Final = mmap.mmap(-1, mmap.PAGESIZE)
 
 
 def nanoseconds(timeout_s: float | None) -> int:
-    """Return a time-out as the native endpoints take it: -1 for none."""
+    """Return a time-out in the form that native endpoints take; -1 means that there is none."""
     return -1 if timeout_s is None else max(0, int(min(timeout_s * 1e9, _LONGEST_NS)))
 
 
 class RingEnd:
-    """What both ends share."""
+    """The base class of both endpoints of a ring."""
 
     role: str
     call: str
@@ -61,10 +62,10 @@ class RingEnd:
         """Use a formatted segment.
 
         Args:
-            name: The queue's name, for texts.
-            segment: Owned by this object from now on.
+            name: The queue's name in errors and logs.
+            segment: The segment of the ring; this object owns it from now on.
             ranks: The readers' ranks, in the order of their places in the ring.
-            watch: The other end's processes, by rank; the writer's may be -1.
+            watch: The processes at the other end, by rank; the writer's rank may be -1.
             settings: How to wait.
         """
         self.name = name
@@ -75,7 +76,7 @@ class RingEnd:
         self._settings = settings
         self._closing = False
         self._forks = fork_count()
-        # The present wait, for texts: the call, its deadline, when it began, and after how long it warns next.
+        # Errors and logs describe the present wait: the call, its deadline, when it began, and when it warns next.
         self._call = self.call
         self._within_s: float | None = None
         self._began_s = 0.0
@@ -85,7 +86,7 @@ class RingEnd:
         return f"{call} on queue {self.name!r} ({self.role}, message #{self.endpoint.messages + 1})"
 
     def check(self, call: str) -> None:
-        """Raise unless this end can be used by this process now."""
+        """Raise an error unless this process can use this endpoint now."""
         if self._forks != fork_count():
             raise UsageError(f"{self._where(call)}: the queue belongs to the process that forked this one")
         if self._closing:
@@ -97,13 +98,13 @@ class RingEnd:
             ) from cause
 
     def look_around(self, reason: int, detail: Any) -> None:
-        """Raise what ends the endpoint's call, or return for it to go on waiting; see `csrc/endpoint.hpp`."""
+        """Raise an error to end the endpoint's call, or return to let it wait on; see `csrc/ring/endpoint.hpp`."""
         try:
             self._look_around(self._call, reason, detail)
         except CommError:
             raise
         except ValueError as error:
-            # There is no ring any more: another thread has closed this end meanwhile, or it was overwritten.
+            # The ring is gone: another thread has closed this endpoint meanwhile, or the memory was overwritten.
             self.check(self._call)
             self._raise_corrupt(self._call, error)
 
@@ -136,18 +137,18 @@ class RingEnd:
             raise UsageError(f"{self._where(call)}: {why}")
 
     def _begin_wait(self, call: str) -> None:
-        """Raise if there is nothing to wait for."""
+        """Raise an error if there is nothing to wait for."""
 
     def raise_if_lost(self, call: str) -> None:
-        """Raise `PeerLostError` if nobody is left to wait for."""
+        """Raise `PeerLostError` if a process that this endpoint waits for is gone."""
         raise InternalError(f"{call}: an end of a ring must say whom it waits for")
 
     def _missing(self, nbytes: int | None) -> str:
-        """Return what a waiting call of a message of `nbytes` lacks."""
+        """Return a text that says what a waiting call for a message of `nbytes` lacks."""
         raise InternalError(f"an end of a ring must say what it lacks for {nbytes} bytes")
 
     def _raise_late(self, call: str, within_s: float, nbytes: int | None) -> NoReturn:
-        """Raise for a deadline that has passed."""
+        """Raise `CommTimeoutError` for a deadline that has passed."""
         raise InternalError(
             f"{call}: an end of a ring must say who is late for {nbytes} bytes in {within_s} s"
         )
@@ -167,14 +168,14 @@ class RingEnd:
         )
 
     def statistics(self) -> QueueStatistics:
-        """Return what this end has done, and how far each reader is; also when the queue is broken."""
+        """Return what this endpoint has done, and how far each reader is. Works on a broken queue too."""
         if self._closing or self._forks != fork_count():
             self.check("statistics")
         try:
             _, _, capacity, _ = _core.ring_facts(self._memory)
             readers = self._readers()
         except ValueError as error:
-            # Another thread has closed this end meanwhile, or there is no ring any more.
+            # Another thread has closed this endpoint meanwhile, or the ring was overwritten.
             self.check("statistics")
             self._raise_corrupt("statistics", error)
         end = self.endpoint
@@ -190,7 +191,7 @@ class RingEnd:
         return f"rank {reader.rank} ({state}, {reader.behind_messages} behind, {progress})"
 
     def _raise_corrupt(self, call: str, error: object) -> NoReturn:
-        """Raise for a ring whose own words make no sense: nothing behind them can be found."""
+        """Raise `InternalError` for a ring whose own words are invalid: no record can be found any more."""
         corrupt = InternalError(f"{self._where(call)}: the shared memory was overwritten: {error}")
         self._fail(corrupt)
         raise corrupt from (error if isinstance(error, BaseException) else None)
@@ -202,15 +203,15 @@ class RingEnd:
         try:
             _core.ring_end(self._memory, who)
         except ValueError as error:
-            # The ring was overwritten; the other end is told by our death, or by its own errors.
+            # The ring was overwritten. The other end learns of it when this process ends, or from its own errors.
             logger.warning("%s: %s", self._where("close"), str(error))
 
     def _close(self, who: int) -> None:
-        """Leave the ring as `who`, wake waiting calls, and let the mapping go behind them and all views of it."""
+        """Leave the ring as `who` and wake waiting calls. The mapping goes when they and all views of it have ended."""
         if self._closing or self._forks != fork_count():
             return
         self._closing = True
-        # First: ending the ring wakes a thread that waits, whose next call must find the endpoint closed.
+        # Close the endpoint first: ending the ring wakes a waiting thread, whose next call must find it closed.
         self.endpoint.close(partial(_refuse, self._where(self.call), self._forks))
         self._end(who)
         self._watch.close()
@@ -219,14 +220,14 @@ class RingEnd:
 
 
 def _refuse(where: str, forks: int, _reason: int, _detail: object) -> NoReturn:
-    """Take the place of `look_around` behind `close`: it holds nothing of the end."""
+    """Replace `look_around` after `close`; unlike that, it keeps no reference to the endpoint."""
     if forks != fork_count():
         raise UsageError(f"{where}: the queue belongs to the process that forked this one")
     raise ClosedError(f"{where}: the queue was closed")
 
 
 class RingWriter(RingEnd):
-    """The writing end of a ring."""
+    """The endpoint of the writer of a ring."""
 
     role = "writer"
     call = "enqueue"
@@ -292,7 +293,7 @@ class RingWriter(RingEnd):
         payload = nbytes if nbytes <= longest else longest // 2 // LINE * LINE
         record = record_bytes(payload)
         readers = self._readers()
-        # Where the end of the ring has to be skipped, only the slowest is sure to be in the way.
+        # If the end of the ring has to be skipped, only the slowest reader is sure to be in the way.
         limit = min(capacity - record + 1, max(reader.behind_bytes for reader in readers))
         return [reader for reader in readers if reader.behind_bytes >= limit]
 
@@ -308,5 +309,5 @@ class RingWriter(RingEnd):
         )
 
     def close(self) -> None:
-        """Tell the readers that nothing follows, and unmap. Idempotent; wakes a waiting call."""
+        """Tell the readers that nothing follows, and unmap the ring. Idempotent; wakes a waiting call."""
         self._close(-1)

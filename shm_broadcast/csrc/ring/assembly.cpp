@@ -1,4 +1,4 @@
-// Frames that arrive in parts.
+// This file implements the assembly of frames that arrive in parts.
 #include "assembly.hpp"
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 namespace codec {
 namespace {
 
-// Buffers from this size on are written past the caches, which would read every line first to overwrite it.
+// Buffers of this size or more are written past the caches, because a cache would first read every line that it overwrites.
 constexpr size_t kPastCaches = size_t{4} << 20;
 
 void copy_past_caches(unsigned char* to, const unsigned char* from, size_t nbytes) {
@@ -61,7 +61,7 @@ void Assembly::clear() {
     is_measured_ = is_broken_ = out_of_memory_ = false;
 }
 
-// Learns the header's length from the prefix; false when it makes no sense.
+// Learns the header's length from the prefix. Returns false if the prefix is invalid.
 bool Assembly::measure() {
     Prefix prefix;
     if (header_.size() < sizeof(prefix)) return false;
@@ -99,7 +99,7 @@ bool Assembly::add_buffer(uint64_t entry) {
     return true;
 }
 
-// Makes room for every buffer of the table; false when the table makes no sense or memory is short.
+// Allocates every buffer of the table. Returns false if the table is invalid or memory is short.
 bool Assembly::make_room() {
     Prefix prefix;
     std::memcpy(&prefix, header_.data(), sizeof(prefix));
@@ -114,7 +114,7 @@ bool Assembly::make_room() {
     return (far_.empty() ? wanted_ : starts_.back() + far_.back().nbytes) == total_;
 }
 
-// Copies what belongs to the buffers; the padding between them is dropped.
+// Copies the bytes that belong to the buffers and drops the padding between them.
 void Assembly::fill(const unsigned char* from, size_t nbytes) {
     while (nbytes > 0 && current_ < far_.size()) {
         const FarBuffer& buffer = far_[current_];

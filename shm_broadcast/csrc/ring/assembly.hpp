@@ -1,4 +1,5 @@
-// A message that comes in parts: its buffers are filled where they will stay, so that each byte is copied once.
+// This file declares the assembly of a message that comes in parts. The parts are copied straight into the memory where the
+// buffers stay, so that each byte is copied once.
 #pragma once
 
 #include <vector>
@@ -19,12 +20,12 @@ public:
     uint64_t total() const { return total_; }
     uint64_t missing() const { return total_ - filled_; }
 
-    // Begins message number `message`, a frame of `total` > 0 bytes.
+    // Begins message number `message`, whose frame has `total` > 0 bytes.
     void begin(uint64_t message, uint64_t total);
-    // Takes the next bytes of the frame, at most `missing()`. Releases the GIL for long copies. Never fails: what
-    // makes no sense, or has no room, is told by `finish`, when all bytes have come and the next message can.
+    // Takes the next bytes of the frame, at most `missing()`. Releases the GIL for long copies. Never fails: `finish` reports
+    // an invalid frame or a lack of memory after all bytes have come, so that the next message can follow.
     void feed(const unsigned char* from, size_t nbytes);
-    // Returns the object, or nullptr with an exception; then nothing is under way any more.
+    // Returns the object, or nullptr with an exception. In both cases the assembly is no longer active.
     PyObject* finish(PyObject* hook);
     void clear();
 
@@ -37,14 +38,14 @@ private:
     uint64_t message_ = 0;
     uint64_t total_ = 0;
     uint64_t filled_ = 0;
-    size_t wanted_ = 0;          // bytes of the header, as far as it is known
-    bool is_measured_ = false;   // wanted_ is all of it
-    bool is_broken_ = false;     // the header makes no sense: the rest is thrown away
+    size_t wanted_ = 0;          // length of the header, as far as it is known
+    bool is_measured_ = false;   // wanted_ is the whole length
+    bool is_broken_ = false;     // the header is invalid or memory is short: the rest is thrown away
     bool out_of_memory_ = false;
-    size_t current_ = 0;         // the buffer that is being filled
+    size_t current_ = 0;         // index of the buffer that is being filled
     std::vector<unsigned char> header_;
     std::vector<FarBuffer> far_;
-    std::vector<uint64_t> starts_;  // of each buffer in the frame
+    std::vector<uint64_t> starts_;  // offset of each buffer in the frame
 };
 
 }  // namespace codec

@@ -1,4 +1,4 @@
-// What both ends of a ring share: who is inside, what becomes of the others, and the end.
+// This file holds the code that both endpoints of a ring share: a thread's turn as the owner, errors, creation and closing.
 #include "endpoint.hpp"
 
 #include <pthread.h>
@@ -18,7 +18,7 @@ using codec::Ref;
 using codec::View;
 using ring::Ring;
 
-uint64_t forks = 0;  // between the process that loaded this module and this one
+uint64_t forks = 0;  // number of forks between the process that loaded this module and this one
 
 void count_fork() { ++forks; }
 
@@ -148,11 +148,11 @@ bool read_mode(const char* name, Mode* mode) {
             return true;
         }
     }
-    PyErr_Format(PyExc_ValueError, "no way to wait: %s", name);
+    PyErr_Format(PyExc_ValueError, "unknown wait mode: %s", name);
     return false;
 }
 
-// Makes an end of `type` on a mapping; nullptr with an exception when it holds no ring.
+// Creates an endpoint of `type` on a mapping. Returns nullptr with an exception if the mapping holds no ring.
 Endpoint* make(PyTypeObject* type, PyObject* memory, PyObject* hook, const char* mode, PyObject* look_around) {
     PyObject* self = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (self == nullptr) return nullptr;
@@ -219,7 +219,7 @@ PyObject* get_cause(PyObject* self, void*) {
 
 PyObject* fork_count(PyObject*, PyObject*) { return PyLong_FromUnsignedLongLong(forks); }
 
-// pacer_step(state, wait, now, arrived) -> (spin_ns, park_ns): one step of a `Pacer` whose state is kept in a bytearray.
+// pacer_step(state, wait, now, arrived) -> (spin_ns, park_ns): runs one step of a `Pacer` whose state is in a bytearray.
 PyObject* pacer_step(PyObject*, PyObject* args) {
     PyObject* state = nullptr;
     const char* name = nullptr;
@@ -229,7 +229,7 @@ PyObject* pacer_step(PyObject*, PyObject* args) {
     View view;
     Mode mode{};
     if (!view.acquire(state, PyBUF_WRITABLE) || !read_mode(name, &mode)) return nullptr;
-    if (view.size() != sizeof(Pacer)) return PyErr_Format(PyExc_ValueError, "a state has %zu bytes", sizeof(Pacer));
+    if (view.size() != sizeof(Pacer)) return PyErr_Format(PyExc_ValueError, "the state of a pacer has %zu bytes", sizeof(Pacer));
     Pacer pacer;
     std::memcpy(&pacer, view.data(), sizeof pacer);
     Budget budget{0, 0};
@@ -293,8 +293,8 @@ constexpr Constant constants[] = {
 
 }  // namespace
 
-// close(refusing): from now on `refusing` is called in the place of `look_around`. Wakes the threads that wait for their turn; the
-// mapping goes when the thread that is inside has left.
+// close(refusing): calls `refusing` instead of `look_around` from now on. Wakes the threads that wait for their turn. The
+// mapping is released when the owner has left.
 PyObject* close(PyObject* self, PyObject* refusing) {
     Endpoint* end = endpoint_of(self);
     end->is_closed = true;
@@ -307,7 +307,7 @@ PyObject* close(PyObject* self, PyObject* refusing) {
     Py_RETURN_NONE;
 }
 
-// fail(error): the end is broken by `error`, unless it is already.
+// fail(error): marks the endpoint as broken by `error`, unless it is broken already.
 PyObject* fail(PyObject* self, PyObject* error) {
     Endpoint* end = endpoint_of(self);
     if (end->cause == nullptr) end->cause = Py_NewRef(error);

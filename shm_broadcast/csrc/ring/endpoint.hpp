@@ -1,6 +1,7 @@
-// The two ends of a ring as objects, each a state machine with an owner: the thread that is inside of a call. Everything
-// between a call and its message is native, as after a sleep all caches are cold and every line of code or data costs up to
-// 100 ns. Python is asked only while nothing is there: `look_around` knows dead peers, closing, warnings and every error's text.
+// This file declares the two endpoints of a ring. Each is a state machine with an owner: the thread that is inside a call.
+// Everything between a call and its message is native, because after a sleep all caches are cold and every line of code or
+// data costs up to 100 ns. An endpoint calls Python only while no message is there: `look_around` handles dead peers, closing,
+// warnings and the text of every error.
 #pragma once
 
 #include <atomic>
@@ -12,77 +13,79 @@
 
 namespace endpoint {
 
-// Why `look_around(reason, detail)` is called. From kLate on it must raise; the names stand in _core as LOOK_BEGIN and so on.
+// The reasons for a call of `look_around(reason, detail)`. From kLate on it must raise. _core exports the values as LOOK_BEGIN
+// and so on.
 enum Reason : int {
-    kBegin,       // a wait begins; detail: bytes of the message that is written
-    kWaiting,     // a part of it has passed; the same detail
-    kLate,        // its deadline has passed; the same detail
-    kUnusable,    // the end is closed, broken, or inherited by a forked child
-    kReentrant,   // the calling thread is inside of a call already
-    kLent,        // it has a message on loan
-    kCorrupt,     // the ring's own words make no sense; detail: an exception
-    kUndecodable,  // a message cannot be decoded, and is gone; detail: an exception
-    kUnencodable,  // an object cannot be encoded, and nothing was sent; detail: an exception
+    kBegin,       // a wait begins; `detail` is the size in bytes of the message that is being written
+    kWaiting,     // a part of the wait has passed; `detail` is the same
+    kLate,        // the deadline has passed; `detail` is the same
+    kUnusable,    // the endpoint is closed, broken, or inherited by a forked child
+    kReentrant,   // the calling thread is already inside a call
+    kLent,        // the calling thread has a message on loan
+    kCorrupt,     // the ring's own words are invalid; `detail` is an exception
+    kUndecodable,  // a message cannot be decoded and is dropped; `detail` is an exception
+    kUnencodable,  // an object cannot be encoded, and nothing was sent; `detail` is an exception
 };
 
-// The latest that a wait can end, and a time-out that stands for none.
+// This is the latest possible deadline; a wait without a time-out has it.
 inline constexpr uint64_t kForever = UINT64_MAX;
-// Signals are looked for at least this often: Ctrl-C must interrupt within 0.2 s, and one that comes just before a sleep
-// does not end it.
+// A waiting call checks for signals at least this often: Ctrl-C must interrupt within 0.2 s, and a signal that comes just
+// before a sleep does not end that sleep.
 inline constexpr uint64_t kSliceNs = 100 * 1000 * 1000;
 
-// What a short message needs stands at the beginning, in two cache lines.
+// The fields that a short message needs come first and lie in two cache lines.
 struct Endpoint {
     PyObject_HEAD
-    PyObject* hook;  // the codec's, for what is no builtin type
+    PyObject* hook;  // the codec's, for objects that are not of a builtin type
     ring::Ring* ring;
-    uint64_t born;        // forks of this process when it was made
-    unsigned long owner;  // the thread inside of a call or with a message on loan; 0: none
-    PyObject* cause;      // why it is broken, or nullptr
+    uint64_t born;        // the fork count when the endpoint was created
+    unsigned long owner;  // the thread that is inside a call or has a message on loan; 0 if there is none
+    PyObject* cause;      // the error that broke the endpoint, or nullptr
     bool is_closed;
     bool is_lent;
-    bool is_cut;  // a message is written in part
+    bool is_cut;  // only a part of a message is written
     Mode mode;
     uint32_t index;    // the reader's place
-    unsigned int tag;  // of the latest message that was received
+    unsigned int tag;  // tag of the latest message that was received
     unsigned long long messages;
     unsigned long long nbytes;
     unsigned long long arrived_ns;  // when the last message came
-    codec::Assembly* assembly;      // readers only
+    codec::Assembly* assembly;      // nullptr in a writer
     PyObject* look_around;
     PyObject* memory;
     codec::View* view;
-    std::atomic<uint32_t>* left;  // futex word: changes when a call ends while other threads wait for that
-    uint32_t queued;              // threads that do
+    std::atomic<uint32_t>* left;  // futex word that changes when a call ends while other threads wait for their turn
+    uint32_t queued;              // number of threads that wait for their turn
     Pacer pacer;
-    unsigned long long noted_ns;  // the arrival that the pacer was told last
+    unsigned long long noted_ns;  // the latest arrival that the pacer was told
     unsigned long long waits;
     unsigned long long waited_ns;
-    long long timeout_ns;  // of `exchange`; negative: none
+    long long timeout_ns;  // time-out of `exchange`; negative if there is none
 };
 
 inline Endpoint* endpoint_of(PyObject* self) { return reinterpret_cast<Endpoint*>(self); }
 
-// What `receive_within` returns when there is no whole message.
+// `receive_within` returns this object when there is no whole message.
 extern PyObject* nothing;
 
 inline PyObject* none_yet() { return Py_NewRef(nothing); }
 
-// Calls `look_around`; false with its exception.
+// Calls `look_around`. Returns false, with its exception set, if it raised.
 bool look(Endpoint* end, Reason reason, PyObject* detail);
-// The same for a reason that must raise; always false, with an exception.
+// Calls `look_around` for a reason that must raise. Always returns false, with an exception set.
 bool refuse(Endpoint* end, Reason reason, PyObject* detail = Py_None);
-// The same for the exception that is set, if it is an Exception; any other goes on as it is.
+// Refuses with the current exception as `detail` if it is an `Exception`. Any other exception stays set as it is.
 bool refuse_error(Endpoint* end, Reason reason);
 bool refuse_corrupt(Endpoint* end, const char* what);
-// Whether the end can be used by this process; false with an exception.
+// Returns whether this process can use the endpoint. If not, an exception is set.
 bool check_usable(Endpoint* end);
 
-// Makes the calling thread the owner, behind the one that is. False with an exception, or without one if `until` has passed.
+// Waits until the endpoint has no owner and makes the calling thread the owner. Returns false with an exception set, or
+// without one if `until` has passed.
 bool enter(Endpoint* end, uint64_t until);
 void leave(Endpoint* end);
 
-// Ownership of an end within a scope.
+// Makes the calling thread the owner of an endpoint for the length of a scope.
 class Turn {
 public:
     Turn(Endpoint* end, uint64_t until) : end_(end), is_mine_(enter(end, until)) {}
@@ -92,7 +95,7 @@ public:
     Turn(const Turn&) = delete;
     Turn& operator=(const Turn&) = delete;
     explicit operator bool() const { return is_mine_; }
-    // Stays the owner behind the scope, until the loan ends.
+    // Lets the thread stay the owner after the scope, until the loan ends.
     void keep() { is_mine_ = false; }
 
 private:
@@ -100,12 +103,12 @@ private:
     bool is_mine_;
 };
 
-// When a wait of `timeout_ns` from now ends; negative: never.
+// Returns the time at which a wait of `timeout_ns` from now ends. A wait with a negative time-out never ends.
 uint64_t deadline(long long timeout_ns);
-// Reads the optional argument `timeout_ns` at `at`.
+// Reads the optional argument `timeout_ns`, which has index `at`.
 bool read_timeout(PyObject* const* args, Py_ssize_t count, Py_ssize_t at, long long* timeout_ns);
 
-// Frees what is in the mapping's way.
+// Frees the mapping and everything that keeps it in use.
 void release_memory(Endpoint* end);
 
 extern PyMethodDef write_methods[];

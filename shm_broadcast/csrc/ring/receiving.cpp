@@ -1,4 +1,4 @@
-// The reading end: waits for records, and makes an object of them.
+// This file implements the reading endpoint, which waits for records and turns them into objects.
 #include <algorithm>
 
 #include "endpoint.hpp"
@@ -11,9 +11,10 @@ using codec::expect_arguments;
 using codec::Ref;
 using ring::Ring;
 
-// While a message comes in parts, the writer fills the next one right now: that takes less than a sleep.
+// While a message comes in parts, a reader polls at least this long for the next part. The writer is filling it at that moment,
+// and this takes less time than a sleep.
 constexpr uint64_t kNextPartNs = 60 * 1000;
-// A long message is left after so long, to look for signals and deadlines.
+// A call interrupts the copying of a long message after this time to check for signals and deadlines.
 constexpr uint64_t kLongestCallNs = 50 * 1000 * 1000;
 
 PyObject* corrupt(Endpoint* end, const char* what) {
@@ -21,7 +22,8 @@ PyObject* corrupt(Endpoint* end, const char* what) {
     return nullptr;
 }
 
-// Waits until `done` or the end: 1 when it is done, 0 when not, -1 with the exception of a signal handler.
+// Waits until `done()` is true, the queue has ended or the wait budget is used up. Returns 1 if `done()` is true, 0 if not,
+// and -1 with the exception of a signal handler.
 template <typename Done>
 int wait_until(Endpoint* end, Budget budget, Done done) {
     Ring& ring = *end->ring;
@@ -47,7 +49,7 @@ int wait_until(Endpoint* end, Budget budget, Done done) {
     end->waited_ns += now - start;
     if (status < 0) return -1;
     if (!done()) return 0;
-    // When the message was published: a reader that slept has lost some time since then.
+    // Use the time at which the message was published, because a reader that slept has lost some time since then.
     const uint64_t stamp = ring.writer().stamp_ns.load(std::memory_order_relaxed);
     end->arrived_ns = stamp > start && stamp < now ? stamp : now;
     return 1;
@@ -60,14 +62,14 @@ void give_back(Endpoint* end, const ring::RecordHeader& record, uint64_t nbytes)
     end->tag = record.tag;
 }
 
-// Hands the object of a message out that is given back; nullptr with the exception for one that could not be decoded.
+// Returns the object of a message whose record was given back. If it could not be decoded, returns nullptr with the exception.
 PyObject* decoded(Endpoint* end, PyObject* object) {
     if (object == nullptr) refuse_error(end, kUndecodable);
     return object;
 }
 
-// A message is given back only when its object can be handed out: the exception of a signal handler, or of a hook that is
-// no Exception, loses nothing.
+// Decodes a message of one record and gives the record back. If a signal handler raises, or a hook raises an exception that is
+// not an `Exception`, the record stays in the ring, so that no message is lost.
 PyObject* take_whole(Endpoint* end, const ring::RecordHeader& record, const unsigned char* payload) {
     const Ref memory = Ref::borrowed(end->memory), hook = Ref::borrowed(end->hook);
     Decoder decoder({payload, record.payload_bytes}, memory.get(), hook.get(), true);
@@ -77,7 +79,7 @@ PyObject* take_whole(Endpoint* end, const ring::RecordHeader& record, const unsi
     return decoded(end, result.release());
 }
 
-// Copies a streamed record as far as it is there; returns the message when that is all, `nothing` before.
+// Copies the available bytes of a streamed record. Returns the object when the record is complete, and `nothing` before that.
 PyObject* take_streamed(Endpoint* end, const ring::RecordHeader& record, const unsigned char* payload) {
     codec::Assembly& assembly = *end->assembly;
     if (!assembly.active()) assembly.begin(record.message, record.payload_bytes);
@@ -92,7 +94,7 @@ PyObject* take_streamed(Endpoint* end, const ring::RecordHeader& record, const u
     return decoded(end, assembly.finish(hook.get()));
 }
 
-// Adds one part to the message that is under way; returns it when that was the last, `nothing` before.
+// Adds one part to the message that is being assembled. Returns the object after the last part, and `nothing` before that.
 PyObject* take_part(Endpoint* end, const ring::RecordHeader& record, const unsigned char* payload) {
     codec::Assembly& assembly = *end->assembly;
     if (!assembly.active()) {
@@ -117,7 +119,7 @@ PyObject* take_part(Endpoint* end, const ring::RecordHeader& record, const unsig
     return decoded(end, assembly.finish(hook.get()));
 }
 
-// Takes what is there of the next record, which is there in part at least.
+// Takes the available bytes of the next record, of which at least a part is there.
 PyObject* take(Endpoint* end, const ring::RecordHeader& record, const unsigned char* payload) {
     switch (record.flags) {
         case ring::kWhole:
@@ -128,7 +130,7 @@ PyObject* take(Endpoint* end, const ring::RecordHeader& record, const unsigned c
     }
 }
 
-// Returns the next object, or `nothing` when it has not come within `budget` for each of its records.
+// Returns the next object. Returns `nothing` if a record of it has not come within `budget`, which applies to each record.
 PyObject* receive_within(Endpoint* end, Budget budget) {
     Ring& ring = *end->ring;
     const uint32_t index = end->index;
@@ -146,7 +148,7 @@ PyObject* receive_within(Endpoint* end, Budget budget) {
         if (until == 0) until = now + kLongestCallNs;
         if (!waits || now >= until || end->is_closed) break;
         budget.spin_ns = std::max(budget.spin_ns, kNextPartNs);
-        // More of a streamed record, or the next part.
+        // Wait for more of a streamed record, or for the next part.
         const uint64_t taken = end->assembly->total() - end->assembly->missing();
         const bool streams = record.flags == ring::kStreamed;
         found = wait_until(end, budget, [&] {
@@ -156,7 +158,8 @@ PyObject* receive_within(Endpoint* end, Budget budget) {
     return found < 0 ? nullptr : none_yet();
 }
 
-// Waits, with `look_around` in between, until `take(budget)` returns something other than `nothing`; nullptr with an exception.
+// Waits until `take(budget)` returns something other than `nothing`, and calls `look_around` in between. Returns nullptr with
+// an exception.
 template <typename Take>
 PyObject* await(Endpoint* end, long long timeout_ns, Take take) {
     if (!look(end, kBegin, Py_None)) return nullptr;
@@ -224,7 +227,7 @@ PyObject* read_receive_within(PyObject* self, PyObject* const* args, Py_ssize_t 
     return receive_within(end, {times[0], times[1]});
 }
 
-// lend([timeout_ns]): waits until a record is there as a whole; this thread has it on loan until `end_loan`.
+// lend([timeout_ns]): waits until a record is complete. The calling thread then has it on loan until `end_loan`.
 PyObject* read_lend(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     Endpoint* end = endpoint_of(self);
     long long timeout_ns = -1;
@@ -247,7 +250,7 @@ PyObject* read_lend(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
-// end_loan(taken_bytes): the loan is over; a message of `taken_bytes` was read by it, or none if that is 0.
+// end_loan(taken_bytes): ends the loan. It has read a message of `taken_bytes`, or no message if that is 0.
 PyObject* read_end_loan(PyObject* self, PyObject* taken) {
     Endpoint* end = endpoint_of(self);
     const unsigned long long nbytes = PyLong_AsUnsignedLongLong(taken);

@@ -1,5 +1,5 @@
-// The ring for Python: each function takes the mapping as a buffer, checks it, and never blocks longer than
-// it is told to; the GIL is released while it waits and while it copies much.
+// This file gives Python functions on the ring. Each takes the mapping as a buffer, checks it, and never blocks longer than it
+// is told to. It releases the GIL while it waits.
 #include "ring.hpp"
 
 #include <algorithm>
@@ -12,7 +12,7 @@ using codec::expect_arguments;
 using codec::View;
 using ring::Ring;
 
-// What the arguments of every function begin with: the mapping.
+// Holds the mapping, which is the first argument of every function.
 class Mapped {
 public:
     bool acquire(PyObject* object) {
@@ -34,7 +34,7 @@ bool read_unsigned(PyObject* object, uint64_t* value) {
     return !(*value == static_cast<uint64_t>(-1) && PyErr_Occurred());
 }
 
-// PyTuple_Size, but a TypeError for what is no tuple.
+// Returns the size of a tuple. For any other object it returns -1 and sets a TypeError.
 Py_ssize_t tuple_size(PyObject* object) {
     if (PyTuple_Check(object)) return PyTuple_Size(object);
     PyErr_SetString(PyExc_TypeError, "a tuple is needed");
@@ -60,7 +60,7 @@ PyObject* ring_format(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!read_unsigned(args[1], &readers) || !read_unsigned(args[2], &generation)) return nullptr;
     if (readers > ring::kMaxReaders ||
         !Ring::format(view.data(), view.size(), static_cast<uint32_t>(readers), generation)) {
-        PyErr_SetString(PyExc_ValueError, "the mapping is too small for a ring of so many readers");
+        PyErr_SetString(PyExc_ValueError, "the mapping is too small for a ring with this number of readers");
         return nullptr;
     }
     Py_RETURN_NONE;
@@ -76,7 +76,7 @@ PyObject* ring_facts(PyObject*, PyObject* const* args, Py_ssize_t count) {
                          static_cast<unsigned long long>(ring.longest_payload()));
 }
 
-// ring_wait(mapping, reader, spin_ns, park_ns) -> 1: there is data, 2: the queue has ended, 0: neither.
+// ring_wait(mapping, reader, spin_ns, park_ns) -> 1 if there is data, 2 if the queue has ended, 0 otherwise
 PyObject* ring_wait(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Mapped mapped;
     uint32_t index = 0;
@@ -91,7 +91,7 @@ PyObject* ring_wait(PyObject*, PyObject* const* args, Py_ssize_t count) {
         ring.wait(index, spin_ns, park_ns, ready);
         Py_END_ALLOW_THREADS
     }
-    const bool ended = ring.ended(index);  // first: what was published before the end is still read
+    const bool ended = ring.ended(index);  // loaded first, as records published before the end are still read
     const bool streaming = ring.has_data(index) && !ring.has_whole_record(index);
     return PyLong_FromLong(ring.has_whole_record(index) ? 1 : ended && !streaming ? 2 : 0);
 }
@@ -104,7 +104,7 @@ PyObject* ring_wait_any(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const Py_ssize_t rings = tuple_size(args[0]);
     if (rings < 0 || tuple_size(args[1]) < 0) return nullptr;
     if (rings == 0 || rings > static_cast<Py_ssize_t>(ring::kMaxWords) || PyTuple_Size(args[1]) != rings) {
-        PyErr_Format(PyExc_ValueError, "1 to %zu rings, and a reader for each", ring::kMaxWords);
+        PyErr_Format(PyExc_ValueError, "1 to %zu rings are needed, and one reader for each", ring::kMaxWords);
         return nullptr;
     }
     Mapped mapped[ring::kMaxWords];
@@ -141,8 +141,8 @@ PyObject* ring_wait_any(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
-// ring_take(mapping, reader) -> (payload, flags, message, total): the next record; its payload is a window on
-// the mapping, which must not be used after ring_release.
+// ring_take(mapping, reader) -> (payload, flags, message, total): returns the next record. Its payload is a window on the
+// mapping and must not be used after ring_release.
 PyObject* ring_take(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Mapped mapped;
     uint32_t index = 0;
@@ -178,7 +178,7 @@ PyObject* ring_release(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
-// ring_end(mapping, reader): reader's index to leave, or -1 for the writer to close; wakes whoever waits.
+// ring_end(mapping, reader): leaves as the reader with this index, or closes as the writer with -1. Wakes all waiting threads.
 PyObject* ring_end(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Mapped mapped;
     if (!expect_arguments("ring_end", count, 2) || !mapped.acquire(args[0])) return nullptr;
@@ -195,7 +195,7 @@ PyObject* ring_end(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
-// ring_attach(mapping, reader): says that this reader is there.
+// ring_attach(mapping, reader): marks this reader as attached.
 PyObject* ring_attach(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Mapped mapped;
     uint32_t index = 0;

@@ -1,5 +1,5 @@
-// The ring's protocol: one writer, many readers, records of any length in one shared mapping.
-// No Python here, so that it also runs as threads under a sanitizer. DESIGN.md holds the layout and the proof.
+// This file holds the ring's protocol: one writer sends records of any length to many readers through one shared mapping.
+// It contains no Python, so that tests can run it as threads under a sanitizer. DESIGN.md holds the layout and the proof.
 #pragma once
 
 #include <linux/futex.h>
@@ -19,14 +19,14 @@ namespace ring {
 
 inline constexpr uint64_t kMagic = 0x31474e4952434721;  // "!GCRING1" in memory order
 inline constexpr uint32_t kVersion = 2;
-inline constexpr size_t kLine = 64;          // a cache line: what one side writes shares none with the other
+inline constexpr size_t kLine = 64;          // a cache line; two sides never write into the same one
 inline constexpr size_t kPage = 4096;
-inline constexpr size_t kRecordHeader = 64;  // keeps payloads aligned like the codec's buffers
+inline constexpr size_t kRecordHeader = 64;  // gives payloads the alignment of the codec's buffers
 inline constexpr uint32_t kMaxReaders = 1024;
-// An announced message is awaited so long: encoding takes 1 to 30 us, the copy of a whole record up to 200 us.
+// A reader polls this long for an announced message: encoding takes 1 to 30 us, copying a whole record up to 200 us.
 inline constexpr uint64_t kAnnouncedNs = 160 * 1000;
 
-// Written once, before anybody else maps the segment.
+// The creator writes this line once, before any other process maps the segment.
 struct alignas(kLine) Identity {
     uint64_t magic;
     uint32_t version;
@@ -36,43 +36,43 @@ struct alignas(kLine) Identity {
     uint64_t generation;
 };
 
-// Written by the writer, read by all.
+// The writer writes this line, and all processes read it.
 struct alignas(kLine) WriterLine {
-    std::atomic<uint64_t> published;  // bytes of records that readers may read, never decreasing
-    std::atomic<uint64_t> messages;   // whole messages in them
-    std::atomic<uint64_t> stamp_ns;   // CLOCK_MONOTONIC of the latest publication
-    std::atomic<uint32_t> sequence;   // futex word: changes with every publication and with every close
-    std::atomic<uint32_t> closed;     // the writer has closed the queue
-    std::atomic<uint64_t> filled;     // position up to which the streamed record at the end is filled in
+    std::atomic<uint64_t> published;  // bytes of records that readers may read; never decreases
+    std::atomic<uint64_t> messages;   // number of whole messages in these bytes
+    std::atomic<uint64_t> stamp_ns;   // CLOCK_MONOTONIC time of the latest publication
+    std::atomic<uint32_t> sequence;   // futex word that changes with every publication, announcement, close and leave
+    std::atomic<uint32_t> closed;     // 1 once the writer has closed the queue
+    std::atomic<uint64_t> filled;     // position up to which the latest streamed record is filled in
 };
 
-// How the writer waits for room.
+// The writer waits for room with these words.
 struct alignas(kLine) SpaceLine {
-    std::atomic<uint32_t> word;     // futex word: changes when a reader makes room while the writer waits
-    std::atomic<uint32_t> waiting;  // the writer waits, or is about to
+    std::atomic<uint32_t> word;     // futex word that changes when a reader makes room while the writer waits
+    std::atomic<uint32_t> waiting;  // 1 while the writer waits or is about to wait
 };
 
-// Written by one reader, read by the writer.
+// One reader writes this line, and the writer reads it.
 struct alignas(kLine) ReaderLine {
-    std::atomic<uint64_t> consumed;     // bytes that this reader has given back, never decreasing
-    std::atomic<uint64_t> messages;     // whole messages in them
-    std::atomic<uint64_t> progress_ns;  // CLOCK_MONOTONIC of the latest release
-    std::atomic<uint32_t> parked;       // sleeps on `sequence`, or is about to
-    std::atomic<uint32_t> state;        // ReaderState
+    std::atomic<uint64_t> consumed;     // bytes that this reader has given back; never decreases
+    std::atomic<uint64_t> messages;     // number of whole messages in these bytes
+    std::atomic<uint64_t> progress_ns;  // CLOCK_MONOTONIC time of the latest release
+    std::atomic<uint32_t> parked;       // 1 while the reader sleeps on `sequence` or is about to sleep
+    std::atomic<uint32_t> state;        // a value of ReaderState
 };
 
 enum ReaderState : uint32_t { kAbsent = 0, kAttached = 1, kLeft = 2 };
 
 enum RecordFlags : uint32_t { kWhole = 0, kSkip = 1, kPart = 2, kLastPart = 3, kStreamed = 4 };
 
-// In front of each payload. A streamed record is published before its payload is there: readers copy behind the writer,
-// as far as `filled` says. A skip record fills the end of the data area: its payload has no content.
+// This header precedes each payload. A streamed record is published before its payload is complete: readers copy the bytes up
+// to `filled` while the writer adds more. A skip record fills the end of the data area, and its payload has no content.
 struct RecordHeader {
     uint64_t payload_bytes;
     uint32_t flags;
-    uint32_t tag;          // the application's, equal in all parts of a message
-    uint64_t message;      // number of the message, from 1
-    uint64_t total_bytes;  // of the whole message, where it travels in parts
+    uint32_t tag;          // a number from the application, equal in all parts of a message
+    uint64_t message;      // number of the message; the first is 1
+    uint64_t total_bytes;  // length of the whole message, which may travel in parts
 };
 static_assert(sizeof(RecordHeader) <= kRecordHeader);
 
@@ -80,7 +80,7 @@ struct Header {
     Identity identity;
     WriterLine writer;
     SpaceLine space;
-    ReaderLine readers[1];  // identity.readers of them
+    ReaderLine readers[1];  // the segment holds identity.readers of these lines
 };
 static_assert(sizeof(Identity) == kLine && sizeof(WriterLine) == kLine);
 static_assert(sizeof(SpaceLine) == kLine && sizeof(ReaderLine) == kLine);
@@ -106,8 +106,8 @@ inline void pause() {
 #endif
 }
 
-// Sleeps while `word` holds `seen`, for at most `nanoseconds`; returns on any wake-up, signal or change, and false
-// for a signal.
+// Sleeps while `word` holds `seen`, for at most `nanoseconds`. Any wake-up, signal or change ends the sleep. Returns false if
+// a signal ended it.
 inline bool futex_wait(std::atomic<uint32_t>& word, uint32_t seen, uint64_t nanoseconds) {
     timespec limit{static_cast<time_t>(nanoseconds / 1000000000ULL), static_cast<long>(nanoseconds % 1000000000ULL)};
     return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, seen, &limit, nullptr, 0) == 0 ||
@@ -118,7 +118,7 @@ inline void futex_wake_all(std::atomic<uint32_t>& word) {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-// One of several words to sleep on; the layout of the kernel's futex_waitv.
+// One of several words on which a thread sleeps. The layout is that of the kernel's futex_waitv.
 struct WaitWord {
     uint64_t seen;
     uint64_t address;
@@ -127,11 +127,11 @@ struct WaitWord {
 };
 static_assert(sizeof(WaitWord) == 24);
 inline constexpr size_t kMaxWords = 128;         // FUTEX_WAITV_MAX
-inline constexpr uint32_t kWord32 = 2;           // FUTEX2_SIZE_U32; not private, as the words are shared
-inline constexpr long kFutexWaitv = 449;         // the same number on every architecture, Linux 5.16
-inline constexpr uint64_t kPollNs = 200 * 1000;  // older kernels: look at all words this often
+inline constexpr uint32_t kWord32 = 2;           // FUTEX2_SIZE_U32; not private, because processes share the words
+inline constexpr long kFutexWaitv = 449;         // the same number on every architecture, since Linux 5.16
+inline constexpr uint64_t kPollNs = 200 * 1000;  // on older kernels a waiting thread checks all words at this interval
 
-// Sleeps while every word holds what was seen of it, for at most `nanoseconds`.
+// Sleeps while every word still holds its `seen` value, for at most `nanoseconds`.
 inline void futex_wait_any(WaitWord* words, size_t count, uint64_t nanoseconds) {
     const uint64_t until = now_ns() + nanoseconds;
     timespec limit{static_cast<time_t>(until / 1000000000ULL), static_cast<long>(until % 1000000000ULL)};
@@ -141,15 +141,15 @@ inline void futex_wait_any(WaitWord* words, size_t count, uint64_t nanoseconds) 
     }
 }
 
-// The segment as one process sees it. Offsets that the other side wrote are checked before they are used, and the
-// identity is read once, so that nothing that is written over it later leads outside of the mapping.
+// This class is one process's view of the segment. It checks offsets that the other side wrote before it uses them. It reads
+// the identity only once, so that a later change of that memory cannot lead outside of the mapping.
 class Ring {
 public:
     Ring(unsigned char* base, size_t bytes) : header_(reinterpret_cast<Header*>(base)), base_(base), bytes_(bytes) {
         if (bytes >= kPage) identity_ = header_->identity;
     }
 
-    // Lays out a fresh, zeroed mapping.
+    // Writes the layout into a new, zeroed mapping. Returns false if the mapping is too small or `readers` is out of range.
     static bool format(unsigned char* base, size_t bytes, uint32_t readers, uint64_t generation) {
         const size_t offset = data_offset(readers);
         if (readers == 0 || readers > kMaxReaders || bytes < offset + kPage) return false;
@@ -173,39 +173,40 @@ public:
     SpaceLine& space() { return header_->space; }
     ReaderLine& reader(uint32_t index) { return header_->readers[index]; }
 
-    // The longest payload that travels in one record: half of the ring less a header, so that the end of
-    // the data area, which may have to be skipped, and the record always fit an empty ring together.
+    // Returns the longest payload that travels in one record: half of the ring less a header. The writer may have to skip the
+    // end of the data area first, and with this limit the skipped end and the record always fit into an empty ring together.
     size_t longest_payload() const { return (capacity() / 2) / kLine * kLine - kRecordHeader; }
 
     // ---------------------------------------------------------------- writer
 
-    // Bytes that the slowest reader has still to give back. One that left or died counts too: the writer gets
-    // an error instead of waiting for it, and nothing is dropped silently.
+    // Returns the bytes that the slowest reader has not given back yet. A reader that left or died counts too: the writer
+    // raises an error instead of waiting for it, and nothing is dropped silently.
     uint64_t outstanding() {
         const uint64_t published = writer().published.load(std::memory_order_relaxed);
         uint64_t most = 0;
         for (uint32_t i = 0; i < readers(); ++i) {
-            // SYNC room->writer (acquire): the reader has finished with the bytes that are written next.
+            // SYNC room->writer (acquire): the reader has finished with the bytes that the writer overwrites next.
             const uint64_t lag = published - reader(i).consumed.load(std::memory_order_acquire);
             if (lag > most) most = lag;
         }
         return most;
     }
 
-    // Whether the writer's own position is one that it can have left.
+    // Returns whether `published` is a position that a writer can have stored.
     bool is_aligned() { return writer().published.load(std::memory_order_relaxed) % kLine == 0; }
 
-    // Where the next record begins, and inside of the data area whatever stands in `published`.
+    // Returns where the next record begins. The result lies inside the data area even if `published` was overwritten.
     uint64_t position() { return writer().published.load(std::memory_order_relaxed) % capacity() / kLine * kLine; }
 
-    // Bytes to publish for a payload at the present position, with the skipped end of the data area.
+    // Returns the bytes to publish for a payload at the present position, including the skipped end of the data area.
     uint64_t needed(size_t payload) {
         const uint64_t at = position();
         const uint64_t record = record_bytes(payload);
         return at + record <= capacity() ? record : capacity() - at + record;
     }
 
-    // Asks the readers' lines, which cost a cache miss each, only when what it knows of them is not enough.
+    // Returns whether there is room for `payload`. Each reader's line costs a cache miss, so this function reads the lines only
+    // if the room that it already knows of is not enough.
     bool has_room(size_t payload) {
         const uint64_t published = writer().published.load(std::memory_order_relaxed);
         const uint64_t end = published + needed(payload);
@@ -215,7 +216,7 @@ public:
         return end <= room_end_;
     }
 
-    // Whether waiting for room is in vain: the queue was closed, or a reader has left.
+    // Returns whether it is useless to wait for room, because the queue was closed or a reader has left.
     bool hopeless() {
         bool found = writer().closed.load(std::memory_order_relaxed) != 0;
         for (uint32_t i = 0; i < readers() && !found; ++i) {
@@ -224,24 +225,24 @@ public:
         return found;
     }
 
-    // Waits on the space word for at most `nanoseconds`, unless there is room for `payload` or no hope for it.
+    // Waits on the space word for at most `nanoseconds`, unless there is room for `payload` or waiting is useless.
     void wait_for_room(size_t payload, uint64_t nanoseconds) {
         const uint32_t seen = space().word.load(std::memory_order_relaxed);
-        // SYNC waiting->room (seq_cst): either the reader sees that we wait, or we see its room.
+        // SYNC waiting->room (seq_cst): either the reader sees that the writer waits, or the writer sees its room.
         space().waiting.store(1, std::memory_order_seq_cst);
         std::atomic_thread_fence(std::memory_order_seq_cst);  // SYNC waiting->room (seq_cst)
         if (!has_room(payload) && !hopeless()) futex_wait(space().word, seen, nanoseconds);
         space().waiting.store(0, std::memory_order_relaxed);
     }
 
-    // Where to fill in a payload, once there is room; publishes nothing.
+    // Returns the address at which to fill in a payload, for which there must be room. Publishes nothing.
     unsigned char* reserve(size_t payload) {
         uint64_t at = position();
         if (at + record_bytes(payload) > capacity()) at = 0;
         return data() + at + kRecordHeader;
     }
 
-    // Publishes the payload filled in at `reserve(payload)`.
+    // Publishes the payload that was filled in at `reserve(payload)`.
     void publish(size_t payload, uint32_t flags, uint64_t total, bool ends_message, uint32_t tag = 0) {
         uint64_t published = writer().published.load(std::memory_order_relaxed);
         const uint64_t messages = writer().messages.load(std::memory_order_relaxed) + 1;
@@ -253,36 +254,37 @@ public:
         }
         put_header(at, {payload, flags, tag, messages, total});
         if (ends_message) writer().messages.store(messages, std::memory_order_relaxed);
-        // SYNC payload->reader (release): header and payload are there before readers see the new end.
+        // SYNC payload->reader (release): header and payload are complete before readers see the new end.
         writer().published.store(published + record_bytes(payload), std::memory_order_release);
         writer().stamp_ns.store(now_ns(), std::memory_order_relaxed);
         wake_readers();
     }
 
-    // Publishes a record that is filled in afterwards, at `reserve(payload)` as it was before; there is room.
+    // Publishes a record whose payload is filled in afterwards, at the address that `reserve(payload)` returned before this
+    // call. There must be room for it.
     void begin_stream(size_t payload, uint32_t tag = 0) {
         const uint64_t published = writer().published.load(std::memory_order_relaxed);
         stream_start_ = published + needed(payload) - record_bytes(payload) + kRecordHeader;
-        // SYNC fill->reader (release): also for the streamed record before, whose readers may see this store only.
+        // SYNC fill->reader (release): it also covers the streamed record before, as its readers may see only this store.
         writer().filled.store(stream_start_, std::memory_order_release);
         publish(payload, kStreamed, payload, false, tag);
     }
 
-    // Says that the first `bytes` of the payload are there.
+    // Tells the readers that the first `bytes` of the payload are complete.
     void fill(uint64_t bytes) {
-        // SYNC fill->reader (release): what is announced as filled in is there.
+        // SYNC fill->reader (release): the bytes are complete before readers see that they are.
         writer().filled.store(stream_start_ + bytes, std::memory_order_release);
     }
 
-    // Says that the message is whole; all of it is filled in. Wakes the readers that went to sleep meanwhile.
+    // Counts the message after all of its payload is filled in. Wakes the readers that went to sleep meanwhile.
     void end_stream() {
         const uint64_t messages = writer().messages.load(std::memory_order_relaxed) + 1;
         writer().messages.store(messages, std::memory_order_relaxed);
         wake_readers();
     }
 
-    // Wakes the readers that sleep, as a message is about to come: they get up while it is encoded and copied.
-    // A hint; whoever sleeps at the publication is woken by that.
+    // Wakes the sleeping readers because a message is about to come: they wake up while it is encoded and copied.
+    // This is only a hint: the publication wakes every reader that sleeps then.
     void announce() {
         bool parked = false;
         for (uint32_t i = 0; i < readers() && !parked; ++i) {
@@ -295,7 +297,7 @@ public:
 
     // Changes the sequence word and wakes the readers that sleep on it.
     void wake_readers() {
-        // SYNC sequence->parked (seq_cst): either we see that a reader is parked, or its futex sees the change.
+        // SYNC sequence->parked (seq_cst): either this side sees that a reader is parked, or its futex sees the change.
         writer().sequence.fetch_add(1, std::memory_order_seq_cst);
         bool parked = false;
         for (uint32_t i = 0; i < readers() && !parked; ++i) {
@@ -308,36 +310,37 @@ public:
     // ---------------------------------------------------------------- reader
 
     bool has_data(uint32_t index) {
-        // SYNC payload->reader (acquire): what was published is seen whole.
+        // SYNC payload->reader (acquire): the reader sees all of the published bytes.
         return writer().published.load(std::memory_order_acquire) !=
                reader(index).consumed.load(std::memory_order_relaxed);
     }
 
-    // Asked before has_data, it tells that nothing will come; asked after it, a last message may have come between.
+    // Returns whether the queue has ended. Call it before has_data: if it then returns true and has_data false, no message will
+    // follow. If it is called after has_data, a last message may have come in between.
     bool ended(uint32_t index) {
-        // SYNC end->reader (acquire): who sees the end sees everything that was published before it.
+        // SYNC end->reader (acquire): a reader that sees the end also sees everything published before it.
         return writer().closed.load(std::memory_order_acquire) != 0 ||
                reader(index).state.load(std::memory_order_relaxed) == kLeft;
     }
 
-    // Says that the writer publishes nothing more; wakes whoever waits at either end.
+    // Tells the readers that the writer publishes nothing more. Wakes all waiting threads at both ends.
     void close() {
-        // SYNC end->reader (release): behind the last publication.
+        // SYNC end->reader (release): this store follows the last publication.
         writer().closed.store(1, std::memory_order_release);
         wake_readers();
         wake_writer();
     }
 
-    // Says that `index` reads nothing more; wakes the writer, and a thread that waits as this reader.
+    // Tells the writer that `index` reads nothing more. Wakes the writer and any thread that waits as this reader.
     void leave(uint32_t index) {
         reader(index).state.store(kLeft, std::memory_order_relaxed);
         wake_readers();
         wake_writer();
     }
 
-    // Polls until `done`, or `until_ns` is past. Yields in between, every 1 us: the writer
-    // may wait for this very core, and the scheduler would let the poller finish its slice of some ms first. (A
-    // sleeper is woken on the core of its waker, so the two share one more often than not.)
+    // Polls until `done()` is true or `until_ns` has passed. It yields every 1 us, because the writer may be waiting for this
+    // very core, and the scheduler would otherwise let the poller finish its slice of some ms first. (A sleeper is woken on
+    // the core of its waker, so the two usually share a core.)
     template <typename Done>
     bool spin(Done done, uint64_t until_ns) {
         while (true) {
@@ -352,17 +355,17 @@ public:
 
     bool ready(uint32_t index) { return has_data(index) || ended(index); }
 
-    // How many bytes of the payload of `record`, the next one of `index`, are there.
+    // Returns how many bytes of the payload of `record` are complete. `record` is the next one of reader `index`.
     uint64_t available(uint32_t index, const RecordHeader& record) {
         if (record.flags != kStreamed) return record.payload_bytes;
         const uint64_t start = reader(index).consumed.load(std::memory_order_relaxed) + kRecordHeader;
-        // SYNC fill->reader (acquire): behind what the writer has filled in.
+        // SYNC fill->reader (acquire): the reader sees the bytes that the writer has filled in.
         const uint64_t filled = writer().filled.load(std::memory_order_acquire);
-        // A later streamed record has moved it on: then this one is whole.
+        // If a later streamed record has moved `filled` on, this record is complete.
         return filled < start ? 0 : filled - start < record.payload_bytes ? filled - start : record.payload_bytes;
     }
 
-    // Whether the next record is there as a whole; false also where it makes no sense.
+    // Returns whether the next record is complete. Also returns true for an invalid header, which `next` then refuses.
     bool has_whole_record(uint32_t index) {
         RecordHeader record{};
         unsigned char* payload = nullptr;
@@ -370,8 +373,8 @@ public:
                (!next(index, &record, &payload) || available(index, record) == record.payload_bytes);
     }
 
-    // Sleeps until `done`, which changes with the sequence word, a signal came (then false), or `nanoseconds` have
-    // passed. After an announcement it polls for the message.
+    // Sleeps until the sequence word changes, a signal comes or `nanoseconds` have passed; `done()` may only change together
+    // with that word. Returns false for a signal. After an announcement it polls for the message.
     template <typename Done>
     bool park(uint32_t index, uint64_t nanoseconds, Done done) {
         const uint32_t seen = begin_park(index);
@@ -382,7 +385,7 @@ public:
         return true;
     }
 
-    // Waits until `done`: polls for `spin_ns`, then sleeps for at most `park_ns`. False for a signal.
+    // Waits until `done()` is true: polls for `spin_ns`, then sleeps for at most `park_ns`. Returns false for a signal.
     template <typename Done>
     bool wait(uint32_t index, uint64_t spin_ns, uint64_t park_ns, Done done) {
         if (spin_ns > 0 && spin(done, now_ns() + spin_ns)) return true;
@@ -395,25 +398,25 @@ public:
         return true;
     }
 
-    // The first half of a park: says that `index` sleeps and returns the word's value to sleep on.
+    // Begins a park: marks reader `index` as parked and returns the value of the sequence word to sleep on.
     uint32_t begin_park(uint32_t index) {
         const uint32_t seen = writer().sequence.load(std::memory_order_relaxed);
         std::atomic_thread_fence(std::memory_order_seq_cst);  // SYNC sequence->parked (seq_cst)
-        // SYNC parked->sequence (seq_cst): before the word is compared, in the kernel.
+        // SYNC parked->sequence (seq_cst): this store comes before the kernel compares the word.
         reader(index).parked.store(1, std::memory_order_seq_cst);
         return seen;
     }
 
     void end_park(uint32_t index) { reader(index).parked.store(0, std::memory_order_relaxed); }
 
-    // Finds the next record of `index`, skipping the unused end; false when its header makes no sense.
+    // Finds the next record of reader `index` and skips the unused end of the data area. Returns false for an invalid header.
     bool next(uint32_t index, RecordHeader* record, unsigned char** payload) {
         const uint64_t published = writer().published.load(std::memory_order_relaxed);
         uint64_t at = reader(index).consumed.load(std::memory_order_relaxed);
         if (!read_header(at, published, record)) return false;
         if (record->flags == kSkip) {
             at += kRecordHeader + record->payload_bytes;
-            // SYNC room->writer (release): also for the records before, as the writer may see this store only.
+            // SYNC room->writer (release): it also covers the records before, as the writer may see only this store.
             reader(index).consumed.store(at, std::memory_order_release);
             wake_writer();
             if (at == published || !read_header(at, published, record) || record->flags == kSkip) return false;
@@ -430,7 +433,7 @@ public:
             line.messages.store(record.message, std::memory_order_relaxed);
         }
         line.progress_ns.store(now_ns(), std::memory_order_relaxed);
-        // SYNC room->writer (release): we have finished with the payload before the writer reuses it.
+        // SYNC room->writer (release): the reader has finished with the payload before the writer reuses it.
         line.consumed.store(consumed + record_bytes(record.payload_bytes), std::memory_order_release);
         wake_writer();
     }
@@ -445,7 +448,7 @@ public:
 private:
     unsigned char* data() { return base_ + identity_.data_offset; }
 
-    // Fills the end of the data area, in which the next record does not fit.
+    // Fills the end of the data area with a skip record, because the next record does not fit there.
     [[gnu::noinline]] void skip_end(uint64_t at, uint64_t messages) {
         put_header(at, {capacity() - at - kRecordHeader, kSkip, 0, messages, 0});
     }
@@ -467,7 +470,7 @@ private:
     size_t bytes_;
     Identity identity_{};
     uint64_t stream_start_ = 0;  // position of the payload of the record that is being streamed
-    uint64_t room_end_ = 0;      // the writer may publish up to here, as far as this object knows
+    uint64_t room_end_ = 0;      // position up to which this object knows that there is room
 };
 
 }  // namespace ring

@@ -1,4 +1,4 @@
-// The writing end: objects in, whole messages in the ring, and waiting for room that always ends.
+// This file implements the writing endpoint, which turns objects into whole messages in the ring. Every wait for room ends.
 #include <algorithm>
 
 #include "endpoint.hpp"
@@ -14,7 +14,7 @@ using codec::Pieces;
 using codec::Ref;
 using ring::Ring;
 
-// So much of a long message is copied before readers are told: some microseconds of copying.
+// The writer copies this much of a long message before it tells the readers, which takes some microseconds.
 constexpr size_t kStreamedBytes = 32 * 1024;
 
 // A message on its way into the ring.
@@ -27,7 +27,8 @@ public:
     size_t done() const { return done_; }
     bool is_over() const { return done_ == total_; }
 
-    // Parts of a quarter of the ring: the reader copies one while the writer fills the next.
+    // Returns the length of the next record. A part has a quarter of the ring: the reader copies one while the writer fills the
+    // next.
     size_t next() const {
         if (is_whole_) return total_;
         return std::min(ring_.longest_payload() / 2 / ring::kLine * ring::kLine, total_ - done_);
@@ -69,7 +70,7 @@ private:
         ring_.publish(payload, is_whole_ ? ring::kWhole : ends ? ring::kLastPart : ring::kPart, total_, ends, tag_);
     }
 
-    // Publishes the record first; readers copy behind us.
+    // Publishes the record first and then fills it in, while readers copy the part that is already there.
     void stream() {
         unsigned char* to = ring_.reserve(total_);
         ring_.begin_stream(total_, tag_);
@@ -95,7 +96,7 @@ bool check_position(Endpoint* end) {
     return end->ring->is_aligned() || refuse_corrupt(end, "the ring's position makes no sense");
 }
 
-// Waits for room for the next record; false with an exception.
+// Waits for room for the next record. Returns false with an exception.
 bool await(Endpoint* end, Writing& writing, PyObject* total, uint64_t until) {
     const bool spins = end->mode != Mode::kPark, parks = end->mode != Mode::kSpin;
     uint64_t now = ring::now_ns(), look_at = now + kSliceNs;
@@ -115,7 +116,7 @@ bool await(Endpoint* end, Writing& writing, PyObject* total, uint64_t until) {
     return true;
 }
 
-// Writes all of a message; false with an exception.
+// Writes all of a message. Returns false with an exception.
 bool write_parts(Endpoint* end, Writing& writing, PyObject* total, uint64_t until) {
     uint64_t began = 0, look_at = 0;
     bool ok = true;
@@ -143,7 +144,8 @@ bool write_parts(Endpoint* end, Writing& writing, PyObject* total, uint64_t unti
     return ok;
 }
 
-// Keeps the exception that is set as what broke the end: parts of a message are out, and nothing can follow them.
+// Keeps the current exception as the error that broke the endpoint: parts of a message are published, and no other message
+// can follow them.
 void break_off(Endpoint* end) {
     PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
     PyErr_Fetch(&type, &value, &traceback);
@@ -165,11 +167,12 @@ bool write(Endpoint* end, const Pieces& pieces, uint64_t until) {
     } else {
         writing.advance();
     }
-    // Another thread may have ended the queue before this message was in it.
+    // Another thread may have closed the queue before this message was in it.
     return !end->is_closed || refuse(end, kUnusable);
 }
 
-// Writes a message that fits into one record and for which there is room. 1: it is written; 0: nothing was changed; -1: exception.
+// Writes a message if it fits into one record and there is room for it. Returns 1 if it was written, 0 if nothing was changed,
+// and -1 with an exception.
 int write_now(Endpoint* end, const Pieces& pieces, uint32_t tag) {
     if (end->is_cut) return 0;
     if (!check_position(end)) return -1;
@@ -189,7 +192,7 @@ bool encode(Endpoint* end, Encoder& encoder, Pieces& pieces, PyObject* object) {
     if (!pieces.acquire({encoder.header().data(), encoder.header().size()}, encoder.buffers())) {
         return refuse_error(end, kUnencodable);
     }
-    // Code of the application may have run meanwhile.
+    // Code of the application may have run meanwhile and closed the endpoint.
     return check_usable(end);
 }
 
@@ -281,7 +284,8 @@ PyObject* write_write_now(PyObject* self, PyObject* const* args, Py_ssize_t coun
     return written < 0 ? nullptr : PyBool_FromLong(written);
 }
 
-// One call of write_some lasts about so long, however much it has to write: the caller looks for signals in between.
+// One call of write_some lasts at most about this long, even if it has more to write: the caller checks for signals between
+// calls.
 constexpr uint64_t kLongestWriteNs = 50 * 1000 * 1000;
 
 // write_some(header, buffers, done, spin_ns, park_ns, tag) -> bytes of the message published so far

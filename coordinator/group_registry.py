@@ -21,10 +21,11 @@ class Registration:
     """The parts of a group that the operations of a graph use.
 
     Attributes:
-        reference: The group.
+        reference: A weak reference to the group.
         calls: Its gate.
         communicator: Its device plane.
-        is_fake: Whether the group has no other process; `live_groups` leaves such groups out.
+        is_fake: Whether the group is a fake, which stands for several ranks in one process. `live_groups` leaves fakes
+            out.
     """
 
     reference: weakref.ref[GroupPlanes]
@@ -79,7 +80,9 @@ def find(name: str, operation: str) -> Registration:
         return found
     where = f"group_coordinator::{operation} on {name!r}"
     if name in _gone or found is not None:
-        raise ClosedError(f"{where}: the group was destroyed; compile again with one that exists")
+        raise ClosedError(
+            f"{where}: the group was destroyed; use one that exists, and compile a graph again for it"
+        )
     raise UsageError(f"{where}: this process has no group of that name; it has {sorted(_groups) or 'none'}")
 
 

@@ -45,9 +45,9 @@ def init_distributed_environment(
 ) -> None:
     """Join the world: initialise torch.distributed unless it is initialised, and create the world group.
 
-    Collective over the world; blocks until every rank has joined, for at most `create_timeout_s`. A torch.distributed
-    that is already initialised is used as it is, and never destroyed by this package. A second call only checks that
-    world size and rank are the same.
+    Collective over the world. Blocks until every rank has joined; each step takes at most `create_timeout_s`. A
+    torch.distributed that is already initialised is used as it is, and never destroyed by this package. A second call
+    only checks that world size and rank are the same.
 
     Args:
         world_size: Number of processes; -1 takes it from the launcher's environment.
@@ -56,7 +56,7 @@ def init_distributed_environment(
             single host, `file:///DIRECTORY`.
         local_rank: Index of this process's device on its host; -1 takes the launcher's, else the rank.
         backend: torch backend of the world: "gloo", "nccl", …; None takes the accelerator's, else "gloo".
-        timeout: Deadline of collectives; excludes `settings`.
+        timeout: Deadline of collectives; cannot be combined with `settings`.
         settings: Settings of the world group; default: read from the environment.
 
     Raises:
@@ -66,6 +66,7 @@ def init_distributed_environment(
         CommTimeoutError: Ranks did not join in time; `.missing` names them.
         PeerLostError: A rank died meanwhile; `.peers` names it.
         CapabilityError: Ranks are on several hosts and one announced a loopback address.
+        NativeError: A call of torch.distributed failed.
     """
     if timeout is not None:
         if settings is not None:
@@ -175,7 +176,9 @@ def ensure_model_parallel_initialized(
     decode_context_model_parallel_size: int | None = 1,
     backend: str | None = None,
 ) -> None:
-    """Create the groups if there are none, else check that they have these sizes.
+    """Create the groups if there are none; otherwise check that they have these sizes.
+
+    A check ignores `decode_context_model_parallel_size` and `backend`.
 
     Collective over the world when it creates groups; a check sends nothing. The arguments and further errors are
     those of `initialize_model_parallel`.
@@ -330,7 +333,10 @@ def destroy_model_parallel() -> None:
 
 
 def destroy_distributed_environment() -> None:
-    """Destroy all groups, and torch.distributed if this package initialised it. Idempotent, not collective."""
+    """Destroy the current groups, the world group, and torch.distributed if this package initialised it.
+
+    Idempotent, not collective.
+    """
     destroy_model_parallel()
     world = set_world_group(None)
     if world is not None:

@@ -138,8 +138,8 @@ def differences(views: Mapping[int, Mapping[str, object]]) -> list[str]:
     """Return one line per field on which ranks differ, such as `timeout_s: 600.0 (ranks 0, 1), 30.0 (rank 2)`.
 
     Args:
-        views: Results of `CoordinatorSettings.agreed`, by rank. A field that is missing on a rank, which runs another
-            version, counts as different.
+        views: Results of `CoordinatorSettings.agreed`, by rank. A field that a rank lacks, because it runs
+            another version, counts as different.
     """
     lines = []
     for field in dict.fromkeys(field for view in views.values() for field in view):
@@ -264,7 +264,8 @@ def _read_variables(cls: type[CoordinatorSettings], environ: Mapping[str, str]) 
             for name in names:
                 _, field, kind = variables[name]
                 try:
-                    # A variable whose value is refused alone is to blame; else they contradict each other.
+                    # A variable whose value is refused on its own is to blame; otherwise the values contradict
+                    # each other.
                     owner(**{field: fields[field]})
                 except SettingsError as refusal:
                     raise _malformed(name, given[name], kind, refusal) from None

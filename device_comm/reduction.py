@@ -1,8 +1,8 @@
-"""Reductions: which there are, what they mean for each dtype, and their result in rank order.
+"""Reductions: which exist, what they mean for each dtype, and their result in rank order.
 
 The result of a reduction here depends on the inputs and the rank order alone: elements are combined in
 ascending rank order, floating types of 16 bits or fewer in float32 and rounded once at the end. So every
-rank, every algorithm and every size gives the same bits, and this module is the reference for all.
+rank gets the same bits, whatever the algorithm and the size, except where NCCL sums. This module is the reference.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class ReduceOperation(enum.Enum):
 
     On bool tensors SUM and MAX are a logical or, PRODUCT and MIN a logical and. MEAN is the sum divided
     by the number of ranks, for floating and complex types. Integers wrap around. For floating types MIN and
-    MAX take the next rank's element where it is smaller (larger) or NaN, so a NaN of any rank is the result,
-    and of zeros with two signs the first one.
+    MAX take the next rank's element where it is smaller (larger) or NaN. So the result is NaN if any rank has
+    NaN, and of +0 and -0 the lowest rank's.
     """
 
     SUM = "sum"
@@ -44,8 +44,8 @@ _PLAIN: Final = frozenset(
 )
 
 
-# torch's own minimum, maximum and complex product give other bits in the vector body of their loop than in
-# its tail (for zeros of two signs, for NaN, in the last digit), so an element's result would depend on
+# torch's own minimum, maximum and complex product give different bits in the vectorised body of their loop and
+# in its tail (for +0 and -0, for NaN, in the last bit), so an element's result would depend on
 # where it stands, and a rank that reduces a part of a tensor would differ from one that reduces all of it.
 
 
@@ -99,7 +99,7 @@ def reduce_operation(op: object) -> ReduceOperation:
             if op == getattr(dist.ReduceOp, name):
                 return member
     names = ", ".join(member.name for member in ReduceOperation)
-    raise UsageError(f"there is no reduction {op!r}; there are {names}")
+    raise UsageError(f"unknown reduction {op!r}; choose one of {names}")
 
 
 def check_reducible(dtype: torch.dtype, op: ReduceOperation) -> None:
@@ -114,7 +114,7 @@ def check_reducible(dtype: torch.dtype, op: ReduceOperation) -> None:
         raise UsageError(f"MEAN has no exact meaning for {dtype}: reduce with SUM and divide, or convert")
     known = dtype in _PLAIN or dtype in _NARROW_FLOATS or dtype in _WIDENED_INTEGERS
     if not known and dtype is not torch.bool and not dtype.is_complex:
-        raise UsageError(f"cannot reduce {dtype}: move it as raw data, or view it as another dtype")
+        raise UsageError(f"cannot reduce {dtype}: view the tensor as another dtype, or gather it instead")
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -134,8 +134,8 @@ def reduce_in_rank_order(parts: Sequence[torch.Tensor], op: ReduceOperation) -> 
     """Combine one tensor of each rank, in the order given.
 
     Args:
-        parts: Tensors of one shape and dtype, one of each rank, ascending. They are not changed.
-        op: The reduction; `check_reducible` must hold.
+        parts: Tensors of one shape and dtype, one per rank, in ascending rank order. They are not changed.
+        op: The reduction, which must have passed `check_reducible`.
 
     Returns:
         A new tensor of the parts' shape and dtype.
@@ -150,6 +150,6 @@ def reduce_in_rank_order(parts: Sequence[torch.Tensor], op: ReduceOperation) -> 
         combine(total, part.detach().to(wide))
     if op is ReduceOperation.MEAN:
         components = torch.view_as_real(total) if total.is_complex() else total
-        # A divisor on the device itself: by a Python number CUDA multiplies with the reciprocal instead.
+        # The divisor is a tensor on the device: for a Python number CUDA would multiply by its reciprocal.
         components.div_(components.new_full((), len(parts)))
     return total.to(dtype)

@@ -38,8 +38,8 @@ from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, this_
 
 _WORLD: Final = "group_coordinator/world"
 
-# Rank 0 keeps its store this long for the others to leave. torch writes to stderr on a rank that finds the store gone,
-# and ranks usually leave together.
+# Rank 0 keeps its store at most this long while the others leave. torch writes to stderr on a rank that finds the
+# store gone, and ranks usually leave together.
 LEAVE_S: Final = 0.1
 
 
@@ -80,7 +80,7 @@ def init_world(
 ) -> dict[str, float]:
     """Initialise torch.distributed for this process. Collective over the world.
 
-    Blocks until every rank has joined, for at most `settings.create_timeout_s`.
+    Blocks until every rank has joined; each of its steps for at most `settings.create_timeout_s`.
 
     Args:
         world_size: Number of processes; -1 takes it from the launcher's environment.
@@ -93,8 +93,9 @@ def init_world(
         Seconds by phase of `CreationReport`.
 
     Raises:
-        UsageError: The arguments contradict each other.
-        SettingsError: The launcher's environment is missing or malformed.
+        UsageError: The arguments contradict each other, torch.distributed is already initialised, or this process
+            cannot listen at the address.
+        SettingsError: The launcher's environment is missing or malformed, or the network interface cannot be used.
         CommTimeoutError: Ranks did not join in time; `.missing` names them.
         PeerLostError: A rank died meanwhile; `.peers` names it.
         DisagreementError: Ranks were started with different settings.
@@ -201,9 +202,9 @@ def _meet_by_environment(world_size: int, rank: int, settings: CoordinatorSettin
     rank, world_size = launch.rank, launch.world_size
     serve = rank == 0 and not launch.use_agent_store
     store = _tcp_store(launch.master_addr, launch.master_port, rank, world_size, serve, settings)
-    # The agent's store outlives a restart of the workers and earlier worlds of this process, so each world gets its
-    # own prefix. A store that rank 0 serves is new for each world and must not be counted: a rank that gave up before
-    # rank 0 joined would use another prefix than the others from then on.
+    # The agent's store outlives worker restarts and is the same for every world of this process, so each world gets
+    # its own prefix. A store that rank 0 serves is new for each world, and its prefix has no number: a rank that once
+    # gave up before rank 0 joined would use a different prefix from the others ever after.
     number = f"/{next(_worlds)}" if launch.use_agent_store else ""
     attempt = dist.PrefixStore(f"{launch.run_id or 'run'}/{launch.restart_count}{number}", store)
     leave = _nothing if launch.use_agent_store else _leaving(attempt, rank, world_size)
@@ -253,7 +254,7 @@ def _tcp_store(
         if "timed out" in str(error).lower() or "timeout" in str(error).lower():
             raise CommTimeoutError(
                 f"{where}: nothing answered at {host}:{port} within {settings.create_timeout_s:.1f} s; "
-                "check that rank 0 is running and that this is its address",
+                "check that rank 0, or the agent that serves the store, is running and that this is its address",
                 missing=(0,),
             ) from error
         raise torch_error(f"{where} at {host}:{port}: {error}", "TCPStore") from error
@@ -299,7 +300,8 @@ def _connect(
     options = None
     if backend == "gloo":
         register_backend()
-        # Lazy, because our groups do not use it: a connected mesh costs 5 to 15 ms at start and a polling thread.
+        # Lazy, because our groups do not use the world's process group: a connected mesh costs 5 to 15 ms at start and
+        # a polling thread.
         options = GlooOptions(listening_address(views, rank), is_lazy=True)
         set_world_address(options.address)
     init = partial(

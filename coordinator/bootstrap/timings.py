@@ -23,7 +23,7 @@ class CreationReport:
         rendezvous_s: Finding the other ranks and agreeing on the world; only for the world group.
         agreement_s: Waiting until all ranks have joined with the same facts.
         shared_memory_s: Creating and mapping the memory that the ranks of one host share.
-        gloo_s: Connecting process groups, including those of other backends than Gloo.
+        gloo_s: Connecting process groups, including those of backends other than Gloo.
         communicator_s: Building the device communicator.
         queue_s: Creating `mq_broadcaster`.
     """

@@ -131,16 +131,16 @@ def _visible(text: str | None, drivers: Any) -> Any:
 
 
 def _ended_by(text: str, shown: int) -> str:
-    """Return why a list of devices, of which CUDA shows the first `shown`, ends there: CUDA itself gives no reason."""
+    """Return why CUDA shows only the first `shown` entries of a list of devices: CUDA itself gives no reason."""
     entries = [entry.strip() for entry in text.split(",")] if text.strip() else []
     if shown >= len(entries):
-        return "its end"
+        return "nothing, all entries are shown"
     entry = entries[shown]
     kind = entry[:4].upper()
     if not shown and len({each.lower() for each in entries}) < len(entries):
-        why = "an entry that comes twice leaves no device at all"
+        why = "a duplicate entry hides all devices"
     elif shown and any(each.upper().startswith("MIG-") for each in entries[: shown + 1]):
-        why = "a process sees one MIG instance and nothing beside it"
+        why = "a process sees a single MIG instance and no other device"
     elif kind in ("GPU-", "MIG-"):
         why = "no device has this UUID, or several begin with it"
     elif not entry.lstrip("+-").isdecimal():
@@ -148,16 +148,16 @@ def _ended_by(text: str, shown: int) -> str:
     elif entry.startswith("-"):
         why = "a negative number ends the list"
     else:
-        why = "there is no device of this number"
+        why = "there is no device with this number"
     return f"entry {shown + 1} of {len(entries)}, {entry!r}: {why}"
 
 
 def _plugged_in() -> Any:
-    """Return every device and MIG instance as NVML lists them, which CUDA_VISIBLE_DEVICES does not hide from it."""
+    """Return every device and MIG instance as NVML lists them: CUDA_VISIBLE_DEVICES does not affect NVML."""
     try:
         from cuda.bindings import nvml
     except ImportError as error:
-        return f"unknown, NVML needs cuda-python: {error}"
+        return f"unknown: NVML needs cuda-bindings: {error}"
 
     def listed() -> list[str]:
         nvml.init_v2()
@@ -186,7 +186,11 @@ def _start_up() -> list[str]:
             lines.extend((directory / REPORT).read_text(encoding="utf-8").splitlines())
 
     status = run_job("start-up", 2, START_S, collect=collect_report)
-    return lines if status == 0 else [*lines, "failed: the groups could not be created, see the error above"]
+    return (
+        lines
+        if status == 0
+        else [*lines, "failed: the groups could not be created, see the errors on stderr"]
+    )
 
 
 def _drivers() -> list[Driver]:
@@ -250,7 +254,7 @@ def _cuda_paths(drivers: Any, settings: Any) -> Any:
     cuda = settings.cuda
     facts = probe(drivers[0])
     has_nvlink = all(link.native_atomics for uuid, link in facts.links.items() if uuid != facts.uuid)
-    # Only a group knows its free memory. Here all capacities equal the arena, so the policy table decides.
+    # A group computes its capacities from its workspace. Here all equal the arena, so the policy table decides.
     room = Capacity(**dict.fromkeys(Capacity.__struct_fields__, cuda.arena_bytes))
     paths = {}
     for size in GROUP_SIZES:

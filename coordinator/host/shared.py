@@ -1,4 +1,4 @@
-"""The host plane of a group whose ranks share memory: the sender and the receiver each copy a byte once."""
+"""The host plane of a group whose ranks share memory. Sender and receiver each copy every byte once."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class SharedHostPlane(GatheringHostPlane):
     def recv_any(
         self, shape: Sequence[int], dtype: torch.dtype, tag: int, timeout_s: float | None
     ) -> tuple[torch.Tensor, int]:
-        """Receive the next tensor of `tag` from any other rank; (the tensor, in new memory, that rank)."""
+        """Receive the next tensor of `tag` from any other rank; return it, in new memory, and that rank."""
         received, src = self._channels.recv_any("device", "recv", tag, timeout_s)
         return expect_tensor(received, dtype, shape, src, self._health), src
 

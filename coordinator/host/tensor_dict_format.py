@@ -1,7 +1,7 @@
 """Splitting a tensor dict into one metadata message and the tensors that travel beside it.
 
-Small CPU tensors stay in the message, because a message of its own would cost each of them a round through the
-transport. A `TensorSlot` takes the place of each tensor that travels beside the message.
+Small CPU tensors stay in the message, because sending each one separately would cost a trip through the transport.
+A `TensorSlot` takes the place of each tensor that travels beside the message.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ _LEAVES: Final = frozenset({bool, bytes, float, int, str, type(None)})
 
 
 def is_flat(tensor_dict: Mapping[Any, Any]) -> bool:
-    """Return whether a dict has only CPU tensors and plain values, and so may travel as it is; most dicts do."""
+    """Return whether a dict has only CPU tensors and plain values and so can travel unchanged, as most dicts can."""
     if type(tensor_dict) is not dict:
         return False
     for value in tensor_dict.values():
@@ -143,7 +143,7 @@ def is_flat(tensor_dict: Mapping[Any, Any]) -> bool:
 
 
 def pack_whole(tensor_dict: Mapping[Any, Any], slicing: Slicing) -> PackedDict:
-    """Pack a dict whose CPU tensors all travel in the message; raises as `split`."""
+    """Pack a dict whose CPU tensors all travel in the message. Raises the errors of `split`."""
     if slicing is WHOLE_TENSORS and is_flat(tensor_dict):
         return PackedDict(cast("dict[Any, Any]", tensor_dict), [], [], is_whole=True)
     packed = split(tensor_dict, slicing, WHOLE)
@@ -159,10 +159,11 @@ def split(tensor_dict: Mapping[Any, Any], slicing: Slicing, inline_bytes: int = 
     Args:
         tensor_dict: The dict to split.
         slicing: How tensors are sliced.
-        inline_bytes: CPU tensors smaller than this stay in the metadata; `WHOLE` keeps all of them there.
+        inline_bytes: Unsliced CPU tensors smaller than this stay in the metadata; `WHOLE` keeps all of them there.
 
     Raises:
-        UsageError: The argument is not a dict, contains itself, or lacks a tensor that `all_gather_tensors` names.
+        UsageError: The argument is not a dict, contains itself, holds a sparse or quantized tensor, or lacks a tensor
+            that `all_gather_tensors` names.
     """
     if not isinstance(tensor_dict, Mapping):
         raise UsageError(f"expected a dict of tensors and other values, not {type(tensor_dict).__name__}")
@@ -197,7 +198,7 @@ def _split_value(value: Any, key: str, to: _Splitting) -> Any:
     This is not a closure: one that calls itself is a reference cycle, and would keep the tensors until the garbage
     collector runs.
     """
-    # Dicts of other types would not arrive with their type.
+    # Dicts of other types are left to the codec: rebuilt here they would lose their type.
     if type(value) in (dict, OrderedDict):
         return type(value)(
             (name, _split_value(each, f"{key}.{name}" if key else str(name), to))
@@ -272,7 +273,7 @@ def join(
         given: The tensors of the "host" slots, if they came with the metadata.
 
     Raises:
-        DecodeError: The message is not a tensor dict.
+        DecodeError: The message is not a tensor dict, or a tensor does not match its slot.
         DisagreementError: Sender and receiver were given different all-gather groups or overrides.
     """
     if not isinstance(metadata, dict):
@@ -317,7 +318,7 @@ def _setter(tree: dict[Any, Any], name: Any, shape: tuple[int, ...]) -> Callable
 def _check_given(slot: TensorSlot, index: int, tensor: object) -> torch.Tensor:
     dtype, shape = _layout_of(slot, index)
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tuple(tensor.shape) != shape:
-        raise DecodeError(f"received another tensor than its slot says: {slot}")
+        raise DecodeError(f"received a tensor that does not match its slot: {slot}")
     return tensor
 
 

@@ -15,7 +15,7 @@ class ExternalWriter:
     """Handle and key of a queue whose writer is outside the group, such as the engine's own process.
 
         queue = QueueWriter.create("steps", readers=[0, 1])           # in the engine's process
-        ExternalWriter(queue.handle, queue.key)                       # in a worker, see below
+        ExternalWriter(handle, key)       # in a worker that was given both, see below
 
     Whoever holds the key can read the queue. Pass the key through an inherited descriptor such as a pipe, or over
     another channel that authenticates both sides; never on a command line, in the environment or in a file that
@@ -27,7 +27,7 @@ class ExternalWriter:
     Attributes:
         handle: The writer's `handle`, or its bytes.
         key: The queue's key, 32 bytes.
-        remote_keys: This rank's key pair, if this rank is on another host than the writer. The writer must have
+        remote_keys: This rank's key pair, if this rank and the writer are on different hosts. The writer must have
             been given the public half.
 
     Raises:

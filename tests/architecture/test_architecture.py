@@ -34,7 +34,7 @@ LAZY_ADAPTERS = ("shm_broadcast.codec.torch_adapter", "shm_broadcast.codec.numpy
 BELOW_DEVICE_COMM = {"errors", "liveness", "segment", "wait"}
 # Point to point goes through rings of the queue's protocol; results of collectives take memory from its pool.
 RING_USERS = {
-    "channels.py": {"_core", "codec", "queue"},
+    "channels.py": {"_core", "codec", "layout"},
     "channel_ends.py": {"_core", "codec"},
     "communicator.py": {"_core"},
 }

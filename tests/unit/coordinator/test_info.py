@@ -75,18 +75,18 @@ def use_nvml(monkeypatch: pytest.MonkeyPatch, nvml: ModuleType | None) -> None:
 @pytest.mark.parametrize(
     ("text", "shown", "why"),
     [
-        ("", 0, "its end"),
-        ("2, 1", 2, "its end"),
-        ("MIG-cba663e8", 1, "its end"),
-        ("0,4,1", 1, "entry 2 of 3, '4': there is no device of this number"),
+        ("", 0, "nothing, all entries are shown"),
+        ("2, 1", 2, "nothing, all entries are shown"),
+        ("MIG-cba663e8", 1, "nothing, all entries are shown"),
+        ("0,4,1", 1, "entry 2 of 3, '4': there is no device with this number"),
         ("0,2,-1,1", 2, "entry 3 of 4, '-1': a negative number ends the list"),
         ("0,x,1", 1, "entry 2 of 3, 'x': neither a number nor a UUID that begins with GPU- or MIG-"),
         ("0,,1", 1, "entry 2 of 3, '': neither a number nor a UUID that begins with GPU- or MIG-"),
         ("GPU-ff,GPU-77", 1, "entry 2 of 2, 'GPU-77': no device has this UUID, or several begin with it"),
         ("MIG-c", 0, "entry 1 of 1, 'MIG-c': no device has this UUID, or several begin with it"),
-        ("MIG-a,1", 1, "entry 2 of 2, '1': a process sees one MIG instance and nothing beside it"),
-        ("0,MIG-a", 1, "entry 2 of 2, 'MIG-a': a process sees one MIG instance and nothing beside it"),
-        ("GPU-8,gpu-8", 0, "entry 1 of 2, 'GPU-8': an entry that comes twice leaves no device at all"),
+        ("MIG-a,1", 1, "entry 2 of 2, '1': a process sees a single MIG instance and no other device"),
+        ("0,MIG-a", 1, "entry 2 of 2, 'MIG-a': a process sees a single MIG instance and no other device"),
+        ("GPU-8,gpu-8", 0, "entry 1 of 2, 'GPU-8': a duplicate entry hides all devices"),
     ],
 )
 def test_the_entry_that_ended_the_list_is_named_with_a_reason(text: str, shown: int, why: str) -> None:
@@ -115,7 +115,7 @@ def test_every_name_that_the_variable_takes_is_listed(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("nvml", "text"), [(None, "NVML needs cuda-python"), (Nvml("not loaded"), "NvmlError: not loaded")]
+    ("nvml", "text"), [(None, "NVML needs cuda-bindings"), (Nvml("not loaded"), "NvmlError: not loaded")]
 )
 def test_info_goes_on_without_nvml(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], nvml: ModuleType | None, text: str

@@ -100,7 +100,7 @@ def test_operations_without_meaning_are_refused() -> None:
         check_reducible(torch.complex64, MIN)
     with pytest.raises(UsageError, match="reduce with SUM and divide"):
         check_reducible(torch.int32, MEAN)
-    with pytest.raises(UsageError, match="move it as raw data"):
+    with pytest.raises(UsageError, match="view the tensor as another dtype"):
         check_reducible(torch.uint64, SUM)
 
 

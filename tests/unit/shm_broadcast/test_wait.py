@@ -14,10 +14,10 @@ WAKE_UP_NS = 30_000
 SLEEP_COST_NS = 10_000
 """Processor time that going to sleep and waking up takes."""
 MS = 1_000_000
-# As `csrc/pacer.hpp` has them.
+# As `csrc/ring/pacer.hpp` has them.
 READER_SLICE_NS = 400 * MS
 SHORT_SPIN_NS = 15_000
-RISE_NS = 100_000
+RISE_NS = 80_000
 WATCHED_PART = 3
 LONGEST_WATCH_NS = MS
 

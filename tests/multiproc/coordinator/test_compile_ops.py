@@ -146,7 +146,7 @@ def test_mistakes_in_a_graph_are_refused() -> None:
     with FakeGroupCoordinator(1, 3) as group:
         attempts: dict[str, Any] = {
             "made for a group of 2": lambda: OPS.all_gather(x, group.unique_name, 2),
-            "no reduction 'xor'": lambda: OPS.all_reduce(x, group.unique_name, "xor"),
+            "unknown reduction 'xor'": lambda: OPS.all_reduce(x, group.unique_name, "xor"),
             "out of range": lambda: OPS.all_gather(x, group.unique_name, 3, 2),
             "cannot be split evenly": lambda: OPS.reduce_scatter(x, group.unique_name, 3, 1),
         }

@@ -138,7 +138,7 @@ def test_mistakes_are_refused() -> None:
         "out of range": (lambda x: OPS.all_gather_coalesced([x], name, 2, 2), True),
         "cannot be split": (lambda x: OPS.reduce_scatter_coalesced([x[:3]], name, 2), True),
         "src is 2": (lambda x: OPS.broadcast(x, name, 2), False),
-        "no reduction 'xor'": (lambda x: OPS.all_reduce_coalesced([x], name, "xor"), False),
+        "unknown reduction 'xor'": (lambda x: OPS.all_reduce_coalesced([x], name, "xor"), False),
     }
     for text, (call, is_seen_by_shapes) in attempts.items():
         with pytest.raises(UsageError, match=text):

@@ -209,7 +209,7 @@ def refused(rank: int, world_size: int, directory: Path) -> None:
         x = torch.ones(4, 3)
         calls = {
             "dst is 4": lambda: group.reduce(x, 4),
-            "no reduction": lambda: group.reduce(x, 0, "xor"),  # type: ignore[call-overload]
+            "unknown reduction": lambda: group.reduce(x, 0, "xor"),  # type: ignore[call-overload]
             "expected a tensor": lambda: group.scatter(x, None, rank),
             "must have shape": lambda: group.scatter(x, x, rank),
             "shares memory": lambda: group.scatter(x[:1], x, rank),

@@ -199,7 +199,7 @@ def test_what_real_groups_refuse_is_refused(group: FakeGroupCoordinator) -> None
         "must have shape": lambda: group.scatter(TABLE.clone(), TABLE, 1),
         "send_sizes add up to 3": lambda: group.all_to_all(TABLE, 0, (1, 1, 1), (1, 1, 1)),
         "src is -1": lambda: group.broadcast(TABLE, -1),
-        "no reduction": lambda: group.all_reduce(TABLE, "xor"),  # type: ignore[call-overload]
+        "unknown reduction": lambda: group.all_reduce(TABLE, "xor"),  # type: ignore[call-overload]
         "expected a tensor": lambda: group.all_reduce([1]),  # type: ignore[call-overload]
         "is on meta": lambda: group.all_reduce(torch.empty(1, device="meta")),
         "timeout_s": lambda: group.barrier(0),

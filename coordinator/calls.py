@@ -1,7 +1,8 @@
 """The gate that every operation of a group passes: order, health, deadline, refusal and asynchronous hand-over.
 
 `Calls.run` makes a call that is one function; `Calls.call` guards a block that does more. Both admit the call with
-`Calls.enter` and report a refusal with `Calls.refuse`. A counter or a record of every operation belongs there.
+`Calls.enter` and report a refusal with `Calls.refuse`. A counter or a record of every operation belongs there. Only an
+object that `broadcast_object` sends through the group's queue passes beside the gate; the queue's endpoint counts it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,6 +23,7 @@ from coordinator.parallel_state import (
 from coordinator.settings import CoordinatorSettings
 from tests.harness import RankPool, run_ranks
 from tests.ports import free_port
+from tests.waiting import wait_until
 from tests.worlds import EVERYONE_WAITS, WAITS, join_world, meet, new_group, outcome_of, world
 
 PROMPT_S = 20.0
@@ -197,6 +199,11 @@ def stop_in_rendezvous(rank: int, world_size: int, directory: Path, port: int) -
     meet(rank, [1, 2], directory, "told")
     if rank == 1:
         os.kill(int((directory / "pid-0").read_text()), signal.SIGKILL)
+        # The threads that asked the store end with its connection; on a busy machine that takes more than a second.
+        wait_until(
+            lambda: not [each for each in threading.enumerate() if each.name.startswith("group-coordinator")],
+            "the threads that asked the store have ended",
+        )
     return found
 
 

@@ -73,8 +73,11 @@ def wait_for_a_signal(rank: int, world_size: int, directory: Path) -> str:
 
 
 def raise_while_the_other_waits(rank: int, world_size: int, directory: Path) -> None:
+    waiting = directory / "waiting"
     if rank == 0:
+        wait_until(waiting.exists, "the other rank is about to sleep")
         raise RuntimeError("the first failure")
+    waiting.touch()
     sleep_for_ever()
 
 
@@ -200,7 +203,7 @@ def test_a_test_can_kill_a_rank_from_outside() -> None:
 
 def test_the_first_failure_ends_the_wait_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """After one failure the ranks that wait for it are shown and killed well before the deadline."""
-    monkeypatch.setattr("tests.harness.GRACE_S", 3.0)
+    monkeypatch.setattr("tests.harness.GRACE_S", 0.3)
     with pytest.raises(RankFailureError, match="of the first failure") as caught:
         run_ranks(raise_while_the_other_waits, 2, timeout_s=3600)
     assert "the first failure" in caught.value.failures[0]

@@ -13,7 +13,9 @@ from coordinator.collectives.coalesced import CoalescedCollectives
 from coordinator.collectives.expert_parallel import ExpertParallel
 from coordinator.collectives.tensor_reductions import TensorReductions
 from coordinator.torch_interop import compile_ops
+from device_comm import checks
 from device_comm.async_calls import CallHandle
+from shm_broadcast.errors import UsageError
 
 
 class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
@@ -303,9 +305,17 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
 
     def barrier(self, timeout_s: float | None = None, *, async_op: bool = False) -> CallHandle[None] | None:
         """Return once every rank has called this. It uses the host plane and touches no device."""
-        return self._calls.run(
-            "barrier", self._host.barrier, timeout_s=timeout_s, async_op=async_op, on_host=True
-        )
+        make = self._host.barrier
+        if async_op:
+            return self._calls.run("barrier", make, timeout_s=timeout_s, async_op=True, on_host=True)
+        # Packing the arguments for `run` would take 0.3 us of the 2.3 us of a barrier in shared memory.
+        self._calls.enter("barrier")
+        try:
+            checks.check_timeout(timeout_s)
+            return make(timeout_s)
+        except UsageError as error:
+            self._calls.refuse("barrier", error)
+            raise
 
     def monitored_barrier(self, timeout_s: float | None = None, wait_all_ranks: bool = True) -> None:
         """Do `barrier`; when the deadline passes, every rank that came learns which ranks did not.

@@ -4,7 +4,7 @@ The processes start once. In each cycle all of them join a world, create the gro
 group once and leave. The figure of a cycle is that of the slowest rank. The table shows median and minimum, because
 other load on the machine only adds time. Processor time is the sum over all ranks.
 
-    python -m benchmarks.start_up [--cycles 30] [--ways file,tcp] [--json FILE]
+    python -m benchmarks.start_up [--cycles 30] [--schemes file,tcp] [--json FILE]
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ def ask(pipe: IO[str], line: str) -> None:
     pipe.flush()
 
 
-def measure(ways: list[str], cycles: int) -> dict[str, dict[str, list[float]]]:
-    """Return the figures of each rendezvous method, one per cycle."""
+def measure(schemes: list[str], cycles: int) -> dict[str, dict[str, list[float]]]:
+    """Return the figures of each scheme of a rendezvous address, one per cycle."""
     command = [sys.executable, "-m", "benchmarks.start_up", "--rank"]
-    samples: dict[str, dict[str, list[float]]] = {way: {} for way in ways}
+    samples: dict[str, dict[str, list[float]]] = {scheme: {} for scheme in schemes}
     ranks = [
         subprocess.Popen(  # noqa: S603 - our own module
             [*command, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -111,8 +111,10 @@ def measure(ways: list[str], cycles: int) -> dict[str, dict[str, list[float]]]:
     try:
         with tempfile.TemporaryDirectory(prefix="group-coordinator-bench-") as directory:
             for number in range(WARM_UP + cycles):
-                for way in ways:
-                    method = f"tcp://127.0.0.1:{free_port()}" if way == "tcp" else f"file://{directory}/world"
+                for scheme in schemes:
+                    method = (
+                        f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{directory}/world"
+                    )
                     for rank in ranks:
                         assert rank.stdin is not None
                         ask(rank.stdin, method)
@@ -123,7 +125,7 @@ def measure(ways: list[str], cycles: int) -> dict[str, dict[str, list[float]]]:
                         for name in answers[0]:
                             added = name in ("cpu", "store calls")
                             value = (sum if added else max)(answer.get(name, 0.0) for answer in answers)
-                            samples[way].setdefault(name, []).append(value)
+                            samples[scheme].setdefault(name, []).append(value)
     finally:
         for rank in ranks:
             if rank.stdin is not None:
@@ -139,20 +141,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cycles", type=int, default=30)
-    parser.add_argument("--ways", default="file,tcp", help="rendezvous methods: file, tcp")
+    parser.add_argument("--schemes", default="file,tcp", help="schemes of the rendezvous address: file, tcp")
     parser.add_argument("--json", type=Path, help="write the medians to this file")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank is not None:
         run_rank(args.rank)
         return
-    samples = measure(args.ways.split(","), args.cycles)
+    samples = measure(args.schemes.split(","), args.cycles)
     medians: dict[str, dict[str, dict[str, float]]] = {}
-    for way, figures in samples.items():
-        print(f"{way}: ms of {WORLD_SIZE} ranks, {args.cycles} cycles")
+    for scheme, figures in samples.items():
+        print(f"{scheme}: ms of {WORLD_SIZE} ranks, {args.cycles} cycles")
         for name, values in figures.items():
             found = {"median": round(statistics.median(values), 2), "min": round(min(values), 2)}
-            medians.setdefault(way, {})[name] = found
+            medians.setdefault(scheme, {})[name] = found
             print(f"  {name:24s}  median {found['median']:8.1f}  min {found['min']:8.1f}")
     if args.json:
         args.json.write_text(json.dumps(medians, indent=1))

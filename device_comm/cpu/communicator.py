@@ -45,9 +45,9 @@ def call_path(operation: str, nbytes: int, world_size: int) -> CallPath:
     if operation not in ("all_reduce", "all_reduce_"):
         return CallPath("shared memory", "every rank takes what it needs from the others' slots")
     if world_size <= _ONE_SHOT_RANKS:
-        return CallPath("one-shot", "two ranks: both ways move as much, and this one meets once")
+        return CallPath("one-shot", "two ranks: both algorithms move the same bytes, and this one has a single round")
     if all_reduce_kind(nbytes, world_size) == _core.ALL_REDUCE_ONE_SHOT:
-        return CallPath("one-shot", f"{nbytes} bytes are at most {ONE_SHOT_BYTES}: one meeting of the ranks")
+        return CallPath("one-shot", f"{nbytes} bytes are at most {ONE_SHOT_BYTES}: a single round")
     return CallPath(
         "two-shot", f"{nbytes} bytes are more than {ONE_SHOT_BYTES}: each rank combines its share"
     )

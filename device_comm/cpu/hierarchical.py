@@ -134,7 +134,7 @@ class HierarchicalCommunicator(DeviceCommunicator):
     def _reduce(
         self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
     ) -> torch.Tensor | None:
-        # As the all-reduce: it then has the same bits, and knows in the same way who is late.
+        # The all-reduce gives the same bits, and finds late ranks by the same rules.
         source = dense(input_)
         result = torch.empty_like(source)
         call = self._start_call("reduce", timeout_s)

@@ -115,7 +115,7 @@ class RegionCalls:
     def finish_part(self, operation: Operation, status: int, timeout_s: float) -> None:
         """Finish a call that is one part of `operation`, in which ranks that are not here take part too.
 
-        Who is awaited here may itself wait for a rank elsewhere, so that only the status store can tell who is missing.
+        A late rank of this host may itself wait for one elsewhere, so only the status store can name the missing rank.
         Raises as `finish`.
         """
         if status in (_core.PENDING, _core.LEFT):

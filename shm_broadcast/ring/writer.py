@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import mmap
 import time
+from abc import ABC, abstractmethod
 from functools import partial
 from typing import Any, Final, NoReturn
 
@@ -44,7 +45,7 @@ def nanoseconds(timeout_s: float | None) -> int:
     return -1 if timeout_s is None else max(0, int(min(timeout_s * 1e9, _LONGEST_NS)))
 
 
-class RingEnd:
+class RingEnd(ABC):
     """The base class of both endpoints of a ring."""
 
     role: str
@@ -136,22 +137,20 @@ class RingEnd:
                 why = "this thread is inside of a call on the queue already, as in a signal handler or a finalizer"
             raise UsageError(f"{self._where(call)}: {why}")
 
-    def _begin_wait(self, call: str) -> None:
-        """Raise an error if there is nothing to wait for."""
+    def _begin_wait(self, call: str) -> None:  # noqa: B027 - a writer inherits this
+        """Raise an error if there is nothing to wait for, which only a reader can find."""
 
+    @abstractmethod
     def raise_if_lost(self, call: str) -> None:
         """Raise `PeerLostError` if a process that this endpoint waits for is gone."""
-        raise InternalError(f"{call}: an end of a ring must say whom it waits for")
 
+    @abstractmethod
     def _missing(self, nbytes: int | None) -> str:
         """Return a text that says what a waiting call for a message of `nbytes` lacks."""
-        raise InternalError(f"an end of a ring must say what it lacks for {nbytes} bytes")
 
+    @abstractmethod
     def _raise_late(self, call: str, within_s: float, nbytes: int | None) -> NoReturn:
         """Raise `CommTimeoutError` for a deadline that has passed."""
-        raise InternalError(
-            f"{call}: an end of a ring must say who is late for {nbytes} bytes in {within_s} s"
-        )
 
     def _readers(self) -> tuple[ReaderStatistics, ...]:
         published, messages, _, _, readers = _core.ring_state(self._memory)

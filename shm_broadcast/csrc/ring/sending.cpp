@@ -93,7 +93,7 @@ private:
 };
 
 bool check_position(Endpoint* end) {
-    return end->ring->is_aligned() || refuse_corrupt(end, "the ring's position makes no sense");
+    return end->ring->is_aligned() || refuse_corrupt(end, "the position of the ring is not aligned");
 }
 
 // Waits for room for the next record. Returns false with an exception.

@@ -410,6 +410,7 @@ def dequeue_any(readers: Sequence[QueueReader], timeout_s: float | None = None) 
         CommTimeoutError: No queue had a message in time.
         PeerLostError: A writer died and its queue is empty.
         ClosedError: A queue was closed and is empty.
+        UsageError: No queue was given, or more than 128 in shared memory, or one cannot be used here.
     """
     if not readers:
         raise UsageError("dequeue_any needs at least one queue")

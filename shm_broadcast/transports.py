@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from shm_broadcast import _core, codec
-from shm_broadcast.errors import CommTimeoutError
+from shm_broadcast.errors import CommTimeoutError, UsageError
 from shm_broadcast.ring.reader import RingReader
 from shm_broadcast.ring.wait import SHORT_SPIN_NS, SLICE_NS
 from shm_broadcast.ring.writer import RingWriter
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # from 50 us up to 2 ms, which costs half a percent of a core.
 _LONGEST_NAP_NS: Final = 2_000_000
 _SHORTEST_NAP_NS: Final = 50_000
+# The system call futex_waitv takes at most this many words; there is one for each ring.
+_MOST_RINGS: Final = 128
 
 
 class RemoteTransport(Protocol):
@@ -100,7 +102,8 @@ def await_any(readers: Sequence[RingReader | RemoteReader], timeout_s: float | N
     Raises:
         CommTimeoutError: No reader had a message in time; the queues stay usable.
         PeerLostError: A local reader's writer is gone.
-        ClosedError, UsageError, GroupBrokenError: One of the readers cannot be used.
+        ClosedError, GroupBrokenError: One of the readers cannot be used.
+        UsageError: The same, or more than 128 readers use shared memory.
     """
     start = time.monotonic()
     poll = select.poll()
@@ -112,6 +115,8 @@ def await_any(readers: Sequence[RingReader | RemoteReader], timeout_s: float | N
         else:
             for descriptor in reader.descriptors:
                 poll.register(descriptor, select.POLLIN)
+    if len(places) > _MOST_RINGS:
+        raise UsageError(f"dequeue_any takes at most {_MOST_RINGS} queues in shared memory, got {len(places)}")
     has_remote = len(places) < len(readers)
     memories, indices = tuple(memory for memory, _ in places), tuple(index for _, index in places)
     # Start behind the reader that was served last, so that a busy writer cannot starve the others.

@@ -51,7 +51,6 @@ class RingReader(RingEnd):
 
     def read(self, timeout_s: float | None = None, type_: Any = None) -> Any:
         """Wait for the next message, copy it out and return its object."""
-        self._within_s = timeout_s
         value = self.endpoint.receive(nanoseconds(timeout_s))
         return value if type_ is None else codec.convert(value, type_)
 
@@ -72,7 +71,7 @@ class RingReader(RingEnd):
     def loan(self, timeout_s: float | None) -> Iterator[Any]:
         """Yield the next object without copying its arrays and tensors, which alias the ring until the loan ends."""
         start, memory = time.monotonic(), self._memory
-        self._within_s, self._call = timeout_s, "loan"
+        self._call = "loan"
         try:
             self.endpoint.lend(nanoseconds(timeout_s))
         finally:
@@ -81,15 +80,29 @@ class RingReader(RingEnd):
         try:
             window = self._whole_record(memory)
             if window is not None:
+                try:
+                    value = codec.decode(memoryview(window), copy=False)
+                except Exception:
+                    # The message is dropped. After anything else, as Ctrl-C, it stays the next one.
+                    taken = len(window)
+                    raise
                 taken = len(window)
-                yield codec.decode(memoryview(window), copy=False)
+                yield value
         finally:
-            if window is not None:
-                _core.ring_release(memory, self._index)
-            self.endpoint.end_loan(taken)
+            self._end_loan(memory, taken)
         if window is None:
             # The message comes in parts, so it is copied once, into memory that nothing else uses.
             yield self.read(None if timeout_s is None else start + timeout_s - time.monotonic())
+
+    def _end_loan(self, memory: mmap.mmap, taken: int) -> None:
+        """End the loan; give back the record if a message of `taken` bytes was read, which is 0 if none was."""
+        try:
+            if taken:
+                _core.ring_release(memory, self._index)
+        except ValueError as error:
+            self._raise_corrupt("loan", error)
+        finally:
+            self.endpoint.end_loan(taken)
 
     def _whole_record(self, memory: mmap.mmap) -> _core.Window | None:
         """Return a window on the next message, which must be there; None if it comes in parts."""
@@ -103,14 +116,17 @@ class RingReader(RingEnd):
 
     def _begin_wait(self, call: str) -> None:
         self.check(call)
+        if self._status(call) == _ENDED:
+            raise ClosedError(f"{self._where(call)}: the writer closed the queue")
+
+    def _status(self, call: str) -> int:
+        """Return `_DATA` if a message is there, `_ENDED` if none is there and the queue has ended, else 0."""
         try:
-            status = _core.ring_wait(self._memory, self._index, 0, 0)
+            return _core.ring_wait(self._memory, self._index, 0, 0)
         except ValueError as error:
             # Another thread has closed this endpoint meanwhile, or the ring was overwritten.
             self.check(call)
             self._raise_corrupt(call, error)
-        if status == _ENDED:
-            raise ClosedError(f"{self._where(call)}: the writer closed the queue")
 
     @property
     def messages(self) -> int:
@@ -124,14 +140,10 @@ class RingReader(RingEnd):
     def is_ready(self) -> bool:
         """Return whether a message is there or the queue has ended. Raises an error if the writer is lost."""
         self.check("dequeue_any")
-        if _core.ring_wait(self._memory, self._index, 0, 0) != 0:
+        if self._status("dequeue_any") != 0:
             return True
         self.raise_if_lost("dequeue_any")
         return False
-
-    def poll(self) -> bool:
-        """Return whether a message is there. Does not wait."""
-        return _core.ring_wait(self._memory, self._index, 0, 0) == _DATA
 
     def _describe_writer(self) -> str:
         rank = "" if self._writer < 0 else f"rank {self._writer}, "
@@ -150,7 +162,7 @@ class RingReader(RingEnd):
     def raise_if_lost(self, call: str) -> None:
         """Raise `ClosedError` or `PeerLostError` if the writer is gone and all of its messages were read."""
         self._begin_wait(call)
-        if not self._watch.lost() or self.poll():
+        if not self._watch.lost() or self._status(call) == _DATA:
             # Messages that a writer published before it died are still read.
             return
         error = PeerLostError(

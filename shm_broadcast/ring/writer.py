@@ -77,9 +77,8 @@ class RingEnd(ABC):
         self._settings = settings
         self._closing = False
         self._forks = fork_count()
-        # Errors and logs describe the present wait: the call, its deadline, when it began, and when it warns next.
+        # Errors and logs describe the present wait: the call, when it began, and when it warns next.
         self._call = self.call
-        self._within_s: float | None = None
         self._began_s = 0.0
         self._warns_s = 0.0
 
@@ -122,8 +121,8 @@ class RingEnd(ABC):
                 missing = self._missing(detail)
                 logger.warning("%s: waiting for %.0f s: %s", self._where(call), waited_s, missing)
         elif reason == _core.LOOK_LATE:
-            within_s = self.endpoint.timeout_ns / 1e9 if self._within_s is None else self._within_s
-            self._raise_late(call, within_s, detail)
+            timeout_ns, nbytes = detail
+            self._raise_late(call, timeout_ns / 1e9, nbytes)
         elif reason == _core.LOOK_CORRUPT:
             self._raise_corrupt(call, detail)
         elif reason == _core.LOOK_UNDECODABLE:
@@ -246,12 +245,10 @@ class RingWriter(RingEnd):
 
     def send(self, obj: Any, timeout_s: float | None) -> None:
         """Encode and publish an object; return when every byte of it is in the ring."""
-        self._within_s = timeout_s
         self.endpoint.send(obj, nanoseconds(timeout_s))
 
     def write(self, message: codec.Message, timeout_s: float | None) -> None:
         """Publish a message; return when every byte of it is in the ring."""
-        self._within_s = timeout_s
         self.endpoint.write(message.header, message.buffers, nanoseconds(timeout_s))
 
     def raise_if_lost(self, call: str) -> None:

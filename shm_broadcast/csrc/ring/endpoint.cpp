@@ -55,6 +55,11 @@ bool refuse_corrupt(Endpoint* end, const char* what) {
     return refuse_error(end, kCorrupt);
 }
 
+bool refuse_late(Endpoint* end, const Deadline& deadline, PyObject* total) {
+    const Ref detail(Py_BuildValue("(LO)", deadline.timeout_ns, total));
+    return detail && refuse(end, kLate, detail.get());
+}
+
 bool check_usable(Endpoint* end) {
     if (!end->is_closed && end->cause == nullptr && end->born == forks) return true;
     return refuse(end, kUnusable);
@@ -90,8 +95,12 @@ void leave(Endpoint* end) {
     }
 }
 
-uint64_t deadline(long long timeout_ns) {
-    return timeout_ns < 0 ? kForever : ring::now_ns() + static_cast<uint64_t>(timeout_ns);
+Deadline deadline(long long timeout_ns) {
+    return {timeout_ns, timeout_ns < 0 ? kForever : ring::now_ns() + static_cast<uint64_t>(timeout_ns)};
+}
+
+bool came(Endpoint* end, const Turn& turn, const Deadline& deadline) {
+    return turn || (!PyErr_Occurred() && refuse_late(end, deadline));
 }
 
 bool read_timeout(PyObject* const* args, Py_ssize_t count, Py_ssize_t at, long long* timeout_ns) {
@@ -257,19 +266,13 @@ PyGetSetDef attributes[] = {
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 
-PyType_Slot slots(newfunc make_one, PyMethodDef* methods, int at) {
-    const PyType_Slot all[] = {
+bool add_type(PyObject* module, const char* name, newfunc make_one, PyMethodDef* methods) {
+    PyType_Slot slots[] = {
         {Py_tp_new, reinterpret_cast<void*>(make_one)}, {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
         {Py_tp_traverse, reinterpret_cast<void*>(traverse)}, {Py_tp_clear, reinterpret_cast<void*>(clear)},
         {Py_tp_methods, methods}, {Py_tp_members, members}, {Py_tp_getset, attributes}, {0, nullptr},
     };
-    return all[at];
-}
-
-bool add_type(PyObject* module, const char* name, newfunc make_one, PyMethodDef* methods) {
-    PyType_Slot each[8];
-    for (int i = 0; i < 8; ++i) each[i] = slots(make_one, methods, i);
-    PyType_Spec spec = {name, sizeof(Endpoint), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, each};
+    PyType_Spec spec = {name, sizeof(Endpoint), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots};
     const Ref type(PyType_FromSpec(&spec));
     return type && PyModule_AddObjectRef(module, std::strrchr(name, '.') + 1, type.get()) == 0;
 }

@@ -18,7 +18,7 @@ namespace endpoint {
 enum Reason : int {
     kBegin,       // a wait begins; `detail` is the size in bytes of the message that is being written
     kWaiting,     // a part of the wait has passed; `detail` is the same
-    kLate,        // the deadline has passed; `detail` is the same
+    kLate,        // the deadline has passed; `detail` is (time-out in ns, size in bytes of the message or None)
     kUnusable,    // the endpoint is closed, broken, or inherited by a forked child
     kReentrant,   // the calling thread is already inside a call
     kLent,        // the calling thread has a message on loan
@@ -29,6 +29,12 @@ enum Reason : int {
 
 // This is the latest possible deadline; a wait without a time-out has it.
 inline constexpr uint64_t kForever = UINT64_MAX;
+
+struct Deadline {
+    long long timeout_ns;  // negative if there is none
+    uint64_t until;        // the time at which the wait ends
+};
+
 // A waiting call checks for signals at least this often: Ctrl-C must interrupt within 0.2 s, and a signal that comes just
 // before a sleep does not end that sleep.
 inline constexpr uint64_t kSliceNs = 100 * 1000 * 1000;
@@ -77,6 +83,8 @@ bool refuse(Endpoint* end, Reason reason, PyObject* detail = Py_None);
 // Refuses with the current exception as `detail` if it is an `Exception`. Any other exception stays set as it is.
 bool refuse_error(Endpoint* end, Reason reason);
 bool refuse_corrupt(Endpoint* end, const char* what);
+// Refuses because `deadline` has passed. `total` is the size in bytes of the message that is being written, or None.
+bool refuse_late(Endpoint* end, const Deadline& deadline, PyObject* total = Py_None);
 // Returns whether this process can use the endpoint. If not, an exception is set.
 bool check_usable(Endpoint* end);
 
@@ -103,8 +111,10 @@ private:
     bool is_mine_;
 };
 
-// Returns the time at which a wait of `timeout_ns` from now ends. A wait with a negative time-out never ends.
-uint64_t deadline(long long timeout_ns);
+// Returns the deadline of a call that begins now.
+Deadline deadline(long long timeout_ns);
+// Returns whether `turn` came in time. If not, an exception is set.
+bool came(Endpoint* end, const Turn& turn, const Deadline& deadline);
 // Reads the optional argument `timeout_ns`, which has index `at`.
 bool read_timeout(PyObject* const* args, Py_ssize_t count, Py_ssize_t at, long long* timeout_ns);
 

@@ -79,6 +79,18 @@ PyObject* take_whole(Endpoint* end, const ring::RecordHeader& record, const unsi
     return decoded(end, result.release());
 }
 
+// Decodes the assembled message and gives back `record`, its last one. As in `take_whole`, the record stays in the ring if
+// anything other than an `Exception` is raised.
+PyObject* take_assembled(Endpoint* end, const ring::RecordHeader& record) {
+    if (PyErr_CheckSignals() < 0) return nullptr;
+    const uint64_t nbytes = end->assembly->total();
+    const Ref hook = Ref::borrowed(end->hook);
+    Ref result(end->assembly->finish(hook.get()));
+    if (end->assembly->active()) return nullptr;
+    give_back(end, record, nbytes);
+    return decoded(end, result.release());
+}
+
 // Copies the available bytes of a streamed record. Returns the object when the record is complete, and `nothing` before that.
 PyObject* take_streamed(Endpoint* end, const ring::RecordHeader& record, const unsigned char* payload) {
     codec::Assembly& assembly = *end->assembly;
@@ -87,11 +99,7 @@ PyObject* take_streamed(Endpoint* end, const ring::RecordHeader& record, const u
     const uint64_t available = end->ring->available(end->index, record);
     if (assembly.total() != record.payload_bytes || available < taken) return corrupt(end, "a streamed record changed");
     assembly.feed(payload + taken, available - taken);
-    if (available < record.payload_bytes) return none_yet();
-    if (PyErr_CheckSignals() < 0) return nullptr;
-    give_back(end, record, record.payload_bytes);
-    const Ref hook = Ref::borrowed(end->hook);
-    return decoded(end, assembly.finish(hook.get()));
+    return available < record.payload_bytes ? none_yet() : take_assembled(end, record);
 }
 
 // Adds one part to the message that is being assembled. Returns the object after the last part, and `nothing` before that.
@@ -104,19 +112,17 @@ PyObject* take_part(Endpoint* end, const ring::RecordHeader& record, const unsig
     if (record.message != assembly.message() || record.total_bytes != assembly.total()) {
         return corrupt(end, "a message ends before its last part");
     }
-    const bool ends = record.payload_bytes == assembly.missing();
-    if (record.payload_bytes > assembly.missing() || ends != (record.flags == ring::kLastPart)) {
+    // Nothing is missing if the decoding was interrupted after the last part.
+    if (assembly.missing() > 0) {
+        if (record.payload_bytes > assembly.missing()) return corrupt(end, "parts of a message do not fit together");
+        assembly.feed(payload, record.payload_bytes);
+    }
+    if ((assembly.missing() == 0) != (record.flags == ring::kLastPart)) {
         return corrupt(end, "parts of a message do not fit together");
     }
-    if (ends && PyErr_CheckSignals() < 0) return nullptr;
-    assembly.feed(payload, record.payload_bytes);
-    if (!ends) {
-        end->ring->release(end->index, record);
-        return none_yet();
-    }
-    give_back(end, record, assembly.total());
-    const Ref hook = Ref::borrowed(end->hook);
-    return decoded(end, assembly.finish(hook.get()));
+    if (record.flags == ring::kLastPart) return take_assembled(end, record);
+    end->ring->release(end->index, record);
+    return none_yet();
 }
 
 // Takes the available bytes of the next record, of which at least a part is there.
@@ -161,10 +167,10 @@ PyObject* receive_within(Endpoint* end, Budget budget) {
 // Waits until `take(budget)` returns something other than `nothing`, and calls `look_around` in between. Returns nullptr with
 // an exception.
 template <typename Take>
-PyObject* await(Endpoint* end, long long timeout_ns, Take take) {
+PyObject* await(Endpoint* end, const Deadline& deadline, Take take) {
     if (!look(end, kBegin, Py_None)) return nullptr;
     uint64_t now = ring::now_ns(), look_at = now + kLookNs;
-    const uint64_t until = timeout_ns < 0 ? kForever : now + static_cast<uint64_t>(timeout_ns);
+    const uint64_t until = deadline.until;
     if (end->noted_ns != end->arrived_ns) {
         end->noted_ns = end->arrived_ns;
         end->pacer.arrived(static_cast<int64_t>(end->noted_ns));
@@ -184,7 +190,7 @@ PyObject* await(Endpoint* end, long long timeout_ns, Take take) {
             look_at = now + kLookNs;
         }
         if (now >= until) {
-            refuse(end, kLate);
+            refuse_late(end, deadline);
             return nullptr;
         }
         if (PyErr_CheckSignals() < 0) return nullptr;
@@ -192,15 +198,13 @@ PyObject* await(Endpoint* end, long long timeout_ns, Take take) {
 }
 
 PyObject* receive(Endpoint* end, long long timeout_ns) {
-    const Turn turn(end, timeout_ns < 0 ? kForever : deadline(timeout_ns));
-    if (!turn) {
-        if (!PyErr_Occurred()) refuse(end, kLate);
-        return nullptr;
-    }
+    const Deadline within = deadline(timeout_ns);
+    const Turn turn(end, within.until);
+    if (!came(end, turn, within)) return nullptr;
     PyObject* result = receive_within(end, {0, 0});
     if (result != nothing) return result;
     Py_DECREF(result);
-    return await(end, timeout_ns, [end](Budget budget) { return receive_within(end, budget); });
+    return await(end, within, [end](Budget budget) { return receive_within(end, budget); });
 }
 
 // receive([timeout_ns]) -> the next object
@@ -232,14 +236,12 @@ PyObject* read_lend(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     Endpoint* end = endpoint_of(self);
     long long timeout_ns = -1;
     if (!expect_arguments("lend", count == 0 ? 1 : count, 1) || !read_timeout(args, count, 0, &timeout_ns)) return nullptr;
-    Turn turn(end, timeout_ns < 0 ? kForever : deadline(timeout_ns));
-    if (!turn) {
-        if (!PyErr_Occurred()) refuse(end, kLate);
-        return nullptr;
-    }
+    const Deadline within = deadline(timeout_ns);
+    Turn turn(end, within.until);
+    if (!came(end, turn, within)) return nullptr;
     const auto is_there = [end] { return end->ring->has_whole_record(end->index); };
     if (!is_there()) {
-        const Ref found(await(end, timeout_ns, [&](Budget budget) {
+        const Ref found(await(end, within, [&](Budget budget) {
             const int status = wait_until(end, budget, is_there);
             return status < 0 ? nullptr : status == 0 ? none_yet() : Py_NewRef(Py_None);
         }));

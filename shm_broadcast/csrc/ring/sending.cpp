@@ -97,8 +97,9 @@ bool check_position(Endpoint* end) {
 }
 
 // Waits for room for the next record. Returns false with an exception.
-bool await(Endpoint* end, Writing& writing, PyObject* total, uint64_t until) {
+bool await(Endpoint* end, Writing& writing, PyObject* total, const Deadline& deadline) {
     const bool spins = end->mode != Mode::kPark, parks = end->mode != Mode::kSpin;
+    const uint64_t until = deadline.until;
     uint64_t now = ring::now_ns(), look_at = now + kSliceNs;
     while (!writing.has_room()) {
         const uint64_t left = std::min(until > now ? until - now : 0, kSliceNs);
@@ -111,25 +112,25 @@ bool await(Endpoint* end, Writing& writing, PyObject* total, uint64_t until) {
             if (!look(end, kWaiting, total)) return false;
             look_at = now + kSliceNs;
         }
-        if (now >= until) return refuse(end, kLate, total);
+        if (now >= until) return refuse_late(end, deadline, total);
     }
     return true;
 }
 
 // Writes all of a message. Returns false with an exception.
-bool write_parts(Endpoint* end, Writing& writing, PyObject* total, uint64_t until) {
-    uint64_t began = 0, look_at = 0;
-    bool ok = true;
+bool write_parts(Endpoint* end, Writing& writing, PyObject* total, const Deadline& deadline) {
+    uint64_t look_at = 0;
+    bool ok = true, has_begun = false;
     while (ok && !writing.is_over()) {
         if (!writing.has_room()) {
             const uint64_t start = ring::now_ns();
-            if (began == 0) {
+            if (!has_begun) {
+                has_begun = true;
                 ++end->waits;
                 ok = look(end, kBegin, total);
                 look_at = start + kSliceNs;
             }
-            began = start;
-            ok = ok && await(end, writing, total, until);
+            ok = ok && await(end, writing, total, deadline);
             end->waited_ns += ring::now_ns() - start;
         }
         if (!ok) break;
@@ -154,13 +155,13 @@ void break_off(Endpoint* end) {
     PyErr_Restore(type, value, traceback);
 }
 
-bool write(Endpoint* end, const Pieces& pieces, uint64_t until) {
+bool write(Endpoint* end, const Pieces& pieces, const Deadline& deadline) {
     if (!check_position(end)) return false;
     Writing writing(end, pieces, 0);
     if (!writing.has_room() || writing.next() < pieces.total()) {
         const Ref total(PyLong_FromSize_t(pieces.total()));
         if (!total) return false;
-        if (!write_parts(end, writing, total.get(), until)) {
+        if (!write_parts(end, writing, total.get(), deadline)) {
             if (writing.done() > 0) break_off(end);
             return false;
         }
@@ -197,12 +198,12 @@ bool encode(Endpoint* end, Encoder& encoder, Pieces& pieces, PyObject* object) {
 }
 
 bool send(Endpoint* end, PyObject* object, long long timeout_ns) {
-    const uint64_t until = timeout_ns < 0 ? kForever : deadline(timeout_ns);
-    const Turn turn(end, until);
-    if (!turn) return !PyErr_Occurred() && refuse(end, kLate);
+    const Deadline within = deadline(timeout_ns);
+    const Turn turn(end, within.until);
+    if (!came(end, turn, within)) return false;
     Encoder encoder(end->hook);
     Pieces pieces;
-    return encode(end, encoder, pieces, object) && write(end, pieces, until);
+    return encode(end, encoder, pieces, object) && write(end, pieces, within);
 }
 
 // send(object[, timeout_ns])
@@ -245,13 +246,9 @@ PyObject* write_write(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     Pieces pieces;
     if (!expect_arguments("write", count == 3 ? 2 : count, 2) || !read_timeout(args, count, 2, &timeout_ns)) return nullptr;
     if (!read_message(args, header, pieces)) return nullptr;
-    const uint64_t until = deadline(timeout_ns);
-    const Turn turn(end, until);
-    if (!turn) {
-        if (!PyErr_Occurred()) refuse(end, kLate);
-        return nullptr;
-    }
-    if (!write(end, pieces, until)) return nullptr;
+    const Deadline within = deadline(timeout_ns);
+    const Turn turn(end, within.until);
+    if (!came(end, turn, within) || !write(end, pieces, within)) return nullptr;
     Py_RETURN_NONE;
 }
 

@@ -1,0 +1,142 @@
+"""Reads that are interrupted, overtaken by another thread, or met by an overwritten ring."""
+
+import copy
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shm_broadcast import codec
+from shm_broadcast.errors import CommTimeoutError, GroupBrokenError, InternalError, UsageError
+from shm_broadcast.layout import FIELDS
+from shm_broadcast.queue import QueueReader, dequeue_any
+from shm_broadcast.settings import MIN_RING_BYTES
+from tests.queues import background, fill, memory_of, put_word, queue
+from tests.waiting import wait_until
+
+INTERRUPTS: list[type[BaseException]] = []
+"""What the next decoding of a `Touchy` raises."""
+
+
+@dataclass
+class Touchy:
+    """Its decoding can be interrupted."""
+
+    data: Any
+
+
+def read(reader: QueueReader, call: str) -> Any:
+    """Return a copy of the next message, read by `dequeue`, `try_dequeue` or `loan`."""
+    if call == "dequeue":
+        return reader.dequeue(10.0)
+    if call == "loan":
+        with reader.loan(10.0) as lent:
+            return copy.deepcopy(lent)
+    while not (found := reader.try_dequeue())[0]:
+        time.sleep(0.001)
+    return found[1]
+
+
+def build(data: dict[str, Any]) -> Touchy:
+    """Decode, or raise."""
+    if INTERRUPTS:
+        raise INTERRUPTS.pop()
+    return Touchy(data["data"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> None:
+    codec.register_type(Touchy, encode=lambda each: {"data": each.data}, decode=build)
+
+
+@pytest.mark.guarantee("B6")
+@pytest.mark.parametrize("call", ["dequeue", "try_dequeue", "loan"])
+@pytest.mark.parametrize("nbytes", [10, 30_000, 200_000, 900_000])
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_a_message_whose_decoding_is_interrupted_stays_the_next(
+    call: str, nbytes: int, interrupt: type[BaseException]
+) -> None:
+    """This holds for a message in one record, a streamed one and one in parts."""
+    message = Touchy(np.arange(nbytes, dtype=np.uint8))
+
+    def send() -> None:
+        writer.enqueue(message, 20.0)
+        writer.enqueue("next", 20.0)
+
+    with queue(ring_bytes=4 * MIN_RING_BYTES) as (writer, [reader]):
+        with background(send):
+            for _ in range(2):
+                INTERRUPTS.append(interrupt)
+                with pytest.raises(interrupt):
+                    read(reader, call)
+            assert np.array_equal(read(reader, call).data, message.data)
+            assert reader.dequeue(10.0) == "next"
+        assert reader.statistics().messages == 2
+
+
+@pytest.mark.guarantee("B10")
+@pytest.mark.parametrize("when", ["before", "within"])
+def test_a_loan_of_an_overwritten_ring_ends(when: str) -> None:
+    """The loan ends with the queue's own error, and the next call says that the queue is broken."""
+    with queue() as (writer, [reader]):
+        writer.enqueue("a message")
+        if when == "before":
+            put_word(memory_of(reader), FIELDS["magic"], 0)
+        with pytest.raises(InternalError, match="the shared memory was overwritten"), reader.loan(1.0):
+            put_word(memory_of(reader), FIELDS["magic"], 0)
+        with pytest.raises(GroupBrokenError, match="the shared memory was overwritten"):
+            reader.dequeue(1.0)
+
+
+@pytest.mark.guarantee("B10")
+def test_waiting_for_several_queues_tells_of_an_overwritten_one() -> None:
+    """The error is the queue's own, and names the call."""
+    with queue() as (_, [reader]), queue() as (_, [other]):
+        put_word(memory_of(reader), FIELDS["magic"], 0)
+        with pytest.raises(InternalError, match=r"dequeue_any on queue .* overwritten"):
+            dequeue_any([other, reader], 1.0)
+
+
+def test_too_many_queues_to_wait_for_are_refused() -> None:
+    """One queue more than the kernel can wait for is refused before anything is read."""
+    with queue() as (writer, [reader]):
+        writer.enqueue("kept")
+        with pytest.raises(UsageError, match="at most 128 queues"):
+            dequeue_any([reader] * 129, 1.0)
+        assert dequeue_any([reader] * 128, 1.0) == (0, "kept")
+
+
+@pytest.mark.guarantee("B4")
+@pytest.mark.parametrize("lends", [False, True])
+def test_waiting_for_a_turn_counts_towards_the_deadline(*, lends: bool) -> None:
+    """A call that waits while another thread has the queue ends at its own deadline, and says that one."""
+
+    def read_first() -> None:
+        with pytest.raises(CommTimeoutError, match=r"within 0\.6 s"):
+            reader.dequeue(0.6)
+
+    with queue() as (_, [reader]), background(read_first):
+        endpoint: Any = reader.endpoint
+        wait_until(lambda: endpoint.is_busy, "the other thread to wait")
+        start = time.monotonic()
+        late = pytest.raises(CommTimeoutError, match=r"within 0\.8 s")
+        if lends:
+            with late, reader.loan(0.8):
+                pass
+        else:
+            with late:
+                reader.dequeue(0.8)
+        # With a fresh deadline after the other thread's it would take 1.4 s.
+        assert 0.8 <= time.monotonic() - start < 1.3
+
+
+def test_a_time_out_names_the_deadline_of_its_own_call() -> None:
+    """The deadline of an earlier call does not appear."""
+    with queue() as (writer, _):
+        writer.enqueue("first", 50.0)
+        fill(writer, bytes(20_000))
+        writer.endpoint.timeout_ns = 200_000_000
+        with pytest.raises(CommTimeoutError, match=r"within 0\.2 s"):
+            writer.endpoint.exchange(bytes(20_000))

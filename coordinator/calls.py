@@ -1,14 +1,15 @@
 """The gate that every operation of a group passes: order, health, deadline, refusal and asynchronous hand-over.
 
 `Calls.run` makes a call that is one function; `Calls.call` guards a block that does more. Both admit the call with
-`Calls.enter` and report a refusal with `Calls.refuse`. A counter or a record of every operation belongs there. Only an
-object that `broadcast_object` sends through the group's queue passes beside the gate; the queue's endpoint counts it.
+`Calls.enter` and report a refusal with `Calls.refuse`; the hottest methods call these two themselves. A counter or a
+record of every operation belongs there. Only an object that `broadcast_object` sends through the group's queue passes
+beside the gate; the queue's endpoint counts it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Required, TypedDict, TypeVar, Unpack, overload
@@ -153,7 +154,7 @@ class Calls:
     ) -> CallHandle[Result]:
         """Put a call into the line. Wrong tensors and deadlines are refused here; the handle raises other errors."""
         with self.call(name, timeout_s, in_line=False):
-            for tensor in args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]:
+            for tensor in args[0] if args and isinstance(args[0], Sequence) else args[:1]:
                 checks.check_tensor(tensor, self._device, name)
         make = partial(self._make, name, target, args, timeout_s)
         # On an accelerator the call only queues work on this thread's current stream, so it does not block.

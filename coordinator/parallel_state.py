@@ -265,8 +265,14 @@ def get_pcp_group() -> GroupCoordinator:
     return current_groups().cp
 
 
-get_tensor_model_parallel_group = get_tp_group
-get_pipeline_model_parallel_group = get_pp_group
+def get_tensor_model_parallel_group() -> GroupCoordinator:
+    """Return the current tensor-parallel group."""
+    return get_tp_group()
+
+
+def get_pipeline_model_parallel_group() -> GroupCoordinator:
+    """Return the current pipeline-parallel group."""
+    return get_pp_group()
 
 
 def get_tensor_model_parallel_world_size() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,9 @@ from coordinator.queues.broadcaster import Broadcaster
 from device_comm.base import DeviceCommunicator
 from device_comm.health import GroupHealth
 from shm_broadcast.errors import CommError, UsageError
+
+# No caller can pass this as a rank.
+_NO_RANK: Final = object()
 
 
 class GroupPlanes:
@@ -42,7 +45,7 @@ class GroupPlanes:
     _host: HostPlane
     _broadcaster: Broadcaster | None = None
     # The broadcaster's writer, for `broadcast_object`: the rank whose objects go through the queue.
-    _queue_source: int | None = None
+    _queue_source: object = _NO_RANK
     _exchange: Callable[[Any], Any]
     _health: GroupHealth
     _calls: Calls
@@ -54,12 +57,15 @@ class GroupPlanes:
         """Broadcast the objects of the queue's writer through it from now on; None ends this."""
         self._broadcaster = broadcaster
         if broadcaster is None:
-            self._queue_source = None
+            self._queue_source = _NO_RANK
         else:
             self._exchange, self._queue_source = broadcaster.exchange, broadcaster.writer
 
     def _blame_queue(self, error: CommError) -> NoReturn:
         """Raise the group's error for an error of its queue."""
+        self._health.check_owner("broadcast_object")
+        if isinstance(error, UsageError):
+            self._calls.refuse("broadcast_object", error)
         broadcaster = self._broadcaster
         if broadcaster is None:
             # Another thread destroyed the group during the call.

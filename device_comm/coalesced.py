@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -17,11 +17,26 @@ from device_comm.process_group import as_bytes, dense
 _ALIGNMENT: Final = 16
 
 
-def _checked(there: DeviceCommunicator, tensors: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
-    checked = list(checks.check_tensors(tensors, name))
-    for tensor in checked:
+def checked(
+    there: DeviceCommunicator,
+    tensors: Sequence[torch.Tensor],
+    method: str,
+    dim: int | None = None,
+    **_others: Any,
+) -> list[torch.Tensor]:
+    """Return the tensors of a call of `method`, a function of this module, as a list.
+
+    Raises:
+        UsageError: The tensors, or `dim`, do not fit the call.
+    """
+    name = f"{method}_coalesced"
+    found = list(checks.check_tensors(tensors, name))
+    for tensor in found:
         checks.check_tensor(tensor, there.device, name)
-    return checked
+        at = 0 if dim is None else checks.check_dim(dim, tensor)
+        if method == "reduce_scatter":
+            checks.check_divisible(tensor, at, there.world_size)
+    return found
 
 
 def _by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, list[int]]:
@@ -39,7 +54,7 @@ def all_reduce(
     timeout_s: float | None = None,
 ) -> list[torch.Tensor]:
     """Combine the ranks' tensors with `op`, in one call for each dtype. A group of one returns its inputs."""
-    results = _checked(there, tensors, "all_reduce_coalesced")
+    results = checked(there, tensors, "all_reduce")
     if there.world_size == 1:
         return results
     for places in _by_dtype(results).values():
@@ -60,12 +75,10 @@ def all_gather(
     timeout_s: float | None = None,
 ) -> list[torch.Tensor]:
     """Concatenate the ranks' tensors along `dim`, as bytes in one call. A group of one returns its inputs."""
-    checked = _checked(there, tensors, "all_gather_coalesced")
-    for tensor in checked:
-        checks.check_dim(dim, tensor)
-    if there.world_size == 1 or not checked:
-        return checked
-    sources = [dense(tensor.reshape(1) if tensor.dim() == 0 else tensor) for tensor in checked]
+    inputs = checked(there, tensors, "all_gather", dim)
+    if there.world_size == 1 or not inputs:
+        return inputs
+    sources = [dense(tensor.reshape(1) if tensor.dim() == 0 else tensor) for tensor in inputs]
     starts, total = [], 0
     for source in sources:
         starts.append(total)
@@ -91,9 +104,7 @@ def reduce_scatter(
     timeout_s: float | None = None,
 ) -> list[torch.Tensor]:
     """Combine the ranks' tensors and return this rank's parts along `dim`, with one call for each dtype."""
-    results, size = _checked(there, tensors, "reduce_scatter_coalesced"), there.world_size
-    for tensor in results:
-        checks.check_divisible(tensor, checks.check_dim(dim, tensor), size)
+    results, size = checked(there, tensors, "reduce_scatter", dim), there.world_size
     if size == 1:
         return results
     for places in _by_dtype(results).values():
@@ -104,7 +115,7 @@ def reduce_scatter(
             along = checks.check_dim(dim, source)
             parts = torch.unflatten(source, along, (size, source.shape[along] // size)).movedim(along, 0)
             shapes.append(parts.shape[1:])
-            rows.append(dense(parts).view(size, -1))
+            rows.append(dense(parts).view(size, math.prod(parts.shape[1:])))
         whole = torch.cat(rows, 1)
         own = reducer(op, there).reduce_scatter(whole, 0, op, timeout_s=timeout_s)
         own_parts = torch.split(own.view(-1), [math.prod(shape) for shape in shapes])

@@ -116,7 +116,9 @@ def await_any(readers: Sequence[RingReader | RemoteReader], timeout_s: float | N
             for descriptor in reader.descriptors:
                 poll.register(descriptor, select.POLLIN)
     if len(places) > _MOST_RINGS:
-        raise UsageError(f"dequeue_any takes at most {_MOST_RINGS} queues in shared memory, got {len(places)}")
+        raise UsageError(
+            f"dequeue_any takes at most {_MOST_RINGS} queues in shared memory, got {len(places)}"
+        )
     has_remote = len(places) < len(readers)
     memories, indices = tuple(memory for memory, _ in places), tuple(index for _, index in places)
     # Start behind the reader that was served last, so that a busy writer cannot starve the others.

@@ -52,7 +52,7 @@ class View(msgspec.Struct, frozen=True):
         address: Address at which the group's other ranks reach this rank; may differ.
         host_id: Host id; equal on ranks that can share memory.
         note: Further information for the other ranks; may differ.
-        rank_info: Random text that makes this view unique; filled in by `agree`.
+        nonce: Random text that makes this view unique; filled in by `agree`.
     """
 
     facts: dict[str, str]
@@ -60,7 +60,7 @@ class View(msgspec.Struct, frozen=True):
     address: str
     host_id: str = ""
     note: str = ""
-    rank_info: str = ""
+    nonce: str = ""
 
 
 _decoder = msgspec.json.Decoder(View)
@@ -99,7 +99,7 @@ def agree(
         NativeError: The store is gone, and no known rank has died.
     """
     where = f"creating {what} (rank {rank})"
-    view = msgspec.structs.replace(view, rank_info=secrets.token_hex(8))
+    view = msgspec.structs.replace(view, nonce=secrets.token_hex(8))
     agreement = _Agreement(store, where, rank, ranks, view, timeout_s, watch)
     try:
         return run_interruptibly(agreement.exchange, f"agree on {what}", agreement.check)

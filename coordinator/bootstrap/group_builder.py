@@ -82,15 +82,11 @@ class GroupBuilder:
         """Create the shared state of the group; nothing is connected yet."""
         name, ranks, rank = self.plan.name, self.plan.membership.ranks, self.plan.membership.rank
         peers = {member: view.process for member, view in self.members.items() if member != rank}
-        address = listening_address(self.members, rank) if peers else self.members[rank].address
         self._host_ids = {member: view.host_id for member, view in self.members.items()}
         self._watch = PeerWatch(this_process(), peers)
         scoped = dist.PrefixStore(f"status_store/{ranks[0]}", self.store)
         self._status_store = WorldStatusStore(scoped, rank, ranks)
         self.health = GroupHealth(name, rank, ranks, self._watch, self._status_store)
-        self._process_groups = GroupProcessGroups(
-            name, ranks, self.backend, address, self.settings.create_timeout_s
-        )
 
     def share(self, number: int) -> None:
         """Map offer `number` of the first rank, if all ranks are on one host. Collective."""
@@ -116,6 +112,14 @@ class GroupBuilder:
         self, use_device_communicator: bool, agreement_s: float, together: tuple[str, ...]
     ) -> GroupParts:
         """Build the planes. Collective."""
+        self._process_groups = GroupProcessGroups(
+            self.plan.name,
+            self.plan.membership.ranks,
+            self.backend,
+            self._address(),
+            self.settings.create_timeout_s,
+        )
+        self._made.callback(self._process_groups.destroy)
         host, communicator = self._planes(use_device_communicator)
         report = CreationReport(name=self.plan.name, world_size=len(self._host_ids), together=together)
         return GroupParts(
@@ -127,6 +131,11 @@ class GroupBuilder:
             report=report.plus(agreement=agreement_s, **self.plan.clock.seconds),
             host_ids=self._host_ids,
         )
+
+    def _address(self) -> str:
+        """Return the address on which this rank listens for the group."""
+        rank = self.plan.membership.rank
+        return listening_address(self.members, rank) if len(self.members) > 1 else self.members[rank].address
 
     def _planes(self, use_device_communicator: bool) -> tuple[HostPlane, DeviceCommunicator]:
         """Choose the group's planes, and connect them."""
@@ -196,7 +205,6 @@ class GroupBuilder:
             self.health.abort()
             self._made.close()
             self.health.release()
-            self._process_groups.destroy()
 
 
 __all__ = ["GroupBuilder", "prepare_region"]

@@ -131,7 +131,7 @@ class GroupParts:
         process_groups: The torch process groups.
         report: How long the creation of the group took.
         host_ids: Host id of each rank, by global rank; equal for ranks that can share memory.
-        is_fake: Whether the group has no other process, so that no call ever waits.
+        is_fake: Whether the group is a fake, which stands for several ranks in one process.
     """
 
     health: GroupHealth

@@ -22,7 +22,7 @@ ANSWER_S: Final = 2.0
 Result = TypeVar("Result")
 
 _arrival_decoder = msgspec.json.Decoder(Arrival)
-_verdict_decoder = msgspec.json.Decoder(FailureRecord)
+_record_decoder = msgspec.json.Decoder(FailureRecord)
 
 
 class WorldStatusStore:
@@ -49,8 +49,8 @@ class WorldStatusStore:
         except CommTimeoutError:
             if within_s >= ANSWER_S:
                 self._reachable = False
-        except NativeError:
-            # The store is gone: the caller continues with what it knows itself.
+        except (NativeError, msgspec.MsgspecError):
+            # The store is gone, or holds a value that is none of ours: the caller continues with what it knows itself.
             self._reachable = False
         return otherwise
 
@@ -75,7 +75,7 @@ class WorldStatusStore:
         def question() -> FailureRecord | None:
             if not self._store.check(["failure_record"]):
                 return None
-            return _verdict_decoder.decode(self._store.get("failure_record"))
+            return _record_decoder.decode(self._store.get("failure_record"))
 
         return self._ask(question, None)
 
@@ -84,7 +84,7 @@ class WorldStatusStore:
         text = msgspec.json.encode(failure_record).decode()
 
         return self._ask(
-            lambda: _verdict_decoder.decode(self._store.compare_set("failure_record", "", text)),
+            lambda: _record_decoder.decode(self._store.compare_set("failure_record", "", text)),
             failure_record,
             within_s,
         )

@@ -16,7 +16,6 @@ from typing import Any, Final
 import torch
 
 from coordinator.settings import CoordinatorSettings, cuda_visible_devices
-from device_comm import _core
 from device_comm.cpu import communicator
 from device_comm.cuda.driver import Driver
 from device_comm.cuda.policy.decision import CallFacts, Capacity, GroupFacts, choose
@@ -75,7 +74,7 @@ def collect(*, tries: bool = True) -> dict[str, Any]:
         "host": {
             "system": f"{platform.system()} {platform.release()} on {platform.machine()}",
             "processors": f"{len(os.sched_getaffinity(0))} for this process, {os.cpu_count()} in all",
-            "instruction set of CPU reductions": _core.level(),
+            "instruction set of CPU reductions": communicator.instruction_set(),
         },
         "settings": _settings(settings),
         "trial start of two ranks": _start_up() if tries else "skipped (--no-start)",
@@ -121,11 +120,13 @@ def _visible(text: str | None, drivers: Any) -> Any:
     """Return the devices that CUDA shows, the entry at which the list ended, and all devices of the host."""
     if text is None:
         return "not set"
+    # Other errors, such as a missing package, say nothing about the list.
+    is_known = isinstance(drivers, list) or "there is no CUDA device" in drivers
     shown = [_try(driver.uuid) for driver in drivers] if isinstance(drivers, list) else []
     return {
         "text": text,
         "shows": shown if isinstance(drivers, list) else drivers,
-        "ended by": _ended_by(text, len(shown)),
+        "ended by": _ended_by(text, len(shown)) if is_known else "unknown",
         "plugged in": _plugged_in(),
     }
 

@@ -42,7 +42,7 @@ def lists_by_color(stated: Sequence[int]) -> list[list[int]]:
     """Return the ranks of each color, ordered by key; `stated` holds each rank's packed integer, in rank order."""
     members: dict[int, list[tuple[int, int]]] = {}
     for rank, packed in enumerate(stated):
-        # A key of -1 borrows from the color.
+        # Packing a key of -1 lowers the color by one; adding 1 undoes that.
         color, key = (packed + 1) >> 32, ((packed + 1) & 0xFFFFFFFF) - 1
         if color >= 0:
             members.setdefault(color, []).append((key, rank))

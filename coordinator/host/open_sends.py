@@ -38,8 +38,10 @@ class OpenSends:
     def flush(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` seconds, until all sends are complete or one can no longer complete."""
         deadline = time.monotonic() + timeout_s
+        # Another thread may start a send while this one destroys the group.
+        sends = list(self._handles)
         with suppress(CommError):  # a connection is closed: its peer is gone
-            while not all(send.is_completed() for send in self._handles) and time.monotonic() < deadline:
+            while not all(send.is_completed() for send in sends) and time.monotonic() < deadline:
                 time.sleep(_FLUSH_PAUSE_S)
 
     def clear(self) -> None:

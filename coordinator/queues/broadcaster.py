@@ -9,6 +9,7 @@ from coordinator.queues.ends import Reader, Writer
 from device_comm.health import GroupHealth
 from shm_broadcast.errors import ClosedError, CommError, CommTimeoutError, PeerLostError
 from shm_broadcast.queue import QueueReader, QueueWriter
+from shm_broadcast.ring.writer import nanoseconds
 
 
 class Broadcaster:
@@ -22,7 +23,7 @@ class Broadcaster:
         self._health = health
         self._timeout_s = timeout_s
         if isinstance(end, QueueWriter):
-            end.endpoint.timeout_ns = int(timeout_s * 1e9)
+            end.endpoint.timeout_ns = nanoseconds(timeout_s)
         # On the writer this sends its argument and returns it; on the other ranks it returns the next object. It need
         # not ask the group's health, because the queue is closed when the group is destroyed or breaks.
         self.exchange: Callable[[Any], Any] = end.endpoint.exchange

@@ -151,8 +151,8 @@ class FakeCommunicator(DeviceCommunicator):
 
     Reductions use the arithmetic and the rank order of the real ones. Where `sizes` gives other ranks more or
     fewer rows than this rank brings, they are taken to bring this rank's rows, over and over, as many as
-    they need; zeros if this rank has none. In an all-to-all each rank brings what this one sends to itself. What
-    another rank broadcasts or scatters is what is there already.
+    they need; zeros if this rank has none. In an all-to-all each rank brings what this one sends to itself. A
+    broadcast or scatter from another rank leaves the tensor as it is.
     """
 
     algorithm = "fake"

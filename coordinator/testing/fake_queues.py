@@ -1,4 +1,4 @@
-"""The queues of a fake group: what is written to a peer goes nowhere, and from a peer nothing comes."""
+"""The queues of a fake group: a message to a peer is dropped, and no peer sends one."""
 
 from __future__ import annotations
 

@@ -62,15 +62,15 @@ class FakeGroupCoordinator(GroupCoordinator):
         group_name: str = "fake",
         settings: CoordinatorSettings | None = None,
     ) -> None:
-        """Be rank `rank` of `world_size`.
+        """Make the group as rank `rank` sees it; the other ranks do not exist.
 
         Args:
             rank: Global rank: one of `ranks`.
             world_size: Number of ranks in the group.
             ranks: Global ranks of the group in group order; by default 0 to `world_size` - 1.
             device: Where the group's tensors live.
-            group_name: For texts; a number is appended.
-            settings: By default the defaults: the environment is not read.
+            group_name: Name in errors and logs; a number is appended.
+            settings: `CoordinatorSettings()` by default; the environment is not read.
 
         Raises:
             UsageError: The rank, the ranks and the world size do not fit each other.
@@ -146,7 +146,7 @@ class FakeGroupCoordinator(GroupCoordinator):
         Raises:
             UsageError: Nothing was sent that is still to be received.
         """
-        self._health.check_usable("recv_any")
+        self._calls.enter("recv_any", in_line=False)
         refusal: UsageError | None = None
         for src in range(self.world_size):
             if src != self.rank_in_group:
@@ -196,7 +196,7 @@ class FakeGroupCoordinator(GroupCoordinator):
 
     def enable_broadcaster(self, writer_rank: int = 0) -> None:
         """Create `mq_broadcaster`. Broadcasts do not use it, because no other rank writes to it or reads it."""
-        self._health.check_usable("enable_broadcaster")
+        self._calls.enter("enable_broadcaster", in_line=False)
         if self.world_size > 1 and self.mq_broadcaster is None:
             self.mq_broadcaster: Writer | Reader | None = self.create_mq_broadcaster(writer_rank)
 
@@ -280,7 +280,7 @@ def fake_groups(
         layout: The sizes.
         rank: Global rank to be.
         device: Where the groups' tensors live.
-        settings: Of every group; by default the defaults.
+        settings: Settings of every group; `CoordinatorSettings()` by default.
 
     Raises:
         UsageError: The layout has no such rank.

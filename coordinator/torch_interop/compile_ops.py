@@ -28,7 +28,8 @@ from shm_broadcast.errors import UsageError
 
 NAMESPACE: Final = "group_coordinator"
 
-# Between the group and `timeout_s` stand the arguments of the communicator's method, in its order.
+# Without `group_name`, `world_size` and `timeout_s`, the arguments have the order of the communicator's method; `_make`
+# depends on it.
 _SCHEMAS: Final = {
     "all_reduce": "(Tensor input, str group_name, str op='sum', float? timeout_s=None) -> Tensor",
     "all_gather": "(Tensor input, str group_name, int world_size, int dim=-1, float? timeout_s=None) -> Tensor",

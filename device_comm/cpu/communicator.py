@@ -40,12 +40,19 @@ def all_reduce_kind(nbytes: int, world_size: int) -> int:
     return _core.ALL_REDUCE_TWO_SHOT
 
 
+def instruction_set() -> str:
+    """Return the instruction set that reductions of CPU tensors use on this machine."""
+    return _core.level()
+
+
 def call_path(operation: str, nbytes: int, world_size: int) -> CallPath:
     """Return how the ranks of one host carry a call on CPU tensors: a pure choice from facts that all ranks share."""
     if operation not in ("all_reduce", "all_reduce_"):
         return CallPath("shared memory", "every rank takes what it needs from the others' slots")
     if world_size <= _ONE_SHOT_RANKS:
-        return CallPath("one-shot", "two ranks: both algorithms move the same bytes, and this one has a single round")
+        return CallPath(
+            "one-shot", "two ranks: both algorithms move the same bytes, and this one has a single round"
+        )
     if all_reduce_kind(nbytes, world_size) == _core.ALL_REDUCE_ONE_SHOT:
         return CallPath("one-shot", f"{nbytes} bytes are at most {ONE_SHOT_BYTES}: a single round")
     return CallPath(

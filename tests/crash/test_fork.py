@@ -142,6 +142,27 @@ def test_every_call_of_a_forked_child_is_a_usage_error_and_the_parent_goes_on(
         assert refused == {}
 
 
+def broadcast_through_queue(rank: int, world_size: int, directory: Path) -> str:
+    with world(rank, world_size, directory) as first, new_group(first, timeout_s=1e10) as group:
+        group.enable_broadcaster(0)
+        assert group.broadcast_object("before") == "before"
+        report = directory / f"report-{rank}"
+        assert ended(in_child(lambda: outcome_of(group.broadcast_object)["text"], report, "os._exit")) == 0
+        assert group.broadcast_object("after") == "after"
+        text: str = json.loads(report.read_text())
+        return text
+
+
+@pytest.mark.guarantee("G10")
+def test_a_broadcast_through_the_queue_in_a_forked_child_names_the_call_and_the_group(
+    ranks2: RankPool,
+) -> None:
+    """The error is that of every other call; the longest deadline that a setting allows suits the queue too."""
+    for text in ranks2.run(broadcast_through_queue):
+        assert text.startswith("broadcast_object on 'tp:0'"), text
+        assert "a forked child must create its own groups" in text
+
+
 def parallel_groups_in_child(rank: int, world_size: int, directory: Path, end: str) -> list[Any]:
     with world(rank, world_size, directory) as first:
         groups = ParallelGroups.create(ParallelLayout(tensor=2), world=first)

@@ -36,7 +36,11 @@ def coalesced(rank: int, world_size: int, directory: Path) -> list[bool]:
             torch.equal(made, group.all_gather(each, -1))
             for made, each in zip(gathered, tensors, strict=True)
         ]
-        parts = [torch.arange(8.0).view(2, 4) * (rank + 1), torch.arange(2 * world_size)]
+        parts = [
+            torch.arange(8.0).view(2, 4) * (rank + 1),
+            torch.arange(2 * world_size),
+            torch.empty(0, 2 * world_size),
+        ]
         scattered = group.reduce_scatter_coalesced(parts, -1, ReduceOperation.MAX)
         found += [
             torch.equal(made, group.reduce_scatter(each, -1, ReduceOperation.MAX))
@@ -52,6 +56,15 @@ def coalesced(rank: int, world_size: int, directory: Path) -> list[bool]:
         found.append(torch.equal(third.result(), group.all_gather(tensors[1], 0)))
         found.append(group.all_reduce_coalesced([]) == [])
         found.append(refused(lambda: group.reduce_scatter_coalesced([torch.ones(3)])))
+        # Asynchronous calls are refused before there is a handle, which the caller may drop.
+        found.append(refused(lambda: group.reduce_scatter_coalesced([torch.ones(3)], async_op=True)))
+        found.append(refused(lambda: group.all_gather_coalesced([torch.ones(2)], 1, async_op=True)))
+        found.append(refused(lambda: group.all_reduce_coalesced(torch.ones(2), async_op=True)))  # type: ignore[call-overload]
+        found.append(
+            torch.equal(
+                group.all_gather_coalesced([torch.ones(2)], 0, async_op=True).wait()[0], torch.ones(4)
+            )
+        )
         return found
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from coordinator import (
     model_parallel_is_initialized,
 )
 from coordinator.bootstrap import group_builder
+from coordinator.bootstrap.agreement import LINGER_S
 from coordinator.bootstrap.group_builder import GroupBuilder
 from coordinator.bootstrap.group_parts import GroupParts
 from coordinator.bootstrap.rendezvous_directory import DirectoryRendezvous
@@ -319,13 +321,15 @@ def pidfds() -> int:
 
 def unreachable(rank: int, world_size: int, directory: Path) -> None:
     with world(rank, world_size, directory) as everyone:
-        before = pidfds()
+        before, start = pidfds(), time.monotonic()
         refusal = CapabilityError("loopback", requirement="an address")
         with (
             mock.patch.object(group_builder, "listening_address", side_effect=refusal),
             pytest.raises(CapabilityError, match="loopback") as caught,
         ):
             new_group(everyone)
+        # A rank whose process ends now may take the store with it, in which the others still look for the reason.
+        assert time.monotonic() - start >= LINGER_S
         assert pidfds() == before
         del caught
         works(everyone)

@@ -91,10 +91,17 @@ def use_nvml(monkeypatch: pytest.MonkeyPatch, nvml: ModuleType | None) -> None:
 )
 def test_the_entry_that_ended_the_list_is_named_with_a_reason(text: str, shown: int, why: str) -> None:
     """Ordinals, UUIDs and MIG names: CUDA shows fewer devices than were asked for, and info says at which entry."""
-    drivers = [Shown()] * shown if shown else "CapabilityError: no device"
+    drivers = [Shown()] * shown if shown else "CapabilityError: there is no CUDA device: CUDA_ERROR_NO_DEVICE"
     found = info._visible(text, drivers)
     assert found["ended by"] == why
     assert found["shows"] == ([Shown().uuid()] * shown if shown else drivers)
+
+
+def test_no_reason_is_named_if_cuda_was_not_asked() -> None:
+    """A missing package or driver says nothing about the entries."""
+    assert (
+        info._visible("0", "CapabilityError: the package cuda-bindings is missing")["ended by"] == "unknown"
+    )
 
 
 @given(st.text(alphabet="0123-+,GPUMIG/ abcdef\n\u0663\u00b2", max_size=40), st.integers(0, 5))

@@ -1,11 +1,14 @@
 """Wait for a condition until a deadline, and name the condition if it was not met."""
 
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PATIENCE_S", "has_ended", "wait_until"]
+__all__ = ["PATIENCE_S", "has_ended", "sleeping_in", "wait_until"]
 
 PATIENCE_S = 60.0
 """A wait budget that is longer than any awaited event takes, even on a busy machine."""
@@ -27,8 +30,31 @@ def wait_until(
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether a process is gone or is a zombie."""
+    """Return whether a process is gone, dead or a zombie."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith(("Z", "X"))
     except (FileNotFoundError, ProcessLookupError):
         return True
+
+
+def sleeping_in(function: str) -> int:
+    """Return how many other threads of this process sleep in the kernel in a call of a Python function of that name."""
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]  # a cycle would keep the objects of all frames until the collector runs
+    found = 0
+    for thread in threading.enumerate():
+        frame = frames.get(thread.ident or 0)
+        while frame is not None and frame.f_code.co_name != function:
+            frame = frame.f_back
+        found += frame is not None and _is_asleep(thread)
+    return found
+
+
+def _is_asleep(thread: threading.Thread) -> bool:
+    # In a forked process the main thread still gives the number that it had in the parent.
+    number = os.getpid() if thread is threading.main_thread() else thread.native_id
+    try:
+        stat = Path(f"/proc/self/task/{number}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(") ")[2].startswith("S")

@@ -34,6 +34,7 @@ __all__ = [
     "outcome_of",
     "refused",
     "run_at",
+    "tell_when_waiting",
     "world",
 ]
 
@@ -100,6 +101,21 @@ def meet(rank: int, ranks: Collection[int], directory: Path, place: str) -> None
         # Calls before this point may take as long as the harness allows.
         timeout_s=300.0,
     )
+
+
+def tell_when_waiting(group: GroupCoordinator, directory: Path, place: str = "waits") -> None:
+    """Let this rank arrive at `place`, as in `meet`, once one of its calls has waited for other ranks for 0.1 s.
+
+    A waiting call looks for dead ranks at that interval, and sleeps between two looks.
+    """
+    health: Any = group._health
+    check = health.check_peers
+
+    def tell_and_check(operation: Any) -> None:
+        (directory / f"{place}-{group.rank}").touch()
+        check(operation)
+
+    health.check_peers = tell_and_check
 
 
 def refused(call: Any) -> bool:

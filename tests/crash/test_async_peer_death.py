@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from coordinator.parallel_state import destroy_distributed_environment, get_world_group
 from tests.harness import run_ranks
-from tests.worlds import join_world, meet, outcome_of
+from tests.worlds import join_world, meet, outcome_of, tell_when_waiting
 
 # A death is noticed within a second; a busy machine may take a few.
 PROMPT_S = 20.0
@@ -23,8 +22,9 @@ def wait_for_the_dead(rank: int, world_size: int, directory: Path) -> list[dict[
     group.all_reduce(torch.ones(1), async_op=True).wait()
     meet(rank, range(world_size), directory, "ready")
     if rank == 1:
-        time.sleep(0.3)  # the others have started their calls by now
+        meet(rank, range(world_size), directory, "waits")
         os.kill(os.getpid(), signal.SIGKILL)
+    tell_when_waiting(group, directory)
     handle = group.all_reduce(torch.ones(1 << 18), async_op=True)
     future = group.barrier(async_op=True).get_future()
     found = [

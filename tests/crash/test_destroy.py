@@ -10,6 +10,7 @@ import torch
 
 from coordinator.group import GroupCoordinator
 from tests.harness import RankPool
+from tests.waiting import sleeping_in, wait_until
 from tests.worlds import LARGE, WAITS, meet, new_group, outcome_of, world
 
 SHORT_S = 0.4
@@ -82,7 +83,7 @@ def destroy_wakes(rank: int, world_size: int, directory: Path, name: str) -> lis
         times = []
 
         def destroy() -> None:
-            time.sleep(SHORT_S)  # the call waits by now
+            wait_until(lambda: sleeping_in("_wait"), "the call asleep")
             times.append(destroyed_in_time(group))
 
         thread = threading.Thread(target=destroy)

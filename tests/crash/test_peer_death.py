@@ -15,7 +15,16 @@ from coordinator.parallel_state import destroy_distributed_environment, get_worl
 from tests.harness import RankPool, run_ranks
 from tests.rank_exit import RankExit
 from tests.waiting import has_ended, wait_until
-from tests.worlds import EVERYONE_WAITS, WAITS, join_world, meet, new_group, outcome_of, world
+from tests.worlds import (
+    EVERYONE_WAITS,
+    WAITS,
+    join_world,
+    meet,
+    new_group,
+    outcome_of,
+    tell_when_waiting,
+    world,
+)
 
 # Deadlines are minutes; a death is noticed within a second, and a busy machine may take a few.
 PROMPT_S = 20.0
@@ -70,8 +79,9 @@ def _survive(
     group.barrier()
     meet(rank, range(world_size), directory, "ready")
     if rank == culprit:
-        time.sleep(0.3)  # the others wait in the call by now
+        meet(rank, range(world_size), directory, "waits")
         DEATHS[death]()
+    tell_when_waiting(group, directory)
     call = WAITS[name] if rank == 0 or name in EVERYONE_WAITS else WAITS["barrier"]
     found = [outcome_of(lambda: call(group, culprit, None)), outcome_of(group.barrier)]
     # Leave only after all have their error, or the others might see the leaving instead.
@@ -209,9 +219,10 @@ def one_leaves(rank: int, world_size: int, directory: Path, name: str) -> dict[s
         found = None
         culprit = world_size - 1
         if rank == culprit:
-            time.sleep(0.3)  # the others wait in the call by now
+            meet(rank, range(world_size), directory, "waits")
             group.destroy()
         else:
+            tell_when_waiting(group, directory)
             call = WAITS[name] if rank == 0 or name in EVERYONE_WAITS else WAITS["barrier"]
             found = outcome_of(lambda: call(group, culprit, None))
         meet(rank, range(world_size), directory, "told")

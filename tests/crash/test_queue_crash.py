@@ -14,11 +14,13 @@ import pytest
 
 from shm_broadcast import _core
 from shm_broadcast.handle import QueueHandle
+from shm_broadcast.layout import FIELDS, LINE
 from shm_broadcast.queue import QueueReader
 from shm_broadcast.segment import take_over
 from tests.harness import run_ranks
 from tests.queue_ranks import Meeting, blob, ended_with, offer, take
-from tests.queues import fill, find_sockets, memory_of, segments_of
+from tests.queues import fill, find_sockets, memory_of, segments_of, word
+from tests.waiting import has_ended, wait_until
 
 # The promise is one second; a loaded machine gets more. After a kill the calls have no deadline of their own.
 PROMPT_S = 10.0
@@ -260,16 +262,19 @@ def dies_within_a_stream(rank: int, world_size: int, directory: Path, is_read_be
             writer.wait_until_ready(30.0)
             writer.enqueue("whole")
             os.truncate(place, nbytes // 2)
-            meeting.mark("written")
+            meeting.mark("written", str(os.getpid()))
             if is_read_before:
                 meeting.wait("read-1")
                 meeting.wait("read-2")
-                time.sleep(0.05)  # the readers wait for the next message by now
+                parked = FIELDS["parked"]
+                wait_until(
+                    lambda: all(word(memory_of(writer), parked, LINE * i) for i in (0, 1)), "readers asleep"
+                )
             writer.enqueue(content.view(np.ndarray))
     with take(meeting, rank) as reader:
-        meeting.wait("written")
+        pid = int(meeting.wait("written"))
         if not is_read_before:
-            time.sleep(0.3)  # rank 0 has died within its second message by now
+            wait_until(lambda: has_ended(pid), "the end of rank 0, within its second message")
         whole = reader.dequeue(30.0)
         meeting.mark(f"read-{rank}")
         found = ended_with(reader.dequeue)

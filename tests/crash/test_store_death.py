@@ -24,7 +24,16 @@ from coordinator.settings import CoordinatorSettings
 from tests.harness import RankPool, run_ranks
 from tests.ports import free_port
 from tests.waiting import wait_until
-from tests.worlds import EVERYONE_WAITS, WAITS, join_world, meet, new_group, outcome_of, world
+from tests.worlds import (
+    EVERYONE_WAITS,
+    WAITS,
+    join_world,
+    meet,
+    new_group,
+    outcome_of,
+    tell_when_waiting,
+    world,
+)
 
 PROMPT_S = 20.0
 
@@ -233,8 +242,9 @@ def lose_the_host(rank: int, world_size: int, directory: Path, port: int, name: 
     group.barrier()
     meet(rank, range(world_size), directory, "ready")
     if rank == 0:
-        time.sleep(0.3)  # the others wait in the call by now
+        meet(rank, range(world_size), directory, "waits")
         ENDS[end]()
+    tell_when_waiting(group, directory)
     call = WAITS[name] if rank == 1 or name in EVERYONE_WAITS else WAITS["barrier"]
     found: list[Any] = [outcome_of(lambda: call(group, 0, 1.0)), outcome_of(group.barrier)]
     start = time.monotonic()

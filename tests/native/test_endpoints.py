@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from shm_broadcast.errors import UsageError
 from shm_broadcast.layout import FIELDS, LINE, PAGE, RECORD_FIELDS, Field, RecordKind, record_bytes
 from tests.queues import RefusedError, background, bare_ring, put_word, refuse, ring_write, word
 from tests.unit.shm_broadcast.codec_samples import Point
+from tests.waiting import sleeping_in, wait_until
 
 FILLED, CONSUMED = FIELDS["filled"], FIELDS["consumed"]
 PAYLOAD, FLAGS, TOTAL = (RECORD_FIELDS[name] for name in ("payload_bytes", "flags", "total_bytes"))
@@ -147,14 +149,17 @@ def test_a_second_thread_waits_for_its_turn_within_its_deadline() -> None:
     """While one thread waits for a message another one's deadline passes, and one without a deadline is served next."""
     _, port, reader = ends()
     with background(reader.receive) as first:
-        while not reader.is_busy:
-            time.sleep(0.001)
+        wait_until(lambda: reader.is_busy, "the thread in its call", poll_s=0.001)
         assert reader.receive_within(0, 0) is _core.NOTHING
         with pytest.raises(RefusedError) as caught:
             reader.receive(20_000_000)
         assert caught.value.reason == _core.LOOK_LATE
-        with background(reader.receive) as second:
-            time.sleep(0.05)
+
+        def receive_next() -> Any:
+            return reader.receive()
+
+        with background(receive_next) as second:
+            wait_until(lambda: sleeping_in("receive_next"), "the second thread asleep")
             port.send(1)
             port.send(2)
     assert (first, second) == ([1], [2])
@@ -456,8 +461,7 @@ def test_a_close_from_another_thread_waits_for_the_call() -> None:
     """The mapping goes when the receiving call has ended, which leaving the ring brings about."""
     memory, port, reader = ends()
     with background(lambda: reader.receive_within(0, 20_000_000_000)) as outcome:
-        while not reader.is_busy:
-            time.sleep(0.001)
+        wait_until(lambda: reader.is_busy, "the thread in its call", poll_s=0.001)
         reader.close(refuse)
         port.close(refuse)
         with pytest.raises(BufferError):
@@ -488,12 +492,12 @@ def test_streams_pass_between_threads() -> None:
                 received.append(value)
         return received
 
+    def is_sent(message: list[Any]) -> bool:
+        return port.send_now(message, 0) is None
+
     with background(lambda: read(readers[0])) as first, background(lambda: read(readers[1])) as second:
         for message in messages:
-            deadline = time.monotonic() + 30.0
-            while port.send_now(message, 0) is not None:
-                assert time.monotonic() < deadline
-                time.sleep(0.0001)
+            wait_until(partial(is_sent, message), f"room for message {message[0]}", 30.0, 0.0001)
     assert first == [messages]
     assert second == [messages]
 

@@ -23,6 +23,7 @@ from device_comm.cpu.native_codes import OPERATION_CODES, TYPE_CODES
 from device_comm.cpu.shared_memory import connect_part
 from device_comm.reduction import ReduceOperation, check_reducible, reduce_in_rank_order
 from shm_broadcast.errors import UsageError
+from tests.waiting import sleeping_in, wait_until
 
 SLOT = 8192
 LINE = 64
@@ -356,9 +357,13 @@ def test_closing_ends_a_call_that_waits_in_another_thread() -> None:
     ends = regions(2)
     assert ends[0].barrier() == _core.PENDING
     outcome: list[int] = []
-    thread = threading.Thread(target=lambda: outcome.append(ends[0].resume(int(GIVE_UP_S * 1e9))))
+
+    def resume() -> None:
+        outcome.append(ends[0].resume(int(GIVE_UP_S * 1e9)))
+
+    thread = threading.Thread(target=resume)
     thread.start()
-    time.sleep(0.2)
+    wait_until(lambda: sleeping_in("resume"), "the thread asleep")
     ends[0].close(False)
     thread.join(GIVE_UP_S)
     assert outcome == [_core.CLOSED]
@@ -399,7 +404,7 @@ def test_a_sleeping_rank_is_woken_by_the_last_to_come() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(resume)
-        time.sleep(1.0)
+        time.sleep(1.0)  # ten times the processor time that the wait may use
         assert ends[1].barrier() == _core.DONE
         status, used_s = waiting.result(GIVE_UP_S)
     assert status == _core.DONE

@@ -13,6 +13,7 @@ import torch
 from coordinator import ReduceOperation, UsageError
 from coordinator.group import GroupCoordinator
 from tests.harness import RankPool
+from tests.waiting import wait_until
 from tests.worlds import ApartPool, HostsPool, meet, new_group, outcome_of, world
 
 CALLS: dict[str, Callable[..., Any]] = {
@@ -78,9 +79,8 @@ def goes_on(rank: int, world_size: int, directory: Path) -> list[bool]:
     with world(rank, world_size, directory) as group:
         found = []
         handles = [group.all_reduce(torch.full((1 << 18,), float(i)), async_op=True) for i in range(4)]
-        deadline = time.monotonic() + 30
-        while not all(handle.is_completed() for handle in handles) and time.monotonic() < deadline:
-            time.sleep(0.001)  # no call waits for the handles
+        # No call waits for the handles.
+        wait_until(lambda: all(handle.is_completed() for handle in handles), "the results", 30.0, 0.001)
         found.append(all(handle.is_completed() for handle in handles))
         found.append([handle.wait()[0].item() for handle in handles] == [0.0, 2.0, 4.0, 6.0])
         # Blocking calls of both planes come after calls that are open, also if ranks mix the two forms differently.
@@ -209,8 +209,7 @@ def destroy_open(rank: int, world_size: int, directory: Path) -> list[Any]:
         group.destroy()
         kinds.append(outcome_of(lambda: group.all_reduce(torch.ones(1), async_op=True))["kind"])
         kinds.append(outcome_of(future.wait)["kind"])
-        while threading.active_count() > 1:
-            time.sleep(0.01)
+        wait_until(lambda: threading.active_count() == 1, "the end of the group's threads")
         meet(rank, range(world_size), directory, "destroyed")
         return kinds
 

@@ -1,6 +1,5 @@
 """Coalesced calls exchange many tensors at once, and each result equals that of a call of its own."""
 
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from coordinator import (
     ReduceOperation,
 )
 from tests.harness import RankPool
+from tests.waiting import wait_until
 from tests.worlds import new_group, outcome_of, refused, world
 
 
@@ -79,9 +79,7 @@ def filled_in_the_call(rank: int, world_size: int, directory: Path) -> list[Any]
         pg: Any = group.as_process_group()
         tensors = [torch.ones(3), torch.ones(2, dtype=torch.int32)]
         work = pg.allreduce_coalesced(tensors)
-        end = time.monotonic() + 30
-        while not work.is_completed() and time.monotonic() < end:
-            time.sleep(0.001)
+        wait_until(work.is_completed, "the sums", 30.0, 0.001)
         found: list[Any] = [[each.tolist() for each in tensors]]
         found.append(all(a is b for a, b in zip(work.get_future().value(), tensors, strict=True)))
         work.wait()

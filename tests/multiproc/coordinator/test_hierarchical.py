@@ -31,7 +31,7 @@ from shm_broadcast.errors import CapabilityError, UsageError
 from shm_broadcast.segment import Segment
 from tests.harness import RankPool, run_ranks
 from tests.rank_exit import RankExit
-from tests.worlds import HostsPool, join_world, meet, new_group, outcome_of, run_at, world
+from tests.worlds import HostsPool, join_world, meet, new_group, outcome_of, run_at, tell_when_waiting, world
 
 MAPS = ["AABB", "ABAB", "ABBB", "AAAB", "ABCA"]
 """The hosts of ranks 0 to 3, one letter for each rank."""
@@ -417,10 +417,11 @@ def survive(
         CALLS[name](group, 30.0)
         meet(rank, range(world_size), directory, "ready")
         if rank == culprit:
-            time.sleep(0.3)
+            meet(rank, range(world_size), directory, "waits")
             if death == "exit":
                 raise RankExit(0)
             os.kill(os.getpid(), signal.SIGKILL)
+        tell_when_waiting(group, directory)
         found = [outcome_of(lambda: CALLS[name](group, None)), outcome_of(group.barrier)]
         meet(rank, [each for each in range(world_size) if each != culprit], directory, "told")
         return found
@@ -510,6 +511,7 @@ def test_every_waiting_rank_and_the_late_one_name_the_late_one(
 
 def come_within_the_deadline(rank: int, world_size: int, directory: Path) -> list[float]:
     with world(rank, world_size, directory) as group:
+        # 0.1 s longer than a rank waits before it tells the status store where.
         time.sleep(0.6 * rank)
         result = group.all_reduce(torch.ones(3), timeout_s=60.0)
         time.sleep(0.6 * (world_size - rank))
@@ -550,9 +552,10 @@ def leave_meanwhile(rank: int, world_size: int, directory: Path, culprit: int) -
         group = new_group(first)
         found = None
         if rank == culprit:
-            time.sleep(0.3)
+            meet(rank, range(world_size), directory, "waits")
             group.destroy()
         else:
+            tell_when_waiting(group, directory)
             found = outcome_of(lambda: group.all_reduce(torch.ones(8)))
         meet(rank, range(world_size), directory, "told")
         group.destroy()

@@ -352,7 +352,7 @@ def bounded(rank: int, world_size: int, directory: Path) -> float:
         mock.patch.object(gloo, "EAGER_BYTES", 1 << 18),
     ):
         if rank == 1:
-            time.sleep(0.5)
+            time.sleep(0.5)  # twice as long as the sender must have waited at least
             assert [group.recv_object(0)[0] for _ in range(100)] == list(range(100))
             return 0.0
         start = time.monotonic()
@@ -389,6 +389,7 @@ def farewell(rank: int, world_size: int, directory: Path) -> None:
             for number in range(50):
                 group.send_object(number, 1)
         else:
+            # Long enough for rank 0 to destroy its world, of which it tells nobody.
             time.sleep(0.7)
             assert [group.recv_object(0) for _ in range(50)] == list(range(50))
 

@@ -3,12 +3,15 @@
 import os
 import secrets
 import signal
-import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from coordinator.bootstrap import agreement
 from coordinator.bootstrap.rendezvous_directory import DirectoryRendezvous
 from coordinator.errors import CommTimeoutError
 from coordinator.parallel_state import (
@@ -73,10 +76,31 @@ def test_a_directory_can_be_used_again_at_once(ranks4: RankPool) -> None:
     assert ranks4.run(run_repeatedly, timeout_s=120.0) == [[]] * 4
 
 
+@contextmanager
+def told_after(calls: int, owner: type, name: str, told: Path) -> Iterator[None]:
+    """Create `told` when method `name` of `owner` has returned that often."""
+    method, returned = getattr(owner, name), []
+
+    def call(*args: Any) -> Any:
+        result = method(*args)
+        returned.append(name)
+        if len(returned) == calls:
+            told.touch()
+        return result
+
+    with mock.patch.object(owner, name, call):
+        yield
+
+
 def join_late(rank: int, world_size: int, directory: Path, late: int) -> list[int]:
-    if rank == late:
-        time.sleep(0.3)  # the other rank polls several times and finds no rank
-    with world(rank, world_size, directory) as group:
+    with ExitStack() as stack:
+        if rank == late:
+            meet(rank, range(world_size), directory, "polls")
+        else:
+            # Rank 0 makes the generation and waits for the others in it; rank 1 waits for a generation.
+            owner, name = (DirectoryRendezvous, "_follow") if rank else (agreement._Agreement, "check")
+            stack.enter_context(told_after(3, owner, name, directory / f"polls-{rank}"))
+        group = stack.enter_context(world(rank, world_size, directory))
         gathered: list[int] = group.all_gather_object(rank)
         return gathered
 
@@ -122,9 +146,11 @@ def test_the_next_run_removes_the_files_of_a_killed_run(tmp_path: Path) -> None:
 
 def wait_for_a_live_run(rank: int, world_size: int, directory: Path, path: str) -> Any:
     if rank == 0:
-        # Rank 1 has read the killed run's files by then. No event shows when it has.
-        time.sleep(1.0)
-    return run_in(rank, world_size, directory, path)[0]
+        meet(rank, range(world_size), directory, "refuses")
+        return run_in(rank, world_size, directory, path)[0]
+    # Rank 1 has found the dead owner of the killed run's generation, and looks for another one.
+    with told_after(3, DirectoryRendezvous, "_claim_rank", directory / f"refuses-{rank}"):
+        return run_in(rank, world_size, directory, path)[0]
 
 
 @pytest.mark.guarantee("G13")

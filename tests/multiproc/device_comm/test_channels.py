@@ -29,7 +29,7 @@ from device_comm.handles import Handle
 from shm_broadcast import segment
 from shm_broadcast.codec import unregister_type
 from tests.harness import RankPool
-from tests.worlds import meet, new_group, world
+from tests.worlds import meet, new_group, tell_when_waiting, world
 
 LARGE = 9 << 20
 """A number of bytes that exceeds a channel."""
@@ -304,9 +304,10 @@ def tried_again(rank: int, world_size: int, directory: Path) -> None:
             ):
                 group.send_object("x", 1)
             assert not answers
+            meet(rank, (0, 1), directory, "made")
         else:
-            meet(rank, (1,), directory, "waits")
-            time.sleep(0.2)
+            # A receive before this point would make the channel.
+            meet(rank, (0, 1), directory, "made")
             assert group.recv_object(0) == "x"
 
 
@@ -383,10 +384,9 @@ def silent_peer_leaves(rank: int, world_size: int, directory: Path) -> float:
         group = new_group(first)
         if rank == 0:
             meet(rank, (0, 1), directory, "waits")
-            time.sleep(0.2)
             group.destroy()
             return 0.0
-        meet(rank, (0, 1), directory, "waits")
+        tell_when_waiting(group, directory)
         start = time.monotonic()
         with pytest.raises(PeerLostError):
             group.recv_object(0)

@@ -1,7 +1,6 @@
 """CudaCommunicator over real processes, with a driver that needs no GPU, our kernels from g++ and a stub of NCCL."""
 
 import logging
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +23,8 @@ from tests.harness import RankPool, run_ranks
 from tests.native.cuda.host_build import build_host_library
 from tests.native.nccl_stub.build import build_stub
 from tests.nccl_ranks import HostStreams, context_of, stub_of
-from tests.worlds import world
+from tests.waiting import wait_until
+from tests.worlds import meet, world
 
 STREAM = 7
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
@@ -244,9 +244,8 @@ def replays_alone(rank: int, world_size: int, directory: Path, native: str) -> s
             streams.number = STREAM
         if rank == 0:
             driver.replay(graph)  # its kernel gives up, because the other rank does not replay
-        started = time.monotonic()
-        while not group._health.is_broken and time.monotonic() - started < 20:
-            time.sleep(0.01)
+            wait_until(lambda: group._health.is_broken, "the group to break", 20.0, 0.01)
+        meet(rank, range(world_size), directory, "told")
         driver.stream_destroy(graph_stream)
         return "broken" if group._health.is_broken else "usable"
 

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from tests.harness import RankPool, run_ranks
 from tests.native.nccl_stub.build import build_stub
 from tests.nccl_ranks import FakeProgress, HostStreams, context_of, nccl_world, stub_of
 from tests.rank_exit import RankExit
+from tests.waiting import wait_until
 from tests.worlds import meet, outcome_of, world
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
@@ -251,17 +253,29 @@ def test_a_first_transfer_is_refused_with_more_than_two_ranks(ranks4: RankPool, 
 # --- failures -------------------------------------------------------------------------------------------------
 
 
+def tell_when_in_library(it: NcclCommunicator, told: Path) -> None:
+    """Create `told` when the keeper, which looks for dead ranks all the time, finds that a call is in the library."""
+    health: Any = it.context.health
+    check, connection = health.check_peers, it._connection
+
+    def tell_and_check(operation: Any) -> None:
+        if connection.returned != connection.entered:
+            told.touch()
+        check(operation)
+
+    health.check_peers = tell_and_check
+
+
 def survive(rank: int, world_size: int, directory: Path, stub: str) -> list[dict[str, object]]:
     with nccl_world(rank, world_size, directory, stub) as (_, it):
         it.all_reduce(torch.ones(1))
         meet(rank, range(world_size), directory, "ready")
         if rank == 1:
-            time.sleep(0.3)
+            meet(rank, range(world_size), directory, "in the library")
             raise RankExit(0)
+        tell_when_in_library(it, directory / f"in the library-{rank}")
         found = [outcome_of(lambda: it.all_reduce(torch.ones(1))) for _ in range(2)]
-        deadline = time.monotonic() + PROMPT_S
-        while stub_of(it.library).stub_calls(0) == 0 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: stub_of(it.library).stub_calls(0), "the abort", PROMPT_S)
         assert stub_of(it.library).stub_calls(0) == 1, "aborted once"
         meet(rank, (0, 2), directory, "told")
         return found
@@ -318,9 +332,7 @@ def stuck_collective(rank: int, world_size: int, directory: Path, stub: str) -> 
             # The device does not finish, while no call of the host waits.
             progress.stuck = True
             it.all_reduce(torch.ones(1))
-            deadline = time.monotonic() + PROMPT_S
-            while not it.context.health.is_broken and time.monotonic() < deadline:
-                time.sleep(0.02)
+            wait_until(lambda: it.context.health.is_broken, "the keeper to break the group", PROMPT_S)
             found = outcome_of(lambda: it.all_reduce(torch.ones(1)))
         else:
             it.all_reduce(torch.ones(1))
@@ -349,9 +361,7 @@ def failing_calls(rank: int, world_size: int, directory: Path, stub: str, way: s
         knobs = stub_of(it.library)
         if way == "asynchronous":
             knobs.stub_async_error(6)
-            deadline = time.monotonic() + PROMPT_S
-            while not it.context.health.is_broken and time.monotonic() < deadline:
-                time.sleep(0.02)
+            wait_until(lambda: it.context.health.is_broken, "the keeper to break the group", PROMPT_S)
             with pytest.raises(GroupBrokenError) as broken:
                 it.all_reduce(torch.ones(1))
             cause: BaseException | None = broken.value.__cause__

@@ -14,6 +14,7 @@ from coordinator import CoordinatorSettings, GroupCoordinator
 from shm_broadcast.errors import ClosedError, CommError, DecodeError, UsageError
 from shm_broadcast.queue import QueueReader
 from tests.harness import RankPool
+from tests.waiting import sleeping_in, wait_until
 from tests.worlds import new_group, world
 
 STEPS = 200
@@ -115,7 +116,8 @@ def fail_in_all_ways(rank: int, world_size: int, directory: Path) -> list[str]:
 
             waiting = threading.Thread(target=wait)
             waiting.start()
-            time.sleep(0.3)
+            reader: Any = it.mq_broadcaster
+            wait_until(lambda: reader.endpoint.is_busy and sleeping_in("wait"), "the thread asleep")
             it.destroy()
             waiting.join(SOON_S)
             assert not waiting.is_alive()
@@ -142,7 +144,7 @@ def read_with_two_threads(rank: int, world_size: int, directory: Path) -> tuple[
     with world(rank, world_size, directory) as group, new_group(group) as it:
         it.enable_broadcaster()
         if rank == 0:
-            time.sleep(1.0)
+            time.sleep(1.0)  # the readers measure the processor time of 0.8 s without a message
             for number in range(STEPS):
                 it.broadcast_object(number)
             it.barrier()
@@ -183,10 +185,11 @@ def lease_beside_a_reader(rank: int, world_size: int, directory: Path) -> list[s
             it.broadcast_object([2])
         else:
             assert isinstance(it.mq_broadcaster, QueueReader)
+            reader: Any = it.mq_broadcaster
             got: list[Any] = []
             waiting = threading.Thread(target=lambda: got.append(it.broadcast_object()))
             waiting.start()
-            time.sleep(0.3)
+            wait_until(lambda: reader.endpoint.is_busy, "the thread in its call")
 
             def borrow() -> None:
                 try:
@@ -197,7 +200,7 @@ def lease_beside_a_reader(rank: int, world_size: int, directory: Path) -> list[s
 
             borrowing = threading.Thread(target=borrow)
             borrowing.start()
-            time.sleep(0.2)
+            wait_until(lambda: told or sleeping_in("borrow"), "the second thread asleep or refused")
             it.barrier()
             waiting.join(SOON_S)
             borrowing.join(SOON_S)

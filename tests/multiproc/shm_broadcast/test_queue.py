@@ -3,13 +3,14 @@
 import os
 import random
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from shm_broadcast.errors import ClosedError, UsageError
+from shm_broadcast.errors import ClosedError, CommTimeoutError, UsageError
 from shm_broadcast.liveness import fork_count
 from shm_broadcast.queue import QueueWriter, dequeue_any
 from shm_broadcast.settings import WaitMode
@@ -18,6 +19,8 @@ from tests.queue_ranks import Meeting, blob, offer, take
 from tests.queues import fill, queue, segments_of, sockets_of
 
 LIMIT_S = 30.0
+# Messages of 3 kB that surely fit into a ring of 64 KiB.
+AT_ONCE = 10
 
 
 def sizes_of(seed: int, count: int) -> list[int]:
@@ -80,20 +83,24 @@ def come_late(rank: int, world_size: int, directory: Path) -> list[int]:
     if rank == 0:
         with offer(meeting, range(1, world_size), 64 << 10) as writer:
             sent = 0
-            while sent < 10:
-                writer.enqueue([sent, bytes(3000)], LIMIT_S)
-                sent += 1
-            meeting.mark("written")
+            with suppress(CommTimeoutError):
+                while sent < 40:
+                    writer.enqueue([sent, bytes(3000)], 0.0)
+                    sent += 1
+            assert AT_ONCE <= sent < 40
+            meeting.mark("read-0")
             while sent < 40:
                 writer.enqueue([sent, bytes(3000)], LIMIT_S)
                 sent += 1
             writer.wait_until_ready(LIMIT_S)
             meeting.mark("all came")
         return []
-    meeting.wait("written")
-    time.sleep(0.05 * rank)
+    # The first reader comes when the ring is full, each further one when the reader before it has read a part.
+    meeting.wait(f"read-{rank - 1}")
     with take(meeting, rank) as reader:
-        found = [reader.dequeue(LIMIT_S)[0] for _ in range(40)]
+        found = [reader.dequeue(LIMIT_S)[0] for _ in range(AT_ONCE)]
+        meeting.mark(f"read-{rank}")
+        found += [reader.dequeue(LIMIT_S)[0] for _ in range(AT_ONCE, 40)]
         meeting.wait("all came")
         return found
 
@@ -150,7 +157,7 @@ def from_many(rank: int, world_size: int, directory: Path, count: int) -> list[t
                     (number, bytes(random.Random(rank * 1000 + number).randint(0, 30_000))), LIMIT_S
                 )
                 if rank == 2:
-                    time.sleep(0.001)
+                    time.sleep(0.001)  # the reader finds this queue empty while the two others are full
             meeting.wait("read")
         return []
     readers = [take(meeting, 3, writer) for writer in range(3)]

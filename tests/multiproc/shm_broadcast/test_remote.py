@@ -31,7 +31,7 @@ from tests.queue_ranks import PATIENCE_S, Meeting, blob, ended_with
 from tests.queues import background, segments_of
 from tests.remotes import HERE, Cable, over, remote_queue, share_queue, slowly, take_remote
 from tests.unit.shm_broadcast.codec_samples import VALUES, same
-from tests.waiting import wait_until
+from tests.waiting import sleeping_in, wait_until
 
 # A death is noticed in under a second, or in a few seconds on a busy machine. Every deadline here is longer.
 PROMPT_S = 15.0
@@ -106,9 +106,14 @@ def test_try_dequeue_lease_and_typed_decoding_work_as_on_one_host() -> None:
         writer.enqueue([1, 2])
         assert reader.dequeue(PATIENCE_S, tuple[int, int]) == (1, 2)
         writer.enqueue("last")
-        while not (found := reader.try_dequeue())[0]:
-            time.sleep(0.001)
-        assert found == (True, "last")
+        found: list[tuple[bool, Any]] = []
+
+        def take() -> bool:
+            found.append(reader.try_dequeue())
+            return found[-1][0]
+
+        wait_until(take, "the last message", poll_s=0.001)
+        assert found[-1] == (True, "last")
         told = reader.statistics()
         assert (told.messages, told.readers[0].behind_messages) == (3, 0)
 
@@ -129,7 +134,7 @@ def test_one_reader_waits_for_rings_and_connections_at_once() -> None:
             with pytest.raises(CommTimeoutError):
                 dequeue_any(readers, 0.1)
         with background(partial(dequeue_any, [ends[1], others[2]])) as late:
-            time.sleep(0.1)  # `dequeue_any` waits by now
+            wait_until(lambda: sleeping_in("dequeue_any"), "`dequeue_any` asleep")
             first.enqueue("late")
         assert late == [(0, "late")]
         counted(others[5], 2)
@@ -556,14 +561,14 @@ def test_close_wakes_a_waiting_writer_and_a_waiting_reader() -> None:
     with remote_queue(high_water_bytes=64 << 10) as (writer, readers):
         until_full(writer, blob(0, 30_000), 0.05)
         with background(lambda: writer.enqueue(blob(0, 60_000))) as sender:
-            time.sleep(0.1)  # `enqueue` waits by now
+            wait_until(lambda: sleeping_in("_sleep"), "`enqueue` asleep")
             writer.close()
         assert isinstance(sender[0], ClosedError)
         with pytest.raises(ClosedError):
             writer.enqueue(1)
     with remote_queue() as (writer, readers):
         with background(readers[1].dequeue) as got:
-            time.sleep(0.1)  # `dequeue` waits by now
+            wait_until(lambda: sleeping_in("_sleep"), "`dequeue` asleep")
             readers[1].close()
         assert isinstance(got[0], ClosedError)
 

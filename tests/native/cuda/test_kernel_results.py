@@ -14,6 +14,7 @@ import torch
 from device_comm.cuda import kernel_layout
 from device_comm.cuda.kernel_layout import KernelFailure, WorkspaceLayout
 from tests.native.cuda.host_build import HostKernels, build_host_library
+from tests.waiting import wait_until
 
 SUMS = ("push_one_shot", "push_two_shot", "pull_one_shot", "pull_two_shot")
 # Sizes around those of vectors, shards and the grid, where a piece could be cut wrongly.
@@ -327,8 +328,15 @@ def test_an_abort_ends_the_wait(three: HostKernels, kernel: str) -> None:
     """The host's abort word ends a kernel that would wait for an hour; the kernel names the rank it waited for."""
     group = Group(three, 3, torch.bfloat16, 3600 * SECOND)
     waiting = threading.Thread(target=call, args=(group, 2, kernel))
+
+    def workspace_of_rank_0() -> bytes:
+        return ctypes.string_at(group.workspaces[0], group.layout.total_bytes)
+
+    before = workspace_of_rank_0()
     waiting.start()
-    time.sleep(0.05)
+    # A kernel tells the other ranks that it has come before it waits for them.
+    wait_until(lambda: workspace_of_rank_0() != before, "the kernel to come", 20.0)
+    time.sleep(0.05)  # long enough for a kernel that does not wait to return
     assert waiting.is_alive()
     ctypes.c_uint32.from_address(group.errors[2] + kernel_layout.ABORT_OFFSET).value = 1
     waiting.join(20)

@@ -17,7 +17,7 @@ def test_closing_while_a_thread_is_being_started(monkeypatch: pytest.MonkeyPatch
     def start_slowly(thread: threading.Thread) -> None:
         if thread.name.startswith("group-coordinator"):
             is_starting.set()
-            time.sleep(0.05)
+            time.sleep(0.05)  # `close` comes meanwhile
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_slowly)

@@ -7,13 +7,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tests.gpu.report import GOALS, GROUPS, NOT_SHOWN, short_reason
 from tests.gpu.running import allot
+from tests.waiting import has_ended, wait_until
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "tests" / "gpu" / "run.sh"
@@ -145,15 +145,7 @@ def check_page(text: str) -> None:
 
 def assert_ended(pid: int) -> None:
     """A process that was killed may take a moment to end."""
-    end = time.monotonic() + 20.0
-    while time.monotonic() < end:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X"):
-                return
-        except (FileNotFoundError, ProcessLookupError):
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"process {pid} survives the test that started it")
+    wait_until(lambda: has_ended(pid), f"the end of process {pid}, which a test started", 20.0, 0.01)
 
 
 def test_later_tests_keep_the_least_that_they_need() -> None:

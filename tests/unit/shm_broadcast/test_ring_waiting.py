@@ -4,6 +4,7 @@ import logging
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,16 @@ from shm_broadcast.errors import (
 from shm_broadcast.queue import QueueReader, QueueWriter, dequeue_any
 from shm_broadcast.settings import MIN_RING_BYTES, WaitMode
 from tests.queues import background, fill, memory_of, queue, ring_write
+from tests.waiting import sleeping_in, wait_until
 
 MODES: list[WaitMode] = ["adaptive", "spin", "park"]
+
+
+def until_in_call(end: QueueWriter | QueueReader, mode: WaitMode = "adaptive") -> None:
+    """Return when a thread is in a call on this end, and asleep there unless it spins."""
+    endpoint: Any = end.endpoint
+    call = "enqueue" if isinstance(end, QueueWriter) else "dequeue"
+    wait_until(lambda: endpoint.is_busy and (mode == "spin" or sleeping_in(call)), f"`{call}` waiting")
 
 
 # --- not waiting, and how long ---------------------------------------------------------------------------------
@@ -239,7 +248,7 @@ def test_a_closed_writer_ends_the_queue_behind_its_messages(mode: WaitMode) -> N
         writer.enqueue("last")
         assert readers[0].dequeue(1.0) == "last"
         with background(readers[0].dequeue) as outcome:
-            time.sleep(0.2)
+            until_in_call(readers[0], mode)
             writer.close()
             writer.close()
         assert isinstance(outcome[0], ClosedError)
@@ -259,18 +268,18 @@ def test_close_from_another_thread_wakes_a_waiting_call(mode: WaitMode) -> None:
     """Whoever waits without limit on either end is told that its own end was closed."""
     with queue(readers=2, wait=mode) as (writer, readers):
         with background(readers[0].dequeue) as read:
-            time.sleep(0.1)
+            until_in_call(readers[0], mode)
             readers[0].close()
         assert isinstance(read[0], ClosedError)
     with (
         queue(wait=mode) as (writer, _),
         background(lambda: writer.enqueue(bytes(3 * MIN_RING_BYTES))) as wrote,
     ):
-        time.sleep(0.1)
+        until_in_call(writer, mode)
         writer.close()
     assert isinstance(wrote[0], ClosedError)
     with queue(wait=mode) as (_, readers), background(lambda: dequeue_any(readers)) as waited:
-        time.sleep(0.1)
+        wait_until(lambda: sleeping_in("dequeue_any"), "`dequeue_any` asleep")
         readers[0].close()
     assert isinstance(waited[0], ClosedError)
 
@@ -292,7 +301,7 @@ def test_nothing_is_sent_behind_a_close_from_another_thread() -> None:
             return outcomes
 
         with background(wait_and_try_again) as outcome:
-            time.sleep(0.1)
+            until_in_call(writer)
             writer.close()
         assert outcome == [[False, False, False]]
 
@@ -305,14 +314,14 @@ def test_a_reader_that_left_is_named_when_its_room_is_needed() -> None:
             background(lambda: writer.enqueue(bytes(3 * MIN_RING_BYTES))) as outcome,
             background(lambda: readers[0].dequeue(20.0)),
         ):
-            time.sleep(0.1)
+            wait_until(lambda: min(map(sleeping_in, ("enqueue", "dequeue"))), "both calls asleep")
             readers[1].close()
             readers[1].close()
             # The other reader waits for the rest of the message, until the writer gives up.
-            deadline = time.monotonic() + 20.0
-            while not outcome and time.monotonic() < deadline:
-                time.sleep(0.01)
-            writer.close()
+            try:
+                wait_until(lambda: outcome, "the writer to give up", 20.0, 0.01)
+            finally:
+                writer.close()
         assert isinstance(outcome[0], PeerLostError)
         assert outcome[0].peers == (1,)
         assert "rank 1 (" in str(outcome[0])

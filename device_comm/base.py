@@ -25,7 +25,8 @@ from shm_broadcast.errors import UsageError
 
 SUM: Final = ReduceOperation.SUM
 
-# In the methods that an implementation fills in: one size for each rank; seconds, None for the group's deadline.
+# In the methods that an implementation fills in: one size for each rank; a deadline in seconds. None is the group's
+# deadline, except in `_recv` and `_irecv`, where it is no limit: nobody knows when a message will be sent.
 Sizes: TypeAlias = tuple[int, ...]
 Timeout: TypeAlias = float | None
 
@@ -53,15 +54,17 @@ class CommunicatorContext:
         ranks: Global ranks of the group, in group order.
         device: Where the tensors live.
         process_group: A torch process group of the same ranks. None in a group of one, and where the communicator's
-            class says by `needs_process_group = False` that it can do without.
+            class says by `needs_process_group = False` that it can do without. On the CPU that counts only where
+            the ranks have `shared`; else there is a process group, whatever the class says.
         health: The group's shared state: every blocking wait goes through it.
         timeout_s: Deadline of a call that states none, in seconds.
-        shared: The memory that all ranks share if they are on one host (`region.SharedMemory`), else None. It stays
-            the caller's. Only communicators that use it look inside.
+        shared: The memory that all ranks share if they are on one host (`cpu.shared_memory.SharedMemory`), else
+            None. It stays the caller's. Only communicators that use it look inside.
         cuda: Settings of groups on CUDA devices (`CudaSettings`), equal on all ranks except for paths; None for the
             defaults. Only communicators for CUDA look inside.
         exchange: Takes this rank's bytes and returns those of all ranks, in group order, over the host plane: how
             device communicators agree on facts before they can talk themselves. Collective; has its own deadline.
+            Required by NCCL, and for several ranks on the CPU that are given no `shared` memory.
     """
 
     name: str
@@ -505,7 +508,10 @@ class DeviceCommunicator(ABC):
 
     @abstractmethod
     def _irecv(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> Handle:
-        """Start to receive into `tensor`, which may be non-contiguous."""
+        """Start to receive into `tensor`, which may be non-contiguous.
+
+        Without `timeout_s` the handle waits without limit, not until the group's deadline.
+        """
 
     # ------------------------------------------------------------------ made of the above, unless overridden
     # The price is more passes over memory, or bytes that ranks receive and drop.

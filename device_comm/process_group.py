@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from device_comm import checks
-from device_comm.base import CommunicatorContext, DeviceCommunicator, Sizes, Timeout
+from device_comm.base import CallPath, CommunicatorContext, DeviceCommunicator, Sizes, Timeout
 from device_comm.handles import Handle, PointToPointHandle, StreamHandle
 from device_comm.health import FOREVER_S, GRACE_S, Operation
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
@@ -32,7 +32,8 @@ ONE_SHOT_BYTES: Final = 64 << 10
 
 # The tag of tensors sent point to point; the host plane uses others on a process group of its own.
 TENSOR_TAG: Final = 16
-# The tag of tensors that a collective moves between two ranks: it must not take one that was sent before it.
+# The tag of tensors that a collective moves between two ranks. With `TENSOR_TAG` it could take a tensor that was sent
+# point to point before the collective.
 COLLECTIVE_TAG: Final = 17
 
 # `send` or `recv` of a process group: takes the tensor in a list, the peer and the tag.
@@ -90,6 +91,12 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         self._health = context.health
         self._on_host = self.device.type == "cpu"
         self.threads: WaiterThreads = WaiterThreads(context.name)
+
+    def path(self, operation: str, nbytes: int, dtype: torch.dtype) -> CallPath:
+        """Return how a call is carried; on the CPU also why nothing faster carries it."""
+        if self._on_host:
+            return CallPath("gloo", "no two ranks share memory")
+        return super().path(operation, nbytes, dtype)
 
     def destroy(self) -> None:
         """End the waiting threads and let the process group go."""

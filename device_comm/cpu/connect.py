@@ -7,7 +7,7 @@ from device_comm.cpu import shared_memory
 from device_comm.cpu.communicator import SharedMemoryCommunicator
 from device_comm.cpu.hierarchical import HierarchicalCommunicator, group_by_host, is_hierarchical
 from device_comm.process_group import ProcessGroupCommunicator
-from shm_broadcast.errors import InternalError
+from shm_broadcast.errors import UsageError
 
 
 def connect_cpu(
@@ -18,17 +18,23 @@ def connect_cpu(
     * All ranks share memory (`context.shared`): shared memory. Nothing else is needed.
     * Several hosts, at least one of them with several ranks: two levels, shared memory inside each host.
     * No two ranks on one host: the process group.
+    * All ranks on one host, but no shared memory given: the process group too. None is made here; a group makes its
+      shared memory when its ranks first meet.
 
-    The last two need `context.process_group` and `context.exchange`.
+    All but the first need `context.process_group` and `context.exchange`.
 
     Raises:
+        UsageError: The context has neither shared memory nor an exchange; nothing was sent.
         CapabilityError: On some host the memory could not be made or mapped; on every rank of the group.
     """
     if isinstance(context.shared, shared_memory.SharedMemory):
         return SharedMemoryCommunicator(context, context.shared)
-    general = ProcessGroupCommunicator(context)
     if context.exchange is None:
-        raise InternalError(f"{context.name!r}: a group over several hosts needs a host plane to agree over")
+        raise UsageError(
+            f"{context.name!r}: the context of several ranks on the CPU needs `exchange`, over which they learn who "
+            "shares a host, or `shared`, the memory that all of them share"
+        )
+    general = ProcessGroupCommunicator(context)
     hosts = group_by_host(shared_memory.host_ids(context.exchange))
     if not is_hierarchical(hosts):
         return general

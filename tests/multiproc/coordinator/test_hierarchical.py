@@ -646,6 +646,8 @@ def far_apart(rank: int, world_size: int, directory: Path) -> bool:
     with world(rank, world_size, directory) as group:
         assert shared_memory.host_id() == "ABCD"[rank]
         assert group.all_reduce(torch.ones(3)).tolist() == [world_size] * 3
+        path = group.device_communicator.path("all_reduce", 12, torch.float32)
+        assert (path.algorithm, path.reason) == ("gloo", "no two ranks share memory")
         return type(group.device_communicator) is ProcessGroupCommunicator
 
 

@@ -1,8 +1,14 @@
 """The memory that a call of our CUDA kernels needs, by the layout in DESIGN.md."""
 
-from device_comm.cuda.kernel_layout import LINE_BYTES, VECTOR_BYTES
+from typing import Final
 
-__all__ = ["required_arena", "required_staging"]
+from device_comm.cuda.kernel_layout import _PARAMS, KERNEL_NAMES, LINE_BYTES, VECTOR_BYTES
+
+__all__ = ["ALGORITHMS", "PARAMS_BYTES", "required_arena", "required_staging"]
+
+# The kernels that communicate with peers and therefore use a workspace.
+ALGORITHMS: Final = KERNEL_NAMES[1:8]
+PARAMS_BYTES: Final = _PARAMS.size
 
 
 def required_arena(kernel: str, nbytes: int, world_size: int) -> int:

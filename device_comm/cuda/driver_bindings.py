@@ -48,7 +48,8 @@ def bindings(name: str) -> Any:
         raise CapabilityError(
             f"CUDA is called through the package cuda-bindings, whose {name} cannot be imported ({error}); "
             f"install it with {_INSTALL}",
-            requirement="cuda-bindings",
+            # Programs compare this field, and the compiler's package has always been called by this name in it.
+            requirement="cuda-python" if name == "nvrtc" else "cuda-bindings",
         ) from error
 
 

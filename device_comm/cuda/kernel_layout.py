@@ -1,6 +1,6 @@
 """The interface of the CUDA kernels and the host: parameters, memory layout, error record, sizes. Pure arithmetic.
 
-`csrc/kernel_base.cu` defines the same numbers, and a test compares the two. The protocol is in `DESIGN.md`, under
+`csrc/cuda/kernel_base.cu` defines the same numbers, and a test compares the two. The protocol is in `DESIGN.md`, under
 "Custom all-reduce on CUDA".
 """
 
@@ -15,7 +15,6 @@ from shm_broadcast.errors import InternalError, UsageError
 
 __all__ = [
     "ABORT_OFFSET",
-    "ALGORITHMS",
     "ERROR_RECORD_BYTES",
     "FLAGS_BYTES",
     "KERNEL_NAMES",
@@ -23,7 +22,6 @@ __all__ = [
     "MAX_WORLD_SIZE",
     "MIN_WORLD_SIZE",
     "NORM_LANES",
-    "PARAMS_BYTES",
     "SENTINEL",
     "STATE_BYTES",
     "VECTOR_BYTES",
@@ -69,12 +67,9 @@ KERNEL_NAMES: Final = (
     "add_rms_norm",
 )
 """Every kernel. Its index is the number that it writes into an error record."""
-ALGORITHMS: Final = KERNEL_NAMES[1:8]
-"""The kernels that communicate with peers and therefore use a workspace."""
 
 # struct Params: workspace[8], state, error, deadline_ns, arena_bytes, results_offset, rank, pad.
 _PARAMS: Final = struct.Struct("<8Q5QII")
-PARAMS_BYTES: Final = _PARAMS.size
 # One 64-bit word, written atomically: code, kernel, lowest missing rank, mask of missing ranks, epoch.
 _FAILURE: Final = struct.Struct("<BBBBI")
 
@@ -97,6 +92,12 @@ class WorkspaceLayout:
     world_size: int
     arena_bytes: int
     staging_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse sizes with which a vector would lie in two areas."""
+        for name, nbytes in (("arena_bytes", self.arena_bytes), ("staging_bytes", self.staging_bytes)):
+            if nbytes < 0 or nbytes % LINE_BYTES:
+                raise UsageError(f"{name} must be a multiple of {LINE_BYTES}, not {nbytes}")
 
     @property
     def staging_offset(self) -> int:

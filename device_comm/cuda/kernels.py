@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from device_comm.cuda.driver_bindings import bindings
 from device_comm.cuda.whole_file import write_whole
-from shm_broadcast.errors import CapabilityError, CudaError
+from shm_broadcast.errors import CapabilityError, CudaError, UsageError
 
 __all__ = [
     "DTYPES",
@@ -59,7 +59,11 @@ _OPTIONS: Final = ("--std=c++17", "-fmad=false", "--ptxas-options=-v")
 
 def family_of(kernel: str) -> str:
     """Return the family whose module holds `kernel`."""
-    return next(family for family, kernels in FAMILIES.items() if kernel in kernels)
+    for family, kernels in FAMILIES.items():
+        if kernel in kernels:
+            return family
+    known = ", ".join(name for kernels in FAMILIES.values() for name in kernels)
+    raise UsageError(f"there is no kernel {kernel!r}, only {known}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +85,9 @@ class KernelVariant:
     emulate: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse devices that the source does not support."""
+        """Refuse dtypes and devices that the source does not support."""
+        if self.dtype not in DTYPES:
+            raise UsageError(f"there are no kernels for {self.dtype!r}, only for {', '.join(DTYPES)}")
         if self.arch < OLDEST_ARCH:
             raise CapabilityError(
                 f"the custom kernels need compute capability 7.5, this GPU has {self.arch / 10}",

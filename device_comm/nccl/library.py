@@ -135,8 +135,11 @@ class NcclLibrary:
         for name, arguments in FUNCTIONS.items():
             function = getattr(library, name, None)
             if function is None:
+                # Every NCCL has `ncclGetVersion`, the first of them; one that lacks another function is too old.
+                is_nccl = bool(self.functions)
                 raise CapabilityError(
-                    f"{file} is no NCCL of version {oldest} or newer: it has no {name}", requirement="libnccl"
+                    f"{file} is no NCCL of version {oldest} or newer: it has no {name}",
+                    requirement=f"NCCL >= {oldest}" if is_nccl else "libnccl",
                 )
             function.argtypes = arguments
             function.restype = ctypes.c_char_p if name in _TEXTS else ctypes.c_int

@@ -45,7 +45,7 @@ _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 
 
 class MeasuredThreshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The size up to which an algorithm was the fastest; see `policy_table.Threshold`.
+    """The size up to which an algorithm was the fastest; see `policy.table.Threshold`.
 
     Attributes:
         operation: The collective.
@@ -114,9 +114,16 @@ def write_policy_file(path: str | Path, content: PolicyFile) -> None:
     """Write `content` atomically: a concurrent reader finds the old file or the new one.
 
     Raises:
-        SettingsError: The file cannot be written; an older file is unchanged.
+        SettingsError: `read_policy_file` would refuse the content, or the file cannot be written; an older file is
+            unchanged.
     """
-    text = msgspec.json.format(msgspec.json.encode(content), indent=2)
+    try:
+        data = msgspec.json.encode(content)
+        # The constructors of these types do not check ranges and lengths, only decoding does.
+        msgspec.json.decode(data, type=PolicyFile)
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise SettingsError(f"the content for the policy file {path} cannot be used: {error}") from error
+    text = msgspec.json.format(data, indent=2)
     try:
         # Ranks of other users may read it.
         write_whole(Path(path), text + b"\n", 0o644)

@@ -19,7 +19,7 @@ import pytest
 from device_comm.cuda import kernel_layout, kernels
 from device_comm.cuda.kernels import DTYPES, FAMILIES, KernelCache, KernelVariant, compile_kernels
 from shm_broadcast.errors import CapabilityError, CudaError, UsageError
-from tests.kernel_memory import required_arena, required_staging
+from tests.kernel_memory import ALGORITHMS, PARAMS_BYTES, required_arena, required_staging
 
 ARCHS = (75, 80, 90, 100, 120)
 # Every architecture, world size and dtype is combined with every value of the two others at least once. All 45
@@ -145,18 +145,18 @@ def test_python_and_the_kernels_hold_the_same_numbers() -> None:
     }
     for name, value in wanted.items():
         assert re.search(rf"constexpr u(32|64) {name} = {value};", source), name
-    assert f"sizeof(Params) == {kernel_layout.PARAMS_BYTES}" in source
+    assert f"sizeof(Params) == {PARAMS_BYTES}" in source
     numbers = re.search(r"enum Kernel : u32 \{\s*(.*?)\s*\}", source, re.DOTALL)
     assert numbers is not None
     names = [each.split("=")[0].strip().lower() for each in numbers[1].split(",")]
-    assert tuple(names) == kernel_layout.ALGORITHMS
+    assert tuple(names) == ALGORITHMS
     for number, family in enumerate(FAMILIES, 1):
         assert f"#define FAMILY_{family.upper()} {number}\n" in source
     compiled = {name for names in FAMILIES.values() for name in names}
     assert compiled == set(kernel_layout.KERNEL_NAMES[1:])
 
 
-@pytest.mark.parametrize("algorithm", kernel_layout.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("world_size", [2, 3, 7, 8])
 def test_the_largest_input_fits_and_one_more_does_not(algorithm: str, world_size: int) -> None:
     """`largest_input` is the inverse of what a call requires."""
@@ -173,13 +173,20 @@ def test_the_largest_input_fits_and_one_more_does_not(algorithm: str, world_size
 
 
 def test_what_cannot_be_right_is_refused() -> None:
-    """A deadline that does not fit and an architecture without kernels are named."""
+    """What does not fit, and what there are no kernels for, is named."""
     layout = kernel_layout.WorkspaceLayout(2, 1 << 20)
     for deadline_ns in (0, 2**63):
         with pytest.raises(UsageError, match="deadline_ns"):
             kernel_layout.pack_params(
                 layout, workspaces=[0, 0], state=0, error=0, deadline_ns=deadline_ns, rank=0
             )
+    for sizes in ((100, 0), (-128, 0), (128, 64)):
+        with pytest.raises(UsageError, match="must be a multiple of 128"):
+            kernel_layout.WorkspaceLayout(2, *sizes)
+    with pytest.raises(UsageError, match=r"no kernel 'nope', only push_one_shot"):
+        kernels.family_of("nope")
+    with pytest.raises(UsageError, match="float64"):
+        KernelVariant(90, 2, "float64", "one_shot")
     with pytest.raises(CapabilityError, match=r"7\.5"):
         KernelVariant(70, 2, "float32", "pull")
     with pytest.raises(CapabilityError, match="sm_79"):
@@ -295,8 +302,8 @@ def test_the_error_contains_the_compilers_messages(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without cuda-bindings the error says which package is missing."""
+    """Without NVIDIA's bindings the error says which package is missing."""
     monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
     with pytest.raises(CapabilityError, match="cuda-bindings") as caught:
         compile_kernels(ONE_SHOT)
-    assert caught.value.requirement == "cuda-bindings"
+    assert caught.value.requirement == "cuda-python"

@@ -13,6 +13,7 @@ import torch
 
 from device_comm.cuda import kernel_layout
 from device_comm.cuda.kernel_layout import KernelFailure, WorkspaceLayout
+from tests.kernel_memory import ALGORITHMS, PARAMS_BYTES
 from tests.native.cuda.host_build import HostKernels, build_host_library
 from tests.waiting import wait_until
 
@@ -308,7 +309,7 @@ def call(group: Group, rank: int, kernel: str) -> None:
     group.launch(rank, kernel, first, *rest)
 
 
-@pytest.mark.parametrize("kernel", kernel_layout.ALGORITHMS)
+@pytest.mark.parametrize("kernel", ALGORITHMS)
 def test_a_deadline_names_the_rank_that_did_not_come(three: HostKernels, kernel: str) -> None:
     """Each rank that waits for rank 1 names it, also if it waits through others; later launches return at once."""
     group = Group(three, 3, torch.bfloat16, SECOND // 20)
@@ -349,4 +350,4 @@ def test_an_abort_ends_the_wait(three: HostKernels, kernel: str) -> None:
 
 def test_the_host_build_knows_its_parameters(three: HostKernels) -> None:
     """The structure has the size that Python packs."""
-    assert three.library.params_bytes() == kernel_layout.PARAMS_BYTES
+    assert three.library.params_bytes() == PARAMS_BYTES

@@ -76,15 +76,21 @@ def test_an_error_has_all_that_is_known(stub: Path) -> None:
     assert "an unknown code" in str(library.error("ncclSend", 99))
 
 
-def test_too_old_or_no_nccl_is_refused(tmp_path: Path) -> None:
+def test_too_old_or_no_nccl_is_refused(tmp_path: Path, stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing file, another library and an old NCCL are refused with what is needed."""
     with pytest.raises(CapabilityError, match="cannot be loaded") as missing:
         NcclLibrary(tmp_path / "libnccl.so.2")
     assert missing.value.requirement == "libnccl.so.2"
-    with pytest.raises(CapabilityError, match="is no NCCL"):
+    with pytest.raises(CapabilityError, match="is no NCCL") as other:
         NcclLibrary("libm.so.6")
-    with pytest.raises(CapabilityError, match=r"2\.18\.0 or newer is needed"):
+    assert other.value.requirement == "libnccl"
+    with pytest.raises(CapabilityError, match=r"2\.18\.0 or newer is needed") as old:
         NcclLibrary(build_stub(tmp_path, "-DVERSION=21705"))
+    assert old.value.requirement == "NCCL >= 2.18.0"
+    monkeypatch.setitem(library.FUNCTIONS, "ncclOfTheFuture", ())
+    with pytest.raises(CapabilityError, match="ncclOfTheFuture") as older:
+        NcclLibrary(stub)
+    assert older.value.requirement == "NCCL >= 2.18.0"
 
 
 def test_the_library_of_the_process_comes_first(

@@ -174,6 +174,31 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         write_policy_file(tmp_path / "absent" / "policy.json", FILE)
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (msgspec.structs.replace(FILE, date=""), "date"),
+        (msgspec.structs.replace(FILE, host="h" * 201), "host"),
+        (msgspec.structs.replace(FILE, host="\ud800"), "surrogates"),
+        (
+            msgspec.structs.replace(FILE, thresholds=(msgspec.structs.replace(ONE_SHOT, world_size=9),)),
+            "world_size",
+        ),
+        (
+            msgspec.structs.replace(FILE, thresholds=(msgspec.structs.replace(ONE_SHOT, max_bytes=0),)),
+            "max_bytes",
+        ),
+    ],
+)
+def test_what_could_not_be_read_is_not_written(tmp_path: Path, content: PolicyFile, words: str) -> None:
+    """A value that reading refuses is refused when it is written; the older file stays."""
+    path = tmp_path / "policy.json"
+    write_policy_file(path, FILE)
+    with pytest.raises(SettingsError, match=words):
+        write_policy_file(path, content)
+    assert read_policy_file(path) == FILE
+
+
 def test_writing_fails_whole(tmp_path: Path) -> None:
     """A failed replacement leaves no partial file."""
     (tmp_path / "policy.json").mkdir()

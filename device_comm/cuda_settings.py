@@ -39,7 +39,8 @@ class CudaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         deadline_s: How long a kernel waits for the other ranks, in seconds; None takes the group's timeout.
         policy_file: File of thresholds that the `tune` command wrote; None takes the built-in table. The path may
             differ between ranks, the content must not.
-        nccl_library: File of the NCCL library; None takes the one that torch ships. May differ between ranks.
+        nccl_library: File of the NCCL library; None takes the one that this process has loaded, which is
+            torch's as a rule; else that of the wheel nvidia-nccl-cu*, else the system's. May differ between ranks.
         kernel_cache: Directory for compiled kernels; None takes the user's cache directory. May differ between
             ranks.
 

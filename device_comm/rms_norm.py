@@ -1,7 +1,7 @@
 """RMSNorm with a defined order of summation, optionally after adding a residual: the reference for every kernel.
 
 `DESIGN.md`, *Fused all-reduce, add and RMSNorm*, defines the order. Each operation is a separate tensor operation that
-rounds once in float32, so that CPU tensors, tensors on accelerators and `csrc/add_rms_norm.cu` give the same bits.
+rounds once in float32, so that CPU tensors, tensors on accelerators and `csrc/cuda/add_rms_norm.cu` give the same bits.
 """
 
 from __future__ import annotations

@@ -12,7 +12,11 @@ from shm_broadcast.errors import UsageError
 
 
 class SoloCommunicator(DeviceCommunicator):
-    """The null object: nothing is sent or waited for, and only `scatter` copies. Point to point has no peer."""
+    """The null object: nothing is sent or waited for. Point to point has no peer.
+
+    Calls with an output of the caller copy into it: `scatter` and `reduce_scatterv_into_output`. The results of
+    `all_reduce_add_rms_norm` are new tensors. All other results are the input.
+    """
 
     algorithm = "alone"
 

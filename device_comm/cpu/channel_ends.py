@@ -88,7 +88,7 @@ class Receiving:
     """A message that is awaited; see `Pollable`."""
 
     def __init__(self, receiver: ChannelReceiver, tag: int, land: Callable[[Any], Any] | None) -> None:
-        """Await one of `tag`; `land` makes what is kept of it."""
+        """Await a message of `tag`. `value` becomes what `land` returns for it; without `land`, the message itself."""
         self.receiver = receiver
         self._tag = tag
         self._land = land

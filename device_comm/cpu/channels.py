@@ -81,7 +81,7 @@ class _Making:
 class Channels:
     """The channels of one rank. Ranks here are ranks in the group.
 
-    Not for several threads at once, except that handles may be waited for in any.
+    Only one thread at a time may call it. The handles that it returns may be waited for in any thread.
     """
 
     def __init__(

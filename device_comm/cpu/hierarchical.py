@@ -95,10 +95,6 @@ class HierarchicalCommunicator(DeviceCommunicator):
         del operation, nbytes, dtype
         return CallPath(self.algorithm, "shared memory inside of each host, Gloo between their first ranks")
 
-    def prepare_buffers(self, message_bytes: int) -> None:
-        """Reserve the staging memory of the process group's communicator."""
-        self._general.prepare_buffers(message_bytes)
-
     def destroy(self) -> None:
         """Release the shared region, then the rest."""
         self._levels.close()
@@ -112,7 +108,7 @@ class HierarchicalCommunicator(DeviceCommunicator):
         *,
         timeout_s: float | None = None,
     ) -> torch.Tensor:
-        """Combine the ranks' tensors in host_id; return `tensor`, which must not overlap itself."""
+        """Combine the ranks' tensors in place; return `tensor`, which must not overlap itself."""
         if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
             return super().all_reduce_(tensor, op, timeout_s=timeout_s)
         op = self._check_reduction("all_reduce_", tensor, op, timeout_s)
@@ -303,10 +299,10 @@ class _Piece:
     """A piece of an all-reduce whose partial results are on their way between the leaders.
 
     Attributes:
-        elements: Which ones of the whole tensor.
-        ranges: Which ones of these each leader combines, one pair (start, end) for each host.
-        parts: Those of this leader, one tensor for each host; none on other ranks.
-        swap: What is in flight; None on other ranks.
+        elements: Slice of the whole tensor, which this piece is.
+        ranges: For each host the (start, end) within the piece of the elements that its leader combines.
+        parts: On a leader: each host's partial result for the leader's own range. Empty on other ranks.
+        swap: On a leader: the transfers that fill `parts`. None on other ranks.
     """
 
     elements: slice

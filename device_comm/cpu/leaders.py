@@ -39,8 +39,8 @@ class Call:
         operation: For the status store and for errors.
         group: What connects the leaders.
         end: When the deadline passes, by the monotonic clock.
-        view: What all leaders must agree on, for people.
-        is_agreed: Whether they have been found to.
+        view: Text of the call, which the leaders compare and errors quote.
+        is_agreed: Whether the comparison succeeded.
     """
 
     operation: Operation

@@ -28,7 +28,7 @@ from shm_broadcast.segment import Handover, Hello, Segment, take_over
 # cache of a core together, so what passes costs no trip to memory.
 SLOT_BYTES: Final = 256 << 10
 
-# Those of the host plane: barriers, and objects of some KB.
+# The size of a rank's two slots in the host plane's region, which carries barriers and gathers objects of some KB.
 HOST_SLOT_BYTES: Final = 16 << 10
 
 _KEY_BYTES: Final = 32
@@ -43,12 +43,16 @@ _ROOTED: Final = frozenset({"broadcast", "gather", "scatter", "reduce"})
 
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True):
-    """What each rank says first: where it is; and rank 0 how to get its segment, or why there is none."""
+    """How the other ranks get the segment of the first rank of a host, or why there is none.
 
-    host_id: str
+    Attributes:
+        address: Where the first rank hands the segment over.
+        key: What a rank must know to get it.
+        failure: Why there is no segment; empty if there is one.
+    """
+
     address: str = ""
     key: bytes = b""
-    generation: int = 0
     failure: str = ""
 
 
@@ -64,10 +68,10 @@ class RegionCalls:
     def __init__(
         self, plane: str, core: _core.SharedRegion, health: GroupHealth, ranks: Sequence[int] | None = None
     ) -> None:
-        """Use `connect` or `connect_part`.
+        """Use `Preparation.map` or `connect_part`.
 
         Args:
-            plane: Under which calls are looked up on the group's status_store.
+            plane: Name of the plane in the status store, where ranks tell which of its calls they have come to.
             core: This rank's end.
             health: The group's shared state.
             ranks: Global ranks that share the memory, ascending in the group; None for all of the group.
@@ -87,7 +91,7 @@ class RegionCalls:
         world_size = len(self._ranks)
         result = bytearray(len(own) * world_size)
         if own:
-            # Addresses without a copy, of objects that live until the call is done.
+            # The source is copied, the target is not; both live until the call is done.
             source = (ctypes.c_char * len(own)).from_buffer_copy(own)
             target = (ctypes.c_char * len(result)).from_buffer(result)
             widths = (len(own),) * world_size
@@ -146,16 +150,16 @@ class RegionCalls:
 
 
 class SharedMemory:
-    """What the ranks of a group share on one host; nothing in it disturbs the others.
+    """The memory that the ranks of a group on one host share. Its three parts may be in use at the same time.
 
     Attributes:
-        device: For the collectives on CPU tensors.
-        host: For barriers and gathered objects.
-        channels: From each rank to each other.
+        device: Carries the collectives on CPU tensors.
+        host: Carries barriers and gathers of objects.
+        channels: Carry messages between two ranks, one channel for each direction.
     """
 
     def __init__(self, segment: Segment, rank_in_group: int, health: GroupHealth) -> None:
-        """Use `connect`."""
+        """Use `Preparation.map`."""
         self._segment = segment
         memory = memoryview(segment.memory)
         middle, behind, _ = _layout(len(health.ranks))
@@ -208,7 +212,7 @@ class _PartOfCall(_PendingCall):
 def _describe(
     number: int, code: int, count: int, detail: int, widths: tuple[tuple[int, ...], tuple[int, ...]] | None
 ) -> str:
-    """Return what a rank said about its call, for people."""
+    """Return the text in which an error describes the call of one rank."""
     kind = code & 0xFF
     name = _KINDS[kind] if kind < len(_KINDS) else f"call {kind}"
     parts = [f"{name} #{number}"]
@@ -236,11 +240,11 @@ def _describe(
 class Preparation:
     """What a rank does for shared memory before it meets the other ranks: the first one makes it and offers it.
 
-    The memory is there when they meet, and nothing has to be exchanged once more.
+    Because the offer is ready before they meet, it travels with what they exchange then: no further exchange is needed.
     """
 
     def __init__(self, world_size: int, rank: int, rank_in_group: int | None = None) -> None:
-        """Make the memory, on the first rank; why it cannot be made is part of the offer.
+        """On the first rank, make the memory. If that fails nothing is raised: the offer tells all ranks the reason.
 
         Args:
             world_size: How many ranks share it.
@@ -252,7 +256,7 @@ class Preparation:
         self._rank_in_group = rank if rank_in_group is None else rank_in_group
         self._handover: Handover | None = None
         self._segment: Segment | None = None
-        offer = _Offer(host_id())
+        offer = _Offer()
         if rank == 0 and world_size > 1:
             self._handover, self._segment, offer = _offer(world_size)
         self.offer: Final = b"" if rank else msgspec.msgpack.encode(offer)
@@ -374,7 +378,7 @@ def _offer(world_size: int) -> tuple[Handover | None, Segment | None, _Offer]:
     try:
         segment = Segment.create(nbytes, room_bytes(world_size))
     except CapabilityError as error:
-        return None, None, _Offer(host_id(), failure=str(error))
+        return None, None, _Offer(failure=str(error))
     generation = int.from_bytes(os.urandom(7))
     with memoryview(segment.memory) as memory:
         _core.lay_out(memory[:middle], world_size, SLOT_BYTES, generation)
@@ -390,7 +394,7 @@ def _offer(world_size: int) -> tuple[Handover | None, Segment | None, _Offer]:
     except BaseException:
         segment.close()
         raise
-    return handover, segment, _Offer(host_id(), handover.address, key, generation)
+    return handover, segment, _Offer(handover.address, key)
 
 
 def _take(offer: _Offer, rank: int, world_size: int, timeout_s: float) -> tuple[Segment | None, str]:

@@ -147,7 +147,7 @@ class CudaCommunicator(NcclCommunicator):
     ) -> torch.Tensor:
         """Combine the ranks' tensors; every rank gets a new tensor of the input's shape and dtype.
 
-        A small contiguous sum with default arguments is served here, with few checks; the rest goes `_with_checks`.
+        A small contiguous sum with default arguments is served here, with few checks; all others by `_with_checks`.
         """
         custom = self._custom
         if (

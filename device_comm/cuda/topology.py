@@ -55,7 +55,7 @@ class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         memory_bytes: Size of its memory in bytes.
         uuid: UUID of the device, or of the MIG instance.
         pci_bus_id: Its PCI bus id.
-        host_id: Host id; see `region.host_id`.
+        host_id: Host id; see `cpu.shared_memory.host_id`.
         driver_version: 13000 is CUDA 13.0.
         ipc: Whether other processes can map its memory by CUDA IPC.
         vmm: Whether other processes can map its memory by descriptors.

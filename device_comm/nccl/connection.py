@@ -39,6 +39,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 # about 10 us per second.
 KEEP_EVERY_S: Final = 0.25
 # While NCCL works in the background, the caller polls it with a pause that doubles from the first to the last value.
+# `settle` waits in slices of 0.1 s, and in each of them the pause begins with the first value again: 15 polls a slice.
 FIRST_POLL_S: Final = 0.0002
 LAST_POLL_S: Final = 0.01
 # `close` waits this long for queued calls, and then this long for the abort of a communicator that was not flushed.

@@ -196,7 +196,11 @@ class PeerMemory:
         return failure
 
     def _allocate(self, kind: Kind, nbytes: int, offered: ExitStack) -> RegionMessage:
-        """Allocate this rank's region; return the message for the peers. `offered` ends what they fetch it by."""
+        """Allocate this rank's region; return the message by which the peers map it.
+
+        What the peers need only while they map it, a descriptor and the thread that hands it over, is closed with
+        `offered`.
+        """
         driver, peers = self._driver, self._peers
         try:
             if kind != "vmm":

@@ -343,7 +343,7 @@ def test_a_creation_that_fails_stops_watching_the_other_processes(ranks2: RankPo
 def lacks_memory(rank: int, world_size: int, directory: Path, culprit: int) -> None:
     """Let rank `culprit` fail to create its group's memory, or to map it if it is not the first rank."""
     with world(rank, world_size, directory) as everyone:
-        refused = (None, None, shared_memory._Offer(shared_memory.host_id(), failure="no room"))
+        refused = (None, None, shared_memory._Offer(failure="no room"))
         where, answer = ("_offer", refused) if culprit == 0 else ("_take", (None, "no room"))
         patch = (
             mock.patch.object(shared_memory, where, return_value=answer)

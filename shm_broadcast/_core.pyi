@@ -6,8 +6,6 @@ from typing import Any, Self, final
 from typing_extensions import Buffer
 
 MAX_DEPTH: int
-MAX_SAME_HASH: int
-INLINE_LIMIT: int
 ALIGNMENT: int
 FIRST_HOOK_CODE: int
 FIRST_DATA_CODE: int

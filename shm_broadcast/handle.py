@@ -32,7 +32,7 @@ class QueueHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tells a reader where a queue is and how large its ring is. It holds no secret.
 
     Attributes:
-        version: Version of this record and of the ring.
+        version: Version of this record.
         name: The queue's name in errors and logs.
         generation: Random number of this queue; the handle of an earlier queue is refused.
         address: Abstract Unix address where the writer hands out the segment; empty if no reader is local.

@@ -22,7 +22,8 @@ class BroadcastSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         wait: How a reader waits for a message and a writer for room. `spin` polls without a break: it has the lowest
             latency, but uses one core for each waiting process. `park` sleeps in the kernel at once: it uses no
             processor time, but takes about ten microseconds more. `adaptive` sleeps, and polls while a message is due.
-        ring_bytes: Size of one queue's shared ring in bytes, at least 64 KiB. A message may fill all of it.
+        ring_bytes: Size of one queue's shared ring in bytes, at least 64 KiB. A message may be longer: one that takes
+            more than half of the ring goes in parts.
         warn_after_s: A call that waits for this many seconds logs a warning that names the peers it waits for.
 
     Raises:

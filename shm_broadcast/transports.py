@@ -121,7 +121,7 @@ def await_any(readers: Sequence[RingReader | RemoteReader], timeout_s: float | N
         )
     has_remote = len(places) < len(readers)
     memories, indices = tuple(memory for memory, _ in places), tuple(index for _, index in places)
-    # Start behind the reader that was served last, so that a busy writer cannot starve the others.
+    # Begin one place further with each message read, so that a busy writer cannot starve the others.
     first = sum(reader.messages for reader in readers)
     nap_ns = _SHORTEST_NAP_NS if has_remote else SLICE_NS
     while True:

@@ -24,7 +24,7 @@ no number: the tree uses them in order, each once.
 | 4 | bytearray | its bytes |
 | 5, 6 | bytes, bytearray out of band | nothing: the next buffer |
 | 7 | str with lone surrogates | UTF-8 with surrogates encoded |
-| 16 - 63 | see `wire.Code` | the pair [meta, body], two values |
+| 16 - 63 | see `wire_format.Code` | the pair [meta, body], two values |
 | 64 - 127 | arrays and tensors | the pair [meta, data]: bin 16, or nil for the next buffer |
 
 The decoder trusts nothing: a length is compared with what is left before memory is taken, depth is limited,

@@ -1,4 +1,4 @@
-"""What both ends of the remote transport share: the checks before a call, its wait, and the frame of the thread."""
+"""What both ends of the remote transport share: the checks before a call, its wait, and how the thread ends."""
 
 from __future__ import annotations
 

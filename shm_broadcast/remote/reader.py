@@ -377,7 +377,7 @@ class RemoteReader(RemoteEnd):
                 with self._lock:
                     has_more = self._drain(_BATCH)
             with self._lock:
-                self._record(time.monotonic())
+                self._check_connection(time.monotonic())
             if self._state() != before:
                 os.eventfd_write(self._wake, 1)
 
@@ -412,7 +412,7 @@ class RemoteReader(RemoteEnd):
         settings = self._endpoint.settings
         return max((self._broken_at or 0.0) + settings.grace_s, self._heard_at + settings.lost_after_s)
 
-    def _record(self, now: float) -> None:
+    def _check_connection(self, now: float) -> None:
         """Give up a lost writer; say HELLO again if the last one seems lost."""
         lost_at = self._lost_at()
         if lost_at is not None and now >= lost_at:

@@ -64,9 +64,8 @@ struct Array {
 };
 
 // Each `*_describe` fills `array`, which then views the object's memory, and returns true if these functions can send the
-// object. torch's runs application code if
-// a torch function mode is active; it may return false with a BaseException set, such as KeyboardInterrupt, and clears
-// every Exception.
+// object. `torch_describe` runs application code if a torch function mode is active. It clears every Exception, but may
+// return false with another BaseException set, such as KeyboardInterrupt.
 bool numpy_describe(PyObject* object, Array* array);
 bool torch_describe(PyObject* object, Array* array);
 

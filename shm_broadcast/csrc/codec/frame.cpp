@@ -173,8 +173,6 @@ int add_codec(PyObject* module) {
     window_type = reinterpret_cast<PyTypeObject*>(type);
     if (PyModule_AddObjectRef(module, "Window", type) < 0) return -1;
     if (PyModule_AddIntConstant(module, "MAX_DEPTH", kMaxDepth) < 0) return -1;
-    if (PyModule_AddIntConstant(module, "MAX_SAME_HASH", kMaxSameHash) < 0) return -1;
-    if (PyModule_AddIntConstant(module, "INLINE_LIMIT", static_cast<long>(kInlineLimit)) < 0) return -1;
     if (PyModule_AddIntConstant(module, "ALIGNMENT", static_cast<long>(kAlignment)) < 0) return -1;
     if (PyModule_AddIntConstant(module, "FIRST_HOOK_CODE", kFirstHook) < 0) return -1;
     return PyModule_AddIntConstant(module, "FIRST_DATA_CODE", kFirstData);

@@ -91,4 +91,5 @@ test-gpu: ## Run the GPU tests on a machine with a GPU (WHEELS=DIR: missing pack
 	tests/gpu/run.sh $(if $(WHEELS),--wheels $(WHEELS)) $(if $(OUT),--out $(OUT)) $(if $(ONLY),--only $(ONLY))
 
 clean: ## Remove everything that the other targets created
-	rm -rf $(VENV) build dist site *.egg-info */*.so .*_cache .hypothesis
+	rm -rf $(VENV) build build.log dist site gpu-report benchmarks/results/local *.egg-info */*.so .*_cache .hypothesis
+	find . -path './.?*' -prune -o -name __pycache__ -prune -exec rm -rf {} +

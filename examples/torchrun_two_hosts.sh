@@ -11,6 +11,6 @@ here=$(dirname "$0")
 # the hosts must allow Gloo's ports and those of the queues, which GROUP_COORDINATOR_REMOTE_PORTS limits.
 # torchrun's store listens on every interface of host 0: make sure that its port is reachable only in your network.
 exec "${PYTHON:-python3}" -m torch.distributed.run \
-	--nnodes 2 --nproc-per-node "${RANKS:-1}" --node-rank "$host" \
-	--master-addr "$address" --master-port "${PORT:-29500}" \
-	"$here/${SCRIPT:-vllm_style_worker.py}"
+    --nnodes 2 --nproc-per-node "${RANKS:-1}" --node-rank "$host" \
+    --master-addr "$address" --master-port "${PORT:-29500}" \
+    "$here/${SCRIPT:-vllm_style_worker.py}"

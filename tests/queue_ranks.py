@@ -10,14 +10,12 @@ import numpy as np
 from shm_broadcast.errors import CommError
 from shm_broadcast.queue import QueueReader, QueueWriter
 from shm_broadcast.settings import BroadcastSettings
-from tests.waiting import wait_until
+from tests.waiting import DEADLINE_S, wait_until
 
-__all__ = ["Meeting", "blob", "ended_with", "offer", "take"]
-
-PATIENCE_S = 30.0
+__all__ = ["DEADLINE_S", "Marks", "blob", "ended_with", "offer", "take"]
 
 
-class Meeting:
+class Marks:
     """Marks with which processes wait for each other; a mark is a file in a directory."""
 
     def __init__(self, directory: Path | str) -> None:
@@ -36,24 +34,24 @@ class Meeting:
 
     def wait(self, name: str) -> str:
         """Wait for a mark and return its text."""
-        wait_until(lambda: self.has(name), f"the mark {name!r}", PATIENCE_S, poll_s=0.002)
+        wait_until(lambda: self.has(name), f"the mark {name!r}", DEADLINE_S, poll_s=0.002)
         return (self._directory / name).read_text()
 
 
 def offer(
-    meeting: Meeting, readers: Sequence[int], ring_bytes: int = 1 << 20, writer: int = 0, **settings: Any
+    marks: Marks, readers: Sequence[int], ring_bytes: int = 1 << 20, writer: int = 0, **settings: Any
 ) -> QueueWriter:
     """Create a queue whose name has the writer's rank, and publish its handle and key for the readers."""
     made = QueueWriter.create(
         f"steps:{writer}", readers, BroadcastSettings(ring_bytes=ring_bytes, **settings), writer=writer
     )
-    meeting.mark(f"queue-{writer}", f"{made.handle.to_bytes(made.key).hex()} {made.key.hex()}")
+    marks.mark(f"queue-{writer}", f"{made.handle.to_bytes(made.key).hex()} {made.key.hex()}")
     return made
 
 
-def take(meeting: Meeting, rank: int, writer: int = 0, timeout_s: float = PATIENCE_S) -> QueueReader:
+def take(marks: Marks, rank: int, writer: int = 0, timeout_s: float = DEADLINE_S) -> QueueReader:
     """Wait for the queue's handle and key, and open the reader of `rank`."""
-    handle, key = map(bytes.fromhex, meeting.wait(f"queue-{writer}").split())
+    handle, key = map(bytes.fromhex, marks.wait(f"queue-{writer}").split())
     return QueueReader.open(handle, key, rank, timeout_s)
 
 

@@ -20,7 +20,7 @@ from shm_broadcast.endpoint import RemoteKeys, RemoteSettings
 from shm_broadcast.handle import QueueHandle
 from shm_broadcast.queue import QueueReader, QueueWriter
 from shm_broadcast.settings import MIN_RING_BYTES, BroadcastSettings
-from tests.queue_ranks import PATIENCE_S, Meeting, blob, ended_with
+from tests.queue_ranks import DEADLINE_S, Marks, blob, ended_with
 
 __all__ = ["HERE", "Cable", "over", "remote_queue", "share_queue", "slowly", "take_remote"]
 
@@ -52,16 +52,16 @@ def remote_queue(
         handle = end.handle.to_bytes(end.key)
         ends = {
             rank: stack.enter_context(
-                QueueReader.open(handle, end.key, rank, PATIENCE_S, remote_keys=keys.get(rank))
+                QueueReader.open(handle, end.key, rank, DEADLINE_S, remote_keys=keys.get(rank))
             )
             for rank in [*local, *remote]
         }
-        end.wait_until_ready(PATIENCE_S)
+        end.wait_until_ready(DEADLINE_S)
         yield end, ends
 
 
 def share_queue(
-    meeting: Meeting, remote: Sequence[int], local: Sequence[int] = (), address: str = HERE, **settings: Any
+    marks: Marks, remote: Sequence[int], local: Sequence[int] = (), address: str = HERE, **settings: Any
 ) -> QueueWriter:
     """Create a queue on rank 0 for readers in other processes, after they have sent their public keys."""
     made = QueueWriter.create(
@@ -69,20 +69,20 @@ def share_queue(
         local,
         BroadcastSettings(ring_bytes=1 << 20),
         writer=0,
-        remote_readers={rank: bytes.fromhex(meeting.wait(f"public-{rank}")) for rank in remote},
+        remote_readers={rank: bytes.fromhex(marks.wait(f"public-{rank}")) for rank in remote},
         bind_address=address,
         remote=RemoteSettings(**settings),
     )
-    meeting.mark("queue-0", f"{made.handle.to_bytes(made.key).hex()} {made.key.hex()}")
+    marks.mark("queue-0", f"{made.handle.to_bytes(made.key).hex()} {made.key.hex()}")
     return made
 
 
-def take_remote(meeting: Meeting, rank: int) -> QueueReader:
+def take_remote(marks: Marks, rank: int) -> QueueReader:
     """Send our public key, wait until the queue exists, and open the reader of `rank`."""
     keys = RemoteKeys.generate()
-    meeting.mark(f"public-{rank}", keys.public.hex())
-    handle, key = map(bytes.fromhex, meeting.wait("queue-0").split())
-    return QueueReader.open(handle, key, rank, PATIENCE_S, remote_keys=keys)
+    marks.mark(f"public-{rank}", keys.public.hex())
+    handle, key = map(bytes.fromhex, marks.wait("queue-0").split())
+    return QueueReader.open(handle, key, rank, DEADLINE_S, remote_keys=keys)
 
 
 def slowly(writer: QueueWriter, obj: Any) -> None:
@@ -172,25 +172,25 @@ def over(cable: Cable, handle: QueueHandle) -> QueueHandle:
 
 def be_a_host(rank: int, directory: Path) -> None:
     """Be the writer, or the reader on another host, which is killed at the end."""
-    meeting = Meeting(directory)
+    marks = Marks(directory)
     Path(f"/dev/shm/host-{rank}").touch()
     if rank == 0:
-        with share_queue(meeting, remote=[1], address="10.78.0.1") as writer:
-            writer.wait_until_ready(PATIENCE_S)
+        with share_queue(marks, remote=[1], address="10.78.0.1") as writer:
+            writer.wait_until_ready(DEADLINE_S)
             for number in range(50):
-                writer.enqueue({"number": number, "data": blob(number, number * 20_000)}, PATIENCE_S)
-            meeting.wait("read")
-            meeting.mark("sent")
+                writer.enqueue({"number": number, "data": blob(number, number * 20_000)}, DEADLINE_S)
+            marks.wait("read")
+            marks.mark("sent")
             found = ended_with(partial(slowly, writer, None))
-        meeting.mark("writer", f"{found['kind']} {found['ranks']} {os.listdir('/dev/shm')}")
+        marks.mark("writer", f"{found['kind']} {found['ranks']} {os.listdir('/dev/shm')}")
         return
-    with take_remote(meeting, rank) as end:
+    with take_remote(marks, rank) as end:
         for number in range(50):
-            message = end.dequeue(PATIENCE_S)
+            message = end.dequeue(DEADLINE_S)
             assert message["number"] == number
             assert np.array_equal(message["data"], blob(number, number * 20_000))
-        meeting.mark("read", str(os.listdir("/dev/shm")))
-        meeting.wait("sent")
+        marks.mark("read", str(os.listdir("/dev/shm")))
+        marks.wait("sent")
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PATIENCE_S", "has_ended", "sleeping_in", "wait_until"]
+__all__ = ["DEADLINE_S", "has_ended", "sleeping_in", "wait_until"]
 
-PATIENCE_S = 60.0
+DEADLINE_S = 60.0
 """A wait budget that is longer than any awaited event takes, even on a busy machine."""
 
 
 def wait_until(
-    condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S, poll_s: float = 0.005
+    condition: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S, poll_s: float = 0.005
 ) -> None:
     """Evaluate `condition` every `poll_s` seconds until it is true.
 

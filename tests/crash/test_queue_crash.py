@@ -18,7 +18,7 @@ from shm_broadcast.layout import FIELDS, LINE
 from shm_broadcast.queue import QueueReader
 from shm_broadcast.segment import take_over
 from tests.harness import run_ranks
-from tests.queue_ranks import Meeting, blob, ended_with, offer, take
+from tests.queue_ranks import Marks, blob, ended_with, offer, take
 from tests.queues import fill, find_sockets, memory_of, segments_of, word
 from tests.waiting import has_ended, wait_until
 
@@ -36,7 +36,7 @@ class Part(NamedTuple):
     """One process's part in a case: its role, the place that it has to reach, and which process gets the signal."""
 
     rank: int
-    meeting: Meeting
+    marks: Marks
     place: str
     victims: list[int]
     is_stop: bool
@@ -58,28 +58,28 @@ class Part(NamedTuple):
 
     def ready(self, *, waits: bool) -> None:
         """Mark that the place is reached; return at once, or when the signals have been sent."""
-        self.meeting.mark(f"ready-{self.rank}")
+        self.marks.mark(f"ready-{self.rank}")
         if waits:
-            self.meeting.wait("signalled")
+            self.marks.wait("signalled")
 
     def over(self) -> bool:
         """Return whether every process has its error and every stopped process runs again."""
-        return self.meeting.has("end")
+        return self.marks.has("end")
 
 
 def take_part(
-    rank: int, world_size: int, directory: Path, marks: str, place: str, victims: list[int], is_stop: bool
+    rank: int, world_size: int, directory: Path, folder: str, place: str, victims: list[int], is_stop: bool
 ) -> dict[str, Any]:
     """Go to the place, wait for the signal, and return the outcome."""
-    part = Part(rank, Meeting(marks), place, victims, is_stop)
+    part = Part(rank, Marks(folder), place, victims, is_stop)
     found = write(part) if rank == 0 else read(part)
     assert segments_of() == []
     return found
 
 
 def write(part: Part) -> dict[str, Any]:
-    with offer(part.meeting, [1, 2], 1 << 20) as writer:
-        part.meeting.mark("inode", str(os.fstat(writer._ring._segment.descriptor).st_ino))
+    with offer(part.marks, [1, 2], 1 << 20) as writer:
+        part.marks.mark("inode", str(os.fstat(writer._ring._segment.descriptor).st_ino))
         nbytes = LARGE if part.place == "copying" else SMALL
 
         def step() -> None:
@@ -98,8 +98,8 @@ def write(part: Part) -> dict[str, Any]:
         part.ready(waits=part.is_stop or part.place not in ("full", "copying"))
         rests = part.is_victim and part.place in ("idle", "attaching", "closing")
         found = {"kind": "over"} if rests else ended_with(step, part.over)
-        part.meeting.mark("told-0")
-        part.meeting.wait("end")
+        part.marks.mark("told-0")
+        part.marks.wait("end")
     return found
 
 
@@ -110,20 +110,20 @@ def read(part: Part) -> dict[str, Any]:
 
     def step() -> None:
         if not readers:
-            readers.append(take(part.meeting, part.rank, timeout_s=part.limit or 30.0))
+            readers.append(take(part.marks, part.rank, timeout_s=part.limit or 30.0))
         readers[0].dequeue(part.limit)
 
     if part.place != "attaching":
         step()
     elif 0 not in part.victims:
-        readers.append(take(part.meeting, part.rank))
+        readers.append(take(part.marks, part.rank))
     if part.place == "closing" and part.is_victim:
         readers[0].close()
     part.ready(waits=part.place not in ("idle", "copying"))
     rests = part.is_victim and part.place == "closing"
     found = {"kind": "over"} if rests else ended_with(step)
-    part.meeting.mark(f"told-{part.rank}")
-    part.meeting.wait("end")
+    part.marks.mark(f"told-{part.rank}")
+    part.marks.wait("end")
     for reader in readers:
         reader.close()
     return found
@@ -131,34 +131,34 @@ def read(part: Part) -> dict[str, Any]:
 
 def half_attached(part: Part) -> dict[str, Any]:
     """Receive the segment, but stop before marking so in it."""
-    data, key = map(bytes.fromhex, part.meeting.wait("queue-0").split())
+    data, key = map(bytes.fromhex, part.marks.wait("queue-0").split())
     handle = QueueHandle.from_bytes(data, key)
     segment, _, descriptor = take_over(handle.address, key, part.rank - 1, handle.segment_bytes, 30.0)
     part.ready(waits=True)
-    part.meeting.wait("end")
+    part.marks.wait("end")
     os.close(descriptor)
     segment.close()
     return {"kind": "over"}
 
 
-def disturb(meeting: Meeting, victims: Sequence[int], number: int) -> Callable[[Sequence[int]], None]:
+def disturb(marks: Marks, victims: Sequence[int], number: int) -> Callable[[Sequence[int]], None]:
     """Return a function that sends the signal once all are in place, and resumes stopped processes at the end."""
 
     def run(pids: Sequence[int]) -> None:
         for rank in range(len(pids)):
-            meeting.wait(f"ready-{rank}")
+            marks.wait(f"ready-{rank}")
         time.sleep(0.02)  # a rank that is ready makes its call next
         for victim in victims:
             os.kill(pids[victim], number)
-        meeting.mark("signalled", str(time.monotonic()))
+        marks.mark("signalled", str(time.monotonic()))
         for rank in range(len(pids)):
             if rank not in victims and (rank == 0 or 0 in victims):
-                meeting.wait(f"told-{rank}")
+                marks.wait(f"told-{rank}")
         if number == signal.SIGSTOP:
             time.sleep(0.05)  # the other ranks act on the error while the victim is still stopped
             for victim in victims:
                 os.kill(pids[victim], signal.SIGCONT)
-        meeting.mark("end")
+        marks.mark("end")
 
     return run
 
@@ -175,11 +175,11 @@ def holders_of(inode: int) -> list[str]:
     return found
 
 
-def assert_nothing_stays(meeting: Meeting) -> None:
+def assert_nothing_stays(marks: Marks) -> None:
     """Check that no process holds a socket of the queue or a descriptor of its memory."""
-    handle, key = map(bytes.fromhex, meeting.wait("queue-0").split())
+    handle, key = map(bytes.fromhex, marks.wait("queue-0").split())
     assert f"@{QueueHandle.from_bytes(handle, key).address}" not in find_sockets()
-    assert holders_of(int(meeting.wait("inode"))) == []
+    assert holders_of(int(marks.wait("inode"))) == []
 
 
 @pytest.mark.guarantee("B13", "B14")
@@ -188,7 +188,7 @@ def assert_nothing_stays(meeting: Meeting) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_the_others_are_told_who_is_gone_or_stopped(place: str, who: str, name: str, tmp_path: Path) -> None:
     """A killed end raises `PeerLostError` with its rank, a stopped one `CommTimeoutError`; nothing is left."""
-    victims, number, meeting = VICTIMS[who], getattr(signal, name), Meeting(tmp_path)
+    victims, number, marks = VICTIMS[who], getattr(signal, name), Marks(tmp_path)
     is_stop = name == "SIGSTOP"
     found = run_ranks(
         take_part,
@@ -198,9 +198,9 @@ def test_the_others_are_told_who_is_gone_or_stopped(place: str, who: str, name: 
         victims,
         is_stop,
         expect_dead=[] if is_stop else victims,
-        while_running=disturb(meeting, victims, number),
+        while_running=disturb(marks, victims, number),
     )
-    signalled = float(meeting.wait("signalled"))
+    signalled = float(marks.wait("signalled"))
     for rank in {0, 1, 2} - set(victims):
         told = found[rank]
         if place == "closing" and 0 in victims:
@@ -218,7 +218,7 @@ def test_the_others_are_told_who_is_gone_or_stopped(place: str, who: str, name: 
                 assert told["at"] - signalled < PROMPT_S
             elif place != "closing" and (place, rank) not in {("attaching", 1), ("attaching", 2)}:
                 assert ", stopped" in told["text"]
-    assert_nothing_stays(meeting)
+    assert_nothing_stays(marks)
 
 
 # --- a forked child of the dead --------------------------------------------------------------------------------
@@ -226,17 +226,17 @@ def test_the_others_are_told_who_is_gone_or_stopped(place: str, who: str, name: 
 
 def outlived_by_a_child(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
     """Rank 1 forks a child that keeps its descriptors, and is killed; rank 0 waits for room in the ring."""
-    meeting = Meeting(directory)
+    marks = Marks(directory)
     if rank == 1:
-        with take(meeting, 1):
+        with take(marks, 1):
             if os.fork() == 0:
                 with suppress(TimeoutError):
-                    meeting.wait("told")
+                    marks.wait("told")
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGKILL)
-    with offer(meeting, [1]) as writer:
+    with offer(marks, [1]) as writer:
         found = ended_with(lambda: writer.enqueue(bytes(SMALL)))
-        meeting.mark("told")
+        marks.mark("told")
     return found
 
 
@@ -253,30 +253,30 @@ def test_a_forked_child_does_not_keep_a_dead_reader_alive() -> None:
 
 def dies_within_a_stream(rank: int, world_size: int, directory: Path, is_read_before: bool) -> dict[str, Any]:
     """Send from rank 0 a message whose second half is unmapped, so that the copy kills it."""
-    meeting, nbytes = Meeting(directory), 4 << 20
+    marks, nbytes = Marks(directory), 4 << 20
     if rank == 0:
         place = Path(directory) / "content"
         place.write_bytes(bytes(nbytes))
         content = np.memmap(place, np.uint8, "r+")
-        with offer(meeting, [1, 2], 16 << 20) as writer:
+        with offer(marks, [1, 2], 16 << 20) as writer:
             writer.wait_until_ready(30.0)
             writer.enqueue("whole")
             os.truncate(place, nbytes // 2)
-            meeting.mark("written", str(os.getpid()))
+            marks.mark("written", str(os.getpid()))
             if is_read_before:
-                meeting.wait("read-1")
-                meeting.wait("read-2")
+                marks.wait("read-1")
+                marks.wait("read-2")
                 parked = FIELDS["parked"]
                 wait_until(
                     lambda: all(word(memory_of(writer), parked, LINE * i) for i in (0, 1)), "readers asleep"
                 )
             writer.enqueue(content.view(np.ndarray))
-    with take(meeting, rank) as reader:
-        pid = int(meeting.wait("written"))
+    with take(marks, rank) as reader:
+        pid = int(marks.wait("written"))
         if not is_read_before:
             wait_until(lambda: has_ended(pid), "the end of rank 0, within its second message")
         whole = reader.dequeue(30.0)
-        meeting.mark(f"read-{rank}")
+        marks.mark(f"read-{rank}")
         found = ended_with(reader.dequeue)
         published, messages, _, _, readers = _core.ring_state(memory_of(reader))
         consumed = readers[rank - 1][0]
@@ -302,10 +302,10 @@ def nbytes_of(number: int) -> int:
     return rng.choice([0, rng.randint(1, 1000), rng.randint(1, 60_000), rng.randint(1, 600_000)])
 
 
-def under_stress(rank: int, world_size: int, directory: Path, marks: str) -> dict[str, Any]:
+def under_stress(rank: int, world_size: int, directory: Path, folder: str) -> dict[str, Any]:
     """Send and check messages of random sizes until a peer is gone."""
-    meeting = Meeting(marks)
-    end: Any = offer(meeting, range(1, world_size), 256 << 10) if rank == 0 else take(meeting, rank)
+    marks = Marks(folder)
+    end: Any = offer(marks, range(1, world_size), 256 << 10) if rank == 0 else take(marks, rank)
     number = 0
 
     def step() -> None:
@@ -320,8 +320,8 @@ def under_stress(rank: int, world_size: int, directory: Path, marks: str) -> dic
 
     if rank == 0:
         end.wait_until_ready(30.0)
-        meeting.mark("inode", str(os.fstat(end._ring._segment.descriptor).st_ino))
-        meeting.mark("running")
+        marks.mark("inode", str(os.fstat(end._ring._segment.descriptor).st_ino))
+        marks.mark("running")
     with end:
         found = ended_with(step)
     assert segments_of() == []
@@ -332,10 +332,10 @@ def under_stress(rank: int, world_size: int, directory: Path, marks: str) -> dic
 @pytest.mark.parametrize("killed", [[0], [2], [1, 3]], ids=["writer", "reader", "readers"])
 def test_stops_and_kills_at_random_tear_nothing(killed: list[int], tmp_path: Path) -> None:
     """With random stops and final kills every byte is right until the end, and all survivors get the error."""
-    meeting, rng = Meeting(tmp_path), random.Random(killed[0])
+    marks, rng = Marks(tmp_path), random.Random(killed[0])
 
     def torment(pids: Sequence[int]) -> None:
-        meeting.wait("running")
+        marks.wait("running")
         end = time.monotonic() + 2.0
         while time.monotonic() < end:
             victim = rng.choice(pids)
@@ -354,4 +354,4 @@ def test_stops_and_kills_at_random_tear_nothing(killed: list[int], tmp_path: Pat
     first = survivors[0]
     assert first["kind"] == "PeerLostError"
     assert set(first["ranks"]) <= set(killed)
-    assert_nothing_stays(meeting)
+    assert_nothing_stays(marks)

@@ -194,6 +194,14 @@ def test_a_rank_that_never_comes_to_the_rendezvous_is_named(ranks2: RankPool, wa
     assert 1.5 <= found["seconds"] < PROMPT_S
 
 
+def await_store_threads() -> None:
+    """Wait until the threads that asked a stopped store have ended, as they do some time after it was killed."""
+    wait_until(
+        lambda: not [each for each in threading.enumerate() if each.name.startswith("group-coordinator")],
+        "the threads that asked the store have ended",
+    )
+
+
 def stop_in_rendezvous(rank: int, world_size: int, directory: Path, port: int) -> dict[str, Any] | None:
     (directory / f"pid-{rank}").write_text(str(os.getpid()))
     if rank == 0:
@@ -208,11 +216,7 @@ def stop_in_rendezvous(rank: int, world_size: int, directory: Path, port: int) -
     meet(rank, [1, 2], directory, "told")
     if rank == 1:
         os.kill(int((directory / "pid-0").read_text()), signal.SIGKILL)
-        # The threads that asked the store end with its connection; on a busy machine that takes more than a second.
-        wait_until(
-            lambda: not [each for each in threading.enumerate() if each.name.startswith("group-coordinator")],
-            "the threads that asked the store have ended",
-        )
+    await_store_threads()
     return found
 
 
@@ -253,6 +257,7 @@ def lose_the_host(rank: int, world_size: int, directory: Path, port: int, name: 
     meet(rank, range(1, world_size), directory, "told")
     if rank == 1 and end == "stopped":
         os.kill(int((directory / "pid-0").read_text()), signal.SIGKILL)
+    await_store_threads()
     destroy_distributed_environment()
     dist.destroy_process_group()
     return found

@@ -38,7 +38,7 @@ from shm_broadcast.remote.reader import RemoteReader
 from shm_broadcast.remote.wire import HEADER, Kind, pack
 from shm_broadcast.remote.writer import RemoteWriter
 from tests.ports import free_port, listening_addresses
-from tests.queue_ranks import PATIENCE_S
+from tests.queue_ranks import DEADLINE_S
 from tests.remotes import HERE, remote_queue
 
 STRANGERS = 100
@@ -76,7 +76,7 @@ def dialled(endpoint: RemoteEndpoint, kind: int, keys: RemoteKeys | None) -> Ite
 def send(writer: RemoteWriter, obj: Any) -> None:
     """Send an object as a queue does."""
     message = codec.encode(obj)
-    writer.reserve(message.nbytes, PATIENCE_S)
+    writer.reserve(message.nbytes, DEADLINE_S)
     writer.publish(message)
 
 
@@ -108,7 +108,7 @@ def test_an_unknown_key_is_refused_before_a_byte_is_decoded(
             writer.publish(codec.encode("secret"))
             assert not stranger.poll(500)
         with pytest.raises(PeerLostError, match="no reader has this key"):
-            RemoteReader.open(writer.endpoint, RemoteKeys.generate(), 1, "steps", timeout_s=PATIENCE_S)
+            RemoteReader.open(writer.endpoint, RemoteKeys.generate(), 1, "steps", timeout_s=DEADLINE_S)
         assert writer.absent() == [1]
     assert unpacked == []
     assert f"refused a connection from {HERE}" in caplog.text
@@ -152,8 +152,8 @@ def test_garbage_on_the_port_costs_the_queue_nothing(unpacked: list[bytes]) -> N
                 peer = stack.enter_context(socket.create_connection((HERE, writer.handle.remote.port)))
                 with contextlib.suppress(OSError):
                     peer.sendall(data)
-            writer.enqueue(data, PATIENCE_S)
-            assert readers[1].dequeue(PATIENCE_S) == data
+            writer.enqueue(data, DEADLINE_S)
+            assert readers[1].dequeue(DEADLINE_S) == data
     assert len(unpacked) > known
     assert all(HEADER.unpack_from(record)[0] in (Kind.HELLO, Kind.ACK, Kind.BYE) for record in unpacked)
 
@@ -176,8 +176,8 @@ def test_a_hundred_that_never_read_neither_slow_the_writer_nor_use_memory() -> N
         message = np.zeros(1 << 20, np.uint8)
         for _ in range(200):
             # A copy for each of a hundred strangers would take 100 MiB per message, and a full socket would block.
-            writer.enqueue(message, PATIENCE_S)
-            assert readers[1].dequeue(PATIENCE_S).nbytes == 1 << 20
+            writer.enqueue(message, DEADLINE_S)
+            assert readers[1].dequeue(DEADLINE_S).nbytes == 1 << 20
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
         assert grown < 150 << 20
         time.sleep(0.5)  # give the strangers time to cause what they can
@@ -191,7 +191,7 @@ def test_a_hundred_that_never_read_neither_slow_the_writer_nor_use_memory() -> N
 def test_who_says_nothing_is_disconnected() -> None:
     """A connection without a handshake is closed after two seconds, so it cannot hold a descriptor."""
     with leg() as (writer, _), socket.create_connection((HERE, writer.endpoint.port)) as silent:
-        silent.settimeout(PATIENCE_S)
+        silent.settimeout(DEADLINE_S)
         while silent.recv(4096):
             pass
 
@@ -203,7 +203,7 @@ def test_who_says_nothing_is_disconnected() -> None:
 def test_a_reader_is_known_by_its_key_and_not_by_what_it_says() -> None:
     """A reader with the key of rank 1 is rank 1 to the writer, whatever it claims."""
     with leg((1, 2)) as (writer, keys):
-        reader = RemoteReader.open(writer.endpoint, keys[1], 2, "steps", timeout_s=PATIENCE_S)
+        reader = RemoteReader.open(writer.endpoint, keys[1], 2, "steps", timeout_s=DEADLINE_S)
         assert writer.absent() == [2]
         reader.close()
 
@@ -212,11 +212,11 @@ def test_a_reader_is_known_by_its_key_and_not_by_what_it_says() -> None:
 def test_each_rank_opens_once() -> None:
     """A second reader with the same key is refused, and the first is not disturbed."""
     with leg() as (writer, keys):
-        reader = RemoteReader.open(writer.endpoint, keys[1], 1, "steps", timeout_s=PATIENCE_S)
+        reader = RemoteReader.open(writer.endpoint, keys[1], 1, "steps", timeout_s=DEADLINE_S)
         with pytest.raises(PeerLostError, match="opened the queue before"):
-            RemoteReader.open(writer.endpoint, keys[1], 1, "steps", timeout_s=PATIENCE_S)
+            RemoteReader.open(writer.endpoint, keys[1], 1, "steps", timeout_s=DEADLINE_S)
         writer.publish(codec.encode("still here"))
-        assert reader.read(PATIENCE_S, None) == "still here"
+        assert reader.read(DEADLINE_S, None) == "still here"
         reader.close()
 
 
@@ -236,19 +236,19 @@ WRONG_RECORDS = {
 def test_nonsense_from_a_reader_costs_the_others_nothing() -> None:
     """Invalid records are dropped; the other reader gets every message."""
     with leg((1, 2)) as (writer, keys):
-        reader = RemoteReader.open(writer.endpoint, keys[1], 1, "steps", timeout_s=PATIENCE_S)
+        reader = RemoteReader.open(writer.endpoint, keys[1], 1, "steps", timeout_s=DEADLINE_S)
         with dialled(writer.endpoint, zmq.DEALER, keys[2]) as rogue:
             for record in WRONG_RECORDS.values():
                 rogue.send(record)
                 rogue.send_multipart([record] * 3)
                 send(writer, "fine")
-                assert reader.read(PATIENCE_S, None) == "fine"
+                assert reader.read(DEADLINE_S, None) == "fine"
             assert writer.absent() == [2]
             with contextlib.suppress(zmq.Again):
                 # Longer than a reader's records may be: only this connection is closed.
                 rogue.send(bytes(1 << 20), zmq.NOBLOCK)
             send(writer, "fine")
-            assert reader.read(PATIENCE_S, None) == "fine"
+            assert reader.read(DEADLINE_S, None) == "fine"
         reader.close()
 
 
@@ -328,7 +328,7 @@ def test_it_listens_on_that_address_alone(address: str) -> None:
     writer = RemoteWriter.create("steps", {1: keys.public}, address)
     try:
         assert sorted({*listening_addresses()} - {*before}) == [address]
-        reader = RemoteReader.open(writer.endpoint, keys, 1, "steps", timeout_s=PATIENCE_S)
+        reader = RemoteReader.open(writer.endpoint, keys, 1, "steps", timeout_s=DEADLINE_S)
         reader.close()
     finally:
         writer.close()
@@ -363,7 +363,7 @@ def test_a_writer_that_does_not_hold_the_key_is_refused() -> None:
     with leg() as (writer, keys):
         other = msgspec.structs.replace(writer.endpoint, server_public_key=RemoteKeys.generate().public)
         with pytest.raises(DecodeError, match="does not hold the handle.s key"):
-            RemoteReader.open(other, keys[1], 1, "steps", timeout_s=PATIENCE_S)
+            RemoteReader.open(other, keys[1], 1, "steps", timeout_s=DEADLINE_S)
         assert writer.absent() == [1]
 
 
@@ -373,7 +373,7 @@ def test_another_generation_is_refused() -> None:
     with leg() as (writer, keys):
         old = msgspec.structs.replace(writer.endpoint, generation=writer.endpoint.generation ^ 1)
         with pytest.raises(DecodeError, match="another generation"):
-            RemoteReader.open(old, keys[1], 1, "steps", timeout_s=PATIENCE_S)
+            RemoteReader.open(old, keys[1], 1, "steps", timeout_s=DEADLINE_S)
         assert writer.absent() == [1]
 
 

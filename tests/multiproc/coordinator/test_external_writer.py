@@ -18,7 +18,7 @@ from shm_broadcast.errors import CommError, UsageError
 from shm_broadcast.handle import KEY_BYTES, new_key
 from shm_broadcast.queue import QueueReader, QueueWriter
 from tests.harness import RankPool, run_ranks
-from tests.queue_ranks import PATIENCE_S, Meeting, ended_with, offer
+from tests.queue_ranks import DEADLINE_S, Marks, ended_with, offer
 from tests.worlds import new_group, outcome_of, world
 
 STEPS = 50
@@ -26,17 +26,17 @@ STEPS = 50
 
 def be_engine_or_worker(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
     """Run the engine in the last process, which joins no world and is killed in the end, and workers in the others."""
-    meeting = Meeting(directory)
+    marks = Marks(directory)
     workers = world_size - 1
     if rank == workers:
-        writer = offer(meeting, range(workers), writer=-1)
-        writer.wait_until_ready(PATIENCE_S)
+        writer = offer(marks, range(workers), writer=-1)
+        writer.wait_until_ready(DEADLINE_S)
         for step in range(STEPS):
             writer.enqueue(("step", step))
         for worker in range(workers):
-            meeting.wait(f"read-{worker}")
+            marks.wait(f"read-{worker}")
         os.kill(os.getpid(), signal.SIGKILL)
-    handle, key = map(bytes.fromhex, meeting.wait("queue--1").split())
+    handle, key = map(bytes.fromhex, marks.wait("queue--1").split())
     with world(rank, workers, directory) as group:
         group.enable_broadcaster()
         own = group.mq_broadcaster
@@ -44,11 +44,11 @@ def be_engine_or_worker(rank: int, world_size: int, directory: Path) -> dict[str
         given = None if rank == 1 else ExternalWriter(handle, key)
         steps = group.create_mq_broadcaster(0, given, blocking=rank >= 0)
         assert isinstance(steps, QueueReader)
-        assert [steps.dequeue(PATIENCE_S) for _ in range(STEPS)] == [("step", step) for step in range(STEPS)]
+        assert [steps.dequeue(DEADLINE_S) for _ in range(STEPS)] == [("step", step) for step in range(STEPS)]
         assert group.mq_broadcaster is own
         assert group.broadcast_object({"plan": rank}) == {"plan": 0}
-        meeting.mark(f"read-{rank}")
-        found = ended_with(lambda: steps.dequeue(PATIENCE_S))
+        marks.mark(f"read-{rank}")
+        found = ended_with(lambda: steps.dequeue(DEADLINE_S))
         # The engine's death does not break the group, which has lost no rank. The caller decides what to do.
         assert group.broadcast_object(["after", rank], 1) == ["after", 1]
         return found
@@ -84,7 +84,7 @@ def misuse(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
         reader: Any = group.create_mq_broadcaster(0, good if rank == 1 else None)
         if rank == 1:
             queues[0].enqueue("used")
-        assert reader.dequeue(PATIENCE_S) == "used"
+        assert reader.dequeue(DEADLINE_S) == "used"
         group.barrier()
         with new_group(group) as other:
             again = outcome_of(lambda: other.create_mq_broadcaster(0, good if rank == 1 else None))

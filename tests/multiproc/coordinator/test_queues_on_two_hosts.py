@@ -30,7 +30,7 @@ from tests.hosts import ADDRESSES, report, run_on_two_hosts
 from tests.leaks import Snapshot, leaked_since
 from tests.ports import listening_addresses
 from tests.probes import requires
-from tests.queue_ranks import PATIENCE_S, Meeting
+from tests.queue_ranks import DEADLINE_S, Marks
 from tests.waiting import wait_until
 from tests.worlds import outcome_of
 
@@ -45,7 +45,7 @@ SLACK_S = 8.0
 
 
 def settings_of(ports: str = f"{PORTS[0]}-{PORTS[1]}", **settings: Any) -> CoordinatorSettings:
-    return CoordinatorSettings.resolve({}, create_timeout_s=PATIENCE_S, remote_ports=ports, **settings)
+    return CoordinatorSettings.resolve({}, create_timeout_s=DEADLINE_S, remote_ports=ports, **settings)
 
 
 def group_of_all(name: str, **settings: Any) -> GroupCoordinator:
@@ -92,7 +92,7 @@ def second_writer(group: GroupCoordinator, rank: int) -> dict[str, Any]:
     if rank == 2:
         end.enqueue({"from": 2})
     else:
-        assert end.dequeue(PATIENCE_S) == {"from": 2}
+        assert end.dequeue(DEADLINE_S) == {"from": 2}
     group.barrier()
     return {"second": told_by(end)}
 
@@ -101,11 +101,11 @@ def answers(group: GroupCoordinator, rank: int) -> dict[str, Any]:
     own: Any
     own, readers = group.create_single_reader_mq_broadcasters(reader_rank_in_group=1, blocking=True)
     for number in range(5):
-        own.enqueue([rank, number, bytes(number * 100_000)], PATIENCE_S)
+        own.enqueue([rank, number, bytes(number * 100_000)], DEADLINE_S)
     taken: dict[int, list[int]] = {}
     if rank == 1:
         for _ in range(20):
-            index, (sender, number, _) = dequeue_any(readers, PATIENCE_S)  # type: ignore[arg-type]
+            index, (sender, number, _) = dequeue_any(readers, DEADLINE_S)  # type: ignore[arg-type]
             assert index == sender
             taken.setdefault(sender, []).append(number)
         assert taken == {sender: list(range(5)) for sender in range(4)}
@@ -160,7 +160,7 @@ def from_outside(group: GroupCoordinator, rank: int) -> dict[str, Any]:
         end: Any = group.create_mq_broadcaster(external_writer_handle=own)
         if writer is not None:
             writer.enqueue(["from outside", 1])
-        assert end.dequeue(PATIENCE_S) == ["from outside", 1]
+        assert end.dequeue(DEADLINE_S) == ["from outside", 1]
         group.barrier()
         return {"outside": told_by(end), "is_reader": isinstance(end, QueueReader)}
 
@@ -210,7 +210,7 @@ def one_dies(rank: int, victim: int, directory: Path) -> dict[str, Any]:
 
 def one_stops(rank: int, directory: Path) -> dict[str, Any]:
     """Destroy the group while a reader on the other host is stopped; return how long that took."""
-    meeting = Meeting(directory)
+    marks = Marks(directory)
     group = group_of_all("steps", remote={"lost_after_s": 120.0}, destroy_timeout_s=DESTROY_S)
     end: Any = group.create_mq_broadcaster(1)
     processes = group.all_gather_object(os.getpid())
@@ -220,16 +220,16 @@ def one_stops(rank: int, directory: Path) -> dict[str, Any]:
         stat = Path(f"/proc/{processes[3]}/stat")
         wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "rank 3 stopped")
         end.enqueue("rank 3 does not take it")
-        meeting.mark("sent")
-    meeting.wait("sent")
+        marks.mark("sent")
+    marks.wait("sent")
     started = time.monotonic()
     group.destroy()
     seconds = time.monotonic() - started
     if rank < 3:
-        meeting.mark(f"left-{rank}")
+        marks.mark(f"left-{rank}")
     if rank == 2:
-        meeting.wait("left-0")
-        meeting.wait("left-1")
+        marks.wait("left-0")
+        marks.wait("left-1")
         os.kill(processes[3], signal.SIGCONT)
     return {"seconds": seconds}
 

@@ -15,7 +15,7 @@ from shm_broadcast.liveness import fork_count
 from shm_broadcast.queue import QueueWriter, dequeue_any
 from shm_broadcast.settings import WaitMode
 from tests.harness import RankPool
-from tests.queue_ranks import Meeting, blob, offer, take
+from tests.queue_ranks import Marks, blob, offer, take
 from tests.queues import fill, queue, segments_of, sockets_of
 
 LIMIT_S = 30.0
@@ -36,10 +36,10 @@ def pass_sizes(
     rank: int, world_size: int, directory: Path, mode: WaitMode, slow: int, count: int
 ) -> tuple[int, int]:
     """Send or read `count` messages; rank `slow` sometimes sleeps. Returns (messages, calls that waited)."""
-    meeting = Meeting(directory)
+    marks = Marks(directory)
     dawdles = random.Random(rank)
     readers = range(1, world_size)
-    end: Any = offer(meeting, readers, 64 << 10, wait=mode) if rank == 0 else take(meeting, rank)
+    end: Any = offer(marks, readers, 64 << 10, wait=mode) if rank == 0 else take(marks, rank)
     with end:
         for number, size in enumerate(sizes_of(5, count)):
             if rank == slow and dawdles.random() < 0.2:
@@ -53,9 +53,9 @@ def pass_sizes(
         told = end.statistics()
         if rank == 0:
             # The writer closes at once. Readers get the error only after they have read everything.
-            meeting.mark("written")
+            marks.mark("written")
         else:
-            meeting.wait("written")
+            marks.wait("written")
             with pytest.raises(ClosedError):
                 end.dequeue(LIMIT_S)
     assert segments_of() == []
@@ -79,29 +79,29 @@ def test_every_reader_gets_every_message_in_order(ranks4: RankPool, mode: str, s
 
 def come_late(rank: int, world_size: int, directory: Path) -> list[int]:
     """Read messages that were written before this reader was opened."""
-    meeting = Meeting(directory)
+    marks = Marks(directory)
     if rank == 0:
-        with offer(meeting, range(1, world_size), 64 << 10) as writer:
+        with offer(marks, range(1, world_size), 64 << 10) as writer:
             sent = 0
             with suppress(CommTimeoutError):
                 while sent < 40:
                     writer.enqueue([sent, bytes(3000)], 0.0)
                     sent += 1
             assert AT_ONCE <= sent < 40
-            meeting.mark("read-0")
+            marks.mark("read-0")
             while sent < 40:
                 writer.enqueue([sent, bytes(3000)], LIMIT_S)
                 sent += 1
             writer.wait_until_ready(LIMIT_S)
-            meeting.mark("all came")
+            marks.mark("all came")
         return []
     # The first reader comes when the ring is full, each further one when the reader before it has read a part.
-    meeting.wait(f"read-{rank - 1}")
-    with take(meeting, rank) as reader:
+    marks.wait(f"read-{rank - 1}")
+    with take(marks, rank) as reader:
         found = [reader.dequeue(LIMIT_S)[0] for _ in range(AT_ONCE)]
-        meeting.mark(f"read-{rank}")
+        marks.mark(f"read-{rank}")
         found += [reader.dequeue(LIMIT_S)[0] for _ in range(AT_ONCE, 40)]
-        meeting.wait("all came")
+        marks.wait("all came")
         return found
 
 
@@ -113,16 +113,16 @@ def test_readers_that_come_late_miss_nothing(ranks4: RankPool) -> None:
 
 def send_arrays(rank: int, world_size: int, directory: Path) -> int:
     """Send or read arrays that are larger than the ring, or nearly as large as a record may be."""
-    meeting = Meeting(directory)
+    marks = Marks(directory)
     sizes = [8 << 20, 1000, (2 << 20) - 4096, 8 << 20, 12 << 20]
     if rank == 0:
-        with offer(meeting, range(1, world_size), 4 << 20) as writer:
+        with offer(marks, range(1, world_size), 4 << 20) as writer:
             for number, size in enumerate(sizes):
                 writer.enqueue(blob(number, size), LIMIT_S)
-            meeting.wait("read-1")
-            meeting.wait("read-2")
+            marks.wait("read-1")
+            marks.wait("read-2")
             return writer.statistics().readers[0].behind_bytes
-    with take(meeting, rank) as reader:
+    with take(marks, rank) as reader:
         for number, size in enumerate(sizes):
             if rank == 1:
                 assert np.array_equal(reader.dequeue(LIMIT_S), blob(number, size))
@@ -130,7 +130,7 @@ def send_arrays(rank: int, world_size: int, directory: Path) -> int:
             with reader.loan(LIMIT_S) as lent:
                 assert np.array_equal(lent, blob(number, size))
                 del lent
-        meeting.mark(f"read-{rank}")
+        marks.mark(f"read-{rank}")
         return reader.statistics().messages
 
 
@@ -149,24 +149,24 @@ def send_arrays_to_two(rank: int, world_size: int, directory: Path) -> int:
 
 def from_many(rank: int, world_size: int, directory: Path, count: int) -> list[tuple[int, int]]:
     """Ranks 0 to 2 each write to their own queue, and rank 3 reads from all."""
-    meeting = Meeting(directory)
+    marks = Marks(directory)
     if rank < 3:
-        with offer(meeting, [3], 64 << 10, writer=rank) as writer:
+        with offer(marks, [3], 64 << 10, writer=rank) as writer:
             for number in range(count):
                 writer.enqueue(
                     (number, bytes(random.Random(rank * 1000 + number).randint(0, 30_000))), LIMIT_S
                 )
                 if rank == 2:
                     time.sleep(0.001)  # the reader finds this queue empty while the two others are full
-            meeting.wait("read")
+            marks.wait("read")
         return []
-    readers = [take(meeting, 3, writer) for writer in range(3)]
+    readers = [take(marks, 3, writer) for writer in range(3)]
     found = []
     for _ in range(3 * count):
         index, (number, data) = dequeue_any(readers, LIMIT_S)
         assert len(data) == random.Random(index * 1000 + number).randint(0, 30_000)
         found.append((index, number))
-    meeting.mark("read")
+    marks.mark("read")
     for reader in readers:
         reader.close()
     return found
@@ -211,23 +211,23 @@ def test_a_long_message_of_one_writer_ends_with_the_deadline() -> None:
 
 def fork_and_try(rank: int, world_size: int, directory: Path) -> list[str]:
     """Use the queue in a forked child, then in the parent; return the errors in the child."""
-    meeting = Meeting(directory)
+    marks = Marks(directory)
     end: Any
     calls: tuple[Any, ...]
     if rank == 0:
-        end = offer(meeting, [1])
+        end = offer(marks, [1])
         calls = (lambda: end.enqueue(1), end.statistics, end.wait_until_ready)
         end.wait_until_ready(LIMIT_S)
     else:
-        end = take(meeting, 1)
+        end = take(marks, 1)
         calls = (end.dequeue, end.try_dequeue, end.statistics, lambda: dequeue_any([end]))
     told = in_child(directory / f"told-{rank}", end, calls)
     if rank == 0:
         end.enqueue("after the fork", LIMIT_S)
-        meeting.wait("read")
+        marks.wait("read")
     else:
         assert end.dequeue(LIMIT_S) == "after the fork"
-        meeting.mark("read")
+        marks.mark("read")
     end.close()
     return told
 

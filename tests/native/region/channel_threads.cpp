@@ -42,7 +42,7 @@ unsigned char expected(uint64_t round, uint64_t message, size_t index) {
 size_t length_of(uint64_t round, uint64_t message) { return 1 + (round * 977 + message * 1597) % kLongest; }
 
 // What the two ranks share. The number of the round decides which rank sends, which one leaves, and what goes wrong.
-struct Meeting {
+struct Shared {
     unsigned char* base;
     uint64_t seed;
     std::barrier<> all{kRanks};
@@ -61,9 +61,9 @@ struct Meeting {
 // One of the two ranks in one round.
 class Rank {
 public:
-    Rank(Meeting& meeting, uint32_t rank, uint64_t round)
-        : meeting_(meeting), table_(meeting.table()), rank_(rank), round_(round),
-          random_(meeting.seed * 1'000'003 + round * kRanks + rank), from_(round % kRanks), to_(1 - from_) {}
+    Rank(Shared& shared, uint32_t rank, uint64_t round)
+        : shared_(shared), table_(shared.table()), rank_(rank), round_(round),
+          random_(shared.seed * 1'000'003 + round * kRanks + rank), from_(round % kRanks), to_(1 - from_) {}
 
     void run() {
         dawdle();
@@ -90,7 +90,7 @@ private:
             const channels::State found = table_.claim(from_, to_);
             if (found == channels::kReady) return true;
             if (found == channels::kNone) {
-                if (!Ring::format(meeting_.channel(), kChannel, 1, round_)) return fail("no room", rank_, round_);
+                if (!Ring::format(shared_.channel(), kChannel, 1, round_)) return fail("no room", rank_, round_);
                 dawdle();
                 table_.settle(from_, to_, !may_fail);
                 if (!may_fail) return true;
@@ -103,7 +103,7 @@ private:
 
     void pass_messages() {
         if (!open()) return;
-        Ring ring(meeting_.channel(), kChannel);
+        Ring ring(shared_.channel(), kChannel);
         if (!ring.valid() || ring.generation() != round_) return void(fail("no ring in the channel", rank_, round_));
         for (uint64_t message = 1; message <= kMessages; ++message) {
             if (!(writes() ? write(ring, message) : read(ring, message))) return;
@@ -138,7 +138,7 @@ private:
 
     // Ends the other rank's side of the channel.
     void end(bool of_writer) {
-        Ring ring(meeting_.channel(), kChannel);
+        Ring ring(shared_.channel(), kChannel);
         if (!ring.valid()) return void(fail("a channel is ready and has no ring", rank_, round_));
         if (of_writer) ring.close();
         if (!of_writer) ring.leave(0);
@@ -146,16 +146,16 @@ private:
 
     void leave() {
         table_.leave(rank_);
-        meeting_.leaver_saw = table_.state(from_, to_) == channels::kReady;
-        if (meeting_.leaver_saw) end(writes());
+        shared_.leaver_saw = table_.state(from_, to_) == channels::kReady;
+        if (shared_.leaver_saw) end(writes());
     }
 
     void find_the_other_gone() {
         if (!open()) return;
-        meeting_.makes = true;
-        meeting_.maker_saw = table_.has_left(1 - rank_);
-        if (meeting_.maker_saw) end(!writes());
-        Ring ring(meeting_.channel(), kChannel);
+        shared_.makes = true;
+        shared_.maker_saw = table_.has_left(1 - rank_);
+        if (shared_.maker_saw) end(!writes());
+        Ring ring(shared_.channel(), kChannel);
         const uint64_t until = ring::now_ns() + kLost;
         const size_t longest = ring.longest_payload();
         // A writer fills the ring until nothing fits any more; a reader has nothing to read.
@@ -171,7 +171,7 @@ private:
         if (ring::now_ns() >= until) fail("a rank waits for one that has left", rank_, round_);
     }
 
-    Meeting& meeting_;
+    Shared& shared_;
     Table table_;
     uint32_t rank_;
     uint64_t round_;
@@ -179,15 +179,15 @@ private:
     uint32_t from_, to_;
 };
 
-void meet(Meeting& meeting, uint32_t rank, uint64_t rounds) {
+void meet(Shared& shared, uint32_t rank, uint64_t rounds) {
     for (uint64_t round = 1; round <= rounds && !failed.load(); ++round) {
-        Rank(meeting, rank, round).run();
-        meeting.all.arrive_and_wait();
+        Rank(shared, rank, round).run();
+        shared.all.arrive_and_wait();
         if (rank == 0) {
-            if (meeting.makes && !meeting.maker_saw && !meeting.leaver_saw) fail("neither saw the other", rank, round);
-            meeting.clear();
+            if (shared.makes && !shared.maker_saw && !shared.leaver_saw) fail("neither saw the other", rank, round);
+            shared.clear();
         }
-        meeting.all.arrive_and_wait();
+        shared.all.arrive_and_wait();
     }
 }
 
@@ -199,10 +199,10 @@ int main(int count, char** words) {
     const size_t bytes = ring::kPage + kChannel;
     void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) return 2;
-    Meeting meeting{static_cast<unsigned char*>(memory), static_cast<uint64_t>(std::atoll(words[2]))};
+    Shared shared{static_cast<unsigned char*>(memory), static_cast<uint64_t>(std::atoll(words[2]))};
     std::vector<std::thread> threads;
     for (uint32_t rank = 0; rank < kRanks; ++rank) {
-        threads.emplace_back([&meeting, rank, rounds] { meet(meeting, rank, rounds); });
+        threads.emplace_back([&shared, rank, rounds] { meet(shared, rank, rounds); });
     }
     for (std::thread& thread : threads) thread.join();
     munmap(memory, bytes);

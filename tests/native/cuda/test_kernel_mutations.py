@@ -72,7 +72,13 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "dtype"), [(2, "float32"), (3, "bfloat16"), (4, "float16"), (8, "bfloat16")]
+    ("world_size", "dtype"),
+    [
+        (2, "float32"),
+        pytest.param(3, "bfloat16", marks=pytest.mark.thorough),
+        pytest.param(4, "float16", marks=pytest.mark.thorough),
+        pytest.param(8, "bfloat16", marks=pytest.mark.thorough),
+    ],
 )
 def test_thousands_of_launches_are_right(build: Callable[..., Path], world_size: int, dtype: str) -> None:
     """All kernels run in turn, while epochs wrap, grids change and stalls occur between any two words."""
@@ -88,6 +94,7 @@ def test_results_are_right_although_clears_arrive_late(build: Callable[..., Path
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.thorough
 def test_no_data_race(build: Callable[..., Path]) -> None:
     """ThreadSanitizer reports nothing: ranks share memory only through atomics or across a barrier."""
     done = stress(build("tsan", TSAN), 120, 6)

@@ -54,6 +54,7 @@ def copied(folder: Path, header: str, edge: str, pattern: str) -> Path:
 
 
 @pytest.mark.guarantee("D14")
+@pytest.mark.thorough
 @requires("sanitizers")
 @pytest.mark.parametrize("options", [TSAN, ASAN], ids=["thread", "address"])
 def test_the_region_is_clean_as_threads(tmp_path: Path, options: tuple[str, ...]) -> None:
@@ -73,6 +74,7 @@ def test_the_region_is_clean_as_threads(tmp_path: Path, options: tuple[str, ...]
 
 
 @pytest.mark.guarantee("D14")
+@pytest.mark.thorough
 @requires("sanitizers")
 @pytest.mark.parametrize("edge", WEAKENED_REGION)
 def test_each_end_of_an_edge_of_the_region_is_needed(tmp_path: Path, edge: str) -> None:
@@ -83,6 +85,7 @@ def test_each_end_of_an_edge_of_the_region_is_needed(tmp_path: Path, edge: str) 
 
 
 @pytest.mark.guarantee("D15")
+@pytest.mark.thorough
 @requires("sanitizers")
 @pytest.mark.parametrize("options", [TSAN, ASAN], ids=["thread", "address"])
 def test_the_table_of_channels_is_clean_as_threads(tmp_path: Path, options: tuple[str, ...]) -> None:
@@ -95,6 +98,7 @@ def test_the_table_of_channels_is_clean_as_threads(tmp_path: Path, options: tupl
 
 
 @pytest.mark.guarantee("D15")
+@pytest.mark.thorough
 @requires("sanitizers")
 @pytest.mark.parametrize("edge", WEAKENED_CHANNELS)
 def test_each_end_of_an_edge_of_the_channels_is_needed(tmp_path: Path, edge: str) -> None:

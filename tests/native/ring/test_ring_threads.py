@@ -27,6 +27,7 @@ def driver(folder: Path, header: Path, options: tuple[str, ...]) -> Path:
 
 
 @pytest.mark.guarantee("B11", "B12")
+@pytest.mark.thorough
 @requires("sanitizers")
 @pytest.mark.parametrize("options", [TSAN, ASAN], ids=["thread", "address"])
 def test_the_protocol_is_clean_as_threads(tmp_path: Path, options: tuple[str, ...]) -> None:
@@ -44,6 +45,7 @@ def test_the_protocol_is_clean_as_threads(tmp_path: Path, options: tuple[str, ..
 
 
 @pytest.mark.guarantee("B12")
+@pytest.mark.thorough
 @requires("sanitizers")
 @pytest.mark.parametrize("edge", WEAKENED)
 def test_each_end_of_an_edge_is_needed(tmp_path: Path, edge: str) -> None:

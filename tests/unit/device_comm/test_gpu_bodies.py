@@ -132,6 +132,7 @@ def end(world: StreamWorld, drivers: list[FakeGpu], *, broken: bool = False) -> 
 # --- emulation ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_emulation_compares_every_algorithm(folder: Path, tmp_path: Path) -> None:
     """The tables, the workspaces and the references fit the kernels; a word that is wrong is noticed."""
     library = build_host_library(2, "bfloat16", folder, emulate=True)

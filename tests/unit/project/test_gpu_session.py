@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.gpu.report import GOALS, GROUPS, NOT_SHOWN, short_reason
 from tests.gpu.running import allot
 from tests.waiting import has_ended, wait_until
@@ -81,6 +83,7 @@ def test_goes_on(gpu): gpu.figure("here", 4, "us")
 """
 
 
+@pytest.mark.slow
 def test_a_session_reports_every_test_whatever_happens_to_its_body(tmp_path: Path) -> None:
     """A body that raises, dies, hangs or warns fails its own test; what it had found before is in the report.
 

@@ -127,6 +127,7 @@ trees: st.SearchStrategy[Any] = st.recursive(
 
 
 @pytest.mark.guarantee("C1")
+@pytest.mark.slow
 @given(trees)
 def test_any_tree_arrives_unchanged(tree: object) -> None:
     """Any tree of supported types arrives with its values and types."""

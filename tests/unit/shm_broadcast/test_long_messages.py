@@ -116,6 +116,7 @@ def test_long_messages_arrive_equal_in_memory_of_their_own(ring_bytes: int) -> N
 
 
 @pytest.mark.guarantee("B21")
+@pytest.mark.slow
 @pytest.mark.parametrize("ring_bytes", [MIB, 64 * MIB], ids=["parts", "streamed"])
 def test_a_long_message_is_copied_once(ring_bytes: int) -> None:
     """Arrays and tensors lie where the reader put the bytes, and bytes take their own length of memory, no more."""

@@ -220,6 +220,9 @@ def test_arguments_of_the_suite_are_checked() -> None:
 
 # --- wrong ones -----------------------------------------------------------------------------------------------
 
+# Enough to convict what is wrong whatever the dtype is.
+FEW_DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
+
 
 @pytest.mark.guarantee("D12")
 @pytest.mark.parametrize("kind", WRONG_FAKES, ids=lambda kind: kind.__name__)
@@ -228,15 +231,11 @@ def test_a_wrong_communicator_is_convicted(kind: type[FakeCommunicator]) -> None
     with FakeGroupCoordinator(1, 4) as group:
         communicator = kind(group.device_communicator.context)
         with pytest.raises(ConformanceError) as caught:
-            check_device_communicator(communicator, host=group)
+            check_device_communicator(communicator, host=group, dtypes=FEW_DTYPES)
     assert caught.value.clause in WRONG_FAKES[kind], str(caught.value)
     assert caught.value.ranks == (1,)
     assert str(caught.value).startswith(f"{kind.__name__} violates '{caught.value.clause}' on rank")
     assert caught.value.call in str(caught.value)
-
-
-# Enough to convict what is wrong whatever the dtype is.
-FEW_DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
 
 
 def convicted(rank: int, world_size: int, directory: Path, use_host: bool) -> dict[str, Any]:

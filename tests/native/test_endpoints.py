@@ -453,6 +453,41 @@ def test_random_words_stay_inside_of_the_mapping(
     memory.close()
 
 
+# --- waiting ---------------------------------------------------------------------------------------------------
+
+
+def test_a_reader_looks_around_when_it_wakes_up_for_an_expected_message() -> None:
+    """With messages 5 ms apart it looks around during waits that are far shorter than its slice of 0.4 s."""
+    memory, looks = bare_ring(64 * PAGE), []
+
+    def look_around(reason: int, _: object) -> None:
+        looks.append((reason, time.monotonic()))
+
+    writer = _core.WriteEndpoint(memory, codec.describe, "adaptive", refuse)
+    reader = _core.ReadEndpoint(memory, 0, codec.build_owned, "adaptive", look_around)
+    is_over = threading.Event()
+
+    def send() -> None:
+        while not is_over.wait(0.005):
+            writer.send("message")
+
+    with background(send):
+        try:
+            # On a machine that is busy with other work, messages may come too irregularly to be expected.
+            for _ in range(2000):
+                looks.clear()
+                assert reader.receive(60_000_000_000) == "message"
+                began = next((at for reason, at in looks if reason == _core.LOOK_BEGIN), 0.0)
+                early = [at for reason, at in looks if reason == _core.LOOK_WAITING and at - began < 0.3]
+                if early:
+                    break
+        finally:
+            is_over.set()
+    assert early
+    reader.close(refuse)
+    writer.close(refuse)
+
+
 # --- threads and the end -----------------------------------------------------------------------------------------
 
 

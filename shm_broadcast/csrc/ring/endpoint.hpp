@@ -17,7 +17,7 @@ namespace endpoint {
 // and so on.
 enum Reason : int {
     kBegin,       // a wait begins; `detail` is the size in bytes of the message that is being written
-    kWaiting,     // a part of the wait has passed; `detail` is the same
+    kWaiting,     // a slice of the wait has passed, or a message is expected now; `detail` is the same
     kLate,        // the deadline has passed; `detail` is (time-out in ns, size in bytes of the message or None)
     kUnusable,    // the endpoint is closed, broken, or inherited by a forked child
     kReentrant,   // the calling thread is already inside a call

@@ -179,6 +179,10 @@ PyObject* await(Endpoint* end, const Deadline& deadline, Take take) {
     for (;;) {
         Budget budget = end->pacer.budget(end->mode, static_cast<int64_t>(now));
         const uint64_t left = until > now ? until - now : 0;
+        // A reader that is awake for an expected message looks around before it polls, and so notices a dead writer then. This
+        // also brings the interpreter's code back into the caches: after a sleep of 2 ms a small message took 26 us without
+        // this call and 19 us with it, a scheduler's output 57 and 47 us (medians of eight alternating runs).
+        if (end->mode == Mode::kAdaptive && budget.spin_ns > kShortSpinNs && !look(end, kWaiting, Py_None)) return nullptr;
         budget = {std::min(budget.spin_ns, left), std::min(budget.park_ns, left)};
         PyObject* result = take(budget);
         if (result != nothing) return result;

@@ -1,5 +1,11 @@
-"""Run four ranks on two hosts, which are two network namespaces with a loopback each and a virtual cable between."""
+"""Run four ranks on two hosts, which are two network namespaces with a loopback each and a virtual cable between.
 
+This module is also the program that forks the ranks.
+"""
+
+import contextlib
+import ctypes
+import importlib
 import json
 import os
 import shutil
@@ -19,38 +25,38 @@ ADDRESSES = ["10.77.0.1", "10.77.0.2"]
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 120.0
 
-# Two ranks run in each namespace; the inner `unshare` creates the second.
+# The inner shell creates the second namespace, and keeps it until the ranks have ended.
 CABLE = """
 set -e
-ip link set lo up
 unshare --net sh -c '
     ip link set lo up
     : > "$0/ready"
     while [ ! -e "$0/go" ]; do sleep 0.02; done
     ip address add 10.77.0.2/24 dev far && ip link set far up
-    "$@" 2 & "$@" 3; wait
-' "$@" &
+    : > "$0/connected"
+    exec sleep 1000
+' "$1" &
 other=$!
+trap 'kill $other' EXIT
+ip link set lo up
 while [ ! -e "$1/ready" ]; do sleep 0.02; done
 ip link add near type veth peer name far netns $other
 ip address add 10.77.0.1/24 dev near && ip link set near up
 : > "$1/go"
-directory=$1; shift
-"$@" 0 & "$@" 1
-wait
+while [ ! -e "$1/connected" ]; do sleep 0.02; done
+"$0" -m tests.hosts /proc/$other/ns/net "$@"
 """
 
 
 def run_on_two_hosts(module: str, *words: str, dead: Collection[int] = ()) -> list[dict[str, Any]]:
-    """Run `python -m module DIRECTORY WORDS... RANK` for each of four ranks; return what each reported.
+    """Run `main(directory, *words, rank)` of a module in four processes; return what each reported.
 
     Ranks in `dead` may die before they report.
     """
     directory = Path(tempfile.mkdtemp(prefix="two-hosts-"))
     unshare = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"])]
-    rank = [sys.executable, "-m", module, str(directory), *words]
     process = subprocess.Popen(
-        [*unshare, "sh", "-c", CABLE, "sh", str(directory), *rank],
+        [*unshare, "sh", "-c", CABLE, sys.executable, str(directory), module, *words],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -75,3 +81,28 @@ def run_on_two_hosts(module: str, *words: str, dead: Collection[int] = ()) -> li
 def report(directory: Path, rank: int, found: dict[str, Any]) -> None:
     """Write a rank's result for `run_on_two_hosts`."""
     (directory / f"report-{rank}").write_text(json.dumps(found))
+
+
+def main(other_host: str, directory: str, module: str, *words: str) -> None:
+    """Import a test module once, fork the ranks and wait for them. Ranks 2 and 3 enter the namespace `other_host`."""
+    body = importlib.import_module(module).main
+    for rank in range(4):
+        if os.fork() == 0:
+            if rank >= 2:
+                _enter(other_host)
+            body(Path(directory), *words, rank)
+            return
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+def _enter(namespace: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(namespace) as file:
+        if libc.setns(file.fileno(), 0) != 0:
+            raise OSError(ctypes.get_errno(), "setns", namespace)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -344,7 +343,3 @@ def main(directory: Path, scenario: str, rank: int) -> None:
         found = one_dies(rank, int(number), directory)
     report(directory, rank, found)
     destroy_distributed_environment()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -1,6 +1,5 @@
 """A world on two hosts, which are two network namespaces with a cable between; loopback does not join them."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +111,3 @@ def main(directory: Path, rank: int) -> None:
         found[name] = be_a_rank(method.format(directory=directory), interfaces[rank // 2], rank)
         meet(rank, range(4), directory, name.replace(" ", "-"))
     report(directory, rank, found)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))

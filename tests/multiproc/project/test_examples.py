@@ -123,7 +123,3 @@ def main(directory: Path, rank: int) -> None:
         report(directory, rank, {"status": done.returncode, "printed": done.stdout})
     else:
         report(directory, rank, {})
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -19,7 +19,7 @@ namespace ring {
 
 inline constexpr uint64_t kMagic = 0x31474e4952434721;  // "!GCRING1" in memory order
 inline constexpr uint32_t kVersion = 2;
-inline constexpr size_t kLine = 64;          // a cache line; two sides never write into the same one
+inline constexpr size_t kLine = 64;          // a cache line; counters that one side writes often have one of their own
 inline constexpr size_t kPage = 4096;
 inline constexpr size_t kRecordHeader = 64;  // gives payloads the alignment of the codec's buffers
 inline constexpr uint32_t kMaxReaders = 1024;
@@ -36,7 +36,7 @@ struct alignas(kLine) Identity {
     uint64_t generation;
 };
 
-// The writer writes this line, and all processes read it.
+// The writer writes this line, and all processes read it. A reader that leaves changes `sequence` once.
 struct alignas(kLine) WriterLine {
     std::atomic<uint64_t> published;  // bytes of records that readers may read; never decreases
     std::atomic<uint64_t> messages;   // number of whole messages in these bytes
@@ -46,7 +46,7 @@ struct alignas(kLine) WriterLine {
     std::atomic<uint64_t> filled;     // position up to which the latest streamed record is filled in
 };
 
-// The writer waits for room with these words.
+// The writer waits for room with these words. A reader changes `word` to wake it.
 struct alignas(kLine) SpaceLine {
     std::atomic<uint32_t> word;     // futex word that changes when a reader makes room while the writer waits
     std::atomic<uint32_t> waiting;  // 1 while the writer waits or is about to wait

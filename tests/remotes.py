@@ -17,14 +17,27 @@ import msgspec
 import numpy as np
 
 from shm_broadcast.endpoint import RemoteKeys, RemoteSettings
+from shm_broadcast.errors import CommTimeoutError
 from shm_broadcast.handle import QueueHandle
 from shm_broadcast.queue import QueueReader, QueueWriter
 from shm_broadcast.settings import MIN_RING_BYTES, BroadcastSettings
 from tests.queue_ranks import DEADLINE_S, Marks, blob, ended_with
 
-__all__ = ["HERE", "Cable", "over", "remote_queue", "share_queue", "slowly", "take_remote"]
+__all__ = [
+    "HERE",
+    "MEGABYTE",
+    "Cable",
+    "counted",
+    "over",
+    "remote_queue",
+    "share_queue",
+    "slowly",
+    "take_remote",
+    "until_full",
+]
 
 HERE = "127.0.0.1"
+MEGABYTE = 1 << 20
 
 
 @contextmanager
@@ -67,7 +80,7 @@ def share_queue(
     made = QueueWriter.create(
         "steps",
         local,
-        BroadcastSettings(ring_bytes=1 << 20),
+        BroadcastSettings(ring_bytes=MEGABYTE),
         writer=0,
         remote_readers={rank: bytes.fromhex(marks.wait(f"public-{rank}")) for rank in remote},
         bind_address=address,
@@ -89,6 +102,22 @@ def slowly(writer: QueueWriter, obj: Any) -> None:
     """Send an object, then pause for 10 ms."""
     writer.enqueue(obj)
     time.sleep(0.01)
+
+
+def until_full(writer: QueueWriter, obj: Any, timeout_s: float = 0.3) -> tuple[int, CommTimeoutError]:
+    """Send until there is no room; return how many were sent, and the error."""
+    sent = 0
+    while True:
+        try:
+            writer.enqueue(obj, timeout_s)
+        except CommTimeoutError as error:
+            return sent, error
+        sent += 1
+
+
+def counted(end: QueueReader, count: int) -> list[Any]:
+    """Return the next `count` objects."""
+    return [end.dequeue(DEADLINE_S) for _ in range(count)]
 
 
 class Cable:

@@ -18,6 +18,7 @@ from coordinator.parallel_state import (
 )
 from coordinator.settings import CoordinatorSettings
 from device_comm.cpu import shared_memory
+from device_comm.cpu.hierarchical import HierarchicalCommunicator
 from tests.harness import RankPool
 from tests.waiting import wait_until
 
@@ -28,6 +29,7 @@ __all__ = [
     "WAITS",
     "ApartPool",
     "HostsPool",
+    "hierarchical",
     "join_world",
     "meet",
     "new_group",
@@ -69,6 +71,13 @@ def new_group(group: GroupCoordinator, name: str = "tp", **settings: Any) -> Gro
     """Create another group of the ranks of `group`."""
     chosen = CoordinatorSettings.resolve({}, **settings)
     return GroupCoordinator([group.ranks], group.local_rank, "gloo", True, group_name=name, settings=chosen)
+
+
+def hierarchical(group: GroupCoordinator) -> HierarchicalCommunicator:
+    """Return the communicator of a group whose ranks are on several hosts, where some ranks share a host."""
+    communicator = group.device_communicator
+    assert isinstance(communicator, HierarchicalCommunicator)
+    return communicator
 
 
 def outcome_of(call: Callable[[], Any]) -> dict[str, Any]:

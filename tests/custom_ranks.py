@@ -184,6 +184,19 @@ class CustomRank:
         self.health.release()
         self.driver.release()
 
+    def leave_alone(self) -> None:
+        """Destroy alone, without the other ranks. Only the workspace is left, which peers may have open."""
+        assert self.custom is not None
+        self.custom.destroy()
+        self.custom.destroy()
+        self.health.close()
+        assert all(each.startswith("memory memory-") for each in self.driver.leaks())
+        assert len(self.driver.leaks()) <= 1
+        assert violations(self.directory) == []
+        self.health.release()
+        self.meet()
+        self.driver.release()
+
     def inputs(self, seed: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """Return the inputs of all ranks. Every rank computes the same ones."""
         made = torch.Generator().manual_seed(seed)

@@ -1,0 +1,258 @@
+"""CUDA graphs and streams of our own collectives, over real processes with a driver that needs no GPU.
+
+The kernels are the product's source, which g++ compiles and which run as threads. The driver is fake and strict.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.custom_ranks import SMALL_POLICY, CustomRank
+from tests.harness import RankPool
+from tests.worlds import outcome_of
+
+BF16 = torch.bfloat16
+
+
+# --- graphs ---------------------------------------------------------------------------------------------------
+
+
+class Graph:
+    """One captured graph of all-reduces, with the inputs and outputs that it keeps."""
+
+    def __init__(
+        self,
+        me: CustomRank,
+        counts: list[int],
+        stream: int,
+        *,
+        in_place: bool = False,
+        inputs: list[torch.Tensor] | None = None,
+    ) -> None:
+        assert me.custom is not None
+        self.me, self.counts = me, counts
+        self.inputs = inputs or [me.buffer(count, BF16) for count in counts]
+        self.outputs = self.inputs if in_place else [me.buffer(count, BF16) for count in counts]
+        me.driver.begin_capture(stream)
+        self.algorithms = []
+        for count, input_, output in zip(counts, self.inputs, self.outputs, strict=True):
+            self.algorithms.append(me.custom.plan("all_reduce", BF16, 2 * count, stream).algorithm.value)
+            assert me.custom.all_reduce(input_.data_ptr(), output.data_ptr(), count, BF16, stream)
+        self.graph = me.driver.end_capture(stream)
+
+    def replay(self, seed: int, *, look: bool = True) -> None:
+        for number, (count, input_) in enumerate(zip(self.counts, self.inputs, strict=True)):
+            if look:
+                input_.copy_(self.me.inputs(seed + number, count, BF16)[self.me.rank])
+        self.me.driver.replay(self.graph)
+        if look:
+            for number, (count, output) in enumerate(zip(self.counts, self.outputs, strict=True)):
+                assert torch.equal(output, self.me.reference(seed + number, count, BF16)), (seed, count)
+
+
+ALL_COUNTS = [512, 4096, 8192, 12000]
+"""Counts that select the one-shot push, the two-shot push, the one-shot pull and the two-shot pull."""
+
+
+def replays(
+    rank: int, world_size: int, directory: Path, libraries: str, replays: int, staged: list[int]
+) -> list[str]:
+    faults = {"expandable_segments": rank in staged}
+    me = CustomRank(rank, world_size, directory, libraries, policy=SMALL_POLICY, faults=faults)
+    with me.made() as custom:
+        opened = me.driver.calls.get("ipc_open_handle", 0)
+        custom.begin_capture(7)
+        # A warm-up call on the stream, before its capture, runs.
+        assert me.all_reduce(0, 512, BF16, stream=7)
+        graph = Graph(me, ALL_COUNTS, 7)
+        in_place = Graph(me, [8192, 12000], 7, in_place=True)
+        custom.finish_capture()
+        for number in range(replays):
+            graph.replay(10 * number, look=number % 20 == 0)
+            if number % 40 == 0:
+                in_place.replay(10 * number)
+                assert me.all_reduce(number, 1000, BF16, stream=7)
+        custom.check()
+        opened = me.driver.calls.get("ipc_open_handle", 0) - opened
+        copied = me.driver.calls.get("memcpy_dtod", 0)
+        # Each pull opens one allocation of each peer whose memory can be exported.
+        assert opened == 2 * sum(peer not in staged for peer in range(world_size) if peer != rank)
+        assert copied == (4 if rank in staged else 2)
+        return list(graph.algorithms)
+
+
+ALGORITHMS = ["push_one_shot", "push_two_shot", "pull_one_shot", "pull_two_shot"]
+
+
+@pytest.mark.guarantee("D52")
+def test_graphs_are_replayed(ranks2: RankPool, libraries: str) -> None:
+    """A graph of all four algorithms gives the right bits in two hundred replays with eager calls between them."""
+    for algorithms in ranks2.run(replays, libraries, 200, [], timeout_s=120.0):
+        assert algorithms == ALGORITHMS
+
+
+@pytest.mark.guarantee("D53")
+@pytest.mark.parametrize("staged", [[1], [0, 1, 2]])
+def test_inputs_that_cannot_be_exported_are_copied(
+    ranks3: RankPool, libraries: str, staged: list[int]
+) -> None:
+    """If memory cannot be exported on one rank or on all, the graph copies it and uses the same algorithm."""
+    for algorithms in ranks3.run(replays, libraries, 3, staged):
+        assert algorithms == ALGORITHMS
+
+
+def pooled_inputs(rank: int, world_size: int, directory: Path, libraries: str) -> None:
+    me = CustomRank(rank, world_size, directory, libraries, policy=SMALL_POLICY)
+    with me.made() as custom:
+        pool = me.buffer(60000, BF16)
+        opened = me.driver.calls.get("ipc_open_handle", 0)
+        graphs = []
+        for begin in (0, 30000):
+            # At another offset on every rank, behind the base of the allocation.
+            parts = pool[begin + 8 * (rank + 1) :]
+            custom.begin_capture(7)
+            graphs.append(Graph(me, [8192, 12000], 7, inputs=[parts[:8192], parts[9000:21000]]))
+            custom.finish_capture()
+        for seed, graph in enumerate(graphs):
+            assert graph.algorithms == ["pull_one_shot", "pull_two_shot"]
+            graph.replay(seed)
+        assert me.driver.calls.get("memcpy_dtod", 0) == 0
+        assert me.driver.calls.get("ipc_open_handle", 0) - opened == world_size - 1
+
+
+@pytest.mark.guarantee("D32")
+def test_inputs_are_mapped_where_they_lie(ranks2: RankPool, libraries: str) -> None:
+    """Any part of an allocation is read in place, and an allocation is opened once for all captures."""
+    ranks2.run(pooled_inputs, libraries)
+
+
+def unfinished(rank: int, world_size: int, directory: Path, libraries: str) -> list[dict[str, Any]]:
+    me = CustomRank(rank, world_size, directory, libraries, policy=SMALL_POLICY)
+    seen = []
+    with me.made() as custom:
+        custom.begin_capture(7)
+        Graph(me, [512, 8192], 7)
+        seen.append(outcome_of(lambda: custom.begin_capture(7)))
+        custom.end_capture()
+        buffer = me.buffer(64, BF16).data_ptr()
+        seen.append(outcome_of(lambda: custom.all_reduce(buffer, buffer, 64, BF16, 7)))
+        seen.append(outcome_of(lambda: custom.begin_capture(7)))
+        custom.finish_capture()
+        assert me.all_reduce(1, 64, BF16, stream=7)
+        # A capture that recorded no call must be finished too.
+        custom.begin_capture(7)
+        custom.finish_capture()
+    return seen
+
+
+@pytest.mark.guarantee("D53")
+def test_a_capture_is_finished_before_the_next_call(ranks2: RankPool, libraries: str) -> None:
+    """A call or a capture raises, without harm, until all ranks have exchanged the captured inputs."""
+    for begun, call, again in ranks2.run(unfinished, libraries):
+        assert [each["kind"] for each in (begun, call, again)] == ["UsageError"] * 3
+        assert "a capture has begun already" in begun["text"]
+        assert "finish_capture first, on all ranks" in call["text"]
+
+
+def replayed_too_early(rank: int, world_size: int, directory: Path, libraries: str) -> list[dict[str, Any]]:
+    me = CustomRank(rank, world_size, directory, libraries, policy=SMALL_POLICY)
+    custom = me.create()
+    custom.begin_capture(7)
+    graph = Graph(me, [8192, 12000], 7)
+    graph.outputs[0].fill_(3)
+    me.driver.replay(graph.graph)
+    assert torch.equal(graph.outputs[0], torch.full_like(graph.outputs[0], 3))
+    seen = [outcome_of(custom.check), outcome_of(custom.finish_capture)]
+    me.leave_alone()
+    return seen
+
+
+@pytest.mark.guarantee("D53")
+def test_a_replay_before_the_exchange_breaks_the_group(ranks2: RankPool, libraries: str) -> None:
+    """The kernels read and write nothing, and the next call says what was wrong."""
+    for first, later in ranks2.run(replayed_too_early, libraries):
+        # The rank that looks second may learn it from the first one.
+        assert first["kind"] in ("UsageError", "GroupBrokenError")
+        assert "replayed before finish_capture" in first["text"]
+        assert later["kind"] == "GroupBrokenError"
+
+
+def differing_captures(rank: int, world_size: int, directory: Path, libraries: str) -> dict[str, Any]:
+    me = CustomRank(rank, world_size, directory, libraries, policy=SMALL_POLICY)
+    with me.made() as custom:
+        custom.begin_capture(7)
+        Graph(me, [8192] if rank == 0 else [8200], 7)
+        result = outcome_of(custom.finish_capture)
+        assert me.all_reduce(1, 64, BF16, stream=7)
+    return result
+
+
+def test_captures_that_differ(ranks2: RankPool, libraries: str) -> None:
+    """All ranks learn that they captured different calls, and the group goes on."""
+    for result in ranks2.run(differing_captures, libraries):
+        assert result["kind"] == "DisagreementError"
+        assert "16384" in result["text"]
+        assert "16400" in result["text"]
+
+
+def failing_open(rank: int, world_size: int, directory: Path, libraries: str) -> dict[str, Any]:
+    me = CustomRank(rank, world_size, directory, libraries, policy=SMALL_POLICY)
+    with me.made() as custom:
+        custom.begin_capture(7)
+        Graph(me, [8192], 7)
+        if rank == 1:
+            me.driver.faults.fail["ipc_open_handle"] = (me.driver.calls.get("ipc_open_handle", 0) + 1, 2)
+        result = outcome_of(custom.finish_capture)
+        assert me.all_reduce(1, 64, BF16, stream=7)
+    return result
+
+
+@pytest.mark.guarantee("D32")
+def test_an_input_that_one_rank_cannot_open(ranks2: RankPool, libraries: str) -> None:
+    """All ranks raise with that rank's reason, and the group goes on."""
+    for result in ranks2.run(failing_open, libraries):
+        assert result["kind"] == "CapabilityError"
+        assert "rank 5: ipc_open_handle on device 1 failed" in result["text"]
+
+
+# --- streams --------------------------------------------------------------------------------------------------
+
+
+def streams(rank: int, world_size: int, directory: Path, libraries: str) -> list[dict[str, Any]]:
+    me = CustomRank(rank, world_size, directory, libraries, policy=SMALL_POLICY)
+    seen = []
+    with me.made() as custom:
+        custom.use_stream(1)
+        assert me.all_reduce(1, 64, BF16, stream=1)
+        seen.append(outcome_of(lambda: me.all_reduce(1, 64, BF16, stream=2)))
+        custom.use_stream(2)
+        assert me.all_reduce(2, 64, BF16, stream=2)
+        assert me.driver.calls["stream_wait_event"] == 1
+        seen.append(outcome_of(lambda: me.all_reduce(1, 64, BF16, stream=1)))
+        # Pushes may be captured on any stream, without `begin_capture`, once their kernels are loaded.
+        assert me.all_reduce(3, 2048, BF16, stream=2)
+        graph = Graph(me, [64, 2048], 3)
+        graph.replay(3)
+        me.driver.begin_capture(3)
+        seen.append(outcome_of(lambda: custom.use_stream(3)))
+        late = me.buffer(64, torch.float16).data_ptr()
+        seen.append(outcome_of(lambda: custom.all_reduce(late, late, 64, torch.float16, 3)))
+        me.driver.end_capture(3)
+        seen.append(outcome_of(lambda: custom.all_reduce(late + 2, late, 4, BF16, 2)))
+    return seen
+
+
+@pytest.mark.guarantee("D55")
+def test_one_stream_at_a_time(ranks2: RankPool, libraries: str) -> None:
+    """A call on a second stream raises and names both. `use_stream` changes the stream; a captured one is allowed."""
+    for second, first, captured, late, misaligned in ranks2.run(streams, libraries):
+        everything = (second, first, captured, late, misaligned)
+        assert [each["kind"] for each in everything] == ["UsageError"] * 5
+        assert "on stream 0x2" in second["text"]
+        assert "in use on stream 0x1" in second["text"]
+        assert "in use on stream 0x2" in first["text"]
+        assert "is being captured" in captured["text"]
+        assert "call begin_capture before" in late["text"]
+        assert "no multiple of 16" in misaligned["text"]

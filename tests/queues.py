@@ -16,9 +16,11 @@ from shm_broadcast.queue import QueueReader, QueueWriter
 from shm_broadcast.settings import MIN_RING_BYTES, BroadcastSettings, WaitMode
 
 __all__ = [
+    "LONG",
     "RefusedError",
     "background",
     "bare_ring",
+    "ends",
     "fill",
     "find_sockets",
     "memory_of",
@@ -33,6 +35,8 @@ __all__ = [
 ]
 
 SOCKET_PREFIX = "@group-coordinator-"
+LONG = bytes(range(256)) * 400
+"""More than 64 KiB, so that it is streamed where it fits one record."""
 
 
 @contextmanager
@@ -85,6 +89,13 @@ def refuse(reason: int, detail: object) -> None:
     """Look around for an endpoint of a bare ring: let it wait, and raise where it cannot go on."""
     if reason > _core.LOOK_WAITING:
         raise RefusedError(reason, detail)
+
+
+def ends(data_bytes: int = 64 * PAGE) -> tuple[mmap.mmap, _core.WriteEndpoint, _core.ReadEndpoint]:
+    """Return a bare ring and both of its native endpoints."""
+    memory = bare_ring(data_bytes)
+    writer = _core.WriteEndpoint(memory, codec.describe, "adaptive", refuse)
+    return memory, writer, _core.ReadEndpoint(memory, 0, codec.build_owned, "adaptive", refuse)
 
 
 def ring_write(

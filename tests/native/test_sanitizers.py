@@ -29,6 +29,7 @@ QUEUE_TESTS = (
     (
         "tests/native/test_ring_native.py",
         "tests/native/test_endpoints.py",
+        "tests/native/test_read_endpoint.py",
         "tests/unit/shm_broadcast/test_ring.py",
         "tests/unit/shm_broadcast/test_ring_waiting.py",
         "tests/unit/shm_broadcast/test_long_messages.py",

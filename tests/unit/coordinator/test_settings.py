@@ -11,31 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.settings import (
-    PER_RANK_FIELDS,
-    PREFIX,
-    CoordinatorSettings,
-    LaunchEnvironment,
-    differences,
-)
+from coordinator.settings import PER_RANK_FIELDS, PREFIX, CoordinatorSettings, differences
 from device_comm.cuda_settings import MIN_ARENA_BYTES, PER_RANK_CUDA_FIELDS, CudaSettings
 from shm_broadcast.endpoint import RemoteSettings
 from shm_broadcast.errors import SettingsError
 from shm_broadcast.settings import MIN_RING_BYTES, BroadcastSettings
 
 ROOT = Path(__file__).parents[3]
-
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "MASTER_ADDR": "10.0.0.1",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-    "TORCHELASTIC_RESTART_COUNT": "2",
-    "TORCHELASTIC_RUN_ID": "run",
-}
 
 SETTINGS = st.builds(
     CoordinatorSettings,
@@ -412,88 +394,6 @@ def test_differences_name_field_value_and_ranks() -> None:
     del views[4]["create_timeout_s"]
     assert "create_timeout_s: 300.0 (ranks 0, 2, 7), absent (rank 4)" in differences(views)
     assert differences({rank: usual.agreed() for rank in range(3)}) == []
-
-
-def test_a_launch_is_read() -> None:
-    """The record holds everything that torchrun sets."""
-    assert LaunchEnvironment.from_env(TORCHRUN) == LaunchEnvironment(
-        rank=5,
-        world_size=8,
-        local_rank=1,
-        local_world_size=4,
-        master_addr="10.0.0.1",
-        master_port=29500,
-        use_agent_store=True,
-        restart_count=2,
-        run_id="run",
-    )
-
-
-def test_a_launch_needs_four_variables() -> None:
-    """The variables that torch's own rendezvous needs are enough."""
-    four = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    launch = LaunchEnvironment.from_env(four)
-    assert launch is not None
-    assert (launch.local_rank, launch.local_world_size, launch.run_id) == (None, None, None)
-    assert (launch.use_agent_store, launch.restart_count) == (False, 0)
-
-
-def test_no_launch() -> None:
-    """Without a launcher's variables there is no launch; the master's address alone does not count."""
-    assert LaunchEnvironment.from_env({}) is None
-    assert LaunchEnvironment.from_env({"MASTER_ADDR": "localhost", "MASTER_PORT": "1234"}) is None
-
-
-def test_the_launch_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a mapping the process's environment is read."""
-    assert LaunchEnvironment.from_env() is None
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    launch = LaunchEnvironment.from_env()
-    assert launch is not None
-    assert launch.rank == 5
-
-
-@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-@pytest.mark.parametrize("is_empty", [False, True])
-def test_a_partial_launch_is_refused(missing: str, is_empty: bool) -> None:
-    """The error names the missing variables and those that are set."""
-    environ = {name: value for name, value in TORCHRUN.items() if name != missing}
-    if is_empty:
-        environ[missing] = ""
-    with pytest.raises(SettingsError, match=f"incomplete: it lacks {missing}, though it sets .*LOCAL_RANK"):
-        LaunchEnvironment.from_env(environ)
-    with pytest.raises(
-        SettingsError, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, though it sets LOCAL_RANK"
-    ):
-        LaunchEnvironment.from_env({"LOCAL_RANK": "0"})
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("RANK", "five"),
-        ("RANK", "-1"),
-        ("RANK", "8"),
-        ("RANK", " 5"),
-        ("RANK", "1_0"),
-        ("RANK", "٣"),
-        ("WORLD_SIZE", "0"),
-        ("WORLD_SIZE", "9" * 5000),
-        ("LOCAL_RANK", "4"),
-        ("LOCAL_RANK", "x"),
-        ("LOCAL_WORLD_SIZE", "9"),
-        ("LOCAL_WORLD_SIZE", "0"),
-        ("MASTER_PORT", "0"),
-        ("MASTER_PORT", "65536"),
-        ("TORCHELASTIC_USE_AGENT_STORE", "1"),
-        ("TORCHELASTIC_RESTART_COUNT", "-1"),
-    ],
-)
-def test_a_malformed_launch_is_refused(name: str, text: str) -> None:
-    """The error names the variable and its value."""
-    with pytest.raises(SettingsError, match=f"environment variable {name}='{text}' must be"):
-        LaunchEnvironment.from_env({**TORCHRUN, name: text})
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ QUEUE_TESTS = (
         "tests/unit/shm_broadcast/test_codec_tensors.py",
         "tests/native/test_codec_native.py",
         "tests/security/test_codec_hostile.py",
+        "tests/security/test_codec_damage.py",
     ),
     (
         "tests/native/test_ring_native.py",

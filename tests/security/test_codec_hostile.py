@@ -1,10 +1,8 @@
 """Hostile bytes raise DecodeError: no code runs, little memory is used, and the next message arrives."""
 
-import contextlib
 import dataclasses
 import os
 import pickle
-import random
 import resource
 import struct
 import subprocess
@@ -13,79 +11,19 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shm_broadcast.codec import decode, encode
-from shm_broadcast.errors import DecodeError
-from tests.unit.shm_broadcast.codec_samples import VALUES, Key, Pair, Point, same
+from tests.hostile_frames import BYTEARRAY, BYTES, DATA, array, ext, frame_of, hook, packed, refused, tried
+from tests.unit.shm_broadcast.codec_samples import VALUES, Pair, Point
 
-GOOD = {"step": 1, "t": (1, {2}), "p": Point(1), "a": np.arange(3), "x": torch.ones(700), "b": b"z" * 3000}
+pytestmark = pytest.mark.usefixtures("the_next_message_arrives")
+
 PER_BYTE = 250
 """Bytes of memory at most for each byte received, beside a fixed 64 KiB."""
 
-
-DATA, BYTES, BYTEARRAY = 0, 1, 2
-"""What a buffer becomes, as its entry in the table says."""
-
-
-def frame_of(tree: bytes, *buffers: bytes, kinds: tuple[int, ...] = ()) -> bytes:
-    """Return a frame with this tree and these buffers; the buffers are bytes unless `kinds` says otherwise."""
-    kinds = kinds or (BYTES,) * len(buffers)
-    table = -len(tree) % 8 + len(tree) + 32
-    entries = [len(buffer) | kind << 56 for buffer, kind in zip(buffers, kinds, strict=True)]
-    body = tree.ljust(table - 32, b"\0") + struct.pack(f"<{len(entries)}Q", *entries)
-    frame = bytearray(bytes(32) + body)
-    for buffer in buffers:
-        frame += bytes(-len(frame) % 64) + buffer
-    frame[:32] = struct.pack("<4sB3xQQQ", b"GCBC", 1, len(frame), len(tree), len(buffers))
-    return bytes(frame)
-
-
-def ext(code: int, payload: bytes) -> bytes:
-    """Return an extension."""
-    return b"\xc9" + struct.pack(">IB", len(payload), code) + payload
-
-
-def packed(obj: object) -> bytes:
-    """Return the tree of an object that needs no buffers."""
-    frame = encode(obj).to_bytes()
-    return frame[32 : 32 + struct.unpack_from("<Q", frame, 16)[0]]
-
-
-def hook(code: int, meta: object, body: bytes) -> bytes:
-    """Return an extension of a type that Python builds."""
-    return ext(code, b"\x92" + packed(meta) + body)
-
-
-def array(dtype: object, shape: list[Any], data: bytes, code: int = 64) -> bytes:
-    """Return an array extension with inline data."""
-    return hook(code, [dtype, *shape], b"\xc5" + struct.pack(">H", len(data)) + data)
-
-
-def refused(frame: bytes) -> str:
-    """Check that a frame is refused cheaply by both decoders and a good one then arrives; return the reason."""
-    reason = ""
-    for copy in (True, False):
-        with pytest.raises(DecodeError) as caught:
-            decode(frame, copy=copy)
-        reason = str(caught.value)
-    return reason
-
-
 FAR_ARRAY = hook(64, ["<i2", 2], b"\xc0")
 """An array whose data is the next buffer."""
-
-
-@pytest.fixture(autouse=True)
-def the_next_message_arrives() -> Any:
-    """Check after each test that a good message arrives."""
-    yield
-    assert same(decode(encode(GOOD).to_bytes()), GOOD)
-
 
 TREES: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "end inside"),
@@ -223,7 +161,7 @@ def test_a_malformed_tree_is_refused(name: str) -> None:
 
 
 def test_frames_of_this_file_are_right() -> None:
-    """The helpers of this file build frames that the codec accepts if nothing is wrong with them."""
+    """The helpers build frames that the codec accepts if nothing is wrong with them."""
     assert decode(frame_of(packed([1, "a"]))) == [1, "a"]
     frame = frame_of(b"\x92" + ext(5, b"") + ext(6, b""), b"abc", b"", kinds=(BYTES, BYTEARRAY))
     assert decode(frame) == [b"abc", bytearray()]
@@ -285,103 +223,6 @@ def test_malformed_tables_are_refused() -> None:
     struct.pack_into("<Q", longer, 8, len(longer))
     assert "after the last buffer" in refused(bytes(longer))
     assert "does not use" in refused(frame_of(b"\1", b"abc"))
-
-
-@pytest.mark.guarantee("C10")
-def test_every_truncation_is_refused() -> None:
-    """A frame cut anywhere, or one byte too long, is refused."""
-    frame = encode({**GOOD, "b": b"z" * 2048}).to_bytes()
-    for end in [*range(700), *range(700, len(frame), 37)]:
-        refused(frame[:end])
-    refused(frame + b"\0")
-
-
-def claims_fixed(frame: bytes, end: int) -> bytes:
-    """Return the frame cut at `end`, with a prefix that matches the cut."""
-    cut = bytearray(frame[:end])
-    struct.pack_into("<Q", cut, 8, end)
-    struct.pack_into("<Q", cut, 16, end - 32)
-    return bytes(cut)
-
-
-@pytest.mark.guarantee("C10")
-def test_every_truncation_of_the_tree_is_refused() -> None:
-    """A tree cut anywhere is refused even if the prefix matches the cut."""
-    frame = encode(
-        [VALUES["enums"], VALUES["datetimes"], Key("a", 1), np.arange(3), torch.ones(3)]
-    ).to_bytes()
-    for end in range(32, 32 + struct.unpack_from("<Q", frame, 16)[0]):
-        with pytest.raises(DecodeError):
-            decode(claims_fixed(frame, end))
-
-
-def tried(frame: bytes, *, copy: bool = True) -> None:
-    """Decode bytes that may be a frame; fail on anything but an object or a DecodeError."""
-    with contextlib.suppress(DecodeError):
-        decode(frame, copy=copy)
-
-
-SEEDS = [
-    GOOD,
-    VALUES,
-    [np.zeros(3, [("a", "i4"), ("b", "U3")]), torch.ones(2, 3), np.float32(1), torch.Size([1])],
-]
-
-
-@pytest.mark.guarantee("C10")
-@pytest.mark.filterwarnings("ignore")
-def test_every_flipped_byte_is_harmless() -> None:
-    """A frame with one changed byte decodes to an object or raises DecodeError."""
-    seeds = [
-        GOOD,
-        SEEDS[2],
-        {name: VALUES[name] for name in ("enums", "flags", "datetimes", "keys of every type", "structs")},
-    ]
-    for seed in seeds:
-        frame = bytearray(encode(seed).to_bytes())
-        head = 32 + struct.unpack_from("<Q", frame, 16)[0] + 64
-        for position in range(min(len(frame), head)):
-            kept = frame[position]
-            for change in (0x01, 0x80, 0xFF, kept ^ 0xC9):
-                frame[position] = kept ^ change
-                tried(bytes(frame))
-            frame[position] = kept
-
-
-@pytest.mark.guarantee("C10")
-@pytest.mark.filterwarnings("ignore")
-@given(st.binary(max_size=200), st.lists(st.binary(max_size=80), max_size=3))
-def test_random_trees_are_harmless(tree: bytes, buffers: list[bytes]) -> None:
-    """Random bytes, as the tree of a frame or as a whole frame, give an object or a DecodeError."""
-    for kind in (DATA, BYTES, BYTEARRAY):
-        tried(frame_of(tree, *buffers, kinds=(kind,) * len(buffers)))
-    tried(tree)
-
-
-@pytest.mark.guarantee("C10")
-@pytest.mark.filterwarnings("ignore")
-def test_random_changes_are_harmless() -> None:
-    """Frames with several changed, moved or repeated bytes give an object or a DecodeError."""
-    source = random.Random(20)
-    frames = [
-        encode(seed).to_bytes()[:4000]
-        for seed in (GOOD, SEEDS[2], VALUES["builtin subclasses"], VALUES["enums"])
-    ]
-    for _ in range(4000):
-        frame = bytearray(source.choice(frames))
-        for _ in range(source.randint(1, 6)):
-            start = source.randrange(32, len(frame))
-            match source.randrange(3):
-                case 0:
-                    frame[start] = source.choice(
-                        (0, 0x80, 0x90, 0xC0, 0xC9, 0xDD, 0xFF, source.randrange(256))
-                    )
-                case 1:
-                    del frame[start : start + source.randrange(8)]
-                case _:
-                    frame[start:start] = frame[start : start + source.randrange(8)]
-        struct.pack_into("<Q", frame, 8, len(frame))
-        tried(bytes(frame), copy=source.random() < 0.5)
 
 
 class Gadget:

@@ -23,7 +23,8 @@ CPP = sorted(
     for path in (ROOT / layer).rglob("*")
     if path.suffix in {".c", ".cc", ".cpp", ".h", ".hpp", ".cu", ".cuh"}
 )
-TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
+TESTS_AND_HELPERS = sorted((ROOT / "tests").rglob("*.py"))
+TESTS = [path for path in TESTS_AND_HELPERS if path.name.startswith("test_")]
 
 MOST_FILE_LINES = 400
 MOST_FUNCTION_LINES = 60
@@ -96,6 +97,12 @@ def test_python_files_and_functions_are_small(path: Path) -> None:
     source = path.read_text()
     assert len(rules.python_code_lines(source)) <= MOST_FILE_LINES
     assert [each for each in rules.python_functions(source) if each[1] > MOST_FUNCTION_LINES] == []
+
+
+@pytest.mark.parametrize("path", TESTS_AND_HELPERS, ids=name_of)
+def test_files_of_tests_are_small(path: Path) -> None:
+    """A file of tests, or a helper of tests, has at most 400 lines of code; its functions have no limit."""
+    assert len(rules.python_code_lines(path.read_text())) <= MOST_FILE_LINES
 
 
 @pytest.mark.parametrize("path", CPP, ids=name_of)

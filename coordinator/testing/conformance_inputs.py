@@ -7,6 +7,7 @@ expected result.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -23,6 +24,9 @@ DTYPES: Final = (
 
 # Above 64 KiB, where communicators may switch algorithms, and not a multiple of a usual world size.
 LARGE_BYTES: Final = 66_003
+
+# No usual shape has more elements than this.
+_LEAST_LENGTH: Final = 1 << 17
 
 
 def large_shape(dtype: torch.dtype) -> tuple[int]:
@@ -126,19 +130,32 @@ def _values(rank: int, shape: tuple[int, ...], dtype: torch.dtype, salt: int) ->
         real = _values(rank, shape, dtype.to_real(), salt)
         return torch.complex(real, _values(rank, shape, dtype.to_real(), salt + 77))
     numel = torch.Size(shape).numel()
-    places = torch.arange(numel, dtype=torch.int64) + 1
-    mixed = (places * 2654435761 + rank * 40503 * 65537 + salt * 97003) % 2147483647
-    mixed = (mixed * 48271) % 2147483647
+    length = max(_LEAST_LENGTH, 1 << max(numel - 1, 0).bit_length())
+    if dtype.is_floating_point:
+        values = _reals(rank, salt, length)[:numel].clone()
+        _place_specials(values, rank)
+        return values.to(dtype).view(shape)
+    mixed = _integers(rank, salt, length)[:numel]
     if dtype is torch.bool:
         return (mixed % 3 == 0).view(shape)
-    if not dtype.is_floating_point:
-        limits = torch.iinfo(dtype)
-        span = min(int(limits.max) - int(limits.min) + 1, 1 << 31)
-        return (mixed % span + max(int(limits.min), -(1 << 30))).to(dtype).view(shape)
-    # Full mantissas and several magnitudes, so that another order of summation changes the result.
-    values = ((mixed % 2003) - 1001) / 487.3 * torch.exp2(((mixed >> 11) % 7 - 3).double())
-    _place_specials(values, rank)
-    return values.to(dtype).view(shape)
+    limits = torch.iinfo(dtype)
+    span = min(int(limits.max) - int(limits.min) + 1, 1 << 31)  # a power of two
+    return ((mixed & (span - 1)) + max(int(limits.min), -(1 << 30))).to(dtype).view(shape)
+
+
+# All shapes of a rank and a salt share these numbers: making them for each shape took half of a rank's processor time.
+@functools.lru_cache(maxsize=32)
+def _integers(rank: int, salt: int, length: int) -> torch.Tensor:
+    places = torch.arange(length, dtype=torch.int64) + 1
+    mixed = (places * 2654435761 + rank * 40503 * 65537 + salt * 97003) % 2147483647
+    return (mixed * 48271) % 2147483647
+
+
+@functools.lru_cache(maxsize=32)
+def _reals(rank: int, salt: int, length: int) -> torch.Tensor:
+    """Return numbers with full mantissas and several magnitudes: another order of summation changes their sum."""
+    mixed = _integers(rank, salt, length)
+    return ((mixed % 2003) - 1001) / 487.3 * torch.exp2(((mixed >> 11) % 7 - 3).double())
 
 
 def _place_specials(values: torch.Tensor, rank: int) -> None:

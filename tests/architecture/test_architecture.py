@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import grimp
@@ -53,7 +54,26 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-each_python_file = pytest.mark.parametrize("path", PYTHON, ids=name_of)
+def of_every(paths: Sequence[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
+    """Turn a check of one file into one test of all `paths`, whose failure names each wrong file and says why.
+
+    A test for each file took 24 ms of overhead, 45 s in all.
+    """
+
+    def make(check: Callable[[Path], None]) -> Callable[[], None]:
+        def test() -> None:
+            wrong = {}
+            for path in paths:
+                try:
+                    check(path)
+                except AssertionError as error:
+                    wrong[name_of(path)] = str(error)
+            assert wrong == {}
+
+        test.__name__, test.__doc__ = check.__name__, check.__doc__
+        return test
+
+    return make
 
 
 # --- the three packages ---------------------------------------------------------------------------------------
@@ -66,32 +86,32 @@ def test_there_is_something_to_check() -> None:
     assert len(TESTS) > 3
 
 
-@each_python_file
+@of_every(PYTHON)
 def test_nothing_pickles(path: Path) -> None:
     """No module imports or calls what pickles, torch's object collectives and multiprocessing included."""
     assert rules.pickling(path.read_text()) == []
 
 
-@each_python_file
+@of_every(PYTHON)
 def test_one_module_reads_the_environment(path: Path) -> None:
     """Only coordinator/settings.py touches the process's environment."""
     found = rules.reads_environment(path.read_text())
     assert bool(found) == (path == ENVIRONMENT_READER), found
 
 
-@each_python_file
+@of_every(PYTHON)
 def test_no_assert_guards_input(path: Path) -> None:
     """An `assert` only narrows a type: with -O it vanishes."""
     assert rules.guarding_asserts(path.read_text()) == []
 
 
-@each_python_file
+@of_every(PYTHON)
 def test_no_error_is_swallowed(path: Path) -> None:
     """No handler drops every error without a word."""
     assert rules.swallowed_errors(path.read_text()) == []
 
 
-@each_python_file
+@of_every(PYTHON)
 def test_python_files_and_functions_are_small(path: Path) -> None:
     """A file has at most 400 lines of code, a function at most 60; docstrings, comments and blanks do not count."""
     source = path.read_text()
@@ -99,13 +119,13 @@ def test_python_files_and_functions_are_small(path: Path) -> None:
     assert [each for each in rules.python_functions(source) if each[1] > MOST_FUNCTION_LINES] == []
 
 
-@pytest.mark.parametrize("path", TESTS_AND_HELPERS, ids=name_of)
+@of_every(TESTS_AND_HELPERS)
 def test_files_of_tests_are_small(path: Path) -> None:
     """A file of tests, or a helper of tests, has at most 400 lines of code; its functions have no limit."""
     assert len(rules.python_code_lines(path.read_text())) <= MOST_FILE_LINES
 
 
-@pytest.mark.parametrize("path", CPP, ids=name_of)
+@of_every(CPP)
 def test_native_files_and_functions_are_small(path: Path) -> None:
     """The same limits hold for C++ and CUDA."""
     source = path.read_text()
@@ -113,13 +133,13 @@ def test_native_files_and_functions_are_small(path: Path) -> None:
     assert [each for each in rules.cpp_functions(source) if each[1] > MOST_FUNCTION_LINES] == []
 
 
-@pytest.mark.parametrize("path", PYTHON + CPP, ids=name_of)
+@of_every(PYTHON + CPP)
 def test_names_say_something(path: Path) -> None:
     """No module is called utils, common, helpers or misc."""
     assert not re.search(r"(^|_)(utils?|commons?|helpers?|misc)(_|$)", path.stem)
 
 
-@each_python_file
+@of_every(PYTHON)
 def test_imports_point_downwards(path: Path) -> None:
     """A package imports itself, lower ones, the standard library and the declared dependencies, nothing else."""
     package = path.relative_to(ROOT).parts[0]
@@ -161,13 +181,13 @@ def test_the_page_names_the_methods_that_a_communicator_needs() -> None:
     assert set(re.findall(r"`(\w+)`", sentence)) == needed
 
 
-@each_python_file
+@of_every(PYTHON)
 def test_nothing_is_left_to_a_sibling(path: Path) -> None:
     """No method waits for another base class to define it: `NotImplementedError` is raised nowhere."""
     assert "NotImplementedError" not in path.read_text()
 
 
-@each_python_file
+@of_every(PYTHON)
 def test_the_bottom_layer_needs_no_torch(path: Path) -> None:
     """In shm_broadcast only torch_adapter.py imports torch, only numpy_adapter.py numpy; no module imports those."""
     if path.relative_to(ROOT).parts[0] != "shm_broadcast":
@@ -178,7 +198,7 @@ def test_the_bottom_layer_needs_no_torch(path: Path) -> None:
         assert is_lazy or not module.startswith(LAZY_ADAPTERS), module
 
 
-@each_python_file
+@of_every(PYTHON)
 def test_the_middle_layer_leaves_the_queue_alone(path: Path) -> None:
     """Of shm_broadcast, device_comm uses errors, liveness, segment and wait only, channels its ring and codec too."""
     if path.relative_to(ROOT).parts[0] != "device_comm":
@@ -254,7 +274,7 @@ def test_guarantees_are_numbered_once() -> None:
     assert sorted({number for number in promised() if promised().count(number) > 1}) == []
 
 
-@pytest.mark.parametrize("path", TESTS, ids=name_of)
+@of_every(TESTS)
 def test_every_test_says_what_it_shows(path: Path) -> None:
     """Each test has a docstring."""
     silent = [

@@ -45,5 +45,9 @@ setup(
         native("shm_broadcast._core", "shm_broadcast/csrc"),
         native("device_comm._core", "device_comm/csrc"),
     ],
-    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+    options={
+        "bdist_wheel": {"py_limited_api": "cp311"},
+        # Tests link the object files of the reductions, which take most of the time of a build.
+        "build_ext": {"build_temp": "build/objects"},
+    },
 )

@@ -23,7 +23,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
 ]
 
-SOURCES = Path(__file__).parents[3] / "device_comm" / "csrc" / "reduce"
+ROOT = Path(__file__).parents[3]
+SOURCES = ROOT / "device_comm" / "csrc" / "reduce"
+OBJECTS = ROOT / "build" / "objects"
 DRIVER = Path(__file__).with_name("reduce_driver.cpp")
 FLAGS = ("-std=c++20", "-O3", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fvisibility=hidden", "-fPIC")
 
@@ -131,20 +133,30 @@ class Kernels:
         return int(self._native.reduce_sweep(*which, self._addresses(parts), count, expected_at))
 
 
+def built(source: Path) -> Path | None:
+    """Return the object file of the last build of the product, or None if it is older than the sources."""
+    made = (OBJECTS / source.relative_to(ROOT)).with_suffix(".o")
+    if made.exists() and all(each.stat().st_mtime < made.stat().st_mtime for each in SOURCES.iterdir()):
+        return made
+    return None
+
+
 def build(folder: Path) -> Path:
-    """Compile the sources, side by side, with the driver into one library."""
+    """Link the reductions with the driver into one library; compile what the last build does not have."""
     compiler = shutil.which("g++") or "clang++"
     sources = [*sorted(SOURCES.glob("reduce*.cpp")), DRIVER]
     assert len(sources) == 5
-    objects = [folder / f"{source.stem}.o" for source in sources]
-    commands = [
-        [compiler, *FLAGS, "-fno-strict-aliasing", f"-I{SOURCES}", "-c", str(source), "-o", str(made)]
-        for source, made in zip(sources, objects, strict=True)
-    ]
-    running = [subprocess.Popen(command) for command in commands]
+    objects = {source: built(source) for source in sources}
+    running = []
+    for source, made in objects.items():
+        if made is None:
+            objects[source] = folder / f"{source.stem}.o"
+            words = ["-fno-strict-aliasing", f"-I{SOURCES}", "-c", str(source), "-o", str(objects[source])]
+            running.append(subprocess.Popen([compiler, *FLAGS, *words]))
     assert [process.wait(timeout=120) for process in running] == [0] * len(running)
     library = folder / "reduce.so"
-    subprocess.run([compiler, "-shared", *map(str, objects), "-o", str(library)], check=True, timeout=60)
+    linked = [str(made) for made in objects.values()]
+    subprocess.run([compiler, "-shared", *linked, "-o", str(library)], check=True, timeout=60)
     return library
 
 

@@ -108,6 +108,13 @@ class Protocol:
         # Most of the bugs change the order of the steps of parking and waking.
         self.scans_first = scenario.bug in (BUGS[9], NEARLY[0])
         self.parks_late = scenario.bug in (BUGS[9], NEARLY[1])
+        readers = [(f"reader {i}", self.of(i, READER)) for i in range(scenario.readers)]
+        self.slots = [("writer", WRITER), ("closer", CLOSER), *readers]
+        deaths = (
+            (scenario.reader_dies, self.of(0, READER), "reader 0"),
+            (scenario.writer_dies, WRITER, "writer"),
+        )
+        self.mortal = [(f"{name} dies", slot) for is_mortal, slot, name in deaths if is_mortal]
         self.places = {name[3:]: getattr(self, name) for name in dir(self) if name.startswith("at_")}
 
     def start(self) -> State:
@@ -126,18 +133,18 @@ class Protocol:
         return self.scenario.bug == BUGS[bug]
 
     def successors(self, state: State) -> Iterator[tuple[str, State]]:
-        """Yield the name of every step that is possible, and the state after it."""
-        slots = [("writer", WRITER), ("closer", CLOSER)]
-        slots += [(f"reader {i}", self.of(i, READER)) for i in range(self.scenario.readers)]
-        for name, slot in slots:
+        """Yield the process of every step that is possible, or the death of one, and the state after it."""
+        for name, slot in self.slots:
             for changes in self.places[state[slot][0]](state, slot):
-                yield f"{name}: {' '.join(map(str, state[slot]))}", changed(state, changes)
-        for allowed, slot, name in (
-            (self.scenario.reader_dies, self.of(0, READER), "reader 0"),
-            (self.scenario.writer_dies, WRITER, "writer"),
-        ):
-            if allowed and state[slot][0] not in ("dead", "done"):
-                yield f"{name} dies", changed(state, {slot: ("dead",)})
+                yield name, changed(state, changes)
+        for name, slot in self.mortal:
+            if state[slot][0] not in ("dead", "done"):
+                yield name, changed(state, {slot: ("dead",)})
+
+    def step(self, name: str, state: State) -> str:
+        """Return the text of a step from `state` that `successors` has named."""
+        slot = dict(self.slots).get(name)
+        return name if slot is None else f"{name}: {' '.join(map(str, state[slot]))}"
 
     # ---------------------------------------------------------------- shared words
 
@@ -531,25 +538,27 @@ def explore(scenario: Scenario, most: int = 2_000_000) -> Outcome:
         state = waiting.popleft()
         is_stuck = True
         try:
-            for step, following in protocol.successors(state):
-                is_stuck = is_stuck and step.endswith("dies")
+            for name, following in protocol.successors(state):
+                is_stuck = is_stuck and name.endswith("dies")
                 if following not in came:
-                    came[following] = (state, step)
+                    came[following] = (state, name)
                     waiting.append(following)
             problem = protocol.stuck(state) if is_stuck else ""
         except ProblemError as error:
             problem = str(error)
         if problem:
-            return Outcome(len(came), problem, steps_to(state, came))
+            return Outcome(len(came), problem, steps_to(state, came, protocol))
         if len(came) > most:
             raise RuntimeError(f"more than {most} states")
     return Outcome(len(came), "", ())
 
 
-def steps_to(state: State, came: dict[State, tuple[State, str] | None]) -> tuple[str, ...]:
+def steps_to(
+    state: State, came: dict[State, tuple[State, str] | None], protocol: Protocol
+) -> tuple[str, ...]:
     """Return the steps that led to a state."""
     steps = []
     while (before := came[state]) is not None:
-        state, step = before
-        steps.append(step)
+        state, name = before
+        steps.append(protocol.step(name, state))
     return tuple(reversed(steps))

@@ -76,17 +76,17 @@ def put_word(memory: mmap.mmap, field: Field, value: int, at: int = 0) -> None:
 
 
 class RefusedError(Exception):
-    """What `refuse` raises: why an endpoint of a bare ring cannot go on."""
+    """The error that `refuse` raises. It says why an endpoint of a bare ring cannot go on."""
 
     def __init__(self, reason: int, detail: object) -> None:
-        """Keep both."""
+        """Store the reason and the detail."""
         super().__init__(reason, detail)
         self.reason = reason
         self.detail = detail
 
 
 def refuse(reason: int, detail: object) -> None:
-    """Look around for an endpoint of a bare ring: let it wait, and raise where it cannot go on."""
+    """The `look_around` of an endpoint of a bare ring: let it wait, and raise `RefusedError` for any other reason."""
     if reason > _core.LOOK_WAITING:
         raise RefusedError(reason, detail)
 
@@ -107,7 +107,7 @@ def ring_write(
     park_ns: int,
     tag: int = 0,
 ) -> int:
-    """Write as far as there is room from byte `done` on, through an endpoint of its own; return how far that is."""
+    """Write a frame from byte `done` on, as far as there is room, and return how many bytes are written now."""
     end = _core.WriteEndpoint(memory, codec.describe, "park", refuse)
     return end.write_some(header, buffers, done, spin_ns, park_ns, tag)
 

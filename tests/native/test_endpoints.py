@@ -1,4 +1,4 @@
-"""The native endpoints of a ring: what is not sent or is refused, threads, and the end."""
+"""The native endpoints of a ring: objects that are not sent, calls that are refused, threads, and closing."""
 
 import os
 import threading
@@ -22,12 +22,12 @@ from tests.waiting import sleeping_in, wait_until
 
 
 class Unknown:
-    """Of no type that can be carried."""
+    """A class that the codec does not know."""
 
 
-def full(port: _core.WriteEndpoint) -> None:
-    """Leave no room for more than a few bytes."""
-    while port.send_now(bytes(1000), 0) is None:
+def full(writer: _core.WriteEndpoint) -> None:
+    """Fill the ring until less than 1 KB of room is left."""
+    while writer.send_now(bytes(1000), 0) is None:
         pass
 
 
@@ -39,67 +39,67 @@ def full(port: _core.WriteEndpoint) -> None:
 def test_what_cannot_be_sent_at_once_is_returned_encoded(
     prepare: Callable[[Any], object], obj: object
 ) -> None:
-    """Nothing of the ring and no count is another than before; the message can be written from where it is."""
-    memory, port, _ = ends()
-    prepare(port)
-    before = memory[:], port.messages, port.nbytes
-    encoded = port.send_now(obj, 0)
+    """Neither the ring nor a counter changes, and the encoded message can be written later."""
+    memory, writer, _ = ends()
+    prepare(writer)
+    before = memory[:], writer.messages, writer.nbytes
+    encoded = writer.send_now(obj, 0)
     assert encoded is not None
     assert codec.decode(codec.Message(*encoded).to_bytes()) == obj
-    assert port.write_now(*encoded[:2], 0) is False
-    assert (memory[:], port.messages, port.nbytes) == before
+    assert writer.write_now(*encoded[:2], 0) is False
+    assert (memory[:], writer.messages, writer.nbytes) == before
 
 
 @pytest.mark.parametrize("obj", [Unknown(), [1, {"a": Unknown()}]])
 def test_what_cannot_be_encoded_changes_nothing(obj: object) -> None:
-    """The error is handed on with the place in the object, and no byte of the ring is another than before."""
-    memory, port, _ = ends()
+    """The error names the place in the object, and no byte of the ring changes."""
+    memory, writer, _ = ends()
     before = memory[:]
-    for send in (port.send, port.exchange, lambda each: port.send_now(each, 0)):
+    for send in (writer.send, writer.exchange, lambda each: writer.send_now(each, 0)):
         with pytest.raises(RefusedError) as caught:
             send(obj)
         assert caught.value.reason == _core.LOOK_UNENCODABLE
         assert memory[:] == before
-    port.send("next")
-    assert port.messages == 1
+    writer.send("next")
+    assert writer.messages == 1
 
 
 def test_ctrl_c_while_an_object_is_described_goes_up() -> None:
-    """An ordinary exception is told as an object that cannot be encoded; KeyboardInterrupt goes through as it is."""
+    """An ordinary exception is reported as an object that cannot be encoded. KeyboardInterrupt is raised unchanged."""
     memory = bare_ring()
     raised: list[type[BaseException]] = [KeyboardInterrupt, SystemExit, ValueError, UsageError, MemoryError]
 
     def describe(_obj: object) -> Any:
         raise raised[0]
 
-    port = _core.WriteEndpoint(memory, describe, "adaptive", refuse)
+    writer = _core.WriteEndpoint(memory, describe, "adaptive", refuse)
     before = memory[:]
     while raised:
         with pytest.raises(RefusedError if issubclass(raised[0], Exception) else raised[0]):
-            port.send([Point(1)])
+            writer.send([Point(1)])
         raised.pop(0)
         assert memory[:] == before
-    port.send("next")
+    writer.send("next")
 
 
 def test_describing_may_close_the_endpoint() -> None:
-    """Code of the application that runs within `send` can end it: then nothing is published."""
+    """If code of the application that runs within `send` closes the endpoint, nothing is published."""
     memory = bare_ring()
 
     def describe(obj: object) -> Any:
-        port.close(refuse)
+        writer.close(refuse)
         return codec.describe(obj)
 
-    port = _core.WriteEndpoint(memory, describe, "adaptive", refuse)
+    writer = _core.WriteEndpoint(memory, describe, "adaptive", refuse)
     before = memory[:]
     with pytest.raises(RefusedError) as caught:
-        port.send(Point(1))
+        writer.send(Point(1))
     assert caught.value.reason == _core.LOOK_UNUSABLE
     assert memory[:] == before
 
 
 def test_a_call_inside_of_a_call_is_refused() -> None:
-    """Describing or building an object must not use the same end: it would come between, or wait for itself."""
+    """A hook that describes or builds an object must not call the same endpoint."""
     memory = bare_ring(16 * PAGE)
     reasons: list[int] = []
 
@@ -109,7 +109,7 @@ def test_a_call_inside_of_a_call_is_refused() -> None:
         reasons.append(caught.value.reason)
 
     def describe(obj: object) -> Any:
-        inside(lambda: port.send("inner"))
+        inside(lambda: writer.send("inner"))
         return codec.describe(obj)
 
     def build(code: int, meta: object, body: object) -> object:
@@ -117,16 +117,16 @@ def test_a_call_inside_of_a_call_is_refused() -> None:
         inside(lambda: reader.receive_within(0, 0))
         return codec.build_owned(code, meta, body)
 
-    port = _core.WriteEndpoint(memory, describe, "adaptive", refuse)
+    writer = _core.WriteEndpoint(memory, describe, "adaptive", refuse)
     reader = _core.ReadEndpoint(memory, 0, build, "adaptive", refuse)
-    port.send([Point(1)])
+    writer.send([Point(1)])
     assert reader.receive() == [Point(1)]
     assert reasons == [_core.LOOK_REENTRANT] * 3
 
 
 def test_a_second_thread_waits_for_its_turn_within_its_deadline() -> None:
-    """While one thread waits for a message another one's deadline passes, and one without a deadline is served next."""
-    _, port, reader = ends()
+    """While one thread waits, the deadline of a second passes; a third without one gets the next message."""
+    _, writer, reader = ends()
     with background(reader.receive) as first:
         wait_until(lambda: reader.is_busy, "the thread in its call", poll_s=0.001)
         assert reader.receive_within(0, 0) is _core.NOTHING
@@ -139,28 +139,28 @@ def test_a_second_thread_waits_for_its_turn_within_its_deadline() -> None:
 
         with background(receive_next) as second:
             wait_until(lambda: sleeping_in("receive_next"), "the second thread asleep")
-            port.send(1)
-            port.send(2)
+            writer.send(1)
+            writer.send(2)
     assert (first, second) == ([1], [2])
 
 
 class Acting(TorchFunctionMode):
-    """Acts once, when something is first asked of a tensor."""
+    """Calls `act` once, when torch first calls a function of a tensor."""
 
     def __init__(self, act: Callable[[], object]) -> None:
-        """Do `act`."""
+        """Store `act`."""
         super().__init__()
         self._acts = [act]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Act, then do what was asked."""
+        """Call `act` the first time, then the function."""
         if self._acts:
             self._acts.pop()()
         return func(*args, **(kwargs or {}))
 
 
 def test_ctrl_c_while_a_tensor_is_looked_at_goes_up() -> None:
-    """It is no reason to describe the tensor in another way; an ordinary exception is."""
+    """A KeyboardInterrupt ends the call. After an ordinary exception the tensor is described by Python."""
     codec.encode(torch.zeros(1))
     _, writer, reader = ends()
 
@@ -181,14 +181,14 @@ def test_ctrl_c_while_a_tensor_is_looked_at_goes_up() -> None:
 
 @pytest.mark.guarantee("B19")
 def test_a_forked_child_sends_and_receives_nothing() -> None:
-    """Both ends do nothing in a child, and go on in the parent."""
-    memory, port, reader = ends()
-    assert port.send_now(1, 0) is None
+    """Both endpoints refuse every call in a forked child, and still work in the parent."""
+    memory, writer, reader = ends()
+    assert writer.send_now(1, 0) is None
     before = memory[:]
     child = os.fork()
     if child == 0:
         refusals = []
-        for call in (lambda: port.send(2), lambda: reader.receive_within(0, 1000)):
+        for call in (lambda: writer.send(2), lambda: reader.receive_within(0, 1000)):
             try:
                 call()
             except RefusedError as error:
@@ -196,7 +196,7 @@ def test_a_forked_child_sends_and_receives_nothing() -> None:
         is_inert = refusals == [_core.LOOK_UNUSABLE] * 2
         os._exit(0 if is_inert and memory[:] == before else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert port.send_now(3, 0) is None
+    assert writer.send_now(3, 0) is None
     assert [reader.receive_within(0, 0), reader.receive_within(0, 0)] == [1, 3]
 
 
@@ -217,7 +217,7 @@ def test_a_forked_child_sends_and_receives_nothing() -> None:
     ],
 )
 def test_a_mapping_that_holds_no_ring_is_refused(name: str, value: int) -> None:
-    """No port is made on memory that is not laid out as ours."""
+    """No endpoint is created on memory that holds no ring of this version."""
     memory = bare_ring()
     put_word(memory, FIELDS[name], value)
     for make in (
@@ -265,7 +265,7 @@ def test_a_mapping_that_holds_no_ring_is_refused(name: str, value: int) -> None:
     ],
 )
 def test_wrong_arguments_are_python_errors(make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Each is refused before memory is touched."""
+    """Wrong arguments are refused before the ring is changed."""
     with pytest.raises((ValueError, TypeError, OverflowError, BufferError)):
         make(*arguments)
 
@@ -275,12 +275,12 @@ def test_wrong_arguments_are_python_errors(make: Callable[..., Any], arguments: 
 
 @pytest.mark.guarantee("B7")
 def test_a_close_from_another_thread_waits_for_the_call() -> None:
-    """The mapping goes when the receiving call has ended, which leaving the ring brings about."""
-    memory, port, reader = ends()
+    """`close` leaves the mapping until the receiving call has ended. Leaving the ring ends that call."""
+    memory, writer, reader = ends()
     with background(lambda: reader.receive_within(0, 20_000_000_000)) as outcome:
         wait_until(lambda: reader.is_busy, "the thread in its call", poll_s=0.001)
         reader.close(refuse)
-        port.close(refuse)
+        writer.close(refuse)
         with pytest.raises(BufferError):
             memory.close()
         _core.ring_end(memory, 0)
@@ -292,9 +292,9 @@ def test_a_close_from_another_thread_waits_for_the_call() -> None:
 
 @pytest.mark.guarantee("B1", "B21", "B22")
 def test_streams_pass_between_threads() -> None:
-    """Readers that copy behind the writer get every byte of every message, in order."""
+    """Readers that copy a message while it is written get every byte of it, in order."""
     memory = bare_ring(256 * PAGE, readers=2)
-    port = _core.WriteEndpoint(memory, codec.describe, "adaptive", refuse)
+    writer = _core.WriteEndpoint(memory, codec.describe, "adaptive", refuse)
     readers = [_core.ReadEndpoint(memory, index, codec.build_owned, "adaptive", refuse) for index in (0, 1)]
     messages = [
         [number, bytes([number]) * (70_000 + 5000 * number), [bytearray(LONG)]] for number in range(60)
@@ -310,7 +310,7 @@ def test_streams_pass_between_threads() -> None:
         return received
 
     def is_sent(message: list[Any]) -> bool:
-        return port.send_now(message, 0) is None
+        return writer.send_now(message, 0) is None
 
     with background(lambda: read(readers[0])) as first, background(lambda: read(readers[1])) as second:
         for message in messages:
@@ -321,12 +321,12 @@ def test_streams_pass_between_threads() -> None:
 
 def test_sending_from_many_threads_tears_nothing() -> None:
     """While one thread copies a long message, the others wait for their turn."""
-    memory, port, reader = ends(1024 * PAGE)
+    memory, writer, reader = ends(1024 * PAGE)
     sent: list[int] = []
 
     def send(number: int) -> None:
         message = bytes([number]) * (200_000 * (number % 2) + 1)
-        sent.extend(number for _ in range(50) if port.send_now(message, 0) is None)
+        sent.extend(number for _ in range(50) if writer.send_now(message, 0) is None)
 
     threads = [threading.Thread(target=send, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -340,4 +340,4 @@ def test_sending_from_many_threads_tears_nothing() -> None:
     for thread in threads:
         thread.join()
     assert sorted(received) == sorted(sent)
-    assert port.messages == reader.messages == len(sent) > 0
+    assert writer.messages == reader.messages == len(sent) > 0

@@ -1,4 +1,4 @@
-"""What the native reading endpoint of a ring makes of records: whole ones, parts, streams and nonsense."""
+"""The native reading endpoint of a ring: whole records, parts, streams, and records that make no sense."""
 
 import mmap
 import threading
@@ -17,7 +17,7 @@ PAYLOAD, FLAGS, TOTAL = (RECORD_FIELDS[name] for name in ("payload_bytes", "flag
 
 
 def write(memory: mmap.mmap, frame: bytes, done: int = 0) -> int:
-    """Write what there is room for, on the general way."""
+    """Write as much of a frame as there is room for; return how far it is written."""
     return ring_write(memory, frame, (), done, 0, 0)
 
 
@@ -25,14 +25,14 @@ def write(memory: mmap.mmap, frame: bytes, done: int = 0) -> int:
 
 
 def test_without_a_message_there_is_nothing() -> None:
-    """`receive_within` gives NOTHING, which is no message: None, for one, is."""
-    _, port, reader = ends()
+    """`receive_within` returns NOTHING if there is no message. None is a message."""
+    _, writer, reader = ends()
     assert reader.receive_within(0, 0) is _core.NOTHING
     start = time.monotonic_ns()
     assert reader.receive_within(1_000_000, 20_000_000) is _core.NOTHING
     assert time.monotonic_ns() - start >= 21_000_000
     assert reader.waited_ns >= 21_000_000
-    assert port.send_now(None, 0) is None
+    assert writer.send_now(None, 0) is None
     assert reader.receive_within(0, 0) is None
     assert (reader.messages, reader.is_assembling) == (1, False)
 
@@ -40,8 +40,8 @@ def test_without_a_message_there_is_nothing() -> None:
 @pytest.mark.guarantee("B9")
 @pytest.mark.parametrize("nbytes", [1, 31, 32, 100, 1000, 5000, 20_000])
 def test_a_frame_of_nonsense_leaves_the_next_message(nbytes: int) -> None:
-    """The decoder's error is raised once, also for a message in parts; the one behind it arrives."""
-    memory, port, reader = ends(2 * PAGE)
+    """The decoder's error is raised once, also for a message in parts. The next message arrives."""
+    memory, writer, reader = ends(2 * PAGE)
     frame, done = bytes([7]) * nbytes, 0
     caught: list[RefusedError] = []
     while done < nbytes:
@@ -55,7 +55,7 @@ def test_a_frame_of_nonsense_leaves_the_next_message(nbytes: int) -> None:
             assert reader.receive_within(0, 0) is _core.NOTHING
         except RefusedError as error:
             caught.append(error)
-    assert port.send_now("next", 0) is None
+    assert writer.send_now("next", 0) is None
     assert reader.receive_within(0, 0) == "next"
 
 
@@ -83,7 +83,7 @@ SECOND = PAGE + record_bytes(PART)
     ],
 )
 def test_parts_that_do_not_fit_together_are_told(at: int, field: Field, value: int) -> None:
-    """A part with other words than the ones before it is told as such, whenever one looks again."""
+    """A part that does not fit the parts before it raises an error, each time that the reader looks."""
     memory, _, reader = ends(2 * PAGE)
     frame = codec.encode(bytes(20_000)).to_bytes()
     assert record_bytes(PART) < write(memory, frame) < len(frame)
@@ -100,10 +100,10 @@ def test_parts_that_do_not_fit_together_are_told(at: int, field: Field, value: i
 
 @pytest.mark.parametrize("step", [1, 63, 1000, 32 * 1024, 60_000])
 def test_a_stream_is_received_only_when_it_is_whole(step: int) -> None:
-    """A record that is filled in step by step is copied as far as it is there, also over time-outs."""
-    memory, port, reader = ends()
+    """The reader copies the bytes of a streamed record that are there, and continues after a time-out."""
+    memory, writer, reader = ends()
     value = [LONG, bytearray(LONG[:3000]), 1]
-    assert port.send_now(value, 0) is None
+    assert writer.send_now(value, 0) is None
     end = word(memory, FILLED)
     nbytes = codec.encode(value).nbytes
     filled = end - nbytes
@@ -122,15 +122,15 @@ def test_a_stream_is_received_only_when_it_is_whole(step: int) -> None:
         steps += 1
     assert reader.receive_within(0, 0) == value
     assert (reader.is_assembling, reader.messages, reader.nbytes) == (False, 1, nbytes)
-    assert port.send_now("next", 0) is None
+    assert writer.send_now("next", 0) is None
     assert reader.receive_within(0, 0) == "next"
 
 
 @pytest.mark.guarantee("B22")
 def test_a_stream_that_is_never_whole_is_never_received() -> None:
-    """One byte less than all is no message, for a port as for the general functions; nothing of it is given back."""
-    memory, port, reader = ends()
-    assert port.send_now(LONG, 0) is None
+    """A stream that lacks one byte is no message for any function, and its room is not given back."""
+    memory, writer, reader = ends()
+    assert writer.send_now(LONG, 0) is None
     put_word(memory, FILLED, word(memory, FILLED) - 1)
     for _ in range(3):
         assert reader.receive_within(1000, 1000) is _core.NOTHING
@@ -150,9 +150,9 @@ def test_a_stream_that_is_never_whole_is_never_received() -> None:
     ("at", "field", "value"), [(0, FILLED, 0), (PAGE, PAYLOAD, 70_000), (PAGE, PAYLOAD, 0)]
 )
 def test_a_stream_that_shrinks_is_told(at: int, field: Field, value: int) -> None:
-    """Fewer bytes than have been there, or another length, are told as such."""
-    memory, port, reader = ends()
-    assert port.send_now(LONG, 0) is None
+    """A streamed record whose filled bytes or length shrink raises an error."""
+    memory, writer, reader = ends()
+    assert writer.send_now(LONG, 0) is None
     put_word(memory, FILLED, word(memory, FILLED) - 10_000)
     assert reader.receive_within(0, 0) is _core.NOTHING
     put_word(memory, field, value, at)
@@ -165,9 +165,9 @@ def test_a_stream_that_shrinks_is_told(at: int, field: Field, value: int) -> Non
 def test_random_words_stay_inside_of_the_mapping(
     words: bytes, flags: int, filled: int, is_begun: bool
 ) -> None:
-    """Whatever a header and `filled` say, a call gives an object, nothing, or an error."""
-    memory, port, reader = ends(64 * PAGE)
-    assert port.send_now(LONG, 0) is None
+    """With any header and any value of `filled`, a call returns an object or NOTHING, or raises an error."""
+    memory, writer, reader = ends(64 * PAGE)
+    assert writer.send_now(LONG, 0) is None
     if is_begun:
         put_word(memory, FILLED, word(memory, FILLED) - 10_000)
         assert reader.receive_within(0, 0) is _core.NOTHING
@@ -180,7 +180,7 @@ def test_random_words_stay_inside_of_the_mapping(
         except RefusedError:
             continue
     reader.close(refuse)
-    port.close(refuse)
+    writer.close(refuse)
     memory.close()
 
 

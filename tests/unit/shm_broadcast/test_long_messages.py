@@ -1,4 +1,4 @@
-"""Messages of more than a moment: streamed in one record or in parts, put together where their memory stays."""
+"""Long messages: they are streamed in one record or sent in parts, and copied once to where they stay."""
 
 import gc
 import struct
@@ -25,12 +25,12 @@ from tests.unit.shm_broadcast.codec_samples import Point, same
 
 MIB = 1 << 20
 HUGE = 2 * MIB
-"""Blocks of so much are aligned to it."""
+"""Larger blocks are aligned to this number of bytes."""
 KINDS = ("bytes", "bytearray", "array", "tensor")
 
 
 def made(kind: str, nbytes: int, seed: int = 0) -> Any:
-    """Return an object of `nbytes` with a content of its own."""
+    """Return an object of `nbytes` whose content differs from that of others."""
     data = np.resize(np.random.default_rng(nbytes + seed).integers(0, 256, 4093, dtype=np.uint8), nbytes)
     match kind:
         case "bytes":
@@ -119,7 +119,7 @@ def test_long_messages_arrive_equal_in_memory_of_their_own(ring_bytes: int) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("ring_bytes", [MIB, 64 * MIB], ids=["parts", "streamed"])
 def test_a_long_message_is_copied_once(ring_bytes: int) -> None:
-    """Arrays and tensors lie where the reader put the bytes, and bytes take their own length of memory, no more."""
+    """Arrays and tensors lie where the reader copied the bytes; bytes objects take no more memory than their length."""
     nbytes = 16 * MIB
     with queue(ring_bytes=ring_bytes) as ends:
         array, tensor = exchanged(ends, [made("array", nbytes), made("tensor", nbytes)])[0]
@@ -139,7 +139,7 @@ def test_a_long_message_is_copied_once(ring_bytes: int) -> None:
 
 @pytest.mark.guarantee("B21")
 def test_what_has_arrived_outlives_the_queue() -> None:
-    """Objects of long messages stay as they are when both ends are closed."""
+    """Objects of long messages do not change when both endpoints are closed."""
     sent = mixed(MIB)
     with queue(ring_bytes=8 * MIB) as ends:
         (arrived,) = exchanged(ends, sent)
@@ -150,7 +150,7 @@ def test_what_has_arrived_outlives_the_queue() -> None:
 
 
 def private_bytes() -> int:
-    """Return the memory of this process that it shares with nobody."""
+    """Return the private memory of this process in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -189,9 +189,9 @@ def test_memory_that_is_given_back_is_used_again_and_bounded() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def pass_on(memory: Any, port: _core.WriteEndpoint, reader: _core.ReadEndpoint, obj: Any) -> Any:
+def pass_on(memory: Any, writer: _core.WriteEndpoint, reader: _core.ReadEndpoint, obj: Any) -> Any:
     """Send one object and receive it, turn by turn."""
-    if port.send_now(obj, 0) is None:
+    if writer.send_now(obj, 0) is None:
         return reader.receive_within(0, 0)
     message, done, value = codec.encode(obj), 0, _core.NOTHING
     while value is _core.NOTHING:
@@ -214,16 +214,16 @@ def pass_on(memory: Any, port: _core.WriteEndpoint, reader: _core.ReadEndpoint, 
     ),
 )
 def test_any_sizes_pass_through_any_ring(pages: int, messages: list[list[tuple[str, int]]]) -> None:
-    """Whatever the lengths and wherever parts, headers and buffers are cut, what arrives is what was sent."""
+    """Messages of any length, cut anywhere in header or buffers, arrive as they were sent."""
     memory = bare_ring(pages * PAGE)
-    port = _core.WriteEndpoint(memory, codec.describe, "adaptive", refuse)
+    writer = _core.WriteEndpoint(memory, codec.describe, "adaptive", refuse)
     reader = _core.ReadEndpoint(memory, 0, codec.build_owned, "adaptive", refuse)
     for message in messages:
         obj = [made(kind, nbytes) for kind, nbytes in message]
-        assert same(pass_on(memory, port, reader, obj), obj)
+        assert same(pass_on(memory, writer, reader, obj), obj)
         assert not reader.is_assembling
     reader.close(refuse)
-    port.close(refuse)
+    writer.close(refuse)
     memory.close()
 
 
@@ -254,7 +254,7 @@ BAD: dict[str, tuple[int, int]] = {
     "last longer": (-8, 100_001),
     "last of all ones": (-8, 2**64 - 1),
 }
-"""What is wrong: an offset in the prefix, or from the end of the table, and the word that is put there."""
+"""The damage: an offset in the prefix, or from the end of the table, and the word that is written there."""
 
 
 def malformed(name: str) -> tuple[codec.Message, bytes]:
@@ -274,7 +274,7 @@ def malformed(name: str) -> tuple[codec.Message, bytes]:
 @pytest.mark.guarantee("B9", "C10")
 @pytest.mark.parametrize("name", BAD)
 def test_a_malformed_header_costs_one_message(name: str) -> None:
-    """A prefix or a table that makes no sense is a DecodeError, in parts and streamed, and the next message arrives."""
+    """An invalid prefix or table raises DecodeError, in parts and streamed, and the next message arrives."""
     message, header = malformed(name)
     with queue() as (writer, [reader]):
         memory, done = memory_of(writer), 0
@@ -303,7 +303,7 @@ def test_a_malformed_header_costs_one_message(name: str) -> None:
 
 @pytest.mark.guarantee("B9")
 def test_a_claim_of_more_memory_than_there_is_takes_none() -> None:
-    """A long message of an absurd length ends nothing: the reader waits for its bytes without their memory."""
+    """A message that claims an absurd length does no harm: the reader waits for its bytes and allocates nothing."""
     before = private_bytes()
     memory = bare_ring(16 * PAGE)
     reader = _core.ReadEndpoint(memory, 0, codec.build_owned, "adaptive", refuse)
@@ -323,7 +323,7 @@ def test_a_claim_of_more_memory_than_there_is_takes_none() -> None:
 
 @pytest.mark.guarantee("B22")
 def test_a_writer_that_never_ends_its_stream_loses_that_message_alone() -> None:
-    """What came before is read; then the reader says what it waits for, and loses nothing when the rest comes."""
+    """The reader reads the messages before, then says what it waits for, and loses nothing when the rest comes."""
     with queue(ring_bytes=MIB) as (writer, [reader]):
         memory = memory_of(writer)
         writer.enqueue("before", 1.0)

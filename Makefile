@@ -9,6 +9,8 @@ TEST_WORKERS ?= 4
 # Fast tests do not wait: one process per core.
 FAST_WORKERS ?= $(shell nproc)
 PIP := $(PY) -m pip --disable-pip-version-check
+# Python keeps the bytecode of tests and product even if the environment says otherwise: hundreds of test processes read it.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo bench check typecheck test test-fast test-native test-nccl test-kernels test-gpu test-wheel api docs dist clean

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from examples.tiny_llm.attention import Batch, KVCache, Span, head_range
 from examples.tiny_llm.checkpoint import Checkpoint, Shard, write_checkpoint
@@ -98,6 +97,7 @@ def score(stage: LlamaStage, caches: list[KVCache], *parts: tuple[Span, list[int
 @pytest.fixture(scope="module")
 def reference() -> Callable[..., Any]:
     """Create a random reference model and write it as a checkpoint directory."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # takes 3 s, in each process that collects tests
 
     def make(directory: Path, changes: Mapping[str, Any], max_shard_size: str = "1GB") -> Any:
         torch.manual_seed(7)

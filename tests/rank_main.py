@@ -5,6 +5,7 @@ milliseconds. The server has one thread and never touches CUDA, therefore its fo
 A rank that must be a new interpreter (`fresh`) is a fork that then executes one.
 """
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -18,7 +19,9 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -33,10 +36,8 @@ __all__ = ["STACKS_SIGNAL", "receive", "send"]
 STACKS_SIGNAL = signal.SIGUSR2
 """On this signal a rank writes the Python stack of each of its threads into its stacks file."""
 
+FOREIGN = ("torch", "torch.distributed", "pytest")
 PRELOADED = (
-    "torch",
-    "torch.distributed",
-    "pytest",
     "shm_broadcast",
     "device_comm",
     "coordinator",
@@ -78,22 +79,32 @@ def _read(channel: socket.socket, size: int) -> bytes | None:
 # --- the server -----------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Foreign:
+    """The part of the preloaded modules that is not ours: names of modules, and functions for the end of an object."""
+
+    modules: Collection[str]
+    finalizers: Collection[weakref.finalize]
+
+
 def serve(control: socket.socket) -> None:
     """Fork ranks on request until the harness disconnects."""
     _prctl(
         PR_SET_CHILD_SUBREAPER, 1
     )  # processes that a rank leaves behind become our children, and we can count and reap them
-    for name in PRELOADED:
-        # Ignore a failed import: the rank fails with the same error.
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
+    # The first exit function that is registered runs last: others may still import.
+    atexit.register(_leave_modules_alone)
+    before = set(sys.modules)
+    _import(FOREIGN)
+    foreign = _Foreign(frozenset(sys.modules) - before, tuple(vars(weakref.finalize)["_registry"]))
+    _import(PRELOADED)
     gc.collect()
     gc.freeze()  # collections in ranks then leave these objects alone, and their pages stay shared
     send(control, {"ready": True})
     while (request := receive(control)) is not None:
         if "spawn" in request:
             _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-            pid = _fork_rank(control, descriptors[0], request["spawn"])
+            pid = _fork_rank(control, descriptors[0], request["spawn"], foreign)
             send(control, {"pid": pid})
         elif "wait" in request:
             send(control, {"status": os.waitpid(request["wait"], 0)[1]})
@@ -101,7 +112,14 @@ def serve(control: socket.socket) -> None:
             send(control, {"survivors": _reap_group(request["survivors"])})
 
 
-def _fork_rank(control: socket.socket, descriptor: int, spawn: Message) -> int:
+def _import(names: Iterable[str]) -> None:
+    for name in names:
+        # Ignore a failed import: the rank fails with the same error.
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+
+
+def _fork_rank(control: socket.socket, descriptor: int, spawn: Message, foreign: _Foreign) -> int:
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -133,21 +151,36 @@ def _fork_rank(control: socket.socket, descriptor: int, spawn: Message) -> int:
         os.execve(sys.executable, command, spawn["environ"])
     run_jobs(socket.socket(fileno=descriptor), spawn["stacks"])
     if spawn["brief"]:
-        end_briefly()
+        end_briefly(foreign)
     sys.exit(0)
 
 
-def end_briefly() -> None:
-    """Skip the destructors of torch's static objects, which take longer than everything else in a rank.
+_LEFT_ALONE: set[str] = set()
+"""Names of modules that the end of this process does not destroy."""
 
-    Python still exits normally: threads are joined, exit functions run, modules and objects are destroyed. The
-    destructors would run after that. They are skipped only if no thread is left that could use what they destroy.
+
+def end_briefly(foreign: _Foreign) -> None:
+    """Skip what an exit does with torch alone, which takes longer than everything else in a rank.
+
+    Python still exits normally: threads are joined, exit functions run, and our modules and all objects are destroyed
+    to which torch does not refer. The `foreign` modules stay as they are, operators that torch defined in Python stay
+    registered, and the destructors of torch's static objects, which would run after that, are skipped. If a thread is
+    left that could use what they destroy, nothing is skipped.
     `tests/unit/project/test_harness.py` shows that our native cores have no static objects with destructors.
     """
     if len(os.listdir("/proc/self/task")) == 1:
+        _LEFT_ALONE.update(foreign.modules)
+        for finalizer in foreign.finalizers:
+            finalizer.atexit = False
         libc = ctypes.CDLL(None)
         libc.fflush(None)
         libc.on_exit(libc._exit, None)  # it was registered last and runs first; it gets the exit status
+
+
+def _leave_modules_alone() -> None:
+    """Hide modules from the interpreter's end, which would destroy their thousands of objects one by one."""
+    hidden = [sys.modules.pop(name, None) for name in _LEFT_ALONE]
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(hidden))  # this reference is never given back
 
 
 def _reap_group(group: int) -> list[int]:

@@ -269,6 +269,32 @@ def test_the_exit_functions_of_c_are_left_out_only_by_a_rank_of_one_thread() -> 
         abort_after_a_pool()
 
 
+class AbortsAtItsEnd:
+    """An object that shows by which process it is destroyed."""
+
+    def __del__(self) -> None:
+        os.abort()
+
+
+def keep_until_the_exit(rank: int, world_size: int, directory: Path, where: str) -> None:
+    vars(sys.modules[where])["KEPT"] = [AbortsAtItsEnd()]
+
+
+def keep_in_a_pool(where: str) -> None:
+    with RankPool(1) as pool:
+        pool.run(keep_until_the_exit, where)
+
+
+def test_the_objects_of_a_rank_are_destroyed_at_its_end() -> None:
+    """`run_ranks` leaves only torch's modules as they are; a pool destroys those, too."""
+    ended = "had returned, but then ended by signal 6"
+    run_ranks(keep_until_the_exit, 1, "torch")
+    with pytest.raises(RankFailureError, match=ended):
+        run_ranks(keep_until_the_exit, 1, __name__)
+    with pytest.raises(RankFailureError, match=ended):
+        keep_in_a_pool("torch")
+
+
 def test_our_cores_have_no_exit_functions_of_c() -> None:
     """Our native cores have no C exit functions that a rank could skip."""
     for core in (device_comm._core, shm_broadcast._core):

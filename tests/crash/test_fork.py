@@ -3,8 +3,8 @@
 import json
 import os
 import signal
-import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from typing import Any, Never
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from coordinator import parallel_state
 from coordinator.group import GroupCoordinator
@@ -26,6 +27,8 @@ from tests.worlds import WAITS, new_group, outcome_of, small, world
 
 # A child that runs longer than this hangs.
 CHILD_S = 20.0
+# A program also creates groups and has a child.
+PROGRAM_S = 100.0
 
 
 def fork() -> int:
@@ -46,9 +49,9 @@ def by_sys_exit() -> Never:
 ENDS = {"os._exit": hard, "sys.exit": by_sys_exit}
 
 
-def ended(child: int) -> int:
+def ended(child: int, limit_s: float = CHILD_S) -> int:
     """Return the exit status of `child`; kill it if it hangs."""
-    deadline = time.monotonic() + CHILD_S
+    deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
@@ -226,52 +229,50 @@ def test_the_end_of_a_child_leaves_the_rendezvous_directory_alone(ranks2: RankPo
     assert ranks2.run(leave_and_return) == [True, True]
 
 
-PROGRAM = """
-import os, sys
-import torch.distributed as dist
-from coordinator.parallel_state import init_distributed_environment, get_world_group, initialize_model_parallel
-from coordinator.parallel_state import get_tp_group
-
-rank, method, who = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-if who == "user":
-    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=2)
-init_distributed_environment(2, rank, method, backend="gloo")
-initialize_model_parallel(2)
-get_tp_group().barrier()
-child = os.fork()
-if child:
-    _, status = os.waitpid(child, 0)
-    get_tp_group().barrier()
-    print("parent", status, get_tp_group().all_gather_object(rank), flush=True)
+def program(rank: int, method: str, who: str) -> None:
+    """Run a program that forks; its child and it end without destroying their groups."""
     if who == "user":
-        dist.destroy_process_group()
-else:
-    print("child", flush=True)
-"""
+        dist.init_process_group("gloo", init_method=method, rank=rank, world_size=2)
+    parallel_state.init_distributed_environment(2, rank, method, backend="gloo")
+    parallel_state.initialize_model_parallel(2)
+    group = parallel_state.get_tp_group()
+    group.barrier()
+    child = fork()
+    if child:
+        _, status = os.waitpid(child, 0)
+        group.barrier()
+        print("parent", status, group.all_gather_object(rank), flush=True)
+        if who == "user":
+            dist.destroy_process_group()
+    else:
+        print("child", flush=True)
+
+
+def run_program(
+    rank: int, world_size: int, directory: Path, way: str, who: str, port: int
+) -> tuple[int, list[str]]:
+    """Run `program` in a process that ends as a program does; return its exit status and what it printed."""
+    path = f"file://{directory}/rendezvous"
+    output = directory / f"output-{rank}"
+    process = fork()
+    if process == 0:
+        # What Python prints at the end of a program is a part of the result.
+        descriptor = os.open(output, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        sys.stdin.close()  # the harness opened it
+        sys.unraisablehook = sys.__unraisablehook__
+        threading.excepthook = threading.__excepthook__
+        program(rank, path if way == "file" else f"tcp://127.0.0.1:{port}", who)
+        raise RankExit(0)
+    return ended(process, PROGRAM_S), output.read_text().splitlines()
 
 
 @pytest.mark.guarantee("G10")
 @pytest.mark.parametrize("who", ["ours", "user"])
 @pytest.mark.parametrize("way", ["file", "tcp"])
-def test_programs_that_fork_and_fall_off_their_end_do_not_hang(tmp_path: Path, way: str, who: str) -> None:
+def test_programs_that_fork_and_fall_off_their_end_do_not_hang(ranks2: RankPool, way: str, who: str) -> None:
     """Child and parent exit normally although neither destroys its groups."""
-    path = f"file://{tmp_path}/rendezvous"
-    method = path if way == "file" else f"tcp://127.0.0.1:{free_port()}"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", PROGRAM, str(rank), method, who],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=60)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output
-        assert output.splitlines() == ["child", "parent 0 [0, 1]"]
+    for status, output in ranks2.run(run_program, way, who, free_port(), timeout_s=2 * PROGRAM_S):
+        assert status == 0, output
+        assert output == ["child", "parent 0 [0, 1]"]

@@ -1,5 +1,7 @@
-"""The demo runs as a user starts it: several processes give one process's tokens, and failures leave nothing."""
+"""The demo gives one process's tokens in several, runs as a user starts it, and its failures leave nothing."""
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -8,19 +10,21 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from examples.tiny_llm.__main__ import main
 from examples.tiny_llm.checkpoint import write_checkpoint
 from examples.tiny_llm.config import ModelConfig, RopeConfig
 from examples.tiny_llm.group import ModelGroups
 from examples.tiny_llm.model import LlamaStage
+from tests.alone import Alone
+from tests.harness import RankPool
 from tests.leaks import TEMP_PREFIX, children_of
-from tests.unit.project.test_tiny_llm_model import Alone
+from tests.ports import free_port
 from tests.waiting import has_ended, wait_until
 
 REPOSITORY = Path(__file__).parents[3]
@@ -95,24 +99,41 @@ def report_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return report
 
 
-def test_four_processes_give_the_tokens_of_one(tmp_path: Path) -> None:
+def rank_of_demo(rank: int, world_size: int, directory: Path, port: int, arguments: list[str]) -> list[Any]:
+    """Run one rank of the demo in this process, with torchrun's variables; return its status and output."""
+    told = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    printed, complaints = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in told.items():
+            patch.setenv(name, str(value))
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaints):
+            status = main(arguments)
+    return [status, printed.getvalue(), complaints.getvalue()]
+
+
+def run_in_pool(pool: RankPool, *arguments: str) -> dict[str, Any]:
+    """Run the demo in the ranks of `pool`; return the report of rank 0. The others print nothing."""
+    (status, printed, complaints), *others = pool.run(
+        rank_of_demo, free_port(), list(arguments), timeout_s=DEADLINE_S
+    )
+    assert [other[:2] for other in others] == [[0, ""]] * len(others)
+    return report_of(subprocess.CompletedProcess(arguments, status, printed, complaints))
+
+
+def test_four_processes_give_the_tokens_of_one(ranks4: RankPool, tmp_path: Path) -> None:
     """TP 2 x PP 2 gives the tokens of one process; prompts outnumber the slots and begin and end at different steps."""
     model = random_checkpoint(tmp_path / "model", CONFIG)
-    report = report_of(
-        run_demo(
-            *(
-                "--model",
-                str(model),
-                "--json",
-                "--max-tokens",
-                "30",
-                "--slots",
-                "3",
-                "--tokens-per-step",
-                "16",
-            ),
-            *prompts(PROMPTS),
-        )
+    report = run_in_pool(
+        ranks4,
+        *("--model", str(model), "--json", "--max-tokens", "30", "--slots", "3", "--tokens-per-step", "16"),
+        *prompts(PROMPTS),
     )
     assert len(report["continuations"]) == len(PROMPTS)
     assert all(len(one["tokens"]) >= 1 for one in report["continuations"])
@@ -124,24 +145,18 @@ def test_four_processes_give_the_tokens_of_one(tmp_path: Path) -> None:
     assert counts["tp", "all_reduce"] == 2 * steps * (2 * CONFIG.num_hidden_layers + 1)
 
 
-def test_a_single_kv_head_is_replicated_and_sampling_is_reproducible(tmp_path: Path) -> None:
+def test_a_single_kv_head_is_replicated_and_sampling_is_reproducible(
+    ranks2: RankPool, tmp_path: Path
+) -> None:
     """TP 2 over one KV head, with tied embeddings and a temperature, gives the tokens of one process."""
     fields = {field: getattr(CONFIG, field) for field in CONFIG.__dataclass_fields__}
     config = ModelConfig(**{**fields, "num_key_value_heads": 1, "tie_word_embeddings": True})
     model = random_checkpoint(tmp_path / "model", config)
-    arguments = (
-        "--model",
-        str(model),
-        "--json",
-        "--tp",
-        "2",
-        "--pp",
-        "1",
-        "--max-tokens",
-        "25",
-        "--temperature",
+    report = run_in_pool(
+        ranks2,
+        *("--model", str(model), "--json", "--tp", "2", "--pp", "1", "--max-tokens", "25"),
+        *("--temperature", "0.9", *prompts(PROMPTS[:3])),
     )
-    report = report_of(run_demo(*arguments, "0.9", *prompts(PROMPTS[:3])))
     texts = [one["text"] for one in report["continuations"]]
     assert len(set(texts)) == len(texts)
 
@@ -224,7 +239,7 @@ def test_an_error_of_rank_0_is_said_in_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@contextmanager
+@contextlib.contextmanager
 def generating(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """Start a long run, wait until its two ranks generate, and yield the launcher and their process ids."""
     model = random_checkpoint(tmp_path / "model", CONFIG)

@@ -15,6 +15,7 @@ from examples.tiny_llm.errors import DemoError
 from examples.tiny_llm.group import ModelGroups
 from examples.tiny_llm.layers import even_shard
 from examples.tiny_llm.model import LlamaStage, load_weights, stage_layers
+from tests.alone import Alone
 
 LENGTH = 48
 LLAMA3_ROPE = {
@@ -34,46 +35,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "own head size": {"head_dim": 12},
     "biases": {"attention_bias": True, "mlp_bias": True},
 }
-
-
-class Alone:
-    """A group of one, or a rank of a larger group that sends nothing."""
-
-    def __init__(self, rank_in_group: int = 0, world_size: int = 1) -> None:
-        self.rank_in_group = rank_in_group
-        self.world_size = world_size
-        self.ranks = list(range(world_size))
-        self.is_first_rank = rank_in_group == 0
-        self.is_last_rank = rank_in_group == world_size - 1
-
-    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
-        return input_
-
-    def gather(self, input_: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor | None:
-        del dst, dim
-        return input_
-
-    def broadcast_object(self, obj: Any | None = None, src: int = 0) -> Any:
-        raise NotImplementedError
-
-    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
-        raise NotImplementedError
-
-    def send_object(self, obj: Any, dst: int) -> None:
-        raise NotImplementedError
-
-    def recv_object(self, src: int) -> Any:
-        raise NotImplementedError
-
-    def send_tensor_dict(
-        self, tensor_dict: dict[str, Any], dst: int | None = None, all_gather_group: Any | None = None
-    ) -> Any:
-        raise NotImplementedError
-
-    def recv_tensor_dict(
-        self, src: int | None = None, all_gather_group: Any | None = None
-    ) -> Mapping[str, Any] | None:
-        raise NotImplementedError
 
 
 def open_stage(directory: Path) -> tuple[LlamaStage, list[KVCache]]:

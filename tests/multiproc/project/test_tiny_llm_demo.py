@@ -194,8 +194,11 @@ def test_torchrun_can_start_the_ranks(tmp_path: Path) -> None:
 
 
 def test_the_demo_trains_its_own_model_and_ends_with_ok() -> None:
-    """Without arguments it prints the texts, the table and the speed, and a last line that says OK."""
-    done = run_demo()
+    """Without a model it prints the texts, the table and the speed, and a last line that says OK.
+
+    `make demo` starts four ranks; two show the same with less processor time.
+    """
+    done = run_demo("--tp", "1", "--pp", "2")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1].startswith("OK: all ")

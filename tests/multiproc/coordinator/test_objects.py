@@ -26,16 +26,24 @@ from tests.worlds import ApartPool, world
 WAYS = ["shared memory", "Gloo"]
 
 
-@pytest.fixture(params=WAYS, name="ranks2")
-def two_ranks_both_ways(request: pytest.FixtureRequest, ranks2: RankPool) -> RankPool | ApartPool:
+@pytest.fixture(params=WAYS)
+def place(request: pytest.FixtureRequest) -> str:
     """Run each test on one host, and once more on ranks that seem to be on several."""
-    return ranks2 if request.param == WAYS[0] else ApartPool(ranks2)
+    # The fixtures below have no parameters of their own: pytest passes those of a fixture on to the fixture that it
+    # overrides, and would end the processes of the session and start new ones at every change.
+    return str(request.param)
 
 
-@pytest.fixture(params=WAYS, name="ranks4")
-def four_ranks_both_ways(request: pytest.FixtureRequest, ranks4: RankPool) -> RankPool | ApartPool:
-    """Run each test on one host, and once more on ranks that seem to be on several."""
-    return ranks4 if request.param == WAYS[0] else ApartPool(ranks4)
+@pytest.fixture(name="ranks2")
+def two_ranks_both_ways(place: str, ranks2: RankPool) -> RankPool | ApartPool:
+    """Return two ranks that are on one host or seem to be on several."""
+    return ranks2 if place == WAYS[0] else ApartPool(ranks2)
+
+
+@pytest.fixture(name="ranks4")
+def four_ranks_both_ways(place: str, ranks4: RankPool) -> RankPool | ApartPool:
+    """Return four ranks that are on one host or seem to be on several."""
+    return ranks4 if place == WAYS[0] else ApartPool(ranks4)
 
 
 ARRAYS: dict[str, Any] = {

@@ -33,10 +33,8 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tenso
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether shape, dtype and bytes are equal."""
-    one, other = one.contiguous(), other.contiguous()
-    return (one.shape, one.dtype) == (other.shape, other.dtype) and one.reshape(-1).view(
-        torch.uint8
-    ).tolist() == other.reshape(-1).view(torch.uint8).tolist()
+    bits = [each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
+    return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(*bits)
 
 
 def reduces(rank: int, world_size: int, directory: Path) -> None:

@@ -221,10 +221,16 @@ VALUES: dict[str, Any] = {
 }
 
 
+PLAIN = frozenset({bool, int, str, bytes, bytearray, type(None)})
+"""Classes whose equal objects do not differ at all."""
+
+
 def same(left: Any, right: Any) -> bool:
     """Return whether two objects are equal in value and exact type, at every level."""
     if type(left) is not type(right):
         return False
+    if type(left) in PLAIN:
+        return bool(left == right)
     if isinstance(left, torch.Tensor):
         return left.dtype is right.dtype and left.shape == right.shape and raw(left) == raw(right)
     if isinstance(left, np.ndarray | np.generic):
@@ -239,10 +245,13 @@ def same(left: Any, right: Any) -> bool:
         return bool(left.as_tuple() == right.as_tuple())
     if isinstance(left, dict):
         extra = not isinstance(left, defaultdict) or left.default_factory is right.default_factory
-        return extra and same(list(left.items()), list(right.items()))
+        return extra and same(list(left), list(right)) and same(list(left.values()), list(right.values()))
     if isinstance(left, deque):
         return left.maxlen == right.maxlen and same(list(left), list(right))
     if isinstance(left, list | tuple) and not isinstance(left, torch.Size):
+        kinds = {*map(type, left), *map(type, right)}
+        if len(kinds) == 1 and kinds <= PLAIN:
+            return bool(left == right)
         return len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, set | frozenset):
         return left == right and {*map(type, left)} == {*map(type, right)}
@@ -260,6 +269,6 @@ def same(left: Any, right: Any) -> bool:
 def raw(tensor: torch.Tensor) -> bytes:
     """Return the elements of a tensor in C order."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return bytes(torch.empty(0, dtype=torch.uint8).set_(flat.untyped_storage()).tolist())[
-        flat.storage_offset() * flat.itemsize :
-    ][: flat.nbytes]
+    data = torch.empty(0, dtype=torch.uint8).set_(flat.untyped_storage())
+    start = flat.storage_offset() * flat.itemsize
+    return data[start : start + flat.nbytes].numpy().tobytes()

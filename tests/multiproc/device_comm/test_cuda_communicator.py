@@ -20,7 +20,7 @@ from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from device_comm.rms_norm import rms_norm
 from tests.fake_cuda import FakeDriver, FakeFaults, fake_cubin, violations
 from tests.harness import RankPool, run_ranks
-from tests.native.cuda.host_build import build_host_library
+from tests.native.cuda.host_build import build_host_library, shared_folder
 from tests.native.nccl_stub.build import build_stub
 from tests.nccl_ranks import HostStreams, context_of, stub_of
 from tests.waiting import wait_until
@@ -36,7 +36,8 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("cuda")
     build_stub(folder)
     for dtype in ("float32", "float16", "bfloat16"):
-        build_host_library(2, dtype, folder)
+        library = build_host_library(2, dtype, shared_folder(tmp_path_factory))
+        (folder / library.name).symlink_to(library)
     return str(folder)
 
 

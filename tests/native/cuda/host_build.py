@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
 
 from device_comm.cuda.kernels import DTYPES, kernel_source
 
@@ -29,8 +32,20 @@ def compiler() -> str:
     return os.environ.get("CXX", "g++")
 
 
+def shared_folder(factory: pytest.TempPathFactory) -> Path:
+    """Return a folder for host libraries that all processes of this test run share."""
+    base = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # the directory of a worker is in that of the whole run
+    folder = base / "host-libraries"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 def build_host_library(world_size: int, dtype: str, directory: Path, *, emulate: bool = False) -> Path:
     """Compile the kernels into a shared library, unless it is there already, and return its path.
+
+    Processes that want the same library at the same time compile it once: it takes three seconds of processor time.
 
     The library has `launch(kernel, grid_x, block_x, args)`, which runs one rank's grid as threads and returns 0 when
     it is done, or 1 if it does not know the kernel. `set_limits(grid, block)` limits both sizes (2 and 2 at first).
@@ -45,15 +60,17 @@ def build_host_library(world_size: int, dtype: str, directory: Path, *, emulate:
     library = directory / f"kernels_{world_size}_{dtype}{'_emulate' if emulate else ''}.so"
     if library.exists():
         return library
-    source = directory / "kernels.cu"
-    if not source.exists():
-        temporary = source.with_suffix(f".{os.getpid()}")
-        temporary.write_text(kernel_source())
-        temporary.replace(source)
-    unfinished = library.with_suffix(f".{os.getpid()}")
-    flags = ("-DEMULATE=1",) if emulate else ()
-    compile_host(source, "host_library.cpp", unfinished, world_size, dtype, (*flags, "-shared", "-fPIC"))
-    unfinished.replace(library)
+    with open(library.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            source = library.with_suffix(".cu")
+            source.write_text(kernel_source())
+            unfinished = library.with_suffix(".unfinished")
+            flags = ("-DEMULATE=1",) if emulate else ()
+            compile_host(
+                source, "host_library.cpp", unfinished, world_size, dtype, (*flags, "-shared", "-fPIC")
+            )
+            unfinished.replace(library)
     return library
 
 

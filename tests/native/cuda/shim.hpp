@@ -181,8 +181,16 @@ DEVICE bool first_to_set(HostAddress address) {
     unsigned expected = 0;
     return host_word<unsigned>(address).compare_exchange_strong(expected, 1, std::memory_order_relaxed);
 }
+// Every 16th call sleeps: waiting threads would otherwise take the processors from those that they wait for.
 DEVICE void spin_hint() {
     host_drain(false);
+#ifndef GC_WEAK_CLEARS  // its delayed stores are written in this function, and more than 16 calls may be due
+    static thread_local unsigned calls = 0;
+    if (++calls % 16 == 0) {
+        usleep(20);
+        return;
+    }
+#endif
     sched_yield();
 }
 DEVICE void wait_for_the_stream() {}

@@ -14,7 +14,7 @@ import torch
 from device_comm.cuda import kernel_layout
 from device_comm.cuda.kernel_layout import KernelFailure, WorkspaceLayout
 from tests.kernel_memory import ALGORITHMS, PARAMS_BYTES
-from tests.native.cuda.host_build import HostKernels, build_host_library
+from tests.native.cuda.host_build import HostKernels, build_host_library, shared_folder
 from tests.waiting import wait_until
 
 SUMS = ("push_one_shot", "push_two_shot", "pull_one_shot", "pull_two_shot")
@@ -159,7 +159,7 @@ def sum_in_rank_order(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
 def group(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Group:
     """Return a group. The groups have every world size, and each dtype occurs at least twice."""
     world_size, dtype = request.param
-    library = build_host_library(world_size, dtype, tmp_path_factory.mktemp("host"))
+    library = build_host_library(world_size, dtype, shared_folder(tmp_path_factory))
     return Group(HostKernels(library), world_size, getattr(torch, dtype), 60 * SECOND)
 
 
@@ -293,7 +293,7 @@ def test_the_fused_norm_has_the_bits_of_its_parts(group: Group, rows: int, hidde
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
-    return HostKernels(build_host_library(3, "bfloat16", tmp_path_factory.mktemp("three")))
+    return HostKernels(build_host_library(3, "bfloat16", shared_folder(tmp_path_factory)))
 
 
 def call(group: Group, rank: int, kernel: str) -> None:

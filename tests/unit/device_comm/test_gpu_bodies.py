@@ -25,7 +25,7 @@ from tests.gpu.report import GOALS
 from tests.gpu.streams import StreamWorld, absent_rank, noticed
 from tests.gpu.test_emulation import judge_sanitizer
 from tests.gpu.values import SIZES, WrongResultError
-from tests.native.cuda.host_build import build_host_library, compile_host
+from tests.native.cuda.host_build import build_host_library, compile_host, shared_folder
 
 REPLAYED = (128, 512, 1024, 2048)
 
@@ -104,9 +104,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def library(folder: Path) -> Path:
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The kernels of two ranks for bfloat16."""
-    return build_host_library(2, "bfloat16", folder)
+    return build_host_library(2, "bfloat16", shared_folder(tmp_path_factory))
 
 
 def world_of(

@@ -24,7 +24,8 @@ LARGE = 9 << 20
 
 def pattern(nbytes: int, seed: int) -> torch.Tensor:
     """Return bytes that depend on `seed` and on their position."""
-    return (torch.arange(nbytes, dtype=torch.int64) * 7 + seed).to(torch.uint8)
+    period = (torch.arange(256, dtype=torch.int64) * 7 + seed).to(torch.uint8)
+    return period.repeat(-(-nbytes // 256))[:nbytes]
 
 
 def crossing(rank: int, world_size: int, directory: Path) -> None:

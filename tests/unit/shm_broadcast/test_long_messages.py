@@ -2,8 +2,6 @@
 
 import gc
 import struct
-import subprocess
-import sys
 import time
 import tracemalloc
 from itertools import pairwise
@@ -20,6 +18,7 @@ from shm_broadcast import _core, codec
 from shm_broadcast.errors import DecodeError
 from shm_broadcast.layout import FIELDS, LINE, PAGE, RECORD_FIELDS, RecordKind
 from shm_broadcast.settings import MIN_RING_BYTES
+from tests.harness import run_ranks
 from tests.queues import background, bare_ring, memory_of, put_word, queue, refuse, ring_write, word
 from tests.unit.shm_broadcast.codec_samples import Point, same
 
@@ -157,7 +156,7 @@ def private_bytes() -> int:
     raise AssertionError("the kernel does not tell")
 
 
-def use_and_give_back() -> None:
+def use_and_give_back(rank: int, world_size: int, directory: Path) -> None:
     with queue(ring_bytes=64 * MIB) as ends:
         exchanged(ends, [made("array", 4 * MIB)])
         before = private_bytes()
@@ -181,12 +180,7 @@ def use_and_give_back() -> None:
 def test_memory_that_is_given_back_is_used_again_and_bounded() -> None:
     """At most 64 MiB wait for the next message, which gets the same memory; a closed queue keeps none of it."""
     # In a process of its own: what other tests left to the allocator would count.
-    program = "from tests.unit.shm_broadcast.test_long_messages import use_and_give_back; use_and_give_back()"
-    root = Path(__file__).parents[3]
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run_ranks(use_and_give_back, 1)
 
 
 def pass_on(memory: Any, writer: _core.WriteEndpoint, reader: _core.ReadEndpoint, obj: Any) -> Any:

@@ -134,11 +134,14 @@ class Kernels:
 
 
 def built(source: Path) -> Path | None:
-    """Return the object file of the last build of the product, or None if it is older than the sources."""
+    """Return the object file that was linked into the native core, or None if it is older than the sources."""
     made = (OBJECTS / source.relative_to(ROOT)).with_suffix(".o")
-    if made.exists() and all(each.stat().st_mtime < made.stat().st_mtime for each in SOURCES.iterdir()):
-        return made
-    return None
+    linked = ROOT / "device_comm" / "_core.abi3.so"
+    if not (made.exists() and linked.exists()):
+        return None
+    changed = max(each.stat().st_mtime for each in SOURCES.iterdir())
+    # A build that was interrupted leaves objects that are newer than the core.
+    return made if changed < made.stat().st_mtime <= linked.stat().st_mtime else None
 
 
 def build(folder: Path) -> Path:

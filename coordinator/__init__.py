@@ -59,12 +59,13 @@ from device_comm.handles import Handle
 from device_comm.reduction import ReduceOperation
 from device_comm.registry import register_communicator
 from device_comm.rms_norm import rms_norm
-from shm_broadcast.codec import register_type
+from shm_broadcast.codec import CarriedError, register_package, register_type
 
 __all__ = [
     "BitwiseOperation",
     "CallHandle",
     "CapabilityError",
+    "CarriedError",
     "ClosedError",
     "CommError",
     "CommTimeoutError",
@@ -118,6 +119,7 @@ __all__ = [
     "model_parallel_is_initialized",
     "premul_sum",
     "register_communicator",
+    "register_package",
     "register_type",
     "rms_norm",
 ]

@@ -28,11 +28,25 @@ no number: the tree uses them in order, each once.
 | 64 - 127 | arrays and tensors | the pair [meta, data]: bin 16, or nil for the next buffer |
 
 The decoder trusts nothing: a length is compared with what is left before memory is taken, depth is limited,
-keys must be hashable and distinct, and only registered classes are built.
+keys must be hashable and distinct, and only registered classes and those of registered packages are built.
 
-What arrives equals what was sent, in value and type, with these exceptions: a memoryview arrives as bytes;
-strides, `requires_grad` and the identity of objects that stand in two places are not kept; attributes that a
-class does not declare do not travel.
+What arrives equals what was sent, in value and type, with these exceptions: a memoryview arrives as bytes, an
+`nn.Parameter` as the tensor that it holds, an exception as a `CarriedError` that names its class; strides,
+`requires_grad` and the identity of objects that stand in two places are not kept; attributes that a class does not
+declare do not travel (`register_package` refuses objects that have some).
+
+| carried | how |
+|---|---|
+| None, bool, int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset | as they are |
+| OrderedDict, Counter, deque, defaultdict of a builtin factory, SimpleNamespace | as they are |
+| range, slice, `array.array` of numbers, `...`, NotImplemented, UNSET | as they are |
+| datetime, date, time, timedelta, timezone, ZoneInfo, UUID, Decimal, paths of `pathlib` | as they are |
+| members of Enums and Flags that the receiver has imported | by name |
+| arrays, scalars and dtypes of numpy; tensors in host memory, dtypes, Sizes and devices of torch | as they are |
+| memoryview; `nn.Parameter` | as bytes; as a tensor |
+| exceptions | as `CarriedError`: name of the class, text and notes |
+| classes of `register_type` and `register_package` | by their declared fields, or the application's functions |
+| functions, partial, classes, modules, generators, views of dicts, `torch.Generator` | refused |
 """
 
 import builtins
@@ -46,15 +60,37 @@ from typing import Any, Final, NoReturn
 import msgspec
 
 from shm_broadcast import _core
-from shm_broadcast.codec import adapters
+from shm_broadcast.codec import adapters, plain_adapter
+from shm_broadcast.codec.carried_error import CarriedError, build_exception, describe_exception
 from shm_broadcast.codec.enum_adapter import build_enum, describe_enum
 from shm_broadcast.codec.object_path import Step, render, repeated
 from shm_broadcast.codec.records import ENUM
-from shm_broadcast.codec.registry import build_registered, by_class, register_type, unregister_type
+from shm_broadcast.codec.refused_types import reason_for
+from shm_broadcast.codec.registry import (
+    Entry,
+    build_registered,
+    by_class,
+    find_entry,
+    register_package,
+    register_type,
+    unregister_package,
+    unregister_type,
+)
 from shm_broadcast.codec.wire_format import Builder, Code, DataBuilder, Describer, Description, Refusal
 from shm_broadcast.errors import DecodeError, UsageError
 
-__all__ = ["MAX_DEPTH", "Message", "decode", "encode", "frame_length", "register_type", "unregister_type"]
+__all__ = [
+    "MAX_DEPTH",
+    "CarriedError",
+    "Message",
+    "decode",
+    "encode",
+    "frame_length",
+    "register_package",
+    "register_type",
+    "unregister_package",
+    "unregister_type",
+]
 
 MAX_DEPTH: Final = _core.MAX_DEPTH
 """Levels of containers at most, on either side."""
@@ -73,9 +109,11 @@ _LAZY_CODES: Final = {
     Code.ZONE_INFO: "zoneinfo",
 }
 
-_describers: dict[type, Describer] = dict(adapters.DESCRIBERS)
+_describers: dict[type, Describer] = {**adapters.DESCRIBERS, **plain_adapter.DESCRIBERS}
 _builders: dict[int, Builder] = {
     **adapters.BUILDERS,
+    **plain_adapter.BUILDERS,
+    Code.EXCEPTION: build_exception,
     Code.ENUM: build_enum,
     Code.REGISTERED: build_registered,
 }
@@ -277,13 +315,26 @@ def _describer_of(cls: type) -> Describer:
     root = cls.__module__.partition(".")[0]
     if root in _LAZY and _load(root) and cls in _describers:
         return _describers[cls]
+    if issubclass(cls, BaseException):
+        return describe_exception
+    found = find_entry(cls)
+    if found is not None:
+        return partial(_describe_entry, found)
+    reason = reason_for(cls)
+    if reason is not None:
+        raise Refusal(reason)
     hint = ""
     if any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in cls.__mro__):
         hint = ", or send a plain tensor (its .data)"
     raise Refusal(
         f"this type is not carried; call register_type({cls.__qualname__}) for it in every process, with "
-        f"encode= and decode= where it is no dataclass, NamedTuple or msgspec.Struct{hint}"
+        f"encode= and decode= where it is no dataclass, NamedTuple or msgspec.Struct, or register_package() for all "
+        f"such classes of a package{hint}"
     )
+
+
+def _describe_entry(entry: Entry, obj: object) -> Description:
+    return Code.REGISTERED, entry.name, entry.kind.take(obj)
 
 
 def build_owned(code: int, meta: object, body: object, *, copy: bool = True) -> object:

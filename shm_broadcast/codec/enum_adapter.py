@@ -4,11 +4,10 @@ An unregistered class is looked up in the dictionaries of the modules that are a
 imported, and neither a module's `__getattr__` nor a descriptor runs.
 """
 
-import sys
 from enum import Enum, EnumType, Flag
-from types import ModuleType
 from typing import Any
 
+from shm_broadcast.codec.loaded import class_dict, find_class
 from shm_broadcast.codec.records import ENUM
 from shm_broadcast.codec.registry import by_class, by_name
 from shm_broadcast.codec.wire_format import Code, Description, Refusal
@@ -16,8 +15,6 @@ from shm_broadcast.errors import DecodeError
 
 __all__ = ["build_enum", "describe_enum"]
 
-_MODULE_DICT: Any = vars(ModuleType)["__dict__"]
-_CLASS_DICT: Any = vars(type)["__dict__"]
 _COMPOSE = Flag._missing_.__func__  # type: ignore[attr-defined]
 _MAX_COMPOSITE = 1 << 64
 
@@ -67,7 +64,7 @@ def build_enum(meta: object, body: object) -> object:
 
 
 def _members(cls: Any) -> dict[object, object]:
-    table = _CLASS_DICT.__get__(cls).get("_member_map_")
+    table = class_dict(cls).get("_member_map_")
     return table if type(table) is dict else {}
 
 
@@ -82,15 +79,6 @@ def _is_composite(cls: Any, value: object) -> bool:
 
 def _loaded(name: str) -> type[Any] | None:
     """Return the Enum class that `name` ("module:qualname") means in a loaded module, or None."""
-    module_name, colon, qualname = name.partition(":")
-    module = sys.modules.get(module_name)
-    if not colon or module is None or not issubclass(type(module), ModuleType):
-        return None
-    scope = _MODULE_DICT.__get__(module)
-    found: Any = None
-    for part in qualname.split("."):
-        found = scope.get(part)
-        if not issubclass(type(found), type):
-            return None
-        scope = _CLASS_DICT.__get__(found)
-    return found if issubclass(type(found), EnumType) and found is not Enum else None
+    module_name, _, qualname = name.partition(":")
+    found = find_class(module_name, qualname)
+    return found if found is not None and issubclass(type(found), EnumType) and found is not Enum else None

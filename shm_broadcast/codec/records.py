@@ -1,13 +1,15 @@
 """Take apart and rebuild objects of registered classes, by the kind of the class.
 
 Building runs no application code: the builtin `__new__` makes the instance and its declared fields are set, so
-neither `__init__` nor `__post_init__` runs. A Struct is the exception: msgspec builds it only through its
-constructor, so its `__post_init__` runs. Only declared fields are sent, no other attributes.
+neither `__init__` nor `__post_init__` runs. A Struct of `kind_of` is the exception: it is built by its constructor,
+so its `__post_init__` runs. Only declared fields are sent, no other attributes.
+
+`package_records` is stricter, for classes that nobody has registered one by one.
 """
 
 import dataclasses
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict, UserDict, UserList
+from collections.abc import Callable, Collection
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
@@ -16,7 +18,7 @@ import msgspec
 from shm_broadcast.codec.wire_format import Refusal
 from shm_broadcast.errors import DecodeError, UsageError
 
-__all__ = ["CONTENT", "CUSTOM", "ENUM", "RECORD", "SUBCLASS", "Kind", "custom_kind", "kind_of"]
+__all__ = ["CONTENT", "CUSTOM", "ENUM", "RECORD", "SUBCLASS", "Kind", "custom_kind", "kind_of", "record"]
 
 RECORD = "record"
 SUBCLASS = "subclass"
@@ -83,12 +85,18 @@ def kind_of(cls: type) -> Kind:
     if issubclass(cls, Enum):
         return Kind(ENUM, _no_body, _no_body)
     if issubclass(cls, msgspec.Struct):
-        return _record(cls, cls.__struct_fields__, lambda values: cls(**values))
+        return record(cls, cls.__struct_fields__, lambda values: cls(**values))
     if dataclasses.is_dataclass(cls) and not bases:
-        names = tuple(field.name for field in dataclasses.fields(cls))
-        return _record(cls, names, lambda values: _with_fields(cls, values))
+        fields = dataclasses.fields(cls)
+        unset = {field.name for field in fields if _may_be_unset(field)}
+        return record(
+            cls, tuple(field.name for field in fields), lambda values: _with_fields(cls, values), unset
+        )
+    if issubclass(cls, (UserDict, UserList)):
+        content: type = dict if issubclass(cls, UserDict) else list
+        return record(cls, ("data",), lambda values: _with_data(cls, content, values))
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
-        return _record(cls, tuple(cls._fields), lambda values: tuple.__new__(cls, values.values()))
+        return record(cls, tuple(cls._fields), lambda values: tuple.__new__(cls, values.values()))
     if bases and not dataclasses.is_dataclass(cls) and _has_plain_layout(cls):
         return Kind(SUBCLASS, lambda obj: _content(bases[0], obj), lambda body: _refill(cls, bases[0], body))
     raise UsageError(
@@ -107,24 +115,49 @@ def _has_plain_layout(cls: type) -> bool:
     return not any(vars(base).get("__slots__") for base in ours)
 
 
-def _record(cls: type, names: tuple[str, ...], build: Callable[[dict[str, Any]], object]) -> Kind:
-    """Return the kind of a class with declared fields; `build` gets all of them in declared order."""
+def _may_be_unset(field: "dataclasses.Field[Any]") -> bool:
+    """Return whether the constructor may leave a field without a value: it then travels without one."""
+    missing = dataclasses.MISSING
+    return not field.init and field.default is missing and field.default_factory is missing
+
+
+def record(
+    cls: type,
+    names: tuple[str, ...],
+    build: Callable[[dict[str, Any]], object],
+    unset: Collection[str] = (),
+) -> Kind:
+    """Return the kind of a class with declared fields; `build` gets them in declared order.
+
+    All of them must have a value, except those in `unset`.
+    """
     expected = frozenset(names)
 
     def take(obj: object) -> dict[str, object]:
         values = {name: getattr(obj, name, _MISSING) for name in names}
-        for name, value in values.items():
+        for value in values.values():
             if value is _MISSING:
-                raise Refusal(f"its field {name!r} has no value")
+                return _without_unset(values, unset)
         return values
 
     def rebuild(body: object) -> object:
-        if type(body) is not dict or body.keys() != expected:
-            got = sorted(map(str, body)) if type(body) is dict else type(body).__name__
-            raise DecodeError(f"{cls.__qualname__} has the fields {sorted(expected)}, the message has {got}")
-        return build({name: body[name] for name in names})
+        if type(body) is dict and body.keys() == expected:
+            return build({name: body[name] for name in names})
+        if type(body) is dict and unset and expected.difference(unset) <= body.keys() < expected:
+            return build({name: body[name] for name in names if name in body})
+        got = sorted(key for key in body if type(key) is str) if type(body) is dict else type(body).__name__
+        raise DecodeError(
+            f"{cls.__qualname__} has the fields {sorted(expected)}, the message has {got!s:.1000}"
+        )
 
     return Kind(RECORD, take, rebuild)
+
+
+def _without_unset(values: dict[str, object], unset: Collection[str]) -> dict[str, object]:
+    for name, value in values.items():
+        if value is _MISSING and name not in unset:
+            raise Refusal(f"its field {name!r} has no value")
+    return {name: value for name, value in values.items() if value is not _MISSING}
 
 
 def _with_fields(cls: type, values: dict[str, Any]) -> object:
@@ -132,6 +165,13 @@ def _with_fields(cls: type, values: dict[str, Any]) -> object:
     for name, value in values.items():
         object.__setattr__(obj, name, value)
     return obj
+
+
+def _with_data(cls: type, content: type, values: dict[str, Any]) -> object:
+    """Return a UserDict or UserList around the builtin container `data`."""
+    if type(values["data"]) is not content:
+        raise DecodeError(f"{cls.__qualname__} cannot be built around a {type(values['data']).__name__}")
+    return _with_fields(cls, values)
 
 
 def _content(base: type, obj: object) -> object:

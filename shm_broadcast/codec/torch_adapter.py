@@ -1,7 +1,7 @@
 """Encode and decode torch's types. Imported only when an object or a message holds one.
 
 A tensor is sent as its dtype, shape and elements in C order. Strides, `requires_grad`, names and storage shared
-between tensors are lost, so a tensor that requires grad arrives detached.
+between tensors are lost, so a tensor that requires grad arrives detached, and a Parameter as the tensor that it holds.
 
 Once this module is loaded, the native core handles contiguous tensors of common dtypes and produces the same bytes.
 This module handles the rest, and gives the reason when a tensor cannot be sent.
@@ -139,8 +139,19 @@ def _build_device(meta: object, body: object) -> torch.device:
     return device
 
 
+def _describe_parameter(obj: torch.nn.Parameter) -> Description:
+    # Loaders copy what arrives into a parameter of their own model; a weight there needs no gradient of ours.
+    return Code.SUBSTITUTE, None, obj.detach()
+
+
+def _describe_generator(_obj: torch.Generator) -> Description:
+    raise Refusal("a generator belongs to its process; send its seed, or its .get_state(), which is a tensor")
+
+
 DESCRIBERS: Final[dict[type, Describer]] = {
     torch.Tensor: _describe_tensor,
+    torch.nn.Parameter: _describe_parameter,
+    torch.Generator: _describe_generator,
     torch.dtype: _describe_dtype,
     torch.Size: _describe_size,
     torch.device: _describe_device,

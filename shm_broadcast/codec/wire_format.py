@@ -40,6 +40,12 @@ class Code:
     UUID: Final = 28
     DECIMAL: Final = 29
     SINGLETON: Final = 30
+    EXCEPTION: Final = 31
+    PATH: Final = 32
+    RANGE: Final = 33
+    SLICE: Final = 34
+    NAMESPACE: Final = 35
+    PACKED_ARRAY: Final = 36
     NUMPY_DTYPE: Final = 40
     NUMPY_TEXT: Final = 41
     TORCH_DTYPE: Final = 48

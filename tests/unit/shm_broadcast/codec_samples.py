@@ -6,8 +6,11 @@ import enum
 import math
 import struct
 import uuid
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from decimal import Decimal
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from zoneinfo import ZoneInfo
 
@@ -208,6 +211,12 @@ VALUES: dict[str, Any] = {
     "deques": [deque(), deque([1, 2, 3]), deque([1, 2], maxlen=5), deque(maxlen=0)],
     "defaultdicts": [defaultdict(None, {1: 2}), defaultdict(list, {"a": [1]}), defaultdict(int)],
     "singletons": [..., NotImplemented, msgspec.UNSET],
+    "paths": [Path("/a/b.txt"), Path(), PurePosixPath("x/../y"), PureWindowsPath("c:/d"), Path("\udc80")],
+    "ranges": [range(0), range(3, 9, 2), range(3, 10, 2), range(5, -5, -1), range(1 << 70)],
+    "slices": [slice(None), slice(1, 9, 2), slice("a", [1], None)],
+    "namespaces": [SimpleNamespace(), SimpleNamespace(a=1, b=SimpleNamespace(c=(2,)))],
+    "packed arrays": [array(code, [1, 2, 3]) for code in "bBhHiIlLqQfd"]
+    + [array("q", range(900)), array("d")],
     "dataclasses": [Point(1, [Point(2)]), Key("a", 1)],
     "named tuples": [Pair(1), Pair(Pair(1, 2), {"a": ()})],
     "structs": [Request("r", [1, 2]), Request("r", [], Point(1))],
@@ -241,6 +250,12 @@ def same(left: Any, right: Any) -> bool:
         return struct.pack("<d", left) == struct.pack("<d", right)
     if isinstance(left, complex):
         return same(left.real, right.real) and same(left.imag, right.imag)
+    if isinstance(left, range | array):
+        return repr(left) == repr(right)
+    if isinstance(left, SimpleNamespace):
+        return same(vars(left), vars(right))
+    if isinstance(left, slice):
+        return same([left.start, left.stop, left.step], [right.start, right.stop, right.step])
     if isinstance(left, Decimal):
         return bool(left.as_tuple() == right.as_tuple())
     if isinstance(left, dict):
@@ -260,7 +275,10 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, dt.tzinfo):
         return left == right and str(left) == str(right)
     if dataclasses.is_dataclass(left):
-        return all(same(getattr(left, f.name), getattr(right, f.name)) for f in dataclasses.fields(left))
+        # A field without a value is as good as `...`.
+        return all(
+            same(getattr(left, f.name, ...), getattr(right, f.name, ...)) for f in dataclasses.fields(left)
+        )
     if isinstance(left, msgspec.Struct):
         return all(same(getattr(left, name), getattr(right, name)) for name in left.__struct_fields__)
     return bool(left == right)

@@ -209,6 +209,18 @@ def test_a_tensor_that_requires_grad_arrives_detached() -> None:
     assert torch.equal(carried(tensor * 2), tensor.detach() * 2)
 
 
+def test_a_parameter_arrives_as_the_tensor_that_it_holds() -> None:
+    """A Parameter arrives as a plain tensor without a gradient, small or large, wherever it is."""
+    for size in (3, 4000):
+        arrived = carried({"w": torch.nn.Parameter(torch.arange(size, dtype=torch.float32))})["w"]
+        assert same(arrived, torch.arange(size, dtype=torch.float32))
+        assert not arrived.requires_grad
+    there = torch.nn.Parameter(torch.ones(2, device="meta"))
+    assert decode(encode(there, device_tensor=lambda t: type(t).__name__).to_bytes()) == "Tensor"
+    with pytest.raises(UsageError, match="it is on meta"):
+        encode(there)
+
+
 def test_tensors_stand_anywhere() -> None:
     """Tensors, dtypes, sizes and devices arrive inside any container."""
     obj = {
@@ -315,7 +327,7 @@ def test_numpy_strings_keep_their_zero_bytes() -> None:
         (np.array(["a"], np.dtypes.StringDType()), "holds Python objects"),
         (torch.ones(2, device="meta"), "it is on meta"),
         (torch.ones(2, 2).to_sparse(), "layout torch.sparse_coo"),
-        (torch.nn.Parameter(torch.ones(1)), "its .data"),
+        (torch.nn.UninitializedParameter(), "its .data"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

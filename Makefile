@@ -13,7 +13,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench check typecheck test test-fast test-native test-nccl test-kernels test-gpu test-wheel api docs dist clean
+.PHONY: help setup demo bench check typecheck test test-fast test-native test-nccl test-kernels test-gpu test-wheel test-engines api docs dist clean
 # Tests that `make test-wheel` runs; all of them take as long as `make test`.
 TESTS ?= tests
 # Folder for the figures and plots of `make bench`; it is not committed.
@@ -57,7 +57,7 @@ api: $(STAMP) ## Update the snapshot of the public API after an intended change
 	$(PY) -m tests.api_snapshot
 
 test: $(STAMP) ## Run the whole test suite (no GPU needed)
-	$(PY) -m pytest -q -n $(TEST_WORKERS) -m "not thorough"
+	$(PY) -m pytest -q -n $(TEST_WORKERS) -m "not thorough and not engine"
 
 test-fast: $(STAMP) ## Run unit and architecture tests without the slow ones, in under a minute
 	$(PY) -m pytest -q -n $(FAST_WORKERS) -m "not slow and not thorough" tests/unit tests/architecture
@@ -88,6 +88,9 @@ test-wheel: dist ## Run the tests against the wheel in a separate environment (T
 	$(PYTHON) -m venv build/wheel-venv
 	build/wheel-venv/bin/python -m pip install -q -c constraints.txt "$$(ls dist/*.whl)[test,bench,examples]"
 	build/wheel-venv/bin/python -m tests.installed -n $(TEST_WORKERS) $(TESTS)
+
+test-engines: dist ## Run a real vLLM over our groups and queues, beside vLLM as it is (downloads 1.5 GB the first time)
+	VLLM_PYTHON="$$($(PY) -m tests.real_engines.environment dist/*.whl)" $(PY) -m pytest -q -m engine tests/real_engines
 
 test-gpu: ## Run the GPU tests on a machine with a GPU (WHEELS=DIR: missing packages, OUT=DIR: report, ONLY=GROUPS)
 	tests/gpu/run.sh $(if $(WHEELS),--wheels $(WHEELS)) $(if $(OUT),--out $(OUT)) $(if $(ONLY),--only $(ONLY))

@@ -324,7 +324,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         if self.world_size == 1 or self._broadcaster is not None:
             return
         started = time.perf_counter()
-        self.mq_broadcaster = self.create_mq_broadcaster(writer_rank)
+        self.mq_broadcaster = GroupCoordinator.create_mq_broadcaster(self, writer_rank)
         self.creation = self.creation.plus(queue=time.perf_counter() - started)
         self._adopt_queue(
             Broadcaster(self.mq_broadcaster, writer_rank, self._health, self.settings.timeout_s)

@@ -227,6 +227,18 @@ def cuda_visible_devices(environ: Mapping[str, str] | None = None) -> str | None
     return (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
 
 
+def names_vllm_plugin(name: str, environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether `VLLM_PLUGINS`, a list separated by commas, names the plugin `name`.
+
+    vLLM loads every installed plugin if the variable is not set; ours asks for its name.
+
+    Args:
+        name: The name of the entry point.
+        environ: Variables to read instead of the process's environment.
+    """
+    return name in (os.environ if environ is None else environ).get("VLLM_PLUGINS", "").split(",")
+
+
 # --- the environment ------------------------------------------------------------------------------------------
 
 

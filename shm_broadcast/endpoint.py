@@ -6,6 +6,7 @@ endpoint.
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
 from typing import Final, Self
 
@@ -55,6 +56,19 @@ class RemoteKeys:
             )
         public, secret = zmq.curve_keypair()
         return cls(z85.decode(public), z85.decode(secret))
+
+    @classmethod
+    def derive(cls, key: bytes, rank: int) -> Self:
+        """Return the pair of reader `rank` of the queue with the key `key`, the same for every holder of that key.
+
+        It serves a writer that must know its readers' public keys before the readers exist. Whoever holds the queue's
+        key can read the queue anyway, so a secret that follows from it admits nobody else.
+        """
+        import zmq
+        from zmq.utils import z85
+
+        secret = hmac.digest(key, b"remote reader %d" % rank, "sha256")
+        return cls(z85.decode(zmq.curve_public(z85.encode(secret))), secret)
 
     def secret(self) -> bytes:
         """Return the secret half (32 bytes). Pass it to the zmq socket option and nowhere else."""

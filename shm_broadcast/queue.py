@@ -315,6 +315,18 @@ class QueueReader:
         ring = RingReader(handle.name, segment, handle.ranks, watch, settings, index, handle.writer)
         return cls(ring, handle)
 
+    @property
+    def warns(self) -> bool:
+        """Whether a read that waits for `warn_after_s` logs a warning; true unless set otherwise.
+
+        An application whose reader may wait for hours, because nothing is to be done, sets it to False.
+        """
+        return self._ring.warns
+
+    @warns.setter
+    def warns(self, value: bool) -> None:
+        self._ring.warns = value
+
     def dequeue(self, timeout_s: float | None = None, type: Any = None) -> Any:  # noqa: A002
         """Return the next object, which shares no memory with the queue.
 
@@ -357,6 +369,10 @@ class QueueReader:
         """Return `loan(timeout_s)`. Deprecated: the method is called `loan` now."""
         warnings.warn("QueueReader.lease is called loan now", DeprecationWarning, stacklevel=2)
         return self.loan(timeout_s)
+
+    def lost_writer(self) -> str | None:
+        """Return which process wrote to this queue, for a log, if it has ended; else None. Does not block."""
+        return self._ring.lost_writer()
 
     def statistics(self) -> QueueStatistics:
         """Return what was read, and how far each reader is; a remote reader knows only of itself."""

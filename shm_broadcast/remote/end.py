@@ -31,6 +31,7 @@ class RemoteEnd(ABC):
         """Prepare the thread; the subclass starts it."""
         self.name = name
         self._settings = settings
+        self.warns = True
         self._forks = fork_count()
         self._identity: bytes = msgspec.msgpack.encode(this_process())
         self._waits = 0
@@ -92,7 +93,7 @@ class RemoteEnd(ABC):
             if timeout_s is not None and now - start >= timeout_s:
                 what, ranks = missing()
                 raise CommTimeoutError(f"{self._where(call)}: {what} within {timeout_s:.1f} s", missing=ranks)
-            if now >= warn_at:
+            if self.warns and now >= warn_at:
                 logger.warning("%s: waiting for %.0f s: %s", self._where(call), now - start, missing()[0])
                 warn_at = now + self._settings.warn_after_s
             self._sleep((warn_at if timeout_s is None else min(warn_at, start + timeout_s)) - now)

@@ -259,6 +259,11 @@ class RemoteReader(RemoteEnd):
         """Return what a waiting call lacks, for the text, and whom to blame."""
         return f"no {what} from {self._describe_writer()}", self._culprits()
 
+    def lost_writer(self) -> str | None:
+        """Describe the writer if it counts as lost, even if messages of it are still to be read; else None."""
+        is_lost = isinstance(self._failure, PeerLostError) or isinstance(self._cause, PeerLostError)
+        return self._describe_writer() if is_lost else None
+
     def _describe_writer(self) -> str:
         process = self._writer_process
         parts = [] if self._writer < 0 else [f"rank {self._writer}"]

@@ -145,6 +145,10 @@ class RingReader(RingEnd):
         self.raise_if_lost("dequeue_any")
         return False
 
+    def lost_writer(self) -> str | None:
+        """Describe the writer if its process has ended, even if messages of it are still to be read; else None."""
+        return self._describe_writer() if self._watch.lost() else None
+
     def _describe_writer(self) -> str:
         rank = "" if self._writer < 0 else f"rank {self._writer}, "
         return f"the writer ({rank}{self._watch.describe(self._writer)})"

@@ -75,6 +75,7 @@ class RingEnd(ABC):
         self._memory = segment.memory
         self._watch = watch
         self._settings = settings
+        self.warns = True
         self._closing = False
         self._forks = fork_count()
         # Errors and logs describe the present wait: the call, when it began, and when it warns next.
@@ -116,7 +117,7 @@ class RingEnd(ABC):
             self.check(call)
             self.raise_if_lost(call)
             waited_s = time.monotonic() - self._began_s
-            if waited_s >= self._warns_s:
+            if self.warns and waited_s >= self._warns_s:
                 self._warns_s += self._settings.warn_after_s
                 missing = self._missing(detail)
                 logger.warning("%s: waiting for %.0f s: %s", self._where(call), waited_s, missing)

@@ -1,0 +1,46 @@
+"""A small model of random weights with a tokenizer of single bytes, as vLLM reads them from a folder."""
+
+import argparse
+import json
+from pathlib import Path
+
+__all__ = ["write_model"]
+
+# Byte tokens follow these three.
+SPECIAL = ("<unk>", "<s>", "</s>")
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def write_model(folder: str) -> None:
+    """Write the configuration and the tokenizer; the engine makes up the weights."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {text: number for number, text in enumerate((*SPECIAL, *alphabet))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = dict(zip(("unk_token", "bos_token", "eos_token"), SPECIAL, strict=True))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+    Path(folder, "config.json").write_text(json.dumps(CONFIG))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder")
+    write_model(parser.parse_args().folder)

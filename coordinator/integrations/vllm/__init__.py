@@ -1,0 +1,19 @@
+"""Run vLLM over the groups and queues of this project: `VLLM_PLUGINS=group_coordinator vllm serve …`.
+
+vLLM calls the entry point `register` in each of its processes, before it creates groups and queues. It puts
+`VllmGroupCoordinator` and `MessageQueue` in the place of vLLM's classes, in the modules that use them. Nothing of vLLM
+is changed on disk. If vLLM lacks something that this needs, or its classes have a method that ours lack, `register`
+logs what it looked for and changes nothing.
+"""
+
+from coordinator.settings import names_vllm_plugin
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Put this project's classes in the place of vLLM's, if `VLLM_PLUGINS` names `group_coordinator`. Idempotent."""
+    if names_vllm_plugin("group_coordinator"):
+        from coordinator.integrations.vllm.plugin import install
+
+        install()

@@ -1,0 +1,182 @@
+"""vLLM's verbs over our queues, between the processes that vLLM starts: an executor and its workers."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+from typing import Any
+
+import pytest
+
+from coordinator.integrations.vllm.message_queue import MessageQueue
+from shm_broadcast.errors import PeerLostError, UsageError
+
+SPAWN = multiprocessing.get_context("spawn")
+Executor = tuple[MessageQueue, list[MessageQueue], list[Any]]
+
+
+def work(handle: Any, rank: int, pipe: Any) -> None:
+    """Answer each request with the rank and the request, as a worker does, until the executor ends the queue."""
+    requests = MessageQueue.create_from_handle(handle, rank)
+    answers = MessageQueue(1, 1)
+    pipe.send(answers.export_handle())
+    requests.wait_until_ready()
+    answers.wait_until_ready()
+    try:
+        while True:
+            answers.enqueue((rank, os.getpid(), requests.dequeue(indefinite=True)))
+    except RuntimeError:
+        answers.shutdown()
+        requests.shutdown()
+
+
+@pytest.fixture
+def executor() -> Iterator[Executor]:
+    """Return (the requests' writing end, the answers' reading ends, the processes) of an executor with two workers."""
+    requests = MessageQueue(2, 2, connect_ip=None)
+    answers, processes = [], []
+    for rank in range(2):
+        ours, theirs = SPAWN.Pipe(duplex=False)
+        process = SPAWN.Process(target=work, args=(requests.export_handle(), rank, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        answers.append(MessageQueue.create_from_handle(ours.recv(), 0))
+        ours.close()
+        processes.append(process)
+    requests.wait_until_ready()
+    yield requests, answers, processes
+    requests.shutdown()
+    for process in processes:
+        process.join(20)
+        assert not process.is_alive()
+        process.close()
+    for answer in answers:
+        answer.shutdown()
+    # `spawn` started it; nothing of a test may be left.
+    tracker: Any = resource_tracker._resource_tracker
+    tracker._stop()
+
+
+@pytest.mark.slow
+def test_requests_and_answers_pass(executor: Executor) -> None:
+    """Small and large requests reach every worker, and every answer comes back."""
+    requests, answers, processes = executor
+    for request in ("load_model", {"step": 1}, b"x" * 3_000_000):
+        requests.enqueue(("call", request))
+        for rank, answer in enumerate(answers):
+            assert answer.dequeue(timeout=30) == (rank, processes[rank].pid, ("call", request))
+
+
+@pytest.mark.slow
+def test_a_read_ends_at_its_deadline_and_the_queue_stays_usable(executor: Executor) -> None:
+    """The executor catches TimeoutError and may read again."""
+    requests, answers, _ = executor
+    with pytest.raises(TimeoutError):
+        answers[0].dequeue(timeout=0.05)
+    requests.enqueue("go on")
+    assert answers[0].dequeue(timeout=30)[2] == "go on"
+    assert answers[1].dequeue(timeout=30)[2] == "go on"
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_named_at_once(executor: Executor) -> None:
+    """The error of the read that waits for it names its process."""
+    _, answers, processes = executor
+    victim = processes[1].pid
+    start = time.monotonic()
+    threading.Timer(0.2, os.kill, (victim, signal.SIGKILL)).start()
+    with pytest.raises(PeerLostError, match=str(victim)):
+        answers[1].dequeue()
+    # The engine's promise is two seconds, which a busy machine must not miss either.
+    assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize("indefinite", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_long_wait_is_reported_unless_it_is_indefinite(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, indefinite: bool, rank: int
+) -> None:
+    """Rank 0 reads shared memory, rank 1 a connection."""
+    monkeypatch.setenv("GROUP_COORDINATOR_BROADCAST__WARN_AFTER_S", "0.05")
+    requests = MessageQueue(2, 1, connect_ip="127.0.0.1")
+    readers = [MessageQueue.create_from_handle(requests.export_handle(), each) for each in (0, 1)]
+    requests.wait_until_ready()
+    caplog.clear()
+    with pytest.raises(TimeoutError):
+        readers[rank].dequeue(timeout=0.4, indefinite=indefinite)
+    assert bool(caplog.messages) is not indefinite
+    for end in (requests, *readers):
+        end.shutdown()
+
+
+def test_shutdown_wakes_a_waiting_read() -> None:
+    """It is called from a thread that watches the parent process."""
+    requests = MessageQueue(1, 1)
+    reader = MessageQueue.create_from_handle(requests.export_handle(), 0)
+    threading.Timer(0.1, reader.shutdown).start()
+    with pytest.raises(RuntimeError, match="cancelled"):
+        reader.dequeue(indefinite=True)
+    assert reader.shutting_down
+    requests.shutdown()
+    with pytest.raises(RuntimeError, match="cancelled"):
+        requests.enqueue(1)
+
+
+@pytest.mark.slow
+def test_a_queue_that_ends_because_another_worker_died_names_that_worker(executor: Executor) -> None:
+    """The executor waits for rank 0, rank 1 dies, and rank 0 is told to end: the error names rank 1."""
+    requests, answers, processes = executor
+    victim = processes[1].pid
+    os.kill(victim, signal.SIGKILL)
+    processes[1].join(20)
+    requests.shutdown()
+    with pytest.raises(PeerLostError, match=f"pid {victim}"):
+        answers[0].dequeue(timeout=30)
+
+
+def test_a_reader_on_another_host_gets_its_keys_from_the_handle() -> None:
+    """Rank 1 connects over TCP, as a worker of another node, though it is in this process."""
+    requests = MessageQueue(2, 1, connect_ip="127.0.0.1")
+    handle = requests.export_handle()
+    assert handle.local_reader_ranks == [0]
+    assert handle.remote_reader_ranks == [1]
+    assert handle.remote_subscribe_addr is not None
+    readers = [MessageQueue.create_from_handle(handle, rank) for rank in (0, -1)]
+    requests.wait_until_ready()
+    requests.enqueue({"step": 1})
+    assert [reader.dequeue(timeout=30) for reader in readers] == [{"step": 1}] * 2
+    for end in (requests, *readers):
+        end.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"n_reader": 1, "n_local_reader": 2}, "1 readers, of which 2 are local"),
+        ({"n_reader": 2, "n_local_reader": 2, "local_reader_ranks": [0]}, "with ranks"),
+        ({"n_reader": 2, "n_local_reader": 1}, "pass connect_ip"),
+        ({"n_reader": 2, "n_local_reader": 1, "connect_ip": "0.0.0.0"}, "all interfaces"),
+    ],
+)
+def test_numbers_that_contradict_each_other_are_refused(arguments: dict[str, Any], text: str) -> None:
+    """The constructor names what does not fit."""
+    with pytest.raises(UsageError, match=text):
+        MessageQueue(**arguments)
+
+
+def test_each_end_has_its_own_verbs() -> None:
+    """The wrong verb is refused, and so is a handle that is not ours."""
+    requests = MessageQueue(1, 1)
+    reader = MessageQueue.create_from_handle(requests.export_handle(), 0)
+    with pytest.raises(UsageError, match="only a reading end"):
+        requests.dequeue()
+    with pytest.raises(UsageError, match="only the writing end"):
+        reader.enqueue(1)
+    with pytest.raises(UsageError, match="every process"):
+        MessageQueue.create_from_handle({"not": "a handle"}, 0)  # type: ignore[arg-type]
+    assert requests.broadcast_object([1]) == reader.broadcast_object() == [1]
+    reader.shutdown()
+    requests.shutdown()

@@ -1,0 +1,85 @@
+"""A real vLLM, unmodified, gives the same tokens over our groups and queues as over its own.
+
+`make test-engines` runs this; it needs an environment of its own. Each test starts an engine as it is and one with the
+plugin, and compares what they print.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclasses.dataclass
+class Run:
+    """What one run of an engine printed.
+
+    Attributes:
+        results: The result of each scenario.
+        log: The engine's own output.
+    """
+
+    results: dict[str, Any]
+    log: str
+
+
+def run(vllm: Path, plugins: str, *arguments: str, timeout_s: float = 400) -> Run:
+    """Run `vllm_run` with vLLM's interpreter."""
+    done = subprocess.run(
+        [str(vllm), "-m", "tests.real_engines.vllm_run", *arguments],
+        env={**os.environ, "VLLM_PLUGINS": plugins},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    lines = [line.split(" ", 2) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    log = done.stdout + done.stderr
+    assert lines, log[-6000:]
+    return Run({name: json.loads(text) for _, name, text in lines}, log)
+
+
+def uses_ours(log: str) -> int:
+    """Return how many processes say that they use our groups and queues."""
+    return sum("uses its groups and queues" in line for line in log.splitlines())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--tensor", "2"),
+        ("--tensor", "2", "--compiled"),
+        ("--tensor", "1", "--pipeline", "2", "--compiled"),
+        ("--tensor", "2", "--pipeline", "2", "--compiled"),
+    ],
+    ids=["tp2-eager", "tp2-compiled", "pp2-compiled", "tp2-pp2-compiled"],
+)
+def test_the_tokens_are_those_of_stock(vllm: Path, arguments: tuple[str, ...]) -> None:
+    """Decoding, cached prefixes, chunked prefill and grammars give equal tokens, eager and compiled."""
+    scenarios = ("tokens", "prefix", "rpc") if "--compiled" not in arguments else ("tokens", "prefix")
+    stock = run(vllm, "", *arguments, *scenarios)
+    ours = run(vllm, "group_coordinator", *arguments, *scenarios)
+    assert uses_ours(stock.log) == 0
+    assert uses_ours(ours.log) >= 3  # the engine's core and its workers
+    for scenario in scenarios:
+        assert ours.results[scenario] == stock.results[scenario]
+
+
+def test_a_killed_worker_ends_the_engine_and_is_named(vllm: Path) -> None:
+    """Within two seconds the engine gives up, and its log names the rank and the process."""
+    ours = run(vllm, "group_coordinator", "--tensor", "2", "kill")
+    killed = ours.results["kill"]
+    assert killed["seconds"] < 2
+    (line, *_) = [
+        line for line in ours.log.splitlines() if str(killed["victim"]) in line and "rank 1" in line
+    ]
+    assert "PeerLostError" in line

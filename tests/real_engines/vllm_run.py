@@ -1,0 +1,197 @@
+"""Run one vLLM engine on the CPU with a small model of random weights, and print one line of JSON for each scenario.
+
+It is started with the interpreter of an environment that holds vLLM, once as it is and once with this project's plugin:
+
+    VLLM_PLUGINS=group_coordinator python -m tests.real_engines.vllm_run --tensor 2 tokens
+
+The model decodes greedily, so runs with equal sums give equal tokens.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine_model import write_model
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tensor", type=int, default=2)
+    parser.add_argument("--pipeline", type=int, default=1)
+    parser.add_argument("--compiled", action="store_true", help="compile the model, as vLLM does by default")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=JSON", help="argument of vLLM's engine"
+    )
+    parser.add_argument("scenarios", nargs="+", choices=SCENARIOS)
+    return parser.parse_args(arguments)
+
+
+def engine(options: argparse.Namespace, folder: str) -> Any:
+    """Return vLLM's engine over the model in `folder`."""
+    from vllm import LLM
+
+    write_model(folder)
+    extra = {name: json.loads(value) for name, _, value in (each.partition("=") for each in options.set)}
+    return LLM(
+        **{
+            "model": folder,
+            "load_format": "dummy",
+            "tensor_parallel_size": options.tensor,
+            "pipeline_parallel_size": options.pipeline,
+            "dtype": "float32",
+            "max_model_len": 512,
+            "max_num_seqs": 8,
+            "enforce_eager": not options.compiled,
+            "distributed_executor_backend": "mp",
+            "seed": 1,
+            **extra,
+        }
+    )
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """Set what vLLM reads from the environment on a CPU without a network."""
+    cores = os.cpu_count() or 1
+    ranks = options.tensor * options.pipeline
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(rank % cores) for rank in range(ranks)))
+    os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+    # Lets `collective_rpc` send a function to the engine's own process, where vLLM asks for it.
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+
+
+def generate(
+    llm: Any, lengths: Sequence[int] = (4, 5, 6, 7), tokens: int = 16, temperature: float = 0.0
+) -> list[list[int]]:
+    """Return the tokens that follow prompts of these lengths."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    prompts = [
+        TokensPrompt(prompt_token_ids=[(11 * each + 7 * place) % 250 + 3 for place in range(length)])
+        for each, length in enumerate(lengths)
+    ]
+    sampling = [
+        SamplingParams(max_tokens=tokens, temperature=temperature, seed=each, ignore_eos=True)
+        for each in range(len(prompts))
+    ]
+    answers = llm.generate(prompts, sampling, use_tqdm=False)
+    return [list(answer.outputs[0].token_ids) for answer in answers]
+
+
+def workers() -> list[int]:
+    """Return the process ids of the engine's workers, by rank."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                title = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+            except OSError:  # it has ended meanwhile
+                continue
+            if title.startswith("VLLM::Worker") and is_descendant(int(entry.name)):
+                found.append((title, int(entry.name)))
+    return [pid for _, pid in sorted(found)]
+
+
+def is_descendant(pid: int) -> bool:
+    """Return whether this process is an ancestor of `pid`."""
+    while pid > 1:
+        if pid == os.getpid():
+            return True
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:
+            return False
+    return False
+
+
+# --- scenarios: each takes the engine, and returns what is printed ---------------------------------------------
+
+
+def tokens(llm: Any) -> Any:
+    """Decode four requests at once, first greedily, then by drawing with a seed."""
+    return [generate(llm), generate(llm, temperature=1.0)]
+
+
+def structured(llm: Any) -> Any:
+    """Decode text that a pattern and a schema prescribe, so that the grammar's bit masks travel to the workers."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    schema = {"type": "object", "properties": {"rank": {"type": "boolean"}}, "required": ["rank"]}
+    forms = [StructuredOutputsParams(regex="[0-9]{3}-[a-f]{4}"), StructuredOutputsParams(json=schema)]
+    sampling = [SamplingParams(max_tokens=40, temperature=0, structured_outputs=form) for form in forms]
+    answers = llm.generate(["a number: ", "an object: "], sampling, use_tqdm=False)
+    return [answer.outputs[0].text for answer in answers]
+
+
+def prefix(llm: Any) -> Any:
+    """Decode long prompts twice: the second time their blocks are cached, and both are prefilled in chunks."""
+    return [generate(llm, (200, 150, 170), 8) for _ in range(2)]
+
+
+def rpc(llm: Any) -> Any:
+    """Call methods of the workers by name and by function, with results, and with an error."""
+
+    def rank_of(worker: Any, scale: int) -> int:
+        return int(worker.rank) * scale
+
+    def fail(worker: Any) -> None:
+        raise ValueError(f"rank {worker.rank} fails on purpose")
+
+    results = [llm.collective_rpc("check_health"), llm.collective_rpc(rank_of, args=(3,))]
+    try:
+        llm.collective_rpc(fail)
+    except Exception as error:
+        results.append("fails on purpose" in str(error))
+    return results
+
+
+def kill(llm: Any) -> Any:
+    """Kill the last worker while it decodes; return how long the engine takes to give up, and the error."""
+    victim = workers()[-1]
+    killed_s = []
+
+    def shoot() -> None:
+        killed_s.append(time.monotonic())
+        os.kill(victim, signal.SIGKILL)
+
+    threading.Timer(1.0, shoot).start()
+    try:
+        while True:
+            generate(llm, tokens=64)
+    except Exception as error:
+        return {"seconds": time.monotonic() - killed_s[0], "victim": victim, "error": repr(error)}
+
+
+SCENARIOS: dict[str, Callable[[Any], Any]] = {
+    each.__name__: each for each in (tokens, prefix, structured, rpc, kill)
+}
+
+
+def main() -> None:
+    options = parsed()
+    prepare(options)
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.monotonic()
+        llm = engine(options, folder)
+        try:
+            print(f"RESULT start {time.monotonic() - start:.2f}", flush=True)
+            for name in options.scenarios:
+                print(f"RESULT {name} {json.dumps(SCENARIOS[name](llm))}", flush=True)
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""What an engine's class offers and ours lacks is found and named."""
+
+from typing import Any
+
+import pytest
+
+from coordinator.integrations.surface import gaps, signatures
+
+
+class Stock:
+    name = "stock"
+
+    def __init__(self, ranks: Any, backend: Any = "gloo") -> None:
+        """Take two arguments."""
+
+    def reduce(self, tensor: Any, op: Any = None) -> None:
+        """Take an optional argument."""
+
+    @staticmethod
+    def made_from(handle: Any, rank: int) -> None:
+        """Be called without an instance."""
+
+    @property
+    def first(self) -> int:
+        """Be no method."""
+        return 0
+
+    def _private(self, anything: Any) -> None:
+        """Be of no concern."""
+
+
+class Same(Stock):
+    def reduce(self, tensor: Any, op: Any = None, *, timeout_s: Any = None) -> None:
+        """Take more, by name."""
+
+    @classmethod
+    def made_from(cls, handle: Any, rank: int) -> None:
+        """Be called without an instance, too."""
+
+
+def test_a_class_with_more_has_no_gaps() -> None:
+    """Further keyword parameters and a classmethod for a staticmethod are no gap."""
+    assert gaps(signatures(Stock), Same) == []
+
+
+def test_signatures_leave_out_what_is_private() -> None:
+    """Names with an underscore are the engine's own business."""
+    assert set(signatures(Stock)) == {"__init__", "name", "reduce", "made_from", "first"}
+
+
+@pytest.mark.parametrize(
+    ("member", "value", "text"),
+    [
+        ("reduce", lambda self, tensor: None, "takes (tensor), not (tensor, op)"),
+        ("reduce", lambda self, op, tensor: None, "takes (op, tensor), not (tensor, op)"),
+        ("made_from", lambda self, handle: None, "takes (handle), not (handle, rank)"),
+        ("__init__", lambda self, backend="x": None, "__init__ takes (backend), not (ranks, backend)"),
+        ("first", lambda self: 0, "first is a method"),
+        ("reduce", property(lambda self: 0), "reduce is no method"),
+    ],
+)
+def test_a_difference_is_named(member: str, value: Any, text: str) -> None:
+    """Another parameter, another order, and a property for a method are each named."""
+    ours = type("Ours", (Stock,), {member: value})
+    (gap,) = gaps(signatures(Stock), ours)
+    assert text in gap
+
+
+def test_a_missing_name_is_named_unless_nobody_uses_it() -> None:
+    """A method that ours lacks is a gap, unless the caller says that it is not used."""
+
+    class Ours:
+        def __init__(self, ranks: Any, backend: Any) -> None:
+            """Take the same."""
+
+        name = first = 0
+
+        def reduce(self, tensor: Any, op: Any) -> None:
+            """Take the same."""
+
+    assert gaps(signatures(Stock), Ours) == ["Ours has no made_from"]
+    assert gaps(signatures(Stock), Ours, {"made_from"}) == []

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 
 from coordinator.group import GroupCoordinator
 from coordinator.integrations.vllm.message_queue import MessageQueue, MessageQueueHandle
@@ -118,6 +119,16 @@ class VllmGroupCoordinator(GroupCoordinator):
         if blocking:
             queue.wait_until_ready()
         return queue, [MessageQueueHandle(*offer) for offer in offers or ()]
+
+    def cpu_all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a small CPU tensor over all ranks in place, and return it. Collective.
+
+        On an accelerator the sum goes over the group's Gloo process group, as the tensor is not on the group's device.
+        """
+        if self.device.type == "cpu":
+            return tensor.copy_(self.all_reduce(tensor))
+        dist.all_reduce(tensor, group=self.cpu_group)
+        return tensor
 
     # ------------------------------------------------------------------ experts
 

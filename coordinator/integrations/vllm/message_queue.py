@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from coordinator.integrations.ray import carry_in_clear
 from coordinator.integrations.sealing import open_sealed, seal
 from coordinator.settings import CoordinatorSettings
 from shm_broadcast.endpoint import RemoteKeys
@@ -37,7 +38,7 @@ class MessageQueueHandle:
     """What a reader in another process needs to open its end.
 
     It can be serialised for a process of the same family (see `sealing`); the key is sealed then. Between hosts, the
-    group carries handle and key; see `VllmGroupCoordinator.create_mq_broadcaster`.
+    group carries handle and key (see `VllmGroupCoordinator.create_mq_broadcaster`), or Ray does (see `ray`).
 
     Attributes:
         queue: The queue's handle, authenticated with the key.
@@ -79,6 +80,14 @@ class MessageQueueHandle:
 
 def _unseal(queue: bytes, sealed: bytes) -> MessageQueueHandle:
     return MessageQueueHandle(queue, open_sealed(sealed, queue))
+
+
+def _parts(handle: MessageQueueHandle) -> tuple[bytes, bytes]:
+    return handle.queue, handle.key
+
+
+def _whole(parts: tuple[bytes, bytes]) -> MessageQueueHandle:
+    return MessageQueueHandle(*parts)
 
 
 class MessageQueue:
@@ -161,6 +170,7 @@ class MessageQueue:
         """
         if self._handle is None:
             raise UsageError("the ranks of the group have their ends of this queue already")
+        carry_in_clear(MessageQueueHandle, _parts, _whole)
         return self._handle
 
     @classmethod

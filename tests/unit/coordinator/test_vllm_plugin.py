@@ -3,18 +3,22 @@
 The modules here stand for vLLM: they have its names and signatures, and nothing behind them.
 """
 
+import json
 import logging
 import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from coordinator.integrations.surface import gaps
 from coordinator.integrations.vllm import register
 from coordinator.integrations.vllm.group import VllmGroupCoordinator
 from coordinator.integrations.vllm.message_queue import MessageQueue
+from coordinator.integrations.vllm.plugin import PLACES
 from shm_broadcast import codec
 from shm_broadcast.errors import UsageError
 
@@ -167,6 +171,14 @@ def test_what_is_missing_is_named_and_nothing_is_replaced(
     assert "its own groups and queues" in line
     assert [getattr(vllm[name], "GroupCoordinator", None) for name in (STATE, STATELESS)] == before
     assert vllm[EXECUTOR].MessageQueue is not MessageQueue
+
+
+@pytest.mark.parametrize("release", ["0.32.0", "0.33.0"])
+def test_our_classes_have_what_known_versions_call(release: str) -> None:
+    """The public methods of vLLM's classes, written down from its wheels, exist with the same parameters."""
+    written = json.loads(Path(__file__).with_name("vllm_surface.json").read_text())[release]
+    for place in PLACES:
+        assert gaps(written[place.name], place.ours, place.unused) == []
 
 
 def test_a_missing_module_is_named(

@@ -1,0 +1,57 @@
+"""Write down the public methods of vLLM's group and queue: `python -m tests.real_engines.surface FOLDER… > FILE`.
+
+Each folder holds the unpacked wheel of one version; nothing is imported. `tests/unit/coordinator/vllm_surface.json` is
+the result for the versions that the plugin is known to fit.
+"""
+
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+
+CLASSES = {
+    "GroupCoordinator": "vllm/distributed/parallel_state.py",
+    "MessageQueue": "vllm/distributed/device_communicators/shm_broadcast.py",
+}
+
+
+def version_of(folder: Path) -> str:
+    """Return the version that the wheel's metadata states."""
+    (metadata,) = folder.glob("vllm*.dist-info/METADATA")
+    found = re.search(r"^Version: (.+)$", metadata.read_text(), re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def members(source: str, name: str) -> dict[str, list[str] | None]:
+    """Return the parameters of each public method of a class, without `self`; None for a property or a class."""
+    (found,) = (
+        node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name
+    )
+    table: dict[str, list[str] | None] = {}
+    for node in found.body:
+        if isinstance(node, ast.ClassDef):
+            table[node.name] = None
+        if isinstance(node, ast.FunctionDef) and (node.name == "__init__" or not node.name.startswith("_")):
+            kinds = {each.id for each in node.decorator_list if isinstance(each, ast.Name)}
+            names = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            table[node.name] = (
+                None if "property" in kinds else names if "staticmethod" in kinds else names[1:]
+            )
+    return table
+
+
+def main() -> None:
+    folders = [Path(each) for each in sys.argv[1:]]
+    table = {
+        version_of(folder): {
+            name: members((folder / path).read_text(), name) for name, path in CLASSES.items()
+        }
+        for folder in folders
+    }
+    print(json.dumps(table, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -27,7 +27,7 @@ from coordinator.groups import (
     set_world_group,
 )
 from coordinator.layout import ParallelLayout
-from coordinator.settings import CoordinatorSettings, LaunchEnvironment
+from coordinator.settings import CoordinatorSettings, launched_local_rank
 from shm_broadcast.errors import UsageError
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -49,12 +49,16 @@ def init_distributed_environment(
     torch.distributed that is already initialised is used as it is, and never destroyed by this package. A second call
     only checks that world size and rank are the same.
 
+    An argument beats the launcher's variable, also with `env://`, and a variable that is not needed is not read: engines
+    set some of them for their own purposes. The ranks find out among themselves if two were given one rank, or different
+    world sizes.
+
     Args:
-        world_size: Number of processes; -1 takes it from the launcher's environment.
-        rank: Global rank; -1 takes it from the launcher's environment.
+        world_size: Number of processes; -1 takes `WORLD_SIZE`, which a launcher sets.
+        rank: Global rank; -1 takes `RANK`.
         distributed_init_method: `env://` (torchrun), `tcp://HOST:PORT` with an address of rank 0's host, or, on a
             single host, `file:///DIRECTORY`.
-        local_rank: Index of this process's device on its host; -1 takes the launcher's, else the rank.
+        local_rank: Index of this process's device on its host; -1 takes `LOCAL_RANK`, else the rank.
         backend: torch backend of the world: "gloo", "nccl", …; None takes the accelerator's, else "gloo".
         timeout: Deadline of collectives; cannot be combined with `settings`.
         settings: Settings of the world group; default: read from the environment.
@@ -109,10 +113,8 @@ def _check_same(name: str, given: int, present: int) -> None:
 def _local_rank(given: int) -> int:
     if given >= 0:
         return given
-    launch = LaunchEnvironment.from_env()
-    if launch is not None and launch.local_rank is not None:
-        return launch.local_rank
-    return dist.get_rank()
+    launched = launched_local_rank()
+    return dist.get_rank() if launched is None else launched
 
 
 def initialize_model_parallel(

@@ -158,17 +158,21 @@ def _join_rendezvous(
         raise UsageError(
             f"distributed_init_method is {init_method!r}, but must be env://, tcp://HOST:PORT or file:///DIRECTORY"
         )
-    if rank < 0 or world_size < 1 or rank >= world_size:
-        raise UsageError(
-            f"with {init_method} pass the world size and this process's rank, 0 <= rank < world_size; "
-            f"got world_size={world_size}, rank={rank}"
-        )
+    _check_place(rank, world_size, init_method)
     if directory is not None:
         rendezvous = DirectoryRendezvous(directory, rank, world_size)
         return Rendezvous(rendezvous.join(settings.create_timeout_s), rank, world_size, rendezvous.leave)
     assert endpoint is not None
     store = _tcp_store(*endpoint, rank, world_size, rank == 0, settings)
     return Rendezvous(store, rank, world_size, _leaving(store, rank, world_size))
+
+
+def _check_place(rank: int, world_size: int, init_method: str) -> None:
+    if rank < 0 or world_size < 1 or rank >= world_size:
+        raise UsageError(
+            f"with {init_method} pass the world size and this process's rank, 0 <= rank < world_size; "
+            f"got world_size={world_size}, rank={rank}"
+        )
 
 
 def _directory_of(parts: SplitResult) -> Path | None:
@@ -189,17 +193,17 @@ def _endpoint_of(parts: SplitResult) -> tuple[str, int] | None:
 
 
 def _meet_by_environment(world_size: int, rank: int, settings: CoordinatorSettings) -> Rendezvous:
-    launch = LaunchEnvironment.from_env()
+    launch = LaunchEnvironment.from_env(
+        rank=None if rank == -1 else rank, world_size=None if world_size == -1 else world_size
+    )
     if launch is None:
         raise SettingsError(
             "env:// reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from the environment, and no launcher has set "
             "them: start the processes with torchrun, or pass world_size, rank and "
             "distributed_init_method='file:///DIRECTORY'"
         )
-    for given, told, name in ((rank, launch.rank, "rank"), (world_size, launch.world_size, "world_size")):
-        if given not in (-1, told):
-            raise UsageError(f"{name}={given} contradicts the launcher's environment, which says {told}")
     rank, world_size = launch.rank, launch.world_size
+    _check_place(rank, world_size, "env://")
     serve = rank == 0 and not launch.use_agent_store
     store = _tcp_store(launch.master_addr, launch.master_port, rank, world_size, serve, settings)
     # The agent's store outlives worker restarts and is the same for every world of this process, so each world gets

@@ -49,9 +49,9 @@ def init_distributed_environment(
     torch.distributed that is already initialised is used as it is, and never destroyed by this package. A second call
     only checks that world size and rank are the same.
 
-    An argument beats the launcher's variable, also with `env://`, and a variable that is not needed is not read: engines
-    set some of them for their own purposes. The ranks find out among themselves if two were given one rank, or different
-    world sizes.
+    An argument beats the launcher's variable, also with `env://`, and a variable that is not needed is not read:
+    engines set some of them for their own purposes. The ranks find out among themselves if two were given one rank, or
+    different world sizes.
 
     Args:
         world_size: Number of processes; -1 takes `WORLD_SIZE`, which a launcher sets.

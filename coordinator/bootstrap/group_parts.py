@@ -15,7 +15,7 @@ from coordinator.bootstrap.membership import Membership
 from coordinator.bootstrap.timings import CreationReport, Stopwatch
 from coordinator.host.open_sends import OpenSends
 from coordinator.host.plane import HostPlane
-from coordinator.host.process_groups import BACKEND, GlooBackend, new_gloo_group, new_group
+from coordinator.host.process_groups import GLOO, GlooBackend, new_gloo_group, new_group
 from device_comm.base import DeviceCommunicator
 from device_comm.health import GroupHealth
 
@@ -93,8 +93,7 @@ class GroupProcessGroups:
 
     @property
     def _is_gloo(self) -> bool:
-        # Engines ask torch for the backend of one group of ours, and create the next one with the answer.
-        return self.backend in ("gloo", BACKEND)
+        return self.backend == GLOO
 
     def _connect(self, name: str) -> tuple[dist.ProcessGroup, GlooBackend | None]:
         if self._is_gloo:

@@ -15,9 +15,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
@@ -31,7 +30,7 @@ from coordinator.bootstrap.membership import listening_address, own_address
 from coordinator.bootstrap.rendezvous_directory import DirectoryRendezvous
 from coordinator.bootstrap.status_store import WorldStatusStore
 from coordinator.bootstrap.timings import Stopwatch
-from coordinator.host.process_groups import BACKEND, GlooOptions, register_backend, set_world_address
+from coordinator.host.process_groups import GLOO, GlooOptions, gloo_at, set_own_world
 from coordinator.settings import CoordinatorSettings, LaunchEnvironment
 from shm_broadcast.errors import CommTimeoutError, SettingsError, UsageError
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, this_process
@@ -131,6 +130,7 @@ def leave_world() -> None:
             return
         if dist.is_initialized() and dist.group.WORLD is world.group:
             dist.destroy_process_group()
+        set_own_world(None)
         fork_guard.release(world.group)
         fork_guard.release(world.rendezvous.store)
         world.rendezvous.leave()
@@ -301,22 +301,21 @@ def _connect(
         views = agree(
             world_store, "the world", rank, ranks, View(facts, own, address), settings.create_timeout_s
         )
-    options = None
-    if backend == "gloo":
-        register_backend()
+    listening = listening_address(views, rank)
+
+    def init() -> None:
         # Lazy, because our groups do not use the world's process group: a connected mesh costs 5 to 15 ms at start and
         # a polling thread.
-        options = GlooOptions(listening_address(views, rank), is_lazy=True)
-        set_world_address(options.address)
-    init = partial(
-        dist.init_process_group,
-        backend if options is None else BACKEND,
-        store=rendezvous.store,
-        rank=rank,
-        world_size=rendezvous.world_size,
-        timeout=timedelta(seconds=settings.create_timeout_s),
-        pg_options=options,
-    )
+        with gloo_at(GlooOptions(listening, is_lazy=True)) if GLOO in backend else nullcontext():
+            dist.init_process_group(
+                backend,
+                store=rendezvous.store,
+                rank=rank,
+                world_size=rendezvous.world_size,
+                timeout=timedelta(seconds=settings.create_timeout_s),
+            )
+        set_own_world(dist.group.WORLD, listening)
+
     processes = {other: view.process for other, view in views.items()}
     others = {other: process for other, process in processes.items() if other != rank}
     with closing(PeerWatch(own, others)) as watch, clock.phase("gloo"):

@@ -57,7 +57,8 @@ def init_distributed_environment(
         world_size: Number of processes; -1 takes `WORLD_SIZE`, which a launcher sets.
         rank: Global rank; -1 takes `RANK`.
         distributed_init_method: `env://` (torchrun), `tcp://HOST:PORT` with an address of rank 0's host, or, on a
-            single host, `file:///DIRECTORY`.
+            single host, `file:///DIRECTORY`. As in torch the path may also be that of a file, empty or left by an
+            earlier run, or of nothing yet. What we make there or beside it is removed by the last rank to leave.
         local_rank: Index of this process's device on its host; -1 takes `LOCAL_RANK`, else the rank.
         backend: torch backend of the world: "gloo", "nccl", …; None takes the accelerator's, else "gloo".
         timeout: Deadline of collectives; cannot be combined with `settings`.

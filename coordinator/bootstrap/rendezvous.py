@@ -1,7 +1,7 @@
 """Rendezvous: how the processes of a world find each other. This is the only caller of `init_process_group`.
 
 There are three methods: the environment of a launcher such as torchrun, an address given by the caller, or, on one
-host, a directory. This module never listens on a wildcard address.
+host, a path. This module never listens on a wildcard address.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def init_world(
     Args:
         world_size: Number of processes; -1 takes it from the launcher's environment.
         rank: Global rank of this process; -1 takes it from the launcher's environment.
-        init_method: `env://`, `tcp://HOST:PORT` where HOST is rank 0's address, or `file:///DIRECTORY`.
+        init_method: `env://`, `tcp://HOST:PORT` where HOST is rank 0's address, or `file:///PATH` of a directory, a
+            file, or nothing yet.
         backend: torch backend of the world's process group; for "gloo" this module chooses the address to listen on.
         settings: Deadlines and the network interface.
 
@@ -153,14 +154,14 @@ def _join_rendezvous(
     parts = urlsplit(init_method)
     if parts.scheme == "env":
         return _meet_by_environment(world_size, rank, settings)
-    directory, endpoint = _directory_of(parts), _endpoint_of(parts)
-    if directory is None and endpoint is None:
+    path, endpoint = _path_of(parts), _endpoint_of(parts)
+    if path is None and endpoint is None:
         raise UsageError(
             f"distributed_init_method is {init_method!r}, but must be env://, tcp://HOST:PORT or file:///DIRECTORY"
         )
     _check_place(rank, world_size, init_method)
-    if directory is not None:
-        rendezvous = DirectoryRendezvous(directory, rank, world_size)
+    if path is not None:
+        rendezvous = DirectoryRendezvous(path, rank, world_size)
         return Rendezvous(rendezvous.join(settings.create_timeout_s), rank, world_size, rendezvous.leave)
     assert endpoint is not None
     store = _tcp_store(*endpoint, rank, world_size, rank == 0, settings)
@@ -175,8 +176,8 @@ def _check_place(rank: int, world_size: int, init_method: str) -> None:
         )
 
 
-def _directory_of(parts: SplitResult) -> Path | None:
-    """Return the directory of `file:///DIRECTORY`; None for other URLs, and for those with a host or a query."""
+def _path_of(parts: SplitResult) -> Path | None:
+    """Return the path of `file:///PATH`; None for other URLs, and for those with a host or a query."""
     path = Path(parts.path)
     if parts.scheme != "file" or parts.netloc or parts.query or parts.fragment or not path.is_absolute():
         return None

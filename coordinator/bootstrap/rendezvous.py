@@ -25,14 +25,14 @@ import torch.distributed as dist
 
 from coordinator.bootstrap import fork_guard
 from coordinator.bootstrap.agreement import View, agree
-from coordinator.bootstrap.blocking_calls import connect_watched, run_interruptibly, torch_error
+from coordinator.bootstrap.blocking_calls import ask_store, connect_watched, run_interruptibly, torch_error
 from coordinator.bootstrap.membership import listening_address, own_address
 from coordinator.bootstrap.rendezvous_directory import DirectoryRendezvous
 from coordinator.bootstrap.status_store import WorldStatusStore
 from coordinator.bootstrap.timings import Stopwatch
 from coordinator.host.process_groups import GLOO, GlooOptions, gloo_at, set_own_world
 from coordinator.settings import CoordinatorSettings, LaunchEnvironment
-from shm_broadcast.errors import CommTimeoutError, SettingsError, UsageError
+from shm_broadcast.errors import CommTimeoutError, NativeError, SettingsError, UsageError
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, this_process
 
 _WORLD: Final = "group_coordinator/world"
@@ -40,6 +40,8 @@ _WORLD: Final = "group_coordinator/world"
 # Rank 0 keeps its store at most this long while the others leave. torch writes to stderr on a rank that finds the
 # store gone, and ranks usually leave together.
 LEAVE_S: Final = 0.1
+# A rank that is earlier than rank 0 in the next world at an address looks again after this pause.
+_LEFT_PAUSE_S: Final = 0.005
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,8 +166,7 @@ def _join_rendezvous(
         rendezvous = DirectoryRendezvous(path, rank, world_size)
         return Rendezvous(rendezvous.join(settings.create_timeout_s), rank, world_size, rendezvous.leave)
     assert endpoint is not None
-    store = _tcp_store(*endpoint, rank, world_size, rank == 0, settings)
-    return Rendezvous(store, rank, world_size, _leaving(store, rank, world_size))
+    return _meet_at_rank_0(*endpoint, rank, world_size, settings)
 
 
 def _check_place(rank: int, world_size: int, init_method: str) -> None:
@@ -214,6 +215,58 @@ def _meet_by_environment(world_size: int, rank: int, settings: CoordinatorSettin
     attempt = dist.PrefixStore(f"{launch.run_id or 'run'}/{launch.restart_count}{number}", store)
     leave = _nothing if launch.use_agent_store else _leaving(attempt, rank, world_size)
     return Rendezvous(attempt, rank, world_size, leave)
+
+
+def join_address(
+    host: str, port: int, rank: int, world_size: int, settings: CoordinatorSettings
+) -> Rendezvous:
+    """Return a store that rank 0 serves at this address. torch.distributed is neither needed nor touched.
+
+    Raises:
+        UsageError: The arguments name no address or no rank, or rank 0 cannot listen there.
+        CommTimeoutError: Nobody listened there within `create_timeout_s`; `.missing` names rank 0.
+        NativeError: torch could not connect.
+    """
+    if not isinstance(host, str) or not host:
+        raise UsageError(f"host must be the name or an address of rank 0's host, not {host!r}")
+    for name, number in (("port", port), ("rank", rank), ("world_size", world_size)):
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise UsageError(f"{name} must be an integer, not {number!r}")
+    if not 1 <= port <= 65535:
+        raise UsageError(f"port must be from 1 to 65535, not {port}")
+    _check_place(rank, world_size, f"{host}:{port}")
+    return _meet_at_rank_0(host, port, rank, world_size, settings)
+
+
+def _meet_at_rank_0(
+    host: str, port: int, rank: int, world_size: int, settings: CoordinatorSettings
+) -> Rendezvous:
+    """Return a store that rank 0 serves at this address, and which this rank has not left before."""
+    end = time.monotonic() + settings.create_timeout_s
+    while True:
+        store = _tcp_store(host, port, rank, world_size, rank == 0, settings)
+        if rank == 0 or not _was_left(store, rank, settings):
+            return Rendezvous(store, rank, world_size, _leaving(store, rank, world_size))
+        # Rank 0 is still about to leave the last world at this address, and will serve the next one here.
+        del store
+        if time.monotonic() >= end:
+            raise CommTimeoutError(
+                f"rendezvous (rank {rank} of {world_size}): rank 0 did not leave the last world at {host}:{port} "
+                f"within {settings.create_timeout_s:.1f} s",
+                missing=(0,),
+            )
+        time.sleep(_LEFT_PAUSE_S)
+
+
+def _was_left(store: dist.Store, rank: int, settings: CoordinatorSettings) -> bool:
+    """Return whether this rank has left the world of `store`, or the store has just ended."""
+    key = f"left/{rank}"
+    try:
+        return ask_store(
+            lambda: dist.PrefixStore(_WORLD, store).check([key]), "rendezvous", settings.create_timeout_s
+        )
+    except NativeError:
+        return True
 
 
 def _nothing() -> None:

@@ -163,6 +163,25 @@ def new_gloo_group(
     return group, options.backend
 
 
+def make_gloo_group(
+    store: dist.Store, rank: int, size: int, name: str, timeout_s: float, options: GlooOptions
+) -> tuple[dist.ProcessGroup, GlooBackend]:
+    """Create a Gloo group in a store of its own, of which torch's world knows nothing.
+
+    Collective over its ranks, unless it is lazy: then each rank may call it at any time.
+    """
+    gloo, device = _backend_options(options, timedelta(seconds=timeout_s))
+    backend = cast("GlooBackend", ProcessGroupGloo(dist.PrefixStore("cpu", store), rank, size, gloo))
+    _users[backend] = device
+    group: Any = dist.ProcessGroup(store, rank, size)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)  # noqa: SLF001 - torch has no other way, here and below
+    group._register_backend(torch.device("cpu"), kind, backend)  # noqa: SLF001
+    group._set_group_name(name)  # noqa: SLF001
+    group._set_group_desc(name)  # noqa: SLF001
+    return cast("dist.ProcessGroup", group), backend
+
+
 def new_group(ranks: Sequence[int], backend: str, name: str, timeout_s: float) -> dist.ProcessGroup:
     """Create a process group with any backend. Collective over `ranks` only.
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from coordinator import GroupCoordinator, get_world_group
+from coordinator import GroupCoordinator, ReduceOperation, get_world_group
 from coordinator.parallel_state import destroy_distributed_environment, init_distributed_environment
 from tests.harness import RankPool
 from tests.worlds import new_group, outcome_of, world
@@ -25,7 +25,7 @@ def calls_of(group: GroupCoordinator, rank: int, limit: Limit) -> list[Callable[
         lambda: group.monitored_barrier(limit),
         lambda: group.all_reduce(x, timeout_s=limit),
         lambda: group.all_reduce(x, timeout_s=limit, async_op=True).wait(limit),
-        lambda: group.all_reduce(x, "max", timeout_s=limit),
+        lambda: group.all_reduce(x, ReduceOperation.MAX, timeout_s=limit),
         lambda: group.all_reduce_(x.clone(), timeout_s=limit),
         lambda: group.all_gather(x, timeout_s=limit),
         lambda: group.broadcast(x, timeout_s=limit),

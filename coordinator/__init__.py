@@ -51,6 +51,7 @@ from coordinator.parallel_state import (
 from coordinator.queues.external_writer import ExternalWriter
 from coordinator.settings import CoordinatorSettings
 from coordinator.sharding import create_fsdp_groups, create_parallel_groups
+from coordinator.stateless import create_stateless_group
 from device_comm.all2all import DispatchForm, ExpertPlacement, RoutedTokens
 from device_comm.async_calls import CallHandle
 from device_comm.base import CommunicatorContext, DeviceCommunicator
@@ -100,6 +101,7 @@ __all__ = [
     "cleanup_dist_env_and_memory",
     "create_fsdp_groups",
     "create_parallel_groups",
+    "create_stateless_group",
     "current_groups",
     "destroy_distributed_environment",
     "destroy_model_parallel",

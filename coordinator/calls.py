@@ -20,6 +20,7 @@ from device_comm import checks
 from device_comm.async_calls import CallHandle, CallLine
 from device_comm.health import GroupHealth
 from shm_broadcast.errors import ClosedError, UsageError
+from shm_broadcast.timeouts import AnyTimeout, seconds
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +30,14 @@ Result = TypeVar("Result")
 class Blocking(TypedDict, total=False):
     """The last keyword arguments of a collective that returns its result; for overloads."""
 
-    timeout_s: float | None
+    timeout_s: AnyTimeout
     async_op: Literal[False]
 
 
 class Async(TypedDict, total=False):
     """The last keyword arguments of a collective that returns a handle; for overloads."""
 
-    timeout_s: float | None
+    timeout_s: AnyTimeout
     async_op: Required[Literal[True]]
 
 
@@ -90,7 +91,7 @@ class Calls:
         name: str,
         target: Callable[..., Result],
         *args: Any,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
         async_op: bool,
         on_host: bool = False,
     ) -> Result | CallHandle[Result]: ...
@@ -100,7 +101,7 @@ class Calls:
         name: str,
         target: Callable[..., Result],
         *args: Any,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
         async_op: bool = False,
         on_host: bool = False,
     ) -> Result | CallHandle[Result]:
@@ -111,7 +112,7 @@ class Calls:
             target: The function that makes the call. It takes `args` and `timeout_s`, checks them, blocks, and returns
                 the result.
             args: The first one may be the tensor that is sent, or a list of tensors.
-            timeout_s: Deadline in seconds; None means the group's.
+            timeout_s: Deadline in any form; None means the group's. The function gets it in seconds.
             async_op: Whether to return a handle at once.
             on_host: Whether the host plane makes the call, even if the group's tensors are on an accelerator.
         """
@@ -120,12 +121,12 @@ class Calls:
         self.enter(name)
         return self._make(name, target, args, timeout_s)
 
-    def call(self, name: str, timeout_s: float | None = None, *, in_line: bool = True) -> _Call:
+    def call(self, name: str, timeout_s: AnyTimeout = None, *, in_line: bool = True) -> _Call:
         """Return the guard of a block that makes the call `name`; entering it admits the call.
 
         Args:
             name: The name of the call, for errors.
-            timeout_s: The caller's deadline in seconds; the guard checks it.
+            timeout_s: The caller's deadline; the guard checks it, and entering returns it in seconds.
             in_line: Whether the call waits for open asynchronous calls; see the class.
         """
         return _Call(self, name, timeout_s, in_line)
@@ -135,11 +136,10 @@ class Calls:
         self._line.close(timeout_s)
 
     def _make(
-        self, name: str, target: Callable[..., Result], args: tuple[Any, ...], timeout_s: float | None
+        self, name: str, target: Callable[..., Result], args: tuple[Any, ...], timeout_s: AnyTimeout
     ) -> Result:
         try:
-            checks.check_timeout(timeout_s)
-            return target(*args, timeout_s=timeout_s)
+            return target(*args, timeout_s=None if timeout_s is None else seconds(timeout_s))
         except UsageError as error:
             self.refuse(name, error)
             raise
@@ -149,7 +149,7 @@ class Calls:
         name: str,
         target: Callable[..., Result],
         args: tuple[Any, ...],
-        timeout_s: float | None,
+        timeout_s: AnyTimeout,
         on_host: bool,
     ) -> CallHandle[Result]:
         """Put a call into the line. Wrong tensors and deadlines are refused here; the handle raises other errors."""
@@ -166,20 +166,21 @@ class _Call:
 
     __slots__ = ("_calls", "_in_line", "_name", "_timeout_s")
 
-    def __init__(self, calls: Calls, name: str, timeout_s: float | None, in_line: bool) -> None:
+    def __init__(self, calls: Calls, name: str, timeout_s: AnyTimeout, in_line: bool) -> None:
         self._calls = calls
         self._name = name
         self._timeout_s = timeout_s
         self._in_line = in_line
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> float | None:
         self._calls.enter(self._name, self._in_line)
-        if self._timeout_s is not None:
-            try:
-                checks.check_timeout(self._timeout_s)
-            except UsageError as error:
-                self._calls.refuse(self._name, error)
-                raise
+        if self._timeout_s is None:
+            return None
+        try:
+            return seconds(self._timeout_s)
+        except UsageError as error:
+            self._calls.refuse(self._name, error)
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

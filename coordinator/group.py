@@ -19,8 +19,9 @@ from coordinator import group_registry
 from coordinator.bootstrap.creation import create_parts, device_of
 from coordinator.bootstrap.group_names import next_names, unique_name, use_names
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan
-from coordinator.bootstrap.membership import find_membership, world_store
+from coordinator.bootstrap.membership import find_membership
 from coordinator.bootstrap.timings import CreationReport
+from coordinator.bootstrap.world import World, world_of_torch
 from coordinator.calls import Calls
 from coordinator.collectives import subgroups
 from coordinator.collectives.expert_parallel import TokenRouting
@@ -80,9 +81,31 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             CommTimeoutError: Ranks did not join in time; `.missing` names them.
             PeerLostError: A rank died meanwhile; `.peers` names it.
         """
-        settings = settings or CoordinatorSettings.from_env()
-        store = world_store()
-        membership = find_membership(group_ranks, dist.get_rank(), dist.get_world_size())
+        self._create(
+            world_of_torch(),
+            group_ranks,
+            local_rank,
+            torch_distributed_backend,
+            use_device_communicator,
+            use_message_queue_broadcaster,
+            group_name,
+            settings or CoordinatorSettings.from_env(),
+        )
+
+    def _create(
+        self,
+        world: World,
+        group_ranks: Sequence[Sequence[int]],
+        local_rank: int,
+        torch_distributed_backend: str,
+        use_device_communicator: bool,
+        use_message_queue_broadcaster: bool,
+        group_name: str | None,
+        settings: CoordinatorSettings,
+    ) -> None:
+        """Create this rank's group in `world`; see the constructor for the other arguments."""
+        store = world.store
+        membership = find_membership(group_ranks, world.rank, world.size)
         if isinstance(local_rank, bool) or not isinstance(local_rank, int) or local_rank < 0:
             raise UsageError(f"local_rank must be the index of a device, not {local_rank!r}")
         # Taking a name counts it. Find this rank's mistakes first, or its count would differ from the other ranks'.
@@ -90,6 +113,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         name = unique_name(group_name, store, membership.rank, settings.create_timeout_s)
         (parts,) = create_parts(
             [GroupPlan(name, group_ranks, membership)],
+            world=world,
             what=f"group {name!r}",
             round_name=name,
             facts={},
@@ -140,11 +164,12 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             facts: Further facts that must be equal on all ranks.
             beside: A group of all ranks, if there is one: it knows the ranks' host ids.
         """
-        store, rank = world_store(), dist.get_rank()
+        world = world_of_torch()
+        store, rank = world.store, world.rank
         bases = list(tables)
         round_name, names = next_names("layout", bases, store, rank, settings.create_timeout_s)
         plans = [
-            GroupPlan(name, table, find_membership(table, rank, dist.get_world_size()))
+            GroupPlan(name, table, find_membership(table, rank, world.size))
             for name, table in zip(names, tables.values(), strict=True)
         ]
         groups = []
@@ -152,6 +177,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             plans,
             create_parts(
                 plans,
+                world=world,
                 what=what,
                 round_name=round_name,
                 facts=facts,
@@ -202,7 +228,8 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         self._process_group: dist.ProcessGroup | None = None
         self._queues: Queues = GroupQueues(parts.host, parts.health, settings, parts.process_groups.address)
         self.mq_broadcaster: Writer | Reader | None = None
-        group_registry.register(self, self._calls, is_fake=parts.is_fake)
+        in_torch_world = parts.world is not None and parts.world.is_torch
+        group_registry.register(self, self._calls, in_torch_world=in_torch_world)
 
     # ------------------------------------------------------------------ ranks and process groups
 
@@ -445,6 +472,11 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         have the order, results, deadlines and errors of this group's methods. They take global ranks.
         """
         self._calls.enter("as_process_group", in_line=False)
+        if self._parts.world is not None and not self._parts.world.is_torch:
+            raise UsageError(
+                f"{self._health.where('as_process_group')}: torch knows nothing of the ranks of a stateless group; "
+                "call its methods, or pass cpu_group to torch's functions"
+            )
         if self._process_group is None:
             self._process_group = process_group.register(self, self._calls)
             self._parts.process_groups.adopt(self._process_group)
@@ -465,14 +497,18 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         return None
 
     def _new_group(self, group_ranks: list[list[int]], name: str) -> GroupCoordinator:
-        return GroupCoordinator(
+        group = GroupCoordinator.__new__(GroupCoordinator)
+        group._create(  # noqa: SLF001 - ours
+            self._parts.world or world_of_torch(),
             group_ranks,
             self.local_rank,
             self.torch_distributed_backend,
             self.use_device_communicator,
-            group_name=name,
-            settings=self.settings,
+            False,
+            name,
+            self.settings,
         )
+        return group
 
     # ------------------------------------------------------------------ life
 

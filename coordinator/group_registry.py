@@ -24,26 +24,26 @@ class Registration:
         reference: A weak reference to the group.
         calls: Its gate.
         communicator: Its device plane.
-        is_fake: Whether the group is a fake, which stands for several ranks in one process. `live_groups` leaves fakes
-            out.
+        in_torch_world: Whether its ranks are those of torch's world. Those of a fake and of a stateless group are not,
+            and `live_groups` leaves both out.
     """
 
     reference: weakref.ref[GroupPlanes]
     calls: Calls
     communicator: DeviceCommunicator
-    is_fake: bool
+    in_torch_world: bool
 
 
 _groups: dict[str, Registration] = {}
 _gone: dict[str, None] = {}
 
 
-def register(group: GroupPlanes, calls: Calls, *, is_fake: bool) -> None:
+def register(group: GroupPlanes, calls: Calls, *, in_torch_world: bool) -> None:
     """Let `find` return `group` by its unique name, until `forget` is called or the group is collected."""
     name = group.unique_name
     reference = weakref.ref(group, partial(_forget, name))
     _gone.pop(name, None)
-    _groups[name] = Registration(reference, calls, group.device_communicator, is_fake)
+    _groups[name] = Registration(reference, calls, group.device_communicator, in_torch_world)
 
 
 def forget(group: GroupPlanes) -> None:
@@ -87,6 +87,6 @@ def find(name: str, operation: str) -> Registration:
 
 
 def live_groups() -> list[GroupPlanes]:
-    """Return the groups of real ranks that exist in this process, newest first."""
-    groups = [found.reference() for found in list(_groups.values()) if not found.is_fake]
+    """Return the groups of torch's world that exist in this process, newest first."""
+    groups = [found.reference() for found in list(_groups.values()) if found.in_torch_world]
     return [group for group in reversed(groups) if group is not None]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -27,8 +26,9 @@ from coordinator.groups import (
     set_world_group,
 )
 from coordinator.layout import ParallelLayout
-from coordinator.settings import CoordinatorSettings, LaunchEnvironment
+from coordinator.settings import CoordinatorSettings, launched_local_rank
 from shm_broadcast.errors import UsageError
+from shm_broadcast.timeouts import AnyTimeout, seconds
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def init_distributed_environment(
     distributed_init_method: str = "env://",
     local_rank: int = -1,
     backend: str | None = None,
-    timeout: timedelta | None = None,
+    timeout: AnyTimeout = None,
     *,
     settings: CoordinatorSettings | None = None,
 ) -> None:
@@ -49,14 +49,19 @@ def init_distributed_environment(
     torch.distributed that is already initialised is used as it is, and never destroyed by this package. A second call
     only checks that world size and rank are the same.
 
+    An argument beats the launcher's variable, also with `env://`, and a variable that is not needed is not read:
+    engines set some of them for their own purposes. The ranks find out among themselves if two were given one rank, or
+    different world sizes.
+
     Args:
-        world_size: Number of processes; -1 takes it from the launcher's environment.
-        rank: Global rank; -1 takes it from the launcher's environment.
+        world_size: Number of processes; -1 takes `WORLD_SIZE`, which a launcher sets.
+        rank: Global rank; -1 takes `RANK`.
         distributed_init_method: `env://` (torchrun), `tcp://HOST:PORT` with an address of rank 0's host, or, on a
-            single host, `file:///DIRECTORY`.
-        local_rank: Index of this process's device on its host; -1 takes the launcher's, else the rank.
+            single host, `file:///DIRECTORY`. As in torch the path may also be that of a file, empty or left by an
+            earlier run, or of nothing yet. What we make there or beside it is removed by the last rank to leave.
+        local_rank: Index of this process's device on its host; -1 takes `LOCAL_RANK`, else the rank.
         backend: torch backend of the world: "gloo", "nccl", …; None takes the accelerator's, else "gloo".
-        timeout: Deadline of collectives; cannot be combined with `settings`.
+        timeout: Deadline of collectives, in seconds or as a `timedelta`; cannot be combined with `settings`.
         settings: Settings of the world group; default: read from the environment.
 
     Raises:
@@ -71,7 +76,7 @@ def init_distributed_environment(
     if timeout is not None:
         if settings is not None:
             raise UsageError("pass the deadline either as timeout or in settings, not both")
-        settings = CoordinatorSettings.resolve(timeout_s=timeout.total_seconds())
+        settings = CoordinatorSettings.resolve(timeout_s=seconds(timeout, "timeout"))
     settings = settings or CoordinatorSettings.from_env()
     world = find_world_group()
     if world is not None:
@@ -80,9 +85,9 @@ def init_distributed_environment(
         return
     backend = backend or default_backend()
     joined = not dist.is_initialized()
-    seconds: dict[str, float] = {}
+    spent: dict[str, float] = {}
     if joined:
-        seconds = init_world(world_size, rank, distributed_init_method, backend, settings)
+        spent = init_world(world_size, rank, distributed_init_method, backend, settings)
     else:
         _check_same("world_size", world_size, dist.get_world_size())
         _check_same("rank", rank, dist.get_rank())
@@ -95,7 +100,7 @@ def init_distributed_environment(
         if joined:
             leave_world()
         raise
-    group.creation = group.creation.plus(**seconds)
+    group.creation = group.creation.plus(**spent)
     if joined:
         logger.info("joined the world of %d ranks: %s", group.world_size, group.creation)
     set_world_group(group)
@@ -109,10 +114,8 @@ def _check_same(name: str, given: int, present: int) -> None:
 def _local_rank(given: int) -> int:
     if given >= 0:
         return given
-    launch = LaunchEnvironment.from_env()
-    if launch is not None and launch.local_rank is not None:
-        return launch.local_rank
-    return dist.get_rank()
+    launched = launched_local_rank()
+    return dist.get_rank() if launched is None else launched
 
 
 def initialize_model_parallel(

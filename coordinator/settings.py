@@ -18,7 +18,14 @@ from shm_broadcast.endpoint import RemoteSettings
 from shm_broadcast.errors import SettingsError
 from shm_broadcast.settings import BroadcastSettings, positive_seconds
 
-__all__ = ["PER_RANK_FIELDS", "PREFIX", "CoordinatorSettings", "LaunchEnvironment", "differences"]
+__all__ = [
+    "PER_RANK_FIELDS",
+    "PREFIX",
+    "CoordinatorSettings",
+    "LaunchEnvironment",
+    "differences",
+    "launched_local_rank",
+]
 
 PREFIX = "GROUP_COORDINATOR_"
 
@@ -30,6 +37,8 @@ _SECTIONS: dict[str, type[BroadcastSettings | RemoteSettings | CudaSettings]] = 
     "remote": RemoteSettings,
     "cuda": CudaSettings,
 }
+
+_MOST_RANKS = 2**31 - 1
 
 
 class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -154,13 +163,11 @@ def differences(views: Mapping[int, Mapping[str, object]]) -> list[str]:
 
 
 class LaunchEnvironment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The variables that a launcher such as torchrun sets for each process.
+    """How the processes of a world meet, from the variables that a launcher such as torchrun sets, or from the caller.
 
     Attributes:
         rank: `RANK`.
         world_size: `WORLD_SIZE`.
-        local_rank: `LOCAL_RANK`: index among the processes of this host; None if it is not set.
-        local_world_size: `LOCAL_WORLD_SIZE`: number of processes on this host; None if it is not set.
         master_addr: `MASTER_ADDR`: name or address of the host that serves the store.
         master_port: `MASTER_PORT`: TCP port of the store.
         use_agent_store: `TORCHELASTIC_USE_AGENT_STORE`: whether torchrun's agent serves the store.
@@ -170,8 +177,6 @@ class LaunchEnvironment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     rank: int
     world_size: int
-    local_rank: int | None = None
-    local_world_size: int | None = None
     master_addr: str
     master_port: int
     use_agent_store: bool = False
@@ -179,43 +184,65 @@ class LaunchEnvironment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     run_id: str | None = None
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] | None = None) -> Self | None:
+    def from_env(
+        cls,
+        environ: Mapping[str, str] | None = None,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> Self | None:
         """Return the launcher's variables, or None if no launcher started this process.
 
         A launcher sets at least one of `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE`. Programs that start
-        their processes themselves may set `MASTER_ADDR` and `MASTER_PORT`, so these alone do not count.
+        their processes themselves may set `MASTER_ADDR` and `MASTER_PORT`, so these alone count only if the caller
+        knows its rank and the world size. Only variables that are needed are checked: an engine may have set the
+        others for a purpose of its own.
 
         Args:
             environ: Variables to read instead of the process's environment.
+            rank: This process's rank, if the caller knows it: `RANK` is then not read.
+            world_size: The number of processes, if the caller knows it: `WORLD_SIZE` is then not read.
 
         Raises:
-            SettingsError: A variable is missing, malformed, or contradicts another one.
+            SettingsError: A variable that is needed is missing or malformed.
         """
         environ = os.environ if environ is None else environ
-        if not any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        known = {"RANK": rank, "WORLD_SIZE": world_size}
+        names = (*known, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        if not any(name in environ for name in names) and None in known.values():
             return None
-        needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        needed = [name for name in (*known, "MASTER_ADDR", "MASTER_PORT") if known.get(name) is None]
         missing = [name for name in needed if not environ.get(name)]
         if missing:
-            present = [name for name in (*needed, "LOCAL_RANK", "LOCAL_WORLD_SIZE") if environ.get(name)]
+            present = [name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if environ.get(name)]
             raise SettingsError(
                 f"the launcher's environment is incomplete: it lacks {', '.join(missing)}, "
-                f"though it sets {', '.join(present) or 'LOCAL_RANK'}; start the processes with torchrun, "
+                f"though it sets {', '.join(present) or 'none of the others'}; start the processes with torchrun, "
                 "or set all of these variables, or none"
             )
-        world_size = _integer(environ, "WORLD_SIZE", 1, 2**31 - 1)
-        local_world_size = _optional_integer(environ, "LOCAL_WORLD_SIZE", 1, world_size)
+        if world_size is None:
+            world_size = _integer(environ, "WORLD_SIZE", 1, _MOST_RANKS)
         return cls(
-            rank=_integer(environ, "RANK", 0, world_size - 1),
+            rank=_integer(environ, "RANK", 0, max(world_size, 1) - 1) if rank is None else rank,
             world_size=world_size,
-            local_rank=_optional_integer(environ, "LOCAL_RANK", 0, (local_world_size or world_size) - 1),
-            local_world_size=local_world_size,
             master_addr=environ["MASTER_ADDR"],
             master_port=_integer(environ, "MASTER_PORT", 1, 65535),
             use_agent_store=_truth(environ, "TORCHELASTIC_USE_AGENT_STORE"),
             restart_count=_optional_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0, 2**31 - 1) or 0,
             run_id=environ.get("TORCHELASTIC_RUN_ID"),
         )
+
+
+def launched_local_rank(environ: Mapping[str, str] | None = None) -> int | None:
+    """Return `LOCAL_RANK`, a launcher's index of this process among those of its host; None if it is not set.
+
+    Args:
+        environ: Variables to read instead of the process's environment.
+
+    Raises:
+        SettingsError: The variable is no index.
+    """
+    return _optional_integer(os.environ if environ is None else environ, "LOCAL_RANK", 0, _MOST_RANKS - 1)
 
 
 def cuda_visible_devices(environ: Mapping[str, str] | None = None) -> str | None:

@@ -15,9 +15,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from device_comm import checks
 from device_comm.health import GroupHealth
 from shm_broadcast.errors import ClosedError, CommError, CommTimeoutError, GroupBrokenError, UsageError
+from shm_broadcast.timeouts import AnyTimeout, seconds
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class CallHandle(Generic[Result]):
         self._error: Exception | None = None
         self._future: torch.futures.Future[Result] | None = None
 
-    def wait(self, timeout_s: float | None = None) -> Result:
+    def wait(self, timeout_s: AnyTimeout = None) -> Result:
         """Wait for the result and return it; raise what the blocking call would have raised.
 
         Args:
@@ -64,6 +64,7 @@ class CallHandle(Generic[Result]):
                 owner; or this is a callback on the group's own thread, which would wait for itself. The group is
                 intact.
         """
+        timeout_s = seconds(timeout_s)
         if not self.join(timeout_s):
             raise CommTimeoutError(
                 f"{self._health.where(self._name)}: not complete within {timeout_s:.1f} s of waiting; it goes on",
@@ -71,11 +72,11 @@ class CallHandle(Generic[Result]):
             )
         return self._outcome()
 
-    def join(self, timeout_s: float | None = None) -> bool:
+    def join(self, timeout_s: AnyTimeout = None) -> bool:
         """Wait until the call has succeeded or failed; return whether it did within `timeout_s` seconds."""
         self._health.check_owner(self._name)
         if not self._is_done:
-            checks.check_timeout(timeout_s)
+            timeout_s = seconds(timeout_s)
             if getattr(_serving, "health", None) is self._health:
                 raise UsageError(
                     f"{self._health.where(self._name)}: a callback of the group's own thread cannot wait for it"

@@ -21,7 +21,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from shm_broadcast import _core, codec
 from shm_broadcast.endpoint import RemoteKeys, RemoteSettings
@@ -34,7 +34,11 @@ from shm_broadcast.ring.writer import RingWriter
 from shm_broadcast.segment import Handover, Hello, Segment, take_over
 from shm_broadcast.settings import BroadcastSettings
 from shm_broadcast.statistics import QueueStatistics
+from shm_broadcast.timeouts import AnyTimeout, seconds
 from shm_broadcast.transports import NoRemote, NoRing, RemoteTransport, await_any
+
+# How long a writer may take to answer a reader that opens its end.
+OPEN_S: Final = 30.0
 
 if TYPE_CHECKING:
     from shm_broadcast.remote.reader import RemoteReader
@@ -150,7 +154,7 @@ class QueueWriter:
         )
         return cls(ring, transport, handle, key, handover)
 
-    def wait_until_ready(self, timeout_s: float | None = None) -> None:
+    def wait_until_ready(self, timeout_s: AnyTimeout = None) -> None:
         """Return when every reader has opened its end.
 
         Raises:
@@ -159,6 +163,7 @@ class QueueWriter:
             ClosedError: The queue was closed.
         """
         start = time.monotonic()
+        timeout_s = seconds(timeout_s, may_be_zero=True)
         try:
             self._ring.await_readers(timeout_s)
         except CommTimeoutError as error:
@@ -167,7 +172,7 @@ class QueueWriter:
         left = None if timeout_s is None else max(0.0, start + timeout_s - time.monotonic())
         self._remote.await_readers(left)
 
-    def enqueue(self, obj: Any, timeout_s: float | None = None) -> None:
+    def enqueue(self, obj: Any, timeout_s: AnyTimeout = None) -> None:
         """Send `obj` to every reader; return when the queue owns it.
 
         Blocks while a local reader is a whole ring behind, or a remote reader is the high-water mark behind.
@@ -181,6 +186,8 @@ class QueueWriter:
                 unusable.
             ClosedError: The queue was closed.
         """
+        if timeout_s is not None:
+            timeout_s = seconds(timeout_s, may_be_zero=True)
         if self._is_local:
             self._ring.send(obj, timeout_s)
             return
@@ -198,13 +205,14 @@ class QueueWriter:
         """Return what was written, and how far each reader is."""
         return self._remote.added_to(self._ring.statistics())
 
-    def close(self, timeout_s: float | None = None) -> None:
+    def close(self, timeout_s: AnyTimeout = None) -> None:
         """End the queue: readers get the messages that were written, then `ClosedError`. Idempotent.
 
         Args:
             timeout_s: Seconds that readers on other hosts have to take the messages that were written. The default
                 and the maximum is `lost_after_s` of the remote settings. A later reader gets a `PeerLostError`.
         """
+        timeout_s = seconds(timeout_s, may_be_zero=True)
         if self._handover is not None:
             self._handover.close()
         self._ring.close()
@@ -267,7 +275,7 @@ class QueueReader:
         handle: QueueHandle | bytes,
         key: bytes,
         rank: int,
-        timeout_s: float = 30.0,
+        timeout_s: AnyTimeout = OPEN_S,
         *,
         remote_keys: RemoteKeys | None = None,
     ) -> Self:
@@ -277,7 +285,7 @@ class QueueReader:
             handle: The writer's handle, or its bytes, which are authenticated with `key`.
             key: The queue's key.
             rank: One of the handle's ranks; each can be opened once.
-            timeout_s: Seconds that the writer has to answer.
+            timeout_s: Time that the writer has to answer; None means the default.
             remote_keys: The key pair of a reader on another host, whose public half the writer was given.
 
         Raises:
@@ -286,17 +294,17 @@ class QueueReader:
             PeerLostError: The writer is gone, or it refused this process.
             CommTimeoutError: The writer did not answer in time.
         """
+        limit_s = seconds(timeout_s, may_be_zero=True)
+        limit_s = OPEN_S if limit_s is None else limit_s
         if isinstance(handle, bytes):
             handle = QueueHandle.from_bytes(handle, key)
         if rank not in _ranks(handle):
             raise UsageError(f"rank {rank} is no reader of queue {handle.name!r}, which has {_ranks(handle)}")
         if rank not in handle.ranks:
-            return cls(_open_remote(handle, rank, timeout_s, remote_keys), handle)
+            return cls(_open_remote(handle, rank, limit_s, remote_keys), handle)
         index = handle.ranks.index(rank)
         try:
-            segment, writer, descriptor = take_over(
-                handle.address, key, index, handle.segment_bytes, timeout_s
-            )
+            segment, writer, descriptor = take_over(handle.address, key, index, handle.segment_bytes, limit_s)
         except (CommTimeoutError, PeerLostError, DecodeError) as error:
             raise _named(error, handle, rank) from error
         watch = PeerWatch(this_process(), {})
@@ -327,7 +335,7 @@ class QueueReader:
     def warns(self, value: bool) -> None:
         self._ring.warns = value
 
-    def dequeue(self, timeout_s: float | None = None, type: Any = None) -> Any:  # noqa: A002
+    def dequeue(self, timeout_s: AnyTimeout = None, type: Any = None) -> Any:  # noqa: A002
         """Return the next object, which shares no memory with the queue.
 
         By default it waits without limit, at no cost, but wakes when the writer dies or the queue is closed.
@@ -342,6 +350,8 @@ class QueueReader:
             PeerLostError: The writer died, and everything it wrote has been read.
             ClosedError: The writer closed the queue and everything has been read, or this end was closed.
         """
+        if timeout_s is not None:
+            timeout_s = seconds(timeout_s, may_be_zero=True)
         return self._read(timeout_s, type)
 
     def try_dequeue(self) -> tuple[bool, Any]:
@@ -355,17 +365,17 @@ class QueueReader:
         return self._ring.try_read()
 
     @contextmanager
-    def loan(self, timeout_s: float | None = None) -> Iterator[Any]:
+    def loan(self, timeout_s: AnyTimeout = None) -> Iterator[Any]:
         """Yield the next object without copying its arrays and tensors.
 
         They alias the ring and are valid only inside the `with` block; treat them as read-only. The writer
         cannot reuse their room before the block ends. A message longer than half of the ring is copied,
         and so is every message from another host.
         """
-        with self._ring.loan(timeout_s) as obj:
+        with self._ring.loan(seconds(timeout_s, may_be_zero=True)) as obj:
             yield obj
 
-    def lease(self, timeout_s: float | None = None) -> AbstractContextManager[Any]:
+    def lease(self, timeout_s: AnyTimeout = None) -> AbstractContextManager[Any]:
         """Return `loan(timeout_s)`. Deprecated: the method is called `loan` now."""
         warnings.warn("QueueReader.lease is called loan now", DeprecationWarning, stacklevel=2)
         return self.loan(timeout_s)
@@ -419,7 +429,7 @@ def _named(
     return DecodeError(text)
 
 
-def dequeue_any(readers: Sequence[QueueReader], timeout_s: float | None = None) -> tuple[int, Any]:
+def dequeue_any(readers: Sequence[QueueReader], timeout_s: AnyTimeout = None) -> tuple[int, Any]:
     """Return (index, object) from a queue that has a message. This serves many writers and one reader.
 
     Raises:
@@ -430,7 +440,7 @@ def dequeue_any(readers: Sequence[QueueReader], timeout_s: float | None = None) 
     """
     if not readers:
         raise UsageError("dequeue_any needs at least one queue")
-    start = time.monotonic()
+    start, timeout_s = time.monotonic(), seconds(timeout_s, may_be_zero=True)
     ends = [reader._ring for reader in readers]  # noqa: SLF001 - the same module
     index = await_any(ends, timeout_s)
     left = None if timeout_s is None else max(0.0, start + timeout_s - time.monotonic())

@@ -1,6 +1,7 @@
 """Settings of the host broadcast. The creator of a queue passes them in; nothing here reads the environment."""
 
 import math
+from datetime import timedelta
 from typing import Literal, get_args
 
 import msgspec
@@ -47,11 +48,13 @@ class BroadcastSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 def positive_seconds(field: str, value: object) -> float:
-    """Return `value` as a float; `field` is the name of the setting in the error.
+    """Return a number of seconds or a `timedelta` as a float; `field` is the name of the setting in the error.
 
     Raises:
-        SettingsError: `value` is not a positive, finite number.
+        SettingsError: `value` is not a positive, finite time.
     """
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 and math.isfinite(value):
         return float(value)
     raise SettingsError(f"{field} is {value!r}, but must be a positive, finite number of seconds")

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from coordinator.bootstrap.agreement import LINGER_S, View, agree
 from coordinator.bootstrap.group_builder import GroupBuilder, prepare_region
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan
-from coordinator.bootstrap.membership import own_address, world_store
-from coordinator.bootstrap.rendezvous import world_processes
+from coordinator.bootstrap.membership import own_address
+from coordinator.bootstrap.world import World
 from coordinator.settings import CoordinatorSettings
 from device_comm.cpu import shared_memory
 from device_comm.registry import communicator_name
@@ -28,6 +28,7 @@ PROTOCOL_VERSION = 3
 def create_parts(
     plans: Sequence[GroupPlan],
     *,
+    world: World,
     what: str,
     round_name: str,
     facts: Mapping[str, str],
@@ -46,6 +47,7 @@ def create_parts(
     Args:
         plans: The groups, in the same order on all ranks. A rank without plans agrees with all ranks of the world,
             because others may have some.
+        world: The processes among which they are created.
         what: What is being created, for errors.
         round_name: A name under which the ranks meet, never used before.
         facts: Facts that must be equal on all ranks, in addition to those that every group needs.
@@ -56,16 +58,16 @@ def create_parts(
         host_ids: Host id of each rank, if already known.
         agreed: Called when the ranks have agreed.
     """
-    store, device = world_store(), device_of(backend, local_rank)
+    store, device = world.store, device_of(backend, local_rank)
     every_fact = {
         **_facts(plans, device, backend, use_device_communicator),
         **{f"setting {field}": str(value) for field, value in settings.agreed().items()},
         **facts,
     }
     everyone = sorted({rank for plan in plans for rank in plan.membership.everyone}) or list(
-        range(dist.get_world_size())
+        range(world.size)
     )
-    rank, builders = dist.get_rank(), list[GroupBuilder]()
+    rank, builders = world.rank, list[GroupBuilder]()
     with ExitStack() as offered:
         try:
             regions = [offered.enter_context(closing(prepare_region(plan, host_ids or {}))) for plan in plans]
@@ -75,7 +77,7 @@ def create_parts(
             started = time.perf_counter()
             # A rank that has died since it joined the world will not join: the others need not wait for it.
             others = set(everyone) - {rank}
-            known = {other: process for other, process in world_processes().items() if other in others}
+            known = {other: process for other, process in world.processes().items() if other in others}
             with closing(PeerWatch(own.process, known)) as watch:
                 scoped = dist.PrefixStore(f"group_coordinator/{round_name}", store)
                 views = agree(scoped, what, rank, everyone, own, settings.create_timeout_s, watch)
@@ -87,6 +89,7 @@ def create_parts(
                     plan,
                     region,
                     {member: views[member] for member in plan.membership.ranks},
+                    world=world,
                     store=dist.PrefixStore(f"group_coordinator/{plan.name}", store),
                     device=device,
                     backend=backend,

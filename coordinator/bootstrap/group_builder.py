@@ -19,6 +19,7 @@ from coordinator.bootstrap.group_parts import GroupParts, GroupPlan, GroupProces
 from coordinator.bootstrap.membership import listening_address
 from coordinator.bootstrap.status_store import WorldStatusStore
 from coordinator.bootstrap.timings import CreationReport
+from coordinator.bootstrap.world import World
 from coordinator.host.gloo import GlooHostPlane
 from coordinator.host.plane import HostPlane, SoloHostPlane
 from coordinator.host.process_groups import GlooBackend, abort_gloo
@@ -60,6 +61,7 @@ class GroupBuilder:
         plan: The group.
         region: What this rank has prepared; the caller closes it.
         members: The view of each of the group's ranks, by global rank.
+        world: The processes among which the group is created.
         store: A store whose keys are used by this group only.
         device: Device on which the group's tensors live.
         backend: torch backend of the process groups for device tensors.
@@ -70,6 +72,7 @@ class GroupBuilder:
     plan: GroupPlan
     region: shared_memory.Preparation
     members: Mapping[int, View]
+    world: World
     store: dist.Store
     device: torch.device
     backend: str
@@ -118,6 +121,7 @@ class GroupBuilder:
             self.backend,
             self._address(),
             self.settings.create_timeout_s,
+            apart=None if self.world.is_torch else (self.world, self.plan.membership.rank_in_group),
         )
         self._made.callback(self._process_groups.destroy)
         host, communicator = self._planes(use_device_communicator)
@@ -130,6 +134,8 @@ class GroupBuilder:
             process_groups=self._process_groups,
             report=report.plus(agreement=agreement_s, **self.plan.clock.seconds),
             host_ids=self._host_ids,
+            world=self.world,
+            after=[] if self.world.is_torch else [self._status_store.release],
         )
 
     def _address(self) -> str:

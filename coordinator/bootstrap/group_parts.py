@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -13,11 +13,20 @@ import torch.distributed as dist
 from coordinator.bootstrap import fork_guard
 from coordinator.bootstrap.membership import Membership
 from coordinator.bootstrap.timings import CreationReport, Stopwatch
+from coordinator.bootstrap.world import World
 from coordinator.host.open_sends import OpenSends
 from coordinator.host.plane import HostPlane
-from coordinator.host.process_groups import BACKEND, GlooBackend, new_gloo_group, new_group
+from coordinator.host.process_groups import (
+    GLOO,
+    GlooBackend,
+    GlooOptions,
+    make_gloo_group,
+    new_gloo_group,
+    new_group,
+)
 from device_comm.base import DeviceCommunicator
 from device_comm.health import GroupHealth
+from shm_broadcast.errors import CapabilityError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +56,7 @@ class GroupProcessGroups:
         backend: torch backend of the process groups for device tensors.
         address: The address on which this rank listens; numeric, never a wildcard.
         create_timeout_s: Deadline for the creation of each process group, in seconds.
+        apart: The world of a group of which torch knows nothing, and this rank's place in the group.
         host: The host plane's process group; None if the host plane needs none.
         device: The device plane's process group; None if the device plane needs none.
     """
@@ -56,6 +66,7 @@ class GroupProcessGroups:
     backend: str
     address: str
     create_timeout_s: float
+    apart: tuple[World, int] | None = None
     host: dist.ProcessGroup | None = None
     device: dist.ProcessGroup | None = None
     _siblings: int = 0
@@ -93,18 +104,31 @@ class GroupProcessGroups:
 
     @property
     def _is_gloo(self) -> bool:
-        # Engines ask torch for the backend of one group of ours, and create the next one with the answer.
-        return self.backend in ("gloo", BACKEND)
+        return self.backend == GLOO
 
     def _connect(self, name: str) -> tuple[dist.ProcessGroup, GlooBackend | None]:
         if self._is_gloo:
             return self._connect_gloo(name)
+        if self.apart is not None:
+            raise CapabilityError(
+                f"{self.name!r}: torch makes process groups of backend {self.backend!r} only in its own world, to "
+                "which the ranks of a stateless group do not belong",
+                requirement="a world of torch.distributed",
+            )
         group = new_group(self.ranks, self.backend, name, self.create_timeout_s)
         self.adopt(group)
         return group, None
 
     def _connect_gloo(self, name: str, *, is_lazy: bool = False) -> tuple[dist.ProcessGroup, GlooBackend]:
-        group, gloo = new_gloo_group(self.ranks, self.address, name, self.create_timeout_s, is_lazy)
+        if self.apart is None:
+            group, gloo = new_gloo_group(self.ranks, self.address, name, self.create_timeout_s, is_lazy)
+        else:
+            world, place = self.apart
+            store = dist.PrefixStore(
+                f"group_coordinator/process_groups/{name} of {self.ranks[0]}", world.store
+            )
+            options = GlooOptions(self.address, is_lazy)
+            group, gloo = make_gloo_group(store, place, len(self.ranks), name, self.create_timeout_s, options)
         self.adopt(group)
         return group, gloo
 
@@ -132,6 +156,8 @@ class GroupParts:
         report: How long the creation of the group took.
         host_ids: Host id of each rank, by global rank; equal for ranks that can share memory.
         is_fake: Whether the group is a fake, which stands for several ranks in one process.
+        world: The processes among which it was created; None for a fake.
+        after: What to call when everything else is released.
     """
 
     health: GroupHealth
@@ -142,6 +168,8 @@ class GroupParts:
     report: CreationReport
     host_ids: Mapping[int, str] = dataclasses.field(default_factory=dict)
     is_fake: bool = False
+    world: World | None = None
+    after: list[Callable[[], None]] = dataclasses.field(default_factory=list)
 
     def destroy(self, timeout_s: float, open_sends: OpenSends) -> None:
         """Release everything within about `timeout_s` seconds, half of which `open_sends` may take to complete."""
@@ -156,6 +184,8 @@ class GroupParts:
         self.host.close(max(deadline - time.monotonic(), 0.5))
         self.health.release()
         self.process_groups.destroy()
+        while self.after:
+            self.after.pop(0)()
 
 
 __all__ = ["GroupParts", "GroupPlan", "GroupProcessGroups"]

@@ -1,7 +1,7 @@
 """Rendezvous: how the processes of a world find each other. This is the only caller of `init_process_group`.
 
 There are three methods: the environment of a launcher such as torchrun, an address given by the caller, or, on one
-host, a directory. This module never listens on a wildcard address.
+host, a path. This module never listens on a wildcard address.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
@@ -26,14 +25,14 @@ import torch.distributed as dist
 
 from coordinator.bootstrap import fork_guard
 from coordinator.bootstrap.agreement import View, agree
-from coordinator.bootstrap.blocking_calls import connect_watched, run_interruptibly, torch_error
+from coordinator.bootstrap.blocking_calls import ask_store, connect_watched, run_interruptibly, torch_error
 from coordinator.bootstrap.membership import listening_address, own_address
 from coordinator.bootstrap.rendezvous_directory import DirectoryRendezvous
 from coordinator.bootstrap.status_store import WorldStatusStore
 from coordinator.bootstrap.timings import Stopwatch
-from coordinator.host.process_groups import BACKEND, GlooOptions, register_backend, set_world_address
+from coordinator.host.process_groups import GLOO, GlooOptions, gloo_at, set_own_world
 from coordinator.settings import CoordinatorSettings, LaunchEnvironment
-from shm_broadcast.errors import CommTimeoutError, SettingsError, UsageError
+from shm_broadcast.errors import CommTimeoutError, NativeError, SettingsError, UsageError
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, this_process
 
 _WORLD: Final = "group_coordinator/world"
@@ -41,6 +40,8 @@ _WORLD: Final = "group_coordinator/world"
 # Rank 0 keeps its store at most this long while the others leave. torch writes to stderr on a rank that finds the
 # store gone, and ranks usually leave together.
 LEAVE_S: Final = 0.1
+# A rank that is earlier than rank 0 in the next world at an address looks again after this pause.
+_LEFT_PAUSE_S: Final = 0.005
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,8 @@ def init_world(
     Args:
         world_size: Number of processes; -1 takes it from the launcher's environment.
         rank: Global rank of this process; -1 takes it from the launcher's environment.
-        init_method: `env://`, `tcp://HOST:PORT` where HOST is rank 0's address, or `file:///DIRECTORY`.
+        init_method: `env://`, `tcp://HOST:PORT` where HOST is rank 0's address, or `file:///PATH` of a directory, a
+            file, or nothing yet.
         backend: torch backend of the world's process group; for "gloo" this module chooses the address to listen on.
         settings: Deadlines and the network interface.
 
@@ -131,6 +133,7 @@ def leave_world() -> None:
             return
         if dist.is_initialized() and dist.group.WORLD is world.group:
             dist.destroy_process_group()
+        set_own_world(None)
         fork_guard.release(world.group)
         fork_guard.release(world.rendezvous.store)
         world.rendezvous.leave()
@@ -153,26 +156,29 @@ def _join_rendezvous(
     parts = urlsplit(init_method)
     if parts.scheme == "env":
         return _meet_by_environment(world_size, rank, settings)
-    directory, endpoint = _directory_of(parts), _endpoint_of(parts)
-    if directory is None and endpoint is None:
+    path, endpoint = _path_of(parts), _endpoint_of(parts)
+    if path is None and endpoint is None:
         raise UsageError(
             f"distributed_init_method is {init_method!r}, but must be env://, tcp://HOST:PORT or file:///DIRECTORY"
         )
+    _check_place(rank, world_size, init_method)
+    if path is not None:
+        rendezvous = DirectoryRendezvous(path, rank, world_size)
+        return Rendezvous(rendezvous.join(settings.create_timeout_s), rank, world_size, rendezvous.leave)
+    assert endpoint is not None
+    return _meet_at_rank_0(*endpoint, rank, world_size, settings)
+
+
+def _check_place(rank: int, world_size: int, init_method: str) -> None:
     if rank < 0 or world_size < 1 or rank >= world_size:
         raise UsageError(
             f"with {init_method} pass the world size and this process's rank, 0 <= rank < world_size; "
             f"got world_size={world_size}, rank={rank}"
         )
-    if directory is not None:
-        rendezvous = DirectoryRendezvous(directory, rank, world_size)
-        return Rendezvous(rendezvous.join(settings.create_timeout_s), rank, world_size, rendezvous.leave)
-    assert endpoint is not None
-    store = _tcp_store(*endpoint, rank, world_size, rank == 0, settings)
-    return Rendezvous(store, rank, world_size, _leaving(store, rank, world_size))
 
 
-def _directory_of(parts: SplitResult) -> Path | None:
-    """Return the directory of `file:///DIRECTORY`; None for other URLs, and for those with a host or a query."""
+def _path_of(parts: SplitResult) -> Path | None:
+    """Return the path of `file:///PATH`; None for other URLs, and for those with a host or a query."""
     path = Path(parts.path)
     if parts.scheme != "file" or parts.netloc or parts.query or parts.fragment or not path.is_absolute():
         return None
@@ -189,17 +195,17 @@ def _endpoint_of(parts: SplitResult) -> tuple[str, int] | None:
 
 
 def _meet_by_environment(world_size: int, rank: int, settings: CoordinatorSettings) -> Rendezvous:
-    launch = LaunchEnvironment.from_env()
+    launch = LaunchEnvironment.from_env(
+        rank=None if rank == -1 else rank, world_size=None if world_size == -1 else world_size
+    )
     if launch is None:
         raise SettingsError(
             "env:// reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from the environment, and no launcher has set "
             "them: start the processes with torchrun, or pass world_size, rank and "
             "distributed_init_method='file:///DIRECTORY'"
         )
-    for given, told, name in ((rank, launch.rank, "rank"), (world_size, launch.world_size, "world_size")):
-        if given not in (-1, told):
-            raise UsageError(f"{name}={given} contradicts the launcher's environment, which says {told}")
     rank, world_size = launch.rank, launch.world_size
+    _check_place(rank, world_size, "env://")
     serve = rank == 0 and not launch.use_agent_store
     store = _tcp_store(launch.master_addr, launch.master_port, rank, world_size, serve, settings)
     # The agent's store outlives worker restarts and is the same for every world of this process, so each world gets
@@ -209,6 +215,58 @@ def _meet_by_environment(world_size: int, rank: int, settings: CoordinatorSettin
     attempt = dist.PrefixStore(f"{launch.run_id or 'run'}/{launch.restart_count}{number}", store)
     leave = _nothing if launch.use_agent_store else _leaving(attempt, rank, world_size)
     return Rendezvous(attempt, rank, world_size, leave)
+
+
+def join_address(
+    host: str, port: int, rank: int, world_size: int, settings: CoordinatorSettings
+) -> Rendezvous:
+    """Return a store that rank 0 serves at this address. torch.distributed is neither needed nor touched.
+
+    Raises:
+        UsageError: The arguments name no address or no rank, or rank 0 cannot listen there.
+        CommTimeoutError: Nobody listened there within `create_timeout_s`; `.missing` names rank 0.
+        NativeError: torch could not connect.
+    """
+    if not isinstance(host, str) or not host:
+        raise UsageError(f"host must be the name or an address of rank 0's host, not {host!r}")
+    for name, number in (("port", port), ("rank", rank), ("world_size", world_size)):
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise UsageError(f"{name} must be an integer, not {number!r}")
+    if not 1 <= port <= 65535:
+        raise UsageError(f"port must be from 1 to 65535, not {port}")
+    _check_place(rank, world_size, f"{host}:{port}")
+    return _meet_at_rank_0(host, port, rank, world_size, settings)
+
+
+def _meet_at_rank_0(
+    host: str, port: int, rank: int, world_size: int, settings: CoordinatorSettings
+) -> Rendezvous:
+    """Return a store that rank 0 serves at this address, and which this rank has not left before."""
+    end = time.monotonic() + settings.create_timeout_s
+    while True:
+        store = _tcp_store(host, port, rank, world_size, rank == 0, settings)
+        if rank == 0 or not _was_left(store, rank, settings):
+            return Rendezvous(store, rank, world_size, _leaving(store, rank, world_size))
+        # Rank 0 is still about to leave the last world at this address, and will serve the next one here.
+        del store
+        if time.monotonic() >= end:
+            raise CommTimeoutError(
+                f"rendezvous (rank {rank} of {world_size}): rank 0 did not leave the last world at {host}:{port} "
+                f"within {settings.create_timeout_s:.1f} s",
+                missing=(0,),
+            )
+        time.sleep(_LEFT_PAUSE_S)
+
+
+def _was_left(store: dist.Store, rank: int, settings: CoordinatorSettings) -> bool:
+    """Return whether this rank has left the world of `store`, or the store has just ended."""
+    key = f"left/{rank}"
+    try:
+        return ask_store(
+            lambda: dist.PrefixStore(_WORLD, store).check([key]), "rendezvous", settings.create_timeout_s
+        )
+    except NativeError:
+        return True
 
 
 def _nothing() -> None:
@@ -297,22 +355,21 @@ def _connect(
         views = agree(
             world_store, "the world", rank, ranks, View(facts, own, address), settings.create_timeout_s
         )
-    options = None
-    if backend == "gloo":
-        register_backend()
+    listening = listening_address(views, rank)
+
+    def init() -> None:
         # Lazy, because our groups do not use the world's process group: a connected mesh costs 5 to 15 ms at start and
         # a polling thread.
-        options = GlooOptions(listening_address(views, rank), is_lazy=True)
-        set_world_address(options.address)
-    init = partial(
-        dist.init_process_group,
-        backend if options is None else BACKEND,
-        store=rendezvous.store,
-        rank=rank,
-        world_size=rendezvous.world_size,
-        timeout=timedelta(seconds=settings.create_timeout_s),
-        pg_options=options,
-    )
+        with gloo_at(GlooOptions(listening, is_lazy=True)) if GLOO in backend else nullcontext():
+            dist.init_process_group(
+                backend,
+                store=rendezvous.store,
+                rank=rank,
+                world_size=rendezvous.world_size,
+                timeout=timedelta(seconds=settings.create_timeout_s),
+            )
+        set_own_world(dist.group.WORLD, listening)
+
     processes = {other: view.process for other, view in views.items()}
     others = {other: process for other, process in processes.items() if other != rank}
     with closing(PeerWatch(own, others)) as watch, clock.phase("gloo"):

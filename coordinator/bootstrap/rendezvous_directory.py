@@ -5,6 +5,10 @@ so a later run that reused it would see old keys. Rank 0 creates the generation 
 place. The others follow the pointer, check that rank 0 is alive, and claim their rank, which is possible once per
 generation. The last rank to leave removes the generation; rank 0 of a later run removes those whose owner is dead.
 
+The caller passes a directory, or a path as torch takes it: of nothing yet, or of a file, which may be empty or hold the
+store of an earlier run. Nothing yet becomes a directory, which the last rank to leave removes again. Beside a file we
+make a directory of our own, whose name is that of the file and a suffix; the file is neither read nor changed.
+
 Each process opens the store through its own hard link and removes the link when it leaves. A FileStore's destructor,
 which runs whenever the object is collected, checks that its file exists and then opens it to record its exit. If the
 file is removed between the two steps, the destructor waits five minutes for it while holding the interpreter lock.
@@ -13,6 +17,7 @@ file is removed between the two steps, the destructor waits five minutes for it 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -30,25 +35,43 @@ from shm_broadcast.liveness import ProcessIdentity, process_state, this_process
 
 _POINTER: Final = "current"
 _PREFIX: Final = "generation-"
+# Added to the path of a file, it is the path of the directory in which the ranks meet.
+_BESIDE: Final = ".group_coordinator"
 _NAME: Final = re.compile(r"generation-[0-9a-f]{16}\Z")
+_TRIES: Final = 10
 # Pauses between two polls, growing by 1.2: rank 0 usually comes within milliseconds.
 _FIRST_PAUSE_S: Final = 0.0003
 _LONGEST_PAUSE_S: Final = 0.005
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """The process that created a generation, and its world size."""
+    """The process that created a generation.
+
+    Attributes:
+        process: Its identity.
+        world_size: The number of ranks.
+        made_directory: Whether this run, or one that overlapped with it, made the directory: the last rank to leave
+            removes it if it is empty.
+    """
 
     process: ProcessIdentity
     world_size: int
+    made_directory: bool = False
 
 
 class DirectoryRendezvous:
-    """One rank's part in one rendezvous through a directory."""
+    """One rank's part in one rendezvous through a directory, or through the path of a file."""
 
-    def __init__(self, directory: Path, rank: int, world_size: int) -> None:
-        """Store the arguments; the directory is not touched yet."""
-        self._directory = directory
+    def __init__(self, path: Path, rank: int, world_size: int) -> None:
+        """Store the arguments; nothing is touched yet.
+
+        Args:
+            path: Of a directory, a regular file, or nothing yet. Equal on all ranks.
+            rank: This process's rank.
+            world_size: The number of ranks.
+        """
+        self._path = path
+        self._directory = path
         self._rank = rank
         self._world_size = world_size
         self._generation: Path | None = None
@@ -59,7 +82,7 @@ class DirectoryRendezvous:
         """Return the store of this run, as soon as rank 0 has created it.
 
         Raises:
-            UsageError: The directory cannot be used, or the world sizes differ.
+            UsageError: The path cannot be used, or the world sizes differ.
             CommTimeoutError: Rank 0 did not create it within `timeout_s` seconds; `.missing` names rank 0.
         """
         self._generation = self._create() if self._rank == 0 else self._find(timeout_s)
@@ -85,28 +108,65 @@ class DirectoryRendezvous:
             self._link.unlink(missing_ok=True)
             self._link = None
 
-    def _create(self) -> Path:
+    def _choose_directory(self) -> Path:
+        """Return the directory in which the ranks meet: the path itself, unless there is a file.
+
+        Raises:
+            UsageError: The path leads to something that is neither a directory nor a file.
+        """
+        beside = self._path.with_name(self._path.name + _BESIDE)
         try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._sweep()
-            generation = self._directory / f"{_PREFIX}{secrets.token_hex(8)}"
-            generation.mkdir(mode=0o700)
-            (generation / "store").touch(mode=0o600)
-            (generation / "owner").write_bytes(msgspec.json.encode(Owner(this_process(), self._world_size)))
-            fresh = self._directory / f"{_POINTER}.{secrets.token_hex(8)}"
-            fresh.touch(mode=0o600, exist_ok=False)
-            fresh.write_text(generation.name)
-            fresh.replace(self._directory / _POINTER)
-        except OSError as error:
-            raise UsageError(f"cannot use {self._directory} for the rendezvous: {error}") from error
+            mode = self._path.stat().st_mode
+        except OSError:
+            # The file may have been removed since rank 0 saw it.
+            return beside if self._rank and beside.is_dir() else self._path
+        if stat.S_ISDIR(mode):
+            return self._path
+        if not stat.S_ISREG(mode):
+            raise UsageError(
+                f"the rendezvous path {self._path} must be that of a directory, of a file, or of nothing yet"
+            )
+        return beside
+
+    def _create(self) -> Path:
+        self._directory = self._choose_directory()
+        tries = 0
+        while True:
+            try:
+                return self._create_generation()
+            except OSError as error:
+                tries += 1
+                # The last rank of an earlier run may remove the directory just after this rank has found it.
+                if tries == _TRIES or not isinstance(error, FileNotFoundError):
+                    raise UsageError(f"cannot use {self._directory} for the rendezvous: {error}") from error
+
+    def _create_generation(self) -> Path:
+        made = not self._directory.exists()
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._directory != self._path and self._directory.lstat().st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, "it belongs to another user")
+        made |= self._sweep() or self._directory != self._path
+        generation = self._directory / f"{_PREFIX}{secrets.token_hex(8)}"
+        generation.mkdir(mode=0o700)
+        (generation / "store").touch(mode=0o600)
+        owner = Owner(this_process(), self._world_size, made)
+        (generation / "owner").write_bytes(msgspec.json.encode(owner))
+        fresh = self._directory / f"{_POINTER}.{secrets.token_hex(8)}"
+        fresh.touch(mode=0o600, exist_ok=False)
+        fresh.write_text(generation.name)
+        fresh.replace(self._directory / _POINTER)
         return generation
 
-    def _sweep(self) -> None:
-        """Remove the generations of killed runs."""
+    def _sweep(self) -> bool:
+        """Remove the generations of killed runs; return whether a run that has not left made the directory."""
+        made = False
         for path in self._directory.glob(f"{_PREFIX}*"):
             owner = _read_owner(path)
-            if owner is not None and _has_ended(owner.process):
-                shutil.rmtree(path, ignore_errors=True)
+            if owner is not None:
+                made |= owner.made_directory
+                if _has_ended(owner.process):
+                    shutil.rmtree(path, ignore_errors=True)
+        return made
 
     def _find(self, timeout_s: float) -> Path:
         """Follow the pointer until it leads to a generation in which this rank is not claimed yet."""
@@ -114,6 +174,7 @@ class DirectoryRendezvous:
         pause_s = _FIRST_PAUSE_S
         seen = "the directory held no generation"
         while True:
+            self._directory = self._choose_directory()
             generation = self._follow()
             if generation is not None:
                 seen = self._claim_rank(generation)
@@ -185,8 +246,12 @@ class DirectoryRendezvous:
             return
         try:
             if generation.exists() and store.add("left", 1) == self._world_size:
+                owner = _read_owner(generation)
                 self._remove_pointer(generation)
                 shutil.rmtree(generation, ignore_errors=True)
+                if owner is not None and owner.made_directory:
+                    with contextlib.suppress(OSError):  # another run is using it
+                        self._directory.rmdir()
         finally:
             self._unlink()
 

@@ -89,6 +89,11 @@ class WorldStatusStore:
             within_s,
         )
 
+    def release(self) -> None:
+        """Let go of torch's store, so that it can end while this object is still referenced."""
+        self._reachable = False
+        self._store = dist.HashStore()
+
     def leave(self) -> None:
         """Publish that this rank has destroyed the group."""
         self._ask(lambda: self._store.set(f"left/{self._rank}", "1"), None)

@@ -20,6 +20,7 @@ from device_comm.async_calls import CallHandle
 from device_comm.base import SUM
 from device_comm.derived_reductions import Reduction
 from shm_broadcast.errors import UsageError
+from shm_broadcast.timeouts import AnyTimeout
 
 
 class CoalescedCollectives(GroupPlanes):
@@ -46,7 +47,7 @@ class CoalescedCollectives(GroupPlanes):
         tensors: Sequence[torch.Tensor],
         op: Reduction = SUM,
         *,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
         async_op: bool = False,
     ) -> list[torch.Tensor] | CallHandle[list[torch.Tensor]]:
         """Combine the ranks' tensors with `op`, in rank order; return a new tensor for each."""
@@ -67,7 +68,7 @@ class CoalescedCollectives(GroupPlanes):
         tensors: Sequence[torch.Tensor],
         dim: int = 0,
         *,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
         async_op: bool = False,
     ) -> list[torch.Tensor] | CallHandle[list[torch.Tensor]]:
         """Concatenate each tensor along `dim` with its counterparts on the other ranks, in rank order."""
@@ -89,7 +90,7 @@ class CoalescedCollectives(GroupPlanes):
         dim: int = 0,
         op: Reduction = SUM,
         *,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
         async_op: bool = False,
     ) -> list[torch.Tensor] | CallHandle[list[torch.Tensor]]:
         """Combine the ranks' tensors; return this rank's part of each along `dim`, which must divide evenly."""
@@ -99,7 +100,7 @@ class CoalescedCollectives(GroupPlanes):
         self,
         method: str,
         tensors: Sequence[torch.Tensor],
-        timeout_s: float | None,
+        timeout_s: AnyTimeout,
         async_op: bool,
         **arguments: Any,
     ) -> list[torch.Tensor] | CallHandle[list[torch.Tensor]]:
@@ -116,7 +117,7 @@ class CoalescedCollectives(GroupPlanes):
         return self._calls.run(name, make, given, timeout_s=timeout_s, async_op=async_op)
 
     @contextmanager
-    def coalescing(self, *, timeout_s: float | None = None) -> Iterator[Coalescing]:
+    def coalescing(self, *, timeout_s: AnyTimeout = None) -> Iterator[Coalescing]:
         """Collect calls, and make them when the block ends; successive calls of one kind are made together.
 
             with group.coalescing() as calls:

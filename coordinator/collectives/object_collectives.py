@@ -13,6 +13,7 @@ from device_comm import checks
 from device_comm.handles import Handle
 from shm_broadcast import codec
 from shm_broadcast.errors import CommError, UsageError
+from shm_broadcast.timeouts import AnyTimeout
 
 
 class ObjectCollectives(GroupPlanes):
@@ -32,7 +33,7 @@ class ObjectCollectives(GroupPlanes):
         obj: Any | None = None,
         src: int = 0,
         *,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
         type: Any = None,  # noqa: A002
     ) -> Any:
         """Return rank `src`'s object on every rank. Collective.
@@ -55,9 +56,9 @@ class ObjectCollectives(GroupPlanes):
                 return self._exchange(obj)
             except CommError as error:
                 self._blame_queue(error)
-        with self._calls.call("broadcast_object", timeout_s, in_line=False):
+        with self._calls.call("broadcast_object", timeout_s, in_line=False) as limit_s:
             checks.check_rank(src, self.world_size, "src")
-            return self._broadcast(obj, src, timeout_s, type)
+            return self._broadcast(obj, src, limit_s, type)
 
     def broadcast_object_list(
         self,
@@ -65,7 +66,7 @@ class ObjectCollectives(GroupPlanes):
         src: int = 0,
         group: dist.ProcessGroup | None = None,
         *,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
     ) -> list[Any]:
         """Overwrite the objects in `obj_list` on every rank with those of rank `src`; return the list. Collective.
 
@@ -75,12 +76,12 @@ class ObjectCollectives(GroupPlanes):
             group: None or this group's own `cpu_group` or `device_group`; any other group is refused.
             timeout_s: Deadline in seconds.
         """
-        with self._calls.call("broadcast_object_list", timeout_s, in_line=False):
+        with self._calls.call("broadcast_object_list", timeout_s, in_line=False) as limit_s:
             self._check_own_group(group, (self._cpu_group, self._device_group), "group")
             checks.check_rank(src, self.world_size, "src")
             if not isinstance(obj_list, list):
                 raise UsageError(f"obj_list must be a list, not {obj_list.__class__.__name__}")
-            received = self._broadcast(obj_list, src, timeout_s, list)
+            received = self._broadcast(obj_list, src, limit_s, list)
             if received is not obj_list:
                 if len(received) != len(obj_list):
                     raise UsageError(
@@ -90,16 +91,16 @@ class ObjectCollectives(GroupPlanes):
                 obj_list[:] = received
             return obj_list
 
-    def all_gather_object(self, obj: Any, *, timeout_s: float | None = None) -> list[Any]:
+    def all_gather_object(self, obj: Any, *, timeout_s: AnyTimeout = None) -> list[Any]:
         """Return every rank's object, in rank order, on every rank. Collective."""
-        with self._calls.call("all_gather_object", timeout_s):
-            return self._host.all_gather_object(obj, timeout_s)
+        with self._calls.call("all_gather_object", timeout_s) as limit_s:
+            return self._host.all_gather_object(obj, limit_s)
 
-    def gather_object(self, obj: Any, dst: int = 0, *, timeout_s: float | None = None) -> list[Any] | None:
+    def gather_object(self, obj: Any, dst: int = 0, *, timeout_s: AnyTimeout = None) -> list[Any] | None:
         """Return every rank's object, in rank order, on rank `dst`; None elsewhere. Collective."""
-        with self._calls.call("gather_object", timeout_s):
+        with self._calls.call("gather_object", timeout_s) as limit_s:
             checks.check_rank(dst, self.world_size, "dst")
-            return self._host.gather_object(obj, dst, timeout_s)
+            return self._host.gather_object(obj, dst, limit_s)
 
     def scatter_object_list(
         self,
@@ -107,7 +108,7 @@ class ObjectCollectives(GroupPlanes):
         input_list: Sequence[Any] | None = None,
         src: int = 0,
         *,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
     ) -> Any:
         """Put the i-th object of rank `src`'s list into `output_list[0]` on rank i, and return it. Collective.
 
@@ -121,12 +122,12 @@ class ObjectCollectives(GroupPlanes):
             UsageError: `output_list` is empty, or `input_list` does not hold one object for each rank. Nothing is sent.
         """
         name = "scatter_object_list"
-        with self._calls.call(name, timeout_s, in_line=False):
+        with self._calls.call(name, timeout_s, in_line=False) as limit_s:
             checks.check_rank(src, self.world_size, "src")
             if not isinstance(output_list, list) or not output_list:
                 raise UsageError(f"{name}: output_list must be a list of at least one element")
             if self.rank_in_group != src:
-                output_list[0] = self._host.recv_object(src, timeout_s, None, name, SCATTER_TAG)
+                output_list[0] = self._host.recv_object(src, limit_s, None, name, SCATTER_TAG)
                 return output_list[0]
             objects = list(input_list or ())
             if len(objects) != self.world_size:
@@ -135,33 +136,33 @@ class ObjectCollectives(GroupPlanes):
             messages = [codec.encode(each) for each in objects]
             for rank, message in enumerate(messages):
                 if rank != src:
-                    self._host.send_message(message, rank, name, timeout_s, SCATTER_TAG)
+                    self._host.send_message(message, rank, name, limit_s, SCATTER_TAG)
             output_list[0] = objects[src]
             return output_list[0]
 
-    def send_object(self, obj: Any, dst: int, *, timeout_s: float | None = None) -> None:
+    def send_object(self, obj: Any, dst: int, *, timeout_s: AnyTimeout = None) -> None:
         """Send an object to rank `dst`, which calls `recv_object`.
 
         Returns when the transport owns the object. For a small object that is at once, whether or not the receiver has
         called already.
         """
-        with self._calls.call("send_object", timeout_s, in_line=False):
+        with self._calls.call("send_object", timeout_s, in_line=False) as limit_s:
             peer = checks.check_peer(dst, self.rank_in_group, self.world_size, "dst")
-            self._host.send_object(obj, peer, "send_object", timeout_s, OBJECT_TAG)
+            self._host.send_object(obj, peer, "send_object", limit_s, OBJECT_TAG)
 
-    def isend_object(self, obj: Any, dst: int, *, timeout_s: float | None = None) -> Handle:
+    def isend_object(self, obj: Any, dst: int, *, timeout_s: AnyTimeout = None) -> Handle:
         """Start to send an object to rank `dst`; it is encoded before this returns.
 
         Returns:
             A handle that owns the encoded object; it may be waited for more than once, or dropped.
         """
-        with self._calls.call("send_object", timeout_s, in_line=False):
+        with self._calls.call("send_object", timeout_s, in_line=False) as limit_s:
             peer = checks.check_peer(dst, self.rank_in_group, self.world_size, "dst")
-            handle = self._host.isend_object(obj, peer, "send_object", timeout_s, OBJECT_TAG)
+            handle = self._host.isend_object(obj, peer, "send_object", limit_s, OBJECT_TAG)
             self._open_sends.keep(handle)
             return handle
 
-    def recv_object(self, src: int, *, timeout_s: float | None = None, type: Any = None) -> Any:  # noqa: A002
+    def recv_object(self, src: int, *, timeout_s: AnyTimeout = None, type: Any = None) -> Any:  # noqa: A002
         """Receive the next object that rank `src` sent to this rank.
 
         Args:
@@ -169,6 +170,6 @@ class ObjectCollectives(GroupPlanes):
             timeout_s: Deadline in seconds; when it passes, the group is broken.
             type: The type into which the message is decoded.
         """
-        with self._calls.call("recv_object", timeout_s, in_line=False):
+        with self._calls.call("recv_object", timeout_s, in_line=False) as limit_s:
             peer = checks.check_peer(src, self.rank_in_group, self.world_size, "src")
-            return self._host.recv_object(peer, timeout_s, type, "recv_object", OBJECT_TAG)
+            return self._host.recv_object(peer, limit_s, type, "recv_object", OBJECT_TAG)

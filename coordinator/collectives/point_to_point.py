@@ -16,6 +16,7 @@ from device_comm.handles import Handle
 from device_comm.movable import movable_dtype
 from device_comm.process_group import TENSOR_TAG, dense
 from shm_broadcast.errors import UsageError
+from shm_broadcast.timeouts import AnyTimeout
 
 # Gloo's tags are signed 32-bit integers, some of which the group uses itself.
 _MOST_TAGS: Final = 1 << 30
@@ -46,7 +47,7 @@ class PointToPoint(TensorDicts):
     """
 
     def send(
-        self, tensor: torch.Tensor, dst: int | None = None, *, tag: int = 0, timeout_s: float | None = None
+        self, tensor: torch.Tensor, dst: int | None = None, *, tag: int = 0, timeout_s: AnyTimeout = None
     ) -> None:
         """Send a tensor to rank `dst`, by default the next one; return when its memory may be reused.
 
@@ -54,11 +55,11 @@ class PointToPoint(TensorDicts):
         512 KiB does not wait for that, and a larger one proceeds while `dst` is in any point-to-point call of the
         group. All ranks may therefore send first and receive afterwards.
         """
-        with self._calls.call("send", timeout_s, in_line=False):
+        with self._calls.call("send", timeout_s, in_line=False) as limit_s:
             if tag:
-                self._isend_tagged(tensor, dst, tag, timeout_s).wait()
+                self._isend_tagged(tensor, dst, tag, limit_s).wait()
             else:
-                self.device_communicator.send(tensor, dst, timeout_s=timeout_s)
+                self.device_communicator.send(tensor, dst, timeout_s=limit_s)
 
     def recv(
         self,
@@ -67,7 +68,7 @@ class PointToPoint(TensorDicts):
         src: int | None = None,
         *,
         tag: int = 0,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
     ) -> torch.Tensor:
         """Receive a tensor from rank `src`, by default the previous one; return a new tensor on this group's device.
 
@@ -76,12 +77,12 @@ class PointToPoint(TensorDicts):
         Raises:
             DisagreementError: On one host: the message has another shape or dtype. The next one can be received.
         """
-        with self._calls.call("recv", timeout_s, in_line=False):
+        with self._calls.call("recv", timeout_s, in_line=False) as limit_s:
             if not tag:
-                return self.device_communicator.recv(size, dtype, src, timeout_s=timeout_s)
+                return self.device_communicator.recv(size, dtype, src, timeout_s=limit_s)
             shape, dtype = checks.check_shape(size), checks.check_dtype(dtype)
             tensor = torch.empty(shape, dtype=dtype, device=self.device)
-            self._irecv_tagged(tensor, src, tag, timeout_s).wait()
+            self._irecv_tagged(tensor, src, tag, limit_s).wait()
             return tensor
 
     def recv_any(
@@ -90,7 +91,7 @@ class PointToPoint(TensorDicts):
         dtype: torch.dtype,
         *,
         tag: int = 0,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
     ) -> tuple[torch.Tensor, int]:
         """Receive the next tensor of `tag` from any rank; return (a new tensor, its rank in the group).
 
@@ -102,18 +103,18 @@ class PointToPoint(TensorDicts):
             CapabilityError: The ranks share no memory; the group is intact.
             DisagreementError: The message has another shape or dtype. It is lost; the group is intact.
         """
-        with self._calls.call("recv_any", timeout_s, in_line=False):
+        with self._calls.call("recv_any", timeout_s, in_line=False) as limit_s:
             shape, dtype = checks.check_shape(size), checks.check_dtype(dtype)
             if self.world_size == 1:
                 raise UsageError("recv_any: a group of one has no other rank")
             if self.device.type != "cpu":
                 raise refuse_any(self._health)
             moved = movable_dtype(dtype)
-            received, src = self._host.recv_any(shape, moved, self._wire_tag(tag), timeout_s)
+            received, src = self._host.recv_any(shape, moved, self._wire_tag(tag), limit_s)
             return received.view(dtype), src
 
     def isend(
-        self, tensor: torch.Tensor, dst: int | None = None, *, tag: int = 0, timeout_s: float | None = None
+        self, tensor: torch.Tensor, dst: int | None = None, *, tag: int = 0, timeout_s: AnyTimeout = None
     ) -> Handle:
         """Start to send a tensor to rank `dst`, by default the next one.
 
@@ -121,15 +122,15 @@ class PointToPoint(TensorDicts):
             A handle that owns the memory. Do not change the tensor before you have waited for the handle. The handle
             may be dropped.
         """
-        with self._calls.call("send", timeout_s, in_line=False):
+        with self._calls.call("send", timeout_s, in_line=False) as limit_s:
             if tag:
-                return self._isend_tagged(tensor, dst, tag, timeout_s)
-            handle = self.device_communicator.isend(tensor, dst, timeout_s=timeout_s)
+                return self._isend_tagged(tensor, dst, tag, limit_s)
+            handle = self.device_communicator.isend(tensor, dst, timeout_s=limit_s)
             self._open_sends.keep(handle)
             return handle
 
     def irecv(
-        self, tensor: torch.Tensor, src: int | None = None, *, tag: int = 0, timeout_s: float | None = None
+        self, tensor: torch.Tensor, src: int | None = None, *, tag: int = 0, timeout_s: AnyTimeout = None
     ) -> Handle:
         """Start to receive into `tensor` from rank `src`, by default the previous one.
 
@@ -137,10 +138,10 @@ class PointToPoint(TensorDicts):
             A handle. The tensor is filled once the handle has been waited for; do not touch it before. The tensor must
             not overlap itself.
         """
-        with self._calls.call("recv", timeout_s, in_line=False):
+        with self._calls.call("recv", timeout_s, in_line=False) as limit_s:
             if tag:
-                return self._irecv_tagged(tensor, src, tag, timeout_s)
-            return self.device_communicator.irecv(tensor, src, timeout_s=timeout_s)
+                return self._irecv_tagged(tensor, src, tag, limit_s)
+            return self.device_communicator.irecv(tensor, src, timeout_s=limit_s)
 
     def batch_isend_irecv(self, operations: Sequence[P2POperation]) -> list[Handle]:
         """Start several transfers at once; their order matters only between the same two ranks and with one tag.

@@ -11,6 +11,7 @@ from coordinator.collectives.object_collectives import ObjectCollectives
 from coordinator.collectives.tensor_collectives import TensorCollectives
 from device_comm import checks
 from shm_broadcast.errors import UsageError
+from shm_broadcast.timeouts import AnyTimeout
 
 _LARGEST = (1 << 63) - 1
 
@@ -18,7 +19,7 @@ _LARGEST = (1 << 63) - 1
 class ScalarCollectives(TensorCollectives, ObjectCollectives):
     """Small collectives; flags and sums go over the host plane and never wait for an accelerator."""
 
-    def broadcast_flag(self, flag: bool, src: int = 0, *, timeout_s: float | None = None) -> bool:
+    def broadcast_flag(self, flag: bool, src: int = 0, *, timeout_s: AnyTimeout = None) -> bool:
         """Return rank `src`'s flag on every rank. Collective.
 
         Blocks until rank `src` has called it, without limit unless given `timeout_s`.
@@ -31,13 +32,13 @@ class ScalarCollectives(TensorCollectives, ObjectCollectives):
         Raises:
             UsageError: `flag` is not a bool, or there is no rank `src`. Nothing is sent.
         """
-        with self._calls.call("broadcast_flag", timeout_s, in_line=False):
+        with self._calls.call("broadcast_flag", timeout_s, in_line=False) as limit_s:
             checks.check_rank(src, self.world_size, "src")
             if not isinstance(flag, bool):
                 raise UsageError(f"{self._health.where('broadcast_flag')}: flag must be a bool, not {flag!r}")
-            return bool(self._broadcast(flag, src, timeout_s, bool))
+            return bool(self._broadcast(flag, src, limit_s, bool))
 
-    def all_sum(self, value: float, *, timeout_s: float | None = None) -> torch.Tensor:
+    def all_sum(self, value: float, *, timeout_s: AnyTimeout = None) -> torch.Tensor:
         """Return the sum of all ranks' numbers as a 0-dim tensor on the group's device. Collective.
 
         Integers are summed exactly, and the result is an int64. If one rank passes a float, all ranks get the same
@@ -52,12 +53,12 @@ class ScalarCollectives(TensorCollectives, ObjectCollectives):
                 rank raises.
         """
         name = "all_sum"
-        with self._calls.call(name, timeout_s):
+        with self._calls.call(name, timeout_s) as limit_s:
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise UsageError(
                     f"{self._health.where(name)}: value must be an int or a float, not {value!r}"
                 )
-            total = sum(self._host.all_gather_object(value, timeout_s))
+            total = sum(self._host.all_gather_object(value, limit_s))
             if isinstance(total, float):
                 return torch.tensor(total, dtype=torch.float64, device=self.device)
             if abs(total) > _LARGEST:

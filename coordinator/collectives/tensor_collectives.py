@@ -13,9 +13,9 @@ from coordinator.collectives.coalesced import CoalescedCollectives
 from coordinator.collectives.expert_parallel import ExpertParallel
 from coordinator.collectives.tensor_reductions import TensorReductions
 from coordinator.torch_interop import compile_ops
-from device_comm import checks
 from device_comm.async_calls import CallHandle
 from shm_broadcast.errors import UsageError
+from shm_broadcast.timeouts import AnyTimeout, seconds
 
 
 class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
@@ -60,7 +60,7 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
     ) -> CallHandle[torch.Tensor]: ...
 
     def all_gather(
-        self, input_: torch.Tensor, dim: int = -1, *, timeout_s: float | None = None, async_op: bool = False
+        self, input_: torch.Tensor, dim: int = -1, *, timeout_s: AnyTimeout = None, async_op: bool = False
     ) -> torch.Tensor | CallHandle[torch.Tensor]:
         """Concatenate the ranks' tensors along `dim`, in rank order.
 
@@ -113,7 +113,7 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
         dim: int = 0,
         sizes: Sequence[int] | None = None,
         *,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
         async_op: bool = False,
     ) -> torch.Tensor | list[torch.Tensor] | CallHandle[torch.Tensor] | CallHandle[list[torch.Tensor]]:
         """Concatenate the ranks' tensors along `dim`, in which their sizes may differ.
@@ -152,7 +152,7 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
         dst: int = 0,
         dim: int = -1,
         *,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
         async_op: bool = False,
     ) -> torch.Tensor | CallHandle[torch.Tensor | None] | None:
         """Concatenate the ranks' tensors along `dim` on rank `dst`.
@@ -193,7 +193,7 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
         dim: int = 0,
         sizes: Sequence[int] | None = None,
         *,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
         async_op: bool = False,
     ) -> torch.Tensor | CallHandle[torch.Tensor]:
         """Split the tensor of rank `src` along `dim` over the ranks, in rank order: the opposite of `gather`.
@@ -246,7 +246,7 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
         send_sizes: Sequence[int] | None = None,
         recv_sizes: Sequence[int] | None = None,
         *,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
         async_op: bool = False,
     ) -> torch.Tensor | CallHandle[torch.Tensor]:
         """Send the i-th part of `input_` to rank i, and receive this rank's part from every rank.
@@ -287,7 +287,7 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
     ) -> CallHandle[torch.Tensor]: ...
 
     def broadcast(
-        self, input_: torch.Tensor, src: int = 0, *, timeout_s: float | None = None, async_op: bool = False
+        self, input_: torch.Tensor, src: int = 0, *, timeout_s: AnyTimeout = None, async_op: bool = False
     ) -> torch.Tensor | CallHandle[torch.Tensor]:
         """Overwrite `input_` on every rank with the values of rank `src`; return `input_`.
 
@@ -298,12 +298,12 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
         return self._calls.run("broadcast", make, input_, src, timeout_s=timeout_s, async_op=async_op)
 
     @overload
-    def barrier(self, timeout_s: float | None = None, *, async_op: Literal[False] = False) -> None: ...
+    def barrier(self, timeout_s: AnyTimeout = None, *, async_op: Literal[False] = False) -> None: ...
 
     @overload
-    def barrier(self, timeout_s: float | None = None, *, async_op: Literal[True]) -> CallHandle[None]: ...
+    def barrier(self, timeout_s: AnyTimeout = None, *, async_op: Literal[True]) -> CallHandle[None]: ...
 
-    def barrier(self, timeout_s: float | None = None, *, async_op: bool = False) -> CallHandle[None] | None:
+    def barrier(self, timeout_s: AnyTimeout = None, *, async_op: bool = False) -> CallHandle[None] | None:
         """Return once every rank has called this. It uses the host plane and touches no device."""
         make = self._host.barrier
         if async_op:
@@ -311,13 +311,12 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
         # Packing the arguments for `run` would take 0.3 us of the 2.3 us of a barrier in shared memory.
         self._calls.enter("barrier")
         try:
-            checks.check_timeout(timeout_s)
-            return make(timeout_s)
+            return make(None if timeout_s is None else seconds(timeout_s))
         except UsageError as error:
             self._calls.refuse("barrier", error)
             raise
 
-    def monitored_barrier(self, timeout_s: float | None = None, wait_all_ranks: bool = True) -> None:
+    def monitored_barrier(self, timeout_s: AnyTimeout = None, wait_all_ranks: bool = True) -> None:
         """Do `barrier`; when the deadline passes, every rank that came learns which ranks did not.
 
         Args:

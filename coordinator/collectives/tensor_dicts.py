@@ -26,6 +26,7 @@ from device_comm import checks
 from device_comm.handles import Handle
 from shm_broadcast import codec
 from shm_broadcast.errors import DecodeError, DisagreementError, UsageError
+from shm_broadcast.timeouts import AnyTimeout
 
 TensorDict = dict[Any, Any]
 
@@ -57,7 +58,7 @@ class TensorDicts(GroupPlanes):
         all_gather_group: GroupPlanes | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
         *,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
     ) -> TensorDict | None:
         """Send a tensor dict to rank `dst` (the next one by default); return when its memory may be reused.
 
@@ -65,15 +66,15 @@ class TensorDicts(GroupPlanes):
             None; in a group of one the dict itself, because no other rank can receive it.
         """
         name = "send_tensor_dict"
-        with self._calls.call(name, timeout_s, in_line=False):
+        with self._calls.call(name, timeout_s, in_line=False) as limit_s:
             if self.world_size == 1:
                 return tensor_dict if isinstance(tensor_dict, dict) else dict(tensor_dict)
             peer = self._neighbour(dst, 1, "dst")
             packed = self._host.pack(tensor_dict, _slicing(all_gather_group, all_gather_tensors))
             if packed.is_single:
-                self._host.send_object(packed.message(), peer, name, timeout_s, TENSOR_DICT_TAG)
+                self._host.send_object(packed.message(), peer, name, limit_s, TENSOR_DICT_TAG)
                 return None
-            for handle in self._start(packed, peer, timeout_s):
+            for handle in self._start(packed, peer, limit_s):
                 handle.wait()
             return None
 
@@ -84,7 +85,7 @@ class TensorDicts(GroupPlanes):
         all_gather_group: GroupPlanes | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
         *,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
     ) -> list[Handle]:
         """Start to send a tensor dict.
 
@@ -92,12 +93,12 @@ class TensorDicts(GroupPlanes):
             Handles; in a group of one an empty list. Do not change the tensors until you have waited for all handles.
             Their memory is kept until then, even if the handles are dropped.
         """
-        with self._calls.call("send_tensor_dict", timeout_s, in_line=False):
+        with self._calls.call("send_tensor_dict", timeout_s, in_line=False) as limit_s:
             if self.world_size == 1:
                 return []
             peer = self._neighbour(dst, 1, "dst")
             packed = self._host.pack(tensor_dict, _slicing(all_gather_group, all_gather_tensors))
-            return self._start(packed, peer, timeout_s)
+            return self._start(packed, peer, limit_s)
 
     def _start(self, packed: PackedDict, peer: int, timeout_s: float | None) -> list[Handle]:
         """Start to send a dict: first what the host plane carries, then the tensors on the group's device."""
@@ -118,7 +119,7 @@ class TensorDicts(GroupPlanes):
         all_gather_group: GroupPlanes | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
         *,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
     ) -> TensorDict | None:
         """Receive a tensor dict from rank `src` (the previous one by default).
 
@@ -143,7 +144,7 @@ class TensorDicts(GroupPlanes):
         all_gather_group: GroupPlanes | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
         *,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
     ) -> tuple[TensorDict | None, list[Handle], list[Callable[[], None]]]:
         """Receive the metadata of a tensor dict, and start to receive its tensors.
 
@@ -152,21 +153,21 @@ class TensorDicts(GroupPlanes):
             callbacks, in order. CPU tensors from a rank of the same host are complete at once. The callbacks all-gather
             the slices, which is why all ranks of the all-gather group must run them. In a group of one: (None, [], []).
         """
-        with self._calls.call("recv_tensor_dict", timeout_s, in_line=False):
+        with self._calls.call("recv_tensor_dict", timeout_s, in_line=False) as limit_s:
             if self.world_size == 1:
                 return None, [], []
             peer = self._neighbour(src, -1, "src")
             slicing = _slicing(all_gather_group, all_gather_tensors)
-            message = self._host.recv_object(peer, timeout_s, None, "recv_tensor_dict", TENSOR_DICT_TAG)
+            message = self._host.recv_object(peer, limit_s, None, "recv_tensor_dict", TENSOR_DICT_TAG)
             if type(message) is dict:
                 # The message contains all tensors; a dict whose tensors follow is a `TensorDictMessage`.
                 return message, [], []
 
             def receive(parts: Parts) -> list[Handle]:
                 return [
-                    self._host.irecv_tensor(tensor, peer, timeout_s, TENSOR_TAG)
+                    self._host.irecv_tensor(tensor, peer, limit_s, TENSOR_TAG)
                     if plane == "host"
-                    else self.device_communicator.irecv(tensor, peer, timeout_s=timeout_s)
+                    else self.device_communicator.irecv(tensor, peer, timeout_s=limit_s)
                     for plane, tensor in parts
                 ]
 
@@ -186,7 +187,7 @@ class TensorDicts(GroupPlanes):
         group: dist.ProcessGroup | None = None,
         metadata_group: dist.ProcessGroup | None = None,
         *,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
     ) -> TensorDict | None:
         """Return rank `src`'s tensor dict on every rank. Collective.
 
@@ -200,22 +201,22 @@ class TensorDicts(GroupPlanes):
         Returns:
             On rank `src` the dict itself, elsewhere a new dict of new tensors.
         """
-        with self._calls.call("broadcast_tensor_dict", timeout_s):
+        with self._calls.call("broadcast_tensor_dict", timeout_s) as limit_s:
             checks.check_rank(src, self.world_size, "src")
             self._check_own_group(group, (self._cpu_group, self._device_group), "group")
             self._check_own_group(metadata_group, (self._cpu_group,), "metadata_group")
             if self.rank_in_group != src:
-                return self._receive_broadcast(src, timeout_s)
+                return self._receive_broadcast(src, limit_s)
             if tensor_dict is None:
                 raise UsageError("broadcast_tensor_dict: rank src must give a tensor dict")
             queue = self._broadcaster
             by_queue = queue is not None and queue.writer == src
             # A queue moves a message of any size as fast as separate tensors.
             packed = (pack_whole if by_queue else self._host.pack)(tensor_dict, WHOLE_TENSORS)
-            self._broadcast(packed.message(), src, timeout_s, None)
-            self._host.broadcast_tensors(packed.beside("host"), src, timeout_s)
+            self._broadcast(packed.message(), src, limit_s, None)
+            self._host.broadcast_tensors(packed.beside("host"), src, limit_s)
             for tensor in packed.beside("device"):
-                self.device_communicator.broadcast(tensor, src, timeout_s=timeout_s)
+                self.device_communicator.broadcast(tensor, src, timeout_s=limit_s)
             return tensor_dict if isinstance(tensor_dict, dict) else dict(tensor_dict)
 
     def _receive_broadcast(self, src: int, timeout_s: float | None) -> TensorDict | None:

@@ -15,6 +15,7 @@ from device_comm.async_calls import CallHandle
 from device_comm.base import SUM
 from device_comm.derived_reductions import Reduction, reducer
 from shm_broadcast.errors import UsageError
+from shm_broadcast.timeouts import AnyTimeout, seconds
 
 
 class TensorReductions(GroupPlanes):
@@ -35,7 +36,7 @@ class TensorReductions(GroupPlanes):
         input_: torch.Tensor,
         op: Reduction = SUM,
         *,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
         async_op: bool = False,
     ) -> torch.Tensor | CallHandle[torch.Tensor]:
         """Combine the ranks' tensors with `op`, in rank order.
@@ -56,7 +57,8 @@ class TensorReductions(GroupPlanes):
             # Packing the arguments for `run` would take 0.15 us of the 2 us of a small sum.
             self._calls.enter("all_reduce")
             try:
-                return self.device_communicator.all_reduce(input_, timeout_s=timeout_s)
+                limit_s = None if timeout_s is None else seconds(timeout_s)
+                return self.device_communicator.all_reduce(input_, timeout_s=limit_s)
             except UsageError as error:
                 self._calls.refuse("all_reduce", error)
                 raise
@@ -70,7 +72,7 @@ class TensorReductions(GroupPlanes):
         weight: torch.Tensor,
         eps: float,
         *,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum the ranks' tensors, add `residual`, and normalise each row by its root mean square, in one call.
 
@@ -110,7 +112,7 @@ class TensorReductions(GroupPlanes):
         tensor: torch.Tensor,
         op: Reduction = SUM,
         *,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
         async_op: bool = False,
     ) -> torch.Tensor | CallHandle[torch.Tensor]:
         """Do `all_reduce` in place; return `tensor`, which must not overlap itself."""
@@ -118,7 +120,8 @@ class TensorReductions(GroupPlanes):
             # Packing the arguments for `run` would take 0.15 us of the 2 us of a small sum.
             self._calls.enter("all_reduce_")
             try:
-                return self.device_communicator.all_reduce_(tensor, timeout_s=timeout_s)
+                limit_s = None if timeout_s is None else seconds(timeout_s)
+                return self.device_communicator.all_reduce_(tensor, timeout_s=limit_s)
             except UsageError as error:
                 self._calls.refuse("all_reduce_", error)
                 raise
@@ -141,7 +144,7 @@ class TensorReductions(GroupPlanes):
         dst: int = 0,
         op: Reduction = SUM,
         *,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
         async_op: bool = False,
     ) -> torch.Tensor | CallHandle[torch.Tensor | None] | None:
         """Combine the ranks' tensors with `op`, in rank order, on rank `dst`.
@@ -178,7 +181,7 @@ class TensorReductions(GroupPlanes):
         dim: int = -1,
         op: Reduction = SUM,
         *,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
         async_op: bool = False,
     ) -> torch.Tensor | CallHandle[torch.Tensor]:
         """Combine the ranks' tensors and keep this rank's part.
@@ -228,7 +231,7 @@ class TensorReductions(GroupPlanes):
         sizes: Sequence[int] | None = None,
         op: Reduction = SUM,
         *,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
         async_op: bool = False,
     ) -> torch.Tensor | CallHandle[torch.Tensor]:
         """Do `reduce_scatter` with a part of size `sizes[i]` along `dim` for rank i; None splits evenly."""
@@ -267,7 +270,7 @@ class TensorReductions(GroupPlanes):
         sizes: Sequence[int] | None = None,
         op: Reduction = SUM,
         *,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
         async_op: bool = False,
     ) -> torch.Tensor | CallHandle[torch.Tensor]:
         """Do `reduce_scatterv` into `output`, and return `output`.

@@ -1,16 +1,18 @@
 """Gloo process groups that listen on an address of our choice.
 
-torch derives Gloo's address from the environment or the host name, and ignores the options that would set it. It does
-accept backends under new names, so we register Gloo on a given address as such a backend. Every torch function works
-on it as on any process group.
+torch derives Gloo's address from the environment or the host name, and has no option for it: it ignores the options of
+a Gloo group. It looks up the class `ProcessGroupGloo` in its module whenever it creates one, and there we put a
+subclass, `GlooAtAddress`. The groups are Gloo groups in every respect, so `get_backend`, `monitored_barrier` and
+`new_group` treat them as such. A backend of another name, which torch lets one register, would be no "gloo" for them.
 """
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Final, TypeAlias, cast
 
@@ -21,7 +23,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 from shm_broadcast.errors import CapabilityError
 from shm_broadcast.liveness import fork_count
 
-BACKEND: Final = "gloo_at_address"
+GLOO: Final = "gloo"
 
 LOOPBACK: Final = "127.0.0.1"
 
@@ -48,38 +50,87 @@ class GlooOptions:
     backend: GlooBackend | None = None
 
 
-# The address on which the world listens. A caller's own `dist.new_group()` uses our backend without options.
-_world_address: Final[list[str]] = []
+# The options of the group that this thread is creating.
+_wanted: Final[contextvars.ContextVar[GlooOptions | None]] = contextvars.ContextVar(
+    "gloo_options", default=None
+)
+# The world that we opened, and the address on which it listens.
+_own_world: Final[list[tuple[dist.ProcessGroup, str]]] = []
 
 
-def set_world_address(address: str) -> None:
-    """Make groups that callers create through torch, without options, listen on `address`."""
-    _world_address[:] = [address]
+def set_own_world(world: dist.ProcessGroup | None, address: str = LOOPBACK) -> None:
+    """Make the Gloo groups that callers create through torch listen on `address`, as long as `world` is torch's world.
+
+    Args:
+        world: The default process group, which we opened; None once we have left it.
+        address: The address on which it listens.
+    """
+    _own_world[:] = [] if world is None else [(world, address)]
 
 
-def register_backend() -> None:
-    """Register `BACKEND` with torch.distributed. Idempotent."""
+@contextmanager
+def gloo_at(options: GlooOptions) -> Iterator[GlooOptions]:
+    """Apply `options` to the Gloo group that this thread creates in the block, and yield them.
+
+    Raises:
+        CapabilityError: This torch has no Gloo.
+    """
     if not dist.is_available() or not dist.is_gloo_available():
         raise CapabilityError("this torch was built without Gloo", requirement="torch.distributed with Gloo")
-    if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+    torch_world: Any = dist.distributed_c10d
+    torch_world.ProcessGroupGloo = GlooAtAddress
+    token = _wanted.set(options)
+    try:
+        yield options
+    finally:
+        _wanted.reset(token)
 
 
-def _create(backend_options: Any, options: GlooOptions | None) -> ProcessGroupGloo:
-    """Build the backend. torch calls this with its own options and, for our groups, ours."""
-    if options is None:
-        options = GlooOptions(_world_address[0] if _world_address else LOOPBACK)
-    gloo = cast("Any", ProcessGroupGloo)._Options()
+def _chosen() -> GlooOptions | None:
+    """Return the options of a group that is being created; None where its address is torch's choice."""
+    wanted = _wanted.get()
+    if wanted is None:
+        for world, address in _own_world:
+            if dist.group.WORLD is world:
+                return GlooOptions(address)
+    return wanted
+
+
+def _backend_options(options: GlooOptions, timeout: timedelta) -> tuple[Any, _Device]:
     device = _device_at(options.address, options.is_lazy)
+    gloo = cast("Any", ProcessGroupGloo)._Options()
     gloo._devices = [device]
-    gloo._timeout = backend_options.timeout
+    gloo._timeout = timeout
     gloo._threads = _GLOO_THREADS
-    backend = ProcessGroupGloo(
-        backend_options.store, backend_options.group_rank, backend_options.group_size, gloo
-    )
-    options.backend = cast("GlooBackend", backend)
-    _users[options.backend] = device
-    return backend
+    return gloo, device
+
+
+_metaclass: Any = type(ProcessGroupGloo)
+
+
+class _EveryGloo(_metaclass):  # type: ignore[misc]  # the metaclass of pybind11
+    """Makes each Gloo backend an instance of `GlooAtAddress` for torch, whoever created it."""
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, ProcessGroupGloo)
+
+
+class GlooAtAddress(ProcessGroupGloo, metaclass=_EveryGloo):
+    """torch's Gloo backend. It listens on the address of `gloo_at`, else of our world, else where torch chooses."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, *args: Any, **kwargs: Any) -> None:
+        """Take the arguments of torch's class."""
+        options = _chosen()
+        timeout = kwargs.get("timeout", args[0] if args else dist.default_pg_timeout)
+        # A caller that passes a device, in options of its own, has chosen the address.
+        if options is None or not isinstance(timeout, timedelta):
+            super().__init__(store, rank, size, *args, **kwargs)
+            return
+        gloo, device = _backend_options(options, timeout)
+        super().__init__(store, rank, size, gloo)
+        if options.backend is None:  # torch's debug mode creates a second one, to compare calls
+            options.backend = cast("GlooBackend", self)
+        _users[cast("GlooBackend", self)] = device
 
 
 # Each device has a thread that wakes up a hundred times a second (0.15 % of a core), so all groups of a process share
@@ -106,16 +157,32 @@ def new_gloo_group(
 
     Collective over `ranks`, unless `is_lazy`: then each rank may call it at any time.
     """
-    register_backend()
-    options = GlooOptions(address, is_lazy)
-    group = new_group(ranks, BACKEND, name, timeout_s, options)
+    with gloo_at(GlooOptions(address, is_lazy)) as options:
+        group = new_group(ranks, GLOO, name, timeout_s)
     assert options.backend is not None
     return group, options.backend
 
 
-def new_group(
-    ranks: Sequence[int], backend: str, name: str, timeout_s: float, options: GlooOptions | None = None
-) -> dist.ProcessGroup:
+def make_gloo_group(
+    store: dist.Store, rank: int, size: int, name: str, timeout_s: float, options: GlooOptions
+) -> tuple[dist.ProcessGroup, GlooBackend]:
+    """Create a Gloo group in a store of its own, of which torch's world knows nothing.
+
+    Collective over its ranks, unless it is lazy: then each rank may call it at any time.
+    """
+    gloo, device = _backend_options(options, timedelta(seconds=timeout_s))
+    backend = cast("GlooBackend", ProcessGroupGloo(dist.PrefixStore("cpu", store), rank, size, gloo))
+    _users[backend] = device
+    group: Any = dist.ProcessGroup(store, rank, size)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)  # noqa: SLF001 - torch has no other way, here and below
+    group._register_backend(torch.device("cpu"), kind, backend)  # noqa: SLF001
+    group._set_group_name(name)  # noqa: SLF001
+    group._set_group_desc(name)  # noqa: SLF001
+    return cast("dist.ProcessGroup", group), backend
+
+
+def new_group(ranks: Sequence[int], backend: str, name: str, timeout_s: float) -> dist.ProcessGroup:
     """Create a process group with any backend. Collective over `ranks` only.
 
     `dist.new_group` does not fit: it sorts the ranks, and names the group by the number of groups in this process.
@@ -127,7 +194,6 @@ def new_group(
         backend: torch backend.
         name: Equal on all ranks, and new among groups with the same first rank.
         timeout_s: Timeout of the backend's own operations, in seconds.
-        options: Options of the backend.
     """
     torch_world: Any = dist.distributed_c10d
     group, _ = torch_world._new_process_group_helper(
@@ -137,7 +203,6 @@ def new_group(
         dist.Backend(backend),
         dist.PrefixStore("group_coordinator/process_groups", torch_world._get_default_store()),
         f"{name} of {ranks[0]}",
-        backend_options=options,
         timeout=timedelta(seconds=timeout_s),
         group_desc=name,
     )

@@ -6,19 +6,20 @@ from typing import Any, Protocol
 
 from device_comm.health import GroupHealth
 from shm_broadcast import codec
+from shm_broadcast.timeouts import AnyTimeout
 
 
 class Writer(Protocol):
     """The writing end of a queue."""
 
-    def enqueue(self, obj: Any, timeout_s: float | None = None) -> None:
+    def enqueue(self, obj: Any, timeout_s: AnyTimeout = None) -> None:
         """Send `obj` to every reader; return when the queue holds its encoded bytes."""
 
 
 class Reader(Protocol):
     """A reading end of a queue."""
 
-    def dequeue(self, timeout_s: float | None = None, type: Any = None) -> Any:  # noqa: A002
+    def dequeue(self, timeout_s: AnyTimeout = None, type: Any = None) -> Any:  # noqa: A002
         """Return the next object. Without `timeout_s` this waits until one arrives or the writer dies."""
 
 
@@ -42,7 +43,7 @@ class UnreadWriter:
         """Check every call against `health`, the health of the group."""
         self._health = health
 
-    def enqueue(self, obj: Any, timeout_s: float | None = None) -> None:
+    def enqueue(self, obj: Any, timeout_s: AnyTimeout = None) -> None:
         """Check that `obj` can be encoded, and drop it."""
         self._health.check_usable("enqueue")
         codec.encode(obj)

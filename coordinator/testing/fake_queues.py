@@ -11,6 +11,7 @@ from coordinator.testing.fake_planes import nothing_there
 from device_comm.health import GroupHealth
 from shm_broadcast import codec
 from shm_broadcast.errors import UsageError
+from shm_broadcast.timeouts import AnyTimeout
 
 
 class FakeReader:
@@ -22,7 +23,7 @@ class FakeReader:
         self._writer = writer
         self.frames: deque[bytes] = deque()
 
-    def dequeue(self, timeout_s: float | None = None, type: Any = None) -> Any:  # noqa: A002
+    def dequeue(self, timeout_s: AnyTimeout = None, type: Any = None) -> Any:  # noqa: A002
         """Return the next object.
 
         Raises:
@@ -42,7 +43,7 @@ class _OwnWriter:
         self._health = health
         self._frames = reader.frames
 
-    def enqueue(self, obj: Any, timeout_s: float | None = None) -> None:
+    def enqueue(self, obj: Any, timeout_s: AnyTimeout = None) -> None:
         """Keep a copy of `obj` for the reader."""
         self._health.check_usable("enqueue")
         self._frames.append(codec.encode(obj).to_bytes())

@@ -30,6 +30,7 @@ from device_comm.solo import SoloCommunicator
 from shm_broadcast import codec
 from shm_broadcast.errors import UsageError
 from shm_broadcast.liveness import PeerWatch, this_process
+from shm_broadcast.timeouts import AnyTimeout
 
 _numbers: Final = itertools.count()
 
@@ -139,7 +140,7 @@ class FakeGroupCoordinator(GroupCoordinator):
         dtype: torch.dtype,
         *,
         tag: int = 0,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
     ) -> tuple[torch.Tensor, int]:
         """Receive the next tensor of `tag` that was sent to any rank; (the tensor, that rank), lowest ranks first.
 
@@ -178,7 +179,7 @@ class FakeGroupCoordinator(GroupCoordinator):
         input_list: Sequence[Any] | None = None,
         src: int = 0,
         *,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
     ) -> Any:
         """Scatter as in a real group. If another rank is the source, it is taken to pass a copy of this rank's list.
 
@@ -217,7 +218,7 @@ class FakeGroupCoordinator(GroupCoordinator):
         group: dist.ProcessGroup | None = None,
         metadata_group: dist.ProcessGroup | None = None,
         *,
-        timeout_s: float | None = None,
+        timeout_s: AnyTimeout = None,
     ) -> TensorDict | None:
         """Return the dict itself on rank `src`, elsewhere a copy of the one that this rank passes.
 

@@ -25,6 +25,7 @@ from device_comm import checks, coalesced, rms_norm
 from device_comm.base import SUM
 from device_comm.derived_reductions import reducer
 from shm_broadcast.errors import UsageError
+from shm_broadcast.timeouts import AnyTimeout, seconds
 
 NAMESPACE: Final = "group_coordinator"
 
@@ -51,7 +52,7 @@ _SCHEMAS: Final = {
 
 
 def trace(
-    name: str, group: GroupPlanes, input_: torch.Tensor, timeout_s: float | None = None, **arguments: Any
+    name: str, group: GroupPlanes, input_: torch.Tensor, timeout_s: AnyTimeout = None, **arguments: Any
 ) -> torch.Tensor:
     """Trace a call of `group` as the operation `name`, and return its result.
 
@@ -59,7 +60,7 @@ def trace(
         name: Name of the operation.
         group: The group.
         input_: The call's input.
-        timeout_s: Deadline in seconds.
+        timeout_s: Deadline in any form.
         arguments: All other arguments of the operation, in the order of its schema.
     """
     # In a group of one the method returns its input, and so does a traced call; an operation could not.
@@ -73,7 +74,7 @@ def trace_list(
     name: str,
     group: GroupPlanes,
     tensors: Sequence[torch.Tensor],
-    timeout_s: float | None = None,
+    timeout_s: AnyTimeout = None,
     **arguments: Any,
 ) -> list[torch.Tensor]:
     """Trace a call on several tensors; see `trace`."""
@@ -89,24 +90,25 @@ def trace_norm(
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    timeout_s: float | None,
+    timeout_s: AnyTimeout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Trace `group.all_reduce_add_rms_norm`."""
     tensors = (input_.detach(), residual.detach(), weight.detach())
     normed, total = torch.ops.group_coordinator.all_reduce_add_rms_norm(
-        *tensors, eps, group.unique_name, timeout_s
+        *tensors, eps, group.unique_name, None if timeout_s is None else seconds(timeout_s)
     )
     return normed, total
 
 
 def _add(
-    name: str, group: GroupPlanes, inputs: object, timeout_s: float | None, arguments: dict[str, Any]
+    name: str, group: GroupPlanes, inputs: object, timeout_s: AnyTimeout, arguments: dict[str, Any]
 ) -> Any:
     """Add an operation to the graph that is being traced."""
     size = (group.world_size,) if "world_size" in _SCHEMAS[name] else ()
     held = [_held(key, value) for key, value in arguments.items()]
     operation = getattr(torch.ops.group_coordinator, name)
-    return operation(inputs, group.unique_name, *size, *held, timeout_s)
+    limit_s = None if timeout_s is None else seconds(timeout_s)
+    return operation(inputs, group.unique_name, *size, *held, limit_s)
 
 
 def _held(key: str, value: Any) -> Any:

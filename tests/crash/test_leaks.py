@@ -66,7 +66,7 @@ def growth(cycle: Callable[[int], None], cycles: int = CYCLES, warm_up: int = WA
 def worlds_in_a_row(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
     found = growth(lambda number: world_cycle(rank, world_size, directory, number))
     meet(rank, range(world_size), directory, "end")
-    return {**found, "left": sorted(path.name for path in (directory / "rendezvous").iterdir())}
+    return {**found, "left": sorted(path.name for path in (directory / "rendezvous").glob("*"))}
 
 
 def everything_in_a_row(rank: int, world_size: int, directory: Path) -> dict[str, Any]:

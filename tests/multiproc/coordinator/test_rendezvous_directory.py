@@ -3,6 +3,8 @@
 import os
 import secrets
 import signal
+import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 
 from coordinator.bootstrap import agreement
 from coordinator.bootstrap.rendezvous_directory import DirectoryRendezvous
-from coordinator.errors import CommTimeoutError
+from coordinator.errors import CommTimeoutError, UsageError
 from coordinator.parallel_state import (
     destroy_distributed_environment,
     get_world_group,
@@ -25,7 +27,8 @@ from tests.worlds import join_world, meet, outcome_of, world
 
 
 def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in (directory / "rendezvous").iterdir())
+    path = directory / "rendezvous"
+    return sorted(each.name for each in path.iterdir()) if path.exists() else []
 
 
 def join(
@@ -48,11 +51,12 @@ def run_and_list(rank: int, world_size: int, directory: Path) -> list[Any]:
         held = names(directory)
         group.barrier()
     meet(rank, range(world_size), directory, "left")
+    assert not (directory / "rendezvous").exists()
     return [ranks, held, names(directory)]
 
 
-def test_a_run_has_one_generation_and_leaves_an_empty_directory(ranks4: RankPool) -> None:
-    """During a run the directory holds the pointer and one generation. After the run it is empty."""
+def test_a_run_has_one_generation_and_leaves_nothing(ranks4: RankPool) -> None:
+    """During a run the directory holds the pointer and one generation."""
     for ranks, held, left in ranks4.run(run_and_list):
         assert ranks == [0, 1, 2, 3]
         assert len(held) == 2
@@ -124,10 +128,11 @@ def run_in(rank: int, world_size: int, directory: Path, path: str) -> list[Any]:
     group = get_world_group()
     ranks = group.all_gather_object(rank)
     held = sorted(each.name for each in Path(path).iterdir())
+    mode = stat.S_IMODE(Path(path).stat().st_mode)
     group.barrier()
     destroy_distributed_environment()
     meet(rank, range(world_size), directory, "left")
-    return [ranks, held, sorted(each.name for each in Path(path).iterdir())]
+    return [ranks, held, Path(path).exists(), mode]
 
 
 @pytest.mark.guarantee("G13")
@@ -137,11 +142,12 @@ def test_the_next_run_removes_the_files_of_a_killed_run(tmp_path: Path) -> None:
     run_ranks(be_killed_in_run, 2, str(path), expect_dead=[0, 1])
     left = {each.name for each in path.iterdir()}
     assert len(left) == 2
-    for ranks, held, after in run_ranks(run_in, 2, str(path)):
+    for ranks, held, is_there, _ in run_ranks(run_in, 2, str(path)):
         assert ranks == [0, 1]
         assert len(held) == 2
         assert set(held) & left == {"current"}
-        assert after == []
+        # The killed run had made it.
+        assert not is_there
 
 
 def wait_for_a_live_run(rank: int, world_size: int, directory: Path, path: str) -> Any:
@@ -187,10 +193,11 @@ def test_a_second_world_in_the_same_directory_leaves_the_first_alone(ranks4: Ran
 def test_missing_parents_are_made(tmp_path: Path) -> None:
     """Neither the directory nor its parents need to exist."""
     path = tmp_path / "a" / "b" / "rendezvous"
-    for ranks, _, after in run_ranks(run_in, 2, str(path)):
+    for ranks, _, is_there, mode in run_ranks(run_in, 2, str(path)):
         assert ranks == [0, 1]
-        assert after == []
-    assert path.stat().st_mode & 0o777 == 0o700
+        assert mode == 0o700
+        assert not is_there
+    assert list(path.parent.iterdir()) == []
 
 
 def alone(rank: int, world_size: int, directory: Path, method: str) -> dict[str, Any]:
@@ -222,6 +229,114 @@ def test_a_directory_that_cannot_be_made_is_named(ranks2: RankPool, tmp_path: Pa
     found = ranks2.run(alone, f"file://{tmp_path}/file/rendezvous")[0]
     assert found["kind"] == "UsageError", found
     assert f"{tmp_path}/file/rendezvous" in found["text"]
+
+
+def through(rank: int, world_size: int, directory: Path, path: str, run: int = 0) -> list[int]:
+    settings = CoordinatorSettings.resolve({}, create_timeout_s=60.0)
+    init_distributed_environment(world_size, rank, f"file://{path}", backend="gloo", settings=settings)
+    group = get_world_group()
+    ranks: list[int] = group.all_gather_object(rank)
+    group.barrier()
+    destroy_distributed_environment()
+    meet(rank, range(world_size), directory, f"left-{run}")
+    return ranks
+
+
+@pytest.mark.guarantee("G32")
+@pytest.mark.parametrize("there", ["nothing", "empty file", "stale store", "directory"])
+def test_a_path_may_be_that_of_anything_torch_takes(ranks2: RankPool, tmp_path: Path, there: str) -> None:
+    """What was there before is there after, unchanged, and we leave nothing of ours."""
+    path = tmp_path / "meeting"
+    if there == "empty file":
+        path.touch()
+    elif there == "stale store":
+        path.write_bytes(b"\x05\0\0\0\0\0\0\0rank0\x01\0\0\0\0\0\0\x000")
+    elif there == "directory":
+        path.mkdir()
+    before = path.read_bytes() if path.is_file() else path.exists()
+    assert ranks2.run(through, str(path)) == [[0, 1]] * 2
+    assert (path.read_bytes() if path.is_file() else path.exists()) == before
+    assert list(tmp_path.rglob("*")) == ([path] if path.exists() else [])
+
+
+@pytest.mark.guarantee("G32")
+def test_a_temporary_file_is_a_path_as_any_other(ranks2: RankPool) -> None:
+    """Users of torch pass the name of one, which they remove themselves."""
+    with tempfile.NamedTemporaryFile() as file:
+        assert ranks2.run(through, file.name) == [[0, 1]] * 2
+        assert list(Path(file.name).parent.glob(f"{Path(file.name).name}*")) == [Path(file.name)]
+
+
+def many_runs(rank: int, world_size: int, directory: Path, path: str) -> None:
+    for run in range(10):
+        assert through(rank, world_size, directory, path, run) == [0, 1]
+
+
+def test_runs_follow_each_other_beside_a_file(ranks2: RankPool, tmp_path: Path) -> None:
+    """Each makes and removes the directory beside the file, also while the next one comes."""
+    path = tmp_path / "meeting"
+    path.touch()
+    ranks2.run(many_runs, str(path))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def killed_beside_a_file(rank: int, world_size: int, directory: Path, path: str) -> None:
+    join(rank, world_size, directory, path)
+    get_world_group().barrier()
+    meet(rank, range(world_size), directory, "up")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.guarantee("G32")
+def test_what_a_killed_run_leaves_beside_a_file_is_removed_by_the_next(tmp_path: Path) -> None:
+    """The file alone says nothing of the run, so the next one finds and removes what we made."""
+    path = tmp_path / "meeting"
+    path.touch()
+    run_ranks(killed_beside_a_file, 2, str(path), expect_dead=[0, 1])
+    assert len(list(tmp_path.iterdir())) == 2
+    assert run_ranks(through, 2, str(path)) == [[0, 1]] * 2
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_is_removed_after_rank_0_saw_it_is_still_a_place_to_meet(tmp_path: Path) -> None:
+    """The name of a temporary file may be gone before the last rank comes."""
+    path = tmp_path / "meeting"
+    path.touch()
+    meetings = [DirectoryRendezvous(path, rank, 2) for rank in range(2)]
+    meetings[0].join(5.0)
+    path.unlink()
+    meetings[1].join(5.0)
+    for meeting in meetings:
+        meeting.leave()
+    assert list(tmp_path.iterdir()) == []
+
+
+def refused_at_once(rank: int, world_size: int, directory: Path, path: str) -> dict[str, Any]:
+    return join(rank, world_size, directory, path, create_timeout_s=30.0)
+
+
+@pytest.mark.guarantee("G32")
+def test_a_path_of_another_kind_is_refused_on_every_rank(ranks2: RankPool, tmp_path: Path) -> None:
+    """No rank waits for one that could not use the path."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    for found in ranks2.run(refused_at_once, str(path)):
+        assert found["kind"] == "UsageError", found
+        assert str(path) in found["text"]
+        assert found["seconds"] < 15.0
+
+
+def test_a_directory_beside_a_file_that_another_user_owns_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user who knows the name of the file could have made it."""
+    path = tmp_path / "meeting"
+    path.touch()
+    (tmp_path / "meeting.group_coordinator").mkdir()
+    own = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: own + 1)
+    with pytest.raises(UsageError, match="belongs to another user"):
+        DirectoryRendezvous(path, 0, 2).join(0.1)
 
 
 # --- different sizes ------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.settings import LaunchEnvironment
+from coordinator.settings import LaunchEnvironment, launched_local_rank
 from shm_broadcast.errors import SettingsError
 
 TORCHRUN = {
@@ -19,12 +19,10 @@ TORCHRUN = {
 
 
 def test_a_launch_is_read() -> None:
-    """The record holds everything that torchrun sets."""
+    """The record holds what a rendezvous needs of that which torchrun sets."""
     assert LaunchEnvironment.from_env(TORCHRUN) == LaunchEnvironment(
         rank=5,
         world_size=8,
-        local_rank=1,
-        local_world_size=4,
         master_addr="10.0.0.1",
         master_port=29500,
         use_agent_store=True,
@@ -38,8 +36,8 @@ def test_a_launch_needs_four_variables() -> None:
     four = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     launch = LaunchEnvironment.from_env(four)
     assert launch is not None
-    assert (launch.local_rank, launch.local_world_size, launch.run_id) == (None, None, None)
-    assert (launch.use_agent_store, launch.restart_count) == (False, 0)
+    assert (launch.use_agent_store, launch.restart_count, launch.run_id) == (False, 0, None)
+    assert launched_local_rank(four) is None
 
 
 def test_no_launch() -> None:
@@ -84,10 +82,6 @@ def test_a_partial_launch_is_refused(missing: str, is_empty: bool) -> None:
         ("RANK", "٣"),
         ("WORLD_SIZE", "0"),
         ("WORLD_SIZE", "9" * 5000),
-        ("LOCAL_RANK", "4"),
-        ("LOCAL_RANK", "x"),
-        ("LOCAL_WORLD_SIZE", "9"),
-        ("LOCAL_WORLD_SIZE", "0"),
         ("MASTER_PORT", "0"),
         ("MASTER_PORT", "65536"),
         ("TORCHELASTIC_USE_AGENT_STORE", "1"),
@@ -98,3 +92,34 @@ def test_a_malformed_launch_is_refused(name: str, text: str) -> None:
     """The error names the variable and its value."""
     with pytest.raises(SettingsError, match=f"environment variable {name}='{text}' must be"):
         LaunchEnvironment.from_env({**TORCHRUN, name: text})
+
+
+@pytest.mark.guarantee("G30")
+def test_a_variable_that_is_not_needed_is_not_read() -> None:
+    """What the caller knows beats the environment, which an engine may have changed for a purpose of its own."""
+    odd = {**TORCHRUN, "RANK": "x", "WORLD_SIZE": "0", "LOCAL_RANK": "7", "LOCAL_WORLD_SIZE": "1"}
+    launch = LaunchEnvironment.from_env(odd, rank=9, world_size=10)
+    assert launch is not None
+    assert (launch.rank, launch.world_size, launch.master_port) == (9, 10, 29500)
+    with pytest.raises(SettingsError, match="environment variable RANK='x' must be an integer from 0 to 9"):
+        LaunchEnvironment.from_env(odd, world_size=10)
+    with pytest.raises(SettingsError, match="environment variable WORLD_SIZE='0'"):
+        LaunchEnvironment.from_env(odd, rank=9)
+    assert launched_local_rank(odd) == 7
+
+
+def test_an_address_is_enough_for_a_caller_that_knows_its_rank() -> None:
+    """Programs that start their processes themselves set only the master's address."""
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1234"}
+    launch = LaunchEnvironment.from_env(address, rank=0, world_size=1)
+    assert launch is not None
+    assert (launch.master_addr, launch.master_port) == ("localhost", 1234)
+    with pytest.raises(SettingsError, match="lacks MASTER_ADDR, MASTER_PORT, though it sets none"):
+        LaunchEnvironment.from_env({}, rank=0, world_size=1)
+
+
+@pytest.mark.parametrize("text", ["-1", "x", "9" * 20])
+def test_a_malformed_local_rank_is_named_where_it_is_needed(text: str) -> None:
+    """The error names the variable and its value."""
+    with pytest.raises(SettingsError, match=f"environment variable LOCAL_RANK='{text}' must be"):
+        launched_local_rank({"LOCAL_RANK": text})

@@ -1,0 +1,35 @@
+"""Time-outs as callers pass them. All public functions convert them here."""
+
+import math
+from datetime import timedelta
+from typing import Final, TypeAlias
+
+from shm_broadcast.errors import UsageError
+
+__all__ = ["AnyTimeout", "seconds"]
+
+AnyTimeout: TypeAlias = float | timedelta | None
+"""A number of seconds, a `timedelta`, or None for the default of the call."""
+
+_KINDS: Final = "a number of seconds, a timedelta, or None"
+
+
+def seconds(timeout: object, name: str = "timeout_s", *, may_be_zero: bool = False) -> float | None:
+    """Return a time-out in seconds; None stays None.
+
+    Args:
+        timeout: An `AnyTimeout`.
+        name: The name of the argument, for errors.
+        may_be_zero: Whether the call can look without waiting.
+
+    Raises:
+        UsageError: It is not of these kinds, it is no number, or it is negative; or it is zero, and may not be.
+    """
+    if timeout is None:
+        return None
+    given = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or math.isnan(given):
+        raise UsageError(f"{name} must be {_KINDS}, not {timeout!r}")
+    if given < 0 or (given == 0 and not may_be_zero):
+        raise UsageError(f"{name} must be positive, not {timeout!r}: it is {_KINDS}")
+    return float(given)

@@ -98,17 +98,24 @@ def _complete(cls: type, kind: Kind) -> Kind:
     What a `cached_property` has stored is left out, because it is computed again.
     """
     inner = kind.take
+    plain = tuple(field.name for field in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else ()
 
     def take(obj: object) -> object:
-        body: Any = inner(obj)
         attributes = obj.__dict__
-        if not attributes.keys() <= body.keys():
-            for name in attributes.keys() - body.keys() - {"__orig_class__"}:  # parameters of a generic class
-                if not isinstance(find_member(cls, name), cached_property):
-                    raise Refusal(
-                        f"its attribute {name!r} is no field of the class and would be lost; make it one, or call "
-                        f"register_type({cls.__qualname__}) in every process, with encode= and decode= to keep it"
-                    )
+        if not attributes:
+            return inner(obj)
+        if len(attributes) == len(plain):
+            # Nearly every dataclass: if each field is there, nothing else is.
+            with_all = {name: attributes[name] for name in plain if name in attributes}
+            if len(with_all) == len(plain):
+                return with_all
+        body: Any = inner(obj)
+        for name in attributes.keys() - body.keys() - {"__orig_class__"}:  # parameters of a generic class
+            if not isinstance(find_member(cls, name), cached_property):
+                raise Refusal(
+                    f"its attribute {name!r} is no field of the class and would be lost; make it one, or call "
+                    f"register_type({cls.__qualname__}) in every process, with encode= and decode= to keep it"
+                )
         return body
 
     return Kind(kind.name, take, kind.build)

@@ -2,8 +2,11 @@
 
 import dataclasses
 import gc
+import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -448,3 +451,26 @@ def test_threads_that_meet_classes_at_once_agree() -> None:
         sys.setswitchinterval(interval)
     assert errors == []
     assert {entry.name: entry for entry in registry.by_class.values()} == registry.by_name
+
+
+@pytest.mark.slow
+@pytest.mark.guarantee("C15")
+def test_a_forked_child_meets_classes_though_a_thread_was_at_it() -> None:
+    """A child that is forked while another thread changes the table can meet classes and register them."""
+    held = threading.Event()
+
+    def hold() -> None:
+        with registry._lock:
+            held.set()
+            time.sleep(0.3)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(5)  # ends a child that waits for ever
+        # No assertion: the child must not run pytest's reports.
+        os._exit(0 if same(carried(Range(1)), Range(1)) else 1)
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -62,10 +62,10 @@ def register_backend() -> None:
     if not dist.is_available() or not dist.is_gloo_available():
         raise CapabilityError("this torch was built without Gloo", requirement="torch.distributed with Gloo")
     if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(BACKEND, create_gloo, extended_api=True, devices=["cpu"])
 
 
-def _create(backend_options: Any, options: GlooOptions | None) -> ProcessGroupGloo:
+def create_gloo(backend_options: Any, options: GlooOptions | None) -> ProcessGroupGloo:
     """Build the backend. torch calls this with its own options and, for our groups, ours."""
     if options is None:
         options = GlooOptions(_world_address[0] if _world_address else LOOPBACK)

@@ -108,9 +108,8 @@ class _Barrier:
             if self._store.get("outcome").decode() == _PASSED:
                 return
         raise CommTimeoutError(
-            f"{self._health.where(_NAME)}: Rank {self._rank} successfully reached monitoredBarrier, but received errors "
-            "while waiting for send/recv from rank 0. Please check rank 0 logs for faulty rank.",
-            missing=[],
+            f"{self._health.where(_NAME)}: Rank {self._rank} successfully reached monitoredBarrier, "
+            "but received errors while waiting for send/recv from rank 0. Please check rank 0 logs for faulty rank."
         )
 
 

@@ -7,6 +7,7 @@ writes the outcome, which the others read.
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from datetime import timedelta
 from typing import Any, Final
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from coordinator.bootstrap.agreement import ANSWER_S, FIRST_PAUSE_S, LONGEST_PAUSE_S, PART_OF_WAIT
 from coordinator.bootstrap.blocking_calls import run_interruptibly, torch_error
 from device_comm.health import GroupHealth, Operation
-from shm_broadcast.errors import CommTimeoutError
+from shm_broadcast.errors import ClosedError, CommTimeoutError
 
 _NAME: Final = "monitored_barrier"
 _PASSED: Final = "passed"
@@ -47,6 +48,8 @@ def wait(store: dist.Store, health: GroupHealth, within_s: float, *, wait_all_ra
         raise torch_error(
             f"{health.where(_NAME)}: lost the connection to the store: {error}", "Store"
         ) from error
+    finally:
+        barrier.stop.set()
 
 
 class _Barrier:
@@ -61,6 +64,7 @@ class _Barrier:
         self._within_s = within_s
         self._wait_all_ranks = wait_all_ranks
         self._started = time.monotonic()
+        self.stop = threading.Event()
 
     def check(self) -> None:
         """Raise if a rank died, or if the store hangs. Runs on the caller's thread."""
@@ -73,7 +77,8 @@ class _Barrier:
         return time.monotonic() - self._started
 
     def _pause(self) -> None:
-        time.sleep(min(max(self._waited_s() * PART_OF_WAIT, FIRST_PAUSE_S), LONGEST_PAUSE_S))
+        if self.stop.wait(min(max(self._waited_s() * PART_OF_WAIT, FIRST_PAUSE_S), LONGEST_PAUSE_S)):
+            raise ClosedError(f"{self._health.where(_NAME)}: cancelled, the caller no longer waits")
 
     def count(self) -> None:
         """Wait for the other ranks, and tell them the outcome."""

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
 
 from coordinator.bootstrap.group_parts import GroupParts
 from coordinator.calls import Calls
@@ -106,7 +107,7 @@ class BackendProcessGroup(TorchCollectives):
     @property
     def options(self) -> Any:
         """Return the options that torch copies for a group that is split off."""
-        return dist.Backend.Options(BACKEND, timedelta(seconds=self._timeout_s))  # type: ignore[attr-defined]
+        return Backend.Options(BACKEND, timedelta(seconds=self._timeout_s))
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the deadline of later calls that state none."""
@@ -119,7 +120,8 @@ class BackendProcessGroup(TorchCollectives):
 
     def _backends(self) -> dict[str, str]:
         """Return the name of the backend for each device type, as the group was created with."""
-        config: str = dist.distributed_c10d._world.pg_backend_config.get(self, "")  # type: ignore[attr-defined]
+        torch_world: Any = dist.distributed_c10d
+        config = torch_world._world.pg_backend_config.get(self, "")
         pairs = [part.partition(":") for part in str(config).split(",") if ":" in part]
         return {device: name for device, _, name in pairs} or {self.device_type: BACKEND}
 

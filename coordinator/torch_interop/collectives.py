@@ -23,6 +23,7 @@ from shm_broadcast.errors import CommError, UsageError
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 Arguments = ParamSpec("Arguments")
+Own = TypeVar("Own", bound="TorchCollectives")
 Result = TypeVar("Result")
 
 # torch's enumeration on the left. Comparing its values takes 0.8 us each, which a dict saves.
@@ -63,12 +64,12 @@ def _device_of(values: Sequence[Any]) -> str | None:
 
 
 def routed(
-    method: Callable[Concatenate[TorchCollectives, Arguments], Result],
-) -> Callable[Concatenate[TorchCollectives, Arguments], Result]:
+    method: Callable[Concatenate[Own, Arguments], Result],
+) -> Callable[Concatenate[Own, Arguments], Result]:
     """Make a method pass a call on tensors of another device type on to the process group that serves that type."""
 
     @functools.wraps(method)
-    def call(self: TorchCollectives, /, *args: Arguments.args, **options: Arguments.kwargs) -> Result:
+    def call(self: Own, /, *args: Arguments.args, **options: Arguments.kwargs) -> Result:
         device = _device_of(args)
         if device is None or device == self.device_type:
             return method(self, *args, **options)
@@ -358,8 +359,9 @@ def _reduction(opts: Any) -> Reduction:
     if opts is None:
         return ReduceOperation.SUM
     op = opts.reduceOp
-    plain = _PLAIN.get(op.op)
-    return op if plain is None else plain  # type: ignore[no-any-return] # `reducer` reads torch's other operations
+    # `reducer` reads torch's other operations.
+    chosen: Reduction = _PLAIN.get(op.op, op)
+    return chosen
 
 
 def _fill(output: torch.Tensor, result: torch.Tensor) -> torch.Tensor:

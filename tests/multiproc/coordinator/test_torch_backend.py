@@ -61,7 +61,9 @@ def reductions(rank: int, world_size: int) -> list[Answer]:
     with dist._coalescing_manager():
         for each in both:
             dist.all_reduce(each)
-    thin = torch.sparse_coo_tensor([[0, rank]], [1.0, 2.0], (4,), check_invariants=True)
+    thin = torch.sparse_coo_tensor(
+        torch.tensor([[0, rank]]), torch.tensor([1.0, 2.0]), (4,), check_invariants=True
+    )
     dist.all_reduce(thin)
     return [*found, x, y if rank == 1 else None, own, base, both, thin]
 
@@ -248,7 +250,7 @@ def nested(rank: int, world_size: int, directory: Path) -> list[Any]:
     with torch_world(rank, world_size, directory, timeout_s=20.0):
         x, y = torch.ones(2), torch.ones(2)
 
-        def more(_: object) -> list[torch.Tensor]:
+        def more(_: object) -> Any:
             return dist.all_reduce(y.add_(x), async_op=True).get_future().wait()
 
         result = dist.all_reduce(x, async_op=True).get_future().then(more).wait()

@@ -76,9 +76,11 @@ def _create(options: Any) -> BackendProcessGroup | ProcessGroupGloo:
     settings = CoordinatorSettings.resolve(timeout_s=timeout_s, create_timeout_s=timeout_s)
     plan = GroupPlan(name, [ranks], Membership(rank, ranks, options.group_rank, tuple(sorted(ranks))))
     where = f"creating group {name!r} (rank {rank})"
+    # torch counts groups, and ranks that make different ones may give them the same name.
+    same = dist.PrefixStore(f"group_coordinator/{','.join(map(str, ranks))}", options.store)
     # A store may be used again for a group of the same name, after the first one was destroyed.
-    number = ask_store(lambda: options.store.add(f"group_coordinator/uses/{rank}", 1), where, timeout_s)
-    store = dist.PrefixStore(f"group_coordinator/{number}", options.store)
+    number = ask_store(lambda: same.add(f"uses/{rank}", 1), where, timeout_s)
+    store = dist.PrefixStore(str(number), same)
     with closing(prepare_region(plan, {})) as region:
         started = time.perf_counter()
         offers = msgspec.json.encode([region.offer]).decode()
@@ -97,7 +99,7 @@ def _create(options: Any) -> BackendProcessGroup | ProcessGroupGloo:
             settings=settings,
         )
         parts = _build(builder, time.perf_counter() - started)
-    return BackendProcessGroup(parts, options.store, timeout_s)
+    return BackendProcessGroup(parts, options.store, store, timeout_s)
 
 
 def _facts(plan: GroupPlan, settings: CoordinatorSettings) -> dict[str, str]:

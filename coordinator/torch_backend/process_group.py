@@ -44,12 +44,13 @@ class BackendProcessGroup(TorchCollectives):
     supports_time_estimate = False
     supports_shrinking = False
 
-    def __init__(self, parts: GroupParts, store: dist.Store, timeout_s: float) -> None:
+    def __init__(self, parts: GroupParts, store: dist.Store, own_store: dist.Store, timeout_s: float) -> None:
         """Take over the parts of a group.
 
         Args:
             parts: The group, whose ranks share memory or of which there is one.
             store: The store that torch made for the group.
+            own_store: A store whose keys are used by this group only.
             timeout_s: Deadline of a call that states none, in seconds.
         """
         health = parts.health
@@ -60,6 +61,7 @@ class BackendProcessGroup(TorchCollectives):
         super().__init__(rank, len(health.ranks), calls, lambda: communicator, threads)
         self._parts = parts
         self._store = store
+        self._own_store = own_store
         self._timeout_s = timeout_s
         self._callbacks = threads
         self._open_sends = OpenSends()
@@ -157,7 +159,7 @@ class BackendProcessGroup(TorchCollectives):
         within_s = self._timeout_s if timeout is None or timeout < timedelta(0) else timeout.total_seconds()
         try:
             self._calls.enter("monitored_barrier", in_line=False)
-            scope = dist.PrefixStore(f"monitored_barrier/{next(self._barriers)}", self._store)
+            scope = dist.PrefixStore(f"monitored_barrier/{next(self._barriers)}", self._own_store)
             monitored_barrier.wait(scope, self._parts.health, within_s, wait_all_ranks=wait_all_ranks)
         except CommError as error:
             raise for_torch(error) from error

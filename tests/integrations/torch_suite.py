@@ -34,7 +34,7 @@ INTRODUCTION = """\
 `torch.testing._internal.distributed.distributed_test` of torch {torch}, run by
 `python -m tests.integrations.torch_suite` with each backend in turn. A test that passes with Gloo must pass with
 `group_coordinator`; a skip counts as a failure. Tests that both skip are left out: most need a GPU or another number of
-ranks. What the suite asserts of profiler events it asserts only for the backends that it lists by name, such as Gloo."""
+ranks. What the suite asserts of profiler events it asserts only for the backends that it lists by name."""
 
 
 def load(backend: str, world_size: int) -> type[unittest.TestCase]:

@@ -222,6 +222,24 @@ def test_torch_makes_groups_of_the_backend(ranks4: RankPool) -> None:
     assert found[3] == [5.0, [2, 3], OURS, 4.0, [1, 3], OURS, 4.0, 5.0]
 
 
+def of_one_name(rank: int, world_size: int, directory: Path) -> list[Any]:
+    with torch_world(rank, world_size, directory, timeout_s=20.0):
+        # torch counts the groups on each rank, so both pairs get the same name.
+        group = dist.new_group([0, 1] if rank < 2 else [2, 3])
+        x = torch.ones(1) * rank
+        dist.all_reduce(x, group=group)
+        dist.monitored_barrier(group)
+        names = [None] * world_size
+        dist.all_gather_object(names, group.group_name)
+        return [x.item(), len(set(names))]
+
+
+@pytest.mark.guarantee("G40")
+def test_groups_of_different_ranks_may_have_the_same_name(ranks4: RankPool) -> None:
+    """torch names a group by the number of groups that a rank has made."""
+    assert ranks4.run(of_one_name, check_leaks=False) == [[1.0, 1], [1.0, 1], [5.0, 1], [5.0, 1]]
+
+
 def one_after_the_other(rank: int, world_size: int, directory: Path) -> None:
     store = dist.FileStore(str(directory / "one"), world_size)
     for _ in range(3):

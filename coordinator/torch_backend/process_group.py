@@ -113,7 +113,7 @@ class BackendProcessGroup(TorchCollectives):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the deadline of later calls that state none."""
-        self._timeout_s = timeout.total_seconds()
+        self._timeout_s = self.default_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 

@@ -84,9 +84,11 @@ class TorchCollectives(ProcessGroupBase):
 
     Attributes:
         device_type: Device type of the tensors that the group moves itself.
+        default_s: Deadline of a call that states none, in seconds; None for the group's.
     """
 
     device_type: str = "cpu"
+    default_s: Timeout = None
 
     def __init__(
         self,
@@ -118,8 +120,9 @@ class TorchCollectives(ProcessGroupBase):
             f"{self._where}: the tensors are on {device}, this group's device is {self.device_type}"
         )
 
-    def translated(self, error: CommError) -> Exception:
-        """Return what torch's callers get for `error`."""
+    def translated(self, error: CommError, within_s: Timeout = None) -> Exception:
+        """Return what torch's callers get for `error`; `within_s` is the call's own deadline, if it has one."""
+        del within_s
         return error
 
     @property
@@ -134,14 +137,16 @@ class TorchCollectives(ProcessGroupBase):
         outputs: Sequence[Any],
     ) -> CallWork:
         """Make or queue a call of the group's communicator, with the deadline that `opts` states."""
+        own_s = None if opts is None else seconds(opts.timeout)
+        timeout_s = self.default_s if own_s is None else own_s
+        translate = self.translated if timeout_s is None else partial(self.translated, within_s=timeout_s)
         try:
             make = partial(self._in_turn, call, self._communicator())
-            timeout_s = None if opts is None else seconds(opts.timeout)
             is_later = getattr(opts, "asyncOp", True) and self.device_type == "cpu"
             made = self._calls.run(name, make, timeout_s=timeout_s, async_op=is_later)
         except CommError as error:
-            raise self.translated(error) from error
-        return CallWork(made if is_later else None, outputs, self._threads, self.translated)
+            raise translate(error) from error
+        return CallWork(made if is_later else None, outputs, self._threads, translate)
 
     def _in_turn(
         self,

@@ -99,9 +99,10 @@ def one_is_late(rank: int, world_size: int, directory: Path) -> list[dict[str, A
     found = []
     with torch_world(rank, world_size, directory, timeout_s=30.0):
         group = dist.new_group(timeout=timedelta(seconds=1))
-        other = dist.new_group()
+        other, brief = dist.new_group(), dist.new_group()
         if rank == 0:
             found.append(outcome(lambda: dist.all_reduce(torch.ones(2), group=group)))
+            found.append(outcome(lambda: dist.barrier(group=brief, timeout=timedelta(milliseconds=5))))
             work = dist.all_reduce(torch.ones(2), group=other, async_op=True)
             found.append(outcome(lambda: work.wait(timedelta(seconds=0.2))))
         meet(rank, range(world_size), directory, "late")
@@ -115,11 +116,12 @@ def one_is_late(rank: int, world_size: int, directory: Path) -> list[dict[str, A
 
 @pytest.mark.guarantee("G43")
 def test_a_deadline_names_the_missing_rank(ranks2: RankPool) -> None:
-    """The group's timeout counts; a shorter one of `wait` ends only that wait, and the call goes on."""
-    call, wait = ranks2.run(one_is_late)[0]
+    """The call's own timeout counts, else the group's; that of `wait` ends only the wait, and the call goes on."""
+    call, barrier, wait = ranks2.run(one_is_late)[0]
     assert (call["kind"], call["ranks"], call["ours"]) == ("BackendTimeoutError", [1], True)
     assert "Timed out waiting 1000ms" in call["text"]
     assert call["seconds"] >= 1.0
+    assert "Timed out waiting 5ms" in barrier["text"]
     assert (wait["kind"], wait["ranks"]) == ("BackendTimeoutError", [])
 
 

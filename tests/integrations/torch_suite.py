@@ -14,6 +14,7 @@ The ranks of a test are forked from the process that has imported torch, which s
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import time
 import traceback
+import types
 import unittest
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,14 +39,25 @@ INTRODUCTION = """\
 ranks. What the suite asserts of profiler events it asserts only for the backends that it lists by name."""
 
 
-def load(backend: str, world_size: int) -> type[unittest.TestCase]:
+def stand_in_for_expecttest() -> None:
+    """Let torch's test helpers be imported without `expecttest`, whose comparisons this suite does not use."""
+    if importlib.util.find_spec("expecttest") is None:
+        module: Any = types.ModuleType("expecttest")
+        module.TestCase = unittest.TestCase
+        sys.modules["expecttest"] = module
+
+
+def load(backend: str, world_size: int, state: Path) -> type[unittest.TestCase]:
     """Return the suite as a test case whose groups have the given backend. Call this once in a process."""
     os.environ.update(
         BACKEND="gloo",
         WORLD_SIZE=str(world_size),
         DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(LIMIT_S),
         GLOO_SOCKET_IFNAME="lo",
+        # One test makes its groups over this file.
+        INIT_METHOD=f"file://{state.resolve()}/store-{os.getpid()}",
     )
+    stand_in_for_expecttest()
     import torch
     import torch.testing._internal.common_distributed as common
     import torch.testing._internal.distributed.distributed_test as suite
@@ -114,7 +127,7 @@ def work(
     """Run the tests that have no result yet, until the time `until`; return how many are left."""
     path = state_file(state, backend, world_size)
     done = {} if again else results(path)
-    suite = load(backend, world_size)
+    suite = load(backend, world_size, state)
     todo = [name for name in names or unittest.defaultTestLoader.getTestCaseNames(suite) if name not in done]
     # Ranks write to their own standard output and error; only the results count here.
     log = os.open(state / f"{backend}-{world_size}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

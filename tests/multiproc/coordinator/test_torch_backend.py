@@ -236,7 +236,7 @@ def of_one_name(rank: int, world_size: int, directory: Path) -> list[Any]:
 
 @pytest.mark.guarantee("G40")
 def test_groups_of_different_ranks_may_have_the_same_name(ranks4: RankPool) -> None:
-    """torch names a group by the number of groups that a rank has made."""
+    """Torch names a group by the number of groups that a rank has made."""
     assert ranks4.run(of_one_name, check_leaks=False) == [[1.0, 1], [1.0, 1], [5.0, 1], [5.0, 1]]
 
 

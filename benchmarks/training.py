@@ -5,7 +5,7 @@ that DistributedDataParallel makes, one after the other and with nothing beside 
 linear model under DistributedDataParallel. The two backends take turns in the same processes. A figure is the median
 over the rounds of rank 0; every sample begins behind a barrier.
 
-    python -m benchmarks.training [--parameters 1000000 100000000] [--rounds 11] [--json FILE]
+    python -m benchmarks training [--parameters 1000000 100000000] [--rounds 11] [--json FILE]
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import coordinator.torch_backend
 
-BACKENDS: Final = ("gloo", coordinator.torch_backend.NAME)
+BACKENDS: Final = ("gloo", coordinator.torch_backend.BACKEND)
 WORLD: Final = 2
 FIRST_BUCKET: Final = (1 << 20) // 4
 BUCKET: Final = (25 << 20) // 4
@@ -101,7 +101,7 @@ def be_rank(rank: int, directory: Path, sizes: list[int], rounds: int) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     store = dist.FileStore(str(directory / "store"), WORLD)
-    dist.init_process_group(coordinator.torch_backend.NAME, store=store, rank=rank, world_size=WORLD)
+    dist.init_process_group(coordinator.torch_backend.BACKEND, store=store, rank=rank, world_size=WORLD)
     groups = {name: dist.new_group(backend=name) for name in BACKENDS}
     found = {str(size): measure(size, rounds, groups) for size in sizes}
     if rank == 0:

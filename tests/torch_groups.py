@@ -11,7 +11,7 @@ import coordinator.torch_backend
 
 __all__ = ["BACKENDS", "OURS", "torch_world"]
 
-OURS = coordinator.torch_backend.NAME
+OURS = coordinator.torch_backend.BACKEND
 
 BACKENDS = ("gloo", OURS)
 """What a test compares: Gloo first."""

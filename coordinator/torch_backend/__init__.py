@@ -12,15 +12,10 @@ The errors are those of `coordinator.errors`, each of which is a `torch.distribu
 deadline has passed or a rank has died, the group is unusable.
 """
 
-from typing import Final
-
 from coordinator.torch_backend import monitored_barrier
 from coordinator.torch_backend.creation import BACKEND, register
 
-__all__ = ["BACKEND", "NAME"]
-
-NAME: Final = BACKEND
-"""The name of the backend."""
+__all__ = ["BACKEND"]
 
 register()
 monitored_barrier.offer(BACKEND)

@@ -78,8 +78,11 @@ class PointToPointHandle:
             self._finish()
         return is_complete
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the transfer is complete; later calls return at once.
+
+        Args:
+            timeout_s: Seconds that this wait may take, in place of those with which the transfer was started.
 
         Raises:
             CommTimeoutError: The deadline passed; the group is broken.
@@ -89,7 +92,8 @@ class PointToPointHandle:
         self._health.check_owner(self._operation)
         if self._transfer is None:
             return
-        self._health.wait(self._operation, self._transfer, self._timeout_s)
+        deadline = self._timeout_s if timeout_s is None else timeout_s
+        self._health.wait(self._operation, self._transfer, deadline)
         self._finish()
 
     def _finish(self) -> None:

@@ -23,6 +23,7 @@ MODULES = (
     "coordinator.parallel_state",
     "coordinator.settings",
     "coordinator.testing",
+    "coordinator.torch_backend",
     "device_comm.base",
     "device_comm.registry",
     "shm_broadcast.codec",

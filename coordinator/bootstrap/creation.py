@@ -101,7 +101,7 @@ def create_parts(
             together = tuple(plan.name for plan in plans)
             return [builder.connect(use_device_communicator, agreement_s, together) for builder in builders]
         except BaseException as error:
-            _give_up(builders, error)
+            give_up(builders, error)
             raise
 
 
@@ -120,7 +120,7 @@ def _facts(
     }
 
 
-def _give_up(builders: Sequence[GroupBuilder], error: BaseException) -> None:
+def give_up(builders: Sequence[GroupBuilder], error: BaseException) -> None:
     """Undo what was built, and publish the reason to ranks that wait for this one in another of the groups."""
     if isinstance(error, (CapabilityError, PeerLostError)):
         for builder in builders:

@@ -133,6 +133,13 @@ class GlooAtAddress(ProcessGroupGloo, metaclass=_EveryGloo):
         _users[cast("GlooBackend", self)] = device
 
 
+def create_gloo(backend_options: Any, options: GlooOptions) -> ProcessGroupGloo:
+    """Build a Gloo backend: torch's options say for which ranks and over which store, ours at which address."""
+    of = backend_options
+    with gloo_at(options):
+        return GlooAtAddress(of.store, of.group_rank, of.group_size, of.timeout)
+
+
 # Each device has a thread that wakes up a hundred times a second (0.15 % of a core), so all groups of a process share
 # one device, which ends with the last of them. A forked child has no threads and needs its own device.
 _devices: Final[weakref.WeakValueDictionary[tuple[str, int], _Device]] = weakref.WeakValueDictionary()

@@ -1,0 +1,140 @@
+"""How torch makes a group of the backend: the ranks agree over torch's store, and map memory or connect by Gloo."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from typing import Any, Final
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo
+
+from coordinator.bootstrap.agreement import View, agree
+from coordinator.bootstrap.blocking_calls import ask_store
+from coordinator.bootstrap.creation import PROTOCOL_VERSION, give_up
+from coordinator.bootstrap.group_builder import GroupBuilder, prepare_region
+from coordinator.bootstrap.group_parts import GroupParts, GroupPlan
+from coordinator.bootstrap.membership import Membership, listening_address, own_address
+from coordinator.host.process_groups import GlooOptions, create_gloo
+from coordinator.settings import CoordinatorSettings
+from coordinator.torch_backend.errors import for_torch
+from coordinator.torch_backend.process_group import BACKEND, BackendProcessGroup
+from device_comm.cpu import shared_memory
+from device_comm.health import FOREVER_S
+from shm_broadcast.errors import CommError, UsageError
+from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, this_process
+
+# A deadline of zero has no meaning for the creation of a group.
+_SHORTEST_S: Final = 0.001
+
+# The ranks' processes, as the default group has found them, and the fork in which it did.
+_world: Final[dict[int, ProcessIdentity]] = {}
+_world_of_fork: Final[list[int]] = []
+
+
+def register() -> None:
+    """Register the backend with torch. Idempotent."""
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
+
+
+def create(options: Any, given: Any = None) -> BackendProcessGroup | ProcessGroupGloo:
+    """Create a group. torch calls this on every rank of it.
+
+    Blocks until all ranks of the group have come, for at most the group's timeout.
+
+    Args:
+        options: What torch says of the group: its store, ranks, name and timeout.
+        given: The options of the caller, of which there are none.
+
+    Returns:
+        A process group over shared memory, or Gloo where the ranks are on several hosts.
+
+    Raises:
+        UsageError: The caller gave options.
+        CommTimeoutError: Ranks did not come in time; `.missing` names them.
+        PeerLostError: A rank died meanwhile; `.peers` names it.
+        DisagreementError: The ranks hold different settings or versions.
+        CapabilityError: A rank could not map the memory, or announced an address that others cannot reach.
+    """
+    try:
+        if given is not None:
+            raise UsageError(f"the backend {BACKEND!r} takes no options, got {given!r}")
+        return _create(options)
+    except CommError as error:
+        raise for_torch(error) from error
+
+
+def _create(options: Any) -> BackendProcessGroup | ProcessGroupGloo:
+    is_world = not options.global_ranks_in_group
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    rank, name = ranks[options.group_rank], f"torch:{options.group_id}"
+    timeout_s = min(max(options.timeout.total_seconds(), _SHORTEST_S), FOREVER_S)
+    settings = CoordinatorSettings.resolve(timeout_s=timeout_s, create_timeout_s=timeout_s)
+    plan = GroupPlan(name, [ranks], Membership(rank, ranks, options.group_rank, tuple(sorted(ranks))))
+    where = f"creating group {name!r} (rank {rank})"
+    # torch counts groups, and ranks that make different ones may give them the same name.
+    same = dist.PrefixStore(f"group_coordinator/{','.join(map(str, ranks))}", options.store)
+    # A store may be used again for a group of the same name, after the first one was destroyed.
+    number = ask_store(lambda: same.add(f"uses/{rank}", 1), where, timeout_s)
+    store = dist.PrefixStore(str(number), same)
+    with closing(prepare_region(plan, {})) as region:
+        started = time.perf_counter()
+        offers = msgspec.json.encode([region.offer]).decode()
+        address = own_address(settings.interface, options.store)
+        own = View(_facts(plan, settings), this_process(), address, shared_memory.host_id(), offers)
+        views = _agree(dist.PrefixStore("agreement", store), plan, own, timeout_s, is_world=is_world)
+        if len({view.host_id for view in views.values()}) > 1:
+            return create_gloo(options, GlooOptions(listening_address(views, rank)))
+        builder = GroupBuilder(
+            plan,
+            region,
+            views,
+            store=store,
+            device=torch.device("cpu"),
+            backend="gloo",
+            settings=settings,
+        )
+        parts = _build(builder, time.perf_counter() - started)
+    return BackendProcessGroup(parts, options.store, store, timeout_s)
+
+
+def _facts(plan: GroupPlan, settings: CoordinatorSettings) -> dict[str, str]:
+    """Return what must be equal on all ranks. torch lets each rank have its own timeout."""
+    held = {name: value for name, value in settings.agreed().items() if not name.endswith("timeout_s")}
+    return {
+        "protocol": str(PROTOCOL_VERSION),
+        "ranks": str(list(plan.membership.ranks)),
+        **{f"setting {name}": str(value) for name, value in held.items()},
+    }
+
+
+def _agree(
+    store: dist.Store, plan: GroupPlan, own: View, timeout_s: float, *, is_world: bool
+) -> Mapping[int, View]:
+    """Exchange views with the group's ranks, watching those that the default group knows."""
+    rank, ranks = plan.membership.rank, plan.membership.ranks
+    known = _world if _world_of_fork == [fork_count()] and not is_world else {}
+    others = {other: known[other] for other in ranks if other != rank and other in known}
+    with closing(PeerWatch(own.process, others)) as watch:
+        views = agree(store, f"group {plan.name!r}", rank, ranks, own, timeout_s, watch)
+    if is_world:
+        _world.clear()
+        _world.update({other: view.process for other, view in views.items()})
+        _world_of_fork[:] = [fork_count()]
+    return views
+
+
+def _build(builder: GroupBuilder, agreement_s: float) -> GroupParts:
+    try:
+        builder.share(0)
+        return builder.connect(True, agreement_s, (builder.plan.name,))
+    except BaseException as error:
+        give_up([builder], error)
+        raise
+
+
+__all__ = ["BACKEND", "create", "register"]

@@ -1,0 +1,224 @@
+"""The works that torch's functions return for calls of a group: how torch waits, and what it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from device_comm.handles import CompletedHandle, Handle, PointToPointHandle
+from device_comm.works import WaiterThreads
+from shm_broadcast.errors import CommError
+
+if TYPE_CHECKING:
+    from device_comm.async_calls import CallHandle
+
+# Returns the error that torch's callers get for an error of ours.
+Translate: TypeAlias = Callable[[CommError], Exception]
+
+
+def seconds(timeout: timedelta | None) -> float | None:
+    """Return torch's timeout in seconds; None if it is absent, zero or negative, which means unset."""
+    if timeout is None or timeout <= timedelta(0):
+        return None
+    return timeout.total_seconds()
+
+
+def unchanged(error: CommError) -> Exception:
+    """Return the error itself."""
+    return error
+
+
+class CallWork(dist.Work):
+    """A running or completed collective."""
+
+    def __init__(
+        self,
+        handle: CallHandle[Any] | None,
+        outputs: Sequence[Any],
+        threads: WaiterThreads | None,
+        translate: Translate = unchanged,
+    ) -> None:
+        """Wait for `handle`, or for nothing.
+
+        Args:
+            handle: The call; None if it is complete.
+            outputs: What `result` and the future return: the tensors that the call fills.
+            threads: Where callbacks of the future run; None: on the group's own thread, where they must not wait.
+            translate: Turns errors of ours into those that torch's callers expect.
+        """
+        super().__init__()
+        self._handle = handle
+        self._outputs = list(outputs)
+        self._threads = threads
+        self._translate = translate
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the call is complete; raise the error that it raised."""
+        if self._handle is not None:
+            try:
+                self._handle.wait(seconds(timeout))
+            except CommError as error:
+                raise self._translate(error) from error
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for the call."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether the call has ended, with success or an error."""
+        if self._handle is None:
+            return True
+        try:
+            return self._handle.is_completed()
+        except CommError:
+            return True
+
+    def is_success(self) -> bool:
+        """Return whether the call has ended without an error."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Exception | None:
+        """Return the error of a call that has failed; None while it runs and if it succeeded."""
+        if self._handle is None:
+            return None
+        try:
+            self._handle.is_completed()
+        except CommError as error:
+            return self._translate(error)
+        return None
+
+    def result(self) -> list[Any]:
+        """Return the tensors that the call fills."""
+        return self._outputs
+
+    def get_future(self) -> Any:
+        """Return torch's future of the tensors that the call fills.
+
+        With `threads` a callback may start a further collective and wait for it, as communication hooks of DDP do.
+        """
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        if self._handle is None:
+            future.set_result(self._outputs)
+            return future
+        complete = partial(future.set_result, None)
+        threads = self._threads
+        self._handle.get_future().add_done_callback(
+            lambda _: complete() if threads is None else threads.submit(complete)
+        )
+        # An error in a callback becomes the error of the future that `then` returns, for callers in C++ too. An
+        # exception that is set as a result would be taken for the tensors there.
+        return future.then(self._outcome)
+
+    def _outcome(self, _: object) -> list[Any]:
+        self.wait()
+        return self._outputs
+
+
+class TransferWork(dist.Work):
+    """A send or a receive."""
+
+    def __init__(
+        self, handle: Handle, tensors: Sequence[torch.Tensor], peer: int, translate: Translate = unchanged
+    ) -> None:
+        """Wait for `handle`; `peer` is the other rank in the group."""
+        super().__init__()
+        self._handle = handle
+        self._tensors = list(tensors)
+        self._peer = peer
+        self._translate = translate
+        self._error: Exception | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the memory may be used again; `timeout` takes the place of the group's deadline."""
+        handle, within_s = self._handle, seconds(timeout)
+        try:
+            if within_s is not None and isinstance(handle, PointToPointHandle):
+                handle.wait(within_s)
+            else:
+                handle.wait()
+        except CommError as error:
+            self._error = self._translate(error)
+            raise self._error from error
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for the transfer."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether the transfer has ended, with success or an error."""
+        try:
+            return self._handle.is_completed()
+        except CommError as error:
+            self._error = self._translate(error)
+            return True
+
+    def is_success(self) -> bool:
+        """Return whether the transfer has ended without an error."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> Exception | None:
+        """Return the error of a transfer that has failed."""
+        self.is_completed()
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensors that are sent or received."""
+        return self._tensors
+
+    def source_rank(self) -> int:
+        """Return the other rank in the group."""
+        return self._peer
+
+    def _source_rank(self) -> int:
+        return self._peer
+
+
+class AnyWork(dist.Work):
+    """A receive from any rank, carried out inside `wait`."""
+
+    def __init__(self, receive: Callable[[float | None], int], translate: Translate = unchanged) -> None:
+        """Call `receive` with the deadline in seconds, or None for the group's; it returns the sender."""
+        super().__init__()
+        self._receive: Callable[[float | None], int] | None = receive
+        self._translate = translate
+        self._source = -1
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Receive."""
+        receive, self._receive = self._receive, None
+        if receive is not None:
+            try:
+                self._source = receive(seconds(timeout))
+            except CommError as error:
+                raise self._translate(error) from error
+        return True
+
+    def synchronize(self) -> None:
+        """Receive."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` was called: until then nothing is received."""
+        return self._receive is None
+
+    def source_rank(self) -> int:
+        """Return the rank in the group that sent; -1 before `wait`."""
+        return self._source
+
+    def _source_rank(self) -> int:
+        return self._source
+
+
+def completed_transfer(tensors: Sequence[torch.Tensor], peer: int) -> TransferWork:
+    """Return the work of a transfer that is complete."""
+    return TransferWork(CompletedHandle(), tensors, peer)
+
+
+__all__ = ["AnyWork", "CallWork", "TransferWork", "Translate", "completed_transfer", "seconds", "unchanged"]

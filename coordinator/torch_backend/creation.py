@@ -18,6 +18,7 @@ from coordinator.bootstrap.creation import PROTOCOL_VERSION, give_up
 from coordinator.bootstrap.group_builder import GroupBuilder, prepare_region
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan
 from coordinator.bootstrap.membership import Membership, listening_address, own_address
+from coordinator.bootstrap.world import World
 from coordinator.host.process_groups import GlooOptions, create_gloo
 from coordinator.settings import CoordinatorSettings
 from coordinator.torch_backend.errors import for_torch
@@ -97,6 +98,7 @@ def _create(options: Any) -> BackendProcessGroup | ProcessGroupGloo:
             device=torch.device("cpu"),
             backend="gloo",
             settings=settings,
+            world=World(rank, max(ranks) + 1, store),
         )
         parts = _build(builder, time.perf_counter() - started)
     return BackendProcessGroup(parts, options.store, store, timeout_s)

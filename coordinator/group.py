@@ -165,6 +165,11 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             beside: A group of all ranks, if there is one: it knows the ranks' host ids.
         """
         world = world_of_torch()
+        known = None if beside is None else beside._parts.world  # noqa: SLF001 - ours
+        if known is not None and not known.is_torch:
+            raise UsageError(
+                "world must be a group of torch's world; a stateless group has other ranks, and no ParallelGroups"
+            )
         store, rank = world.store, world.rank
         bases = list(tables)
         round_name, names = next_names("layout", bases, store, rank, settings.create_timeout_s)

@@ -389,8 +389,8 @@ def default_backend() -> str:
 
 # --- which groups are current ------------------------------------------------------------------------------------
 #
-# Getters such as `get_tp_group` read nothing else, and `torch.compile` traces them. It guards what it reads, and a guard
-# is evaluated in the context that calls the compiled function: where other groups are current, or the default has
+# Getters such as `get_tp_group` read nothing else, and `torch.compile` traces them. It guards what it reads, and
+# evaluates guards in the context that calls the compiled function: where other groups are current, or the default has
 # changed, a fact on which the graph depends differs, and the function is compiled again instead of using old groups.
 
 _current: Final[contextvars.ContextVar[ParallelGroups]] = contextvars.ContextVar("parallel_groups")

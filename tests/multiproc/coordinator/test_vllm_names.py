@@ -133,6 +133,7 @@ def on_hosts(rank: int, world_size: int, directory: Path, expected: list[list[bo
         if part is not None:
             assert parallel_state.in_the_same_node_as(part) == [expected[3][3], expected[3][0]]
             part.destroy()
+        wrong: Any
         for wrong in (world_size, -1, True, "0"):
             assert "source_rank" in refusal(partial(parallel_state.in_the_same_node_as, group, wrong))
         assert "not list" in refusal(lambda: parallel_state.in_the_same_node_as([0, 1]))

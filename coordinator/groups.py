@@ -42,7 +42,7 @@ class ParallelGroups:
 
     Used as a context manager, it makes these groups current and destroys them at the end. Each dimension has a group of
     its own, even if another one has the same ranks: its name (`tp:0`), its state, its lifetime and the order of its
-    calls are its own. Two threads may use two of them at the same time.
+    calls are its own. Two threads may use two of them at the same time, on CUDA devices as far as NCCL allows it.
 
     Attributes:
         layout: Sizes of the dimensions.

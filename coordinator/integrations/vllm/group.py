@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Final
 
@@ -20,45 +20,7 @@ STATE: Final = "vllm.distributed.parallel_state"
 
 
 class VllmGroupCoordinator(GroupCoordinator):
-    """A group with the constructor, the attributes and the queue methods that vLLM expects."""
-
-    def __init__(
-        self,
-        group_ranks: Sequence[Sequence[int]],
-        local_rank: int,
-        torch_distributed_backend: str,
-        use_device_communicator: bool,
-        use_message_queue_broadcaster: bool = False,
-        group_name: str | None = None,
-        use_all2all: bool = False,
-    ) -> None:
-        """Create this rank's group; see `GroupCoordinator`.
-
-        Args:
-            group_ranks: Global ranks of every group of this kind.
-            local_rank: Index of this process's device on its host.
-            torch_distributed_backend: torch backend of the device group.
-            use_device_communicator: Whether tensors may use a communicator made for the device.
-            use_message_queue_broadcaster: Whether `broadcast_object` uses a queue.
-            group_name: Name such as "tp".
-            use_all2all: Ignored: every group can dispatch tokens.
-        """
-        del use_all2all
-        super().__init__(
-            group_ranks,
-            local_rank,
-            torch_distributed_backend,
-            use_device_communicator,
-            use_message_queue_broadcaster,
-            group_name,
-        )
-        # The device's index, under vLLM's name.
-        self.device_index = local_rank
-        # vLLM asks whether to call its own custom operations, which find the group by name. Ours need no such detour:
-        # `torch.compile` records an operation of this project instead.
-        self.use_custom_op_call = False
-        # vLLM would send tensor dicts over kernels of its own CPU build.
-        self.use_cpu_custom_send_recv = False
+    """A group whose queues and experts follow vLLM's rules; constructor and attributes are those of the base class."""
 
     def create_mq_broadcaster(  # type: ignore[override]
         self,

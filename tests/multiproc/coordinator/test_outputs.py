@@ -142,7 +142,8 @@ def writes_directly(rank: int, world_size: int, directory: Path) -> None:
 
         def allocate(shape: Any, dtype: torch.dtype, nbytes: int) -> torch.Tensor:
             fresh.append(nbytes)
-            return type(there)._fresh(there, shape, dtype, nbytes)
+            made: torch.Tensor = type(there)._fresh(there, shape, dtype, nbytes)
+            return made
 
         x, many = own(rank, 1 << 17), (1 << 17) * world_size
         large, small = empty(many), empty((1 << 17) // world_size)
@@ -296,10 +297,10 @@ def test_a_subclass_replaces_what_is_behind_a_call() -> None:
         assert torch.equal(run(x), x * 2 + 1)
         assert group.counts["all_reduce"] == 2
         torch._dynamo.reset()
-    for group in (Counted(0, 2), CountedTwice(0, 1)):
-        assert group.reduce_scatter(x, 0).shape[1] == 2
-        assert not hasattr(group, "counts")
-        group.destroy()
+    for other in (Counted(0, 2), CountedTwice(0, 1)):
+        assert other.reduce_scatter(x, 0).shape[1] == 2
+        assert not hasattr(other, "counts")
+        other.destroy()
     assert FakeGroupCoordinator.all_reduce is GroupCoordinator.all_reduce
     assert isinstance(FakeGroupCoordinator(0, 2).device_communicator, DeviceCommunicator)
     with FakeGroupCoordinator(0, 2) as plain, pytest.raises(UsageError):

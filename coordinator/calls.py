@@ -126,7 +126,7 @@ class Calls:
     def refuse_lost_gradient(self, name: str, arguments: Sequence[object]) -> None:
         """Refuse a call that would lose the gradient of one of its arguments; see `gradients`."""
         try:
-            gradients.refuse_lost_gradient(name, arguments)
+            gradients.refuse_lost_gradient(name, arguments, len(self._health.ranks))
         except UsageError as error:
             self.refuse(name, error)
             raise
@@ -167,7 +167,7 @@ class Calls:
         with self.call(name, timeout_s, in_line=False):
             for tensor in args[0] if args and isinstance(args[0], Sequence) else args[:1]:
                 checks.check_tensor(tensor, self._device, name)
-            gradients.refuse_lost_gradient(name, args)
+            gradients.refuse_lost_gradient(name, args, len(self._health.ranks))
         make = partial(self._make, name, target, args, timeout_s)
         # On an accelerator the call only queues work on this thread's current stream, so it does not block.
         return self._line.submit(name, make, at_once=not on_host and self._device.type != "cpu")

@@ -25,17 +25,34 @@ _WRITTEN: Final = {
 }
 
 
+# Calls that give a group of one its input back, and with it the gradient.
+_IDENTITIES: Final = frozenset(
+    {
+        *("all_reduce", "all_reduce_", "reduce", "reduce_scatter", "reduce_scatterv", "broadcast"),
+        *("all_gather", "all_gatherv", "gather", "all_to_all"),
+        *("all_reduce_coalesced", "all_gather_coalesced", "reduce_scatter_coalesced"),
+    }
+)
+
+
 def wants_gradient(value: object) -> bool:
     """Return whether `value` is a tensor for which autograd would record an operation now."""
     return torch.is_grad_enabled() and isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def refuse_lost_gradient(name: str, arguments: Sequence[object]) -> None:
-    """Raise if the call `name` would lose the gradient of one of its arguments, which may be lists of tensors.
+def refuse_lost_gradient(name: str, arguments: Sequence[object], world_size: int) -> None:
+    """Raise if the call `name` would lose the gradient of one of its arguments.
+
+    Args:
+        name: The method.
+        arguments: Its arguments, which may be tensors or lists of them.
+        world_size: How many ranks the group has.
 
     Raises:
         UsageError: It would. Nothing was sent, the group is intact.
     """
+    if world_size == 1 and name in _IDENTITIES:
+        return
     written = _WRITTEN.get(name)
     for at, argument in enumerate(arguments):
         for each in argument if isinstance(argument, (list, tuple)) else (argument,):

@@ -57,7 +57,8 @@ class TokenRouting:
                     f"dispatch: every tensor needs one row for each of the {hidden_states.shape[:1].numel()} tokens, "
                     f"got shape {tuple(tensor.shape)}"
                 )
-        refuse_lost_gradient("dispatch", tensors)
+        if self._world_size > 1:
+            refuse_lost_gradient("dispatch", tensors, self._world_size)
         counts = self._counts(hidden_states.shape[0])
         gathered = self._communicator.all_gatherv(tensors, 0, counts)
         self._dispatched = counts
@@ -71,7 +72,8 @@ class TokenRouting:
     ) -> torch.Tensor:
         """Sum the results of all ranks, and return the rows of this rank's tokens, in `output` if there is one."""
         checks.check_tensor(hidden_states, self._device, "combine")
-        refuse_lost_gradient("combine", (hidden_states, output))
+        if self._world_size > 1 or routed is not None or output is not None:
+            refuse_lost_gradient("combine", (hidden_states, output), self._world_size)
         if routed is not None:
             if not isinstance(routed, RoutedTokens):
                 raise UsageError(
@@ -119,7 +121,7 @@ class TokenRouting:
             raise UsageError(f"dispatch: form must be a DispatchForm, not {form!r}")
         is_captured = _is_capturing(self._device)
         is_static = is_captured or capacity is not None
-        refuse_lost_gradient("dispatch", [hidden_states, topk_weights, extra_tensors])
+        refuse_lost_gradient("dispatch", [hidden_states, topk_weights, extra_tensors], self._world_size)
         tensors = hidden_states, topk_ids, topk_weights, extra_tensors
         all2all.check_routing(*tensors, placement, is_static=is_static)
         if form is DispatchForm.ALL_TO_ALL and is_captured and capacity is None:

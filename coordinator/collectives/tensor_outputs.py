@@ -130,7 +130,7 @@ class TensorOutputs(TensorReductions):
                 output.copy_(row.view(output.shape))
             return outputs
         if is_grad_enabled():
-            self._calls.refuse_lost_gradient("all_gather", (input_, outputs))
+            self._calls.refuse_lost_gradient("all_gather into a list", (input_, outputs))
         make = partial(_gather_into_list, self.device_communicator, outputs)
         return self._calls.run("all_gather", make, input_, timeout_s=timeout_s, async_op=async_op)
 

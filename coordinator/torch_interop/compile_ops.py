@@ -88,11 +88,11 @@ def trace(
         timeout_s: Deadline in seconds.
         arguments: All other arguments of the operation, in the order of its schema.
     """
-    if wants_gradient(input_) and not (name in BACKWARD and is_linear(_named(arguments.get("op", SUM)))):
-        raise lost_gradient(name, "sums and means have gradients; for others pass tensor.detach()")
     # In a group of one the method returns its input, and so does a traced call; an operation could not.
     if group.world_size == 1 and name != "broadcast":
         return input_
+    if wants_gradient(input_) and not (name in BACKWARD and is_linear(_named(arguments.get("op", SUM)))):
+        raise lost_gradient(name, "sums and means have gradients; for others pass tensor.detach()")
     result: torch.Tensor = _add(name, group, (input_,), timeout_s, arguments)
     return result
 
@@ -105,7 +105,7 @@ def trace_writing(
     **arguments: Any,
 ) -> torch.Tensor:
     """Trace a call that writes to the last one of `tensors`, and return that one; see `trace`."""
-    refuse_lost_gradient(name.replace("broadcast_", "broadcast"), tensors)
+    refuse_lost_gradient(name.replace("broadcast_", "broadcast"), tensors, group.world_size)
     _add(name, group, tuple(tensors), timeout_s, arguments)
     return tensors[-1]
 
@@ -118,7 +118,7 @@ def trace_list(
     **arguments: Any,
 ) -> list[torch.Tensor]:
     """Trace a call on several tensors; see `trace`."""
-    refuse_lost_gradient(name, [tensors])
+    refuse_lost_gradient(name, [tensors], group.world_size)
     if group.world_size == 1 or not tensors:
         return list(tensors)
     results: list[torch.Tensor] = _add(name, group, (list(tensors),), timeout_s, arguments)
@@ -135,7 +135,7 @@ def trace_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Trace `group.all_reduce_add_rms_norm`."""
     tensors = (input_, residual, weight)
-    refuse_lost_gradient("all_reduce_add_rms_norm", tensors)
+    refuse_lost_gradient("all_reduce_add_rms_norm", tensors, group.world_size)
     normed, total = torch.ops.group_coordinator.all_reduce_add_rms_norm(
         *tensors, eps, group.unique_name, timeout_s
     )

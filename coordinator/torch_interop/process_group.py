@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import _register_process_group
 from torch.distributed.distributed_c10d import GroupName
 
 from coordinator.calls import Calls
-from device_comm import coalesced
+from device_comm import checks, coalesced
 from device_comm.base import DeviceCommunicator, Timeout
 from device_comm.derived_reductions import reducer
 from device_comm.handles import Handle
@@ -275,7 +275,7 @@ class CoordinatorProcessGroup(_ProcessGroup):
 
         def call(there: DeviceCommunicator, timeout_s: Timeout) -> list[torch.Tensor]:
             return [
-                _fill(output, there.all_gather(own.reshape(1, -1), 0, timeout_s=timeout_s))
+                _gather_rows(there, output, own.reshape(1, -1), timeout_s)
                 for output, own in zip(outputs, inputs, strict=True)
             ]
 
@@ -316,6 +316,9 @@ class CoordinatorProcessGroup(_ProcessGroup):
         received = list(output_split_sizes) or [output.shape[0] // size] * size
 
         def call(there: DeviceCommunicator, timeout_s: Timeout) -> torch.Tensor:
+            if _is_direct(output, input_, (sum(received), *input_.shape[1:])):
+                there.all_to_all_into_output(input_, output, 0, sent, received, timeout_s=timeout_s)
+                return output
             return _fill(output, there.all_to_all(input_, 0, sent, received, timeout_s=timeout_s))
 
         return self._run("all_to_all", opts, call, output.device.type)
@@ -377,6 +380,28 @@ def _fill_all(outputs: Tensors, results: Tensors | torch.Tensor) -> list[torch.T
     return [_fill(output, result) for output, result in zip(outputs, results, strict=True)]
 
 
+def _is_direct(output: torch.Tensor, input_: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Return whether a call can write its result of `shape` to the output. torch takes others too, which are copied."""
+    return (
+        output.is_contiguous()
+        and tuple(output.shape) == tuple(shape)
+        and output.dtype is input_.dtype
+        and not checks.share_memory(output, input_)
+    )
+
+
+def _gather_rows(
+    there: DeviceCommunicator, output: torch.Tensor, row: torch.Tensor, timeout_s: Timeout
+) -> torch.Tensor:
+    """Fill the output with every rank's row, in rank order."""
+    if output.is_contiguous() and output.numel() == row.numel() * there.world_size:
+        rows = output.detach().view(there.world_size, -1)
+        if _is_direct(rows, row, rows.shape):
+            there.all_gatherv_into_output(row, rows, 0, timeout_s=timeout_s)
+            return output
+    return _fill(output, there.all_gather(row, 0, timeout_s=timeout_s))
+
+
 def _scatter_sum(
     there: DeviceCommunicator,
     output: torch.Tensor,
@@ -386,6 +411,10 @@ def _scatter_sum(
 ) -> torch.Tensor:
     whole = input_ if isinstance(input_, torch.Tensor) else torch.stack(list(input_))
     rows = whole.reshape(there.world_size, -1)
+    row = output.detach().view(1, -1) if output.is_contiguous() else output
+    if _is_direct(row, rows, (1, rows.shape[1])):
+        reducer(op, there).reduce_scatterv_into_output(rows, row, 0, op=op, timeout_s=timeout_s)
+        return output
     return _fill(output, reducer(op, there).reduce_scatter(rows, 0, op, timeout_s=timeout_s))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from coordinator import GroupCoordinator, ReduceOperation, UsageError
 from coordinator.testing import FakeGroupCoordinator
@@ -154,8 +155,15 @@ def writes_directly(rank: int, world_size: int, directory: Path) -> None:
         group.all_to_all_single(x.clone(), x)
         group.all_reduce(x, out=x.clone())
         group.all_gather(x, output_tensor_list=list(pages.chunk(world_size)))
+        # So do torch's functions with the group's process group.
+        torchs = group.as_process_group()
+        again, exchanged = empty(many), empty(len(x))
+        dist.all_gather_into_tensor(again, x, group=torchs)
+        dist.reduce_scatter_tensor(small, x, group=torchs)
+        dist.all_to_all_single(exchanged, x, group=torchs)
         assert fresh == []
         assert torch.equal(pages, large)
+        assert torch.equal(again, large)
         group.all_gather(x)
         assert fresh == [large.nbytes], "a call without an output is seen"
         del there._fresh

@@ -422,17 +422,20 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
 
     @contextmanager
     def graph_capture(
-        self, graph_capture_context: GraphCaptureContext | None = None
+        self,
+        graph_capture_context: GraphCaptureContext | None = None,
+        stream: torch.Stream | None = None,
     ) -> Iterator[GraphCaptureContext]:
         """Prepare this group's collectives for the capture of a CUDA graph. On the CPU this does nothing.
 
         Entering and leaving are both *collective*. Entering connects and compiles what cannot be done during a capture.
         Leaving tells the other ranks which inputs were captured. A graph may be replayed only after that; an earlier
         replay breaks the group with a `UsageError`. Calls on the stream before the capture begins are executed, as a
-        warm-up. Yields `graph_capture_context`, or a new one; the capture uses its stream.
+        warm-up. Yields `graph_capture_context`, or a new one for `stream`, or for a stream of its own; the capture uses
+        that stream.
         """
         self._calls.enter("graph_capture")
-        with capture_on(self.device, [self.device_communicator], graph_capture_context) as context:
+        with capture_on(self.device, [self.device_communicator], graph_capture_context, stream) as context:
             yield context
 
     # ------------------------------------------------------------------ sub-groups

@@ -309,6 +309,13 @@ def test_models_prepare_their_buffers(group: FakeGroupCoordinator) -> None:
     assert seen == [group, group]
     with group.graph_capture() as context:
         assert context.stream is None
+    stream: Any = object()
+    with group.graph_capture(stream=stream) as context:
+        assert context.stream is stream
+        with group.graph_capture(context, stream) as same:
+            assert same is context
+    with pytest.raises(UsageError, match="another stream"), group.graph_capture(context, stream=object()):  # type: ignore[arg-type]
+        pass
 
 
 # --- the groups of a rank -------------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ def torch_world(
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
-        **options,
     )
     world = dist.group.WORLD
     assert world is not None

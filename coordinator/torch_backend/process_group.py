@@ -156,7 +156,7 @@ class BackendProcessGroup(TorchCollectives):
                 )
                 raise for_torch(error)
             ranks = self._parts.health.ranks
-            found = new_group(ranks, name, f"{self._name} {device}", self._timeout_s)
+            found = new_group(ranks, f"{device}:{name}", f"{self._name} {device}", self._timeout_s)
             # Destroyed with the parts.
             self._parts.process_groups.adopt(found)
             self._beside[device] = found

@@ -325,8 +325,8 @@ def other_device(rank: int, world_size: int, directory: Path) -> list[Any]:
         config = table._world.pg_backend_config.pop(world)
         assert beside._get_backend(torch.device("meta")) is world
         table._world.pg_backend_config[world] = config
-        assert beside._get_backend(torch.device("meta")) is not world
-        return [backend, x.item(), beside.beside("meta").name(), [each.type for each in beside._device_types]]
+        there = beside._get_backend(torch.device("meta"))
+        return [backend, x.item(), there.name(), [each.type for each in beside._device_types]]
 
 
 @pytest.mark.guarantee("G46")

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from coordinator import GroupCoordinator, ReduceOperation, UsageError
 from coordinator.testing import FakeGroupCoordinator
@@ -155,12 +154,12 @@ def writes_directly(rank: int, world_size: int, directory: Path) -> None:
         group.all_to_all_single(x.clone(), x)
         group.all_reduce(x, out=x.clone())
         group.all_gather(x, output_tensor_list=list(pages.chunk(world_size)))
-        # So do torch's functions with the group's process group.
-        torchs = group.as_process_group()
+        # So do torch's functions with the group's process group, by these methods. Their names differ between versions.
+        torchs: Any = group.as_process_group()
         again, exchanged = empty(many), empty(len(x))
-        dist.all_gather_into_tensor(again, x, group=torchs)
-        dist.reduce_scatter_tensor(small, x, group=torchs)
-        dist.all_to_all_single(exchanged, x, group=torchs)
+        torchs.all_gather_single(again, x).wait()
+        torchs.reduce_scatter_single(small, x).wait()
+        torchs.all_to_all_single(exchanged, x).wait()
         assert fresh == []
         assert torch.equal(pages, large)
         assert torch.equal(again, large)

@@ -134,6 +134,7 @@ def works(rank: int, world_size: int) -> list[Answer]:
     late = [dist.all_reduce(torch.ones(1000) * at, async_op=True) for at in range(20)]
     dist.barrier()
     seen += [each.result()[0][0] for each in late if each.wait(timedelta(seconds=30))]
+    dist.monitored_barrier(timeout=timedelta(seconds=20))
     done = dist.barrier(async_op=True)
     done.wait()
     return [*seen, done.is_completed()]
@@ -319,6 +320,8 @@ def other_device(rank: int, world_size: int, directory: Path) -> list[Any]:
         dist.all_reduce(x)
         # The tensors of this device have no memory, so Gloo's group has nothing to do but to take the call.
         dist.all_reduce(torch.ones(1, device="meta"))
+        # Gloo takes it for a failure if a rank that is connected leaves while another one still connects.
+        dist.barrier()
         beside: Any = world
         # torch asks for the backend of an accelerator that is bound to the group before it knows the group.
         table: Any = dist.distributed_c10d
@@ -359,6 +362,7 @@ def on_gloo(rank: int, world_size: int, directory: Path) -> list[Any]:
         dist.all_reduce(x)
         group = dist.new_group()
         dist.all_reduce(x, group=group)
+        dist.monitored_barrier(timeout=timedelta(seconds=20))
         return [x.tolist(), dist.get_backend(), type(world) is dist.ProcessGroup, listening_addresses()]
 
 

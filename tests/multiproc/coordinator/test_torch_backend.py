@@ -223,6 +223,35 @@ def test_torch_makes_groups_of_the_backend(ranks4: RankPool) -> None:
     assert found[3] == [5.0, [2, 3], OURS, 4.0, [1, 3], OURS, 4.0, 5.0]
 
 
+def alone(rank: int, world_size: int, directory: Path) -> list[Answer]:
+    found = []
+    for backend in BACKENDS:
+        with torch_world(0, 1, directory / str(rank), backend), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            x, whole, rows = torch.arange(4.0), torch.empty(4), [torch.empty(4)]
+            dist.all_reduce(x)
+            dist.broadcast(x, 0)
+            dist.reduce(x, 0)
+            dist.all_gather(rows, x)
+            dist.all_gather_into_tensor(whole, x)
+            part, out = torch.empty(4), torch.empty(4)
+            dist.reduce_scatter_tensor(part, x)
+            dist.all_to_all_single(out, x)
+            dist.barrier()
+            dist.monitored_barrier()
+            objects: list[Any] = [None]
+            dist.all_gather_object(objects, "x")
+            found.append(answer([x, rows, whole, part, out, objects]))
+    return found
+
+
+@pytest.mark.guarantee("G41")
+def test_a_group_of_one_rank_works(ranks2: RankPool) -> None:
+    """Both processes have a world of their own."""
+    for theirs, ours in ranks2.run(alone, check_leaks=False):
+        assert ours == theirs
+
+
 def of_one_name(rank: int, world_size: int, directory: Path) -> list[Any]:
     with torch_world(rank, world_size, directory, timeout_s=20.0):
         # torch counts the groups on each rank, so both pairs get the same name.

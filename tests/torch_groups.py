@@ -22,6 +22,7 @@ def torch_world(
     rank: int, world_size: int, directory: Path, backend: str = OURS, timeout_s: float = 60.0
 ) -> Iterator[dist.ProcessGroup]:
     """Initialise torch.distributed with `backend`, yield the default group, and destroy it."""
+    directory.mkdir(exist_ok=True)
     store = dist.FileStore(
         str(directory / f"store of {backend}".replace(" ", "_").replace(":", "_")), world_size
     )

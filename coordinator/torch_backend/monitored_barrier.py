@@ -12,6 +12,7 @@ import time
 from datetime import timedelta
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 
 from coordinator.bootstrap.agreement import ANSWER_S, FIRST_PAUSE_S, LONGEST_PAUSE_S, PART_OF_WAIT
@@ -118,8 +119,8 @@ class _Barrier:
         )
 
 
-def _timedelta(timeout: timedelta | float | None) -> timedelta | None:
-    """Return the timeout as torch's function takes it, which also allows seconds."""
+def _timedelta(timeout: timedelta | float) -> timedelta:
+    """Return the timeout; torch's function also takes seconds."""
     return timedelta(seconds=timeout) if isinstance(timeout, float) else timeout
 
 
@@ -137,7 +138,10 @@ def offer(backend: str) -> None:
         chosen = torch_world._get_default_group() if group is None else group  # noqa: SLF001 - likewise
         if backend not in str(dist.get_backend(chosen)):
             return original(group, timeout, wait_all_ranks)
-        return chosen.monitored_barrier(_timedelta(timeout), wait_all_ranks=wait_all_ranks)
+        within = torch_world.default_pg_timeout if timeout is None else timeout
+        # Between hosts torch's class has Gloo inside, which it does not take for Gloo under our name.
+        there: Any = chosen._get_backend(torch.device("cpu")) if type(chosen) is dist.ProcessGroup else chosen  # noqa: SLF001
+        return there.monitored_barrier(_timedelta(within), wait_all_ranks=wait_all_ranks)
 
     vars(monitored_barrier)["group_coordinator"] = True
     torch_world.monitored_barrier = monitored_barrier

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from device_comm.handles import CompletedHandle, Handle, PointToPointHandle
+from device_comm.handles import Handle, PointToPointHandle
 from device_comm.works import WaiterThreads
 from shm_broadcast.errors import CommError
 
@@ -216,9 +216,4 @@ class AnyWork(dist.Work):
         return self._source
 
 
-def completed_transfer(tensors: Sequence[torch.Tensor], peer: int) -> TransferWork:
-    """Return the work of a transfer that is complete."""
-    return TransferWork(CompletedHandle(), tensors, peer)
-
-
-__all__ = ["AnyWork", "CallWork", "TransferWork", "Translate", "completed_transfer", "seconds", "unchanged"]
+__all__ = ["AnyWork", "CallWork", "TransferWork", "Translate", "seconds", "unchanged"]

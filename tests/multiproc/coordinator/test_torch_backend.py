@@ -134,6 +134,7 @@ def works(rank: int, world_size: int) -> list[Answer]:
     late = [dist.all_reduce(torch.ones(1000) * at, async_op=True) for at in range(20)]
     dist.barrier()
     seen += [each.result()[0][0] for each in late if each.wait(timedelta(seconds=30))]
+    dist.monitored_barrier(timeout=timedelta(seconds=20))
     done = dist.barrier(async_op=True)
     done.wait()
     return [*seen, done.is_completed()]
@@ -220,6 +221,35 @@ def test_torch_makes_groups_of_the_backend(ranks4: RankPool) -> None:
     assert found[0] == [1.0, [0, 1], OURS, 2.0, 1.0]
     assert found[1] == [1.0, [0, 1], OURS, 4.0, [1, 3], OURS, 4.0, 1.0]
     assert found[3] == [5.0, [2, 3], OURS, 4.0, [1, 3], OURS, 4.0, 5.0]
+
+
+def alone(rank: int, world_size: int, directory: Path) -> list[Answer]:
+    found = []
+    for backend in BACKENDS:
+        with torch_world(0, 1, directory / str(rank), backend), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            x, whole, rows = torch.arange(4.0), torch.empty(4), [torch.empty(4)]
+            dist.all_reduce(x)
+            dist.broadcast(x, 0)
+            dist.reduce(x, 0)
+            dist.all_gather(rows, x)
+            dist.all_gather_into_tensor(whole, x)
+            part, out = torch.empty(4), torch.empty(4)
+            dist.reduce_scatter_tensor(part, x)
+            dist.all_to_all_single(out, x)
+            dist.barrier()
+            dist.monitored_barrier()
+            objects: list[Any] = [None]
+            dist.all_gather_object(objects, "x")
+            found.append(answer([x, rows, whole, part, out, objects]))
+    return found
+
+
+@pytest.mark.guarantee("G41")
+def test_a_group_of_one_rank_works(ranks2: RankPool) -> None:
+    """Both processes have a world of their own."""
+    for theirs, ours in ranks2.run(alone, check_leaks=False):
+        assert ours == theirs
 
 
 def of_one_name(rank: int, world_size: int, directory: Path) -> list[Any]:
@@ -319,6 +349,8 @@ def other_device(rank: int, world_size: int, directory: Path) -> list[Any]:
         dist.all_reduce(x)
         # The tensors of this device have no memory, so Gloo's group has nothing to do but to take the call.
         dist.all_reduce(torch.ones(1, device="meta"))
+        # Gloo takes it for a failure if a rank that is connected leaves while another one still connects.
+        dist.barrier()
         beside: Any = world
         # torch asks for the backend of an accelerator that is bound to the group before it knows the group.
         table: Any = dist.distributed_c10d
@@ -359,6 +391,7 @@ def on_gloo(rank: int, world_size: int, directory: Path) -> list[Any]:
         dist.all_reduce(x)
         group = dist.new_group()
         dist.all_reduce(x, group=group)
+        dist.monitored_barrier(timeout=timedelta(seconds=20))
         return [x.tolist(), dist.get_backend(), type(world) is dist.ProcessGroup, listening_addresses()]
 
 

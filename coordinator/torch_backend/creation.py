@@ -126,6 +126,7 @@ def _agree(store: dist.Store, plan: GroupPlan, own: View, timeout_s: float) -> M
 def _build(builder: GroupBuilder, agreement_s: float) -> GroupParts:
     try:
         builder.share(0)
+        builder.confirm()
         return builder.connect(True, agreement_s, (builder.plan.name,))
     except BaseException as error:
         give_up([builder], error)

@@ -128,6 +128,7 @@ def offer(backend: str) -> None:
     """Let `torch.distributed.monitored_barrier` take groups of `backend`; it refuses all but Gloo's. Idempotent."""
     torch_world: Any = dist.distributed_c10d
     original = torch_world.monitored_barrier
+    torch_class: Any = dist.ProcessGroup
     if getattr(original, "group_coordinator", False):
         return
 
@@ -136,11 +137,14 @@ def offer(backend: str) -> None:
         if torch_world._rank_not_in_group(group):  # noqa: SLF001 - torch has no public equivalent
             return original(group, timeout, wait_all_ranks)
         chosen = torch_world._get_default_group() if group is None else group  # noqa: SLF001 - likewise
-        if backend not in str(dist.get_backend(chosen)):
+        is_torchs = type(chosen) is torch_class
+        # A group that is presented as a process group has our backend's name, and no monitored barrier.
+        has_none = not is_torchs and type(chosen).monitored_barrier is torch_class.monitored_barrier
+        if has_none or backend not in str(dist.get_backend(chosen)):
             return original(group, timeout, wait_all_ranks)
         within = torch_world.default_pg_timeout if timeout is None else timeout
         # Between hosts torch's class has Gloo inside, which it does not take for Gloo under our name.
-        there: Any = chosen._get_backend(torch.device("cpu")) if type(chosen) is dist.ProcessGroup else chosen  # noqa: SLF001
+        there: Any = chosen._get_backend(torch.device("cpu")) if is_torchs else chosen  # noqa: SLF001
         return there.monitored_barrier(_timedelta(within), wait_all_ranks=wait_all_ranks)
 
     vars(monitored_barrier)["group_coordinator"] = True

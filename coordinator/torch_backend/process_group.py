@@ -37,6 +37,31 @@ DESTROY_S: Final = 5.0
 _CALLS_END_S: Final = 0.3
 
 
+class _Landing:
+    """A receive into a tensor that is not contiguous, by way of one that is."""
+
+    def __init__(self, handle: Handle, into: torch.Tensor, flat: torch.Tensor) -> None:
+        self._handle = handle
+        self._tensors: tuple[torch.Tensor, torch.Tensor] | None = (into, flat)
+
+    def is_completed(self) -> bool:
+        """Return whether the tensor is filled."""
+        if self._handle.is_completed():
+            self._finish()
+        return self._tensors is None
+
+    def wait(self) -> None:
+        """Wait with the deadline of the receive."""
+        self._handle.wait()
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._tensors is not None:
+            into, flat = self._tensors
+            into.copy_(flat.view(into.shape))
+        self._tensors = None
+
+
 class BackendProcessGroup(TorchCollectives):
     """A process group of the backend. torch calls its methods by torch's names; ranks are ranks in the group."""
 
@@ -190,7 +215,8 @@ class BackendProcessGroup(TorchCollectives):
         """Start to send a tensor to a rank of the group."""
 
         def start(tensor: torch.Tensor) -> Handle:
-            source = dense(movable(tensor))
+            # As with Gloo, sender and receiver agree on the number of elements, not on the shape.
+            source = dense(movable(tensor)).view(-1)
             handle = self._parts.host.isend_tensor(source, dstRank, self._timeout_s, _wire(tag))
             self._open_sends.keep(handle)
             return handle
@@ -204,7 +230,9 @@ class BackendProcessGroup(TorchCollectives):
         def start(tensor: torch.Tensor) -> Handle:
             checks.check_writable(tensor, "recv")
             into = movable(tensor.detach())
-            return self._parts.host.irecv_tensor(into, srcRank, self._timeout_s, _wire(tag))
+            flat = into.view(-1) if into.is_contiguous() else into.new_empty(into.numel())
+            handle = self._parts.host.irecv_tensor(flat, srcRank, self._timeout_s, _wire(tag))
+            return handle if into.is_contiguous() else _Landing(handle, into, flat)
 
         return self._transfer("recv", tensors, srcRank, start)
 
@@ -230,8 +258,8 @@ class BackendProcessGroup(TorchCollectives):
                 checks.check_tensor(tensor, self._parts.device, "recv_any")
                 into = movable(tensor.detach())
                 deadline = timeout_s or self._timeout_s
-                received, src = self._parts.host.recv_any(into.shape, into.dtype, _wire(tag), deadline)
-                into.copy_(received)
+                received, src = self._parts.host.recv_any((into.numel(),), into.dtype, _wire(tag), deadline)
+                into.copy_(received.view(into.shape))
             return src
 
         return AnyWork(receive, self.translated)

@@ -13,7 +13,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench check typecheck test test-fast test-native test-nccl test-kernels test-gpu test-wheel test-engines api docs dist clean
+.PHONY: help setup demo bench check typecheck test test-fast test-native test-nccl test-kernels test-gpu test-wheel test-engines bench-engines api docs dist clean
 # Tests that `make test-wheel` runs; all of them take as long as `make test`.
 TESTS ?= tests
 # Folder for the figures and plots of `make bench`; it is not committed.
@@ -91,6 +91,9 @@ test-wheel: dist ## Run the tests against the wheel in a separate environment (T
 
 test-engines: dist ## Run a real vLLM over our groups and queues, beside vLLM as it is (downloads 1.5 GB the first time)
 	VLLM_PYTHON="$$($(PY) -m tests.real_engines.environment dist/*.whl)" $(PY) -m pytest -q -m engine tests/real_engines
+
+bench-engines: dist ## Measure the steps of a real vLLM over our groups and queues, beside vLLM as it is (BENCH_ARGS=…)
+	$(PY) -m benchmarks engines "$$($(PY) -m tests.real_engines.environment dist/*.whl)" $(BENCH_ARGS)
 
 test-gpu: ## Run the GPU tests on a machine with a GPU (WHEELS=DIR: missing packages, OUT=DIR: report, ONLY=GROUPS)
 	tests/gpu/run.sh $(if $(WHEELS),--wheels $(WHEELS)) $(if $(OUT),--out $(OUT)) $(if $(ONLY),--only $(ONLY))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Ranks of most cases, few enough for a laptop, and the largest world of the case `scaling`.
 WORLD: Final = 2
 SCALE_TO: Final = 8
-OTHERS: Final = {"start-up": "start_up", "overlap": "overlap", "training": "training"}
+OTHERS: Final = {"start-up": "start_up", "overlap": "overlap", "training": "training", "engines": "engines"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -50,10 +50,7 @@ class RemoteKeys:
         import zmq
         from zmq.utils import z85
 
-        if not zmq.has("curve"):
-            raise CapabilityError(
-                "the installed libzmq was built without CURVE", requirement="libzmq with CURVE"
-            )
+        _require_curve()
         public, secret = zmq.curve_keypair()
         return cls(z85.decode(public), z85.decode(secret))
 
@@ -61,12 +58,17 @@ class RemoteKeys:
     def derive(cls, key: bytes, rank: int) -> Self:
         """Return the pair of reader `rank` of the queue with the key `key`, the same for every holder of that key.
 
-        It serves a writer that must know its readers' public keys before the readers exist. Whoever holds the queue's
-        key can read the queue anyway, so a secret that follows from it admits nobody else.
+        It serves a writer that must know its readers' public keys before the readers exist. The secret half is as
+        secret as the queue's key: whoever learns the key on its way to the reader can take the reader's place. With
+        `generate` the secret half stays in its process.
+
+        Raises:
+            CapabilityError: The installed libzmq was built without CURVE.
         """
         import zmq
         from zmq.utils import z85
 
+        _require_curve()
         secret = hmac.digest(key, b"remote reader %d" % rank, "sha256")
         return cls(z85.decode(zmq.curve_public(z85.encode(secret))), secret)
 
@@ -81,6 +83,13 @@ class RemoteKeys:
     def __reduce_ex__(self, protocol: object) -> str:
         """Refuse copying and pickling."""
         raise UsageError("a key pair stays in the process that made it")
+
+
+def _require_curve() -> None:
+    import zmq
+
+    if not zmq.has("curve"):
+        raise CapabilityError("the installed libzmq was built without CURVE", requirement="libzmq with CURVE")
 
 
 def checked_key(key: object) -> bytes:

@@ -381,7 +381,10 @@ class QueueReader:
         return self.loan(timeout_s)
 
     def lost_writer(self) -> str | None:
-        """Return which process wrote to this queue, for a log, if it has ended; else None. Does not block."""
+        """Return which process wrote to this queue, for a log, if it ended without closing it; else None.
+
+        It does not block, and takes no message: those that the writer has sent can still be read.
+        """
         return self._ring.lost_writer()
 
     def statistics(self) -> QueueStatistics:

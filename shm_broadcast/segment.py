@@ -19,6 +19,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
@@ -45,6 +46,19 @@ _BACKLOG: Final = 128
 
 # A segment must leave this much memory free: Linux kills processes when the last page is taken.
 _SPARE_BYTES: Final = 16 << 20
+
+# The sockets on which this process hands segments over. A forked child closes its copies: as long as one is open, the
+# kernel accepts connections for a parent that has died, and whoever connects waits for an answer until its deadline.
+_listeners: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()
+
+
+def _close_inherited() -> None:
+    for listener in list(_listeners):
+        listener.close()
+    _listeners.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
 
 
 class Segment:
@@ -223,6 +237,7 @@ class Handover:
         self._listener.setblocking(False)
         self._listener.bind("\0" + self.address)
         self._listener.listen(_BACKLOG)
+        _listeners.add(self._listener)
         self._poller.register(self._listener, select.POLLIN)
         self._thread = threading.Thread(target=self._serve, name="group-coordinator-handover", daemon=True)
         self._thread.start()

@@ -10,8 +10,9 @@ __all__ = ["carry_in_clear"]
 def carry_in_clear(cls: type, take: Callable[[Any], object], build: Callable[[Any], object]) -> None:
     """If this process is part of a Ray cluster, let Ray send objects of `cls` as `take` returns them.
 
-    Ray's own channels carry pickled code, so whoever reads or changes them rules every process of the cluster already:
-    a key is as safe in there as the arguments beside it. Other serialisers still use `cls.__reduce__`.
+    Whoever can change what Ray's channels carry rules every process of the cluster already, because it is pickled code.
+    Whoever can only read them learns the key: they must be private, or use Ray's TLS. Other serialisers still use
+    `cls.__reduce__`.
 
     Args:
         cls: A class whose objects hold a key.

@@ -7,7 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 Signatures = Mapping[str, Sequence[str] | None]
-"""For each name of a class the names of its parameters, without `self`; None for what cannot be called."""
+"""For each name of a class its parameters, without `self`; None for what cannot be called.
+
+A parameter is written as its name, with `=` behind it if it has a default, and with `*` before it if it can be passed
+by name only.
+"""
 
 _VARIABLE: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -47,8 +51,18 @@ def gaps(wanted: Signatures, cls: type, unused: Collection[str] = ()) -> list[st
 
 
 def _accepts(own: Sequence[str], wanted: Sequence[str]) -> bool:
-    """Return whether a call with the parameters `wanted`, by position or by name, fits `own`."""
-    return list(own[: len(wanted)]) == list(wanted)
+    """Return whether every call that fits the parameters `wanted` fits `own`."""
+    own_places, wanted_places = (
+        [each for each in names if not each.startswith("*")] for names in (own, wanted)
+    )
+    if [each.rstrip("=") for each in own_places[: len(wanted_places)]] != [
+        each.rstrip("=") for each in wanted_places
+    ]:
+        return False
+    needed = {each.strip("*") for each in own if not each.endswith("=")}
+    given = {each.strip("*") for each in wanted if not each.endswith("=")}
+    by_name = {each.strip("*=") for each in wanted if each.startswith("*")}
+    return needed <= given and by_name <= {each.strip("*=") for each in own}
 
 
 def _listed(parameters: Sequence[str]) -> str:
@@ -60,7 +74,15 @@ def _is_callable(member: object) -> bool:
 
 
 def _parameters(function: Any, member: object) -> list[str]:
-    names = [
-        each.name for each in inspect.signature(function).parameters.values() if each.kind not in _VARIABLE
+    found = [
+        _written(each)
+        for each in inspect.signature(function).parameters.values()
+        if each.kind not in _VARIABLE
     ]
-    return names[1:] if inspect.isfunction(member) else names
+    return found[1:] if inspect.isfunction(member) else found
+
+
+def _written(parameter: inspect.Parameter) -> str:
+    by_name = "*" if parameter.kind is parameter.KEYWORD_ONLY else ""
+    default = "" if parameter.default is parameter.empty else "="
+    return f"{by_name}{parameter.name}{default}"

@@ -146,8 +146,12 @@ class RingReader(RingEnd):
         return False
 
     def lost_writer(self) -> str | None:
-        """Describe the writer if its process has ended, even if messages of it are still to be read; else None."""
-        return self._describe_writer() if self._watch.lost() else None
+        """Describe the writer if its process has ended before it closed the queue; else None."""
+        try:
+            is_lost = not self._closing and bool(self._watch.lost()) and self._status("lost_writer") != _ENDED
+        except ClosedError:  # another thread has closed this end meanwhile
+            return None
+        return self._describe_writer() if is_lost else None
 
     def _describe_writer(self) -> str:
         rank = "" if self._writer < 0 else f"rank {self._writer}, "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import threading
 import time
 from abc import ABC, abstractmethod
 from functools import partial
@@ -77,6 +78,8 @@ class RingEnd(ABC):
         self._settings = settings
         self.warns = True
         self._closing = False
+        # The first thread that takes it closes this end; it is never released.
+        self._closer = threading.Lock()
         self._forks = fork_count()
         # Errors and logs describe the present wait: the call, when it began, and when it warns next.
         self._call = self.call
@@ -207,7 +210,7 @@ class RingEnd(ABC):
 
     def _close(self, who: int) -> None:
         """Leave the ring as `who` and wake waiting calls. The mapping goes when they and all views of it have ended."""
-        if self._closing or self._forks != fork_count():
+        if self._forks != fork_count() or not self._closer.acquire(blocking=False):
             return
         self._closing = True
         # Close the endpoint first: ending the ring wakes a waiting thread, whose next call must find it closed.

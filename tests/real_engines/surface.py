@@ -35,11 +35,20 @@ def members(source: str, name: str) -> dict[str, list[str] | None]:
             table[node.name] = None
         if isinstance(node, ast.FunctionDef) and (node.name == "__init__" or not node.name.startswith("_")):
             kinds = {each.id for each in node.decorator_list if isinstance(each, ast.Name)}
-            names = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            names = parameters(node.args)
             table[node.name] = (
                 None if "property" in kinds else names if "staticmethod" in kinds else names[1:]
             )
     return table
+
+
+def parameters(found: ast.arguments) -> list[str]:
+    """Return parameters as `coordinator.integrations.surface` writes them."""
+    places = [each.arg for each in (*found.posonlyargs, *found.args)]
+    first = len(places) - len(found.defaults)
+    written = [f"{name}=" if place >= first else name for place, name in enumerate(places)]
+    named = zip(found.kwonlyargs, found.kw_defaults, strict=True)
+    return written + [f"*{each.arg}" + ("" if default is None else "=") for each, default in named]
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ plugin, and compares what they print.
 import dataclasses
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -45,12 +46,14 @@ def run(vllm: Path, plugins: str, *arguments: str, timeout_s: float = 400) -> Ru
     lines = [line.split(" ", 2) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     log = done.stdout + done.stderr
     assert lines, log[-6000:]
+    assert done.returncode == 0, log[-6000:]
+    assert "Exception in thread" not in log
     return Run({name: json.loads(text) for _, name, text in lines}, log)
 
 
 def uses_ours(log: str) -> int:
     """Return how many processes say that they use our groups and queues."""
-    return sum("uses its groups and queues" in line for line in log.splitlines())
+    return len(set(re.findall(r"process (\d+) of vLLM \S+ uses its groups and queues", log)))
 
 
 @pytest.mark.parametrize(
@@ -65,11 +68,14 @@ def uses_ours(log: str) -> int:
 )
 def test_the_tokens_are_those_of_stock(vllm: Path, arguments: tuple[str, ...]) -> None:
     """Decoding, cached prefixes, chunked prefill and grammars give equal tokens, eager and compiled."""
-    scenarios = ("tokens", "prefix", "rpc") if "--compiled" not in arguments else ("tokens", "prefix")
+    scenarios = ["tokens", "prefix"]
+    if "--compiled" not in arguments:
+        scenarios += ["structured", "rpc"]
     stock = run(vllm, "", *arguments, *scenarios)
     ours = run(vllm, "group_coordinator", *arguments, *scenarios)
     assert uses_ours(stock.log) == 0
-    assert uses_ours(ours.log) >= 3  # the engine's core and its workers
+    workers = int(arguments[1]) * (int(arguments[3]) if "--pipeline" in arguments else 1)
+    assert uses_ours(ours.log) >= 1 + workers  # the engine's core and its workers
     for scenario in scenarios:
         assert ours.results[scenario] == stock.results[scenario]
 

@@ -1,6 +1,6 @@
 """Run vLLM over the groups and queues of this project: `VLLM_PLUGINS=group_coordinator vllm serve …`.
 
-vLLM calls the entry point `register` in each of its processes, before it creates groups and queues. It puts
+vLLM calls the entry point `register` before it creates groups and queues, except in processes that it forks. It puts
 `VllmGroupCoordinator` and `MessageQueue` in the place of vLLM's classes, in the modules that use them. Nothing of vLLM
 is changed on disk. If vLLM lacks something that this needs, or its classes have a method that ours lack, `register`
 logs what it looked for and changes nothing.

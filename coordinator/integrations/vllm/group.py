@@ -12,15 +12,25 @@ import torch.distributed as dist
 from coordinator.group import GroupCoordinator
 from coordinator.integrations.vllm.message_queue import MessageQueue, MessageQueueHandle
 from device_comm import checks
-from shm_broadcast.errors import CapabilityError, CommError, UsageError
+from shm_broadcast.errors import CapabilityError, UsageError
 
 __all__ = ["STATE", "VllmGroupCoordinator"]
 
 STATE: Final = "vllm.distributed.parallel_state"
 
+# vLLM makes its queues after each rank has loaded its weights, and one host may read them from a cold disk for long
+# after the others. torch's process groups, which vLLM would use, wait for half an hour.
+LOADING_S: Final = 1800.0
+
 
 class VllmGroupCoordinator(GroupCoordinator):
     """A group whose queues and experts follow vLLM's rules; constructor and attributes are those of the base class."""
+
+    def _bind(self, *parts: Any) -> None:
+        super()._bind(*parts)
+        # vLLM's configuration can be asked for while groups are made, but not while a model runs.
+        config = import_module("vllm.config").get_current_vllm_config_or_none()
+        self._spreads_experts = config is not None and config.parallel_config.enable_expert_parallel
 
     def create_mq_broadcaster(  # type: ignore[override]
         self,
@@ -43,14 +53,23 @@ class VllmGroupCoordinator(GroupCoordinator):
             CapabilityError: A rank could not open its end. Every rank raises this, and the group stays usable.
         """
         checks.check_rank(writer_rank, self.world_size, "writer_rank")
-        offer = None
+        offer: tuple[bytes, bytes, str] | None = None
         if self.rank_in_group == writer_rank and external_writer_handle is not None:
-            offer = (external_writer_handle.queue, external_writer_handle.key)
+            given: object = external_writer_handle
+            offer = (
+                b"",
+                b"",
+                f"external_writer_handle is a {type(given).__qualname__}, no handle of this plugin",
+            )
+            if isinstance(given, MessageQueueHandle):
+                offer = (given.queue, given.key, "")
         # Only the rank that holds the handle knows whether there is one.
-        offer = self.broadcast_object(offer, writer_rank, timeout_s=self.settings.create_timeout_s)
+        offer = self.broadcast_object(offer, writer_rank, timeout_s=LOADING_S)
         if offer is None:
             return MessageQueue.of(super().create_mq_broadcaster(writer_rank, blocking=blocking))
-        handle = MessageQueueHandle(*offer)
+        if offer[2]:
+            raise UsageError(f"{self._health.where('create queue')}: {offer[2]}")
+        handle = MessageQueueHandle(*offer[:2])
         return self._together(lambda: MessageQueue.create_from_handle(handle, self.rank_in_group))
 
     def create_single_reader_mq_broadcasters(
@@ -63,23 +82,30 @@ class VllmGroupCoordinator(GroupCoordinator):
 
         Args:
             reader_rank_in_group: The rank that gets the handles.
-            blocking: Whether to wait until the reader has opened this rank's queue.
+            blocking: Must be False: no reader can open a queue before this has returned its handle.
 
         Returns:
             (this rank's writing end, the handles of all ranks in rank order), and elsewhere an empty list of handles.
 
         Raises:
+            UsageError: `blocking` is True; nothing was sent.
             CapabilityError: A rank could not create its queue. Every rank raises this, and the group stays usable.
         """
         checks.check_rank(reader_rank_in_group, self.world_size, "reader_rank_in_group")
+        if blocking:
+            raise UsageError(
+                "create_single_reader_mq_broadcasters: the reader opens its ends later; pass blocking=False"
+            )
         hosts = self._parts.host_ids
         is_local = hosts[self.rank] == hosts[self.ranks[reader_rank_in_group]]
         address = None if is_local else self._parts.process_groups.address
         queue = self._together(lambda: MessageQueue(1, int(is_local), connect_ip=address))
         handle = queue.export_handle()
-        offers = self.gather_object((handle.queue, handle.key), reader_rank_in_group)
-        if blocking:
-            queue.wait_until_ready()
+        try:
+            offers = self.gather_object((handle.queue, handle.key), reader_rank_in_group)
+        except BaseException:
+            queue.shutdown()
+            raise
         return queue, [MessageQueueHandle(*offer) for offer in offers or ()]
 
     def cpu_all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -107,8 +133,7 @@ class VllmGroupCoordinator(GroupCoordinator):
         replicas, context = state.get_dp_group(), state.get_pcp_group()
         group = context
         if replicas.world_size > 1:
-            parallel = import_module("vllm.config").get_current_vllm_config().parallel_config
-            group = self if parallel.enable_expert_parallel and context.world_size > 1 else replicas
+            group = self if self._spreads_experts and context.world_size > 1 else replicas
         if not isinstance(group, GroupCoordinator):
             raise UsageError(f"{group!r} is a group of vLLM's own, as an elastic engine uses them")
         return group
@@ -118,9 +143,14 @@ class VllmGroupCoordinator(GroupCoordinator):
         queue, failure = None, ""
         try:
             queue = make()
-        except CommError as error:
-            failure = f"rank {self.rank}: {error}"
-        failures = self.all_gather_object(failure, timeout_s=self.settings.create_timeout_s)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+            failure = f"rank {self.rank}: {type(error).__name__}: {error}"
+        try:
+            failures = self.all_gather_object(failure, timeout_s=LOADING_S)
+        except BaseException:
+            if queue is not None:
+                queue.shutdown()
+            raise
         reasons = "; ".join(each for each in failures if each)
         if queue is None or reasons:
             if queue is not None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any, Self
@@ -26,11 +28,13 @@ from shm_broadcast.queue import QueueReader, QueueWriter
 
 __all__ = ["MessageQueue", "MessageQueueHandle"]
 
-# Numbers the queues of this process, so that errors and logs can tell them apart.
+# Numbers the queues of this process. Its rank or process id comes first, so that errors and logs can tell them apart.
 _numbers = itertools.count()
 
 # The reading ends of this process. The executor reads the answers of one worker while another one may have died.
 _reading: weakref.WeakSet[MessageQueue] = weakref.WeakSet()
+# Guards `_reading`: threads of vLLM's read and close queues while others open theirs.
+_reading_lock = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -82,6 +86,11 @@ def _unseal(queue: bytes, sealed: bytes) -> MessageQueueHandle:
     return MessageQueueHandle(queue, open_sealed(sealed, queue))
 
 
+def _owner() -> str:
+    """Return who writes a queue, for its name."""
+    return f"rank {dist.get_rank()}" if dist.is_initialized() else f"pid {os.getpid()}"
+
+
 def _parts(handle: MessageQueueHandle) -> tuple[bytes, bytes]:
     return handle.queue, handle.key
 
@@ -111,8 +120,8 @@ class MessageQueue:
         Args:
             n_reader: Number of readers.
             n_local_reader: How many of them are on this host.
-            local_reader_ranks: Their ranks; default: 0 to n_local_reader - 1. Readers on other hosts have the ranks
-                from 0 to n_reader - 1 that are left.
+            local_reader_ranks: Their ranks; default: 0 to n_local_reader - 1, as they must be if there are readers on
+                other hosts, which have the ranks from n_local_reader on.
             max_chunk_bytes: Ignored: a message may have any length. `GROUP_COORDINATOR_BROADCAST__RING_BYTES` sets the
                 size of the ring.
             max_chunks: Ignored, as `max_chunk_bytes`.
@@ -127,13 +136,18 @@ class MessageQueue:
         local = list(range(n_local_reader)) if local_reader_ranks is None else list(local_reader_ranks)
         if len(local) != n_local_reader or n_local_reader > n_reader:
             raise UsageError(f"{n_reader} readers, of which {n_local_reader} are local, with ranks {local}")
-        remote = [rank for rank in range(n_reader + len(local)) if rank not in local][: n_reader - len(local)]
+        remote = list(range(n_local_reader, n_reader))
         if remote and not connect_ip:
             raise UsageError(f"readers {remote} are on other hosts: pass connect_ip, this host's address")
+        if remote and local != list(range(n_local_reader)):
+            raise UsageError(
+                f"with readers on other hosts, those on this one must have the ranks 0 to {n_local_reader - 1}, "
+                f"not {local}: the ranks of the others would be unknown"
+            )
         settings = CoordinatorSettings.from_env()
         key = new_key()
         writer = QueueWriter.create(
-            f"vllm/{next(_numbers)}",
+            f"vllm/{_owner()}/{next(_numbers)}",
             local,
             settings.broadcast,
             key,
@@ -195,7 +209,8 @@ class MessageQueue:
         queue = cls.__new__(cls)
         reader = QueueReader.open(handle.queue, handle.key, rank, timeout_s, remote_keys=keys)
         queue._bind(None, reader, handle)  # noqa: SLF001 - ours
-        _reading.add(queue)
+        with _reading_lock:
+            _reading.add(queue)
         return queue
 
     def wait_until_ready(self) -> None:
@@ -203,9 +218,16 @@ class MessageQueue:
 
         It waits without a deadline, because other hosts may load a model meanwhile; vLLM watches the processes, and
         `shutdown` ends the wait.
+
+        Raises:
+            PeerLostError: A reader came and is gone, or the queue was closed because another worker has died.
+            RuntimeError: `shutdown` was called.
         """
         if self._writer is not None:
-            self._writer.wait_until_ready()
+            try:
+                self._writer.wait_until_ready()
+            except ClosedError as error:
+                raise self._cancelled(error) from error
 
     def enqueue(self, obj: Any, timeout: float | None = None) -> None:
         """Send `obj` to every reader.
@@ -269,7 +291,9 @@ class MessageQueue:
 
     def _cancelled(self, error: ClosedError) -> Exception:
         """Return what vLLM raises for a closed queue; or the true reason, if a writer is lost."""
-        lost = sorted({text for queue in list(_reading) if (text := queue.lost_writer()) is not None})
+        with _reading_lock:
+            queues = list(_reading)
+        lost = sorted({text for queue in queues if (text := queue.lost_writer()) is not None})
         if lost:
             return PeerLostError(f"{error}, after the loss of {', '.join(lost)}")
         return RuntimeError(f"cancelled: {error}")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import logging
 import os
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any, Final
@@ -15,6 +17,7 @@ from coordinator.integrations.surface import gaps, signatures
 from coordinator.integrations.vllm.group import STATE, VllmGroupCoordinator
 from coordinator.integrations.vllm.message_queue import MessageQueue
 from shm_broadcast.codec import register_package
+from shm_broadcast.errors import ClosedError, UsageError
 
 # vLLM configures the logger "vllm" and its children when `vllm.logger` is imported, so our lines appear beside its own.
 logger: logging.Logger = logging.getLogger("vllm.plugins.group_coordinator")
@@ -73,13 +76,13 @@ def install() -> None:
     if not found:
         return
     register_package("vllm")
-    replaced = [(module, name, getattr(module, name), ours) for module, name, ours in found]
+    replaced = [(holder, name, getattr(holder, name), ours) for holder, name, ours in found]
     try:
-        for module, name, _, ours in replaced:
-            setattr(module, name, ours)
+        for holder, name, _, ours in replaced:
+            setattr(holder, name, ours)
     except BaseException:
-        for module, name, stock, _ in replaced:
-            setattr(module, name, stock)
+        for holder, name, stock, _ in replaced:
+            setattr(holder, name, stock)
         raise
     logger.info(
         "group_coordinator %s: process %d of vLLM %s uses its groups and queues",
@@ -89,12 +92,12 @@ def install() -> None:
     )
 
 
-def _look() -> tuple[list[tuple[ModuleType, str, type]], list[str]]:
-    """Return (module, name, our class) for each reference to replace, and what was not found, in words.
+def _look() -> tuple[list[tuple[Any, str, Any]], list[str]]:
+    """Return (holder, name, what takes its place) for each reference to replace, and what was not found, in words.
 
     Nothing is replaced yet. References that were replaced before are left out.
     """
-    found: list[tuple[ModuleType, str, type]] = []
+    found: list[tuple[Any, str, Any]] = []
     missing = [f"module {name}" for name in (_STATELESS, _EXECUTOR) if _module(name) is None]
     for place in PLACES:
         module = _module(place.module)
@@ -106,13 +109,40 @@ def _look() -> tuple[list[tuple[ModuleType, str, type]], list[str]]:
             continue
         missing += gaps(signatures(stock), place.ours, place.unused)
         found += [(user, place.name, place.ours) for user in _users(place.name, stock)]
+    worker = getattr(_module(_EXECUTOR), "WorkerProc", None)
+    answer = getattr(worker, "enqueue_output", None)
+    if answer is None:
+        missing.append(f"WorkerProc.enqueue_output in {_EXECUTOR}")
+    elif found:
+        found.append((worker, "enqueue_output", _answering(answer)))
     return found, missing
+
+
+def _answering(stock: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Return `WorkerProc.enqueue_output` that answers with a failure if a worker's output cannot be carried.
+
+    vLLM may call it in a thread of its own, which an error would end: the executor would wait for that answer for ever.
+    """
+
+    @functools.wraps(stock)
+    def enqueue_output(worker: Any, output: Any) -> None:
+        try:
+            stock(worker, output)
+        except ClosedError:
+            raise
+        except UsageError as error:
+            logger.exception("group_coordinator: an output cannot be carried")
+            # vLLM sends the text of an exception, as a failure of the call.
+            stock(worker, RuntimeError(str(error)))
+
+    return enqueue_output
 
 
 def _module(name: str) -> ModuleType | None:
     try:
         return importlib.import_module(name)
-    except ImportError:
+    except Exception as error:  # noqa: BLE001 - whatever a module of another version raises, vLLM must start without us
+        logger.debug("group_coordinator: cannot import %s: %r", name, error)
         return None
 
 

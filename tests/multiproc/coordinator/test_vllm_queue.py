@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.integrations.vllm.message_queue import MessageQueue
+from coordinator.integrations.vllm.message_queue import MessageQueue, MessageQueueHandle
 from shm_broadcast.errors import PeerLostError, UsageError
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -182,3 +184,66 @@ def test_each_end_has_its_own_verbs() -> None:
     assert requests.broadcast_object([1]) == reader.broadcast_object() == [1]
     reader.shutdown()
     requests.shutdown()
+
+
+@pytest.mark.slow
+def test_a_worker_that_ends_in_order_is_not_lost(executor: Executor) -> None:
+    """A worker that has closed its queue before it ended is no reason for an error."""
+    requests, answers, processes = executor
+    requests.shutdown()
+    for process in processes:
+        process.join(20)
+    assert [answer.lost_writer() for answer in answers] == [None, None]
+    with pytest.raises(RuntimeError, match="cancelled"):
+        answers[0].dequeue(timeout=30)
+
+
+def test_a_forked_child_does_not_answer_for_a_parent_that_died() -> None:
+    """A child that was forked after the queue was made keeps no copy of the socket that hands it out."""
+    program = """
+import os, sys, time
+from coordinator.integrations.vllm.message_queue import MessageQueue
+queue = MessageQueue(1, 1)
+handle = queue.export_handle()
+sys.stdout.write(handle.queue.hex() + " " + handle.key.hex() + " ")
+sys.stdout.flush()
+child = os.fork()
+if child == 0:
+    os.close(1), os.close(2)  # the pipes of the test must end with the parent
+    time.sleep(60)
+    os._exit(0)
+sys.stdout.write(str(child) + "\\n")
+sys.stdout.flush()
+os._exit(0)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    queue, key, child = run.stdout.split()
+    start = time.monotonic()
+    try:
+        with pytest.raises(PeerLostError):
+            MessageQueue.create_from_handle(MessageQueueHandle(bytes.fromhex(queue), bytes.fromhex(key)), 0)
+    finally:
+        os.kill(int(child), signal.SIGKILL)
+    # Without an answer it would take the settings' `create_timeout_s`, 300 s.
+    assert time.monotonic() - start < 30
+
+
+def test_two_threads_may_close_an_end_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The thread that watches the parent and the worker itself do so; nothing is reported."""
+    for _ in range(50):
+        requests = MessageQueue(1, 1)
+        reader = MessageQueue.create_from_handle(requests.export_handle(), 0)
+        gate = threading.Barrier(4)
+
+        def close(end: MessageQueue, gate: threading.Barrier = gate) -> None:
+            gate.wait()
+            end.shutdown()
+
+        threads = [threading.Thread(target=close, args=(end,)) for end in (requests, reader) * 2]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert caplog.messages == []

@@ -24,20 +24,21 @@ def mismatched(rank: int, world_size: int, directory: Path) -> list[str]:
             group.send(torch.ones(3, 2), 1)
             group.send(torch.ones(6, dtype=torch.int32), 1)
             group.send(torch.ones(2, 3), 1)
+            group.send(torch.ones(2, 3), 1)
             return []
         texts = []
-        for size in ((7,), (6,)):
+        for size in ((7,), (6,), (6,)):
             with pytest.raises(DisagreementError) as caught:
                 group.recv(size, torch.float32, 0)
             texts.append(str(caught.value))
-        # Only the bytes count, not the shape, and the group is intact.
-        assert group.recv((6,), torch.float32, 0).tolist() == [1.0] * 6
+        assert group.recv((2, 3), torch.float32, 0).tolist() == [[1.0] * 3] * 2
         return texts
 
 
 def test_a_tensor_of_another_size_or_dtype_is_refused(ranks2: RankPool) -> None:
-    """The receiver raises a `DisagreementError` with both views. The next tensor arrives."""
-    shape, dtype = ranks2.run(mismatched)[1]
+    """The receiver raises a `DisagreementError` with both views, also for the shape alone. The next one arrives."""
+    shape, dtype, same_size = ranks2.run(mismatched)[1]
+    assert "sent a tensor of shape [2, 3]" in same_size
     for part in ("rank 0 sent a tensor of shape [3, 2]", "expects a tensor of shape [7]", "next one"):
         assert part in shape
     assert "torch.int32" in dtype

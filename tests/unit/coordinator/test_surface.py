@@ -16,6 +16,9 @@ class Stock:
     def reduce(self, tensor: Any, op: Any = None) -> None:
         """Take an optional argument."""
 
+    def named(self, tensor: Any, *, tag: Any = 0) -> None:
+        """Take an argument by name only."""
+
     @staticmethod
     def made_from(handle: Any, rank: int) -> None:
         """Be called without an instance."""
@@ -45,16 +48,24 @@ def test_a_class_with_more_has_no_gaps() -> None:
 
 def test_signatures_leave_out_what_is_private() -> None:
     """Names with an underscore are the engine's own business."""
-    assert set(signatures(Stock)) == {"__init__", "name", "reduce", "made_from", "first"}
+    assert set(signatures(Stock)) == {"__init__", "name", "named", "reduce", "made_from", "first"}
 
 
 @pytest.mark.parametrize(
     ("member", "value", "text"),
     [
-        ("reduce", lambda self, tensor: None, "takes (tensor), not (tensor, op)"),
-        ("reduce", lambda self, op, tensor: None, "takes (op, tensor), not (tensor, op)"),
+        ("reduce", lambda self, tensor: None, "takes (tensor), not (tensor, op=)"),
+        ("reduce", lambda self, op, tensor: None, "takes (op, tensor), not (tensor, op=)"),
         ("made_from", lambda self, handle: None, "takes (handle), not (handle, rank)"),
-        ("__init__", lambda self, backend="x": None, "__init__ takes (backend), not (ranks, backend)"),
+        ("__init__", lambda self, backend="x": None, "__init__ takes (backend=), not (ranks, backend=)"),
+        ("reduce", lambda self, tensor, op: None, "takes (tensor, op), not (tensor, op=)"),
+        (
+            "reduce",
+            lambda self, tensor, op=None, *, tag: None,
+            "takes (tensor, op=, *tag), not (tensor, op=)",
+        ),
+        ("reduce", lambda self, tensor, *, op=None: None, "takes (tensor, *op=), not (tensor, op=)"),
+        ("named", lambda self, tensor: None, "takes (tensor), not (tensor, *tag=)"),
         ("first", lambda self: 0, "first is a method"),
         ("reduce", property(lambda self: 0), "reduce is no method"),
     ],
@@ -70,12 +81,15 @@ def test_a_missing_name_is_named_unless_nobody_uses_it() -> None:
     """A method that ours lacks is a gap, unless the caller says that it is not used."""
 
     class Ours:
-        def __init__(self, ranks: Any, backend: Any) -> None:
+        def __init__(self, ranks: Any, backend: Any = None) -> None:
             """Take the same."""
 
         name = first = 0
 
-        def reduce(self, tensor: Any, op: Any) -> None:
+        def named(self, tensor: Any, *, tag: Any = 0) -> None:
+            """Take the same."""
+
+        def reduce(self, tensor: Any, op: Any = None) -> None:
             """Take the same."""
 
     assert gaps(signatures(Stock), Ours) == ["Ours has no made_from"]

@@ -6,6 +6,7 @@ The modules here stand for vLLM: they have its names and signatures, and nothing
 import json
 import logging
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -78,6 +79,21 @@ def queue_class() -> type:
     return MessageQueue
 
 
+def worker_class() -> type:
+    class WorkerProc:
+        def __init__(self, queue: Any) -> None:
+            """Answer over `queue`."""
+            self.queue = queue
+
+        def enqueue_output(self, output: Any) -> None:
+            """Send a failure for an exception, as vLLM does."""
+            self.queue.enqueue(
+                ("failure", str(output)) if isinstance(output, Exception) else ("success", output)
+            )
+
+    return WorkerProc
+
+
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Modules]:
     """Put modules with vLLM's names in place, and take away afterwards what the plugin registered."""
@@ -90,6 +106,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Modules]:
                 modules[full] = types.ModuleType(full)
                 modules[full].__path__ = []
                 monkeypatch.setitem(sys.modules, full, modules[full])
+    modules[EXECUTOR].WorkerProc = worker_class()
     modules[STATE].GroupCoordinator = modules[STATELESS].GroupCoordinator = group_class()
     modules[QUEUES].MessageQueue = modules[EXECUTOR].MessageQueue = queue_class()
     monkeypatch.setenv("VLLM_PLUGINS", "another_plugin,group_coordinator")
@@ -157,7 +174,7 @@ def test_it_is_inert_unless_it_is_named(
         ),
         (
             lambda modules: setattr(modules[QUEUES].MessageQueue, "dequeue", lambda self, limit=None: None),
-            "takes (timeout, indefinite), not (limit)",
+            "takes (timeout=, indefinite=), not (limit=)",
         ),
     ],
 )
@@ -181,6 +198,24 @@ def test_our_classes_have_what_known_versions_call(release: str) -> None:
     written = json.loads(Path(__file__).with_name("vllm_surface.json").read_text())[release]
     for place in PLACES:
         assert gaps(written[place.name], place.ours, place.unused) == []
+
+
+def test_an_output_that_cannot_be_carried_is_answered(vllm: Modules) -> None:
+    """The executor gets a failure with the reason, instead of no answer at all."""
+    register()
+    queue = MessageQueue(1, 1)
+    reader = MessageQueue.create_from_handle(queue.export_handle(), 0)
+    worker = vllm[EXECUTOR].WorkerProc(queue)
+    worker.enqueue_output([1, 2])
+    worker.enqueue_output(threading.Lock())
+    assert reader.dequeue(timeout=30) == ("success", [1, 2])
+    status, text = reader.dequeue(timeout=30)
+    assert status == "failure"
+    assert "_thread.lock" in text
+    queue.shutdown()
+    with pytest.raises(RuntimeError, match="cancelled"):
+        worker.enqueue_output(1)
+    reader.shutdown()
 
 
 def test_a_missing_module_is_named(

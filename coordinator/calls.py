@@ -16,6 +16,7 @@ from typing import Any, Literal, Required, TypedDict, TypeVar, Unpack, overload
 
 import torch
 
+from coordinator import gradients
 from device_comm import checks
 from device_comm.async_calls import CallHandle, CallLine
 from device_comm.health import GroupHealth
@@ -119,7 +120,17 @@ class Calls:
         if async_op:
             return self._hand_over(name, target, args, timeout_s, on_host)
         self.enter(name)
+        if torch.is_grad_enabled():
+            self.refuse_lost_gradient(name, args)
         return self._make(name, target, args, timeout_s)
+
+    def refuse_lost_gradient(self, name: str, arguments: Sequence[object]) -> None:
+        """Refuse a call that would lose the gradient of one of its arguments; see `gradients`."""
+        try:
+            gradients.refuse_lost_gradient(name, arguments, len(self._health.ranks))
+        except UsageError as error:
+            self.refuse(name, error)
+            raise
 
     def call(self, name: str, timeout_s: AnyTimeout = None, *, in_line: bool = True) -> _Call:
         """Return the guard of a block that makes the call `name`; entering it admits the call.
@@ -156,6 +167,7 @@ class Calls:
         with self.call(name, timeout_s, in_line=False):
             for tensor in args[0] if args and isinstance(args[0], Sequence) else args[:1]:
                 checks.check_tensor(tensor, self._device, name)
+            gradients.refuse_lost_gradient(name, args, len(self._health.ranks))
         make = partial(self._make, name, target, args, timeout_s)
         # On an accelerator the call only queues work on this thread's current stream, so it does not block.
         return self._line.submit(name, make, at_once=not on_host and self._device.type != "cpu")

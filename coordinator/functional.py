@@ -14,6 +14,10 @@ accept. `overlap=True` or `False` overrides this, and may differ between ranks.
 which is this rank's group; a process group, a 1-D `DeviceMesh` or a pair (mesh, dimension) over the same ranks. Only
 existing groups are found: a list never creates a group, and never finds a fake.
 
+Gradients flow through the calls on one tensor; through reductions if they sum or average. They are those of the sum of
+all ranks' losses, and each rank must make the backward call too. Such a call waits for its result, whatever `overlap`
+says. Calls on lists, and other reductions, raise `UsageError` for an input that requires grad while grad mode is on.
+
 In a graph of `torch.compile` every call is one operation (see `compile_ops`). Pass the `GroupCoordinator` itself there.
 
 Errors are those of the corresponding method of `GroupCoordinator`. A running call raises them where its result is
@@ -31,6 +35,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from coordinator import group_registry
+from coordinator.gradients import wants_gradient
 from coordinator.group import GroupCoordinator
 from coordinator.torch_interop import compile_ops
 from coordinator.torch_interop.process_group import CoordinatorProcessGroup
@@ -155,6 +160,12 @@ def _call(
     if torch.compiler.is_compiling():
         return compile_ops.trace(name, there, tensor, **arguments)
     tensor = wait_tensor(tensor)
+    if wants_gradient(tensor):
+        # One operation for autograd, which waits. A handle's result could not tell autograd where it comes from.
+        return compile_ops.trace(name, there, tensor, **arguments)
+    if name == "broadcast":
+        # The method overwrites its input.
+        tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
     method = getattr(there, name)
     if overlap is None:
         overlap = tensor.is_cpu and tensor.nbytes > WAITED_FOR_BYTES
@@ -240,9 +251,6 @@ def broadcast(
 
     Shape and dtype must be equal on all ranks.
     """
-    if not torch.compiler.is_compiling():
-        # The method overwrites its input; the operation of a graph copies it itself.
-        tensor = wait_tensor(tensor).detach().clone(memory_format=torch.contiguous_format)
     return _call("broadcast", tensor, group, overlap, src=src)
 
 

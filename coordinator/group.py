@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,12 @@ from coordinator.collectives.point_to_point import PointToPoint
 from coordinator.collectives.scalar_collectives import ScalarCollectives
 from coordinator.graph_capture import GraphCaptureContext, capture_on
 from coordinator.host.open_sends import OpenSends
+from coordinator.host.shared import SharedHostPlane
 from coordinator.queues.broadcaster import Broadcaster
 from coordinator.queues.ends import Queues, Reader, Writer
 from coordinator.queues.external_writer import ExternalWriter
 from coordinator.queues.group_queues import GroupQueues
-from coordinator.settings import CoordinatorSettings
+from coordinator.settings import CoordinatorSettings, permitted
 from coordinator.torch_interop import process_group
 from device_comm import base, checks
 from shm_broadcast.errors import UsageError
@@ -49,7 +50,21 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
 
     Only one thread may use a group at a time. The exception is `destroy`, which any thread may call, and which wakes a
     call that waits. A forked child cannot use its copy: every call raises `UsageError`.
+
+    Attributes:
+        device_index: Index of this process's device on its host, as `local_rank`.
+        group_ranks: Global ranks of every group of this kind.
+        torch_distributed_backend: torch backend of the device group.
+        use_device_communicator: Whether tensors may use a communicator made for the device.
+        use_all2all: What the creator passed.
+        use_custom_op_call: True: a compiled graph holds each collective as one operation, and never traces into it.
+        settings: The group's settings.
+        creation: How long the creation of the group took.
+        mq_broadcaster: This rank's end of the group's queue, or None.
     """
+
+    use_custom_op_call: Final = True
+    use_all2all: bool = False
 
     def __init__(
         self,
@@ -59,6 +74,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         use_device_communicator: bool,
         use_message_queue_broadcaster: bool = False,
         group_name: str | None = None,
+        use_all2all: bool = False,
         *,
         settings: CoordinatorSettings | None = None,
     ) -> None:
@@ -72,10 +88,13 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
                 process group. Equal on all ranks.
             use_message_queue_broadcaster: Whether to create `mq_broadcaster` with rank 0 as its writer.
             group_name: Name such as "tp". A number is appended, because several groups may have one name.
+            use_all2all: Whether the group is meant for `dispatch` and `combine`; kept as an attribute. It changes
+                nothing: every group can make these calls, and reserves nothing for them in advance.
             settings: Settings of the group; default: read from the environment.
 
         Raises:
-            UsageError: A rank appears twice or in no group, or torch.distributed is not initialised.
+            UsageError: A rank appears twice or in no group, `group_ranks` holds tensors instead of lists, or
+                torch.distributed is not initialised.
             SettingsError: The environment has a setting that is unknown or malformed.
             DisagreementError: Ranks have different rank lists, settings or versions.
             CommTimeoutError: Ranks did not join in time; `.missing` names them.
@@ -89,8 +108,9 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             use_device_communicator,
             use_message_queue_broadcaster,
             group_name,
-            settings or CoordinatorSettings.from_env(),
+            permitted(settings or CoordinatorSettings.from_env()),
         )
+        self.use_all2all = use_all2all
 
     def _create(
         self,
@@ -165,7 +185,12 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             beside: A group of all ranks, if there is one: it knows the ranks' host ids.
         """
         world = world_of_torch()
-        store, rank = world.store, world.rank
+        known = None if beside is None else beside._parts.world  # noqa: SLF001 - ours
+        if known is not None and not known.is_torch:
+            raise UsageError(
+                "world must be a group of torch's world; a stateless group has other ranks, and no ParallelGroups"
+            )
+        store, rank, settings = world.store, world.rank, permitted(settings)
         bases = list(tables)
         round_name, names = next_names("layout", bases, store, rank, settings.create_timeout_s)
         plans = [
@@ -210,7 +235,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         self.ranks: list[int] = list(parts.health.ranks)
         self.world_size: int = len(self.ranks)
         self.rank_in_group: int = self.ranks.index(self.rank)
-        self.local_rank = local_rank
+        self.local_rank = self.device_index = local_rank
         self.group_ranks: list[list[int]] = [list(ranks) for ranks in group_ranks]
         self.torch_distributed_backend = backend
         self.settings = settings
@@ -262,6 +287,16 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
     def prev_rank(self) -> int:
         """Return the global rank before this one; the last rank precedes the first."""
         return self.ranks[(self.rank_in_group - 1) % self.world_size]
+
+    @property
+    def backend(self) -> str:
+        """Return `torch_distributed_backend`."""
+        return self.torch_distributed_backend
+
+    @property
+    def use_cpu_custom_send_recv(self) -> bool:
+        """Return whether tensor dicts on the CPU pass through memory that all ranks of the group share."""
+        return self.device.type == "cpu" and isinstance(self._host, SharedHostPlane)
 
     @property
     def cpu_group(self) -> dist.ProcessGroup:
@@ -387,17 +422,20 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
 
     @contextmanager
     def graph_capture(
-        self, graph_capture_context: GraphCaptureContext | None = None
+        self,
+        graph_capture_context: GraphCaptureContext | None = None,
+        stream: torch.Stream | None = None,
     ) -> Iterator[GraphCaptureContext]:
         """Prepare this group's collectives for the capture of a CUDA graph. On the CPU this does nothing.
 
         Entering and leaving are both *collective*. Entering connects and compiles what cannot be done during a capture.
         Leaving tells the other ranks which inputs were captured. A graph may be replayed only after that; an earlier
         replay breaks the group with a `UsageError`. Calls on the stream before the capture begins are executed, as a
-        warm-up. Yields `graph_capture_context`, or a new one; the capture uses its stream.
+        warm-up. Yields `graph_capture_context`, or a new one for `stream`, or for a stream of its own; the capture uses
+        that stream.
         """
         self._calls.enter("graph_capture")
-        with capture_on(self.device, [self.device_communicator], graph_capture_context) as context:
+        with capture_on(self.device, [self.device_communicator], graph_capture_context, stream) as context:
             yield context
 
     # ------------------------------------------------------------------ sub-groups

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections import Counter
 from functools import partial
 from typing import Final
 
@@ -36,6 +37,16 @@ class Registration:
 
 _groups: dict[str, Registration] = {}
 _gone: dict[str, None] = {}
+_given_out: Counter[str] = Counter()
+
+
+def free_name(base: str) -> str:
+    """Return `base:0`, `base:1` …: the next one that no group of this process has, and that was not returned before."""
+    while True:
+        name = f"{base}:{_given_out[base]}"
+        _given_out[base] += 1
+        if name not in _groups:
+            return name
 
 
 def register(group: GroupPlanes, calls: Calls, *, in_torch_world: bool) -> None:
@@ -84,6 +95,12 @@ def find(name: str, operation: str) -> Registration:
             f"{where}: the group was destroyed; use one that exists, and compile a graph again for it"
         )
     raise UsageError(f"{where}: this process has no group of that name; it has {sorted(_groups) or 'none'}")
+
+
+def is_registered(group: object) -> bool:
+    """Return whether operations that name `group` find it."""
+    found = _groups.get(getattr(group, "unique_name", ""))
+    return found is not None and found.reference() is group
 
 
 def live_groups() -> list[GroupPlanes]:

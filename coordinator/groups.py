@@ -6,9 +6,9 @@ import contextvars
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Final, Self
+from typing import Any, Final, Literal, Self, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -26,44 +26,55 @@ from shm_broadcast.errors import UsageError
 logger: logging.Logger = logging.getLogger(__name__)
 
 # Groups are created in this order and destroyed in reverse. It must be the same on all ranks.
-DIMENSIONS: Final[tuple[Dimension, ...]] = ("world", "tp", "cp", "pp", "dp", "ep", "rdp", "sdp")
-# Parts of `dp`. A part with the same rank lists as another dimension shares its group and is left out of the group's
-# name; without sharding this holds for both.
+DIMENSIONS: Final[tuple[Dimension, ...]] = ("world", "tp", "dcp", "cp", "pp", "dp", "ep", "rdp", "sdp")
+# Parts of `dp`, which `with_sharding` replaces.
 _PARTS: Final = ("rdp", "sdp")
+
+ExtraGroup: TypeAlias = Literal["replica", "eplb"]
+"""A group that is created only on request: all ranks of one copy of the model; a second one of the ranks of `ep`."""
+
+EXTRA_GROUPS: Final[tuple[ExtraGroup, ...]] = get_args(ExtraGroup)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelGroups:
     """The groups that this rank belongs to, one per parallel dimension.
 
-    Used as a context manager, it makes these groups current and destroys them at the end. Dimensions with equal rank
-    lists share one `GroupCoordinator`, whose name lists them: `world=tp`.
+    Used as a context manager, it makes these groups current and destroys them at the end. Each dimension has a group of
+    its own, even if another one has the same ranks: its name (`tp:0`), its state, its lifetime and the order of its
+    calls are its own. Two threads may use two of them at the same time, on CUDA devices as far as NCCL allows it.
 
     Attributes:
         layout: Sizes of the dimensions.
         world: All ranks.
         tp: Tensor parallel.
-        cp: Context parallel.
+        dcp: Decode context parallel: the ranks of `cp` and `tp` that share the cache of a sequence.
+        cp: (Prefill) context parallel.
         pp: Pipeline parallel.
         dp: Data parallel.
         ep: Expert parallel: the ranks of `dp`, `cp` and `tp` in one pipeline stage, or a part of them.
         rdp: Replicated data parallel: the ranks of `dp` that hold the same shard; all of `dp` without sharding.
         sdp: Sharded data parallel: the ranks of `dp` that share one copy of the model; only this rank without
             sharding.
+        replica: The ranks of `tp`, `cp` and `pp` that hold one copy of the model; None unless it was asked for.
+        eplb: The ranks of `ep` again, to move experts between ranks while `ep` is in use; None unless asked for.
         owns_world: Whether `destroy` also destroys `world`.
     """
 
     layout: ParallelLayout
     world: GroupCoordinator
     tp: GroupCoordinator
+    dcp: GroupCoordinator
     cp: GroupCoordinator
     pp: GroupCoordinator
     dp: GroupCoordinator
     ep: GroupCoordinator
     rdp: GroupCoordinator
     sdp: GroupCoordinator
+    replica: GroupCoordinator | None = None
+    eplb: GroupCoordinator | None = None
     owns_world: bool = True
-    _entered: list[contextvars.Token[ParallelGroups | None]] = dataclasses.field(
+    _entered: list[contextvars.Token[ParallelGroups]] = dataclasses.field(
         default_factory=list, init=False, repr=False, compare=False
     )
     _mesh: list[DeviceMesh] = dataclasses.field(default_factory=list, init=False, repr=False, compare=False)
@@ -88,6 +99,8 @@ class ParallelGroups:
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         context_parallel_size: int = 1,
+        decode_context_parallel_size: int = 1,
+        data_parallel_size: int | None = None,
         expert_parallel_size: int | None = None,
         shard_size: int | None = 1,
         local_rank: int | None = None,
@@ -96,14 +109,15 @@ class ParallelGroups:
         settings: CoordinatorSettings | None = None,
         world: GroupCoordinator | None = None,
     ) -> Self:
-        """Create the groups of these sizes; the data-parallel size follows from the world size.
-
-        Collective over the world.
+        """Create the groups of these sizes. Collective over the world.
 
         Args:
             tensor_parallel_size: Ranks that share a layer.
             pipeline_parallel_size: Number of pipeline stages.
             context_parallel_size: Ranks that share a sequence.
+            decode_context_parallel_size: Ranks that share the cache of a sequence; see `ParallelLayout`.
+            data_parallel_size: Replicas that work together; if they do not use all ranks, the world holds several
+                independent sets of them. None means that all replicas work together.
             expert_parallel_size: Ranks that share the experts; None means all ranks of a stage.
             shard_size: Replicas over which the model is sharded, usually those of one host; None means all.
             local_rank: See `create`.
@@ -121,7 +135,9 @@ class ParallelGroups:
             dist.get_world_size(),
             tensor=tensor_parallel_size,
             pipeline=pipeline_parallel_size,
+            data=data_parallel_size,
             context=context_parallel_size,
+            decode_context=decode_context_parallel_size,
             expert=expert_parallel_size,
         )
         layout = dataclasses.replace(layout, shard=layout.data if shard_size is None else shard_size)
@@ -182,9 +198,10 @@ class ParallelGroups:
     def device_mesh(self) -> DeviceMesh:
         """Return a torch mesh over these groups; it uses their process groups.
 
-        Its dimensions are those of "dp" (under hybrid sharding "rdp" and "sdp"), "pp", "cp" and "tp" that have more
-        than one rank; if there are none, "dp" with one rank. On the CPU the first access creates the process groups,
-        without waiting for other ranks. They live as long as the groups.
+        It holds all ranks of the world; of several independent replicas only those of this one. Its dimensions are
+        those of "dp" (under hybrid sharding "rdp" and "sdp"), "pp", "cp" and "tp" that have more than one rank; if
+        there are none, "dp" with one rank. On the CPU the first access creates the process groups, without waiting for
+        other ranks. They live as long as the groups.
         """
         if not self._mesh:
             self._mesh.append(mesh_of(self.layout, self.by_name()))
@@ -200,6 +217,7 @@ class ParallelGroups:
         use_message_queue_broadcaster: bool = True,
         settings: CoordinatorSettings | None = None,
         world: GroupCoordinator | None = None,
+        extra_groups: Collection[ExtraGroup] = (),
     ) -> Self:
         """Create every group of `layout`. Collective over the world.
 
@@ -214,9 +232,11 @@ class ParallelGroups:
             settings: Settings of every group; default: read from the environment.
             world: Existing group of all ranks to use as `world`; default: the one that
                 `init_distributed_environment` created, if any. `destroy` leaves it alone.
+            extra_groups: Further groups to create: "replica", "eplb" or both. Equal on all ranks.
 
         Raises:
-            UsageError: The layout does not fit the world, or `world` is not the group of all ranks in order.
+            UsageError: The layout does not fit the world, `world` is not the group of all ranks in order, or there is
+                no such extra group.
             DisagreementError: Ranks hold different layouts or settings.
             CommTimeoutError: Ranks did not join within `create_timeout_s`; `.missing` names them.
             PeerLostError: A rank died meanwhile; `.peers` names it.
@@ -231,16 +251,20 @@ class ParallelGroups:
         world = world or find_world_group()
         if world is not None and world.ranks != list(range(layout.world_size)):
             raise UsageError(f"world must be the group of all ranks in ascending order, not of {world.ranks}")
-        facts = {
-            "use_message_queue_broadcaster": str(use_message_queue_broadcaster),
-            "creates a world group": str(world is None),
-        }
-        existing = {} if world is None else {layout.groups("world"): world}
-        groups = _create_missing(layout, existing, settings, facts, local_rank, backend)
+        if not set(extra_groups) <= set(EXTRA_GROUPS):
+            raise UsageError(f"extra_groups may hold {EXTRA_GROUPS}, not {tuple(extra_groups)}")
+        names: list[Dimension | ExtraGroup] = [
+            name for name in DIMENSIONS if world is None or name != "world"
+        ]
+        names += [name for name in EXTRA_GROUPS if name in extra_groups]
+        facts = {"use_message_queue_broadcaster": str(use_message_queue_broadcaster)}
+        groups = _create_groups(layout, names, settings, facts, world, local_rank, backend)
+        if world is not None:
+            groups = {"world": world, **groups}
         try:
             if use_message_queue_broadcaster:
-                for group in dict.fromkeys((groups["world"], groups["tp"])):
-                    group.enable_broadcaster()
+                groups["world"].enable_broadcaster()
+                groups["tp"].enable_broadcaster()
             record = cls(layout=layout, owns_world=world is None, **groups)
         except BaseException:
             _destroy(groups.values(), keep=world)
@@ -252,8 +276,8 @@ class ParallelGroups:
     def with_sharding(self, shard: int) -> Self:
         """Return a record of these groups with new `rdp` and `sdp`. Collective over the world.
 
-        Creates only groups that do not exist yet. The result takes over this record's groups, including the `rdp` and
-        `sdp` that it replaces: destroy the result, not this record.
+        Creates nothing if `shard` is that of this record. The result takes over this record's groups, including the
+        `rdp` and `sdp` that it replaces: destroy the result, not this record.
 
         Args:
             shard: See `ParallelLayout`.
@@ -264,25 +288,21 @@ class ParallelGroups:
             Others: As `create`.
         """
         layout = dataclasses.replace(self.layout, shard=shard)
-        existing: dict[RankLists, GroupCoordinator] = {
-            layout.groups(name): getattr(self, name)
-            for name in DIMENSIONS
-            if layout.groups(name) == self.layout.groups(name)
-        }
-        groups = _create_missing(layout, existing, self.world.settings, facts={})
-        record = dataclasses.replace(self, layout=layout, rdp=groups["rdp"], sdp=groups["sdp"])
-        kept = set(record.by_name().values())
-        replaced = [group for group in dict.fromkeys((self.rdp, self.sdp)) if group not in kept]
-        record._retired.extend([*self._retired, *replaced])  # noqa: SLF001 - ours
+        replaced: list[Dimension | ExtraGroup] = [] if layout == self.layout else [*_PARTS]
+        created = _create_groups(layout, replaced, self.world.settings, {}, self.world)
+        parts = {name: getattr(self, name) for name in _PARTS}
+        record = dataclasses.replace(self, layout=layout, **{**parts, **created})
+        record._retired.extend([*self._retired, *(parts[name] for name in created)])  # noqa: SLF001 - ours
         return record
 
     def by_name(self) -> dict[str, GroupCoordinator]:
-        """Return the groups by dimension name, in order of creation."""
-        return {name: getattr(self, name) for name in DIMENSIONS}
+        """Return the groups by the names of their attributes, in order of creation."""
+        found = {name: getattr(self, name) for name in (*DIMENSIONS, *EXTRA_GROUPS)}
+        return {name: group for name, group in found.items() if group is not None}
 
     def startup_report(self) -> StartUpReport:
         """Return how long this rank took to create the groups, by group and phase, including the world group."""
-        return StartUpReport.of([group.creation for group in dict.fromkeys(self.by_name().values())])
+        return StartUpReport.of([group.creation for group in self.by_name().values()])
 
     def destroy(self) -> None:
         """Destroy the groups in reverse order of creation. Idempotent, not collective.
@@ -298,77 +318,63 @@ class ParallelGroups:
         self, graph_capture_context: GraphCaptureContext | None = None
     ) -> Iterator[GraphCaptureContext]:
         """Capture with all groups, entered in order of creation; see `GroupCoordinator.graph_capture`."""
-        communicators = [group.device_communicator for group in dict.fromkeys(self.by_name().values())]
+        communicators = [group.device_communicator for group in self.by_name().values()]
         with capture_on(self.world.device, communicators, graph_capture_context) as context:
             yield context
 
     def __enter__(self) -> Self:
         """Make these the current groups of this context; see `current_groups`."""
-        self._entered.append(_current.set(self))
+        self._entered.append(enter_groups(self))
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         """Restore the previous current groups, and destroy these."""
-        _current.reset(self._entered.pop())
+        leave_groups(self._entered.pop())
         self.destroy()
 
     @contextmanager
     def as_current(self) -> Iterator[Self]:
         """Make these the current groups inside the block; do not destroy them at its end. Nestable."""
-        token = _current.set(self)
+        token = enter_groups(self)
         try:
             yield self
         finally:
-            _current.reset(token)
+            leave_groups(token)
 
 
-def group_tables(layout: ParallelLayout) -> dict[str, list[Dimension]]:
-    """Return the dimensions with equal rank lists, which share a group, by the name of that group: `world=tp`.
-
-    The order is the order of creation, with the world group first.
-    """
-    tables: dict[RankLists, list[Dimension]] = {}
-    for name in DIMENSIONS:
-        tables.setdefault(layout.groups(name), []).append(name)
-    shared = tables.values()
-    return {"=".join([each for each in names if each not in _PARTS] or names): names for names in shared}
-
-
-def _create_missing(
+def _create_groups(
     layout: ParallelLayout,
-    existing: Mapping[RankLists, GroupCoordinator],
+    names: Collection[Dimension | ExtraGroup],
     settings: CoordinatorSettings,
     facts: Mapping[str, str],
+    world: GroupCoordinator | None,
     local_rank: int | None = None,
     backend: str | None = None,
 ) -> dict[str, GroupCoordinator]:
-    """Create the groups of `layout` that are not in `existing`, in one agreement. Collective over the world.
-
-    Returns:
-        The group of every dimension.
-    """
-    tables = {name: layout.groups(dimensions[0]) for name, dimensions in group_tables(layout).items()}
-    missing = {name: table for name, table in tables.items() if table not in existing}
-    world = existing.get(layout.groups("world"))
+    """Create the groups of these names, in one agreement; return them by name. Collective over the world."""
     if world is not None:
         backend = backend or world.torch_distributed_backend
         local_rank = world.local_rank if local_rank is None else local_rank
     created = GroupCoordinator._create_together(  # noqa: SLF001 - ours
-        missing,
+        {name: rank_lists(layout, name) for name in names},
         dist.get_rank() if local_rank is None else local_rank,
         backend or default_backend(),
         settings,
         what=f"the groups of {layout}",
-        # Ranks with different layouts would create different groups, in another order and with other names.
+        # Ranks with different layouts would create groups of different ranks.
         facts={"layout": str(layout), **facts},
         beside=world,
     )
-    groups = {**existing, **dict(zip(missing.values(), created, strict=True))}
-    return {name: groups[layout.groups(name)] for name in DIMENSIONS}
+    return dict(zip(names, created, strict=True))
+
+
+def rank_lists(layout: ParallelLayout, name: Dimension | ExtraGroup) -> RankLists:
+    """Return the rank lists of all groups of this name."""
+    return layout.groups("ep" if name == "eplb" else name)
 
 
 def _destroy(groups: Iterable[GroupCoordinator], keep: GroupCoordinator | None) -> None:
-    for group in reversed(list(dict.fromkeys(groups))):
+    for group in reversed(list(groups)):
         if group is not keep:
             group.destroy()
 
@@ -381,25 +387,37 @@ def default_backend() -> str:
     return dist.get_default_backend_for_device(accelerator)
 
 
-_current: contextvars.ContextVar[ParallelGroups | None] = contextvars.ContextVar(
-    "parallel_groups", default=None
-)
+# --- which groups are current ------------------------------------------------------------------------------------
+#
+# Getters such as `get_tp_group` read nothing else, and `torch.compile` traces them. It guards what it reads, and
+# evaluates guards in the context that calls the compiled function: where other groups are current, or the default has
+# changed, a fact on which the graph depends differs, and the function is compiled again instead of using old groups.
+
+_current: Final[contextvars.ContextVar[ParallelGroups]] = contextvars.ContextVar("parallel_groups")
 
 
-@dataclasses.dataclass
-class _ProcessState:
-    """The groups that every thread of this process sees.
+class _Process:
+    """The groups of this process. There is one object of this class.
 
     Attributes:
         world: The world group, which exists before any layout is known.
-        default: The current groups of contexts that have not set their own.
+        default: The current groups of contexts that have not chosen their own.
+        chosen: The groups that the calling context has chosen; this object itself if it has chosen none.
+        entered: A token for each block, in any context, whose groups are current there; for the text of an error.
     """
 
-    world: GroupCoordinator | None = None
-    default: ParallelGroups | None = None
+    # Dynamo cannot trace the call of a ContextVar's method. It does trace the attribute of an object, and takes the
+    # getter of this property, which is written in C, to have no side effects. The property calls
+    # `_current.get(self)`, where `self` is the answer of a context without a value.
+    chosen: Any = property(_current.get)
+
+    def __init__(self) -> None:
+        self.world: GroupCoordinator | None = None
+        self.default: ParallelGroups | None = None
+        self.entered: list[contextvars.Token[ParallelGroups]] = []
 
 
-_process = _ProcessState()
+_process: Final = _Process()
 
 
 def set_world_group(group: GroupCoordinator | None) -> GroupCoordinator | None:
@@ -419,9 +437,23 @@ def set_default_groups(groups: ParallelGroups | None) -> ParallelGroups | None:
     return before
 
 
+def enter_groups(groups: ParallelGroups) -> contextvars.Token[ParallelGroups]:
+    """Make `groups` current in this context until `leave_groups` gets the result."""
+    token = _current.set(groups)
+    _process.entered.append(token)
+    return token
+
+
+def leave_groups(token: contextvars.Token[ParallelGroups]) -> None:
+    """Restore the groups that were current before the call of `enter_groups` that returned `token`."""
+    _current.reset(token)
+    _process.entered.remove(token)
+
+
 def find_current_groups() -> ParallelGroups | None:
     """Return the current groups: those of this context, else the process's default, else None."""
-    return _current.get() or _process.default
+    chosen: ParallelGroups | _Process = _process.chosen
+    return _process.default if isinstance(chosen, _Process) else chosen
 
 
 def current_groups() -> ParallelGroups:
@@ -432,7 +464,15 @@ def current_groups() -> ParallelGroups:
     """
     groups = find_current_groups()
     if groups is None:
-        raise UsageError(
-            "there are no current groups: call initialize_model_parallel(...), or use a ParallelGroups in a with block"
-        )
+        raise UsageError(_nothing_current())
     return groups
+
+
+def _nothing_current() -> str:
+    if _process.entered:
+        return (
+            "there are no current groups in this thread: it was started with a context of its own, and does not see "
+            "the `with groups:` of the thread that started it; enter `with groups.as_current():` in this thread, or "
+            "start it with contextvars.copy_context().run as its target"
+        )
+    return "there are no current groups: call initialize_model_parallel(...), or use a ParallelGroups in a with block"

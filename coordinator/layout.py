@@ -1,19 +1,24 @@
 """`ParallelLayout` computes the rank lists of all parallel dimensions from their sizes, equally on every rank.
 
-Ranks are numbered as engines number them: tensor varies fastest, then context, then pipeline, then data. With
-coordinates `t`, `c`, `p`, `d` and sizes `T`, `C`, `P`:
+Ranks are numbered as engines number them: tensor varies fastest, then context, pipeline, data, and external data. With
+coordinates `t`, `c`, `p`, `d`, `e` and sizes `T`, `C`, `P`, `D`:
 
-    rank = ((d * P + p) * C + c) * T + t
+    rank = (((e * D + d) * P + p) * C + c) * T + t
 
 Experts are spread over all ranks that hold the same layers: data x context x tensor ranks in each pipeline stage. In
 ascending order, these ranks are cut into runs of `expert` ranks.
 
+Decoding reuses the ranks of the tensor and the context dimension, to share the cache of a sequence. Ordered by tensor
+and then by context, which varies fastest, these ranks are cut into runs of `decode_context` ranks (`dcp`).
+
 Hybrid sharding cuts each data-parallel list into runs of `shard` neighbours. The model is sharded over a run (`sdp`).
 Ranks at the same position in different runs hold the same shard (`rdp`).
+
+The replicas of external data parallelism (`xdp`) share nothing: each serves requests of its own, at its own times.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal, Self
 
@@ -21,22 +26,27 @@ from shm_broadcast.errors import UsageError
 
 __all__ = ["Dimension", "ParallelLayout", "RankLists"]
 
-Dimension = Literal["world", "tp", "cp", "pp", "dp", "ep", "rdp", "sdp"]
-"""All ranks; tensor, context, pipeline, data and expert parallel; replicated and sharded data parallel."""
+Dimension = Literal["world", "tp", "dcp", "cp", "pp", "dp", "ep", "rdp", "sdp", "replica", "xdp"]
+"""All ranks; tensor, decode context, (prefill) context, pipeline, data and expert parallel; replicated and sharded data
+parallel; all ranks of one copy of the model; external data parallel."""
 
 RankLists = tuple[tuple[int, ...], ...]
 
-_GRID: Final = frozenset({"tp", "cp", "pp", "sdp", "rdp"})
-# The lists of a dimension run along these axes of the grid of ranks.
-_ALONG: Final[dict[Dimension, frozenset[str]]] = {
+# The axes of the grid of ranks, the slowest first.
+_GRID: Final = ("xdp", "rdp", "sdp", "pp", "cp", "tp")
+# The lists of a dimension run along these axes, the slowest first.
+_ALONG: Final[dict[Dimension, tuple[str, ...]]] = {
     "world": _GRID,
-    "tp": frozenset({"tp"}),
-    "cp": frozenset({"cp"}),
-    "pp": frozenset({"pp"}),
-    "dp": frozenset({"sdp", "rdp"}),
-    "ep": _GRID - {"pp"},
-    "rdp": frozenset({"rdp"}),
-    "sdp": frozenset({"sdp"}),
+    "tp": ("tp",),
+    "dcp": ("tp", "cp"),
+    "cp": ("cp",),
+    "pp": ("pp",),
+    "dp": ("rdp", "sdp"),
+    "ep": ("rdp", "sdp", "cp", "tp"),
+    "rdp": ("rdp",),
+    "sdp": ("sdp",),
+    "replica": ("pp", "cp", "tp"),
+    "xdp": ("xdp",),
 }
 
 
@@ -50,12 +60,16 @@ class ParallelLayout:
         data: Replicas of the model.
         expert: Ranks over which the experts of a layer are spread. Must divide the number of ranks of a stage,
             data x context x tensor; None means all of them.
-        context: Ranks that share a sequence.
+        context: Ranks that share a sequence while it is prefilled.
         shard: Replicas over which one copy of the model is sharded, usually those of one host. Must divide
             `data`; 1 means no sharding, `data` full sharding.
+        decode_context: Ranks that share the cache of a sequence while it is decoded. They are ranks of `context`, and
+            of `tensor` if there are more: the size must divide `context`, or be `context` times a divisor of `tensor`.
+        external_data: Independent deployments of all these sizes, side by side in one world. No group but the world
+            spans two of them.
 
     Raises:
-        UsageError: A size is not a positive integer, or `expert` or `shard` does not divide its total.
+        UsageError: A size is not a positive integer, or `expert`, `shard` or `decode_context` does not fit the others.
     """
 
     tensor: int = 1
@@ -64,14 +78,23 @@ class ParallelLayout:
     expert: int | None = None
     context: int = 1
     shard: int = 1
+    decode_context: int = 1
+    external_data: int = 1
 
     def __post_init__(self) -> None:
         """Check the sizes."""
-        for name in ("tensor", "pipeline", "data", "context", "shard"):
+        for name in ("tensor", "pipeline", "data", "context", "shard", "decode_context", "external_data"):
             _check_size(name, getattr(self, name))
+        fitting = _divisors_of(self.context) + [self.context * each for each in _divisors_of(self.tensor)[1:]]
+        if self.decode_context not in fitting:
+            raise UsageError(
+                f"decode_context={self.decode_context} fits neither context={self.context} nor that times "
+                f"tensor={self.tensor}; possible sizes: {_listed(fitting)}"
+            )
         if self.data % self.shard:
             raise UsageError(
-                f"shard={self.shard} does not divide data={self.data}; possible sizes: {_divisors(self.data)}"
+                f"shard={self.shard} does not divide data={self.data}; "
+                f"possible sizes: {_listed(_divisors_of(self.data))}"
             )
         if self.expert is not None:
             _check_size("expert", self.expert)
@@ -80,7 +103,7 @@ class ParallelLayout:
                 raise UsageError(
                     f"expert={self.expert} does not divide the {stage} ranks of a pipeline stage "
                     f"(data={self.data} x context={self.context} x tensor={self.tensor}); "
-                    f"possible sizes: {_divisors(stage)}"
+                    f"possible sizes: {_listed(_divisors_of(stage))}"
                 )
 
     @classmethod
@@ -90,32 +113,40 @@ class ParallelLayout:
         *,
         tensor: int = 1,
         pipeline: int = 1,
+        data: int | None = None,
         expert: int | None = None,
         context: int = 1,
         shard: int = 1,
+        decode_context: int = 1,
     ) -> Self:
-        """Return the layout that uses all `world_size` ranks; the data-parallel size follows from the others.
+        """Return the layout that uses all `world_size` ranks.
+
+        The data-parallel size follows from the others. If it is given, `external_data` follows instead.
 
         Raises:
-            UsageError: A size is not a positive integer, or the size of a replica does not divide `world_size`.
+            UsageError: A size is not a positive integer, or the ranks cannot be divided into replicas of these sizes.
         """
         _check_size("world_size", world_size)
-        replica = cls(tensor=tensor, pipeline=pipeline, context=context).world_size
+        sizes = {"tensor": tensor, "pipeline": pipeline, "context": context}
+        if data is not None:
+            sizes["data"] = data
+        replica = cls(**sizes).world_size
         if world_size % replica:
             below = world_size // replica * replica
             fitting = f"{below} or {below + replica}" if below else f"at least {replica}"
+            product = " x ".join(f"{name}={size}" for name, size in sizes.items())
             raise UsageError(
-                f"{world_size} ranks cannot be divided into replicas of {replica} ranks "
-                f"(tensor={tensor} x pipeline={pipeline} x context={context}): start {fitting} ranks, "
-                "or choose sizes whose product divides them"
+                f"{world_size} ranks cannot be divided into replicas of {replica} ranks ({product}): "
+                f"start {fitting} ranks, or choose sizes whose product divides them"
             )
-        data = world_size // replica
-        return cls(tensor=tensor, pipeline=pipeline, data=data, expert=expert, context=context, shard=shard)
+        rest = "data" if data is None else "external_data"
+        sizes[rest] = world_size // replica
+        return cls(**sizes, expert=expert, shard=shard, decode_context=decode_context)
 
     @property
     def world_size(self) -> int:
         """Number of all ranks."""
-        return self.tensor * self.pipeline * self.data * self.context
+        return self.tensor * self.pipeline * self.data * self.context * self.external_data
 
     @property
     def rank_lists(self) -> dict[Dimension, RankLists]:
@@ -132,12 +163,15 @@ class ParallelLayout:
             raise UsageError(f"unknown dimension {name!r}; the dimensions are {', '.join(_ALONG)}")
         if name == "ep" and self.expert is not None:
             return self.expert
+        if name == "dcp":
+            return self.decode_context
         return math.prod(size for size, _ in self._axes(_ALONG[name]))
 
     def groups(self, name: Dimension) -> RankLists:
         """Return the rank lists of dimension `name`.
 
-        Every rank is in exactly one list. Each list is ascending, and the lists are sorted by their first rank.
+        Every rank is in exactly one list. The lists are sorted by their first rank, and each is ascending, except for
+        those of "dcp" that cross the context dimension.
 
         Raises:
             UsageError: The dimension is unknown.
@@ -145,7 +179,7 @@ class ParallelLayout:
         size = self.size(name)
         line = self._line(_ALONG[name])
         runs = [line[start : start + size] for start in range(0, len(line), size)]
-        origins = self._line(_GRID - _ALONG[name])
+        origins = self._line([axis for axis in _GRID if axis not in _ALONG[name]])
         return tuple(sorted(tuple(origin + step for step in run) for origin in origins for run in runs))
 
     def group_of(self, name: Dimension, rank: int) -> tuple[int, ...]:
@@ -171,39 +205,39 @@ class ParallelLayout:
             raise UsageError(f"there is no rank {rank!r} in a world of {self.world_size} ranks")
         return {name: self._position(name, rank) % self.size(name) for name in _ALONG}
 
-    def rank_at(self, *, tp: int = 0, cp: int = 0, pp: int = 0, dp: int = 0) -> int:
+    def rank_at(self, *, tp: int = 0, cp: int = 0, pp: int = 0, dp: int = 0, xdp: int = 0) -> int:
         """Return the rank with these coordinates: the inverse of `coordinates`.
 
         Raises:
             UsageError: A coordinate is not below the size of its dimension.
         """
         rank = 0
-        places: tuple[tuple[Dimension, int], ...] = (("dp", dp), ("pp", pp), ("cp", cp), ("tp", tp))
-        for name, index in places:
+        places: dict[Dimension, int] = {"xdp": xdp, "dp": dp, "pp": pp, "cp": cp, "tp": tp}
+        for name, index in places.items():
             size = self.size(name)
             if type(index) is not int or not 0 <= index < size:
                 raise UsageError(f"there is no index {index!r} in dimension {name!r} of {size} ranks")
             rank = rank * size + index
         return rank
 
-    def _axes(self, names: Collection[str]) -> list[tuple[int, int]]:
-        """Return (size, rank distance between neighbours) of these axes of the grid, the slowest first."""
+    def _axes(self, names: Iterable[str]) -> list[tuple[int, int]]:
+        """Return (size, rank distance between neighbours) of these axes of the grid, in the order of `names`."""
         sizes = {
             "tp": self.tensor,
             "cp": self.context,
             "pp": self.pipeline,
             "sdp": self.shard,
             "rdp": self.data // self.shard,
+            "xdp": self.external_data,
         }
-        axes, stride = [], 1
+        axes, stride = {}, 1
         for name, size in sizes.items():
-            if name in names:
-                axes.append((size, stride))
+            axes[name] = (size, stride)
             stride *= size
-        return axes[::-1]
+        return [axes[name] for name in names]
 
-    def _line(self, names: Collection[str]) -> list[int]:
-        """Return the ranks that differ from rank 0 along these axes only, ascending."""
+    def _line(self, names: Iterable[str]) -> list[int]:
+        """Return the ranks that differ from rank 0 along these axes only; along the last axis they are neighbours."""
         line = [0]
         for size, stride in self._axes(names):
             line = [rank + index * stride for rank in line for index in range(size)]
@@ -222,6 +256,11 @@ def _check_size(name: str, value: object) -> None:
         raise UsageError(f"{name}={value!r} must be an integer of at least 1")
 
 
-def _divisors(number: int) -> str:
-    found = [str(each) for each in range(1, number + 1) if number % each == 0]
+def _divisors_of(number: int) -> list[int]:
+    low = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return low + [number // each for each in reversed(low) if each * each != number]
+
+
+def _listed(sizes: Iterable[int]) -> str:
+    found = list(map(str, sizes))
     return ", ".join(found if len(found) <= 12 else [*found[:6], "...", *found[-6:]])

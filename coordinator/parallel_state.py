@@ -1,4 +1,4 @@
-"""Module-level functions with vLLM's names, over the current `ParallelGroups`. The module holds no state.
+"""Module-level names of vLLM's module, over the current `ParallelGroups`. The module holds no state.
 
 `initialize_model_parallel` sets the default groups of the process, which every thread sees. Inside `with groups:` or
 `with groups.as_current():` the calling context sees those groups instead.
@@ -7,16 +7,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from coordinator import group_registry, hosts
 from coordinator.bootstrap.rendezvous import init_world, leave_world
 from coordinator.graph_capture import GraphCaptureContext, context_for
 from coordinator.group import GroupCoordinator
 from coordinator.groups import (
+    ExtraGroup,
     ParallelGroups,
     current_groups,
     default_backend,
@@ -26,11 +29,15 @@ from coordinator.groups import (
     set_world_group,
 )
 from coordinator.layout import ParallelLayout
-from coordinator.settings import CoordinatorSettings, launched_local_rank
-from shm_broadcast.errors import UsageError
+from coordinator.settings import CoordinatorSettings, launched_local_rank, permit_custom_all_reduce
+from device_comm import handles
+from shm_broadcast.errors import CapabilityError, UsageError
 from shm_broadcast.timeouts import AnyTimeout, seconds
 
 logger: logging.Logger = logging.getLogger(__name__)
+
+# Engines import it from here.
+Handle = handles.Handle
 
 
 def init_distributed_environment(
@@ -127,17 +134,21 @@ def initialize_model_parallel(
     *,
     data_parallel_size: int | None = None,
     expert_parallel_size: int | None = None,
+    extra_groups: Collection[ExtraGroup] = (),
 ) -> None:
     """Create the groups of every dimension and make them the process's default. Collective over the world.
 
     Args:
         tensor_model_parallel_size: Ranks that share a layer.
         pipeline_model_parallel_size: Number of pipeline stages.
-        prefill_context_model_parallel_size: Ranks that share a sequence.
-        decode_context_model_parallel_size: Must be 1 or None in this version.
+        prefill_context_model_parallel_size: Ranks that share a sequence while it is prefilled.
+        decode_context_model_parallel_size: Ranks that share the cache of a sequence while it is decoded. They are
+            ranks of the prefill context group, and of the tensor group if there are more; None means 1.
         backend: torch backend of the device groups; None takes the world group's.
-        data_parallel_size: Number of replicas; None derives it from the world size.
+        data_parallel_size: Number of replicas that step together. If they do not use all ranks, the world holds
+            several such sets, which share no group but the world. None means that all replicas step together.
         expert_parallel_size: Ranks that share the experts; None means all ranks of a stage.
+        extra_groups: "eplb" for `get_eplb_group`, "replica" for `get_inner_dp_world_group`.
 
     Raises:
         UsageError: The sizes do not fit the world, or there are current groups already.
@@ -146,28 +157,29 @@ def initialize_model_parallel(
         PeerLostError: A rank died meanwhile; `.peers` names it.
     """
     world = get_world_group()
-    if decode_context_model_parallel_size not in (None, 1):
-        raise UsageError("decode_context_model_parallel_size must be 1 or None in this version")
     if find_current_groups() is not None:
         raise UsageError(
             "model parallel groups exist already: call destroy_model_parallel() first, or use "
             "ParallelGroups.create(...) in a with block for a second model"
         )
-    sizes = {
-        "tensor": tensor_model_parallel_size,
-        "pipeline": pipeline_model_parallel_size,
-        "context": prefill_context_model_parallel_size,
-    }
-    if data_parallel_size is None:
-        layout = ParallelLayout.from_world_size(world.world_size, **sizes, expert=expert_parallel_size)
-    else:
-        layout = ParallelLayout(**sizes, data=data_parallel_size, expert=expert_parallel_size)
+    layout = ParallelLayout.from_world_size(
+        world.world_size,
+        tensor=tensor_model_parallel_size,
+        pipeline=pipeline_model_parallel_size,
+        data=data_parallel_size,
+        expert=expert_parallel_size,
+        context=prefill_context_model_parallel_size,
+        decode_context=1
+        if decode_context_model_parallel_size is None
+        else decode_context_model_parallel_size,
+    )
     groups = ParallelGroups.create(
         layout,
         local_rank=world.local_rank,
         backend=backend or world.torch_distributed_backend,
         settings=world.settings,
         world=world,
+        extra_groups=extra_groups,
     )
     set_default_groups(groups)
 
@@ -181,10 +193,8 @@ def ensure_model_parallel_initialized(
 ) -> None:
     """Create the groups if there are none; otherwise check that they have these sizes.
 
-    A check ignores `decode_context_model_parallel_size` and `backend`.
-
-    Collective over the world when it creates groups; a check sends nothing. The arguments and further errors are
-    those of `initialize_model_parallel`.
+    A check ignores `backend`. Collective over the world when it creates groups; a check sends nothing. The arguments
+    and further errors are those of `initialize_model_parallel`.
 
     Raises:
         UsageError: The current groups have other sizes.
@@ -203,6 +213,7 @@ def ensure_model_parallel_initialized(
         "tensor": (tensor_model_parallel_size, groups.tp.world_size),
         "pipeline": (pipeline_model_parallel_size, groups.pp.world_size),
         "prefill context": (prefill_context_model_parallel_size, groups.cp.world_size),
+        "decode context": (decode_context_model_parallel_size or 1, groups.dcp.world_size),
     }
     for name, (wanted, present) in expected.items():
         if wanted != present:
@@ -268,6 +279,68 @@ def get_pcp_group() -> GroupCoordinator:
     return current_groups().cp
 
 
+def get_dcp_group() -> GroupCoordinator:
+    """Return the current decode context-parallel group."""
+    return current_groups().dcp
+
+
+def get_dcp_world_size_and_rank(enabled: bool = True) -> tuple[int, int]:
+    """Return the number of ranks in the decode context-parallel group, and this process's rank in it.
+
+    Args:
+        enabled: False, as the absence of any groups, gives (1, 0).
+    """
+    groups = find_current_groups() if enabled else None
+    return (1, 0) if groups is None else (groups.dcp.world_size, groups.dcp.rank_in_group)
+
+
+def get_eplb_group() -> GroupCoordinator:
+    """Return the group that moves experts between the ranks of the expert-parallel group, which may be in use.
+
+    Raises:
+        UsageError: The current groups were created without it.
+    """
+    group = current_groups().eplb
+    if group is None:
+        raise UsageError(
+            'there is no group for expert load balancing: pass extra_groups=("eplb",) to initialize_model_parallel'
+        )
+    return group
+
+
+def get_inner_dp_world_group() -> GroupCoordinator:
+    """Return the group of all ranks of this data-parallel replica; with one replica in the world, the world group.
+
+    Raises:
+        UsageError: There are several replicas, and the current groups were created without the group.
+    """
+    groups = current_groups()
+    if groups.replica is not None:
+        return groups.replica
+    if groups.layout.data * groups.layout.external_data > 1:
+        raise UsageError(
+            'there is no group of the ranks of a replica: pass extra_groups=("replica",) to initialize_model_parallel'
+        )
+    return groups.world
+
+
+def get_etp_group() -> GroupCoordinator:
+    """Return the ranks over which one engram table is sharded: the tensor-parallel group.
+
+    vLLM can choose another size for these tables. This package has no group of another size.
+    """
+    return current_groups().tp
+
+
+def get_engram_dp_group() -> None:
+    """Return None: no replicas share an engram table, each has its own."""
+
+
+def get_engram_dp_size() -> int:
+    """Return 1, the number of replicas over which an engram table is sharded."""
+    return 1
+
+
 def get_tensor_model_parallel_group() -> GroupCoordinator:
     """Return the current tensor-parallel group."""
     return get_tp_group()
@@ -323,6 +396,62 @@ def is_global_first_rank() -> bool:
     return dist.get_rank() == 0 if dist.is_available() and dist.is_initialized() else True
 
 
+def is_local_first_rank() -> bool:
+    """Return whether this process is the first one on its host; True if there is no world yet.
+
+    Without a world group, the launcher's environment tells, or else the global rank.
+
+    Raises:
+        SettingsError: There is no world group, and the launcher's environment is incomplete or malformed.
+    """
+    world = find_world_group()
+    if world is not None:
+        return world.local_rank == 0
+    return _local_rank(-1) == 0 if dist.is_available() and dist.is_initialized() else True
+
+
+def get_node_count() -> int:
+    """Return on how many hosts the ranks of the world are. Not collective.
+
+    Raises:
+        UsageError: There is no world group.
+    """
+    return hosts.host_count(get_world_group())
+
+
+def in_the_same_node_as(pg: object, source_rank: int = 0) -> list[bool]:
+    """Return for each rank of a group whether it is on the host of rank `source_rank`, so that they can share memory.
+
+    Ranks are on one host if they see the same kernel and the same network namespace. For a group of this package, or a
+    process group that one of them made, this is known: nothing is sent. Otherwise the call is collective over `pg`.
+
+    Args:
+        pg: A `GroupCoordinator`, a torch process group for CPU tensors, or an object with `all_gather_obj`.
+        source_rank: Rank in the group.
+
+    Raises:
+        UsageError: `pg` is none of these, or there is no such rank.
+    """
+    return hosts.same_host(pg, source_rank)
+
+
+def _node_count(pg: object) -> int:
+    """Return on how many hosts the ranks of `pg` are; see `in_the_same_node_as`."""
+    return hosts.host_count(pg)
+
+
+def set_custom_all_reduce(enable: bool) -> None:
+    """Allow or forbid our own CUDA kernels in groups that are created from now on; call it alike on all ranks.
+
+    False acts as `cuda.custom_all_reduce=False` in the settings of every later group. True, as at the start, leaves the
+    choice to the settings.
+
+    Raises:
+        UsageError: `enable` is not a bool.
+    """
+    permit_custom_all_reduce(enable)
+
+
 @contextmanager
 def graph_capture(device: torch.device) -> Iterator[GraphCaptureContext]:
     """Capture a CUDA graph in which every current group may be used; a no-op on the CPU.
@@ -367,3 +496,164 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
             "shutdown_ray must be False: this package does not start Ray; call ray.shutdown() yourself"
         )
     destroy_distributed_environment()
+
+
+# --- what engines import for coordinators of their own -----------------------------------------------------------
+
+
+class TensorMetadata(NamedTuple):
+    """A tensor of a dict that is sent apart from it.
+
+    Attributes:
+        device: Type of the sender's device, such as "cpu".
+        dtype: Element type.
+        size: Shape.
+    """
+
+    device: str
+    dtype: torch.dtype
+    size: torch.Size
+
+
+def _split_tensor_dict(
+    tensor_dict: Mapping[str, Any],
+) -> tuple[list[tuple[str, Any]], list[torch.Tensor]]:
+    """Return the items of a dict with `TensorMetadata` in the place of tensors, and the tensors in the same order."""
+    items, tensors = list[tuple[str, Any]](), list[torch.Tensor]()
+    for key, value in tensor_dict.items():
+        if isinstance(value, torch.Tensor):
+            items.append((key, TensorMetadata(value.device.type, value.dtype, value.shape)))
+            tensors.append(value)
+        else:
+            items.append((key, value))
+    return items, tensors
+
+
+def init_model_parallel_group(
+    group_ranks: Sequence[Sequence[int]],
+    local_rank: int,
+    backend: str,
+    use_message_queue_broadcaster: bool = False,
+    group_name: str | None = None,
+    use_device_communicator: bool = True,
+    use_all2all: bool = False,
+) -> GroupCoordinator:
+    """Create a group, as the constructor of `GroupCoordinator` does. Collective over all ranks in `group_ranks`."""
+    return GroupCoordinator(
+        group_ranks,
+        local_rank,
+        backend,
+        use_device_communicator,
+        use_message_queue_broadcaster,
+        group_name,
+        use_all2all,
+    )
+
+
+def _get_unique_name(name: str) -> str:
+    """Return `name:0`, `name:1` …: a name that no group of this process has, different in each call."""
+    return group_registry.free_name(name)
+
+
+def _register_group(group: object) -> None:
+    """Check that compiled graphs find `group` by its name: a group of this package is registered when it is created.
+
+    Raises:
+        UsageError: `group` is none, or it was destroyed.
+    """
+    if not group_registry.is_registered(group):
+        raise UsageError(
+            f"{type(group).__name__} {getattr(group, 'unique_name', '')!r} cannot be registered: compiled graphs find "
+            "only groups that the constructor of GroupCoordinator made, and only until they are destroyed"
+        )
+
+
+def suspend_device_comms() -> None:
+    """Release the device memory of all groups' communicators. Groups on the CPU have none.
+
+    Raises:
+        CapabilityError: A group of several ranks is on an accelerator. Nothing is released.
+    """
+    _refuse_on_accelerators("suspend_device_comms")
+
+
+def resume_device_comms() -> None:
+    """Undo `suspend_device_comms`. Raises as it does."""
+    _refuse_on_accelerators("resume_device_comms")
+
+
+def _refuse_on_accelerators(name: str) -> None:
+    for group in group_registry.live_groups():
+        if group.world_size > 1 and group.device.type != "cpu":
+            raise CapabilityError(
+                f"{name}: the communicator of {group.unique_name!r} on {group.device} keeps its memory until the group "
+                "is destroyed; destroy the groups and create them again",
+                requirement="a communicator that can be suspended",
+            )
+
+
+def checkpoint_prepare_distributed_state() -> None:
+    """Prepare all groups for a checkpoint of this process; only groups of one rank need nothing for that.
+
+    Raises:
+        CapabilityError: There is a group of several ranks. It stays usable.
+    """
+    _refuse_with_peers("checkpoint_prepare_distributed_state")
+
+
+def checkpoint_restore_distributed_state() -> None:
+    """Restore all groups after a checkpoint of this process. Raises as `checkpoint_prepare_distributed_state`."""
+    _refuse_with_peers("checkpoint_restore_distributed_state")
+
+
+def _refuse_with_peers(name: str) -> None:
+    for group in group_registry.live_groups():
+        if group.world_size > 1:
+            raise CapabilityError(
+                f"{name}: {group.unique_name!r} holds memory and descriptors of other processes, which no checkpoint "
+                "of one process restores; destroy the groups before, and create them again afterwards",
+                requirement="no group of several ranks",
+            )
+
+
+def _init_stateless_group(
+    group_ranks: Sequence[Sequence[int]],
+    group_name: str,
+    host: str,
+    backend: str,
+    coord_store: dist.Store,
+    use_device_communicator: bool = True,
+    use_all2all: bool = False,
+) -> NoReturn:
+    """Refuse: the ranks of a group come from one world.
+
+    Raises:
+        CapabilityError: Always; the arguments are those of vLLM's function.
+    """
+    del group_ranks, host, backend, coord_store, use_device_communicator, use_all2all
+    raise _not_elastic(f"cannot create group {group_name!r} without a world")
+
+
+def _replace_active_groups(
+    *,
+    world: GroupCoordinator | None,
+    dp: GroupCoordinator | None,
+    ep: GroupCoordinator | None,
+    eplb: GroupCoordinator | None,
+    node_count: int | None,
+) -> NoReturn:
+    """Refuse: the groups of a world stay the same while they exist.
+
+    Raises:
+        CapabilityError: Always; the arguments are those of vLLM's function. The groups stay as they are.
+    """
+    del world, dp, ep, eplb, node_count
+    raise _not_elastic("cannot replace groups that are in use")
+
+
+def _not_elastic(refusal: str) -> CapabilityError:
+    return CapabilityError(
+        f"{refusal}: elastic expert parallelism is not supported; start the engine without it, or call "
+        "destroy_model_parallel() and initialize_model_parallel(...) with the new sizes",
+        requirement="a world of fixed size",
+    )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Final, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,8 @@ class GroupPlanes:
         local_rank: Index of this process's device on its host.
         device: The device of the group's tensors.
         device_communicator: The device plane.
+        overridden: Of `all_reduce`, `all_gather` and `reduce_scatter` those that the class replaces, and by which of
+            its methods; see `TensorCollectives`.
     """
 
     unique_name: str
@@ -42,6 +44,7 @@ class GroupPlanes:
     local_rank: int
     device: torch.device
     device_communicator: DeviceCommunicator
+    overridden: ClassVar[Mapping[str, str]] = {}
     _host: HostPlane
     _broadcaster: Broadcaster | None = None
     # The broadcaster's writer, for `broadcast_object`: the rank whose objects go through the queue.

@@ -9,13 +9,13 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Self, get_args, get_origin
+from typing import Any, Final, Literal, Self, get_args, get_origin
 
 import msgspec
 
 from device_comm.cuda_settings import PER_RANK_CUDA_FIELDS, CudaSettings
 from shm_broadcast.endpoint import RemoteSettings
-from shm_broadcast.errors import SettingsError
+from shm_broadcast.errors import SettingsError, UsageError
 from shm_broadcast.settings import BroadcastSettings, positive_seconds
 
 __all__ = [
@@ -160,6 +160,26 @@ def differences(views: Mapping[int, Mapping[str, object]]) -> list[str]:
             groups = sorted(holders.items(), key=lambda item: -len(item[1]))
             lines.append(f"{field}: " + ", ".join(f"{value} ({_ranks(ranks)})" for value, ranks in groups))
     return lines
+
+
+# Uses of the hardware that the process forbids groups which are created later, whatever their settings say.
+_forbidden: Final[set[str]] = set()
+
+
+def permit_custom_all_reduce(enable: bool) -> None:
+    """Do what `coordinator.parallel_state.set_custom_all_reduce` says."""
+    if not isinstance(enable, bool):
+        raise UsageError(f"set_custom_all_reduce takes a bool, not {enable!r}")
+    (_forbidden.discard if enable else _forbidden.add)("custom_all_reduce")
+
+
+def permitted(settings: CoordinatorSettings) -> CoordinatorSettings:
+    """Return `settings` without what the process forbids; see `permit_custom_all_reduce`."""
+    if "custom_all_reduce" not in _forbidden or not settings.cuda.custom_all_reduce:
+        return settings
+    return msgspec.structs.replace(
+        settings, cuda=msgspec.structs.replace(settings.cuda, custom_all_reduce=False)
+    )
 
 
 class LaunchEnvironment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,10 +8,10 @@ start with an underscore and may rely on what was checked.
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Final, TypeAlias, cast, overload
+from typing import Any, ClassVar, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -20,15 +20,9 @@ from device_comm import checks, rms_norm
 from device_comm.handles import Handle
 from device_comm.health import GroupHealth
 from device_comm.movable import movable, movable_dtype, restored
+from device_comm.outputs import SUM, OutputForms, Sizes, Timeout
 from device_comm.reduction import ReduceOperation, check_reducible, reduce_in_rank_order, reduce_operation
 from shm_broadcast.errors import UsageError
-
-SUM: Final = ReduceOperation.SUM
-
-# In the methods that an implementation fills in: one size for each rank; a deadline in seconds. None is the group's
-# deadline, except in `_recv` and `_irecv`, where it is no limit: nobody knows when a message will be sent.
-Sizes: TypeAlias = tuple[int, ...]
-Timeout: TypeAlias = float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +78,7 @@ class CommunicatorContext:
         return len(self.ranks)
 
 
-class DeviceCommunicator(ABC):
+class DeviceCommunicator(OutputForms):
     """Collectives on the tensors of one device type, for one group.
 
     Contract of every method, unless it says otherwise:
@@ -183,37 +177,6 @@ class DeviceCommunicator(ABC):
         counts = checks.check_sizes(sizes, self.world_size)
         checks.check_total_size(input_, dim, counts)
         return self._reduce_scatter(input_, dim, counts, op, timeout_s)
-
-    def reduce_scatterv_into_output(
-        self,
-        input_: torch.Tensor,
-        output: torch.Tensor,
-        dim: int = -1,
-        sizes: Sequence[int] | None = None,
-        op: ReduceOperation = SUM,
-        *,
-        timeout_s: float | None = None,
-    ) -> torch.Tensor:
-        """As `reduce_scatterv`, into `output`, which is returned.
-
-        `output` has the shape and dtype of the result and overlaps neither the input nor itself. In a group
-        of one too the result is copied into it.
-        """
-        checks.check_tensor(input_, self.device, "reduce_scatterv_into_output")
-        checks.check_tensor(output, self.device, "reduce_scatterv_into_output")
-        shape = list(input_.shape) or [1]
-        at = checks.check_dim(dim, input_)
-        if sizes is None:
-            checks.check_divisible(input_, at, self.world_size)
-            shape[at] //= self.world_size
-        else:
-            shape[at] = checks.check_sizes(sizes, self.world_size)[self.rank_in_group]
-        checks.check_output(output, shape, input_.dtype)
-        checks.check_writable(output, "reduce_scatterv_into_output")
-        checks.check_no_overlap(input_, output, "reduce_scatterv_into_output")
-        result = self.reduce_scatterv(input_, dim, sizes, op, timeout_s=timeout_s)
-        output.detach().copy_(result.detach().view(shape))
-        return output
 
     def all_reduce_add_rms_norm(
         self,
@@ -473,7 +436,7 @@ class DeviceCommunicator(ABC):
         del stream
         yield
 
-    def check(self) -> None:  # noqa: B027 - where calls block there is nothing to find out
+    def check(self) -> None:
         """Raise if a call that was queued earlier has failed since. Not collective.
 
         Results that are queued on a stream are valid once it was synchronized and a later `check` did not raise.
@@ -483,6 +446,10 @@ class DeviceCommunicator(ABC):
     def group(self) -> Iterator[None]:
         """Queue the calls made within the context as one, where that is faster; results are there when it is left."""
         yield
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a new tensor of any content on the device, in memory that suits this communicator. Not collective."""
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def prepare_buffers(self, message_bytes: int) -> None:
         """Reserve what messages of up to `message_bytes` bytes need. Collective; a hint, not a limit."""
@@ -615,4 +582,4 @@ class DeviceCommunicator(ABC):
         return checks.check_peer(rank, self.rank_in_group, self.world_size, name)
 
 
-__all__ = ["SUM", "CommunicatorContext", "DeviceCommunicator", "movable_dtype"]
+__all__ = ["SUM", "CommunicatorContext", "DeviceCommunicator", "Sizes", "Timeout", "movable_dtype"]

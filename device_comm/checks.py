@@ -161,7 +161,9 @@ def check_exchange_table(where: str, ranks: Sequence[int], table: Sequence[Seque
 
 def check_output(output: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
     """Raise unless `output` has the shape and dtype of the result."""
-    if tuple(output.shape) != tuple(shape) or output.dtype != dtype:
+    given = tuple(output.shape)
+    # A 0-dim output takes the one element of a 0-dim input's result.
+    if (given != tuple(shape) and (given or tuple(shape) != (1,))) or output.dtype != dtype:
         raise UsageError(
             f"output has shape {tuple(output.shape)} and dtype {output.dtype}, "
             f"the result has shape {tuple(shape)} and dtype {dtype}"
@@ -208,11 +210,46 @@ def check_writable(tensor: torch.Tensor, name: str) -> None:
 
 def check_no_overlap(input_: torch.Tensor, output: torch.Tensor, name: str) -> None:
     """Raise if two tensors of one dtype share elements in memory."""
-    if _share_memory(input_, output):
+    if share_memory(input_, output):
         raise UsageError(f"{name}: the output shares memory with the input; pass memory of its own")
 
 
-def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one shape and dtype are the same elements of the same memory."""
+    return one is other or (one.data_ptr() == other.data_ptr() and one.stride() == other.stride())
+
+
+def check_own_place(
+    whole: torch.Tensor, part: torch.Tensor, dim: int, sizes: Sequence[int], rank: int, name: str
+) -> None:
+    """Raise if `part` shares memory with `whole`, unless it is that rank's part of it and the parts are contiguous.
+
+    Args:
+        whole: The tensor that holds the parts of all ranks along `dim`.
+        part: This rank's part, in memory of its own or in its place.
+        dim: The dimension, at least 0.
+        sizes: The size of each rank's part.
+        rank: This rank.
+        name: The call, for the text.
+    """
+    if not share_memory(whole, part):
+        return
+    rows = 1
+    for extent in whole.shape[:dim]:
+        rows *= extent
+    if rows == 1 and whole.is_contiguous() and part.is_contiguous():
+        size = whole.shape[dim] if whole.dim() else 1
+        step = whole.numel() // max(size, 1) * whole.itemsize
+        if part.data_ptr() == whole.data_ptr() + sum(sizes[:rank]) * step:
+            return
+    raise UsageError(
+        f"{name}: input and output share memory; only this rank's own part of the larger one may be the other, if the "
+        "parts lie one after the other; pass memory of its own"
+    )
+
+
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one dtype share elements in memory."""
     first, second = _byte_range(one), _byte_range(other)
     start, end = max(first[0], second[0]), min(first[1], second[1])
     if start >= end or one.device != other.device:

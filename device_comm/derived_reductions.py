@@ -82,6 +82,10 @@ class Reducing(Protocol):
         """Combine the ranks' tensors in place."""
 
     @property
+    def all_reduce_into_output(self) -> Callable[..., torch.Tensor]:
+        """As `all_reduce`, into `output`."""
+
+    @property
     def reduce(self) -> Callable[..., torch.Tensor | None]:
         """Combine the ranks' tensors on rank `dst`."""
 

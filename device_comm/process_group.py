@@ -185,8 +185,18 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         shape = (sizes[self.rank_in_group], *rows.shape[1:])
         if rows.numel() == 0:
             return rows.new_empty(shape)
-        received = self._exchange(operation, rows, sizes, shape[:1] * self.world_size, timeout_s)
-        return reduce_in_rank_order(list(received.view(self.world_size, *shape)), op)
+        received = rows.new_empty((self.world_size, *shape))
+        self._exchange(operation, rows, received, sizes, shape[:1] * self.world_size, timeout_s)
+        return reduce_in_rank_order(list(received), op)
+
+    def _all_gather_into(
+        self, output: torch.Tensor, input_: torch.Tensor, dim: int, sizes: Sizes, timeout_s: Timeout
+    ) -> None:
+        if dim or len(set(sizes)) > 1 or not output.numel() or not is_plain(output):
+            super()._all_gather_into(output, input_, dim, sizes, timeout_s)
+            return
+        operation = self._health.begin("device", "all_gather")
+        self._gather_bytes(operation, as_bytes(dense(input_)), timeout_s, as_bytes(output))
 
     def _all_gather(self, input_: torch.Tensor, dim: int, sizes: Sizes, timeout_s: Timeout) -> torch.Tensor:
         operation = self._health.begin("device", "all_gather")
@@ -245,6 +255,30 @@ class ProcessGroupCommunicator(DeviceCommunicator):
     def _all_to_all(
         self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
     ) -> torch.Tensor:
+        operation = self._begin_exchange(send_sizes, recv_sizes, timeout_s)
+        rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
+        result = rows.new_empty((sum(recv_sizes), *rows.shape[1:]))
+        self._exchange(operation, rows, result, send_sizes, recv_sizes, timeout_s)
+        return result.movedim(0, dim).contiguous()
+
+    def _all_to_all_into(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor,
+        dim: int,
+        send_sizes: Sizes,
+        recv_sizes: Sizes,
+        timeout_s: Timeout,
+    ) -> None:
+        if dim or not is_plain(output):
+            super()._all_to_all_into(output, input_, dim, send_sizes, recv_sizes, timeout_s)
+            return
+        operation = self._begin_exchange(send_sizes, recv_sizes, timeout_s)
+        rows = dense(input_.reshape(1) if input_.dim() == 0 else input_)
+        self._exchange(operation, rows, output, send_sizes, recv_sizes, timeout_s)
+
+    def _begin_exchange(self, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout) -> Operation:
+        """Begin an all-to-all; on the CPU, raise on every rank unless what is sent is what is expected."""
         operation = self._health.begin("device", "all_to_all")
         if self._on_host:
             # Gloo would end a process that receives other sizes than it expects. This raises on every rank instead.
@@ -252,9 +286,7 @@ class ProcessGroupCommunicator(DeviceCommunicator):
             gathered = self._gather_bytes(operation, as_bytes(own), timeout_s).view(torch.int64)
             table = gathered.view(self.world_size, -1).tolist()
             checks.check_exchange_table(self._health.where("all_to_all"), self.context.ranks, table)
-        rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
-        result = self._exchange(operation, rows, send_sizes, recv_sizes, timeout_s)
-        return result.movedim(0, dim).contiguous()
+        return operation
 
     def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
         operation = self._health.begin("device", "broadcast")
@@ -317,12 +349,18 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         else:
             work.wait()
 
-    def _gather_bytes(self, operation: Operation, own: torch.Tensor, timeout_s: float | None) -> torch.Tensor:
-        """Return every rank's bytes one after the other; all ranks bring the same number."""
+    def _gather_bytes(
+        self,
+        operation: Operation,
+        own: torch.Tensor,
+        timeout_s: float | None,
+        into: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return every rank's bytes one after the other, in `into` if given; all ranks bring the same number."""
         deadline = timeout_s or self.context.timeout_s
         options = AllgatherOptions()
         options.timeout = backend_timeout(deadline)
-        result = own.new_empty(own.numel() * self.world_size)
+        result = own.new_empty(own.numel() * self.world_size) if into is None else into
         with self._health.transport(operation):
             work = self.process_group._allgather_base(result, own, options)
         self._finish(operation, work, deadline)
@@ -332,15 +370,15 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         self,
         operation: Operation,
         rows: torch.Tensor,
+        result: torch.Tensor,
         sent: Sequence[int],
         received: Sequence[int],
         timeout_s: Timeout,
-    ) -> torch.Tensor:
-        """Send `sent[i]` of the rows to rank i; return `received[i]` rows from each rank i, in rank order."""
-        result = rows.new_empty((sum(received), *rows.shape[1:]))
+    ) -> None:
+        """Send `sent[i]` of the rows to rank i; fill `result` with `received[i]` rows of each rank i, in rank order."""
         row_bytes = math.prod(rows.shape[1:]) * rows.itemsize
         if not row_bytes:
-            return result
+            return
         deadline = timeout_s or self.context.timeout_s
         options = dist.AllToAllOptions()
         options.timeout = backend_timeout(deadline)
@@ -350,7 +388,6 @@ class ProcessGroupCommunicator(DeviceCommunicator):
                 as_bytes(result), as_bytes(rows), to_receive, to_send, options
             )
         self._finish(operation, work, deadline)
-        return result
 
 
 def _concatenate(stacked: torch.Tensor, dim: int) -> torch.Tensor:

@@ -92,6 +92,9 @@ def reduce_operation(op: object) -> ReduceOperation:
         for member in ReduceOperation:
             if op.lower() in (member.value, member.name.lower()):
                 return member
+        if op.lower() == "avg":
+            # As torch names the mean.
+            return ReduceOperation.MEAN
     elif isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
         for member in ReduceOperation:
             # torch's names are the same, but for the mean's.

@@ -26,7 +26,11 @@ def torch_world(
         str(directory / f"store of {backend}".replace(" ", "_").replace(":", "_")), world_size
     )
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
     )
     world = dist.group.WORLD
     assert world is not None

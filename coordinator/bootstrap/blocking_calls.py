@@ -43,7 +43,12 @@ def run_interruptibly(action: Callable[[], Result], name: str, check: Callable[[
     while True:
         thread.join(0.1)
         if not thread.is_alive():
-            return outcome.result()
+            try:
+                return outcome.result()
+            finally:
+                # An error that it holds holds this frame, and with it the caller's store until the garbage collector
+                # runs: a rank that tries again would find its own port in use.
+                del outcome
         check()
 
 

@@ -22,7 +22,7 @@ from shm_broadcast.errors import CapabilityError, PeerLostError, UsageError
 from shm_broadcast.liveness import PeerWatch, this_process
 
 # Ranks of different protocol versions refuse to form a group. Increase this when a message or a key changes.
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 def create_parts(
@@ -98,6 +98,9 @@ def create_parts(
                 builders.append(builder)
             for number, builder in enumerate(builders):
                 builder.share(number)
+            # Groups of the same ranks need one barrier between them.
+            for last in {builder.plan.membership.ranks: builder for builder in builders}.values():
+                last.confirm()
             together = tuple(plan.name for plan in plans)
             return [builder.connect(use_device_communicator, agreement_s, together) for builder in builders]
         except BaseException as error:

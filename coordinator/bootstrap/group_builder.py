@@ -98,18 +98,26 @@ class GroupBuilder:
         first, timeout_s = self.members[self.plan.membership.ranks[0]], self.settings.create_timeout_s
         offers = msgspec.json.decode(first.note, type=list[bytes])
         with self.plan.clock.phase("shared_memory"):
-            shared = self.region.map(self.health, offers[number], timeout_s)
-            self._made.callback(shared.close)
+            self._shared = self.region.map(self.health, offers[number], timeout_s)
+            self._made.callback(self._shared.close)
+
+    def confirm(self) -> None:
+        """Return when all ranks have mapped what they share. Collective.
+
+        A rank may destroy its group, and the store with it, as soon as it has the group. Afterwards no rank needs the
+        store any more, for this group or for others of the same ranks that were mapped before.
+        """
+        shared = self._shared
+        if shared is None:
+            return
+        with self.plan.clock.phase("shared_memory"):
             try:
-                # A rank may destroy its group, and the store with it, as soon as it has the group. Return only when no
-                # rank needs the store any more.
-                shared.host.finish("barrier", shared.host.core.barrier(), timeout_s)
+                shared.host.finish("barrier", shared.host.core.barrier(), self.settings.create_timeout_s)
             except GroupBrokenError as error:
                 failure_record = self._status_store.failure_record()
                 if failure_record is None:
                     raise
                 raise CapabilityError(failure_record.detail, requirement="shared memory") from error
-        self._shared = shared
 
     def connect(
         self, use_device_communicator: bool, agreement_s: float, together: tuple[str, ...]

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
+from typing import Final
 
+import msgspec
 import torch.distributed as dist
 
 from coordinator.bootstrap.blocking_calls import ask_store
 from shm_broadcast.errors import UsageError
+
+_decoder: Final = msgspec.json.Decoder(dict[str, int])
+# Only this rank changes its counts, but two of its threads may create groups at the same time.
+_lock: Final = threading.Lock()
 
 
 def unique_name(name: str | None, store: dist.Store, rank: int, timeout_s: float) -> str:
@@ -42,16 +49,22 @@ def use_names(names: Sequence[str], store: dist.Store, rank: int, timeout_s: flo
 
 
 def _count(added: Mapping[str, int], store: dist.Store, rank: int, timeout_s: float) -> list[str]:
-    """Add `added` to the count of each name; return each name with its count before."""
+    """Add `added` to the count of each name; return each name with its count before.
+
+    All counts of a rank are one value, so the number of names does not change how often the store is asked.
+    """
     for base in added:
         if not isinstance(base, str) or not base.isprintable() or not base or ":" in base:
             raise UsageError(f"group_name must be printable text without a colon, not {base!r}")
 
     def count() -> list[str]:
-        return [
-            f"{base}:{store.add(f'group_coordinator/created/{base}/{rank}', one) - one}"
-            for base, one in added.items()
-        ]
+        key = f"group_coordinator/created/{rank}"
+        with _lock:
+            counts = _decoder.decode(store.compare_set(key, "", "{}"))
+            names = [f"{base}:{counts.get(base, 0)}" for base in added]
+            counts |= {base: counts.get(base, 0) + number for base, number in added.items() if number}
+            store.set(key, msgspec.json.encode(counts).decode())
+        return names
 
     where = f"creating group {' and '.join(map(repr, added))} (rank {rank})"
     return ask_store(count, where, timeout_s)

@@ -77,6 +77,10 @@ class GroupProcessGroups:
         self._adopted.append(group)
         fork_guard.protect(group)
 
+    def owns(self, group: object) -> bool:
+        """Return whether `group` is one of these."""
+        return any(group is each for each in self._adopted)
+
     def open_gloo(self, description: str) -> dist.ProcessGroup:
         """Create a Gloo group of the same ranks, without waiting for the other ranks to create theirs."""
         # It is not aborted with the group: an abort needs a connection, and would wait for one where there is none yet.

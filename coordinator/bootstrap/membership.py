@@ -43,12 +43,15 @@ def find_membership(group_ranks: Sequence[Sequence[int]], rank: int, world_size:
         UsageError: A rank appears twice, is out of range, or this rank is in no group.
     """
     seen: dict[int, int] = {}
+    _check_is_list("group_ranks", group_ranks, "group_ranks.tolist()")
     for index, ranks in enumerate(group_ranks):
+        _check_is_list(f"group_ranks[{index}]", ranks, "[ranks.tolist() for ranks in group_ranks]")
         if not ranks:
             raise UsageError(f"group_ranks[{index}] is empty")
         for member in ranks:
             if isinstance(member, bool) or not isinstance(member, int):
-                raise UsageError(f"group_ranks[{index}] holds {member!r}, which is not a rank")
+                hint = "; pass a list of int, such as ranks.tolist()" if hasattr(member, "tolist") else ""
+                raise UsageError(f"group_ranks[{index}] holds {member!r}, which is not a rank{hint}")
             if not 0 <= member < world_size:
                 raise UsageError(
                     f"rank {member} in group_ranks[{index}] is outside the world of {world_size} ranks"
@@ -62,6 +65,14 @@ def find_membership(group_ranks: Sequence[Sequence[int]], rank: int, world_size:
         raise UsageError(f"this rank, {rank}, is in none of the groups {[list(r) for r in group_ranks]}")
     ranks = tuple(group_ranks[seen[rank]])
     return Membership(rank, ranks, ranks.index(rank), tuple(sorted(seen)))
+
+
+def _check_is_list(name: str, value: object, instead: str) -> None:
+    """Raise if `value` is no sequence; the lists of a tensor have to be the same on every device and rank."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return
+    hint = f"; pass {instead}" if hasattr(value, "tolist") else ""
+    raise UsageError(f"{name} must be a list, not {type(value).__module__}.{type(value).__qualname__}{hint}")
 
 
 def world_store() -> dist.Store:

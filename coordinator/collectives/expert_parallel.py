@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import overload
+from typing import Any, overload
 
 import torch
 
+from coordinator.gradients import refuse_lost_gradient
 from coordinator.host.plane import HostPlane
 from coordinator.planes import GroupPlanes
 from device_comm import all2all, checks
@@ -46,43 +47,57 @@ class TokenRouting:
             experts = all2all.contiguous_ranks(experts, self._world_size)
         return ExpertPlacement(experts, self._rank_in_group, self._world_size, self._device)
 
-    def dispatch_to_all(
-        self,
-        hidden_states: torch.Tensor,
-        router_logits: torch.Tensor,
-        extra_tensors: Sequence[torch.Tensor] | None,
-    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """Send all tokens to all ranks."""
-        tensors = [hidden_states, router_logits, *(extra_tensors or ())]
+    def dispatch_to_all(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Send the rows of all ranks to all ranks; return each tensor with these rows."""
+        hidden_states = tensors[0]
         for tensor in tensors:
             checks.check_tensor(tensor, self._device, "dispatch")
             if tensor.dim() == 0 or tensor.shape[0] != hidden_states.shape[0]:
                 raise UsageError(
-                    f"dispatch: every tensor needs one row for each of the {hidden_states.shape[0]} tokens, "
+                    f"dispatch: every tensor needs one row for each of the {hidden_states.shape[:1].numel()} tokens, "
                     f"got shape {tuple(tensor.shape)}"
                 )
+        if self._world_size > 1:
+            refuse_lost_gradient("dispatch", tensors, self._world_size)
         counts = self._counts(hidden_states.shape[0])
         gathered = self._communicator.all_gatherv(tensors, 0, counts)
         self._dispatched = counts
-        if extra_tensors is None:
-            return gathered[0], gathered[1]
-        return gathered[0], gathered[1], gathered[2:]
+        return gathered
 
-    def combine(self, hidden_states: torch.Tensor, routed: RoutedTokens | None) -> torch.Tensor:
-        """Sum the results of all ranks, and return the rows of this rank's tokens."""
+    def combine(
+        self,
+        hidden_states: torch.Tensor,
+        routed: RoutedTokens | None,
+        output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Sum the results of all ranks, and return the rows of this rank's tokens, in `output` if there is one."""
+        checks.check_tensor(hidden_states, self._device, "combine")
+        if self._world_size > 1 or routed is not None or output is not None:
+            refuse_lost_gradient("combine", (hidden_states, output), self._world_size)
         if routed is not None:
             if not isinstance(routed, RoutedTokens):
                 raise UsageError(
                     f"combine: routed must be what dispatch returned, not {type(routed).__name__}"
                 )
             return all2all.combine(self._communicator, hidden_states, routed)
-        checks.check_tensor(hidden_states, self._device, "combine")
         counts = self.stated or self._dispatched
+        if self._world_size == 1:
+            # Nobody else has a part of the results, so none needs to be known of the tokens.
+            counts = (hidden_states.shape[0] if hidden_states.dim() else 1,)
         if counts is None:
             raise UsageError(
                 "combine: call dispatch first, or state the tokens of each rank with token_counts"
             )
-        return self._communicator.reduce_scatterv(hidden_states, 0, counts)
+        if output is None:
+            return self._communicator.reduce_scatterv(hidden_states, 0, counts)
+        return self._communicator.reduce_scatterv_into_output(hidden_states, output, 0, counts)
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+        """Return memory for the input of `combine`; see `ExpertParallel.allocate_combine_input`."""
+        size, dtype, where = checks.check_shape(shape), checks.check_dtype(dtype), torch.device(device)
+        if where.type != self._device.type or where.index not in (None, self._device.index):
+            raise UsageError(f"allocate_combine_input: this group's device is {self._device}, not {where}")
+        return self._communicator.allocate(size, dtype)
 
     def dispatch(
         self,
@@ -106,6 +121,7 @@ class TokenRouting:
             raise UsageError(f"dispatch: form must be a DispatchForm, not {form!r}")
         is_captured = _is_capturing(self._device)
         is_static = is_captured or capacity is not None
+        refuse_lost_gradient("dispatch", [hidden_states, topk_weights, extra_tensors], self._world_size)
         tensors = hidden_states, topk_ids, topk_weights, extra_tensors
         all2all.check_routing(*tensors, placement, is_static=is_static)
         if form is DispatchForm.ALL_TO_ALL and is_captured and capacity is None:
@@ -142,18 +158,25 @@ class ExpertParallel(GroupPlanes):
     Without routing every rank gets every token. This serves experts of which every rank has a part, and routers that
     run after `dispatch`:
 
-        x, logits = group.dispatch(x, logits)
-        x = group.combine(experts(x, logits))
+        x, weights, ids = group.dispatch(x, weights, ids)
+        x = group.combine(experts(x, weights, ids))
 
-    With `topk_ids` tokens go to the ranks of their experts only, by an all-to-all where that saves bytes:
+    With `experts` tokens go to the ranks of their experts only, by an all-to-all where that saves bytes:
 
         routed = group.dispatch(x, topk_ids=ids, topk_weights=weights, experts=256)
         x = group.combine(experts(routed.hidden_states, routed.local_ids, routed.topk_weights), routed=routed)
 
     Ranks may hold different numbers of tokens. `token_counts` states them; otherwise `dispatch` exchanges them over
-    the host plane, and `combine` uses those of the latest `dispatch` without routing, or those in `routed`.
+    the host plane, and `combine` uses those of the latest `dispatch` without routing, or those in `routed`. No gradient
+    flows through these calls, so an input that requires grad is refused while grad mode is on.
+
+    Attributes:
+        token_group: The group whose ranks hold different tokens as long as these are not sharded: it makes the calls
+            with `is_sequence_parallel=False`. An engine with tensor parallelism sets the data-parallel group here,
+            since the ranks of a tensor-parallel group hold the same tokens. None means this group.
     """
 
+    token_group: ExpertParallel | None = None
     _routing: TokenRouting
 
     @contextmanager
@@ -185,21 +208,36 @@ class ExpertParallel(GroupPlanes):
     def dispatch(
         self,
         hidden_states: torch.Tensor,
-        router_logits: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
         is_sequence_parallel: bool = False,
         extra_tensors: Sequence[torch.Tensor] | None = None,
+    ) -> (
+        tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+        | tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]
+    ): ...
+
+    @overload
+    def dispatch(
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+        topk_ids: bool | None = None,
+        is_sequence_parallel: bool | Sequence[torch.Tensor] | None = False,
+        extra_tensors: Sequence[torch.Tensor] | None = None,
+        *,
+        router_logits: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]: ...
 
     @overload
     def dispatch(
         self,
         hidden_states: torch.Tensor,
-        router_logits: None = None,
+        topk_weights: torch.Tensor | None = None,
+        topk_ids: torch.Tensor | None = None,
         is_sequence_parallel: bool = False,
         extra_tensors: Sequence[torch.Tensor] | None = None,
         *,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor | None = None,
         experts: int | ExpertPlacement,
         capacity: int | None = None,
         form: DispatchForm | None = None,
@@ -208,21 +246,21 @@ class ExpertParallel(GroupPlanes):
     def dispatch(
         self,
         hidden_states: torch.Tensor,
-        router_logits: torch.Tensor | None = None,
-        is_sequence_parallel: bool = False,
+        topk_weights: torch.Tensor | None = None,
+        topk_ids: torch.Tensor | bool | None = None,
+        is_sequence_parallel: bool | Sequence[torch.Tensor] | None = False,
         extra_tensors: Sequence[torch.Tensor] | None = None,
         *,
-        topk_ids: torch.Tensor | None = None,
-        topk_weights: torch.Tensor | None = None,
+        router_logits: torch.Tensor | None = None,
         experts: int | ExpertPlacement | None = None,
         capacity: int | None = None,
         form: DispatchForm | None = None,
-    ) -> (
-        tuple[torch.Tensor, torch.Tensor]
-        | tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]
-        | RoutedTokens
-    ):
-        """Send tokens to experts: all tokens to all ranks, or with `topk_ids` each one to the ranks of its experts.
+    ) -> Any:
+        """Send tokens to experts: all tokens to all ranks, or with `experts` each one to the ranks of its experts.
+
+        Without `experts` this takes the arguments of vLLM's method in either order that it has had: `(hidden_states,
+        topk_weights, topk_ids, …)`, or in older versions `(hidden_states, router_logits, is_sequence_parallel,
+        extra_tensors)`, which is `dispatch_router_logits`. A tensor as third argument makes the difference.
 
         Collective: all ranks call it with equal arguments, except for the tensors and their numbers of rows.
         Blocks until this rank's rows have arrived (CPU), or are queued on the current stream. If the numbers of tokens
@@ -233,12 +271,12 @@ class ExpertParallel(GroupPlanes):
 
         Args:
             hidden_states: [tokens, hidden]; the number of tokens may differ between ranks, and may be 0.
-            router_logits: [tokens, experts]; only without routing.
-            is_sequence_parallel: Whether this rank's tokens are its shard of a longer sequence. The flag changes
-                nothing: the tokens of all ranks take part in either case. Some callers choose the group by it.
-            extra_tensors: Further tensors with one row for each token, which are sent along.
+            topk_weights: [tokens, k] floating; with `experts` sent along unless it is None.
             topk_ids: [tokens, k] signed integers: the experts of each token; -1 means no expert.
-            topk_weights: [tokens, k] floating; sent along unless it is None.
+            is_sequence_parallel: Whether this rank's tokens are its shard of a longer sequence. If not, `token_group`
+                makes the call if it is set. Otherwise the tokens of all ranks of this group take part in either case.
+            extra_tensors: Further tensors with one row for each token, which are sent along.
+            router_logits: [tokens, experts]; instead of weights and ids.
             experts: The number of experts, or their placement. Call `place_experts` before a capture.
             capacity: How many rows each rank sends to each other rank in the all-to-all form. No count is exchanged and
                 the host does not wait, but the rows are padded to this number. Tokens that do not fit are `lost`.
@@ -246,31 +284,56 @@ class ExpertParallel(GroupPlanes):
                 ranks and of experts per token.
 
         Returns:
-            (hidden_states, router_logits), with the rows of all ranks in rank order; with extra tensors also the list
-            of these. With `topk_ids` a `RoutedTokens`: its rows are ordered by the ranks from which they come and by
-            their tokens there. A token comes once, even if several of its experts are on this rank.
+            (hidden_states, topk_weights, topk_ids) or (hidden_states, router_logits), with the rows of all ranks in
+            rank order; with extra tensors also the list of these. With `experts` a `RoutedTokens`: its rows are ordered
+            by the ranks from which they come and by their tokens there. A token comes once, even if several of its
+            experts are on this rank.
 
         Raises:
             UsageError: Shapes or dtypes do not fit, an id is not an expert, or `token_counts` states another number.
                 Nothing was sent. On an accelerator, if the host does not wait (a capture, or `capacity`), a token with
                 an id that is not an expert is `lost` instead.
         """
-        del is_sequence_parallel
-        with self._calls.call("dispatch"):
-            if topk_ids is None:
-                if router_logits is None or any(
-                    each is not None for each in (topk_weights, experts, capacity, form)
-                ):
-                    raise UsageError(
-                        "dispatch: pass router_logits alone, or topk_ids with experts and what belongs to them"
-                    )
-                return self._routing.dispatch_to_all(hidden_states, router_logits, extra_tensors)
-            if router_logits is not None or experts is None:
-                raise UsageError("dispatch: topk_ids needs experts, and goes without router_logits")
-            extra = list(extra_tensors or ())
-            return self._routing.dispatch(
-                hidden_states, topk_ids, topk_weights, extra, experts, capacity, form
+        # In the older order the flag and the extra tensors stand one place further to the left.
+        if isinstance(topk_ids, bool):
+            if not isinstance(is_sequence_parallel, bool):
+                extra_tensors = _one_of(extra_tensors, is_sequence_parallel)
+            is_sequence_parallel, topk_ids = topk_ids, None
+        there = self._serving(is_sequence_parallel)
+        if there is not self:
+            given = (hidden_states, topk_weights, topk_ids, True, extra_tensors)
+            return there.dispatch(  # type: ignore[call-overload]
+                *given, router_logits=router_logits, experts=experts, capacity=capacity, form=form
             )
+        with self._calls.call("dispatch"):
+            extra = _extra(extra_tensors)
+            if experts is not None:
+                if topk_ids is None or router_logits is not None:
+                    raise UsageError("dispatch: experts needs topk_ids, and goes without router_logits")
+                return self._routing.dispatch(
+                    hidden_states, topk_ids, topk_weights, extra or [], experts, capacity, form
+                )
+            beside = _beside(topk_weights, topk_ids, router_logits)
+            if capacity is not None or form is not None:
+                raise UsageError("dispatch: capacity and form belong to the form with topk_ids and experts")
+            moved = self._routing.dispatch_to_all([hidden_states, *beside, *(extra or [])])
+            count = 1 + len(beside)
+            return tuple(moved[:count]) if extra is None else (*moved[:count], moved[count:])
+
+    def dispatch_router_logits(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: Sequence[torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """Send all tokens and their router logits to all ranks, as `dispatch` with `router_logits`. Collective."""
+        return self.dispatch(
+            hidden_states,
+            is_sequence_parallel=is_sequence_parallel,
+            extra_tensors=extra_tensors,
+            router_logits=router_logits,
+        )
 
     def combine(
         self,
@@ -304,9 +367,86 @@ class ExpertParallel(GroupPlanes):
             UsageError: The token counts are neither stated nor known from a `dispatch`, or do not add up; or the shape
                 does not fit `routed`.
         """
-        del is_sequence_parallel
-        with self._calls.call("combine"):
-            return self._routing.combine(hidden_states, routed)
+        there = self._serving(is_sequence_parallel)
+        with there._calls.call("combine"):  # noqa: SLF001 - a group of this class
+            return there._routing.combine(hidden_states, routed)  # noqa: SLF001
+
+    def combine_into_output(
+        self, hidden_states: torch.Tensor, output: torch.Tensor, is_sequence_parallel: bool = False
+    ) -> torch.Tensor:
+        """Do `combine` without routing into `output`, [tokens of this rank, hidden], and return `output`. Collective.
+
+        In a group of one the input is copied into it. See `reduce_scatterv_into_output` for what the output may be.
+        """
+        there = self._serving(is_sequence_parallel)
+        with there._calls.call("combine"):  # noqa: SLF001 - a group of this class
+            checks.check_tensor(output, self.device, "combine_into_output")
+            return there._routing.combine(hidden_states, None, output)  # noqa: SLF001
+
+    def allocate_combine_input(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        is_sequence_parallel: bool = False,
+    ) -> torch.Tensor:
+        """Return a tensor of any content for the experts' results, in memory that suits `combine`. Not collective.
+
+        Large tensors of the CPU reuse the memory of earlier ones that nobody holds any more. Every call returns a
+        tensor of its own.
+
+        Args:
+            shape: Its shape.
+            dtype: Its dtype.
+            device: The group's device.
+            is_sequence_parallel: As in `combine`.
+
+        Raises:
+            UsageError: The device is another one.
+        """
+        there = self._serving(is_sequence_parallel)
+        with there._calls.call("allocate_combine_input", in_line=False):  # noqa: SLF001 - a group of this class
+            return there._routing.allocate(shape, dtype, device)  # noqa: SLF001
+
+    def _serving(self, is_sequence_parallel: object) -> ExpertParallel:
+        """Return the group that makes a call: this one, or `token_group`."""
+        if not isinstance(is_sequence_parallel, bool):
+            raise UsageError(
+                f"is_sequence_parallel must be a bool, not {type(is_sequence_parallel).__name__}; the arguments of "
+                "dispatch are (hidden_states, topk_weights, topk_ids, is_sequence_parallel, extra_tensors)"
+            )
+        return self if is_sequence_parallel or self.token_group is None else self.token_group
+
+
+def _extra(extra_tensors: object) -> list[torch.Tensor] | None:
+    if extra_tensors is None:
+        return None
+    if not isinstance(extra_tensors, (list, tuple)):
+        raise UsageError(
+            f"dispatch: extra_tensors must be a list of tensors or None, not {type(extra_tensors).__name__}"
+        )
+    return list(extra_tensors)
+
+
+def _one_of(named: Sequence[torch.Tensor] | None, positional: Any) -> Any:
+    """Return the extra tensors of a call in the older order, which may pass them by position or by name."""
+    if named is None or positional is None:
+        return positional if named is None else named
+    raise UsageError("dispatch: extra_tensors is given twice, by position and by name")
+
+
+def _beside(
+    topk_weights: torch.Tensor | None, topk_ids: torch.Tensor | None, router_logits: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """Return what goes with the hidden states to all ranks: the router logits, or the weights and ids."""
+    if topk_ids is None and (router_logits is None) != (topk_weights is None):
+        # In the older order the router logits are the second argument.
+        return [each for each in (router_logits, topk_weights) if each is not None]
+    if topk_ids is not None and topk_weights is not None and router_logits is None:
+        return [topk_weights, topk_ids]
+    raise UsageError(
+        "dispatch: pass topk_weights and topk_ids, or router_logits alone; topk_ids without topk_weights needs experts"
+    )
 
 
 def _is_capturing(device: torch.device) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch.distributed as dist
 
-from coordinator.host.tags import OBJECT_TAG, SCATTER_TAG
+from coordinator.host.tags import FIRST_OBJECT_TAG, MOST_OBJECT_TAGS, OBJECT_TAG, SCATTER_TAG
 from coordinator.planes import GroupPlanes
 from device_comm import checks
 from device_comm.handles import Handle
@@ -140,17 +141,54 @@ class ObjectCollectives(GroupPlanes):
             output_list[0] = objects[src]
             return output_list[0]
 
-    def send_object(self, obj: Any, dst: int, *, timeout_s: AnyTimeout = None) -> None:
-        """Send an object to rank `dst`, which calls `recv_object`.
+    @overload
+    def send_object(
+        self,
+        obj: Any,
+        dst: int,
+        async_send: Literal[False] = False,
+        tag: int = 0,
+        *,
+        timeout_s: AnyTimeout = None,
+    ) -> None: ...
+
+    @overload
+    def send_object(
+        self, obj: Any, dst: int, async_send: bool, tag: int = 0, *, timeout_s: AnyTimeout = None
+    ) -> list[OpenSend] | None: ...
+
+    def send_object(
+        self,
+        obj: Any,
+        dst: int,
+        async_send: bool = False,
+        tag: int = 0,
+        *,
+        timeout_s: AnyTimeout = None,
+    ) -> list[OpenSend] | None:
+        """Send an object to rank `dst`, which calls `recv_object` with the same `tag`.
 
         Returns when the transport owns the object. For a small object that is at once, whether or not the receiver has
         called already.
+
+        Args:
+            obj: The object.
+            dst: Rank in the group.
+            async_send: Whether to return at once, as `isend_object` does.
+            tag: Objects of one tag arrive in the order in which they were sent, those of another tag independently.
+            timeout_s: Deadline in seconds.
+
+        Returns:
+            None; with `async_send` a list with the open send, which may be dropped.
         """
+        if async_send:
+            return [OpenSend(self.isend_object(obj, dst, tag=tag, timeout_s=timeout_s))]
         with self._calls.call("send_object", timeout_s, in_line=False) as limit_s:
             peer = checks.check_peer(dst, self.rank_in_group, self.world_size, "dst")
-            self._host.send_object(obj, peer, "send_object", limit_s, OBJECT_TAG)
+            self._host.send_object(obj, peer, "send_object", limit_s, _wire_tag(tag))
+            return None
 
-    def isend_object(self, obj: Any, dst: int, *, timeout_s: AnyTimeout = None) -> Handle:
+    def isend_object(self, obj: Any, dst: int, *, tag: int = 0, timeout_s: AnyTimeout = None) -> Handle:
         """Start to send an object to rank `dst`; it is encoded before this returns.
 
         Returns:
@@ -158,18 +196,51 @@ class ObjectCollectives(GroupPlanes):
         """
         with self._calls.call("send_object", timeout_s, in_line=False) as limit_s:
             peer = checks.check_peer(dst, self.rank_in_group, self.world_size, "dst")
-            handle = self._host.isend_object(obj, peer, "send_object", limit_s, OBJECT_TAG)
+            handle = self._host.isend_object(obj, peer, "send_object", limit_s, _wire_tag(tag))
             self._open_sends.keep(handle)
             return handle
 
-    def recv_object(self, src: int, *, timeout_s: AnyTimeout = None, type: Any = None) -> Any:  # noqa: A002
-        """Receive the next object that rank `src` sent to this rank.
+    def recv_object(
+        self,
+        src: int,
+        tag: int = 0,
+        *,
+        timeout_s: AnyTimeout = None,
+        type: Any = None,  # noqa: A002
+    ) -> Any:
+        """Receive the next object that rank `src` sent to this rank with `tag`.
 
         Args:
             src: Rank in the group.
+            tag: The tag that the sender passed.
             timeout_s: Deadline in seconds; when it passes, the group is broken.
             type: The type into which the message is decoded.
         """
         with self._calls.call("recv_object", timeout_s, in_line=False) as limit_s:
             peer = checks.check_peer(src, self.rank_in_group, self.world_size, "src")
-            return self._host.recv_object(peer, limit_s, type, "recv_object", OBJECT_TAG)
+            return self._host.recv_object(peer, limit_s, type, "recv_object", _wire_tag(tag))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OpenSend:
+    """A send that was begun with `async_send`.
+
+    Attributes:
+        work: Its handle.
+    """
+
+    work: Handle
+
+    def is_completed(self) -> bool:
+        """Return whether the transport owns what is sent, without waiting. Raises what went wrong."""
+        return self.work.is_completed()
+
+    def wait(self) -> None:
+        """Wait until the memory may be reused; may be called more than once."""
+        self.work.wait()
+
+
+def _wire_tag(tag: int) -> int:
+    if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < MOST_OBJECT_TAGS:
+        raise UsageError(f"tag must be an integer from 0 to {MOST_OBJECT_TAGS - 1}, not {tag!r}")
+    return FIRST_OBJECT_TAG + tag if tag else OBJECT_TAG

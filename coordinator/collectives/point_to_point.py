@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Literal
 
 import torch
 
 from coordinator.collectives.tensor_dicts import TensorDicts
 from coordinator.host.plane import refuse_any
-from coordinator.host.tags import FIRST_USER_TAG
+from coordinator.host.tags import FIRST_USER_TAG, MOST_TAGS
 from device_comm import checks
 from device_comm.handles import Handle
 from device_comm.movable import movable_dtype
 from device_comm.process_group import TENSOR_TAG, dense
 from shm_broadcast.errors import UsageError
 from shm_broadcast.timeouts import AnyTimeout
-
-# Gloo's tags are signed 32-bit integers, some of which the group uses itself.
-_MOST_TAGS: Final = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,7 +72,8 @@ class PointToPoint(TensorDicts):
         Without `timeout_s` this waits without limit, but ends when a peer dies or the group is destroyed.
 
         Raises:
-            DisagreementError: On one host: the message has another shape or dtype. The next one can be received.
+            DisagreementError: On one host: the message has another shape or dtype; the text names both. The next one
+                can be received.
         """
         with self._calls.call("recv", timeout_s, in_line=False) as limit_s:
             if not tag:
@@ -188,6 +186,6 @@ class PointToPoint(TensorDicts):
         )
 
     def _wire_tag(self, tag: int) -> int:
-        if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < _MOST_TAGS:
-            raise UsageError(f"tag must be an integer from 0 to {_MOST_TAGS - 1}, not {tag!r}")
+        if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < MOST_TAGS:
+            raise UsageError(f"tag must be an integer from 0 to {MOST_TAGS - 1}, not {tag!r}")
         return FIRST_USER_TAG + tag if tag else TENSOR_TAG

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Unpack, overload
+from functools import wraps
+from typing import Any, Final, Literal, Unpack, cast, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -11,14 +12,16 @@ from torch.compiler import is_dynamo_compiling
 from coordinator.calls import Async, Blocking
 from coordinator.collectives.coalesced import CoalescedCollectives
 from coordinator.collectives.expert_parallel import ExpertParallel
+from coordinator.collectives.tensor_outputs import TensorOutputs
 from coordinator.collectives.tensor_reductions import TensorReductions
+from coordinator.gradients import wants_gradient
 from coordinator.torch_interop import compile_ops
 from device_comm.async_calls import CallHandle
 from shm_broadcast.errors import UsageError
 from shm_broadcast.timeouts import AnyTimeout, seconds
 
 
-class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
+class TensorCollectives(TensorOutputs, CoalescedCollectives, ExpertParallel):
     """Collectives on tensors.
 
     Every rank of the group calls each method, in the same order, with equal shapes, dtypes and arguments, from one
@@ -33,55 +36,139 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
     without `async_op` waits for the open ones, because the order must be the same on all ranks. Point-to-point calls,
     object broadcasts and queues do not wait. On an accelerator the current stream carries the call in either case.
 
-    `torch.compile` can compile functions that call `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` and
-    `all_reduce_add_rms_norm`, also with `fullgraph=True`. Each call becomes one operation of the graph (see
-    `compile_ops`) with the same result, and no gradient flows through it, as without a compiler. If a call is refused
-    while it is traced, `torch.compile` raises an error of its own.
+    `torch.compile` can compile functions that call these methods, also with `fullgraph=True`; the exceptions are
+    `reduce`, `scatter`, `dispatch` and `combine`. Each call becomes one operation of the graph (see `compile_ops`) with
+    the same result and the same gradient. If a call is refused while it is traced, `torch.compile` raises an error of
+    its own.
+
+    No gradient is lost in silence. Where grad mode is on and an input requires grad, gradients flow through
+    `all_gather`, `all_gatherv` and `all_to_all`, and through `all_reduce`, `reduce_scatter` and `reduce_scatterv` if
+    they sum or average. They are those of the sum of all ranks' losses, and each backward call is a collective of its
+    own: all ranks make it, in the same order. All other calls raise `UsageError` for such an input: those with
+    `async_op` or an output, and those whose result depends on the rank. A leaf that a call writes to, such as a
+    parameter in `broadcast`, is overwritten. What is sent to another rank carries values and no gradients.
     """
 
+    # --- methods that a subclass may replace
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let calls go through the subclass's `_…_out_place` methods, if it has some; others cost nothing."""
+        super().__init_subclass__(**options)
+        replaced = {name: hook for name, hook in _HOOKS.items() if _is_replaced(cls, hook)}
+        if replaced:
+            cls.overridden = replaced
+        for name, hook in replaced.items():
+            # A class that replaces the method itself calls what it wants.
+            if getattr(cls, name) is getattr(TensorCollectives, name):
+                setattr(cls, name, _through(hook, getattr(TensorCollectives, name)))
+
     def _all_reduce_out_place(self, input_: torch.Tensor) -> torch.Tensor:
-        """Return `all_reduce(input_)`; engines that subclass the group call it by this name."""
-        return self.all_reduce(input_)
+        """Return the sum of the ranks' tensors. In groups of two ranks or more, `all_reduce(input_)` calls an override.
+
+        So do compiled graphs. A call with further arguments does not: the override could not know them.
+        """
+        return TensorReductions.all_reduce(self, input_)
 
     def _all_gather_out_place(self, input_: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return `all_gather(input_, dim)`; see `_all_reduce_out_place`."""
-        return self.all_gather(input_, dim)
+        """Return the ranks' tensors one after the other; may be overridden as `_all_reduce_out_place`."""
+        return TensorCollectives.all_gather(self, input_, dim)
 
     def _reduce_scatter_out_place(self, input_: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return `reduce_scatter(input_, dim)`; see `_all_reduce_out_place`."""
-        return self.reduce_scatter(input_, dim)
-
-    @overload
-    def all_gather(self, input_: torch.Tensor, dim: int = -1, **how: Unpack[Blocking]) -> torch.Tensor: ...
+        """Return this rank's part of the sum; may be overridden as `_all_reduce_out_place`."""
+        return TensorReductions.reduce_scatter(self, input_, dim)
 
     @overload
     def all_gather(
-        self, input_: torch.Tensor, dim: int = -1, **how: Unpack[Async]
+        self,
+        input_: torch.Tensor,
+        dim: int = -1,
+        output_tensor_list: None = None,
+        *,
+        out: torch.Tensor | None = None,
+        **how: Unpack[Blocking],
+    ) -> torch.Tensor: ...
+
+    @overload
+    def all_gather(
+        self,
+        input_: torch.Tensor,
+        dim: int = -1,
+        output_tensor_list: None = None,
+        *,
+        out: torch.Tensor | None = None,
+        **how: Unpack[Async],
     ) -> CallHandle[torch.Tensor]: ...
 
+    @overload
     def all_gather(
-        self, input_: torch.Tensor, dim: int = -1, *, timeout_s: AnyTimeout = None, async_op: bool = False
-    ) -> torch.Tensor | CallHandle[torch.Tensor]:
+        self,
+        input_: torch.Tensor,
+        dim: int = -1,
+        *,
+        output_tensor_list: list[torch.Tensor],
+        **how: Unpack[Blocking],
+    ) -> list[torch.Tensor]: ...
+
+    @overload
+    def all_gather(
+        self,
+        input_: torch.Tensor,
+        dim: int = -1,
+        *,
+        output_tensor_list: list[torch.Tensor],
+        **how: Unpack[Async],
+    ) -> CallHandle[list[torch.Tensor]]: ...
+
+    def all_gather(
+        self,
+        input_: torch.Tensor,
+        dim: int = -1,
+        output_tensor_list: list[torch.Tensor] | None = None,
+        *,
+        out: torch.Tensor | None = None,
+        timeout_s: AnyTimeout = None,
+        async_op: bool = False,
+    ) -> torch.Tensor | list[torch.Tensor] | CallHandle[torch.Tensor] | CallHandle[list[torch.Tensor]]:
         """Concatenate the ranks' tensors along `dim`, in rank order.
 
         Args:
             input_: A tensor of equal shape and dtype on all ranks; a 0-dim tensor counts as one of shape [1].
-            dim: A dimension from -input_.dim() to input_.dim() - 1.
+            dim: A dimension from -input_.dim() to input_.dim() - 1; ignored with an `output_tensor_list`.
+            output_tensor_list: A tensor of the input's shape and dtype for each rank, each of which is filled with that
+                rank's tensor. If they lie one after the other in memory, they are written directly.
+            out: A tensor of the result's shape and dtype; see `all_gatherv`.
             timeout_s: Deadline in seconds.
             async_op: Whether to return a handle at once; see the class.
 
         Returns:
-            A new contiguous tensor whose dimension `dim` is `world_size` times the input's. A group of one returns the
-            input itself.
+            `output_tensor_list` or `out`, if one was given. Else a new contiguous tensor whose dimension `dim` is
+            `world_size` times the input's; a group of one returns the input itself.
         """
-        if is_dynamo_compiling() and not async_op:
+        if output_tensor_list is not None:
+            if out is not None:
+                raise UsageError("all_gather takes out or output_tensor_list, not both")
+            return self._gather_into_list(input_, output_tensor_list, timeout_s, async_op)
+        if out is not None:
+            return self._into(
+                "all_gatherv_into_output", input_, out, timeout_s, async_op, dim=dim, sizes=None
+            )
+        if not async_op and (is_dynamo_compiling() or wants_gradient(input_)):
             return compile_ops.trace("all_gather", self, input_, timeout_s, dim=dim)
         make = self.device_communicator.all_gather
-        return self._calls.run("all_gather", make, input_, dim, timeout_s=timeout_s, async_op=async_op)
+        made: torch.Tensor | CallHandle[torch.Tensor] = self._calls.run(
+            "all_gather", make, input_, dim, timeout_s=timeout_s, async_op=async_op
+        )
+        return made
 
     @overload
     def all_gatherv(
-        self, input_: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None, **how: Unpack[Blocking]
+        self,
+        input_: torch.Tensor,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        *,
+        output: torch.Tensor | None = None,
+        **how: Unpack[Blocking],
     ) -> torch.Tensor: ...
 
     @overload
@@ -95,7 +182,13 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
 
     @overload
     def all_gatherv(
-        self, input_: torch.Tensor, dim: int = 0, sizes: Sequence[int] | None = None, **how: Unpack[Async]
+        self,
+        input_: torch.Tensor,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        *,
+        output: torch.Tensor | None = None,
+        **how: Unpack[Async],
     ) -> CallHandle[torch.Tensor]: ...
 
     @overload
@@ -113,6 +206,7 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
         dim: int = 0,
         sizes: Sequence[int] | None = None,
         *,
+        output: torch.Tensor | None = None,
         timeout_s: AnyTimeout = None,
         async_op: bool = False,
     ) -> torch.Tensor | list[torch.Tensor] | CallHandle[torch.Tensor] | CallHandle[list[torch.Tensor]]:
@@ -123,12 +217,27 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
             dim: The dimension along which the result is concatenated.
             sizes: `sizes[i]` is the size of dimension `dim` on rank i; equal on all ranks. None means that all ranks
                 have the same size.
+            output: For one tensor: a tensor of the result's shape and dtype for the result, also in a group of one. It
+                overlaps neither itself nor the input, except that the input may be this rank's own part of a contiguous
+                output along its first dimension. It is written directly if it is contiguous.
             timeout_s: Deadline in seconds for each tensor.
             async_op: Whether to return a handle at once; see the class.
 
         Returns:
-            New contiguous tensors with `sum(sizes)` in dimension `dim`. A group of one returns the input itself.
+            `output`, or new contiguous tensors with `sum(sizes)` in dimension `dim`. Without an output a group of one
+            returns the input itself.
         """
+        if output is not None:
+            if not isinstance(input_, torch.Tensor):
+                raise UsageError("all_gatherv: an output takes the result of one tensor, not of a sequence")
+            name = "all_gatherv_into_output"
+            return self._into(name, input_, output, timeout_s, async_op, dim=dim, sizes=sizes)
+        if not async_op and isinstance(input_, (list, tuple)):
+            if is_dynamo_compiling() or any(map(wants_gradient, input_)):
+                return [self.all_gatherv(each, dim, sizes, timeout_s=timeout_s) for each in input_]
+        elif not async_op and (is_dynamo_compiling() or wants_gradient(input_)):
+            one = cast("torch.Tensor", input_)
+            return compile_ops.trace("all_gatherv", self, one, timeout_s, dim=dim, sizes=sizes)
         # The overloads define which result belongs to which input.
         make: Callable[..., Any] = self.device_communicator.all_gatherv
         gathered: Any = self._calls.run(
@@ -160,6 +269,9 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
         Returns:
             On rank `dst` a new contiguous tensor, elsewhere None. A group of one returns the input itself.
         """
+        if is_dynamo_compiling() and not async_op:
+            result = compile_ops.trace("gather", self, input_, timeout_s, dst=dst, dim=dim)
+            return result if self.rank_in_group == dst else None
         make = self.device_communicator.gather
         return self._calls.run("gather", make, input_, dst, dim, timeout_s=timeout_s, async_op=async_op)
 
@@ -269,7 +381,7 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
             DisagreementError: The sizes of CPU tensors that a rank sends differ from those that another rank expects.
                 Every rank raises it before anything is moved; the group is intact.
         """
-        if is_dynamo_compiling() and not async_op:
+        if not async_op and (is_dynamo_compiling() or wants_gradient(input_)):
             return compile_ops.trace(
                 "all_to_all", self, input_, timeout_s, dim=dim, send_sizes=send_sizes, recv_sizes=recv_sizes
             )
@@ -291,9 +403,10 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
     ) -> torch.Tensor | CallHandle[torch.Tensor]:
         """Overwrite `input_` on every rank with the values of rank `src`; return `input_`.
 
-        A compiled graph cannot hold this call, because it writes to its input. In functions that `torch.compile`
-        compiles, call `functional.broadcast`, which returns a new tensor.
+        `functional.broadcast` returns a new tensor, through which gradients flow.
         """
+        if is_dynamo_compiling() and not async_op:
+            return compile_ops.trace_writing("broadcast_", self, [input_], timeout_s, src=src)
         make = self.device_communicator.broadcast
         return self._calls.run("broadcast", make, input_, src, timeout_s=timeout_s, async_op=async_op)
 
@@ -328,3 +441,30 @@ class TensorCollectives(TensorReductions, CoalescedCollectives, ExpertParallel):
         """
         del wait_all_ranks
         self.barrier(timeout_s)
+
+
+_HOOKS: Final = {
+    "all_reduce": "_all_reduce_out_place",
+    "all_gather": "_all_gather_out_place",
+    "reduce_scatter": "_reduce_scatter_out_place",
+}
+
+
+def _is_replaced(cls: type[TensorCollectives], hook: str) -> bool:
+    return getattr(cls, hook) is not getattr(TensorCollectives, hook)
+
+
+def _through(hook: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `method` for a class that overrides `hook`: the ordinary call goes there."""
+
+    @wraps(method)
+    def call(self: TensorCollectives, input_: torch.Tensor, *args: Any, **named: Any) -> Any:
+        takes_dim = hook != "_all_reduce_out_place"
+        is_ordinary = len(args) + len(named) <= takes_dim and (not named or "dim" in named)
+        if not is_ordinary or self.world_size == 1 or is_dynamo_compiling():
+            return method(self, input_, *args, **named)
+        with self._calls.call(method.__name__):
+            dims = (*args, *named.values()) or (-1,)
+            return getattr(self, hook)(input_, *dims[:takes_dim])
+
+    return call

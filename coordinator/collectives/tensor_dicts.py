@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from coordinator.collectives.object_collectives import OpenSend
 from coordinator.host.tags import TENSOR_DICT_TAG, TENSOR_TAG
 from coordinator.host.tensor_dict_format import (
     WHOLE_TENSORS,
@@ -58,14 +59,21 @@ class TensorDicts(GroupPlanes):
         all_gather_group: GroupPlanes | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
         *,
+        async_send: bool = False,
         timeout_s: AnyTimeout = None,
-    ) -> TensorDict | None:
+    ) -> TensorDict | list[OpenSend] | None:
         """Send a tensor dict to rank `dst` (the next one by default); return when its memory may be reused.
 
         Returns:
-            None; in a group of one the dict itself, because no other rank can receive it.
+            None; in a group of one the dict itself, because no other rank can receive it. With `async_send` it returns
+            at once, with the open sends in a list; see `isend_tensor_dict`.
         """
         name = "send_tensor_dict"
+        if async_send and self.world_size > 1:
+            where = (dst, all_gather_group, all_gather_tensors)
+            return [
+                OpenSend(each) for each in self.isend_tensor_dict(tensor_dict, *where, timeout_s=timeout_s)
+            ]
         with self._calls.call(name, timeout_s, in_line=False) as limit_s:
             if self.world_size == 1:
                 return tensor_dict if isinstance(tensor_dict, dict) else dict(tensor_dict)
@@ -199,7 +207,8 @@ class TensorDicts(GroupPlanes):
             timeout_s: Deadline in seconds; by default receivers wait without limit.
 
         Returns:
-            On rank `src` the dict itself, elsewhere a new dict of new tensors.
+            On rank `src` the dict itself, elsewhere a new dict of new tensors. A group of one returns what it is given,
+            also None.
         """
         with self._calls.call("broadcast_tensor_dict", timeout_s) as limit_s:
             checks.check_rank(src, self.world_size, "src")
@@ -208,6 +217,8 @@ class TensorDicts(GroupPlanes):
             if self.rank_in_group != src:
                 return self._receive_broadcast(src, limit_s)
             if tensor_dict is None:
+                if self.world_size == 1:
+                    return None
                 raise UsageError("broadcast_tensor_dict: rank src must give a tensor dict")
             queue = self._broadcaster
             by_queue = queue is not None and queue.writer == src
@@ -260,6 +271,10 @@ class TensorDicts(GroupPlanes):
 
 
 def _slicing(group: GroupPlanes | None, overrides: Mapping[str, bool] | None) -> Slicing:
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise UsageError(
+            f"all_gather_tensors must be a dict of bools by key, not {overrides!r}; pass async_send by name"
+        )
     if group is None:
         return WHOLE_TENSORS
     if not isinstance(group, GroupPlanes):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Unpack, overload
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Unpack, overload
 
 import torch
+from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from coordinator.calls import Async, Blocking
+from coordinator.gradients import wants_gradient
 from coordinator.planes import GroupPlanes
 from coordinator.torch_interop import compile_ops
 from device_comm.async_calls import CallHandle
@@ -23,12 +26,22 @@ class TensorReductions(GroupPlanes):
 
     @overload
     def all_reduce(
-        self, input_: torch.Tensor, op: Reduction = SUM, **how: Unpack[Blocking]
+        self,
+        input_: torch.Tensor,
+        op: Reduction = SUM,
+        *,
+        out: torch.Tensor | None = None,
+        **how: Unpack[Blocking],
     ) -> torch.Tensor: ...
 
     @overload
     def all_reduce(
-        self, input_: torch.Tensor, op: Reduction = SUM, **how: Unpack[Async]
+        self,
+        input_: torch.Tensor,
+        op: Reduction = SUM,
+        *,
+        out: torch.Tensor | None = None,
+        **how: Unpack[Async],
     ) -> CallHandle[torch.Tensor]: ...
 
     def all_reduce(
@@ -36,6 +49,7 @@ class TensorReductions(GroupPlanes):
         input_: torch.Tensor,
         op: Reduction = SUM,
         *,
+        out: torch.Tensor | None = None,
         timeout_s: AnyTimeout = None,
         async_op: bool = False,
     ) -> torch.Tensor | CallHandle[torch.Tensor]:
@@ -44,14 +58,19 @@ class TensorReductions(GroupPlanes):
         Args:
             input_: A tensor of any shape, and of any dtype for which `op` is defined; both are equal on all ranks.
             op: SUM, MEAN, PRODUCT, MIN or MAX; for integers also BAND, BOR or BXOR; or a `premul_sum(factor)`.
+            out: A tensor of the input's shape and dtype for the result, also in a group of one; it may be the input.
             timeout_s: Deadline in seconds.
             async_op: Whether to return a handle at once; see the class.
 
         Returns:
-            A new tensor of the input's shape and dtype with the same bits on every rank; the input does not change.
-            A group of one returns the input itself.
+            `out`, or a new tensor of the input's shape and dtype. It has the same bits on every rank, and the input
+            does not change. A group of one returns the input itself.
         """
-        if is_dynamo_compiling() and not async_op:
+        if out is not None:
+            return self._into("all_reduce_into_output", input_, out, timeout_s, async_op, op=op)
+        if not async_op and (
+            is_dynamo_compiling() or (is_grad_enabled() and getattr(input_, "requires_grad", False))
+        ):
             return compile_ops.trace("all_reduce", self, input_, timeout_s, op=op)
         if op is SUM and not async_op:
             # Packing the arguments for `run` would take 0.15 us of the 2 us of a small sum.
@@ -116,9 +135,13 @@ class TensorReductions(GroupPlanes):
         async_op: bool = False,
     ) -> torch.Tensor | CallHandle[torch.Tensor]:
         """Do `all_reduce` in place; return `tensor`, which must not overlap itself."""
+        if is_dynamo_compiling() and not async_op:
+            return compile_ops.trace_writing("all_reduce_", self, [tensor], timeout_s, op=op)
         if op is SUM and not async_op:
             # Packing the arguments for `run` would take 0.15 us of the 2 us of a small sum.
             self._calls.enter("all_reduce_")
+            if is_grad_enabled() and getattr(tensor, "requires_grad", False):
+                self._calls.refuse_lost_gradient("all_reduce_", (tensor,))
             try:
                 limit_s = None if timeout_s is None else seconds(timeout_s)
                 return self.device_communicator.all_reduce_(tensor, timeout_s=limit_s)
@@ -197,7 +220,7 @@ class TensorReductions(GroupPlanes):
             A new contiguous tensor whose dimension `dim` is the input's divided by `world_size`. A group of one
             returns the input itself.
         """
-        if is_dynamo_compiling() and not async_op:
+        if not async_op and (is_dynamo_compiling() or wants_gradient(input_)):
             return compile_ops.trace("reduce_scatter", self, input_, timeout_s, dim=dim, op=op)
         make = reducer(op, self.device_communicator).reduce_scatter
         return self._calls.run(
@@ -208,9 +231,11 @@ class TensorReductions(GroupPlanes):
     def reduce_scatterv(
         self,
         input_: torch.Tensor,
-        dim: int = -1,
+        dim: int | None = None,
         sizes: Sequence[int] | None = None,
         op: Reduction = SUM,
+        *,
+        output: torch.Tensor | None = None,
         **how: Unpack[Blocking],
     ) -> torch.Tensor: ...
 
@@ -218,27 +243,47 @@ class TensorReductions(GroupPlanes):
     def reduce_scatterv(
         self,
         input_: torch.Tensor,
-        dim: int = -1,
+        dim: int | None = None,
         sizes: Sequence[int] | None = None,
         op: Reduction = SUM,
+        *,
+        output: torch.Tensor | None = None,
         **how: Unpack[Async],
     ) -> CallHandle[torch.Tensor]: ...
 
     def reduce_scatterv(
         self,
         input_: torch.Tensor,
-        dim: int = -1,
+        dim: int | None = None,
         sizes: Sequence[int] | None = None,
         op: Reduction = SUM,
         *,
+        output: torch.Tensor | None = None,
         timeout_s: AnyTimeout = None,
         async_op: bool = False,
     ) -> torch.Tensor | CallHandle[torch.Tensor]:
-        """Do `reduce_scatter` with a part of size `sizes[i]` along `dim` for rank i; None splits evenly."""
+        """Do `reduce_scatter` with a part of size `sizes[i]` along `dim` for rank i; None splits evenly.
+
+        Args:
+            input_: As in `reduce_scatter`, with `sum(sizes)` in dimension `dim`.
+            dim: The dimension that is split: by default the last one, but the first one if there is an `output`. The
+                engines that pass one mean that.
+            sizes: The size of each rank's part, equal on all ranks.
+            op: As in `reduce_scatter`.
+            output: A tensor for the result; see `reduce_scatterv_into_output`.
+            timeout_s: Deadline in seconds.
+            async_op: Whether to return a handle at once; see the class.
+        """
+        name = "reduce_scatterv"
+        if output is not None:
+            along = 0 if dim is None else dim
+            arguments: dict[str, Any] = {"dim": along, "sizes": sizes, "op": op}
+            return self._into(f"{name}_into_output", input_, output, timeout_s, async_op, **arguments)
+        along = -1 if dim is None else dim
+        if not async_op and (is_dynamo_compiling() or wants_gradient(input_)):
+            return compile_ops.trace(name, self, input_, timeout_s, dim=along, sizes=sizes, op=op)
         make = reducer(op, self.device_communicator).reduce_scatterv
-        return self._calls.run(
-            "reduce_scatterv", make, input_, dim, sizes, op, timeout_s=timeout_s, async_op=async_op
-        )
+        return self._calls.run(name, make, input_, along, sizes, op, timeout_s=timeout_s, async_op=async_op)
 
     @overload
     def reduce_scatterv_into_output(
@@ -275,11 +320,47 @@ class TensorReductions(GroupPlanes):
     ) -> torch.Tensor | CallHandle[torch.Tensor]:
         """Do `reduce_scatterv` into `output`, and return `output`.
 
-        `output` has the shape and dtype of the result and does not overlap the input. A group of one copies its input
-        into it.
+        `output` has the shape and dtype of the result. It does not overlap the input, except that it may be this rank's
+        own part of a contiguous input that is split along its first dimension. A group of one copies its input into it.
         """
         name = "reduce_scatterv_into_output"
-        make = reducer(op, self.device_communicator).reduce_scatterv_into_output
-        return self._calls.run(
-            name, make, input_, output, dim, sizes, op, timeout_s=timeout_s, async_op=async_op
+        return self._into(name, input_, output, timeout_s, async_op, dim=dim, sizes=sizes, op=op)
+
+    def _into(
+        self,
+        name: str,
+        input_: torch.Tensor,
+        output: torch.Tensor,
+        timeout_s: AnyTimeout,
+        async_op: bool,
+        result: torch.Tensor | None = None,
+        **arguments: Any,
+    ) -> torch.Tensor | CallHandle[torch.Tensor]:
+        """Make the call `name` of the communicator, which fills `output`.
+
+        Args:
+            name: The communicator's method.
+            input_: Its input.
+            output: What it fills.
+            timeout_s: Deadline in seconds.
+            async_op: Whether to return a handle at once.
+            result: What the call returns, if not `output`: the tensor of which that is a view.
+            arguments: The method's other arguments, in its order.
+        """
+        if is_dynamo_compiling() and not async_op:
+            compile_ops.trace_writing(name, self, [input_, output], timeout_s, **arguments)
+            return output if result is None else result
+        make: Callable[..., torch.Tensor] = getattr(
+            reducer(arguments.get("op", SUM), self.device_communicator), name
         )
+        if result is not None:
+            make = partial(_make_and_return, make, result)
+        given = (input_, output, *arguments.values())
+        return self._calls.run(name, make, *given, timeout_s=timeout_s, async_op=async_op)
+
+
+def _make_and_return(
+    make: Callable[..., torch.Tensor], result: torch.Tensor, *args: Any, **named: Any
+) -> torch.Tensor:
+    make(*args, **named)
+    return result

@@ -14,6 +14,7 @@ import torch
 
 from coordinator.testing import conformance_exchanges as exchanges
 from coordinator.testing import conformance_moves as moves
+from coordinator.testing import conformance_outputs as outputs
 from coordinator.testing import conformance_reductions as reductions
 from coordinator.testing.conformance import Checker, ConformanceError, ObjectExchange
 from coordinator.testing.conformance_inputs import DTYPES
@@ -44,10 +45,13 @@ PARTS = {
     "autograd": reductions.check_autograd,
     "reduce_scatter": reductions.check_reduce_scatter,
     "reduce_scatterv": reductions.check_reduce_scatterv,
-    "reduce_scatterv_into_output": reductions.check_reduce_scatterv_into_output,
     "reduce": exchanges.check_reduce,
     "scatter": exchanges.check_scatter,
     "all_to_all": exchanges.check_all_to_all,
+    "all_reduce_into_output": outputs.check_all_reduce_into_output,
+    "reduce_scatterv_into_output": outputs.check_reduce_scatterv_into_output,
+    "all_gatherv_into_output": outputs.check_all_gatherv_into_output,
+    "all_to_all_into_output": outputs.check_all_to_all_into_output,
     "send and recv": moves.check_point_to_point,
     "refusals": check_refusals,
     "prepare_buffers": moves.check_prepare_buffers,

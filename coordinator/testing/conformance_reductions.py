@@ -130,7 +130,7 @@ def check_autograd(check: Checker) -> None:
 # ------------------------------------------------------------------ reduce_scatter
 
 
-def _own_part(check: Checker, case: Case) -> tuple[torch.Tensor, torch.Tensor | None]:
+def own_part(check: Checker, case: Case) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return this rank's part of a reduction, and its tolerance; without sizes all parts are equal."""
 
     def part(whole: torch.Tensor) -> torch.Tensor:
@@ -164,7 +164,7 @@ def _reduce_scatter(check: Checker, case: Case) -> None:
         f"reduce_scatter({case.op.name}, dim {case.dim})",
         case,
         lambda it: check.communicator.reduce_scatter(it, op=case.op, **named),
-        *_own_part(check, case),
+        *own_part(check, case),
     )
 
 
@@ -188,28 +188,5 @@ def _reduce_scatterv(check: Checker, case: Case) -> None:
         f"reduce_scatterv(SUM, dim {case.dim}, sizes {case.sizes})",
         case,
         lambda it: check.communicator.reduce_scatterv(it, case.dim, case.sizes),
-        *_own_part(check, case),
-    )
-
-
-def check_reduce_scatterv_into_output(check: Checker) -> None:
-    """Check that the output, contiguous or not, is filled and returned, and that nothing beside it is written."""
-    even = (2,) * check.world_size
-    for sizes in (None, even, *uneven_sizes(check.world_size)):
-        shape = (sum(even if sizes is None else sizes), 3)
-        for layout in ("contiguous", "strided"):
-            _reduce_scatterv_into_output(check, Case(shape, first_dtype(check), layout, sizes=sizes))
-
-
-def _reduce_scatterv_into_output(check: Checker, case: Case) -> None:
-    """Check one call; `case` has the shape of the input and the layout of the output."""
-    own = check.inputs.own(case.shape, case.dtype)
-    expected, slack = _own_part(check, case)
-    check.fill(
-        f"reduce_scatterv_into_output(SUM, sizes {case.sizes})",
-        dataclasses.replace(case, shape=tuple(expected.shape)),
-        lambda output: check.communicator.reduce_scatterv_into_output(own, output, 0, case.sizes),
-        expected,
-        slack,
-        source=own,
+        *own_part(check, case),
     )

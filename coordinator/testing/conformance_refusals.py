@@ -34,7 +34,7 @@ def _wrong_ranks(method: str, size: int, call: Callable[[Any], object]) -> Attem
 def _reductions(check: Checker, t: torch.Tensor, overlapping: torch.Tensor) -> Attempts:
     it: Any = check.communicator
     size, device = check.world_size, check.communicator.device
-    whole = t.int()
+    whole, flat = t.int(), t.view(-1)
     into = it.reduce_scatterv_into_output
     negative = (2 * size + 1, -1, *(0,) * (size - 2))
     folded = torch.empty_like(t[:1]).expand(2, 3)
@@ -58,8 +58,16 @@ def _reductions(check: Checker, t: torch.Tensor, overlapping: torch.Tensor) -> A
         "reduce_scatterv(sizes 2)": lambda: it.reduce_scatterv(t, 0, 2),
         "reduce_scatterv_into_output(another shape)": lambda: into(t, torch.empty_like(t[:1]), 0),
         "reduce_scatterv_into_output(another dtype)": lambda: into(t, torch.empty_like(whole[:2]), 0),
-        "reduce_scatterv_into_output(an output in the input)": lambda: into(t, t[:2], 0),
+        "reduce_scatterv_into_output(an output in the input)": lambda: into(t, t[1:3], 0),
         "reduce_scatterv_into_output(an output that overlaps itself)": lambda: into(t, folded, 0),
+        "reduce_scatterv_into_output(sizes that add up to more)": lambda: into(t, t.clone(), 0, (9,) * size),
+        "all_reduce_into_output(another shape)": lambda: it.all_reduce_into_output(t, t[1:].clone()),
+        "all_reduce_into_output(another dtype)": lambda: it.all_reduce_into_output(t, whole.clone()),
+        "all_reduce_into_output(an output beside its input)": lambda: it.all_reduce_into_output(
+            flat[1:], flat[:-1]
+        ),
+        "all_reduce_into_output(no tensor)": lambda: it.all_reduce_into_output(t, None),
+        "all_reduce_into_output(an output elsewhere)": lambda: it.all_reduce_into_output(t, t.to("meta")),
         **_wrong_ranks("reduce", size, lambda rank: it.reduce(t, rank)),
         "reduce(an unknown op)": lambda: it.reduce(t, 0, "xor"),
         "reduce(MEAN of integers)": lambda: it.reduce(whole, 0, "mean"),
@@ -76,9 +84,29 @@ def _moves(check: Checker, t: torch.Tensor, overlapping: torch.Tensor) -> Attemp
         "all_gatherv(too many sizes)": lambda: it.all_gatherv(t, 0, (2 * size,) * (size + 1)),
         "all_gatherv(numbers)": lambda: it.all_gatherv([1, 2]),
         "all_gatherv(nothing)": lambda: it.all_gatherv(None),
+        **_outputs(it, t, size),
         **_wrong_ranks("gather", size, lambda rank: it.gather(t, rank)),
         **_wrong_ranks("broadcast", size, lambda rank: it.broadcast(t, rank)),
         "broadcast(a tensor that overlaps itself)": lambda: it.broadcast(overlapping),
+    }
+
+
+def _outputs(it: Any, t: torch.Tensor, size: int) -> Attempts:
+    gather, exchange = it.all_gatherv_into_output, it.all_to_all_into_output
+    whole = t.new_empty((size * len(t), 3))
+    folded = t.new_empty((1, 3)).expand(size * len(t), 3)
+    return {
+        "all_gatherv_into_output(another shape)": lambda: gather(t, whole[1:]),
+        "all_gatherv_into_output(another dtype)": lambda: gather(t, whole.int()),
+        "all_gatherv_into_output(an output elsewhere)": lambda: gather(t, whole.to("meta")),
+        "all_gatherv_into_output(an output that overlaps itself)": lambda: gather(t, folded),
+        "all_gatherv_into_output(no output)": lambda: gather(t, None),
+        "all_gatherv_into_output(an input across two parts)": lambda: gather(whole[1:3], whole[: 2 * size]),
+        "all_gatherv_into_output(other sizes than its own)": lambda: gather(t, whole, 0, (1,) * size),
+        "all_to_all_into_output(another shape)": lambda: exchange(t, t[1:].clone()),
+        "all_to_all_into_output(another dtype)": lambda: exchange(t, t.int()),
+        "all_to_all_into_output(its input)": lambda: exchange(t, t),
+        "all_to_all_into_output(a list)": lambda: exchange([t], t.clone()),
     }
 
 

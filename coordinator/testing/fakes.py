@@ -13,7 +13,7 @@ from coordinator.bootstrap.group_parts import GroupParts, GroupProcessGroups
 from coordinator.bootstrap.timings import CreationReport
 from coordinator.collectives.tensor_dicts import Parts, TensorDict
 from coordinator.group import GroupCoordinator
-from coordinator.groups import ParallelGroups, group_tables
+from coordinator.groups import DIMENSIONS, ParallelGroups
 from coordinator.host.plane import HostPlane, SoloHostPlane
 from coordinator.host.tags import SCATTER_TAG
 from coordinator.host.tensor_dict_format import WHOLE_TENSORS, Landing, Slicing
@@ -275,7 +275,7 @@ def fake_groups(
 ) -> ParallelGroups:
     """Return the groups of one rank of `layout`, all of them fakes.
 
-    Dimensions with equal rank lists share one group, as in `ParallelGroups.create`.
+    Each dimension has a group of its own, as in `ParallelGroups.create`.
 
     Args:
         layout: The sizes.
@@ -286,12 +286,10 @@ def fake_groups(
     Raises:
         UsageError: The layout has no such rank.
     """
-    tables = group_tables(layout)
     groups: dict[str, GroupCoordinator] = {}
-    for name, dimensions in tables.items():
-        ranks = layout.group_of(dimensions[0], rank)
-        group = FakeGroupCoordinator(
+    for name in DIMENSIONS:
+        ranks = layout.group_of(name, rank)
+        groups[name] = FakeGroupCoordinator(
             rank, len(ranks), ranks=ranks, device=device, group_name=name, settings=settings
         )
-        groups.update(dict.fromkeys(dimensions, group))
     return ParallelGroups(layout=layout, owns_world=True, **groups)

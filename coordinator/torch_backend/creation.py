@@ -26,14 +26,10 @@ from coordinator.torch_backend.process_group import BACKEND, BackendProcessGroup
 from device_comm.cpu import shared_memory
 from device_comm.health import FOREVER_S
 from shm_broadcast.errors import CommError, UsageError
-from shm_broadcast.liveness import PeerWatch, ProcessIdentity, fork_count, this_process
+from shm_broadcast.liveness import PeerWatch, ProcessIdentity, this_process
 
 # A deadline of zero has no meaning for the creation of a group.
 _SHORTEST_S: Final = 0.001
-
-# The ranks' processes, as the default group has found them, and the fork in which it did.
-_world: Final[dict[int, ProcessIdentity]] = {}
-_world_of_fork: Final[list[int]] = []
 
 
 def register() -> None:
@@ -70,7 +66,6 @@ def create(options: Any, given: Any = None) -> BackendProcessGroup | ProcessGrou
 
 
 def _create(options: Any) -> BackendProcessGroup | ProcessGroupGloo:
-    is_world = not options.global_ranks_in_group
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     rank, name = ranks[options.group_rank], f"torch:{options.group_id}"
     timeout_s = min(max(options.timeout.total_seconds(), _SHORTEST_S), FOREVER_S)
@@ -87,7 +82,7 @@ def _create(options: Any) -> BackendProcessGroup | ProcessGroupGloo:
         offers = msgspec.json.encode([region.offer]).decode()
         address = own_address(settings.interface, options.store)
         own = View(_facts(plan, settings), this_process(), address, shared_memory.host_id(), offers)
-        views = _agree(dist.PrefixStore("agreement", store), plan, own, timeout_s, is_world=is_world)
+        views = _agree(dist.PrefixStore("agreement", store), plan, own, timeout_s)
         if len({view.host_id for view in views.values()}) > 1:
             return create_gloo(options, GlooOptions(listening_address(views, rank)))
         builder = GroupBuilder(
@@ -101,7 +96,8 @@ def _create(options: Any) -> BackendProcessGroup | ProcessGroupGloo:
             world=World(rank, max(ranks) + 1, store),
         )
         parts = _build(builder, time.perf_counter() - started)
-    return BackendProcessGroup(parts, options.store, store, timeout_s)
+    processes = {member: view.process for member, view in views.items()}
+    return BackendProcessGroup(parts, processes, options.store, store, timeout_s)
 
 
 def _facts(plan: GroupPlan, settings: CoordinatorSettings) -> dict[str, str]:
@@ -114,20 +110,17 @@ def _facts(plan: GroupPlan, settings: CoordinatorSettings) -> dict[str, str]:
     }
 
 
-def _agree(
-    store: dist.Store, plan: GroupPlan, own: View, timeout_s: float, *, is_world: bool
-) -> Mapping[int, View]:
+def _agree(store: dist.Store, plan: GroupPlan, own: View, timeout_s: float) -> Mapping[int, View]:
     """Exchange views with the group's ranks, watching those that the default group knows."""
     rank, ranks = plan.membership.rank, plan.membership.ranks
-    known = _world if _world_of_fork == [fork_count()] and not is_world else {}
-    others = {other: known[other] for other in ranks if other != rank and other in known}
+    world = dist.group.WORLD if dist.is_initialized() else None
+    others: dict[int, ProcessIdentity] = {}
+    if isinstance(world, BackendProcessGroup):
+        others = {
+            other: process for other, process in world.processes.items() if other in ranks and other != rank
+        }
     with closing(PeerWatch(own.process, others)) as watch:
-        views = agree(store, f"group {plan.name!r}", rank, ranks, own, timeout_s, watch)
-    if is_world:
-        _world.clear()
-        _world.update({other: view.process for other, view in views.items()})
-        _world_of_fork[:] = [fork_count()]
-    return views
+        return agree(store, f"group {plan.name!r}", rank, ranks, own, timeout_s, watch)
 
 
 def _build(builder: GroupBuilder, agreement_s: float) -> GroupParts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Final
 
@@ -27,6 +27,7 @@ from device_comm.movable import movable
 from device_comm.process_group import dense
 from device_comm.works import WaiterThreads
 from shm_broadcast.errors import CommError, UsageError
+from shm_broadcast.liveness import ProcessIdentity
 
 BACKEND: Final = "group_coordinator"
 
@@ -44,11 +45,19 @@ class BackendProcessGroup(TorchCollectives):
     supports_time_estimate = False
     supports_shrinking = False
 
-    def __init__(self, parts: GroupParts, store: dist.Store, own_store: dist.Store, timeout_s: float) -> None:
+    def __init__(
+        self,
+        parts: GroupParts,
+        processes: Mapping[int, ProcessIdentity],
+        store: dist.Store,
+        own_store: dist.Store,
+        timeout_s: float,
+    ) -> None:
         """Take over the parts of a group.
 
         Args:
             parts: The group, whose ranks share memory or of which there is one.
+            processes: The ranks' processes, by global rank.
             store: The store that torch made for the group.
             own_store: A store whose keys are used by this group only.
             timeout_s: Deadline of a call that states none, in seconds.
@@ -59,6 +68,7 @@ class BackendProcessGroup(TorchCollectives):
         threads = WaiterThreads(f"{health.name}-callbacks")
         rank = health.ranks.index(health.rank)
         super().__init__(rank, len(health.ranks), calls, lambda: communicator, threads)
+        self.processes = processes
         self._parts = parts
         self._store = store
         self._own_store = own_store
@@ -101,7 +111,8 @@ class BackendProcessGroup(TorchCollectives):
 
     def _get_backend(self, device: torch.device) -> Any:
         """Return what carries the calls on tensors of `device`."""
-        if device.type == self.device_type:
+        if device.type == self.device_type or self not in self._configurations():
+            # torch also asks while it still creates the group, whether an accelerator's backend could be split.
             return self
         there: Any = self.beside(device.type)
         return there._get_backend(device)  # noqa: SLF001 - torch's name
@@ -120,10 +131,16 @@ class BackendProcessGroup(TorchCollectives):
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: calls have numbers from the beginning."""
 
+    @staticmethod
+    def _configurations() -> dict[object, str]:
+        """Return torch's table of the backends of each group."""
+        torch_world: Any = dist.distributed_c10d
+        table: dict[object, str] = torch_world._world.pg_backend_config
+        return table
+
     def _backends(self) -> dict[str, str]:
         """Return the name of the backend for each device type, as the group was created with."""
-        torch_world: Any = dist.distributed_c10d
-        config = torch_world._world.pg_backend_config.get(self, "")
+        config = self._configurations().get(self, "")
         pairs = [part.partition(":") for part in str(config).split(",") if ":" in part]
         return {device: name for device, _, name in pairs} or {self.device_type: BACKEND}
 
@@ -139,7 +156,9 @@ class BackendProcessGroup(TorchCollectives):
                 )
                 raise for_torch(error)
             ranks = self._parts.health.ranks
-            found = new_group(ranks, name, f"{self._name} {device}", self._timeout_s)
+            found = new_group(ranks, f"{device}:{name}", f"{self._name} {device}", self._timeout_s)
+            # Destroyed with the parts.
+            self._parts.process_groups.adopt(found)
             self._beside[device] = found
         return found
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from coordinator.calls import Calls
 from coordinator.torch_interop import sparse
 from coordinator.torch_interop.works import CallWork, seconds
-from device_comm import coalesced
+from device_comm import checks, coalesced
 from device_comm.base import DeviceCommunicator, Timeout
 from device_comm.derived_reductions import Reduction, reducer
 from device_comm.reduction import ReduceOperation
@@ -282,7 +282,7 @@ class TorchCollectives(ProcessGroupBase):
 
         def call(there: DeviceCommunicator, timeout_s: Timeout) -> None:
             for output, own in zip(outputs, inputs, strict=True):
-                _fill(output, there.all_gather(own.reshape(1, -1), 0, timeout_s=timeout_s))
+                _gather_rows(there, output, own.reshape(1, -1), timeout_s)
 
         return self._run("all_gather", opts, call, outputs)
 
@@ -331,6 +331,9 @@ class TorchCollectives(ProcessGroupBase):
         received = list(output_split_sizes) or [output.shape[0] // size] * size
 
         def call(there: DeviceCommunicator, timeout_s: Timeout) -> None:
+            if _is_direct(output, input_, (sum(received), *input_.shape[1:])):
+                there.all_to_all_into_output(input_, output, 0, sent, received, timeout_s=timeout_s)
+                return
             _fill(output, there.all_to_all(input_, 0, sent, received, timeout_s=timeout_s))
 
         return self._run("all_to_all", opts, call, [output])
@@ -379,6 +382,28 @@ def _fill_all(outputs: Tensors, results: Tensors | torch.Tensor) -> list[torch.T
     return [_fill(output, result) for output, result in zip(outputs, results, strict=True)]
 
 
+def _is_direct(output: torch.Tensor, input_: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Return whether a call can write its result of `shape` to the output. torch takes others too, which are copied."""
+    return (
+        output.is_contiguous()
+        and tuple(output.shape) == tuple(shape)
+        and output.dtype is input_.dtype
+        and not checks.share_memory(output, input_)
+    )
+
+
+def _gather_rows(
+    there: DeviceCommunicator, output: torch.Tensor, row: torch.Tensor, timeout_s: Timeout
+) -> torch.Tensor:
+    """Fill the output with every rank's row, in rank order."""
+    if output.is_contiguous() and output.numel() == row.numel() * there.world_size:
+        rows = output.detach().view(there.world_size, -1)
+        if _is_direct(rows, row, rows.shape):
+            there.all_gatherv_into_output(row, rows, 0, timeout_s=timeout_s)
+            return output
+    return _fill(output, there.all_gather(row, 0, timeout_s=timeout_s))
+
+
 def _scatter_sum(
     there: DeviceCommunicator,
     output: torch.Tensor,
@@ -388,6 +413,10 @@ def _scatter_sum(
 ) -> torch.Tensor:
     whole = input_ if isinstance(input_, torch.Tensor) else torch.stack(list(input_))
     rows = whole.reshape(there.world_size, -1)
+    row = output.detach().view(1, -1) if output.is_contiguous() else output
+    if _is_direct(row, rows, (1, rows.shape[1])):
+        reducer(op, there).reduce_scatterv_into_output(rows, row, 0, op=op, timeout_s=timeout_s)
+        return output
     return _fill(output, reducer(op, there).reduce_scatter(rows, 0, op, timeout_s=timeout_s))
 
 

@@ -7,7 +7,8 @@ another size. A compiled graph does not keep its group alive.
     torch.ops.group_coordinator.all_reduce(x, group.unique_name)
 
 is the operation that replaces `group.all_reduce(x)` when Dynamo traces it. Results are always new tensors, which share
-memory neither with the inputs nor with each other, and no gradient flows through them.
+memory neither with the inputs nor with each other. Operations that write to a tensor of the caller say so in their
+schema and return nothing. `backward` holds the gradients; a call without one refuses an input that requires grad.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from typing import Any, Final
 import torch
 
 from coordinator import group_registry
+from coordinator.gradients import lost_gradient, refuse_lost_gradient, wants_gradient
 from coordinator.planes import GroupPlanes
+from coordinator.torch_interop.backward import BACKWARD, is_linear
 from device_comm import checks, coalesced, rms_norm
 from device_comm.base import SUM
 from device_comm.derived_reductions import reducer
@@ -29,8 +32,8 @@ from shm_broadcast.timeouts import AnyTimeout, seconds
 
 NAMESPACE: Final = "group_coordinator"
 
-# Without `group_name`, `world_size` and `timeout_s`, the arguments have the order of the communicator's method; `_make`
-# depends on it.
+# Without `group_name`, `world_size`, `rank` and `timeout_s`, the arguments have the order of the communicator's method;
+# `_make` depends on it. An operation holds the rank if the shape of its result, or of its gradient, depends on it.
 _SCHEMAS: Final = {
     "all_reduce": "(Tensor input, str group_name, str op='sum', float? timeout_s=None) -> Tensor",
     "all_gather": "(Tensor input, str group_name, int world_size, int dim=-1, float? timeout_s=None) -> Tensor",
@@ -41,11 +44,34 @@ _SCHEMAS: Final = {
     "all_to_all": "(Tensor input, str group_name, int world_size, int dim=0, SymInt[]? send_sizes=None, "
     "SymInt[]? recv_sizes=None, float? timeout_s=None) -> Tensor",
     "broadcast": "(Tensor input, str group_name, int src=0, float? timeout_s=None) -> Tensor",
+    "all_gatherv": "(Tensor input, str group_name, int world_size, int rank, int dim=0, SymInt[]? sizes=None, "
+    "float? timeout_s=None) -> Tensor",
+    "reduce_scatterv": "(Tensor input, str group_name, int world_size, int rank, int dim=-1, SymInt[]? sizes=None, "
+    "str op='sum', float? timeout_s=None) -> Tensor",
+    # On the other ranks the result is an empty tensor.
+    "gather": "(Tensor input, str group_name, int world_size, int rank, int dst=0, int dim=-1, "
+    "float? timeout_s=None) -> Tensor",
+    # The sum of the ranks' tensors on rank `dst`, zeros elsewhere: the gradient of `broadcast`.
+    "sum_on": "(Tensor input, str group_name, int dst=0, float? timeout_s=None) -> Tensor",
     "all_reduce_coalesced": "(Tensor[] inputs, str group_name, str op='sum', float? timeout_s=None) -> Tensor[]",
     "all_gather_coalesced": "(Tensor[] inputs, str group_name, int world_size, int dim=0, float? timeout_s=None) "
     "-> Tensor[]",
     "reduce_scatter_coalesced": "(Tensor[] inputs, str group_name, int world_size, int dim=0, str op='sum', "
     "float? timeout_s=None) -> Tensor[]",
+}
+
+# Operations that write to their argument `(a!)`.
+_WRITING: Final = {
+    "all_reduce_": "(Tensor(a!) tensor, str group_name, str op='sum', float? timeout_s=None) -> ()",
+    "broadcast_": "(Tensor(a!) tensor, str group_name, int src=0, float? timeout_s=None) -> ()",
+    "all_reduce_into_output": "(Tensor input, Tensor(a!) output, str group_name, str op='sum', "
+    "float? timeout_s=None) -> ()",
+    "reduce_scatterv_into_output": "(Tensor input, Tensor(a!) output, str group_name, int dim=-1, "
+    "SymInt[]? sizes=None, str op='sum', float? timeout_s=None) -> ()",
+    "all_gatherv_into_output": "(Tensor input, Tensor(a!) output, str group_name, int dim=0, SymInt[]? sizes=None, "
+    "float? timeout_s=None) -> ()",
+    "all_to_all_into_output": "(Tensor input, Tensor(a!) output, str group_name, int dim=0, "
+    "SymInt[]? send_sizes=None, SymInt[]? recv_sizes=None, float? timeout_s=None) -> ()",
 }
 
 # --- calls that are traced ---------------------------------------------------------------------------------------
@@ -66,8 +92,23 @@ def trace(
     # In a group of one the method returns its input, and so does a traced call; an operation could not.
     if group.world_size == 1 and name != "broadcast":
         return input_
-    result: torch.Tensor = _add(name, group, input_.detach(), timeout_s, arguments)
+    if wants_gradient(input_) and not (name in BACKWARD and is_linear(_named(arguments.get("op", SUM)))):
+        raise lost_gradient(name, "sums and means have gradients; for others pass tensor.detach()")
+    result: torch.Tensor = _add(name, group, (input_,), timeout_s, arguments)
     return result
+
+
+def trace_writing(
+    name: str,
+    group: GroupPlanes,
+    tensors: Sequence[torch.Tensor],
+    timeout_s: AnyTimeout = None,
+    **arguments: Any,
+) -> torch.Tensor:
+    """Trace a call that writes to the last one of `tensors`, and return that one; see `trace`."""
+    refuse_lost_gradient(name.replace("broadcast_", "broadcast"), tensors, group.world_size)
+    _add(name, group, tuple(tensors), timeout_s, arguments)
+    return tensors[-1]
 
 
 def trace_list(
@@ -78,9 +119,10 @@ def trace_list(
     **arguments: Any,
 ) -> list[torch.Tensor]:
     """Trace a call on several tensors; see `trace`."""
+    refuse_lost_gradient(name, [tensors], group.world_size)
     if group.world_size == 1 or not tensors:
         return list(tensors)
-    results: list[torch.Tensor] = _add(name, group, [each.detach() for each in tensors], timeout_s, arguments)
+    results: list[torch.Tensor] = _add(name, group, (list(tensors),), timeout_s, arguments)
     return results
 
 
@@ -93,7 +135,8 @@ def trace_norm(
     timeout_s: AnyTimeout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Trace `group.all_reduce_add_rms_norm`."""
-    tensors = (input_.detach(), residual.detach(), weight.detach())
+    tensors = (input_, residual, weight)
+    refuse_lost_gradient("all_reduce_add_rms_norm", tensors, group.world_size)
     normed, total = torch.ops.group_coordinator.all_reduce_add_rms_norm(
         *tensors, eps, group.unique_name, None if timeout_s is None else seconds(timeout_s)
     )
@@ -101,14 +144,25 @@ def trace_norm(
 
 
 def _add(
-    name: str, group: GroupPlanes, inputs: object, timeout_s: AnyTimeout, arguments: dict[str, Any]
+    name: str,
+    group: GroupPlanes,
+    inputs: tuple[object, ...],
+    timeout_s: AnyTimeout,
+    arguments: dict[str, Any],
 ) -> Any:
-    """Add an operation to the graph that is being traced."""
-    size = (group.world_size,) if "world_size" in _SCHEMAS[name] else ()
+    """Add an operation to the graph that is being traced, or make it."""
+    schema = _SCHEMAS.get(name, "")
+    size = (group.world_size,) if "int world_size" in schema else ()
+    rank = (group.rank_in_group,) if "int rank" in schema else ()
     held = [_held(key, value) for key, value in arguments.items()]
     operation = getattr(torch.ops.group_coordinator, name)
     limit_s = None if timeout_s is None else seconds(timeout_s)
-    return operation(inputs, group.unique_name, *size, *held, limit_s)
+    return operation(*inputs, group.unique_name, *size, *rank, *held, limit_s)
+
+
+def _named(op: object) -> object:
+    """Return a reduction as a graph holds it."""
+    return op.name.lower() if isinstance(op, enum.Enum) else op
 
 
 def _held(key: str, value: Any) -> Any:
@@ -119,7 +173,15 @@ def _held(key: str, value: Any) -> Any:
         raise UsageError(
             f"a compiled graph cannot hold the reduction {value!r}: pass it by name, or scale the tensor first"
         )
-    return list(value) if key.endswith("_sizes") and value is not None else value
+    return list(value) if key.endswith("sizes") and value is not None else value
+
+
+def overridden(group: GroupPlanes | None, name: str) -> Callable[..., torch.Tensor] | None:
+    """Return the method by which a subclass of the group replaces `name`; see `TensorCollectives`. Usually None."""
+    if group is None or name not in group.overridden:
+        return None
+    hook: Callable[..., torch.Tensor] = getattr(group, group.overridden[name])
+    return hook
 
 
 # --- what the operations do --------------------------------------------------------------------------------------
@@ -136,17 +198,33 @@ def _make(name: str, given: dict[str, Any]) -> Any:
             f"{NAMESPACE}::{name} on {group_name!r}: the graph was made for a group of {world_size}, this one has "
             f"{there.world_size} ranks"
         )
+    if given.pop("rank", there.rank_in_group) != there.rank_in_group:
+        raise UsageError(f"{NAMESPACE}::{name} on {group_name!r}: the graph was made for another rank")
     if given.get("op") == "sum":
         # The enum member needs no lookup.
         given["op"] = SUM
     first, *others = given.values()
+    if name in _WRITING:
+        method = "broadcast" if name == "broadcast_" else name
+        make = getattr(reducer(given.get("op", SUM), there), method)
+        found.calls.run(method, make, first, *others, timeout_s=timeout_s)
+        return None
+    if name == "sum_on":
+        total = found.calls.run(name, there.reduce, first, *others, timeout_s=timeout_s)
+        return torch.zeros_like(first) if total is None else _apart([total], [first])[0]
     if name.endswith("_coalesced"):
         make = partial(getattr(coalesced, name.removesuffix("_coalesced")), there)
         return _apart(found.calls.run(name, make, first, *others, timeout_s=timeout_s), first)
     make = getattr(reducer(given.get("op", SUM), there), name)
+    hook = overridden(found.reference(), name)
+    if hook is not None and given.get("op", SUM) is SUM and timeout_s is None:
+        made: torch.Tensor = hook(first, *others[: name != "all_reduce"])
+        return _copy(made) if made is first else made
     # The communicator broadcasts in place.
     input_ = _copy(first) if name == "broadcast" else first
     result = found.calls.run(name, make, input_, *others, timeout_s=timeout_s)
+    if result is None:
+        return first.new_empty(0)
     # In a group of one the result may be the input itself.
     return _copy(result) if result is first else result
 
@@ -177,6 +255,9 @@ def result_shape(
     dim: int | None = None,
     send_sizes: Sequence[Any] | None = None,
     recv_sizes: Sequence[Any] | None = None,
+    sizes: Sequence[Any] | None = None,
+    rank: int = 0,
+    dst: int | None = None,
     **_others: Any,
 ) -> Sequence[Any]:
     """Return the shape of the result of the call `name` on a tensor such as `like`. Sizes may be symbolic.
@@ -188,9 +269,14 @@ def result_shape(
         return like.shape
     at = checks.check_dim(dim, like)
     shape = list(like.shape) or [1]
-    if name == "all_gather":
+    if dst is not None and rank != dst:
+        return (0,)
+    if sizes is not None:
+        _check_counts(sizes, world_size, "sizes")
+        shape[at] = sum(sizes) if name == "all_gatherv" else sizes[rank]
+    elif name in ("all_gather", "all_gatherv", "gather"):
         shape[at] *= world_size
-    elif name == "reduce_scatter":
+    elif name in ("reduce_scatter", "reduce_scatterv"):
         # A symbolic size gets a guard that it is a multiple.
         checks.check_divisible(like, at, world_size)
         shape[at] //= world_size
@@ -216,6 +302,8 @@ def _check_counts(sizes: Sequence[Any], world_size: int, name: str) -> None:
 
 def _fake(name: str, given: dict[str, Any]) -> Any:
     """Return empty tensors in the place of the results of the operation `name`."""
+    if name in _WRITING:
+        return None
     first, *others = given.values()
     if name == "all_reduce_add_rms_norm":
         residual, weight, eps, *_ = others
@@ -232,21 +320,42 @@ def _empty(like: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
     return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
+def _differentiate(library: Any, name: str) -> None:
+    """Give the operation `name` its gradient."""
+    backward = BACKWARD[name]
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        del output
+        ctx.given, ctx.shape = dict(zip(_defaults(name), inputs, strict=True)), inputs[0].shape
+        del ctx.given["input"]
+        if not is_linear(ctx.given.get("op", "sum")):
+            raise lost_gradient(name)
+
+    def differentiate(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        result = backward(grad, ctx.given)
+        # A 0-dim input was taken as one of shape [1].
+        return result.reshape(ctx.shape), *(None for _ in ctx.given)
+
+    torch.library.register_autograd(f"{NAMESPACE}::{name}", differentiate, setup_context=keep, lib=library)
+
+
 def _define() -> Any:
     library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
-    for name, schema in _SCHEMAS.items():
+    for name, schema in (_SCHEMAS | _WRITING).items():
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, _with_names(name, _make), "CompositeExplicitAutograd")
-        # Without a kernel here torch would give the result a gradient that fails when it is computed.
-        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        if name in BACKWARD:
+            _differentiate(library, name)
+        else:
+            # Without a kernel here torch would give the result a gradient that fails when it is computed.
+            library.impl(name, torch.library.fallthrough_kernel, "Autograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", _with_names(name, _fake), lib=library)
     return library
 
 
 def _with_names(name: str, function: Callable[[str, dict[str, Any]], Any]) -> Callable[..., Any]:
     """Return `function` as torch calls it: by position, and without trailing arguments that equal their defaults."""
-    schema = getattr(torch.ops.group_coordinator, name).default._schema  # noqa: SLF001 - as torch's documentation does
-    defaults = {each.name: each.default_value for each in schema.arguments}
+    defaults = _defaults(name)
 
     def call(*args: Any) -> Any:
         given = defaults.copy()
@@ -254,6 +363,12 @@ def _with_names(name: str, function: Callable[[str, dict[str, Any]], Any]) -> Ca
         return function(name, given)
 
     return call
+
+
+def _defaults(name: str) -> dict[str, Any]:
+    """Return the arguments of the operation `name`, in order, with their defaults."""
+    schema = getattr(torch.ops.group_coordinator, name).default._schema  # noqa: SLF001 - as torch's documentation does
+    return {each.name: each.default_value for each in schema.arguments}
 
 
 # The operations exist as long as this does.

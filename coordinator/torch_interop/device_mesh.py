@@ -59,11 +59,16 @@ def layout_of_mesh(mesh: DeviceMesh) -> ParallelLayout:
 
 
 def mesh_of(layout: ParallelLayout, groups: Mapping[str, GroupCoordinator]) -> DeviceMesh:
-    """Return a mesh over the process groups of `groups`, with the dimensions that have more than one rank."""
+    """Return a mesh over the process groups of `groups`, with the dimensions that have more than one rank.
+
+    Of several independent replicas it holds the one of this rank: no group spans two of them, which a mesh would need.
+    """
     is_hybrid = 1 < layout.shard < layout.data
     candidates = [name for name in _ORDER if name not in (("dp",) if is_hybrid else ("rdp", "sdp"))]
     names = [name for name in candidates if layout.size(name) > 1] or ["dp"]
-    ranks = torch.arange(layout.world_size, dtype=torch.int).view([layout.size(name) for name in names])
+    count = layout.world_size // layout.external_data
+    first = groups["world"].rank // count * count
+    ranks = torch.arange(first, first + count, dtype=torch.int).view([layout.size(name) for name in names])
     return DeviceMesh.from_group(
         [groups[name].device_group for name in names],
         groups["world"].device.type,

@@ -90,6 +90,10 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         if status != _core.DONE:
             self._region.finish(name, status, timeout_s or self.context.timeout_s)
 
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a new tensor of any content; a large one in memory that was used before, if there is any."""
+        return self._fresh(shape, dtype, math.prod(shape) * dtype.itemsize)
+
     def _fresh(self, shape: Sequence[int], dtype: torch.dtype, nbytes: int) -> torch.Tensor:
         """Return a new tensor of any content; a large one in memory that was used before, if there is any."""
         if nbytes < POOLED_BYTES:
@@ -126,6 +130,14 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         result = self._fresh(source.shape, source.dtype, source.nbytes)
         self._reduce_into("all_reduce", source, result, op, timeout_s)
         return result
+
+    def _all_reduce_into(
+        self, output: torch.Tensor, input_: torch.Tensor, op: ReduceOperation, timeout_s: Timeout
+    ) -> None:
+        if not is_plain(output):
+            super()._all_reduce_into(output, input_, op, timeout_s)
+            return
+        self._reduce_into("all_reduce", input_ if is_plain(input_) else dense(input_), output, op, timeout_s)
 
     def all_reduce_(
         self, tensor: torch.Tensor, op: ReduceOperation = SUM, *, timeout_s: float | None = None
@@ -171,22 +183,55 @@ class SharedMemoryCommunicator(DeviceCommunicator):
     def _reduce_scatter(
         self, input_: torch.Tensor, dim: int, sizes: Sizes, op: ReduceOperation, timeout_s: Timeout
     ) -> torch.Tensor:
-        source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
+        source = _rows(input_)
         result = self._fresh_like(source, dim, sizes[self.rank_in_group])
-        kind = _core.REDUCE_SCATTER
-        self._move("reduce_scatter", kind, source, result, dim, sizes, timeout_s, OPERATION_CODES[op])
+        self._scatter_reduced(source, result, dim, sizes, op, timeout_s)
         return result
+
+    def _reduce_scatter_into(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor,
+        dim: int,
+        sizes: Sizes,
+        op: ReduceOperation,
+        timeout_s: Timeout,
+    ) -> None:
+        if not is_plain(output):
+            super()._reduce_scatter_into(output, input_, dim, sizes, op, timeout_s)
+            return
+        self._scatter_reduced(_rows(input_), output, dim, sizes, op, timeout_s)
+
+    def _scatter_reduced(
+        self,
+        source: torch.Tensor,
+        result: torch.Tensor,
+        dim: int,
+        sizes: Sizes,
+        op: ReduceOperation,
+        timeout_s: Timeout,
+    ) -> None:
+        kind, code = _core.REDUCE_SCATTER, OPERATION_CODES[op]
+        self._move("reduce_scatter", kind, source, result, dim, sizes, timeout_s, code)
 
     # ------------------------------------------------------------------ moving data
 
     def _all_gather(self, input_: torch.Tensor, dim: int, sizes: Sizes, timeout_s: Timeout) -> torch.Tensor:
-        source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
+        source = _rows(input_)
         result = self._fresh_like(source, dim, sum(sizes))
         self._move("all_gather", _core.ALL_GATHER, source, result, dim, sizes, timeout_s)
         return result
 
+    def _all_gather_into(
+        self, output: torch.Tensor, input_: torch.Tensor, dim: int, sizes: Sizes, timeout_s: Timeout
+    ) -> None:
+        if not is_plain(output):
+            super()._all_gather_into(output, input_, dim, sizes, timeout_s)
+            return
+        self._move("all_gather", _core.ALL_GATHER, _rows(input_), output, dim, sizes, timeout_s)
+
     def _gather(self, input_: torch.Tensor, dst: int, dim: int, timeout_s: Timeout) -> torch.Tensor | None:
-        source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
+        source = _rows(input_)
         sizes = (source.shape[dim],) * self.world_size
         result = self._fresh_like(source, dim, sum(sizes)) if self.rank_in_group == dst else None
         self._move("gather", _core.GATHER, source, result, dim, sizes, timeout_s, root=dst)
@@ -233,11 +278,26 @@ class SharedMemoryCommunicator(DeviceCommunicator):
     def _all_to_all(
         self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
     ) -> torch.Tensor:
-        source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
+        source = _rows(input_)
         result = self._fresh_like(source, dim, sum(recv_sizes))
         sizes = (*send_sizes, *recv_sizes)
         self._move("all_to_all", _core.ALL_TO_ALL, source, result, dim, sizes, timeout_s)
         return result
+
+    def _all_to_all_into(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor,
+        dim: int,
+        send_sizes: Sizes,
+        recv_sizes: Sizes,
+        timeout_s: Timeout,
+    ) -> None:
+        if not is_plain(output):
+            super()._all_to_all_into(output, input_, dim, send_sizes, recv_sizes, timeout_s)
+            return
+        sizes = (*send_sizes, *recv_sizes)
+        self._move("all_to_all", _core.ALL_TO_ALL, _rows(input_), output, dim, sizes, timeout_s)
 
     def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
         into = tensor.detach()
@@ -267,6 +327,11 @@ class SharedMemoryCommunicator(DeviceCommunicator):
 
     def _irecv(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> Handle:
         return irecv_into(tensor.detach(), self._channels, src, TENSOR_TAG, timeout_s, self._health)
+
+
+def _rows(input_: torch.Tensor) -> torch.Tensor:
+    """Return the input dense; a 0-dim one as of shape [1]."""
+    return dense(input_.reshape(1) if input_.dim() == 0 else input_)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

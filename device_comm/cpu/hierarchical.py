@@ -18,11 +18,11 @@ import torch
 
 from device_comm import _core
 from device_comm.base import SUM, CallPath, CommunicatorContext, DeviceCommunicator, Sizes, Timeout
+from device_comm.cpu.hosts import LoneHost, SharedHost
 from device_comm.cpu.leaders import Call, Leaders, Swap
-from device_comm.cpu.native_codes import COPY_ONLY, OPERATION_CODES, TYPE_CODES, copy_code
+from device_comm.cpu.native_codes import TYPE_CODES, copy_code
 from device_comm.cpu.shared_memory import SharedPart
 from device_comm.handles import Handle
-from device_comm.health import GroupHealth
 from device_comm.process_group import (
     ProcessGroupCommunicator,
     as_bytes,
@@ -30,14 +30,11 @@ from device_comm.process_group import (
     is_plain,
 )
 from device_comm.reduction import ReduceOperation, accumulation_dtype, reduce_in_rank_order
-from shm_broadcast.errors import DisagreementError
 
 # An all-reduce is cut into pieces of this size: while one is on its way between the hosts, the next is combined.
 PIECE_BYTES: Final = 4 << 20
 # Up to this size, and between two hosts always, each leader combines everything itself: one swap instead of two.
 ONE_SWAP_BYTES: Final = 64 << 10
-# Beyond this size more than two ranks of a host share the work of combining; else the leader does it alone.
-_SHARED_WORK_BYTES: Final = 64 << 10
 
 
 def group_by_host(host_ids: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -127,6 +124,14 @@ class HierarchicalCommunicator(DeviceCommunicator):
         self._levels.all_reduce(self._start_call("all_reduce", timeout_s), source, result, op)
         return result
 
+    def _all_reduce_into(
+        self, output: torch.Tensor, input_: torch.Tensor, op: ReduceOperation, timeout_s: Timeout
+    ) -> None:
+        if not is_plain(output):
+            super()._all_reduce_into(output, input_, op, timeout_s)
+            return
+        self._levels.all_reduce(self._start_call("all_reduce", timeout_s), dense(input_), output, op)
+
     def _reduce(
         self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
     ) -> torch.Tensor | None:
@@ -141,21 +146,56 @@ class HierarchicalCommunicator(DeviceCommunicator):
     def _reduce_scatter(
         self, input_: torch.Tensor, dim: int, sizes: Sizes, op: ReduceOperation, timeout_s: Timeout
     ) -> torch.Tensor:
-        call = self._start_call("reduce_scatter", timeout_s)
         rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
         result = rows.new_empty((sizes[self.rank_in_group], *rows.shape[1:]))
+        self._scatter_reduced(rows, result, sizes, op, timeout_s)
+        return result.movedim(0, dim).contiguous()
+
+    def _reduce_scatter_into(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor,
+        dim: int,
+        sizes: Sizes,
+        op: ReduceOperation,
+        timeout_s: Timeout,
+    ) -> None:
+        if dim or not is_plain(output):
+            super()._reduce_scatter_into(output, input_, dim, sizes, op, timeout_s)
+            return
+        rows = dense(input_.reshape(1) if input_.dim() == 0 else input_)
+        self._scatter_reduced(rows, output, sizes, op, timeout_s)
+
+    def _scatter_reduced(
+        self, rows: torch.Tensor, result: torch.Tensor, sizes: Sizes, op: ReduceOperation, timeout_s: Timeout
+    ) -> None:
+        """Put this rank's part of the combined rows into the contiguous `result`."""
+        call = self._start_call("reduce_scatter", timeout_s)
         if rows.numel():
             per_row = rows[0].numel()
             counts = [size * per_row for size in sizes]
             self._levels.reduce_scatter(call, rows.view(-1), counts, result.view(-1), op)
-        return result.movedim(0, dim).contiguous()
 
-    def _all_gather(
-        self, input_: torch.Tensor, dim: int, sizes: tuple[int, ...], timeout_s: float | None
-    ) -> torch.Tensor:
-        call = self._start_call("all_gather", timeout_s)
+    def _all_gather(self, input_: torch.Tensor, dim: int, sizes: Sizes, timeout_s: Timeout) -> torch.Tensor:
         source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
         result = source.new_empty((*source.shape[:dim], sum(sizes), *source.shape[dim + 1 :]))
+        self._gather_into(source, result, dim, sizes, timeout_s)
+        return result
+
+    def _all_gather_into(
+        self, output: torch.Tensor, input_: torch.Tensor, dim: int, sizes: Sizes, timeout_s: Timeout
+    ) -> None:
+        if not is_plain(output):
+            super()._all_gather_into(output, input_, dim, sizes, timeout_s)
+            return
+        source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
+        self._gather_into(source, output, dim, sizes, timeout_s)
+
+    def _gather_into(
+        self, source: torch.Tensor, result: torch.Tensor, dim: int, sizes: Sizes, timeout_s: Timeout
+    ) -> None:
+        """Concatenate the ranks' contiguous tensors in the contiguous `result`."""
+        call = self._start_call("all_gather", timeout_s)
         if result.numel():
             rows = math.prod(source.shape[:dim])
             inner = math.prod(source.shape[dim + 1 :]) * source.itemsize
@@ -163,7 +203,6 @@ class HierarchicalCommunicator(DeviceCommunicator):
             self._levels.all_gather(
                 call, as_bytes(source), as_bytes(result), rows, widths, copy_code(source.dtype)
             )
-        return result
 
     def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
         call = self._start_call("broadcast", timeout_s)
@@ -199,99 +238,23 @@ class HierarchicalCommunicator(DeviceCommunicator):
     ) -> torch.Tensor:
         return self._general.all_to_all(input_, dim, send_sizes, recv_sizes, timeout_s=timeout_s)
 
+    def _all_to_all_into(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor,
+        dim: int,
+        send_sizes: Sizes,
+        recv_sizes: Sizes,
+        timeout_s: Timeout,
+    ) -> None:
+        general = self._general
+        general.all_to_all_into_output(input_, output, dim, send_sizes, recv_sizes, timeout_s=timeout_s)
+
     def _isend(self, tensor: torch.Tensor, dst: int, timeout_s: float | None) -> Handle:
         return self._general.isend(tensor, dst, timeout_s=timeout_s)
 
     def _irecv(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> Handle:
         return self._general.irecv(tensor, src, timeout_s=timeout_s)
-
-
-class _LoneHost:
-    """The inside of a host that holds one rank: it has everything already."""
-
-    def combine(self, call: Call, flat: torch.Tensor, op: ReduceOperation) -> torch.Tensor:
-        """Return the host's elements combined in rank order; on ranks other than the leader, unspecified data."""
-        del call, op
-        return flat
-
-    def pass_on(self, call: Call, flat: torch.Tensor, code: int = COPY_ONLY, root: int = 0) -> None:
-        """Copy the bytes of `flat` from rank `root` of the host, by default the leader, to all its ranks."""
-
-    def meet(self, call: Call) -> None:
-        """Return once all ranks of the host have come."""
-
-    def gather(
-        self, call: Call, source: torch.Tensor, block: torch.Tensor, lengths: tuple[int, ...], code: int
-    ) -> None:
-        """Put `lengths[i]` bytes of each rank of the host into `block`, one rank after the other."""
-        del call, lengths, code
-        block.copy_(source)
-
-    def scatter(
-        self, call: Call, block: torch.Tensor | None, result: torch.Tensor, counts: Sequence[int]
-    ) -> None:
-        """Cut the leader's `block` into `counts` elements for each rank of the host; the own ones go to `result`."""
-        del call, counts
-        if block is not None:
-            result.copy_(block)
-
-    def close(self) -> None:
-        """Release nothing."""
-
-
-class _SharedHost:
-    """The inside of a host whose ranks share a region; its methods are those of `_LoneHost`."""
-
-    def __init__(self, part: SharedPart, members: int, health: GroupHealth) -> None:
-        self._part = part
-        self._core = part.device.core
-        self._members = members
-        self._health = health
-
-    def _finish(self, call: Call, status: int) -> None:
-        """Wait for a step that has begun."""
-        if status == _core.DONE:
-            return
-        try:
-            self._part.device.finish_part(call.operation, status, call.left_s())
-        except DisagreementError as error:
-            # The other hosts do not know of it and would wait: nobody can go on.
-            self._health.fail(error)
-            raise
-
-    def combine(self, call: Call, flat: torch.Tensor, op: ReduceOperation) -> torch.Tensor:
-        is_shared = self._members > 2 and flat.nbytes > _SHARED_WORK_BYTES
-        kind = _core.ALL_REDUCE_TWO_SHOT if is_shared else _core.REDUCE
-        result = torch.empty_like(flat)
-        # The sum of all hosts is divided once, at the end.
-        code = OPERATION_CODES[SUM if op is ReduceOperation.MEAN else op]
-        addresses = (flat.data_ptr(), result.data_ptr())
-        self._finish(call, self._core.reduce(kind, *addresses, flat.numel(), TYPE_CODES[flat.dtype], code, 0))
-        return result
-
-    def pass_on(self, call: Call, flat: torch.Tensor, code: int = COPY_ONLY, root: int = 0) -> None:
-        if flat.numel():
-            self._finish(call, self._core.broadcast(flat.data_ptr(), flat.nbytes, code, root))
-
-    def meet(self, call: Call) -> None:
-        self._finish(call, self._core.barrier())
-
-    def gather(
-        self, call: Call, source: torch.Tensor, block: torch.Tensor, lengths: tuple[int, ...], code: int
-    ) -> None:
-        addresses = (source.data_ptr(), block.data_ptr())
-        self._finish(call, self._core.move(_core.ALL_GATHER, *addresses, 1, lengths, code, 0, 0))
-
-    def scatter(
-        self, call: Call, block: torch.Tensor | None, result: torch.Tensor, counts: Sequence[int]
-    ) -> None:
-        widths = tuple(count * result.itemsize for count in counts)
-        addresses = (0 if block is None else block.data_ptr(), result.data_ptr())
-        code = TYPE_CODES[result.dtype]
-        self._finish(call, self._core.move(_core.SCATTER, *addresses, 1, widths, code, 0, 0))
-
-    def close(self) -> None:
-        self._part.close()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,8 +291,8 @@ class _Levels:
         self._host = next(index for index, ranks in enumerate(hosts) if rank in ranks)
         self._members = hosts[self._host]
         self._is_leader = rank == self._members[0]
-        self._inside: _SharedHost | _LoneHost = (
-            _LoneHost() if part is None else _SharedHost(part, len(self._members), context.health)
+        self._inside: SharedHost | LoneHost = (
+            LoneHost() if part is None else SharedHost(part, len(self._members), context.health)
         )
         self._links = Leaders(context.health, general.threads, [ranks[0] for ranks in hosts], self._host)
 

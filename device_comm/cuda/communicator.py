@@ -29,6 +29,7 @@ from device_comm.cuda_settings import cuda_settings
 from device_comm.nccl.communicator import NcclCommunicator
 from device_comm.nccl.library import NcclLibrary
 from device_comm.nccl.streams import Streams
+from device_comm.outputs import fill
 from device_comm.process_group import dense, is_plain
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from shm_broadcast.errors import CapabilityError, UsageError
@@ -206,6 +207,27 @@ class CudaCommunicator(NcclCommunicator):
             return self._all_reduce_in_order(source, op, timeout_s)
         return super()._all_reduce(source, op, timeout_s)
 
+    def _all_reduce_into(
+        self, output: torch.Tensor, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None
+    ) -> None:
+        custom = self._own("all_reduce")
+        stream, nbytes = self._current(), input_.nbytes
+        if (
+            custom is None
+            or op is not SUM
+            or self._collected is not None
+            or not custom.carries("all_reduce", input_.dtype, nbytes, stream)
+        ):
+            if self._must_keep_order(input_.dtype, op):
+                fill(output, self._all_reduce_in_order(dense(input_), op, timeout_s))
+            else:
+                super()._all_reduce_into(output, input_, op, timeout_s)
+        elif _can_land(output):
+            source = _aligned(dense(input_))
+            custom.all_reduce(source.data_ptr(), output.data_ptr(), source.numel(), source.dtype, stream)
+        else:
+            fill(output, self._all_reduce(input_, op, timeout_s))
+
     def all_reduce_(
         self, tensor: torch.Tensor, op: ReduceOperation = SUM, *, timeout_s: float | None = None
     ) -> torch.Tensor:
@@ -291,6 +313,34 @@ class CudaCommunicator(NcclCommunicator):
         part = self._sum_in_order(rows.view(-1), counts, op, timeout_s)
         return part.view(shape).movedim(0, dim).contiguous()
 
+    def _reduce_scatter_into(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor,
+        dim: int,
+        sizes: tuple[int, ...],
+        op: ReduceOperation,
+        timeout_s: float | None,
+    ) -> None:
+        custom = self._own("reduce_scatter")
+        stream = self._current()
+        if (
+            custom is None
+            or op is not SUM
+            or len(set(sizes)) > 1
+            or self._collected is not None
+            or not custom.carries("reduce_scatter", input_.dtype, input_.nbytes, stream)
+        ):
+            if self._must_keep_order(input_.dtype, op):
+                fill(output, self._reduce_scatter(input_, dim, sizes, op, timeout_s))
+            else:
+                super()._reduce_scatter_into(output, input_, dim, sizes, op, timeout_s)
+        elif dim == 0 and _can_land(output):
+            rows = _aligned(dense(input_))
+            custom.reduce_scatter(rows.data_ptr(), output.data_ptr(), output.numel(), output.dtype, stream)
+        else:
+            fill(output, self._reduce_scatter(input_, dim, sizes, op, timeout_s))
+
     def _all_reduce_add_rms_norm(
         self,
         input_: torch.Tensor,
@@ -339,6 +389,30 @@ class CudaCommunicator(NcclCommunicator):
         result = rows.new_empty((sum(sizes), *rows.shape[1:]))
         custom.all_gather(rows.data_ptr(), result.data_ptr(), rows.nbytes, self._current())
         return result.movedim(0, dim).contiguous()
+
+    def _all_gather_into(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor,
+        dim: int,
+        sizes: tuple[int, ...],
+        timeout_s: float | None,
+    ) -> None:
+        custom = self._own("all_gather")
+        stream = self._current()
+        if (
+            custom is None
+            or len(set(sizes)) != 1
+            or not input_.numel()
+            or self._collected is not None
+            or not custom.carries("all_gather", torch.uint8, input_.nbytes, stream)
+        ):
+            super()._all_gather_into(output, input_, dim, sizes, timeout_s)
+        elif dim == 0 and _can_land(output):
+            rows = dense(input_)
+            custom.all_gather(rows.data_ptr(), output.data_ptr(), rows.nbytes, stream)
+        else:
+            fill(output, self._all_gather(input_, dim, sizes, timeout_s))
 
     # ------------------------------------------------------------------ capture and life
 
@@ -418,6 +492,11 @@ class CudaCommunicator(NcclCommunicator):
 def _is_strided(tensor: torch.Tensor) -> bool:
     """Return whether the tensor is dense and contiguous and its memory holds its values as they are."""
     return tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
+
+
+def _can_land(output: torch.Tensor) -> bool:
+    """Return whether our kernels can write to the output. If not, this rank copies; the algorithm stays the same."""
+    return is_plain(output) and not output.data_ptr() & 15
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:

@@ -136,15 +136,24 @@ class NcclQueue(DeviceCommunicator):
         connection.settle("ncclGroupEnd", ended)
 
     def _moved(
-        self, name: str, posts: Sequence[Post], rows: torch.Tensor, dim: int, timeout_s: float | None
+        self,
+        name: str,
+        posts: Sequence[Post],
+        rows: torch.Tensor,
+        dim: int,
+        timeout_s: float | None,
+        output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Queue the calls that fill `rows`; return them contiguous with the first dimension moved to `dim`."""
-        if dim == 0:
+        """Queue the calls that fill `rows`; return them contiguous with the first dimension moved to `dim`.
+
+        If there is an `output`, the result goes there; `rows` are its memory if it can take them as they are.
+        """
+        if dim == 0 and (output is None or rows.data_ptr() == output.data_ptr()):
             self._call(name, posts, timeout_s)
             return rows
         moved = rows.movedim(0, dim)
-        result = rows.new_empty(moved.shape)
-        self._call(name, posts, timeout_s, finish=lambda: result.copy_(moved))
+        result = rows.new_empty(moved.shape) if output is None else output
+        self._call(name, posts, timeout_s, finish=lambda: result.copy_(moved.view(result.shape)))
         return result
 
     # ------------------------------------------------------------------ point to point

@@ -148,12 +148,29 @@ class NcclCommunicator(NcclQueue):
         return result
 
     def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None) -> torch.Tensor:
+        return self._combined(None, input_, op, timeout_s)
+
+    def _all_reduce_into(
+        self, output: torch.Tensor, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None
+    ) -> None:
+        self._combined(output, input_, op, timeout_s)
+
+    def _combined(
+        self,
+        output: torch.Tensor | None,
+        input_: torch.Tensor,
+        op: ReduceOperation,
+        timeout_s: float | None,
+    ) -> torch.Tensor:
+        """Do an all-reduce, into `output` if there is one."""
         self._begin("all_reduce", connects=True)
         code, red, parts = reduction_code(input_.dtype, op, self.library.version)
         source = dense(input_)
-        result = torch.empty_like(source)
-        self._reduce_into("ncclAllReduce", source, result, (code, red), parts, timeout_s)
-        return result
+        is_direct = output is not None and is_plain(output)
+        landing = output if output is not None and is_direct else torch.empty_like(source)
+        finish = None if output is None or is_direct else lambda: output.copy_(landing)
+        self._reduce_into("ncclAllReduce", source, landing, (code, red), parts, timeout_s, finish)
+        return landing
 
     def all_reduce_(
         self, tensor: torch.Tensor, op: ReduceOperation = SUM, *, timeout_s: float | None = None
@@ -178,6 +195,7 @@ class NcclCommunicator(NcclQueue):
         codes: tuple[int, ...],
         parts: int,
         timeout_s: float | None,
+        finish: Callable[[], object] | None = None,
     ) -> None:
         """Queue an all-reduce or, if `codes` holds the root as third item, a reduce."""
         posts = []
@@ -185,7 +203,7 @@ class NcclCommunicator(NcclQueue):
             address = 0 if result is None else result.data_ptr()
             arguments = (source.data_ptr(), address, source.numel() * parts, *codes)
             posts = [Post(function, arguments, (source, result))]
-        self._call("reduce" if len(codes) == 3 else "all_reduce", posts, timeout_s)
+        self._call("reduce" if len(codes) == 3 else "all_reduce", posts, timeout_s, finish=finish)
 
     def _reduce(
         self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
@@ -205,10 +223,33 @@ class NcclCommunicator(NcclQueue):
         op: ReduceOperation,
         timeout_s: float | None,
     ) -> torch.Tensor:
+        return self._reduced_rows(None, input_, dim, sizes, op, timeout_s)
+
+    def _reduce_scatter_into(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor,
+        dim: int,
+        sizes: tuple[int, ...],
+        op: ReduceOperation,
+        timeout_s: float | None,
+    ) -> None:
+        self._reduced_rows(output, input_, dim, sizes, op, timeout_s)
+
+    def _reduced_rows(
+        self,
+        output: torch.Tensor | None,
+        input_: torch.Tensor,
+        dim: int,
+        sizes: tuple[int, ...],
+        op: ReduceOperation,
+        timeout_s: float | None,
+    ) -> torch.Tensor:
+        """Do a reduce-scatter, into `output` if there is one."""
         self._begin("reduce_scatter", connects=True)
         code, red, parts = reduction_code(input_.dtype, op, self.library.version)
         rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
-        own = rows.new_empty((sizes[self.rank_in_group], *rows.shape[1:]))
+        own = _landing(output, rows, dim, sizes[self.rank_in_group])
         per_row = math.prod(rows.shape[1:]) * parts
         keep = (rows, own)
         posts: list[Post] = []
@@ -222,16 +263,37 @@ class NcclCommunicator(NcclQueue):
                 into = own.data_ptr() if rank == self.rank_in_group else 0
                 arguments = (rows.data_ptr() + start * step, into, size * per_row, code, red, rank)
                 posts.append(Post("ncclReduce", arguments, keep))
-        return self._moved("reduce_scatter", posts, own, dim, timeout_s)
+        return self._moved("reduce_scatter", posts, own, dim, timeout_s, output)
 
     # ------------------------------------------------------------------ moving data
 
     def _all_gather(
         self, input_: torch.Tensor, dim: int, sizes: tuple[int, ...], timeout_s: float | None
     ) -> torch.Tensor:
+        return self._gathered_rows(None, input_, dim, sizes, timeout_s)
+
+    def _all_gather_into(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor,
+        dim: int,
+        sizes: tuple[int, ...],
+        timeout_s: float | None,
+    ) -> None:
+        self._gathered_rows(output, input_, dim, sizes, timeout_s)
+
+    def _gathered_rows(
+        self,
+        output: torch.Tensor | None,
+        input_: torch.Tensor,
+        dim: int,
+        sizes: tuple[int, ...],
+        timeout_s: float | None,
+    ) -> torch.Tensor:
+        """Do an all-gather, into `output` if there is one."""
         self._begin("all_gather", connects=True)
         rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
-        result = rows.new_empty((sum(sizes), *rows.shape[1:]))
+        result = _landing(output, rows, dim, sum(sizes))
         step = math.prod(rows.shape[1:]) * rows.itemsize
         keep = (rows, result)
         posts: list[Post] = []
@@ -243,7 +305,7 @@ class NcclCommunicator(NcclQueue):
             for rank, start, size in _parts(sizes):
                 arguments = (rows.data_ptr(), result.data_ptr() + start * step, size * step, UINT8, rank)
                 posts.append(Post("ncclBroadcast", arguments, keep))
-        return self._moved("all_gather", posts, result, dim, timeout_s)
+        return self._moved("all_gather", posts, result, dim, timeout_s, output)
 
     def _gather(
         self, input_: torch.Tensor, dst: int, dim: int, timeout_s: float | None
@@ -297,16 +359,39 @@ class NcclCommunicator(NcclQueue):
         recv_sizes: tuple[int, ...],
         timeout_s: float | None,
     ) -> torch.Tensor:
+        return self._exchanged_rows(None, input_, dim, send_sizes, recv_sizes, timeout_s)
+
+    def _all_to_all_into(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor,
+        dim: int,
+        send_sizes: tuple[int, ...],
+        recv_sizes: tuple[int, ...],
+        timeout_s: float | None,
+    ) -> None:
+        self._exchanged_rows(output, input_, dim, send_sizes, recv_sizes, timeout_s)
+
+    def _exchanged_rows(
+        self,
+        output: torch.Tensor | None,
+        input_: torch.Tensor,
+        dim: int,
+        send_sizes: tuple[int, ...],
+        recv_sizes: tuple[int, ...],
+        timeout_s: float | None,
+    ) -> torch.Tensor:
+        """Do an all-to-all, into `output` if there is one."""
         self._begin("all_to_all", connects=True)
         rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
-        result = rows.new_empty((sum(recv_sizes), *rows.shape[1:]))
+        result = _landing(output, rows, dim, sum(recv_sizes))
         step = math.prod(rows.shape[1:]) * rows.itemsize
         posts = []
         for function, tensor, sizes in (("ncclSend", rows, send_sizes), ("ncclRecv", result, recv_sizes)):
             for rank, start, size in _parts(sizes) if step else ():
                 arguments = (tensor.data_ptr() + start * step, size * step, UINT8, rank)
                 posts.append(Post(function, arguments, tensor))
-        return self._moved("all_to_all", posts, result, dim, timeout_s)
+        return self._moved("all_to_all", posts, result, dim, timeout_s, output)
 
     def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
         self._begin("broadcast", connects=True)
@@ -320,6 +405,14 @@ class NcclCommunicator(NcclQueue):
         finish = (lambda: into.copy_(landing)) if is_aside else None
         self._call("broadcast", posts, timeout_s, finish=finish)
         return tensor
+
+
+def _landing(output: torch.Tensor | None, rows: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Return contiguous memory for `size` rows such as `rows`: the output's if it can take them as they are."""
+    shape = (size, *rows.shape[1:])
+    if output is None or dim or not is_plain(output):
+        return rows.new_empty(shape)
+    return output.view(shape)
 
 
 def _parts(sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -5,6 +5,7 @@ its state may be more than its fields. An object is refused if it has attributes
 """
 
 import dataclasses
+from collections import UserDict, UserList
 from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import cached_property
@@ -54,7 +55,9 @@ def kind_in_package(cls: type) -> Kind:
     if issubclass(cls, msgspec.Struct) and hasattr(cls, "__post_init__"):
         kind = record(cls, cls.__struct_fields__, _builder_without_post_init(cls))
     elif dataclasses.is_dataclass(cls):
-        _check_fields(cls)
+        _check_fields(cls, {field.name for field in dataclasses.fields(cls)})
+    elif issubclass(cls, (UserDict, UserList)):
+        _check_fields(cls, {"data"})
     return _complete(cls, kind) if cls.__dictoffset__ else kind
 
 
@@ -70,18 +73,16 @@ def _own_state(cls: type) -> Iterator[tuple[type, str]]:
 
 def _is_generated(base: type, method: object) -> bool:
     """Return whether `dataclasses` (for slots) or `namedtuple` has made this method of `base`."""
-    function = (
-        method.__func__ if type(method) is staticmethod else method
-    )  # a class makes its `__new__` static
+    # A class makes its `__new__` a staticmethod.
+    function = method.__func__ if type(method) is staticmethod else method
     if type(function) is not FunctionType:
         return False
     where = function.__globals__
     return where is vars(dataclasses) or where.get("__name__") == f"namedtuple_{base.__name__}"
 
 
-def _check_fields(cls: type) -> None:
-    """Refuse a dataclass whose fields are not plain attributes, or that has slots which are no fields."""
-    names = {field.name for field in dataclasses.fields(cls)}
+def _check_fields(cls: type, names: set[str]) -> None:
+    """Refuse a class whose fields are not plain attributes, or that has slots which are no fields."""
     for name in names:
         member = find_member(cls, name)
         if hasattr(type(member), "__set__") and type(member) is not MemberDescriptorType:

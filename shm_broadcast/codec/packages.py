@@ -33,9 +33,9 @@ def allow(name: str) -> None:
     if type(name) is not str or len(name) > _LONGEST_NAME or not all(map(str.isidentifier, name.split("."))):
         raise UsageError(f"register_package needs the name of a package, such as 'vllm', got {name!r:.200}")
     root = name.partition(".")[0]
-    if root == "__main__":
+    if root in ("__main__", "__mp_main__"):
         raise UsageError(
-            "register_package: '__main__' is another program in each process; use register_type()"
+            f"register_package: {root!r} is another program in each process; use register_type()"
         )
     if root in _NEVER:
         raise UsageError(
@@ -50,7 +50,7 @@ def disallow(name: str) -> None:
     Raises:
         UsageError: The package is not allowed.
     """
-    if name not in _allowed:
+    if type(name) is not str or name not in _allowed:
         raise UsageError(f"unregister_package: {name!r:.200} is not registered")
     _allowed.remove(name)
 
@@ -59,9 +59,9 @@ def package_of(module_name: object) -> str | None:
     """Return the allowed package that a module is or is in, or None."""
     if type(module_name) is not str:
         return None
-    return next(
-        (name for name in _allowed if module_name == name or module_name.startswith(f"{name}.")), None
-    )
+    dotted = f"{module_name}."
+    # A copy, made in one step, because another thread may register a package meanwhile.
+    return next((name for name in tuple(_allowed) if dotted.startswith(f"{name}.")), None)
 
 
 def name_in_package(cls: type) -> str | None:

@@ -113,6 +113,34 @@ class ReturnsAnotherOutput(FakeCommunicator):
         return super().reduce_scatterv_into_output(*arguments, **named).clone()
 
 
+class ReturnsWithoutWriting(FakeCommunicator):
+    """Forgets that a contiguous output is not written by the call that returns a new tensor."""
+
+    def _all_gather_into(self, output: Any, input_: Any, *arguments: Any) -> None:
+        self._all_gather(input_, *arguments)
+
+
+class WritesPastTheLayout(FakeCommunicator):
+    """Takes an output for contiguous memory, whatever its strides."""
+
+    def _all_to_all_into(self, output: Any, input_: Any, *arguments: Any) -> None:
+        result = self._all_to_all(input_, *arguments)
+        output.as_strided((output.numel(),), (1,)).copy_(result.view(-1))
+
+
+class SumsIntoItsInput(FakeCommunicator):
+    def _all_reduce_into(self, output: Any, input_: Any, *arguments: Any) -> None:
+        super()._all_reduce_into(output, input_, *arguments)
+        input_.copy_(output)
+
+
+class RefusesInPlace(FakeCommunicator):
+    def reduce_scatterv_into_output(self, input_: Any, output: Any, *arguments: Any, **named: Any) -> Any:
+        if output.untyped_storage().data_ptr() == input_.untyped_storage().data_ptr():
+            raise UsageError("an output in the input")
+        return super().reduce_scatterv_into_output(input_, output, *arguments, **named)
+
+
 class BroadcastsIntoACopy(FakeCommunicator):
     def _broadcast(self, tensor: Any, src: int, timeout_s: Any) -> Any:
         return tensor.clone()
@@ -335,6 +363,10 @@ WRONG_FAKES: dict[type[FakeCommunicator], set[str]] = {
     ReturnsWhatItSends: {"all_to_all: input unchanged"},
     ExchangesAlongTheFirst: {"all_to_all: contiguous"},
     GuessesSizes: {"all_to_all: refusal"},
+    ReturnsWithoutWriting: {"all_gatherv_into_output: value"},
+    WritesPastTheLayout: {"all_to_all_into_output: value"},
+    SumsIntoItsInput: {"all_reduce_into_output: input unchanged"},
+    RefusesInPlace: {"reduce_scatterv_into_output: no error"},
     AcceptsEverything: {"gather: refusal"},
     RaisesTypeError: {"broadcast: refusal"},
     BreaksByARefusal: {"all_reduce_: usable after a refusal"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Final
 
@@ -20,45 +20,7 @@ STATE: Final = "vllm.distributed.parallel_state"
 
 
 class VllmGroupCoordinator(GroupCoordinator):
-    """A group with the constructor, the attributes and the queue methods that vLLM expects."""
-
-    def __init__(
-        self,
-        group_ranks: Sequence[Sequence[int]],
-        local_rank: int,
-        torch_distributed_backend: str,
-        use_device_communicator: bool,
-        use_message_queue_broadcaster: bool = False,
-        group_name: str | None = None,
-        use_all2all: bool = False,
-    ) -> None:
-        """Create this rank's group; see `GroupCoordinator`.
-
-        Args:
-            group_ranks: Global ranks of every group of this kind.
-            local_rank: Index of this process's device on its host.
-            torch_distributed_backend: torch backend of the device group.
-            use_device_communicator: Whether tensors may use a communicator made for the device.
-            use_message_queue_broadcaster: Whether `broadcast_object` uses a queue.
-            group_name: Name such as "tp".
-            use_all2all: Ignored: every group can dispatch tokens.
-        """
-        del use_all2all
-        super().__init__(
-            group_ranks,
-            local_rank,
-            torch_distributed_backend,
-            use_device_communicator,
-            use_message_queue_broadcaster,
-            group_name,
-        )
-        # The device's index, under vLLM's name.
-        self.device_index = local_rank
-        # vLLM asks whether to call its own custom operations, which find the group by name. Ours need no such detour:
-        # `torch.compile` records an operation of this project instead.
-        self.use_custom_op_call = False
-        # vLLM would send tensor dicts over kernels of its own CPU build.
-        self.use_cpu_custom_send_recv = False
+    """A group whose queues and experts follow vLLM's rules; constructor and attributes are those of the base class."""
 
     def create_mq_broadcaster(  # type: ignore[override]
         self,
@@ -132,101 +94,23 @@ class VllmGroupCoordinator(GroupCoordinator):
 
     # ------------------------------------------------------------------ experts
 
-    def dispatch(  # type: ignore[override]
-        self,
-        hidden_states: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        is_sequence_parallel: bool = False,
-        extra_tensors: list[torch.Tensor] | None = None,
-    ) -> tuple[Any, ...]:
-        """Send all tokens, with their experts and weights, to all ranks that share the experts. Collective.
+    def _serving(self, is_sequence_parallel: object) -> GroupCoordinator:
+        """Return the group that makes a call on the tokens of this one, the group of the experts, by vLLM's rules.
 
-        Args:
-            hidden_states: One row for each token of this rank.
-            topk_weights: As many rows: the weights of the token's experts.
-            topk_ids: As many rows: the token's experts.
-            is_sequence_parallel: Whether each rank of the expert group holds tokens of its own.
-            extra_tensors: Further tensors with one row for each token.
-
-        Returns:
-            The three tensors with the rows of all ranks, in rank order; then a list of the further ones, if given.
+        With sequence parallelism each rank of the experts' group has tokens of its own. Otherwise the ranks of a
+        tensor-parallel group have the same tokens, and the replicas, or the ranks that share a prompt, have different
+        ones.
         """
-        return self._dispatch([hidden_states, topk_weights, topk_ids], is_sequence_parallel, extra_tensors)
-
-    def dispatch_router_logits(
-        self,
-        hidden_states: torch.Tensor,
-        router_logits: torch.Tensor,
-        is_sequence_parallel: bool = False,
-        extra_tensors: list[torch.Tensor] | None = None,
-    ) -> tuple[Any, ...]:
-        """Send all tokens, with the router's results, to all ranks that share the experts; see `dispatch`."""
-        return self._dispatch([hidden_states, router_logits], is_sequence_parallel, extra_tensors)
-
-    def combine(  # type: ignore[override]
-        self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False
-    ) -> torch.Tensor:
-        """Sum the experts' results of all ranks, and return the rows of this rank's tokens. Collective.
-
-        Args:
-            hidden_states: One row for each token of all ranks, as `dispatch` returned them.
-            is_sequence_parallel: As in `dispatch`.
-        """
-        group = self._token_group(is_sequence_parallel)
-        sizes = _token_counts(hidden_states.shape[0] // group.world_size, group.world_size)
-        return group.reduce_scatterv(hidden_states, 0, sizes)
-
-    def allocate_combine_input(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-        is_sequence_parallel: bool = False,
-    ) -> None:
-        """Return None: the caller's own tensor is as good, because `combine` needs no registered memory."""
-
-    def combine_into_output(
-        self, hidden_states: torch.Tensor, output: torch.Tensor, is_sequence_parallel: bool = False
-    ) -> torch.Tensor:
-        """Do `combine`, write the result into `output`, and return `output`."""
-        return output.copy_(self.combine(hidden_states, is_sequence_parallel))
-
-    def _dispatch(
-        self,
-        tensors: list[torch.Tensor],
-        is_sequence_parallel: bool,
-        extra_tensors: list[torch.Tensor] | None,
-    ) -> tuple[Any, ...]:
-        if extra_tensors is not None and not isinstance(extra_tensors, (list, tuple)):
-            raise UsageError(f"dispatch: extra_tensors must be a list of tensors, not {extra_tensors!r}")
-        group = self._token_group(is_sequence_parallel)
-        sizes = _token_counts(tensors[0].shape[0], group.world_size)
-        if sizes[group.rank_in_group] != tensors[0].shape[0]:
-            raise UsageError(
-                f"dispatch: vLLM's forward context states {sizes[group.rank_in_group]} tokens for this rank, which "
-                f"holds {tensors[0].shape[0]}"
-            )
-        gathered = group.all_gatherv([*tensors, *(extra_tensors or ())], 0, sizes)
-        own, extra = gathered[: len(tensors)], gathered[len(tensors) :]
-        return tuple(own) if extra_tensors is None else (*own, extra)
-
-    def _token_group(self, is_sequence_parallel: bool) -> GroupCoordinator:
-        """Return the group whose ranks hold different tokens, by vLLM's rules."""
-        state, config = import_module(STATE), import_module("vllm.config")
+        if super()._serving(is_sequence_parallel) is self and is_sequence_parallel:
+            return self
+        state = import_module(STATE)
         replicas, context = state.get_dp_group(), state.get_pcp_group()
         group = context
-        if is_sequence_parallel:
-            group = state.get_ep_group()
-        elif replicas.world_size > 1:
-            parallel = config.get_current_vllm_config().parallel_config
-            group = (
-                state.get_ep_group()
-                if parallel.enable_expert_parallel and context.world_size > 1
-                else replicas
-            )
+        if replicas.world_size > 1:
+            parallel = import_module("vllm.config").get_current_vllm_config().parallel_config
+            group = self if parallel.enable_expert_parallel and context.world_size > 1 else replicas
         if not isinstance(group, GroupCoordinator):
-            raise UsageError(f"{group!r} is a group of vLLM's own, which an elastic engine uses")
+            raise UsageError(f"{group!r} is a group of vLLM's own, as an elastic engine uses them")
         return group
 
     def _together(self, make: Callable[[], MessageQueue]) -> MessageQueue:
@@ -243,15 +127,3 @@ class VllmGroupCoordinator(GroupCoordinator):
                 queue.shutdown()
             raise CapabilityError(f"{self._health.where('create queue')}: {reasons}")
         return queue
-
-
-def _token_counts(own: int, world_size: int) -> list[int]:
-    """Return the number of tokens of each rank: vLLM states them where replicas differ; otherwise they are equal."""
-    if import_module(STATE).get_dp_group().world_size == 1:
-        return [own] * world_size
-    counts = (
-        import_module("vllm.forward_context")
-        .get_forward_context()
-        .dp_metadata.get_chunk_sizes_across_dp_rank()
-    )
-    return [int(count) for count in counts]

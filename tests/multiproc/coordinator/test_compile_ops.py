@@ -62,9 +62,10 @@ def compiled(rank: int, world_size: int, directory: Path) -> None:
                     assert torch.equal(got, expected)
                 assert torch.equal(x, before)
             assert counter.frame_count == 1, "the number of tokens is symbolic"
-            # There are no gradients, as without a compiler.
+            # Engines pass parameters, and keep no gradients.
             leaf = torch.randn(3, 8, generator=generator).requires_grad_()
-            assert not any(each.requires_grad for each in run(group, leaf, weight)[:-1])
+            with torch.no_grad():
+                assert not any(each.requires_grad for each in run(group, leaf, weight))
         torch._dynamo.reset()
 
 
@@ -179,16 +180,24 @@ def test_operations_return_new_tensors_also_in_a_group_of_one() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_the_operations_pass_torchs_opcheck(world_size: int) -> None:
-    """Their schemas, shapes with symbolic sizes, strides, aliases and lack of a gradient are right."""
+    """Their schemas, shapes with symbolic sizes, strides, aliases and gradients are right."""
     with FakeGroupCoordinator(0, world_size) as group:
         name = group.unique_name
-        x = torch.randn(4, 8)
+        x, leaf = torch.randn(4, 8), torch.randn(4, 8, requires_grad=True)
+        uneven = [8, *[1] * (world_size - 1)]
         for operation, args in (
-            (OPS.all_reduce, (x, name)),
+            (OPS.all_reduce, (leaf, name)),
             (OPS.all_reduce, (x.t(), name, "max", 1.0)),
-            (OPS.all_gather, (x.requires_grad_(), name, world_size, 0)),
-            (OPS.all_gather, (torch.tensor(1.0), name, world_size)),
-            (OPS.reduce_scatter, (x, name, world_size)),
+            (OPS.all_gather, (leaf, name, world_size, 0)),
+            (OPS.all_gather, (torch.tensor(1.0, requires_grad=True), name, world_size)),
+            (OPS.reduce_scatter, (leaf, name, world_size, -1, "mean")),
+            (OPS.all_gatherv, (leaf, name, world_size, 0, 1, uneven)),
+            (OPS.reduce_scatterv, (torch.randn(4, sum(uneven)), name, world_size, 0, 1, uneven)),
+            (OPS.gather, (x, name, world_size, 0, 0)),
+            (OPS.sum_on, (leaf, name, 0)),
+            (OPS.broadcast_, (x.clone(), name)),
+            (OPS.all_reduce_into_output, (x, x.new_empty(4, 8), name)),
+            (OPS.all_gatherv_into_output, (x, x.new_empty(4 * world_size, 8), name)),
             (OPS.all_reduce_add_rms_norm, (x, x, torch.ones(8), 1e-6, name)),
         ):
             torch.library.opcheck(operation.default, args)

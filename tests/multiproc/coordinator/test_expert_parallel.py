@@ -189,7 +189,8 @@ def mistakes(rank: int, world_size: int, directory: Path) -> None:
             "signed integers": {"topk_ids": weights},
             "of the shape of topk_ids": {"topk_weights": weights[:, :1]},
             "at least 1 expert": {"experts": 0},
-            "needs experts": {"experts": None},
+            "topk_ids without topk_weights needs experts": {"experts": None, "topk_weights": None},
+            "belong to the form with topk_ids and experts": {"experts": None, "capacity": 3},
             "goes without router_logits": {"router_logits": weights},
             "capacity must be": {"capacity": 0},
             "form must be": {"form": "all_to_all"},
@@ -347,4 +348,4 @@ def test_every_token_comes_once_to_each_rank_that_has_one_of_its_experts(data: s
 def test_the_two_forms_of_dispatch_are_not_mixed() -> None:
     """A dispatch without a router's logits must have a routing."""
     with FakeGroupCoordinator(0, 2) as group, pytest.raises(UsageError, match="alone"):
-        group.dispatch(torch.ones(2, 2))  # type: ignore[call-overload]
+        group.dispatch(torch.ones(2, 2))

@@ -154,6 +154,12 @@ def lazy_inputs(rank: int, world_size: int, directory: Path) -> None:
         lazy = functional.all_reduce(ones, "sum", group)
         assert group.all_reduce_(lazy)[0] == world_size**2
         lazy = functional.all_reduce(ones, "sum", group)
+        output = torch.empty(world_size << 19)
+        group.all_gather_into_tensor(output, lazy)
+        assert output[-1] == world_size
+        lazy = functional.all_reduce(ones, "sum", group)
+        assert group.all_reduce(lazy, out=output[: 1 << 19])[0] == world_size**2
+        lazy = functional.all_reduce(ones, "sum", group)
         total = group.reduce(lazy)
         assert rank or (total is not None and total[0] == world_size**2)
 

@@ -166,7 +166,7 @@ def wrong_world(rank: int, world_size: int, directory: Path) -> None:
             lambda: ParallelGroups.create(ParallelLayout(tensor=4))
         )
         assert "2 ranks cannot be divided" in refusal(lambda: initialize_model_parallel(3))
-        assert "decode_context" in refusal(lambda: initialize_model_parallel(2, 1, 1, 2))
+        assert "decode_context" in refusal(lambda: initialize_model_parallel(2, 1, 1, 3))
 
 
 def test_a_layout_must_fit_the_world(ranks2: RankPool) -> None:

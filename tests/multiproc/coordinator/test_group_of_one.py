@@ -40,6 +40,8 @@ def alone(group: GroupCoordinator) -> None:
     assert group.all_gather_object(x)[0] is x
     assert group.gather_object("x") == ["x"]
     assert group.broadcast_tensor_dict(tensors) is tensors
+    assert group.broadcast_tensor_dict(None) is None
+    assert group.send_tensor_dict(tensors, async_send=True) is tensors
     assert group.send_tensor_dict(tensors) is tensors
     assert group.isend_tensor_dict(tensors) == []
     assert group.recv_tensor_dict() is None
@@ -59,8 +61,8 @@ def alone(group: GroupCoordinator) -> None:
     answer.enqueue("to itself")
     assert [each.dequeue() for each in answers] == ["to itself"]
     assert group.mq_broadcaster is None
-    with group.graph_capture():
-        pass
+    with group.graph_capture(stream=None) as context:
+        assert context.stream is None
     group.prepare_communication_buffer_for_model(Layer())
     assert group.cpu_group.size() == group.device_group.size() == 1
     assert group.make_sibling_device_group().size() == 1

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from coordinator import DisagreementError, P2POperation
@@ -104,3 +105,72 @@ def test_a_tensor_from_any_rank(ranks4: RankPool, ranks2: RankPool) -> None:
     """The receiver gets the sender's rank too. Tensors of each rank and tag arrive in order."""
     assert all(ranks4.run(from_any)[0])
     assert ApartPool(ranks2).run(no_shared_memory) == ["CapabilityError"] * 2
+
+
+def other_shapes(rank: int, world_size: int, directory: Path) -> list[dict[str, Any]]:
+    with world(rank, world_size, directory) as group:
+        if rank == 0:
+            for tag in (0, 0, 4, 4):
+                group.send(torch.arange(6).view(2, 3), 1, tag=tag)
+            group.send(torch.tensor(5), 1)
+            group.barrier()
+            return []
+        into = torch.zeros(3, 2, dtype=torch.int64)
+        found = [
+            outcome_of(lambda: group.recv([6], torch.int64, 0)),
+            outcome_of(lambda: group.irecv(into, 0).wait()),
+            outcome_of(lambda: group.recv([3, 2], torch.int64, 0, tag=4)),
+            outcome_of(lambda: group.recv_any([1, 6], torch.int64, tag=4)),
+            outcome_of(lambda: group.recv([1], torch.int64, 0)),
+        ]
+        assert not into.any()
+        group.barrier()
+        return found
+
+
+@pytest.mark.guarantee("D65")
+def test_a_tensor_of_another_shape_is_not_reshaped_in_silence(ranks2: RankPool) -> None:
+    """On one host the receiver raises, with both shapes, also if the numbers of elements are equal."""
+    found = ranks2.run(other_shapes)[1]
+    expected = ([6], [3, 2], [3, 2], [1, 6], [1])
+    for outcome, shape, sent in zip(found, expected, [[2, 3]] * 4 + [[]], strict=True):
+        assert outcome["kind"] == "DisagreementError", outcome
+        assert f"shape {sent}" in outcome["text"]
+        assert f"shape {shape}" in outcome["text"]
+
+
+def tagged_objects(rank: int, world_size: int, directory: Path) -> list[Any]:
+    with world(rank, world_size, directory) as group:
+        peer = 1 - rank
+        works = [
+            group.send_object({"tag": tag, "from": rank}, peer, async_send=True, tag=tag) for tag in (0, 3, 5)
+        ]
+        assert group.send_object("blocking", peer, False, 3) is None
+        group.isend_object("last", peer, tag=5)
+        received = [group.recv_object(peer, tag) for tag in (5, 0, 3)]
+        assert received == [{"tag": tag, "from": peer} for tag in (5, 0, 3)]
+        assert group.recv_object(peer, tag=3) == "blocking"
+        assert group.recv_object(peer, 5) == "last"
+        sent = group.send_tensor_dict({"x": torch.full((3,), float(rank)), "n": 1}, peer, async_send=True)
+        assert isinstance(sent, list)
+        for each in [*(work for some in works for work in some or ()), *sent]:
+            # As engines wait for their sends.
+            each.work.wait()
+            each.wait()
+            assert each.is_completed()
+        got = group.recv_tensor_dict(peer)
+        assert got is not None
+        assert got["x"].tolist() == [peer] * 3
+        return [
+            refused(lambda wrong=wrong: group.send_object(1, peer, tag=wrong))
+            for wrong in (-1, True, 1 << 29, "x")
+        ] + [
+            refused(lambda: group.recv_object(peer, 1.0)),  # type: ignore[arg-type]
+            refused(lambda: group.send_tensor_dict({}, peer, None, True)),  # type: ignore[arg-type]
+        ]
+
+
+def test_objects_by_tag_and_sends_that_do_not_wait(ranks2: RankPool) -> None:
+    """Tags keep objects apart, and `async_send` returns what engines wait for, on one host and over Gloo."""
+    for found in [*ranks2.run(tagged_objects), *ApartPool(ranks2).run(tagged_objects)]:
+        assert all(found), found

@@ -8,8 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from coordinator import CoordinatorSettings, GroupCoordinator, create_stateless_group, functional
-from coordinator.errors import CapabilityError, UsageError
+from coordinator import (
+    CoordinatorSettings,
+    GroupCoordinator,
+    ParallelGroups,
+    ParallelLayout,
+    create_stateless_group,
+    functional,
+)
+from coordinator.errors import CapabilityError, CommTimeoutError, UsageError
 from tests.harness import RankPool
 from tests.ports import free_port, listening_addresses
 from tests.worlds import ApartPool, meet, outcome_of, refused, world
@@ -84,6 +91,9 @@ def several(rank: int, world_size: int, directory: Path, ports: list[int]) -> li
         with create(ports[1], turned.rank, world_size) as third:
             use(third)
             use(turned)
+        # Its ranks are not those of the world, which the groups of a layout need.
+        layout = ParallelLayout(tensor=world_size)
+        assert refused(lambda: ParallelGroups.create(layout, backend="gloo", world=turned))
         # Ranks of torch's world name its groups only.
         assert functional.find_group(list(range(world_size))) is everyone
         total = functional.all_reduce(torch.ones(1), group=list(range(world_size)))
@@ -165,6 +175,26 @@ def test_a_rank_that_does_not_come_is_named(ranks2: RankPool) -> None:
     first, second = ranks2.run(missing, free_port())
     assert (first["kind"], first["missing"]) == ("CommTimeoutError", [1]), first
     assert (second["kind"], second["missing"]) == ("CommTimeoutError", [0]), second
+
+
+def in_vain(rank: int, world_size: int, directory: Path, port: int) -> int:
+    failures = 0
+    if rank == 0:
+        for _ in range(3):
+            try:
+                create(port, rank, world_size, settings=CoordinatorSettings(create_timeout_s=0.3))
+            except CommTimeoutError:
+                failures += 1
+    meet(rank, range(world_size), directory, "gave up")
+    with create(port, rank, world_size) as group:
+        use(group)
+    return failures
+
+
+@pytest.mark.guarantee("G35")
+def test_a_rank_that_waited_in_vain_can_try_again_at_once(ranks2: RankPool) -> None:
+    """Its store ends with the attempt, and holds nothing that the next one finds."""
+    assert ranks2.run(in_vain, free_port()) == [3, 0]
 
 
 def late(rank: int, world_size: int, directory: Path, port: int) -> list[Any]:

@@ -33,12 +33,11 @@ def sizes(rank: int, world_size: int, directory: Path) -> None:
             assert groups.root is root
             assert groups.tp.ranks == [2 * row, 2 * row + 1]
             assert groups.dp.ranks == groups.rdp.ranks == [column, column + 2]
-            assert groups.dp is groups.rdp
             assert groups.sdp.ranks == groups.pp.ranks == [rank]
             works(groups.dp)
         works(root)
         with ParallelGroups.from_sizes(tensor_parallel_size=2, shard_size=None) as groups:
-            assert groups.sdp is groups.dp
+            assert groups.sdp.ranks == groups.dp.ranks
             assert groups.rdp.ranks == [rank]
         for tp_size, error in ((3, "cannot be divided"), (0, "at least 1"), (8, "cannot be divided")):
             with pytest.raises(UsageError, match=error):
@@ -54,7 +53,7 @@ def sizes(rank: int, world_size: int, directory: Path) -> None:
 def sharding(rank: int, world_size: int, directory: Path) -> None:
     with world(rank, world_size, directory) as root:
         plain = create_parallel_groups(root)
-        assert plain.dp is plain.rdp is root
+        assert plain.dp.ranks == plain.rdp.ranks == root.ranks
         with create_fsdp_groups(plain, 2) as groups:
             assert groups.sdp.ranks == [rank // 2 * 2, rank // 2 * 2 + 1]
             assert groups.rdp.ranks == [rank % 2, rank % 2 + 2]
@@ -66,9 +65,11 @@ def sharding(rank: int, world_size: int, directory: Path) -> None:
             for size in (1, 0, 3, True, "2"):
                 with pytest.raises(UsageError):
                     create_fsdp_groups(groups, size)  # type: ignore[arg-type]
-            full = create_fsdp_groups(groups)
-            assert full.sdp is groups.dp
-            assert full.rdp.ranks == [rank]
+            with create_fsdp_groups(groups) as full:
+                assert full.dp is groups.dp
+                assert full.sdp.ranks == full.dp.ranks
+                assert full.rdp.ranks == [rank]
+                works(full.sdp)
         works(root)
 
 
@@ -84,11 +85,12 @@ def resharding(rank: int, world_size: int, directory: Path) -> None:
         assert [group._health.is_closed for group in made] == [True] * 5
         works(root)
         with create_parallel_groups(root) as plain:
-            # Rank 0 needs no new group, because sharding over all ranks is `dp`.
+            # Rank 0 needs no new group, because it asks for the sharding that it has.
             with pytest.raises(DisagreementError, match="shard"):
-                create_fsdp_groups(plain, 2 if rank else None)
+                plain.with_sharding(2 if rank else 1)
             works(plain.dp)
-            works(create_fsdp_groups(plain).sdp)
+            with create_fsdp_groups(plain) as full:
+                works(full.sdp)
 
 
 def test_sharding_anew_leaks_nothing_and_is_agreed_on(ranks4: RankPool) -> None:
@@ -97,11 +99,11 @@ def test_sharding_anew_leaks_nothing_and_is_agreed_on(ranks4: RankPool) -> None:
 
 
 def test_a_root_and_a_size_make_the_groups_that_fairseq2_makes(ranks4: RankPool) -> None:
-    """Equal rank lists share a group, the root stays, and every rank refuses sizes that do not divide the world."""
+    """The groups have the right ranks, the root stays, and every rank refuses sizes that do not divide the world."""
     ranks4.run(sizes)
 
 
-def test_hybrid_sharding_adds_two_groups_and_shares_the_others(ranks4: RankPool) -> None:
+def test_hybrid_sharding_replaces_two_groups_and_keeps_the_others(ranks4: RankPool) -> None:
     """Neighbours shard, and ranks at the same position replicate. None shards over all ranks."""
     ranks4.run(sharding)
 

@@ -1,10 +1,15 @@
 """A world on two hosts, which are two network namespaces with a cable between; loopback does not join them."""
 
+import gc
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from coordinator import create_stateless_group
 from coordinator.group import GroupCoordinator
 from coordinator.parallel_state import (
     destroy_distributed_environment,
@@ -34,7 +39,7 @@ SCENARIOS: dict[str, tuple[str, list[str | None]]] = {
 def two_hosts() -> dict[str, list[dict[str, Any]]]:
     """Run all scenarios on ranks 0 and 1 of one host and ranks 2 and 3 of the other; return each rank's findings."""
     ranks = run_on_two_hosts(__name__)
-    return {name: [found[name] for found in ranks] for name in SCENARIOS}
+    return {name: [found[name] for found in ranks] for name in (*SCENARIOS, "stateless")}
 
 
 def be_a_rank(method: str, interface: str | None, rank: int) -> dict[str, Any]:
@@ -47,8 +52,13 @@ def be_a_rank(method: str, interface: str | None, rank: int) -> dict[str, Any]:
         with new_group(group, interface=interface) as other:
             found["total"] = other.all_reduce(small()).tolist()
             found["ranks"] = group.all_gather_object(rank)
+            of_torch, total = dist.new_group(), torch.ones(1)
+            dist.all_reduce(total, group=of_torch)
+            dist.monitored_barrier(of_torch, timedelta(seconds=30))
+            found["by torch"] = total.item()
             found["addresses"] = listening_addresses()
             group.barrier()
+            dist.destroy_process_group(of_torch)
         pairs = [[0, 1], [2, 3]]
         with GroupCoordinator(pairs, rank % 2, "gloo", True, settings=settings) as pair:
             found["pair"] = pair.all_gather_object(rank)
@@ -58,11 +68,22 @@ def be_a_rank(method: str, interface: str | None, rank: int) -> dict[str, Any]:
     return found
 
 
+def be_stateless(rank: int) -> dict[str, Any]:
+    settings = CoordinatorSettings.resolve({}, create_timeout_s=20.0)
+    with create_stateless_group("10.77.0.1", 29505, rank, 4, backend="gloo", settings=settings) as group:
+        total = group.all_reduce(small())
+        found = {"total": total.tolist(), "ranks": group.all_gather_object(rank)}
+        found["addresses"] = listening_addresses()
+        group.barrier()
+    return found
+
+
 def assert_world_works(found: list[dict[str, Any]], own: list[str]) -> None:
     for rank, each in enumerate(found):
         assert each["kind"] == "NoneType", each
         assert each["total"] == [4.0 * value for value in range(8)]
         assert each["ranks"] == [0, 1, 2, 3]
+        assert each["by torch"] == 4.0
         assert each["addresses"] == [own[rank // 2]]
 
 
@@ -76,6 +97,15 @@ def test_a_world_at_the_masters_address_spans_both_hosts(two_hosts: Found) -> No
     for rank, each in enumerate(found):
         assert each["pair"] == [[0, 1], [2, 3]][rank // 2]
         assert each["loopback"] == [["10.77.0.1"], ["10.77.0.2"]][rank // 2]
+
+
+@pytest.mark.guarantee("G35")
+def test_a_stateless_group_spans_both_hosts(two_hosts: Found) -> None:
+    """It needs no world, and listens only on the interface that routes to its rank 0."""
+    for rank, each in enumerate(two_hosts["stateless"]):
+        assert each["total"] == [4.0 * value for value in range(8)]
+        assert each["ranks"] == [0, 1, 2, 3]
+        assert each["addresses"] == [["10.77.0.1", "10.77.0.2"][rank // 2]]
 
 
 def test_an_interface_says_where_to_listen(two_hosts: Found) -> None:
@@ -110,4 +140,7 @@ def main(directory: Path, rank: int) -> None:
     for name, (method, interfaces) in SCENARIOS.items():
         found[name] = be_a_rank(method.format(directory=directory), interfaces[rank // 2], rank)
         meet(rank, range(4), directory, name.replace(" ", "-"))
+    # The tracebacks of the scenarios that failed keep their stores, which would go on listening.
+    gc.collect()
+    found["stateless"] = be_stateless(rank)
     report(directory, rank, found)

@@ -81,6 +81,7 @@ def test_a_read_ends_at_its_deadline_and_the_queue_stays_usable(executor: Execut
     assert answers[1].dequeue(timeout=30)[2] == "go on"
 
 
+@pytest.mark.guarantee("G52")
 @pytest.mark.slow
 def test_a_killed_worker_is_named_at_once(executor: Executor) -> None:
     """The error of the read that waits for it names its process."""
@@ -125,6 +126,7 @@ def test_shutdown_wakes_a_waiting_read() -> None:
         requests.enqueue(1)
 
 
+@pytest.mark.guarantee("G52")
 @pytest.mark.slow
 def test_a_queue_that_ends_because_another_worker_died_names_that_worker(executor: Executor) -> None:
     """The executor waits for rank 0, rank 1 dies, and rank 0 is told to end: the error names rank 1."""

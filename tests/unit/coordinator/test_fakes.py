@@ -23,6 +23,7 @@ from coordinator import (
     get_tp_group,
     premul_sum,
 )
+from coordinator.groups import DIMENSIONS
 from coordinator.testing import FakeGroupCoordinator, fake_groups
 from tests.fake_groups import TABLE, tensor_dict
 
@@ -308,13 +309,20 @@ def test_models_prepare_their_buffers(group: FakeGroupCoordinator) -> None:
     assert seen == [group, group]
     with group.graph_capture() as context:
         assert context.stream is None
+    stream: Any = object()
+    with group.graph_capture(stream=stream) as context:
+        assert context.stream is stream
+        with group.graph_capture(context, stream) as same:
+            assert same is context
+    with pytest.raises(UsageError, match="another stream"), group.graph_capture(context, stream=object()):  # type: ignore[arg-type]
+        pass
 
 
 # --- the groups of a rank -------------------------------------------------------------------------------------
 
 
 def test_the_groups_of_one_rank() -> None:
-    """A rank of a layout sees its own rank lists; equal lists share a group."""
+    """A rank of a layout sees its own rank lists."""
     layout = ParallelLayout(tensor=2, pipeline=2, data=2)
     with fake_groups(layout, 5) as groups:
         assert isinstance(groups, ParallelGroups)
@@ -333,12 +341,14 @@ def test_the_groups_of_one_rank() -> None:
         groups.world.barrier()
 
 
-def test_dimensions_of_one_table_share_a_fake() -> None:
-    """Dimensions with equal rank lists share a fake, as real ones share a group."""
+def test_each_dimension_has_a_fake_of_its_own() -> None:
+    """Dimensions with equal rank lists have different fakes, as they have different real groups."""
     groups = fake_groups(ParallelLayout(tensor=2), 1)
-    assert groups.world is groups.tp is groups.ep
-    assert groups.pp is groups.dp is groups.cp
-    assert "world=tp=ep" in groups.tp.unique_name
+    assert groups.world.ranks == groups.tp.ranks == groups.ep.ranks
+    assert len(set(groups.by_name().values())) == len(DIMENSIONS)
+    assert {name: each.unique_name.rpartition(":")[0] for name, each in groups.by_name().items()} == {
+        name: name for name in DIMENSIONS
+    }
     with pytest.raises(UsageError, match="there is no rank 2"):
         fake_groups(ParallelLayout(tensor=2), 2)
 

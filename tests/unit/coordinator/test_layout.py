@@ -2,12 +2,12 @@
 
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,8 +26,17 @@ def layouts(draw: st.DrawFn) -> ParallelLayout:
     divisors = [each for each in range(1, stage + 1) if stage % each == 0]
     expert = draw(st.none() | st.sampled_from(divisors))
     shard = draw(st.sampled_from([each for each in range(1, data + 1) if data % each == 0]))
+    decode = [each for each in range(1, context) if context % each == 0]
+    decode += [context * each for each in range(1, tensor + 1) if tensor % each == 0]
     return ParallelLayout(
-        tensor=tensor, pipeline=pipeline, data=data, expert=expert, context=context, shard=shard
+        tensor=tensor,
+        pipeline=pipeline,
+        data=data,
+        expert=expert,
+        context=context,
+        shard=shard,
+        decode_context=draw(st.sampled_from(decode)),
+        external_data=draw(st.integers(1, 3)),
     )
 
 
@@ -68,31 +77,43 @@ def test_context_stands_between_tensor_and_pipeline() -> None:
     assert layout.groups("ep") == ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
+def lines(ranks: torch.Tensor, size: int) -> tuple[tuple[int, ...], ...]:
+    """Return the runs of `size` ranks of a grid, sorted."""
+    return tuple(sorted(map(tuple, ranks.reshape(-1, size).tolist())))
+
+
+@pytest.mark.guarantee("G23")
 @given(layouts())
-def test_lists_are_those_of_an_array_with_four_axes(layout: ParallelLayout) -> None:
-    """The lists are the lines of arange(world), shaped (data, pipeline, context, tensor), along one axis."""
-    shape = (layout.data, layout.pipeline, layout.context, layout.tensor)
-    ranks = np.arange(layout.world_size).reshape(shape)
-    axes: dict[Dimension, int] = {"dp": 0, "pp": 1, "cp": 2, "tp": 3}
-    for name, axis in axes.items():
-        lines = np.moveaxis(ranks, axis, -1).reshape(-1, shape[axis])
-        assert layout.groups(name) == tuple(map(tuple, lines.tolist()))
-    parts = ranks.reshape(-1, layout.shard, *shape[1:])
-    halves: dict[Dimension, int] = {"rdp": 0, "sdp": 1}
-    for name, axis in halves.items():
-        lines = np.moveaxis(parts, axis, -1).reshape(-1, parts.shape[axis])
-        assert set(layout.groups(name)) == set(map(tuple, lines.tolist()))
-    lines = ranks.swapaxes(0, 1).reshape(-1, layout.size("ep"))
-    assert set(layout.groups("ep")) == set(map(tuple, lines.tolist()))
+def test_lists_are_those_of_a_tensor_with_five_axes(layout: ParallelLayout) -> None:
+    """Engines number the ranks of a tensor, move one axis to the end, and cut the result into runs."""
+    data, shard = layout.data, layout.shard
+    shape = (layout.external_data, data, layout.pipeline, layout.context, layout.tensor)
+    ranks = torch.arange(layout.world_size).reshape(shape)
+    halves = ranks.reshape(shape[0], data // shard, shard, *shape[2:])
+    expected: dict[Dimension, tuple[tuple[int, ...], ...]] = {
+        "world": lines(ranks, layout.world_size),
+        "tp": lines(ranks, layout.tensor),
+        "dcp": lines(ranks.transpose(3, 4), layout.decode_context),
+        "cp": lines(ranks.transpose(3, 4), layout.context),
+        "pp": lines(ranks.transpose(2, 4), layout.pipeline),
+        "dp": lines(ranks.transpose(1, 4), data),
+        "ep": lines(ranks.transpose(1, 2), layout.expert or data * layout.context * layout.tensor),
+        "rdp": lines(halves.transpose(1, 5), data // shard),
+        "sdp": lines(halves.transpose(2, 5), shard),
+        "replica": lines(ranks, layout.pipeline * layout.context * layout.tensor),
+        "xdp": lines(ranks.transpose(0, 4), layout.external_data),
+    }
+    assert layout.rank_lists == expected
 
 
 @given(layouts(), st.sampled_from(DIMENSIONS))
 def test_every_rank_is_in_one_list(layout: ParallelLayout, name: Dimension) -> None:
-    """The lists of a dimension partition the world, have the dimension's size, and ascend."""
+    """The lists of a dimension partition the world and have its size. They ascend, unless they cross the context."""
     lists = layout.groups(name)
     assert sorted(rank for ranks in lists for rank in ranks) == list(range(layout.world_size))
     assert {len(ranks) for ranks in lists} == {layout.size(name)}
-    assert all(list(ranks) == sorted(ranks) for ranks in lists)
+    if name != "dcp" or layout.context == 1:
+        assert all(list(ranks) == sorted(ranks) for ranks in lists)
     assert list(lists) == sorted(lists)
     assert layout.rank_lists[name] == lists
 
@@ -102,7 +123,8 @@ def test_coordinates_find_the_rank_again(layout: ParallelLayout, data: st.DataOb
     """`rank_at` inverts `coordinates`, and a coordinate is the rank's position in `group_of`."""
     rank = data.draw(st.integers(0, layout.world_size - 1))
     where = layout.coordinates(rank)
-    assert layout.rank_at(tp=where["tp"], cp=where["cp"], pp=where["pp"], dp=where["dp"]) == rank
+    places = {name: where[name] for name in ("tp", "cp", "pp", "dp", "xdp")}
+    assert layout.rank_at(**places) == rank
     for name in DIMENSIONS:
         ranks = layout.group_of(name, rank)
         assert ranks in layout.groups(name)
@@ -111,16 +133,18 @@ def test_coordinates_find_the_rank_again(layout: ParallelLayout, data: st.DataOb
 
 @given(layouts())
 def test_the_data_size_follows_from_the_world(layout: ParallelLayout) -> None:
-    """`from_world_size` finds the layout with that many ranks."""
-    found = ParallelLayout.from_world_size(
-        layout.world_size,
-        tensor=layout.tensor,
-        pipeline=layout.pipeline,
-        expert=layout.expert,
-        context=layout.context,
-        shard=layout.shard,
-    )
-    assert found == layout
+    """`from_world_size` finds the layout with that many ranks, or the number of independent ones."""
+    sizes: dict[str, Any] = {
+        "tensor": layout.tensor,
+        "pipeline": layout.pipeline,
+        "expert": layout.expert,
+        "context": layout.context,
+        "shard": layout.shard,
+        "decode_context": layout.decode_context,
+    }
+    assert ParallelLayout.from_world_size(layout.world_size, data=layout.data, **sizes) == layout
+    ranks = layout.world_size // layout.external_data
+    assert ParallelLayout.from_world_size(ranks, **sizes) == replace(layout, external_data=1)
 
 
 def test_a_world_that_does_not_divide_is_refused() -> None:
@@ -131,6 +155,8 @@ def test_a_world_that_does_not_divide_is_refused() -> None:
         ParallelLayout.from_world_size(10, tensor=2, pipeline=2)
     with pytest.raises(UsageError, match="start at least 4 ranks"):
         ParallelLayout.from_world_size(3, tensor=4)
+    with pytest.raises(UsageError, match=r"8 ranks .* replicas of 6 ranks \(tensor=2 .* x data=3\)"):
+        ParallelLayout.from_world_size(8, tensor=2, data=3)
 
 
 def test_an_expert_size_that_does_not_divide_is_refused() -> None:
@@ -143,8 +169,46 @@ def test_an_expert_size_that_does_not_divide_is_refused() -> None:
         ParallelLayout(data=720720, expert=720719)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "fitting"),
+    [
+        ({"tensor": 4, "decode_context": 3}, "1, 2, 4"),
+        ({"tensor": 2, "context": 4, "decode_context": 3}, "1, 2, 4, 8"),
+        ({"tensor": 2, "context": 6, "decode_context": 4}, "1, 2, 3, 6, 12"),
+        ({"data": 2, "decode_context": 2}, "1$"),
+    ],
+)
+def test_a_decode_context_that_fits_no_axis_is_refused(sizes: dict[str, int], fitting: str) -> None:
+    """The error names the sizes that cut the context evenly, or all of it together with tensor ranks."""
+    with pytest.raises(UsageError, match=f"decode_context=.* possible sizes: {fitting}"):
+        ParallelLayout(**sizes)
+
+
+def test_decode_context_groups_take_context_ranks_before_tensor_ranks() -> None:
+    """Within a group the context varies fastest; without prefill context parallelism the groups are runs of tp."""
+    assert ParallelLayout(tensor=4, decode_context=2).groups("dcp") == ((0, 1), (2, 3))
+    layout = ParallelLayout(tensor=2, context=2, decode_context=2)
+    assert layout.groups("dcp") == layout.groups("cp") == ((0, 2), (1, 3))
+    layout = ParallelLayout(tensor=2, context=2, pipeline=2, decode_context=4)
+    assert layout.groups("dcp") == ((0, 2, 1, 3), (4, 6, 5, 7))
+    assert layout.group_of("dcp", 6) == (4, 6, 5, 7)
+    assert layout.coordinates(6)["dcp"] == 1
+
+
+def test_external_replicas_are_far_apart() -> None:
+    """Four ranks with tensor 2 and data 1 are two replicas; no list but those of the world and of xdp spans both."""
+    layout = ParallelLayout.from_world_size(4, tensor=2, data=1)
+    assert layout == ParallelLayout(tensor=2, external_data=2)
+    assert layout.groups("tp") == layout.groups("ep") == layout.groups("replica") == ((0, 1), (2, 3))
+    assert layout.groups("dp") == ((0,), (1,), (2,), (3,))
+    assert layout.groups("xdp") == ((0, 2), (1, 3))
+    assert layout.rank_at(xdp=1, tp=1) == 3
+
+
 @pytest.mark.parametrize("value", [0, -1, 1.0, "2", True, None])
-@pytest.mark.parametrize("name", ["tensor", "pipeline", "data", "context", "expert"])
+@pytest.mark.parametrize(
+    "name", ["tensor", "pipeline", "data", "context", "decode_context", "external_data", "expert"]
+)
 def test_a_size_that_is_no_positive_integer_is_refused(name: str, value: Any) -> None:
     """The error names the size and its value."""
     if name == "expert" and value is None:
@@ -185,7 +249,7 @@ def test_an_unknown_dimension_is_refused() -> None:
         ParallelLayout().size,
         lambda name: ParallelLayout().group_of(name, 0),
     ):
-        with pytest.raises(UsageError, match="the dimensions are world, tp, cp, pp, dp, ep"):
+        with pytest.raises(UsageError, match="the dimensions are world, tp, dcp, cp, pp, dp, ep"):
             ask(name)
 
 

@@ -40,6 +40,7 @@ def test_a_sealed_key_does_not_show_the_key_and_is_new_each_time() -> None:
     assert all(len(each) == SEALED_BYTES and key[:8] not in each for each in sealed)
 
 
+@pytest.mark.guarantee("G51")
 def test_another_family_cannot_open_it(other_family: Callable[[], None]) -> None:
     """The error says who can open a handle."""
     sealed = seal(new_key(), HANDLE)
@@ -70,6 +71,7 @@ def test_something_else_is_refused(sealed: Any) -> None:
         open_sealed(sealed, HANDLE)
 
 
+@pytest.mark.guarantee("G51")
 def test_a_serialised_handle_holds_no_key(other_family: Callable[[], None]) -> None:
     """The executor pickles the handle for its workers; the key is sealed in there, and hidden in its text."""
     queue = MessageQueue(1, 1)

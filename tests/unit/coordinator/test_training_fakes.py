@@ -11,7 +11,7 @@ from coordinator.testing import FakeGroupCoordinator, fake_groups
 
 
 def test_a_fake_record_has_the_groups_of_hybrid_sharding() -> None:
-    """A fake record has the layout's groups for every rank; equal groups are shared."""
+    """A fake record has the layout's groups for every rank."""
     layout = ParallelLayout(data=8, shard=4, tensor=2)
     for rank in range(16):
         with fake_groups(layout, rank) as groups:
@@ -22,7 +22,7 @@ def test_a_fake_record_has_the_groups_of_hybrid_sharding() -> None:
             assert groups.rdp.ranks == [rank % 8, rank % 8 + 8]
             assert {*groups.sdp.ranks, *groups.rdp.ranks} <= set(groups.dp.ranks)
     with fake_groups(ParallelLayout(data=4), 1) as groups:
-        assert groups.rdp is groups.dp is groups.world
+        assert groups.rdp.ranks == groups.dp.ranks == groups.world.ranks
         assert groups.sdp.ranks == [1]
 
 

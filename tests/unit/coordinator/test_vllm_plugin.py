@@ -111,6 +111,7 @@ def is_ours(modules: Modules) -> list[bool]:
     return [found is ours for found, ours in stock_of(modules)]
 
 
+@pytest.mark.guarantee("G50")
 def test_every_module_that_holds_a_class_gets_ours(vllm: Modules, caplog: pytest.LogCaptureFixture) -> None:
     """The module that defines a class and those that imported it are changed, and one line says so."""
     with caplog.at_level(logging.INFO, "vllm"):
@@ -145,6 +146,7 @@ def test_it_is_inert_unless_it_is_named(
     assert caplog.messages == []
 
 
+@pytest.mark.guarantee("G50")
 @pytest.mark.parametrize(
     ("break_it", "text"),
     [

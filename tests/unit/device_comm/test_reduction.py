@@ -70,6 +70,8 @@ def test_an_operation_has_several_names(op: ReduceOperation) -> None:
         op.value,
         op.name.lower(),
         op.value.upper(),
+        torch_name,
+        torch_name.lower(),
         reduce_op,
         dist.ReduceOp(reduce_op),
     ):

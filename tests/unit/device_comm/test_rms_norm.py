@@ -125,9 +125,9 @@ def test_what_cannot_be_normalised_is_refused() -> None:
 
 
 def test_results_are_new_also_in_a_group_of_one() -> None:
-    """Results are new memory in a group of one too; arguments stay unchanged, no gradient flows."""
+    """Results are new memory in a group of one too; arguments stay unchanged."""
     for size in (1, 2):
-        with FakeGroupCoordinator(0, size) as group:
+        with FakeGroupCoordinator(0, size) as group, torch.no_grad():
             x, w = filled(4, 48, torch.float32, 1).requires_grad_(), torch.ones(48)
             residual = filled(4, 48, torch.float32, 2)
             before = x.detach().clone(), residual.clone()

@@ -279,6 +279,12 @@ class Guarded:
 Guarded.a = property(lambda self: 1, forbidden)  # type: ignore[assignment]
 
 
+class GuardedItems(UserDict[str, int]):
+    """A UserDict whose content is a property."""
+
+    data = property(lambda self: {}, forbidden)
+
+
 class Slot:
     """Has a slot."""
 
@@ -351,6 +357,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "__new__ of a str": (NewedText("a"), "NewedText defines __new__"),
     "__del__": (Dying(), "Dying defines __del__"),
     "property": (Guarded.__new__(Guarded), "setting its field 'a' runs a property"),
+    "property of a UserDict": (
+        GuardedItems.__new__(GuardedItems),
+        "setting its field 'data' runs a property",
+    ),
     "hidden slot": (Slotted(), "its slot 'hidden' is no field"),
     "native base": (Local(), "_local defines __new__"),
     "defaultdict": (Defaults(int), "its base defaultdict is not supported"),

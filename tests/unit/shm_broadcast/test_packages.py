@@ -290,6 +290,7 @@ def test_a_module_that_was_imported_again_is_carried(monkeypatch: pytest.MonkeyP
     ("name", "reason"),
     [
         (7, "the name of a package"),
+        ([], "the name of a package"),
         ("", "the name of a package"),
         ("vllm.", "the name of a package"),
         (".vllm", "the name of a package"),
@@ -297,6 +298,7 @@ def test_a_module_that_was_imported_again_is_carried(monkeypatch: pytest.MonkeyP
         ("vllm:Data", "the name of a package"),
         ("v" * 2000, "the name of a package"),
         ("__main__", "another program in each process"),
+        ("__mp_main__", "another program in each process"),
         *(
             (name, "cannot be allowed as a whole")
             for name in ("builtins", "os", "os.path", "subprocess", "_io")

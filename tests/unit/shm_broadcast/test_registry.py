@@ -3,12 +3,14 @@
 import dataclasses
 import enum
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from shm_broadcast.codec import decode, encode, register_type, unregister_type
 from shm_broadcast.errors import DecodeError, UsageError
@@ -154,6 +156,8 @@ class Output(OrderedDict):
         ({"cls": Slotted, "name": ""}, "is not a printable name"),
         ({"cls": Slotted, "name": 3}, "is not a printable name"),
         ({"cls": np.ndarray}, "needs no registration"),
+        ({"cls": torch.nn.Parameter}, "needs no registration"),
+        ({"cls": type(Path())}, "needs no registration"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -195,6 +199,22 @@ def test_a_struct_runs_its_post_init() -> None:
     decode(frame)
     unregister_type(Seen)
     assert seen == [5, 5]
+
+
+def test_a_subclass_of_user_dict_is_sent_by_its_content() -> None:
+    """A subclass of UserDict is built around the dict that it holds, without its constructor."""
+
+    class Settings(UserDict[str, int]):
+        def __init__(self) -> None:
+            super().__init__(made=1)
+
+    register_type(Settings, name="tests.settings")
+    settings = Settings()
+    settings["a"] = 2
+    del settings["made"]
+    arrived = decode(encode(settings).to_bytes())
+    unregister_type(Settings)
+    assert (type(arrived), arrived.data) == (Settings, {"a": 2})
 
 
 def test_a_bad_value_for_a_subclass_is_a_decode_error() -> None:

@@ -1,0 +1,117 @@
+"""One host of a group over several: what its ranks do among themselves in a call, alone or over shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from device_comm import _core
+from device_comm.cpu.leaders import Call
+from device_comm.cpu.native_codes import COPY_ONLY, OPERATION_CODES, TYPE_CODES
+from device_comm.cpu.shared_memory import SharedPart
+from device_comm.health import GroupHealth
+from device_comm.reduction import ReduceOperation
+from shm_broadcast.errors import DisagreementError
+
+# Beyond this size more than two ranks of a host share the work of combining; else the leader does it alone.
+_SHARED_WORK_BYTES: Final = 64 << 10
+
+
+class LoneHost:
+    """The inside of a host that holds one rank: it has everything already."""
+
+    def combine(self, call: Call, flat: torch.Tensor, op: ReduceOperation) -> torch.Tensor:
+        """Return the host's elements combined in rank order; on ranks other than the leader, unspecified data."""
+        del call, op
+        return flat
+
+    def pass_on(self, call: Call, flat: torch.Tensor, code: int = COPY_ONLY, root: int = 0) -> None:
+        """Copy the bytes of `flat` from rank `root` of the host, by default the leader, to all its ranks."""
+
+    def meet(self, call: Call) -> None:
+        """Return once all ranks of the host have come."""
+
+    def gather(
+        self, call: Call, source: torch.Tensor, block: torch.Tensor, lengths: tuple[int, ...], code: int
+    ) -> None:
+        """Put `lengths[i]` bytes of each rank of the host into `block`, one rank after the other."""
+        del call, lengths, code
+        block.copy_(source)
+
+    def scatter(
+        self, call: Call, block: torch.Tensor | None, result: torch.Tensor, counts: Sequence[int]
+    ) -> None:
+        """Cut the leader's `block` into `counts` elements for each rank of the host; the own ones go to `result`."""
+        del call, counts
+        if block is not None:
+            result.copy_(block)
+
+    def close(self) -> None:
+        """Release nothing."""
+
+
+class SharedHost:
+    """The inside of a host whose ranks share a region; its methods are those of `LoneHost`."""
+
+    def __init__(self, part: SharedPart, members: int, health: GroupHealth) -> None:
+        """Use `part`, owned from now on, among the `members` ranks of this host."""
+        self._part = part
+        self._core = part.device.core
+        self._members = members
+        self._health = health
+
+    def _finish(self, call: Call, status: int) -> None:
+        """Wait for a step that has begun."""
+        if status == _core.DONE:
+            return
+        try:
+            self._part.device.finish_part(call.operation, status, call.left_s())
+        except DisagreementError as error:
+            # The other hosts do not know of it and would wait: nobody can go on.
+            self._health.fail(error)
+            raise
+
+    def combine(self, call: Call, flat: torch.Tensor, op: ReduceOperation) -> torch.Tensor:
+        """Do what `LoneHost.combine` says."""
+        is_shared = self._members > 2 and flat.nbytes > _SHARED_WORK_BYTES
+        kind = _core.ALL_REDUCE_TWO_SHOT if is_shared else _core.REDUCE
+        result = torch.empty_like(flat)
+        # The sum of all hosts is divided once, at the end.
+        code = OPERATION_CODES[ReduceOperation.SUM if op is ReduceOperation.MEAN else op]
+        addresses = (flat.data_ptr(), result.data_ptr())
+        self._finish(call, self._core.reduce(kind, *addresses, flat.numel(), TYPE_CODES[flat.dtype], code, 0))
+        return result
+
+    def pass_on(self, call: Call, flat: torch.Tensor, code: int = COPY_ONLY, root: int = 0) -> None:
+        """Do what `LoneHost.pass_on` says."""
+        if flat.numel():
+            self._finish(call, self._core.broadcast(flat.data_ptr(), flat.nbytes, code, root))
+
+    def meet(self, call: Call) -> None:
+        """Do what `LoneHost.meet` says."""
+        self._finish(call, self._core.barrier())
+
+    def gather(
+        self, call: Call, source: torch.Tensor, block: torch.Tensor, lengths: tuple[int, ...], code: int
+    ) -> None:
+        """Do what `LoneHost.gather` says."""
+        addresses = (source.data_ptr(), block.data_ptr())
+        self._finish(call, self._core.move(_core.ALL_GATHER, *addresses, 1, lengths, code, 0, 0))
+
+    def scatter(
+        self, call: Call, block: torch.Tensor | None, result: torch.Tensor, counts: Sequence[int]
+    ) -> None:
+        """Do what `LoneHost.scatter` says."""
+        widths = tuple(count * result.itemsize for count in counts)
+        addresses = (0 if block is None else block.data_ptr(), result.data_ptr())
+        code = TYPE_CODES[result.dtype]
+        self._finish(call, self._core.move(_core.SCATTER, *addresses, 1, widths, code, 0, 0))
+
+    def close(self) -> None:
+        """Release the shared region. Idempotent."""
+        self._part.close()
+
+
+__all__ = ["LoneHost", "SharedHost"]

@@ -329,7 +329,9 @@ def run(group: Any, rank: int, size: int, site: dict[str, Any]) -> str:
     by_place = dict(zip(order, site["positional"], strict=False))
     expressions = {**by_place, **dict(site["named"])}
     given = {key: number(text) for key, text in expressions.items()}
-    numbers = {key: value for key, value in given.items() if value is not None and key in ("dim", "src", "dst")}
+    numbers = {
+        key: value for key, value in given.items() if value is not None and key in ("dim", "src", "dst")
+    }
     call = Call(rank, size, group, {**dict.fromkeys(expressions), **numbers})
     if call.given.get("dim", 0) is None:
         call.given["dim"] = -1
@@ -370,3 +372,12 @@ def ask(name: str) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "" if found is not None else "it returns None"
+
+
+def names(rank: int, size: int, directory: Path) -> list[str]:
+    """Return the public names of a group."""
+    parallel_state.init_distributed_environment(size, rank, f"file://{directory}/world", rank, "gloo")
+    try:
+        return [name for name in dir(parallel_state.get_world_group()) if not name.startswith("_")]
+    finally:
+        parallel_state.destroy_distributed_environment()

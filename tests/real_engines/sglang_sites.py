@@ -8,6 +8,7 @@ and `multimodal_gen`, which has a group class of its own.
 import ast
 import dataclasses
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -50,6 +51,14 @@ class Site:
         return f"{self.name}({', '.join(parts)})"
 
 
+def parse(path: Path) -> ast.Module:
+    """Return the syntax tree of a file; doubtful escapes in its strings are its own affair."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return ast.parse(path.read_text())
+
+
 def version_of(wheel: Path) -> str:
     """Return the version in the metadata beside the package."""
     (metadata,) = wheel.glob("sglang-*.dist-info/METADATA")
@@ -62,14 +71,14 @@ def methods(wheel: Path) -> set[str]:
     """Return the names of the methods of SGLang's group, those with one underscore too."""
     return {
         each.name
-        for each in _group_class(ast.parse((wheel / STATE).read_text())).body
+        for each in _group_class(parse(wheel / STATE)).body
         if isinstance(each, ast.FunctionDef) and not each.name.startswith("__")
     }
 
 
 def getters(wheel: Path) -> set[str]:
     """Return the names of the functions of `parallel_state` that ask for a group, its size or this rank."""
-    tree = ast.parse((wheel / STATE).read_text())
+    tree = parse(wheel / STATE)
     defined = {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}
     aliases = {
         target.id
@@ -87,7 +96,7 @@ def find(wheel: Path) -> list[Site]:
     group, functions = methods(wheel), getters(wheel)
     sites: list[Site] = []
     for path in sorted((wheel / "sglang" / "srt").rglob("*.py")):
-        tree = ast.parse(path.read_text())
+        tree = parse(path)
         where = str(path.relative_to(wheel))
         if where == STATE:
             tree.body.remove(_group_class(tree))
@@ -102,13 +111,26 @@ def find(wheel: Path) -> list[Site]:
     return sorted(sites, key=lambda site: (site.path, site.line, site.name))
 
 
+def attributes(wheel: Path) -> set[str]:
+    """Return the public names that SGLang reads of the groups of its runtime context: `get_parallel().tp_group.…`."""
+    pattern = re.compile(r"^(get_parallel\(\)|parallel)\.(\w+_)?group$")
+    return {
+        each.attr
+        for path in sorted((wheel / "sglang" / "srt").rglob("*.py"))
+        for each in ast.walk(parse(path))
+        if isinstance(each, ast.Attribute)
+        and not each.attr.startswith("_")
+        and isinstance(each.value, ast.Attribute)
+        and pattern.match(ast.unparse(each.value))
+    }
+
+
 def _imported(tree: ast.Module) -> set[str]:
     """Return the names that a module imports from `parallel_state`, or from the package that exports them."""
     return {
         alias.asname or alias.name
         for each in ast.walk(tree)
-        if isinstance(each, ast.ImportFrom)
-        and (each.module or "").removeprefix("sglang.srt.") in ("distributed.parallel_state", "distributed", "parallel_state")
+        if isinstance(each, ast.ImportFrom) and (each.module or "").removeprefix("sglang.srt.") in EXPORTERS
         for alias in each.names
     }
 
@@ -147,5 +169,7 @@ def _is_group(site: Site) -> bool:
     return _GROUP_NAME.search(site.receiver) is not None and site.receiver not in NOT_GROUPS
 
 
+# Modules that have the getters, as they are imported.
+EXPORTERS: Sequence[str] = ("distributed.parallel_state", "distributed", "parallel_state")
 # Receivers that have the name of a group and are something else.
 NOT_GROUPS: Sequence[str] = ("self.host_pool_group",)

@@ -40,7 +40,7 @@ class Result:
 
 def parameters(wheel: Path) -> dict[str, list[str]]:
     """Return the parameters of each method of SGLang's group, without `self`."""
-    tree = ast.parse((wheel / sglang_sites.STATE).read_text())
+    tree = sglang_sites.parse(wheel / sglang_sites.STATE)
     (group,) = (
         each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == sglang_sites.CLASS
     )
@@ -74,6 +74,12 @@ def results(wheel: Path) -> list[Result]:
     return [Result(site, NOT_RUNNABLE.get(site.name, ""), failures.get(site, "")) for site in sites]
 
 
+def our_attributes() -> set[str]:
+    """Return the names of a group of ours, made in one process."""
+    (found,) = run_ranks(sglang_calls.names, 1)
+    return set(found)
+
+
 def table(version: str, found: Sequence[Result]) -> str:
     """Return the results as Markdown."""
     ran = sum(not each.cause and not each.failure for each in found)
@@ -95,7 +101,13 @@ def table(version: str, found: Sequence[Result]) -> str:
     for each in found:
         site = each.site
         call = f"{site.receiver}.{site.form}" if site.receiver else site.form
-        outcome = f"not runnable: {each.cause}" if each.cause else f"fails: {each.failure}" if each.failure else "runs"
+        outcome = (
+            f"not runnable: {each.cause}"
+            if each.cause
+            else f"fails: {each.failure}"
+            if each.failure
+            else "runs"
+        )
         cells = (site.path.removeprefix("sglang/srt/"), str(site.line), f"`{call}`", outcome)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -121,10 +121,10 @@ def init_distributed_environment(
     """
     del moe_a2a_backend
     if recovered_rank or max_world_size is not None:
-        raise UsageError("recovered_rank and max_world_size ask for a world whose ranks change, which ours does not")
-    ours.init_distributed_environment(
-        world_size, rank, distributed_init_method, local_rank, backend, timeout
-    )
+        raise UsageError(
+            "recovered_rank and max_world_size ask for a world whose ranks change, which ours does not"
+        )
+    ours.init_distributed_environment(world_size, rank, distributed_init_method, local_rank, backend, timeout)
     if "world" not in _state.groups:
         world = ours.get_world_group()
         ranks, where = list(range(world.world_size)), world.local_rank
@@ -276,7 +276,9 @@ def _group(name: str) -> SglangGroupCoordinator:
     group = _state.groups.get(name)
     if group is None:
         wanted = "init_distributed_environment" if name == "world" else "initialize_model_parallel"
-        raise UsageError(f"there is no group {name!r}: call {wanted}(...) first, with a size that needs this group")
+        raise UsageError(
+            f"there is no group {name!r}: call {wanted}(...) first, with a size that needs this group"
+        )
     return group
 
 
@@ -496,9 +498,7 @@ def graph_capture(stream: torch.Stream | None = None) -> Iterator[GraphCaptureCo
         yield context
 
 
-def create_custom_parallel_group(
-    group_ranks: Sequence[int], backend: str = "gloo"
-) -> dist.ProcessGroup:
+def create_custom_parallel_group(group_ranks: Sequence[int], backend: str = "gloo") -> dist.ProcessGroup:
     """Return a torch process group of `group_ranks`, which contain this rank. Collective over the world.
 
     Every rank passes the ranks of its own group. The process group lives until `destroy_model_parallel`.

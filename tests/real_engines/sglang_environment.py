@@ -1,4 +1,4 @@
-"""Fetch SGLang's wheel, for its source and for its distributed layer: `python -m tests.real_engines.sglang_environment [FOLDER]`.
+"""Fetch SGLang and what its distributed layer imports: `python -m tests.real_engines.sglang_environment [FOLDER]`.
 
 SGLang has no build for the CPU: its wheel asks for CUDA packages. This installs the wheel without them, together with
 the packages that `sglang.srt.distributed.parallel_state` imports, into a folder of their own, and prints its path.

@@ -1,10 +1,12 @@
 """One rank of SGLang's own distributed layer: `python -m tests.real_engines.sglang_run RANK SIZE ADDRESS`.
 
 It needs SGLang's wheel and its lighter dependencies on the path. SGLang's sampler, whose import asks for half of its
-dependencies, has a stand-in: the creation of groups reads one constant of it. With `SGLANG_PLUGINS=group_coordinator` SGLang's functions create our groups. It
-prints one line of JSON: the class of the groups, and what SGLang's own functions returned.
+dependencies, has a stand-in: the creation of groups reads one constant of it. With `SGLANG_PLUGINS=group_coordinator`
+SGLang's functions create our groups. It prints one line of JSON: the class of the groups, and what SGLang's own
+functions returned.
 """
 
+import importlib
 import json
 import logging
 import sys
@@ -13,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from coordinator.integrations.sglang import register
 
 
 def answers(state: Any, operations: Any, size: int) -> dict[str, Any]:
@@ -61,13 +65,11 @@ def stand_in_for_the_sampler() -> None:
 def main() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     rank, size = int(sys.argv[1]), int(sys.argv[2])
-    from coordinator.integrations.sglang import register
-
     stand_in_for_the_sampler()
     register()
-    from sglang.srt.distributed import communication_op as operations
-    from sglang.srt.distributed import parallel_state as state
-    from sglang.srt.runtime_context import get_parallel
+    operations: Any = importlib.import_module("sglang.srt.distributed.communication_op")
+    state: Any = importlib.import_module("sglang.srt.distributed.parallel_state")
+    get_parallel = importlib.import_module("sglang.srt.runtime_context").get_parallel
 
     state.init_distributed_environment(size, rank, sys.argv[3], rank, backend="gloo")
     widths = {"attn_dp_size": 1, "attn_cp_size": 1, "moe_dp_size": 1, "attn_dcp_size": 1, "pp_size": 1}

@@ -115,7 +115,7 @@ class Widths:
         return {name: table for name, table in tables.items() if name not in self.aliases()}
 
     def _along(self, sizes: tuple[int, ...], axis: int) -> list[list[int]]:
-        """Return the lists of ranks that differ in one axis only, of a grid of these sizes that repeats over the world."""
+        """Return the lists of ranks that differ in one axis of a grid of these sizes, repeated over the world."""
         size, step = sizes[axis], math.prod(sizes[axis + 1 :])
         starts = [rank for rank in range(self.world) if rank // step % size == 0]
         return [[start + each * step for each in range(size)] for start in starts]

@@ -40,6 +40,12 @@ def call_with_outputs(rank: int, size: int, directory: Path) -> None:
     (gathered,) = group.all_gatherv(row, sizes=[1, 3], output=whole)
     assert gathered is whole
     assert torch.equal(whole, total)
+    leaf = row.clone().requires_grad_()
+    pair = group.all_gatherv([leaf, row], sizes=[1, 3])
+    pair[0].sum().backward()
+    assert torch.equal(pair[1], total)
+    assert leaf.grad is not None
+    assert leaf.grad.flatten().tolist() == [size] * len(leaf)
     with pytest.raises(UsageError, match="single tensor"):
         group.all_gatherv([row, row], sizes=[1, 3], output=whole)
     state.destroy_distributed_environment()

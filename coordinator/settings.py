@@ -286,6 +286,19 @@ def names_vllm_plugin(name: str, environ: Mapping[str, str] | None = None) -> bo
     return name in (os.environ if environ is None else environ).get("VLLM_PLUGINS", "").split(",")
 
 
+def names_sglang_plugin(name: str, environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether `SGLANG_PLUGINS`, a list separated by commas, names the plugin `name`.
+
+    SGLang loads every installed plugin if the variable is not set; ours asks for its name.
+
+    Args:
+        name: The name of the entry point.
+        environ: Variables to read instead of the process's environment.
+    """
+    names = (os.environ if environ is None else environ).get("SGLANG_PLUGINS", "").split(",")
+    return name in [each.strip() for each in names]
+
+
 # --- the environment ------------------------------------------------------------------------------------------
 
 

@@ -13,3 +13,12 @@ def vllm() -> Path:
     if not python:
         pytest.fail("VLLM_PYTHON names no interpreter: `make test-engines` makes an environment and sets it")
     return Path(python)
+
+
+@pytest.fixture(scope="session")
+def sglang() -> Path:
+    """Return the folder that holds SGLang's unpacked wheel and the packages that its distributed layer imports."""
+    folder = os.environ.get("SGLANG_WHEEL")
+    if not folder:
+        pytest.fail("SGLANG_WHEEL names no folder: `make test-engines` fills one and sets it")
+    return Path(folder)

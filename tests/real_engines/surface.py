@@ -1,7 +1,7 @@
-"""Write down the public methods of vLLM's group and queue: `python -m tests.real_engines.surface FOLDER… > FILE`.
+"""Write down the public methods of an engine's classes: `python -m tests.real_engines.surface FOLDER… > FILE`.
 
-Each folder holds the unpacked wheel of one version; nothing is imported. `tests/unit/coordinator/vllm_surface.json` is
-the result for the versions that the plugin is known to fit.
+Each folder holds the unpacked wheel of one version of vLLM or SGLang; nothing is imported. `vllm_surface.json` and
+`sglang_surface.json` in `tests/unit/coordinator` are the results for the versions that the plugins are known to fit.
 """
 
 import ast
@@ -11,14 +11,22 @@ import sys
 from pathlib import Path
 
 CLASSES = {
-    "GroupCoordinator": "vllm/distributed/parallel_state.py",
-    "MessageQueue": "vllm/distributed/device_communicators/shm_broadcast.py",
+    "vllm": {
+        "GroupCoordinator": "vllm/distributed/parallel_state.py",
+        "MessageQueue": "vllm/distributed/device_communicators/shm_broadcast.py",
+    },
+    "sglang": {"GroupCoordinator": "sglang/srt/distributed/parallel_state.py"},
 }
+
+
+def engine_of(folder: Path) -> str:
+    """Return which engine a folder holds."""
+    return "sglang" if (folder / "sglang").is_dir() else "vllm"
 
 
 def version_of(folder: Path) -> str:
     """Return the version that the wheel's metadata states."""
-    (metadata,) = folder.glob("vllm*.dist-info/METADATA")
+    (metadata,) = folder.glob(f"{engine_of(folder)}*.dist-info/METADATA")
     found = re.search(r"^Version: (.+)$", metadata.read_text(), re.MULTILINE)
     assert found is not None
     return found[1]
@@ -55,7 +63,8 @@ def main() -> None:
     folders = [Path(each) for each in sys.argv[1:]]
     table = {
         version_of(folder): {
-            name: members((folder / path).read_text(), name) for name, path in CLASSES.items()
+            name: members((folder / path).read_text(), name)
+            for name, path in CLASSES[engine_of(folder)].items()
         }
         for folder in folders
     }

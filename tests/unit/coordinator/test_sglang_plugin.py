@@ -36,8 +36,11 @@ def group_class() -> type:
             use_pynccl: Any,
             use_mscclpp: Any,
             use_custom_allreduce: Any,
+            use_torch_symm_mem_all_reduce: Any,
+            use_hpu_communicator: Any,
+            use_xpu_communicator: Any,
         ) -> None:
-            """Take the first of SGLang's parameters."""
+            """Take SGLang's parameters that have no default."""
 
         def reduce_scatterv(self, input_: Any, output: Any = None, sizes: Any = None) -> None:
             """Be one of the methods."""

@@ -118,7 +118,7 @@ def test_the_plugin_is_inert_unless_it_is_named(
             lambda modules: setattr(
                 modules[STATE].GroupCoordinator, "reduce_scatterv", lambda self, input_, rows: None
             ),
-            "takes (input_, output, sizes), not (input_, rows)",
+            "takes (input_, output=, sizes=), not (input_, rows)",
         ),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -43,6 +44,8 @@ class _Landing:
     def __init__(self, handle: Handle, into: torch.Tensor, flat: torch.Tensor) -> None:
         self._handle = handle
         self._tensors: tuple[torch.Tensor, torch.Tensor] | None = (into, flat)
+        # The thread that completes a future and the caller may both find the receive complete.
+        self._lock = threading.Lock()
 
     def is_completed(self) -> bool:
         """Return whether the tensor is filled."""
@@ -56,10 +59,11 @@ class _Landing:
         self._finish()
 
     def _finish(self) -> None:
-        if self._tensors is not None:
-            into, flat = self._tensors
-            into.copy_(flat.view(into.shape))
-        self._tensors = None
+        with self._lock:
+            if self._tensors is not None:
+                into, flat = self._tensors
+                into.copy_(flat.view(into.shape))
+            self._tensors = None
 
 
 class BackendProcessGroup(TorchCollectives):

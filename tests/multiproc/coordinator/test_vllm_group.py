@@ -1,0 +1,112 @@
+"""The groups that vLLM makes through our plugin: sums in place, and the queues that vLLM asks for."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator import GroupCoordinator
+from coordinator.integrations.vllm.group import VllmGroupCoordinator
+from coordinator.integrations.vllm.message_queue import MessageQueue, MessageQueueHandle
+from shm_broadcast.errors import CapabilityError, UsageError
+from tests.harness import RankPool
+from tests.worlds import world
+
+DEADLINE_S = 20.0
+
+
+@contextmanager
+def vllm_group(first: GroupCoordinator) -> Iterator[VllmGroupCoordinator]:
+    """Make a group of the ranks of `first`, where vLLM has no configuration at the moment."""
+    config: Any = types.ModuleType("vllm.config")
+    config.get_current_vllm_config_or_none = lambda: None
+    sys.modules["vllm.config"] = config
+    try:
+        with VllmGroupCoordinator([first.ranks], first.local_rank, "gloo", True, group_name="tp") as group:
+            yield group
+    finally:
+        del sys.modules["vllm.config"]
+
+
+def sums(rank: int, world_size: int, directory: Path) -> None:
+    # Import this before there is a world, because torch keeps the present world as a default argument.
+    import torch._dynamo
+
+    with world(rank, world_size, directory) as first, vllm_group(first) as group:
+        expected = [[3.0, 3.0]]
+        with torch.inference_mode():
+            tensor = torch.full((1, 2), rank + 1.0)
+            assert group.all_reduce(tensor) is tensor
+            assert tensor.tolist() == expected
+        # Every other form, and a call that may need gradients, leaves its input as it is.
+        tensor = torch.full((1, 2), rank + 1.0)
+        assert group.all_reduce(tensor).tolist() == expected
+        assert group.all_reduce(tensor, timeout_s=DEADLINE_S).tolist() == expected
+        assert group.all_reduce(tensor, out=torch.empty(1, 2)).tolist() == expected
+        assert group.all_reduce(tensor, async_op=True).wait().tolist() == expected
+        compiled = torch.compile(group.all_reduce, fullgraph=True, backend="eager")
+        assert compiled(tensor).tolist() == expected
+        assert tensor.tolist() == [[rank + 1.0] * 2]
+        loss = torch.full((1, 2), rank + 1.0, requires_grad=True)
+        weighted = group.all_reduce(loss * 1.0)
+        assert weighted.requires_grad
+        weighted.sum().backward()
+        assert loss.grad is not None
+        torch._dynamo.reset()
+
+
+def test_a_plain_sum_is_done_in_place(ranks2: RankPool) -> None:
+    """As with vLLM's communicator for CPUs; other forms of the call create a tensor, and keep gradients."""
+    ranks2.run(sums)
+
+
+def queues(rank: int, world_size: int, directory: Path) -> list[str]:
+    with world(rank, world_size, directory) as first, vllm_group(first) as group:
+        between = group.create_mq_broadcaster(1)
+        assert isinstance(between, MessageQueue)
+        assert between.broadcast_object("weights" if rank == 1 else None) == "weights"
+        with pytest.raises(UsageError, match="have their ends"):
+            between.export_handle()
+
+        # The executor's queue, whose handle rank 0 alone holds.
+        requests = MessageQueue(2, 2) if rank == 0 else None
+        handle = None if requests is None else requests.export_handle()
+        reader = group.create_mq_broadcaster(0, handle)
+        if requests is not None:
+            requests.enqueue(("execute", 1))
+        assert reader.dequeue(DEADLINE_S) == ("execute", 1)
+
+        # A queue from every rank to the executor, which is rank 1's process here.
+        answers, handles = group.create_single_reader_mq_broadcasters(1)
+        assert len(handles) == (2 if rank == 1 else 0)
+        ends = [MessageQueue.create_from_handle(each, 0) for each in handles]
+        answers.enqueue(("done", rank))
+        assert [end.dequeue(DEADLINE_S) for end in ends] == [("done", each) for each in range(len(ends))]
+        group.barrier()
+
+        found = []
+        for error, give in (
+            (UsageError, object()),
+            (CapabilityError, MessageQueueHandle(b"no handle", bytes(32))),
+        ):
+            with pytest.raises(error) as caught:
+                group.create_mq_broadcaster(0, give if rank == 0 else None)  # type: ignore[arg-type]
+            found.append(type(caught.value).__name__)
+        with pytest.raises(UsageError, match="blocking=False"):
+            group.create_single_reader_mq_broadcasters(0, blocking=True)
+        # Whatever was refused, the group works on.
+        assert group.all_gather_object(rank) == [0, 1]
+        for end in (between, reader, answers, *ends, *([] if requests is None else [requests])):
+            end.shutdown()
+        return found
+
+
+def test_the_queues_that_vllm_asks_for(ranks2: RankPool) -> None:
+    """Between ranks, from the executor and to it; a bad handle of one rank is refused on all."""
+    assert ranks2.run(queues) == [["UsageError", "CapabilityError"]] * 2

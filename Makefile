@@ -62,8 +62,8 @@ test: $(STAMP) ## Run the whole test suite (no GPU needed)
 test-fast: $(STAMP) ## Run unit and architecture tests without the slow ones, in under a minute
 	$(PY) -m pytest -q -n $(FAST_WORKERS) -m "not slow and not thorough" tests/unit tests/architecture
 
-test-native: $(STAMP) ## Run the slow native tests: the cores under sanitizers, and kernels with injected bugs
-	$(PY) -m pytest -q -n 2 -m thorough tests/native
+test-native: $(STAMP) ## Run the slow tests: the cores under sanitizers, kernels with injected bugs, larger worlds
+	$(PY) -m pytest -q -n 2 -m thorough tests
 
 test-nccl: $(STAMP) ## Run the NCCL tests against the real library, without a device (downloads 300 MB)
 	@$(PY) -c 'from tests.probes import PROBES; raise SystemExit(PROBES["nccl"]() is not None)' \

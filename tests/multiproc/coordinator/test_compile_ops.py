@@ -69,7 +69,7 @@ def compiled(rank: int, world_size: int, directory: Path) -> None:
         torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_a_compiled_step_is_one_graph_with_the_same_results(
     ranks2: RankPool, ranks4: RankPool, size: int
 ) -> None:

@@ -64,23 +64,14 @@ def executor() -> Iterator[Executor]:
 
 @pytest.mark.slow
 def test_requests_and_answers_pass(executor: Executor) -> None:
-    """Small and large requests reach every worker, and every answer comes back."""
+    """Small and large requests reach every worker, and every answer comes back, also after a read in vain."""
     requests, answers, processes = executor
+    with pytest.raises(TimeoutError):
+        answers[0].dequeue(timeout=0.05)
     for request in ("load_model", {"step": 1}, b"x" * 3_000_000):
         requests.enqueue(("call", request))
         for rank, answer in enumerate(answers):
             assert answer.dequeue(timeout=30) == (rank, processes[rank].pid, ("call", request))
-
-
-@pytest.mark.slow
-def test_a_read_ends_at_its_deadline_and_the_queue_stays_usable(executor: Executor) -> None:
-    """The executor catches TimeoutError and may read again."""
-    requests, answers, _ = executor
-    with pytest.raises(TimeoutError):
-        answers[0].dequeue(timeout=0.05)
-    requests.enqueue("go on")
-    assert answers[0].dequeue(timeout=30)[2] == "go on"
-    assert answers[1].dequeue(timeout=30)[2] == "go on"
 
 
 @pytest.mark.guarantee("G52")

@@ -102,6 +102,7 @@ def test_sums_are_those_in_rank_order(ranks2: RankPool, libraries: str) -> None:
         assert seen == ["nccl", "push_one_shot", "push_two_shot"]
 
 
+@pytest.mark.thorough
 def test_a_deterministic_group_uses_one_algorithm(ranks3: RankPool, libraries: str) -> None:
     """Three ranks use one algorithm for every size and get the same bits."""
     for seen in ranks3.run(every_size, libraries, 1, True):

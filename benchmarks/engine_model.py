@@ -3,13 +3,14 @@
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 __all__ = ["write_model"]
 
 # Byte tokens follow these three.
 SPECIAL = ("<unk>", "<s>", "</s>")
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 256,
@@ -25,11 +26,17 @@ CONFIG = {
 }
 
 
-def write_model(folder: str) -> None:
-    """Write the configuration and the tokenizer; the engine makes up the weights."""
+def write_model(folder: str, shares: int = 1) -> None:
+    """Write the configuration and the tokenizer; the engine makes up the weights.
+
+    With several `shares`, the layers are as wide as what one of so many tensor-parallel ranks computes.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    config = {**CONFIG, "head_dim": CONFIG["hidden_size"] // CONFIG["num_attention_heads"]}
+    for width in ("intermediate_size", "num_attention_heads", "num_key_value_heads"):
+        config[width] //= shares
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {text: number for number, text in enumerate((*SPECIAL, *alphabet))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -37,7 +44,7 @@ def write_model(folder: str) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     names = dict(zip(("unk_token", "bos_token", "eos_token"), SPECIAL, strict=True))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
-    Path(folder, "config.json").write_text(json.dumps(CONFIG))
+    Path(folder, "config.json").write_text(json.dumps(config))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
-"""Measure the steps of one vLLM engine on the CPU, and print them as a line of JSON.
+"""Run one vLLM engine on the CPU, and measure what the standard input asks for.
 
-`benchmarks.engines` starts this with the interpreter of an environment that holds vLLM, in turn as it is and with our
-plugin. The model is small, so a large part of a step is communication.
+`benchmarks.engines` starts this with the interpreter of an environment that holds vLLM, as it is or with our plugin.
+It writes "ready", then reads lines: `steps N` decodes N times 64 tokens for each of 4 prompts, `short N` asks for 4
+tokens N times with a pause of 100 ms after each, `tokens` returns
+what one decoding gives, and `versions` those of vLLM and torch. Each answer is a line of
+JSON. The model is small, so a large part of a step is communication.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -17,13 +21,10 @@ from typing import Any, Final
 
 from benchmarks.engine_model import write_model
 
-# The first rounds fill caches and choose kernels.
-WARM_UP: Final = 2
 REQUESTS: Final = 4
 TOKENS: Final = 64
 # An engine with little to do: a request of four tokens, and then a pause.
 SHORT_TOKENS: Final = 4
-SHORT_REQUESTS: Final = 60
 PAUSE_S: Final = 0.1
 
 
@@ -33,7 +34,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--tensor", type=int, default=2)
     parser.add_argument("--pipeline", type=int, default=1)
     parser.add_argument("--compiled", action="store_true")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--alone", action="store_true", help="one process does the work of one of two ranks")
     return parser.parse_args()
 
 
@@ -59,16 +60,16 @@ def processor_s() -> float:
 def start_engine(options: argparse.Namespace, folder: str) -> Any:
     """Start vLLM; its workers are bound to one core each."""
     cores = os.cpu_count() or 1
-    places = "|".join(str(rank % cores) for rank in range(options.tensor * options.pipeline))
+    ranks = 1 if options.alone else options.tensor * options.pipeline
     os.environ.update(
-        VLLM_CPU_OMP_THREADS_BIND=places,
+        VLLM_CPU_OMP_THREADS_BIND="|".join(str(rank % cores) for rank in range(ranks)),
         VLLM_CPU_KVCACHE_SPACE="1",
         HF_HUB_OFFLINE="1",
         VLLM_NO_USAGE_STATS="1",
     )
     from vllm import LLM
 
-    write_model(folder)
+    write_model(folder, shares=2 if options.alone else 1)
     return LLM(
         model=folder,
         load_format="dummy",
@@ -77,9 +78,10 @@ def start_engine(options: argparse.Namespace, folder: str) -> Any:
         max_model_len=512,
         max_num_seqs=8,
         enforce_eager=not options.compiled,
-        tensor_parallel_size=options.tensor,
-        pipeline_parallel_size=options.pipeline,
-        distributed_executor_backend="mp",
+        tensor_parallel_size=1 if options.alone else options.tensor,
+        pipeline_parallel_size=1 if options.alone else options.pipeline,
+        # Alone, the model runs in the engine's own process: there is no worker to talk to.
+        distributed_executor_backend="uni" if options.alone else "mp",
     )
 
 
@@ -93,36 +95,41 @@ def decode(llm: Any, requests: int, tokens: int) -> list[list[int]]:
     return [list(answer.outputs[0].token_ids) for answer in llm.generate(prompts, greedy, use_tqdm=False)]
 
 
-def measure(llm: Any, rounds: int) -> dict[str, Any]:
-    """Return the time of a step in each round, and what short requests with pauses take and cost."""
-    steps_ms = []
-    for number in range(WARM_UP + rounds):
+def answer(llm: Any, command: str) -> dict[str, Any]:
+    """Do what a line of the input asks for."""
+    name, _, count = command.partition(" ")
+    if name == "tokens":
+        return {"tokens": decode(llm, REQUESTS, TOKENS)}
+    if name == "versions":
+        return {each: sys.modules[each].__version__ for each in ("vllm", "torch")}
+    if name not in ("steps", "short"):
+        raise SystemExit(f"unknown command {command!r}")
+    took_ms, used, since = [], processor_s(), time.perf_counter()
+    for _ in range(int(count)):
         start = time.perf_counter()
-        decode(llm, REQUESTS, TOKENS)
-        if number >= WARM_UP:
-            steps_ms.append((time.perf_counter() - start) * 1e3 / TOKENS)
-    short_ms, used, since = [], processor_s(), time.perf_counter()
-    for _ in range(SHORT_REQUESTS):
-        start = time.perf_counter()
-        decode(llm, 1, SHORT_TOKENS)
-        short_ms.append((time.perf_counter() - start) * 1e3)
-        time.sleep(PAUSE_S)
-    cores = (processor_s() - used) / (time.perf_counter() - since)
-    return {
-        "steps_ms": steps_ms,
-        "short_ms": short_ms,
-        "short_cores": cores,
-        "tokens": decode(llm, REQUESTS, TOKENS),
-    }
+        if name == "steps":
+            decode(llm, REQUESTS, TOKENS)
+            took_ms.append((time.perf_counter() - start) * 1e3 / TOKENS)
+        else:
+            decode(llm, 1, SHORT_TOKENS)
+            took_ms.append((time.perf_counter() - start) * 1e3)
+            time.sleep(PAUSE_S)
+    used = processor_s() - used
+    return {"took_ms": took_ms, "cpu_s": used, "cores": used / (time.perf_counter() - since)}
 
 
 def main() -> None:
-    """Run one engine."""
+    """Run one engine until the input ends."""
     options = parsed()
+    # vLLM and its workers print to the standard output, which is the caller's.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     with tempfile.TemporaryDirectory() as folder:
         llm = start_engine(options, folder)
         try:
-            print("FIGURES " + json.dumps(measure(llm, options.rounds)), flush=True)
+            print("ready", file=answers, flush=True)
+            for line in sys.stdin:
+                print(json.dumps(answer(llm, line.strip())), file=answers, flush=True)
         finally:
             llm.llm_engine.engine_core.shutdown()
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 from benchmarks.results import LEVELS, Measurement, Region, Results
 from benchmarks.tables import bytes_text
 
-__all__ = ["draw_all", "edges_of"]
+__all__ = ["STYLE", "draw_all", "edges_of"]
 
 _COLOURS: Final = {
     "ours": "#0072B2",
@@ -39,7 +39,7 @@ _LABELS: Final = {
     "torch gloo": "torch Gloo",
     "torch nccl": "torch NCCL",
 }
-_STYLE: Final[Any] = {
+STYLE: Final[Any] = {
     "font.size": 10,
     "font.family": "DejaVu Sans",
     "axes.spines.top": False,
@@ -65,7 +65,7 @@ def draw_all(results: Results, folder: Path) -> list[Path]:
     mpl.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
     drawn: list[Path] = []
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         for name, draw in _PICTURES.items():
             figure = draw(results)
             if figure is not None:

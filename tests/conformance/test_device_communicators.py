@@ -59,6 +59,13 @@ def keeps_contract(
         return type(communicator).__name__
 
 
+# Two and three ranks over Gloo show what more ranks, or another mode, would show again.
+GLOO_IF_THOROUGH = [
+    pytest.param(True, marks=pytest.mark.thorough, id="over Gloo"),
+    pytest.param(False, id="over shared memory"),
+]
+
+
 @pytest.mark.parametrize("is_general", [True, False], ids=["over Gloo", "over shared memory"])
 @pytest.mark.parametrize("use_host", [True, False], ids=["by the host plane", "by itself"])
 def test_the_communicators_of_two_ranks(ranks2: RankPool, use_host: bool, is_general: bool) -> None:
@@ -72,7 +79,7 @@ def keeps_contract_in_inference_mode(rank: int, world_size: int, directory: Path
         keeps_contract(rank, world_size, directory, True, is_general)
 
 
-@pytest.mark.parametrize("is_general", [True, False], ids=["over Gloo", "over shared memory"])
+@pytest.mark.parametrize("is_general", GLOO_IF_THOROUGH)
 def test_the_communicators_in_inference_mode(ranks2: RankPool, is_general: bool) -> None:
     """The communicators conform in inference mode, in which engines run their models."""
     ranks2.run(keeps_contract_in_inference_mode, is_general)
@@ -89,13 +96,7 @@ def test_the_communicators_of_three_ranks(ranks3: RankPool, is_general: bool) ->
     assert ranks3.run(keeps_contract, True, is_general) == [name] * 3
 
 
-@pytest.mark.parametrize(
-    "is_general",
-    [
-        pytest.param(True, marks=pytest.mark.thorough, id="over Gloo"),
-        pytest.param(False, id="over shared memory"),
-    ],
-)
+@pytest.mark.parametrize("is_general", GLOO_IF_THOROUGH)
 def test_the_communicators_of_four_ranks(ranks4: RankPool, is_general: bool) -> None:
     """Four ranks conform."""
     name = "ProcessGroupCommunicator" if is_general else "SharedMemoryCommunicator"

@@ -143,6 +143,7 @@ def test_thirty_worlds_in_one_process_leave_nothing(ranks2: RankPool) -> None:
 
 
 @pytest.mark.guarantee("G9")
+@pytest.mark.thorough
 def test_a_hundred_starts_in_one_process_leave_nothing(ranks2: RankPool) -> None:
     """A hundred worlds with groups, a queue and a sub-group leave no descriptor, thread, segment or memory."""
     found = ranks2.run(everything_in_a_row, timeout_s=120.0)

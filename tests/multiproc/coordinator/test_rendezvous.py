@@ -207,6 +207,7 @@ destroy_distributed_environment()
 """
 
 
+@pytest.mark.thorough
 def test_torchrun_starts_and_restarts_a_world(tmp_path: Path) -> None:
     """A script without arguments comes up, and again when the agent restarts its workers after a failure.
 

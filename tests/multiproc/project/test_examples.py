@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.harness import RankPool
 from tests.hosts import report, run_on_two_hosts
 from tests.ports import free_port
@@ -93,6 +95,7 @@ def test_a_scheduler_broadcasts_without_torch() -> None:
 
 
 @requires("network_namespaces")
+@pytest.mark.thorough
 def test_torchrun_joins_two_hosts() -> None:
     """The script starts once on each of two hosts and runs the worker on both."""
     found = run_on_two_hosts(__name__)

@@ -161,6 +161,7 @@ def test_a_single_kv_head_is_replicated_and_sampling_is_reproducible(
     assert len(set(texts)) == len(texts)
 
 
+@pytest.mark.thorough
 def test_torchrun_can_start_the_ranks(tmp_path: Path) -> None:
     """Under torchrun each process is a rank, and rank 0 reports."""
     model = random_checkpoint(tmp_path / "model", CONFIG)

@@ -49,7 +49,10 @@ def check_no_local_memory(arch: int, world_size: int, dtype: str) -> None:
         assert "warning" not in done.log.lower(), done.log
 
 
-@pytest.mark.parametrize(("arch", "world_size", "dtype"), LATIN)
+@pytest.mark.parametrize(
+    ("arch", "world_size", "dtype"),
+    [pytest.param(*each, marks=pytest.mark.thorough if each[1] == 4 else ()) for each in LATIN],
+)
 def test_no_spill_and_no_stack(arch: int, world_size: int, dtype: str) -> None:
     """The registers hold all values of a kernel."""
     check_no_local_memory(arch, world_size, dtype)

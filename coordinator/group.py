@@ -210,7 +210,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
                 backend=backend,
                 use_device_communicator=True,
                 settings=settings,
-                agreed=lambda: use_names(bases, store, rank, settings.create_timeout_s),
+                on_agreed=lambda: use_names(bases, store, rank, settings.create_timeout_s),
                 host_ids=None if beside is None else beside._parts.host_ids,  # noqa: SLF001 - ours
             ),
             strict=True,

@@ -1,4 +1,4 @@
-"""The groups of this process by name. References are weak: neither a graph nor this registry keeps a group alive."""
+"""The groups of this process by name. References are weak: compiled graphs and this registry keep no group alive."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _REMEMBERED: Final = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Registration:
-    """The parts of a group that the operations of a graph use.
+    """The parts of a group that the operations of a compiled graph use.
 
     Attributes:
         reference: A weak reference to the group.
-        calls: Its gate.
-        communicator: Its device plane.
-        in_torch_world: Whether its ranks are those of torch's world. Those of a fake and of a stateless group are not,
-            and `live_groups` leaves both out.
+        calls: The gate that every operation of the group passes.
+        communicator: The group's device communicator.
+        in_torch_world: Whether its ranks are ranks of torch's default process group. False for fake (testing) and
+            stateless groups, which `live_groups` leaves out.
     """
 
     reference: weakref.ref[GroupPlanes]
@@ -92,7 +92,7 @@ def find(name: str, operation: str) -> Registration:
     where = f"group_coordinator::{operation} on {name!r}"
     if name in _gone or found is not None:
         raise ClosedError(
-            f"{where}: the group was destroyed; use one that exists, and compile a graph again for it"
+            f"{where}: the group was destroyed; use an existing group, and recompile the graph with it"
         )
     raise UsageError(f"{where}: this process has no group of that name; it has {sorted(_groups) or 'none'}")
 

@@ -1,4 +1,4 @@
-"""Which ranks of a group are on one host, for groups of ours and for process groups of torch."""
+"""Which ranks of a group are on one host, for our own groups and for torch process groups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def same_host(group: object, source_rank: int = 0) -> list[bool]:
 
 
 def host_count(group: object) -> int:
-    """Return on how many hosts the ranks of `group` are. Collective where `in_the_same_node_as` is."""
+    """Return on how many hosts the ranks of `group` are. Collective in the same cases as `in_the_same_node_as`."""
     return len(set(_host_ids(group)))
 
 
@@ -31,11 +31,11 @@ def _host_ids(group: object) -> list[str]:
     """Return the host id of each rank, in the order of the group. Ranks on one host have one id."""
     owner = group if isinstance(group, GroupCoordinator) else _owner(group)
     if owner is not None:
-        # The ranks of a fake are all in this process.
+        # A fake group has no host ids: all of its ranks are in this process, so all get the same one, "".
         known = owner._parts.host_ids  # noqa: SLF001 - ours
         return [known.get(rank, "") for rank in owner.ranks]
     if isinstance(group, dist.ProcessGroup):
-        return _asked(group)
+        return _exchange_host_ids(group)
     gather: Callable[[Any], list[Any]] | None = getattr(group, "all_gather_obj", None)
     if callable(gather):
         return [str(each) for each in gather(shared_memory.host_id())]
@@ -46,14 +46,14 @@ def _host_ids(group: object) -> list[str]:
 
 
 def _owner(group: object) -> GroupCoordinator | None:
-    """Return the group of ours that made the process group `group`, or None."""
+    """Return our group that made the process group `group`, or None."""
     for each in group_registry.live_groups():
         if isinstance(each, GroupCoordinator) and each._parts.process_groups.owns(group):  # noqa: SLF001 - ours
             return each
     return None
 
 
-def _asked(group: dist.ProcessGroup) -> list[str]:
+def _exchange_host_ids(group: dist.ProcessGroup) -> list[str]:
     """Exchange host ids over a process group that is not ours. Collective."""
     if dist.get_backend(group) == dist.Backend.NCCL:
         raise UsageError(

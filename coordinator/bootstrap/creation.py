@@ -37,7 +37,7 @@ def create_parts(
     use_device_communicator: bool,
     settings: CoordinatorSettings,
     host_ids: Mapping[int, str] | None = None,
-    agreed: Callable[[], None] | None = None,
+    on_agreed: Callable[[], None] | None = None,
 ) -> list[GroupParts]:
     """Create this rank's groups in one step. Collective over all ranks of every plan.
 
@@ -45,18 +45,18 @@ def create_parts(
     costs one segment, and no round trip through the store.
 
     Args:
-        plans: The groups, in the same order on all ranks. A rank without plans agrees with all ranks of the world,
-            because others may have some.
+        plans: The groups, in the same order on all ranks. A rank without plans still compares facts with all ranks of
+            the world, so that a rank that has plans is noticed.
         world: The processes among which they are created.
         what: What is being created, for errors.
-        round_name: A name under which the ranks meet, never used before.
+        round_name: Name of this agreement, which prefixes its keys in the store; never used before.
         facts: Facts that must be equal on all ranks, in addition to those that every group needs.
         local_rank: Index of this process's device on its host.
         backend: torch backend of the device groups.
-        use_device_communicator: Whether tensors may take a communicator made for the device.
+        use_device_communicator: Whether tensor operations may use a communicator written for the device.
         settings: Settings of every group.
         host_ids: Host id of each rank, if already known.
-        agreed: Called when the ranks have agreed.
+        on_agreed: Called when the ranks have agreed.
     """
     store, device = world.store, device_of(backend, local_rank)
     every_fact = {
@@ -81,8 +81,8 @@ def create_parts(
             with closing(PeerWatch(own.process, known)) as watch:
                 scoped = dist.PrefixStore(f"group_coordinator/{round_name}", store)
                 views = agree(scoped, what, rank, everyone, own, settings.create_timeout_s, watch)
-            if agreed is not None:
-                agreed()
+            if on_agreed is not None:
+                on_agreed()
             agreement_s = time.perf_counter() - started
             for plan, region in zip(plans, regions, strict=True):
                 builder = GroupBuilder(
@@ -98,7 +98,7 @@ def create_parts(
                 builders.append(builder)
             for number, builder in enumerate(builders):
                 builder.share(number)
-            # Groups of the same ranks need one barrier between them.
+            # Groups of the same ranks share one barrier: only the last of them confirms, for all of them.
             for last in {builder.plan.membership.ranks: builder for builder in builders}.values():
                 last.confirm()
             together = tuple(plan.name for plan in plans)
@@ -132,7 +132,7 @@ def give_up(builders: Sequence[GroupBuilder], error: BaseException) -> None:
     for builder in builders:
         builder.undo()
     if isinstance(error, CapabilityError) and builders:
-        # This rank may be serving the store in which the others read the reason.
+        # Stay alive for a moment: this rank may host the store from which the others read the reason.
         time.sleep(LINGER_S)
 
 
@@ -143,7 +143,7 @@ def device_of(backend: str, local_rank: int) -> torch.device:
     "cpu:gloo,cuda:nccl" selects the accelerator.
 
     Raises:
-        UsageError: torch knows no such backend.
+        UsageError: torch lists no such backend.
     """
     if not isinstance(backend, str) or not backend:
         raise UsageError(f"torch_distributed_backend must be text such as 'gloo' or 'nccl', not {backend!r}")
@@ -155,7 +155,7 @@ def device_of(backend: str, local_rank: int) -> torch.device:
         types = capability.get(backend.lower(), [])
         if not types:
             raise UsageError(
-                f"torch_distributed_backend is {backend!r}; this torch knows {', '.join(capability)}"
+                f"torch_distributed_backend is {backend!r}; the backends that torch lists are {', '.join(capability)}"
             )
         chosen = "cpu" if "cpu" in types else types[0]
     return torch.device("cpu") if chosen == "cpu" else torch.device(chosen, local_rank)

@@ -18,10 +18,11 @@ _lock: Final = threading.Lock()
 
 
 def unique_name(name: str | None, store: dist.Store, rank: int, timeout_s: float) -> str:
-    """Return `name` followed by the number of earlier groups of that name on this rank: `tp:0`, `tp:1`.
+    """Return `name` followed by the number of times that this rank has taken the name before: `tp:0`, `tp:1`.
 
-    The count is kept in the world's store. Ranks that retry after a failure that only some of them saw therefore
-    continue from the same number.
+    The name is counted before its group is created, and stays counted if the creation fails. Ranks that make the same
+    attempts therefore get the same names, even if only some of them saw an attempt fail. The counts are kept in the
+    world's store, so in a new world all ranks start from 0.
 
     Args:
         name: The caller's name for the group; None means "group".
@@ -35,9 +36,10 @@ def unique_name(name: str | None, store: dist.Store, rank: int, timeout_s: float
 def next_names(
     round_name: str, names: Sequence[str], store: dist.Store, rank: int, timeout_s: float
 ) -> tuple[str, list[str]]:
-    """Return a unique name for this agreement, and the names that groups of `names` get if the ranks agree.
+    """Return a unique name for this round of agreement, and the unique names that `names` get if the ranks agree.
 
-    The group names are counted only by `use_names`: ranks that disagree may have asked for different groups.
+    Only `use_names` counts the group names. Ranks that disagree may have asked for different groups; if they counted
+    them, their numbers would diverge.
     """
     unique, *found = _count({round_name: 1, **dict.fromkeys(names, 0)}, store, rank, timeout_s)
     return unique, found
@@ -49,7 +51,7 @@ def use_names(names: Sequence[str], store: dist.Store, rank: int, timeout_s: flo
 
 
 def _count(added: Mapping[str, int], store: dist.Store, rank: int, timeout_s: float) -> list[str]:
-    """Add `added` to the count of each name; return each name with its count before.
+    """Add `added` to the count of each name; return each as `name:count`, with the count before the addition.
 
     All counts of a rank are one value, so the number of names does not change how often the store is asked.
     """

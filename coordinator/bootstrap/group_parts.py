@@ -20,9 +20,9 @@ from coordinator.host.process_groups import (
     GLOO,
     GlooBackend,
     GlooOptions,
-    make_gloo_group,
     new_gloo_group,
     new_group,
+    new_unregistered_gloo_group,
 )
 from device_comm.base import DeviceCommunicator
 from device_comm.health import GroupHealth
@@ -132,7 +132,9 @@ class GroupProcessGroups:
                 f"group_coordinator/process_groups/{name} of {self.ranks[0]}", world.store
             )
             options = GlooOptions(self.address, is_lazy)
-            group, gloo = make_gloo_group(store, place, len(self.ranks), name, self.create_timeout_s, options)
+            group, gloo = new_unregistered_gloo_group(
+                store, place, len(self.ranks), name, self.create_timeout_s, options
+            )
         self.adopt(group)
         return group, gloo
 

@@ -68,7 +68,7 @@ def find_membership(group_ranks: Sequence[Sequence[int]], rank: int, world_size:
 
 
 def _check_is_list(name: str, value: object, instead: str) -> None:
-    """Raise if `value` is no sequence; the lists of a tensor have to be the same on every device and rank."""
+    """Raise unless `value` is a list or another sequence. For a tensor or an array the error says to pass `instead`."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return
     hint = f"; pass {instead}" if hasattr(value, "tolist") else ""
@@ -120,9 +120,10 @@ def interface_address(interface: str) -> str:
 
 
 def own_address(interface: str | None, store: dist.Store) -> str:
-    """Return the address that this process announces: the interface's, or the one that routes to the store's server.
+    """Return the address that this process announces: that of `interface`, or that of the route to the store's server.
 
-    A store that is not served over TCP reaches this host only. Without an interface the result is then loopback.
+    A store that is not served over TCP is reachable from this host only: the result is then loopback, unless
+    `interface` is given.
     """
     if interface is not None:
         return interface_address(interface)

@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 
 import torch.distributed as dist
 
-from coordinator.host.tags import FIRST_OBJECT_TAG, MOST_OBJECT_TAGS, OBJECT_TAG, SCATTER_TAG
+from coordinator.host.tags import FIRST_OBJECT_TAG, OBJECT_TAG, OBJECT_TAG_COUNT, SCATTER_TAG
 from coordinator.planes import GroupPlanes
 from device_comm import checks
 from device_comm.handles import Handle
@@ -241,6 +241,6 @@ class OpenSend:
 
 
 def _wire_tag(tag: int) -> int:
-    if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < MOST_OBJECT_TAGS:
-        raise UsageError(f"tag must be an integer from 0 to {MOST_OBJECT_TAGS - 1}, not {tag!r}")
+    if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < OBJECT_TAG_COUNT:
+        raise UsageError(f"tag must be an integer from 0 to {OBJECT_TAG_COUNT - 1}, not {tag!r}")
     return FIRST_OBJECT_TAG + tag if tag else OBJECT_TAG

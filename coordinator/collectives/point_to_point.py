@@ -10,7 +10,7 @@ import torch
 
 from coordinator.collectives.tensor_dicts import TensorDicts
 from coordinator.host.plane import refuse_any
-from coordinator.host.tags import FIRST_USER_TAG, MOST_TAGS
+from coordinator.host.tags import FIRST_USER_TAG, TENSOR_TAG_COUNT
 from device_comm import checks
 from device_comm.handles import Handle
 from device_comm.movable import movable_dtype
@@ -186,6 +186,6 @@ class PointToPoint(TensorDicts):
         )
 
     def _wire_tag(self, tag: int) -> int:
-        if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < MOST_TAGS:
-            raise UsageError(f"tag must be an integer from 0 to {MOST_TAGS - 1}, not {tag!r}")
+        if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < TENSOR_TAG_COUNT:
+            raise UsageError(f"tag must be an integer from 0 to {TENSOR_TAG_COUNT - 1}, not {tag!r}")
         return FIRST_USER_TAG + tag if tag else TENSOR_TAG

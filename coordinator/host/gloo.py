@@ -100,23 +100,23 @@ class GlooHostPlane(GatheringHostPlane):
     def barrier(self, timeout_s: float | None = None) -> None:
         """Return once every rank has called this."""
         operation = self._health.begin("host", "barrier")
-        deadline = timeout_s or self._timeout_s
+        limit_s = timeout_s or self._timeout_s
         options = dist.BarrierOptions()
-        options.timeout = backend_timeout(deadline)
+        options.timeout = backend_timeout(limit_s)
         with self._health.transport(operation):
             work = self._backend.barrier(options)
-        self._health.wait(operation, CollectiveWork(work), deadline)
+        self._health.wait(operation, CollectiveWork(work), limit_s)
 
     def _all_gather(self, name: str, timeout_s: float | None, data: bytes) -> list[memoryview]:
         operation = self._health.begin("host", name)
-        deadline = timeout_s or self._timeout_s
+        limit_s = timeout_s or self._timeout_s
         options = AllgatherOptions()
-        options.timeout = backend_timeout(deadline)
+        options.timeout = backend_timeout(limit_s)
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         result = bytearray(len(data) * len(self._ranks))
         with self._health.transport(operation):
             work = self._backend._allgather_base(torch.frombuffer(result, dtype=torch.uint8), own, options)
-        self._health.wait(operation, CollectiveWork(work), deadline)
+        self._health.wait(operation, CollectiveWork(work), limit_s)
         rows = memoryview(result)
         return [rows[start : start + len(data)] for start in range(0, len(result), len(data))]
 
@@ -140,16 +140,16 @@ class GlooHostPlane(GatheringHostPlane):
 
     def gather_object(self, obj: object, dst: int, timeout_s: float | None = None) -> list[Any] | None:
         """Return the ranks' objects on rank `dst`, in rank order; None elsewhere."""
-        deadline = timeout_s or self._timeout_s
+        limit_s = timeout_s or self._timeout_s
         message = None if self._rank == dst else codec.encode(obj)
         operation = self._health.begin("host", "gather_object")
         if message is not None:
-            self._start_frame(operation, message, [dst], GATHER_TAG, deadline).wait()
+            self._start_frame(operation, message, [dst], GATHER_TAG, limit_s).wait()
             return None
-        firsts = self._receive_first(operation, self._others, GATHER_TAG, deadline)
+        firsts = self._receive_first(operation, self._others, GATHER_TAG, limit_s)
         # Receive all frames before decoding any: if one cannot be decoded, nothing of the others may be left behind.
         frames = {
-            rank: self._complete_frame(operation, rank, GATHER_TAG, first, deadline)
+            rank: self._complete_frame(operation, rank, GATHER_TAG, first, limit_s)
             for rank, first in firsts.items()
         }
         objects = {rank: codec.decode(frame) for rank, frame in frames.items()}
@@ -169,7 +169,7 @@ class GlooHostPlane(GatheringHostPlane):
     def send_message(
         self, message: codec.Message, dst: int, name: str, timeout_s: float | None, tag: int
     ) -> None:
-        """Send an object that is already encoded to rank `dst`; return when the transport owns it."""
+        """Send an already encoded object to rank `dst`; return when the transport owns it."""
         self._isend_message(message, [dst], name, timeout_s, tag).wait()
 
     def _isend_message(
@@ -179,7 +179,7 @@ class GlooHostPlane(GatheringHostPlane):
         return self._start_frame(operation, message, peers, tag, timeout_s or self._timeout_s)
 
     def recv_object(self, src: int, timeout_s: float | None, type_: Any, name: str, tag: int) -> Any:
-        """Receive an object from rank `src`; without a deadline this waits until one arrives."""
+        """Receive an object from rank `src`; without `timeout_s` this waits until one arrives."""
         operation = self._health.begin_point_to_point("host", f"{name} from {self._global([src])}")
         return self._receive_frame(operation, src, tag, timeout_s, type_)
 
@@ -315,7 +315,7 @@ class GlooHostPlane(GatheringHostPlane):
     def _global(self, peers: Sequence[int]) -> str:
         return ", ".join(f"rank {self._ranks[peer]}" for peer in peers)
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ lifecycle
 
     def abort(self) -> None:
         """End every operation in flight, here and on the peers."""

@@ -58,7 +58,7 @@ class HostPlane(Protocol):
     def send_message(
         self, message: codec.Message, dst: int, name: str, timeout_s: float | None, tag: int
     ) -> None:
-        """Send an object that is already encoded to rank `dst`; return when the transport owns it."""
+        """Send an already encoded object to rank `dst`; return when the transport owns it."""
 
     def isend_object(self, obj: object, dst: int, name: str, timeout_s: float | None, tag: int) -> Handle:
         """Start to send an object to rank `dst`; the object may change as soon as this returns."""

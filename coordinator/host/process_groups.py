@@ -3,7 +3,8 @@
 torch derives Gloo's address from the environment or the host name, and has no option for it: it ignores the options of
 a Gloo group. It looks up the class `ProcessGroupGloo` in its module whenever it creates one, and there we put a
 subclass, `GlooAtAddress`. The groups are Gloo groups in every respect, so `get_backend`, `monitored_barrier` and
-`new_group` treat them as such. A backend of another name, which torch lets one register, would be no "gloo" for them.
+`new_group` treat them as such. A backend registered with torch under another name would not count as "gloo" for
+them.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class GlooOptions:
 _wanted: Final[contextvars.ContextVar[GlooOptions | None]] = contextvars.ContextVar(
     "gloo_options", default=None
 )
-# The world that we opened, and the address on which it listens.
+# The default process group that we initialised, if any, and the address on which it listens.
 _own_world: Final[list[tuple[dist.ProcessGroup, str]]] = []
 
 
@@ -109,7 +110,7 @@ _metaclass: Any = type(ProcessGroupGloo)
 
 
 class _EveryGloo(_metaclass):  # type: ignore[misc]  # the metaclass of pybind11
-    """Makes each Gloo backend an instance of `GlooAtAddress` for torch, whoever created it."""
+    """Makes `isinstance(backend, GlooAtAddress)`, which torch asks, true for every Gloo backend, whoever created it."""
 
     def __instancecheck__(self, instance: object) -> bool:
         return isinstance(instance, ProcessGroupGloo)
@@ -122,7 +123,7 @@ class GlooAtAddress(ProcessGroupGloo, metaclass=_EveryGloo):
         """Take the arguments of torch's class."""
         options = _chosen()
         timeout = kwargs.get("timeout", args[0] if args else dist.default_pg_timeout)
-        # A caller that passes a device, in options of its own, has chosen the address.
+        # The argument after `size` may be an options object with a device: then the caller has chosen the address.
         if options is None or not isinstance(timeout, timedelta):
             super().__init__(store, rank, size, *args, **kwargs)
             return
@@ -133,15 +134,16 @@ class GlooAtAddress(ProcessGroupGloo, metaclass=_EveryGloo):
         _users[cast("GlooBackend", self)] = device
 
 
-def create_gloo(backend_options: Any, options: GlooOptions) -> ProcessGroupGloo:
+def build_gloo_backend(backend_options: Any, options: GlooOptions) -> ProcessGroupGloo:
     """Build a Gloo backend: torch's options say for which ranks and over which store, ours at which address."""
-    of = backend_options
+    store, timeout = backend_options.store, backend_options.timeout
     with gloo_at(options):
-        return GlooAtAddress(of.store, of.group_rank, of.group_size, of.timeout)
+        return GlooAtAddress(store, backend_options.group_rank, backend_options.group_size, timeout)
 
 
-# Each device has a thread that wakes up a hundred times a second (0.15 % of a core), so all groups of a process share
-# one device, which ends with the last of them. A forked child has no threads and needs its own device.
+# Each device has a thread that wakes up a hundred times a second (0.15 % of a core), so the groups of a process that
+# listen on one address, except lazy ones, share one device, which ends with the last of them. A forked child has no
+# threads and needs its own device.
 _devices: Final[weakref.WeakValueDictionary[tuple[str, int], _Device]] = weakref.WeakValueDictionary()
 _users: Final[weakref.WeakKeyDictionary[GlooBackend, _Device]] = weakref.WeakKeyDictionary()
 
@@ -160,7 +162,7 @@ def _device_at(address: str, is_lazy: bool) -> _Device:
 def new_gloo_group(
     ranks: Sequence[int], address: str, name: str, timeout_s: float, is_lazy: bool = False
 ) -> tuple[dist.ProcessGroup, GlooBackend]:
-    """Create a Gloo group that listens on `address`; the other arguments are those of `new_group`.
+    """Create a Gloo group that listens on `address`; the other arguments are those of `new_group` below.
 
     Collective over `ranks`, unless `is_lazy`: then each rank may call it at any time.
     """
@@ -170,10 +172,10 @@ def new_gloo_group(
     return group, options.backend
 
 
-def make_gloo_group(
+def new_unregistered_gloo_group(
     store: dist.Store, rank: int, size: int, name: str, timeout_s: float, options: GlooOptions
 ) -> tuple[dist.ProcessGroup, GlooBackend]:
-    """Create a Gloo group in a store of its own, of which torch's world knows nothing.
+    """Create a Gloo group that uses its own store and is not registered with torch.distributed.
 
     Collective over its ranks, unless it is lazy: then each rank may call it at any time.
     """
@@ -192,14 +194,14 @@ def make_gloo_group(
 def new_group(ranks: Sequence[int], backend: str, name: str, timeout_s: float) -> dist.ProcessGroup:
     """Create a process group with any backend. Collective over `ranks` only.
 
-    `dist.new_group` does not fit: it sorts the ranks, and names the group by the number of groups in this process.
-    Ranks with different numbers of groups would wait under different names, and a group that follows a destroyed one
-    would find the old addresses in the store.
+    `dist.new_group` cannot be used here: it sorts the ranks, and names the group by the number of groups in this
+    process. Ranks with different numbers of groups would wait under different names, and a group that follows a
+    destroyed one would find the old addresses in the store.
 
     Args:
         ranks: Global ranks, in group order.
         backend: torch backend.
-        name: Equal on all ranks, and new among groups with the same first rank.
+        name: Equal on all ranks, and not used before by a group with the same first rank.
         timeout_s: Timeout of the backend's own operations, in seconds.
     """
     torch_world: Any = dist.distributed_c10d

@@ -54,41 +54,41 @@ class SharedHostPlane(GatheringHostPlane):
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor], src: int, timeout_s: float | None) -> None:
         """Fill CPU tensors on every rank with those of rank `src`, one after the other."""
-        deadline = timeout_s or self._timeout_s
+        limit_s = timeout_s or self._timeout_s
         for tensor in tensors:
             if self._rank == src:
-                self._channels.send("host", "send", tensor, self._others, BROADCAST_TENSOR_TAG, deadline)
+                self._channels.send("host", "send", tensor, self._others, BROADCAST_TENSOR_TAG, limit_s)
             else:
                 self.irecv_tensor(tensor, src, timeout_s, BROADCAST_TENSOR_TAG).wait()
 
     def gather_object(self, obj: object, dst: int, timeout_s: float | None = None) -> list[Any] | None:
         """Return the ranks' objects on rank `dst`, in rank order; None elsewhere."""
-        name, deadline = "gather_object", timeout_s or self._timeout_s
+        name, limit_s = "gather_object", timeout_s or self._timeout_s
         if self._rank != dst:
-            self._channels.send("host", name, obj, (dst,), GATHER_TAG, deadline)
+            self._channels.send("host", name, obj, (dst,), GATHER_TAG, limit_s)
             return None
-        objects = self._channels.recv_each("host", name, self._others, GATHER_TAG, deadline)
+        objects = self._channels.recv_each("host", name, self._others, GATHER_TAG, limit_s)
         return [*objects[:dst], obj, *objects[dst:]]
 
     # ------------------------------------------------------------------ point to point
 
     def send_object(self, obj: object, dst: int, name: str, timeout_s: float | None, tag: int) -> None:
-        """Send an object to rank `dst`; return when the channel owns it."""
+        """Send an object to rank `dst`; return once it has been copied into the channel."""
         self._channels.send("host", name, obj, (dst,), tag, timeout_s or self._timeout_s)
 
     def send_message(
         self, message: codec.Message, dst: int, name: str, timeout_s: float | None, tag: int
     ) -> None:
-        """Send an object that is already encoded to rank `dst`; return when the channel owns it."""
+        """Send an already encoded object to rank `dst`; return once it has been copied into the channel."""
         self._channels.send_message("host", name, message, (dst,), tag, timeout_s or self._timeout_s)
 
     def isend_object(self, obj: object, dst: int, name: str, timeout_s: float | None, tag: int) -> Handle:
         """Start to send an object to rank `dst`; this copies the object."""
-        deadline = timeout_s or self._timeout_s
-        return self._channels.isend("host", name, obj, dst, tag, deadline, copies=True)
+        limit_s = timeout_s or self._timeout_s
+        return self._channels.isend("host", name, obj, dst, tag, limit_s, copies=True)
 
     def recv_object(self, src: int, timeout_s: float | None, type_: Any, name: str, tag: int) -> Any:
-        """Receive an object from rank `src`; without a deadline this waits until one arrives."""
+        """Receive an object from rank `src`; without `timeout_s` this waits until one arrives."""
         value = self._channels.recv("host", name, src, tag, timeout_s)
         return value if type_ is None else codec.convert(value, type_)
 
@@ -108,25 +108,26 @@ class SharedHostPlane(GatheringHostPlane):
         return expect_tensor(received, dtype, shape, src, self._health), src
 
     def pack(self, tensor_dict: Mapping[Any, Any], slicing: Slicing) -> PackedDict:
-        """Put every CPU tensor into the message, which moves as fast as tensors on their own."""
+        """Pack every CPU tensor into the message: this is as fast as sending the tensors separately."""
         return pack_whole(tensor_dict, slicing)
 
     def isend_tensor_dict(self, packed: PackedDict, dst: int, timeout_s: float | None) -> list[Handle]:
         """Start to send the message, which holds every CPU tensor."""
-        deadline = timeout_s or self._timeout_s
+        limit_s = timeout_s or self._timeout_s
         handle = self._channels.isend(
-            "host", "send_tensor_dict", packed.message(), dst, TENSOR_DICT_TAG, deadline
+            "host", "send_tensor_dict", packed.message(), dst, TENSOR_DICT_TAG, limit_s
         )
         # Engines regard the first handle as the metadata's, and wait only for the handles after it.
+        # So the only handle is returned twice.
         return [handle] if isinstance(handle, CompletedHandle) else [handle, handle]
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ lifecycle
 
     def flush(self, timeout_s: float) -> None:
         """Return at once: what was written can be read after this rank has left."""
 
     def close(self, timeout_s: float) -> None:
-        """Release the memory; calls that wait in other threads end. Idempotent."""
+        """Release the memory; calls that wait in other threads raise an error. Idempotent."""
         self._shared.close(timeout_s)
 
 

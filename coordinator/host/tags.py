@@ -10,9 +10,9 @@ TENSOR_DICT_TAG: Final = 5
 BROADCAST_TENSOR_TAG: Final = 6
 SCATTER_TAG: Final = 7
 
-# The tags of `send(..., tag=...)` start here; Gloo's own calls use lower ones.
+# The tags of `send(..., tag=...)` start here; lower ones are for our own messages and for Gloo's internal calls.
 FIRST_USER_TAG: Final = 0x10000
-# Gloo's tags are signed 32-bit integers: tensors have this many of them, and objects half as many behind those.
-MOST_TAGS: Final = 1 << 30
-FIRST_OBJECT_TAG: Final = FIRST_USER_TAG + MOST_TAGS
-MOST_OBJECT_TAGS: Final = MOST_TAGS // 2
+# Gloo's tags are signed 32-bit integers. Tensors have this many user tags; objects have half as many, numbered next.
+TENSOR_TAG_COUNT: Final = 1 << 30
+FIRST_OBJECT_TAG: Final = FIRST_USER_TAG + TENSOR_TAG_COUNT
+OBJECT_TAG_COUNT: Final = TENSOR_TAG_COUNT // 2

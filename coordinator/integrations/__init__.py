@@ -1,1 +1,1 @@
-"""Adapters that put engines on this project without a change to the engine. Nothing here is imported by the rest."""
+"""Adapters that let inference engines use this project unmodified. The project's other packages never import them."""

@@ -19,7 +19,7 @@ from coordinator.bootstrap.group_builder import GroupBuilder, prepare_region
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan
 from coordinator.bootstrap.membership import Membership, listening_address, own_address
 from coordinator.bootstrap.world import World
-from coordinator.host.process_groups import GlooOptions, create_gloo
+from coordinator.host.process_groups import GlooOptions, build_gloo_backend
 from coordinator.settings import CoordinatorSettings
 from coordinator.torch_backend.errors import for_torch
 from coordinator.torch_backend.process_group import BACKEND, BackendProcessGroup
@@ -84,7 +84,7 @@ def _create(options: Any) -> BackendProcessGroup | ProcessGroupGloo:
         own = View(_facts(plan, settings), this_process(), address, shared_memory.host_id(), offers)
         views = _agree(dist.PrefixStore("agreement", store), plan, own, timeout_s)
         if len({view.host_id for view in views.values()}) > 1:
-            return create_gloo(options, GlooOptions(listening_address(views, rank)))
+            return build_gloo_backend(options, GlooOptions(listening_address(views, rank)))
         builder = GroupBuilder(
             plan,
             region,

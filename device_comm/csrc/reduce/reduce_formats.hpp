@@ -1,7 +1,7 @@
 // Convert the elements of each type to the lanes in which they are combined, and back.
 //
 // A format loads kBytes of a tensor as a Unit of kParts vectors of Lane, and stores a Unit. Its kKind says how to combine
-// lanes: as floating-point numbers, integers, truth values, or pairs that are complex numbers.
+// lanes: as floating-point numbers, integers, booleans, or pairs that are complex numbers.
 
 #pragma once
 
@@ -10,9 +10,9 @@
 namespace reduce::REDUCE_LEVEL {
 namespace {
 
-enum class Kind : std::uint8_t { kFloat, kInteger, kTruth, kComplex };
+enum class Kind : std::uint8_t { kFloat, kInteger, kBool, kComplex };
 
-// What every format states.
+// The types and constants that every format defines.
 template <typename LaneType, Kind kind, std::size_t parts, std::size_t bytes>
 struct Shape {
     using Lane = LaneType;
@@ -34,25 +34,26 @@ struct Plain : Shape<Lane, kind, 1, kWidth> {
 };
 
 // Any nonzero byte is true; a result is 0 or 1.
-struct Truth : Plain<std::uint8_t, Kind::kTruth> {
+struct Bool : Plain<std::uint8_t, Kind::kBool> {
     using Bytes = Vector<std::uint8_t>;
 
     static Unit load(const char* from) { return {{(Bytes)(get<Bytes>(from) != 0) & 1}}; }
 };
 
 // bf16, the upper half of an f32. Even and odd elements go to separate vectors, so no bits move between lanes.
-struct Brain : Shape<float, Kind::kFloat, 2, kWidth> {
+struct Bfloat16 : Shape<float, Kind::kFloat, 2, kWidth> {
     static Unit load(const char* from) {
         const U32 pair = get<U32>(from);
         return {{(F32)(pair << 16), (F32)(pair & 0xffff0000u)}};
     }
 
-    // Rounds to nearest, ties to even, in the upper half; the lower half is undefined. NaN gives any value.
+    // Rounds to nearest, ties to even, in the upper half; the lower half is undefined. For NaN the result is arbitrary;
+    // store() corrects it.
     static U32 rounded(F32 value) { return add_odd((U32)value + 0x7fffu, (U32)value, 1u << 16); }
 
     static void store(char* to, Unit unit, bool streaming) {
         U32 low = rounded(unit.part[0]), high = rounded(unit.part[1]);
-        // One check covers both vectors: NaN is rare, and handling it in each would cost 15 % of a sum in the caches.
+        // One check covers both vectors: NaN is rare, and handling it in each would slow a sum of cached data by 15 %.
         if (__builtin_expect(has_nan(unit.part[0], unit.part[1]), 0)) {
             low |= (U32)(unit.part[0] != unit.part[0]);
             high |= (U32)(unit.part[1] != unit.part[1]);
@@ -102,7 +103,8 @@ struct Small {
         const U32 magnitude = (U32)value ^ sign;
         // SSE2 has instructions only for signed comparisons; a magnitude is never negative.
         const I32 order = (I32)magnitude;
-        // Adding a number whose last place is the subnormal unit makes the processor round to that unit.
+        // Adding a number whose unit in the last place is the format's smallest subnormal makes the processor round to that
+        // unit.
         constexpr unsigned unit = (127 - bias + kShift + 1) << 23;
         const U32 subnormal = (U32)((F32)magnitude + (F32)(U32{} + unit)) - unit;
         const U32 odd = (magnitude >> kShift) & 1u;

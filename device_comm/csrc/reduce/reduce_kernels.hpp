@@ -30,7 +30,7 @@ inline V combined(V sofar, V later) {
     constexpr bool sums = op == Op::kSum || op == Op::kMean;
     if constexpr (kind == Kind::kComplex) {
         return combined_complex(op, sofar, later);
-    } else if constexpr (kind == Kind::kTruth) {
+    } else if constexpr (kind == Kind::kBool) {
         return sums || op == Op::kMax ? (sofar | later) : (sofar & later);
     } else if constexpr (op == Op::kMin || op == Op::kMax) {
         const auto wins = op == Op::kMin ? later < sofar : later > sofar;
@@ -152,7 +152,7 @@ constexpr Table filled() {
     fill<Plain<float, Kind::kFloat>, 4>(table, Type::f32);
     fill<Plain<double, Kind::kFloat>, 8>(table, Type::f64);
     fill<Half<Kind::kFloat>, 2>(table, Type::f16);
-    fill<Brain, 2>(table, Type::bf16);
+    fill<Bfloat16, 2>(table, Type::bf16);
     fill<Byte<Small<4, 3, 7, Specials::kFinite>>, 1>(table, Type::f8e4m3fn);
     fill<Byte<Small<5, 2, 15, Specials::kIeee>>, 1>(table, Type::f8e5m2);
     fill<Byte<Small<4, 3, 8, Specials::kUnsigned>>, 1>(table, Type::f8e4m3fnuz);
@@ -164,7 +164,7 @@ constexpr Table filled() {
     fill<Plain<std::int32_t, Kind::kInteger>, 4>(table, Type::i32);
     fill<Plain<std::uint32_t, Kind::kInteger>, 4>(table, Type::u32);
     fill<Plain<std::int64_t, Kind::kInteger>, 8>(table, Type::i64);
-    fill<Truth, 1>(table, Type::boolean);
+    fill<Bool, 1>(table, Type::boolean);
     fill<Half<Kind::kComplex>, 4>(table, Type::c32);
     fill<Plain<float, Kind::kComplex>, 8>(table, Type::c64);
     fill<Plain<double, Kind::kComplex>, 16>(table, Type::c128);

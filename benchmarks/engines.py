@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -42,6 +43,8 @@ SHORT_REQUESTS: Final = 20
 SHORT_EVERY: Final = 4
 # vLLM's own queues poll for one second after a message. No engine may work beside that.
 REST_S: Final = 1.1
+# An engine starts within a minute or two, and then answers within seconds.
+ANSWER_S: Final = 600.0
 
 
 @contextmanager
@@ -82,10 +85,15 @@ class Engine:
 
     def _line(self) -> str:
         assert self.process.stdout is not None
+        limit = threading.Timer(ANSWER_S, os.killpg, (self.process.pid, signal.SIGKILL))
+        limit.start()
         line = self.process.stdout.readline()
+        limit.cancel()
         if not line:
             self.log.seek(0)
-            sys.exit(f"the engine {self.name} ended:\n{self.log.read()[-4000:]}")
+            sys.exit(
+                f"the engine {self.name} ended, or did not answer for {ANSWER_S} s:\n{self.log.read()[-4000:]}"
+            )
         return line
 
     def stop(self) -> None:

@@ -2,7 +2,6 @@
 #include <Python.h>
 #include <pthread.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <new>
 
@@ -11,8 +10,8 @@
 namespace region {
 namespace {
 
-// A call polls and yields for this long before it sleeps. This is many times the cost of a sleep and a wake-up: peers
-// usually arrive at once, and yielding leaves the core to any thread that needs it.
+// With more ranks than cores, a call polls and yields for this long before it sleeps. This is many times the cost of a
+// sleep and a wake-up: peers usually arrive at once, and yielding leaves the core to a rank that needs it.
 constexpr uint64_t kSpinNs = 200 * 1000;
 // If every rank can have a core, it polls longer. In the forward pass of an engine the ranks of a group of two came 0.3 ms
 // apart at p90 and 1 ms apart at p99, and waking an idle core took up to some ms on a virtual machine.
@@ -114,9 +113,7 @@ long start(Object* object, Plan&& plan, uint64_t code) {
         return -1;
     }
     object->number += 1;
-    static const long cores = sysconf(_SC_NPROCESSORS_ONLN);
-    const bool is_crowd = static_cast<long>(object->region->ranks()) > cores;
-    return advance(object, is_crowd ? kSpinNs : kLongSpinNs, kFirstSliceNs);
+    return advance(object, object->region->has_core_each() ? kLongSpinNs : kSpinNs, kFirstSliceNs);
 }
 
 long refusal(const Object* object) {

@@ -106,6 +106,18 @@ inline void pause() {
 #endif
 }
 
+// Lets another thread of this core run. If that is a process that never sleeps, it keeps the core for a time slice of some
+// ms. After a yield that took so long, the calling thread does not yield again for a while.
+inline void yield_core() {
+    constexpr uint64_t kLongNs = 200 * 1000, kRefusalNs = 100 * 1000 * 1000;
+    static thread_local uint64_t refused_until = 0;
+    const uint64_t before = now_ns();
+    if (before < refused_until) return;
+    sched_yield();
+    const uint64_t after = now_ns();
+    if (after - before > kLongNs) refused_until = after + kRefusalNs;
+}
+
 // Sleeps while `word` holds `seen`, for at most `nanoseconds`. Any wake-up, signal or change ends the sleep. Returns false if
 // a signal ended it.
 inline bool futex_wait(std::atomic<uint32_t>& word, uint32_t seen, uint64_t nanoseconds) {
@@ -349,7 +361,7 @@ public:
                 pause();
             }
             if (now_ns() >= until_ns) return false;
-            sched_yield();
+            yield_core();
         }
     }
 

@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 # Ranks of most cases, few enough for a laptop, and the largest world of the case `scaling`.
 WORLD: Final = 2
 SCALE_TO: Final = 8
-OTHERS: Final = {"start-up": "start_up", "overlap": "overlap", "training": "training", "engines": "engines"}
+OTHERS: Final = {
+    "start-up": "start_up",
+    "overlap": "overlap",
+    "training": "training",
+    "engines": "engines",
+    "load": "engine_load",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -73,8 +73,8 @@ class Engine:
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
-            # Not a session of its own: Linux shares the cores out among sessions first (sched(7), autogroup), and the busy
-            # loop must compete with the engine's processes alone.
+            # Not a session of its own: Linux divides the cores among sessions first (sched(7), autogroup), and the
+            # busy loop must compete with the engine's processes alone.
             process_group=0,
         )
         self._line()

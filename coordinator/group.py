@@ -235,7 +235,8 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         self.ranks: list[int] = list(parts.health.ranks)
         self.world_size: int = len(self.ranks)
         self.rank_in_group: int = self.ranks.index(self.rank)
-        self.local_rank = self.device_index = local_rank
+        self.local_rank: int = local_rank
+        self.device_index: int = local_rank
         self.group_ranks: list[list[int]] = [list(ranks) for ranks in group_ranks]
         self.torch_distributed_backend = backend
         self.settings = settings

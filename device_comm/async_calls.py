@@ -19,7 +19,7 @@ from device_comm.health import GroupHealth
 from shm_broadcast.errors import ClosedError, CommError, CommTimeoutError, GroupBrokenError, UsageError
 from shm_broadcast.timeouts import AnyTimeout, seconds
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 

@@ -36,7 +36,7 @@ class World:
         self.size = size
         self._store: dist.Store | None = store
         self._leave = leave
-        self.is_torch = leave is None
+        self.is_torch: bool = leave is None
 
     @property
     def store(self) -> dist.Store:

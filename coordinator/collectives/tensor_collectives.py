@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any, Final, Literal, Unpack, cast, overload
+from typing import Any, ClassVar, Final, Literal, Unpack, cast, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -48,6 +48,8 @@ class TensorCollectives(TensorOutputs, CoalescedCollectives, ExpertParallel):
     `async_op` or an output, and those whose result depends on the rank. A leaf that a call writes to, such as a
     parameter in `broadcast`, is overwritten. What is sent to another rank carries values and no gradients.
     """
+
+    overridden: ClassVar[Mapping[str, str]]
 
     # --- methods that a subclass may replace
 

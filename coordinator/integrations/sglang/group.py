@@ -129,11 +129,11 @@ class SglangGroupCoordinator(GroupCoordinator):
         self.use_hpu_communicator = use_hpu_communicator
         self.use_xpu_communicator = use_xpu_communicator
         self.use_message_queue_broadcaster = use_message_queue_broadcaster
-        self.active_ranks = torch.ones(self.world_size, dtype=torch.int32, device=self.device)
-        self.active_ranks_cpu = torch.ones(self.world_size, dtype=torch.int32)
-        self.device_module = torch.get_device_module(self.device)
+        self.active_ranks: torch.Tensor = torch.ones(self.world_size, dtype=torch.int32, device=self.device)
+        self.active_ranks_cpu: torch.Tensor = torch.ones(self.world_size, dtype=torch.int32)
+        self.device_module: Any = torch.get_device_module(self.device)
         hosts = self._parts.host_ids
-        self.local_size = sum(hosts[rank] == hosts[self.rank] for rank in self.ranks)
+        self.local_size: int = sum(hosts[rank] == hosts[self.rank] for rank in self.ranks)
         engine = sys.modules.get(_STATE)
         if engine is not None:
             # SGLang's custom operations look the group up by its name.

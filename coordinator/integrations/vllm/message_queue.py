@@ -165,8 +165,8 @@ class MessageQueue:
         self._writer = writer
         self._reader = reader
         self._handle = handle
-        self.shutting_down = False
-        self.tensor_arena = None
+        self.shutting_down: bool = False
+        self.tensor_arena: None = None
 
     @classmethod
     def of(cls, end: Any) -> Self:

@@ -410,7 +410,8 @@ def take_descriptor(
         reply = data[_CHALLENGE_BYTES:]
         if not data:
             raise PeerLostError(
-                f"the owner of the segment refused member {member}: wrong key, or this member has it already"
+                f"the owner of the segment refused member {member}: wrong key, or this member has it already, or the "
+                "owner has just ended the offer"
             )
         if not hmac.compare_digest(data[:_CHALLENGE_BYTES], _proof(key, b"owner", proof + reply)):
             raise DecodeError("the process that answered does not know the key of the segment")

@@ -98,7 +98,12 @@ class GroupBuilder:
         first, timeout_s = self.members[self.plan.membership.ranks[0]], self.settings.create_timeout_s
         offers = msgspec.json.decode(first.note, type=list[bytes])
         with self.plan.clock.phase("shared_memory"):
-            self._shared = self.region.map(self.health, offers[number], timeout_s)
+            try:
+                self._shared = self.region.map(self.health, offers[number], timeout_s)
+            except CapabilityError as error:
+                # The first rank may have failed in another group. It published why before it withdrew its offer.
+                self._raise_if_published(error)
+                raise
             self._made.callback(self._shared.close)
 
     def confirm(self) -> None:
@@ -114,10 +119,14 @@ class GroupBuilder:
             try:
                 shared.host.finish("barrier", shared.host.core.barrier(), self.settings.create_timeout_s)
             except GroupBrokenError as error:
-                failure_record = self._status_store.failure_record()
-                if failure_record is None:
-                    raise
-                raise CapabilityError(failure_record.detail, requirement="shared memory") from error
+                self._raise_if_published(error)
+                raise
+
+    def _raise_if_published(self, error: Exception) -> None:
+        """Raise from `error` the reason that another rank has published, if one has."""
+        failure_record = self._status_store.failure_record()
+        if failure_record is not None:
+            raise CapabilityError(failure_record.detail, requirement="shared memory") from error
 
     def connect(
         self, use_device_communicator: bool, agreement_s: float, together: tuple[str, ...]

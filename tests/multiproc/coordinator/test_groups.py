@@ -28,7 +28,7 @@ from coordinator import (
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
-from coordinator.bootstrap import group_builder
+from coordinator.bootstrap import creation, group_builder
 from coordinator.bootstrap.agreement import LINGER_S
 from coordinator.bootstrap.group_builder import GroupBuilder
 from coordinator.bootstrap.group_parts import GroupParts
@@ -362,6 +362,32 @@ def lacks_memory(rank: int, world_size: int, directory: Path, culprit: int) -> N
 def test_memory_that_one_rank_cannot_have_fails_the_creation_on_all(ranks4: RankPool, culprit: int) -> None:
     """It also fails on ranks that share no group with that rank. The world stays, and a retry works."""
     ranks4.run(lacks_memory, culprit)
+
+
+def comes_late(rank: int, world_size: int, directory: Path) -> None:
+    """Rank 0 has no memory. Rank 3 comes for rank 2's when rank 2, which meets rank 0 elsewhere, has given up."""
+    take = shared_memory._take
+
+    def late_take(*arguments: Any) -> Any:
+        time.sleep(0.5)
+        return take(*arguments)
+
+    with world(rank, world_size, directory) as everyone, contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(creation, "LINGER_S", 0.0))
+        if rank == 0:
+            refused = (None, None, shared_memory._Offer(failure="no room"))
+            patches.enter_context(mock.patch.object(shared_memory, "_offer", return_value=refused))
+        if rank == 3:
+            patches.enter_context(mock.patch.object(shared_memory, "_take", late_take))
+        with pytest.raises(CapabilityError, match="no room"):
+            ParallelGroups.create(ParallelLayout(tensor=2, pipeline=2))
+        patches.close()
+        works(everyone)
+
+
+def test_a_rank_that_comes_too_late_for_the_memory_reads_why_it_is_gone(ranks4: RankPool) -> None:
+    """The rank that offered it published the reason, which another rank gave it, and went."""
+    ranks4.run(comes_late)
 
 
 def breakdown(rank: int, world_size: int, directory: Path) -> None:

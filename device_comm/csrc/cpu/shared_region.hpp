@@ -199,7 +199,7 @@ public:
                 const Wait status = sleep(missing, until_ns, true);
                 if (status != Wait::kMore) return status;
             }
-            if (is_crowded_ || !has_core_each()) sched_yield();
+            if (!has_core_each() || keeps_core(missing)) sched_yield();
         }
         return sleep(missing, until_ns, false);
     }
@@ -221,6 +221,15 @@ private:
     bool shares_core(uint32_t rank) {
         const int32_t core = block(rank).posts[(step_ - 1) & 1].core.load(std::memory_order_relaxed);
         return step_ > 1 && core >= 0 && core == sched_getcpu();
+    }
+
+    // Whether a rank that has not posted, `from` or a higher one, ran on this core in the previous step. So a rank yields
+    // to others also where the group has fewer cores than the machine, as in a container.
+    bool keeps_core(uint32_t from) {
+        for (uint32_t rank = from; rank < ranks(); ++rank) {
+            if (!has_posted(rank) && shares_core(rank)) return true;
+        }
+        return false;
     }
 
     State& state() { return *reinterpret_cast<State*>(base_ + kLine); }

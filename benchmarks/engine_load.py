@@ -3,7 +3,7 @@
     python -m benchmarks load PYTHON [--minutes 20] [--lives 3] [--stock] [--out DIR]
 
 PYTHON is the interpreter of an environment that holds vLLM and this project (`make test-engines` makes one). Eight
-clients ask for streams of 4 to 48 tokens without a pause; they abort every eighth request after two tokens. The server
+clients ask for streams of 4 to 48 tokens without a pause; they abort one request in eight after two tokens. The server
 is ended by SIGTERM with requests in flight, and started again, until it has lived `--lives` times. A life's first 30 s
 fill caches and are left out; its first and its last third are compared. Memory is the proportional set size of all
 processes of the server together.
@@ -26,16 +26,17 @@ from typing import Any, Final
 
 import msgspec
 
-from benchmarks.engine_server import ServerError, serve, stream
+from benchmarks.engine_server import ANSWER_S, ServerError, serve, stream
+from benchmarks.process_tree import process_tree
 
 CLIENTS: Final = 8
-# Every eighth request is aborted after two tokens.
+# One request in eight, chosen by chance, is aborted after two tokens.
 ABORTED: Final = 8
+EXPECTED: Final = ("answered", "aborted")
 WARM_UP_S: Final = 30.0
 SAMPLE_S: Final = 5.0
 # The server's other processes may end this much later than the server.
 LEAVE_S: Final = 10.0
-MIB: Final = 1 << 20
 
 
 class Request(msgspec.Struct):
@@ -55,30 +56,14 @@ class Sample(msgspec.Struct):
     threads: int
 
 
-def tree(root: int) -> list[int]:
-    """Return the process ids of a process and its descendants."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-            except OSError:  # the process has ended meanwhile
-                continue
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found = [root]
-    for pid in found:
-        found += children.get(pid, [])
-    return found
-
-
 def sample(root: int, at_s: float) -> Sample:
     """Return what a server's processes hold together."""
     taken = Sample(at_s, 0.0, 0, 0)
-    for pid in tree(root):
-        folder = Path("/proc", str(pid))
+    for process in process_tree(root):
+        folder = Path("/proc", str(process.pid))
         try:
             rollup = (folder / "smaps_rollup").read_text()
-            taken.mib += int(rollup.split("\nPss:")[1].split()[0]) * 1024 / MIB
+            taken.mib += int(rollup.split("\nPss:")[1].split()[0]) / 1024
             taken.descriptors += len(list((folder / "fd").iterdir()))
             taken.threads += len(list((folder / "task").iterdir()))
         except (OSError, IndexError):  # the process has ended meanwhile
@@ -97,15 +82,17 @@ class Client(threading.Thread):
         self.requests: list[Request] = []
 
     def run(self) -> None:
-        """Send requests until told to stop, or the server ends."""
+        """Send requests until told to stop, or one fails."""
         while not self.stop.is_set():
             begin = time.monotonic()
             outcome, tokens = self.ask()
             end = time.monotonic()
-            if outcome != "answered" and self.stop.is_set():
+            if outcome not in EXPECTED and self.stop.is_set():
                 outcome = "cut"
             took = (end - begin) * 1e3 / max(tokens, 1)
             self.requests.append(Request(end - self.begun, took, outcome))
+            if outcome not in EXPECTED:
+                return
 
     def ask(self) -> tuple[str, int]:
         """Send one request; return its outcome and how many tokens came."""
@@ -137,13 +124,15 @@ def live(python: Path, model: Path, plugins: str, log: Path, seconds: float) -> 
         while time.monotonic() < start + seconds:
             time.sleep(SAMPLE_S)
             samples.append(sample(pid, time.monotonic() - start))
-        processes = tree(pid)
+        processes = process_tree(pid)
         stop.set()
     for client in clients:
-        client.join(30)
+        client.join(ANSWER_S)
+        if client.is_alive():
+            raise ServerError("a client still waits for an answer of a server that has ended")
     end = time.monotonic() + LEAVE_S
     while (
-        left := [each for each in processes if Path("/proc", str(each)).exists()]
+        left := [each.pid for each in processes if Path("/proc", str(each.pid)).exists()]
     ) and time.monotonic() < end:
         time.sleep(0.1)
     return {
@@ -214,8 +203,7 @@ def main() -> None:
         options.out.mkdir(parents=True, exist_ok=True)
         name = "engine_load_stock.json" if options.stock else "engine_load.json"
         (options.out / name).write_text(json.dumps(found, indent=1) + "\n")
-    wrong = {"answered", "aborted", "cut"}
-    if any(set(each["outcomes"]) - wrong or each["processes left"] for each in found):
+    if any(set(each["outcomes"]) - {*EXPECTED, "cut"} or each["processes left"] for each in found):
         sys.exit("a request failed, or a server left processes behind")
 
 

@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["ServerError", "ask", "serve", "stream"]
+__all__ = ["ANSWER_S", "ServerError", "ask", "serve", "stream"]
 
 # Most of the start is Python that imports.
 START_S: Final = 300.0

@@ -10,16 +10,15 @@ JSON. The model is small, so a large part of a step is communication.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.engine_model import write_model
+from benchmarks.process_tree import process_tree
 
 REQUESTS: Final = 4
 TOKENS: Final = 64
@@ -40,21 +39,7 @@ def parsed() -> argparse.Namespace:
 
 def processor_s() -> float:
     """Return the processor time in seconds that this process and its descendants have used."""
-    parents: dict[int, int] = {}
-    ticks: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):  # the process has ended meanwhile
-                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-                parents[int(entry.name)] = int(fields[1])
-                ticks[int(entry.name)] = int(fields[11]) + int(fields[12])
-    total = 0
-    for pid, used in ticks.items():
-        ancestor = pid
-        while ancestor not in (os.getpid(), 0):
-            ancestor = parents.get(ancestor, 0)
-        total += used if ancestor else 0
-    return total / os.sysconf("SC_CLK_TCK")
+    return sum(each.processor_s for each in process_tree(os.getpid()))
 
 
 def start_engine(options: argparse.Namespace, folder: str) -> Any:

@@ -138,6 +138,11 @@ def initialize_model_parallel(
 ) -> None:
     """Create the groups of every dimension and make them the process's default. Collective over the world.
 
+    `dispatch` and `combine` of the expert group then treat tokens that are not sharded as engines expect: the ranks of
+    a tensor-parallel group hold the same tokens, so the replicas exchange theirs, or the prefill context ranks if
+    there is one replica. With several of both, or with `expert_parallel_size`, all ranks of the expert group take
+    part, as they do in groups of `ParallelGroups.create`.
+
     Args:
         tensor_model_parallel_size: Ranks that share a layer.
         pipeline_model_parallel_size: Number of pipeline stages.
@@ -181,6 +186,8 @@ def initialize_model_parallel(
         world=world,
         extra_groups=extra_groups,
     )
+    if layout.expert is None and 1 in (layout.data, layout.context):
+        groups.ep.token_group = groups.dp if layout.data > 1 else groups.cp
     set_default_groups(groups)
 
 

@@ -147,6 +147,26 @@ def test_decode_context_groups_reuse_tensor_and_context_ranks(ranks4: RankPool) 
     ranks4.run(decode_context)
 
 
+def token_groups(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory):
+        for sizes, expert, expected in (
+            ((2, 1, 1), None, get_dp_group),
+            ((2, 1, 2), None, get_pcp_group),
+            ((4, 1, 1), None, get_pcp_group),
+            ((1, 1, 2), None, None),
+            ((2, 1, 1), 2, None),
+        ):
+            initialize_model_parallel(*sizes, expert_parallel_size=expert)
+            assert get_ep_group().token_group is (expected() if expected else None), (sizes, expert)
+            destroy_model_parallel()
+
+
+@pytest.mark.guarantee("D62")
+def test_replicas_or_context_ranks_exchange_tokens_that_are_not_sharded(ranks4: RankPool) -> None:
+    """The group is the data-parallel or the context group; with both, or with small expert groups, it is unset."""
+    ranks4.run(token_groups)
+
+
 def external_data(rank: int, world_size: int, directory: Path) -> None:
     with world(rank, world_size, directory) as everyone:
         initialize_model_parallel(2, data_parallel_size=1)

@@ -250,22 +250,31 @@ def experts(rank: int, world_size: int, directory: Path) -> None:
         everyone = torch.cat([seeded(size, 4, seed=each) for each, size in enumerate(sizes)])
         for stated in (False, True):
             with ep.token_counts(sizes) if stated else contextlib.nullcontext():
-                result = ep.dispatch(hidden, logits, is_sequence_parallel=stated)
+                result = ep.dispatch(hidden, logits, is_sequence_parallel=True)
                 assert len(result) == 2
                 assert torch.equal(result[0], everyone)
                 # Each rank's experts did a part of the work for every token.
-                assert torch.equal(ep.combine(result[0] * (rank + 1), stated), hidden * 10)
-                x, router, extra = ep.dispatch(hidden, logits, False, extra_tensors=[scale])  # type: ignore[misc]
+                assert torch.equal(ep.combine(result[0] * (rank + 1), True), hidden * 10)
+                x, router, extra = ep.dispatch(hidden, logits, True, extra_tensors=[scale])  # type: ignore[misc]
                 assert torch.equal(x, everyone)
                 assert router.shape == (9, 6)
                 assert extra[0].flatten().tolist() == [0] * 3 + [2] * 5 + [3]
         with ep.token_counts([7, 7, 7, 7]):
-            assert "holds" in refusal(lambda: ep.dispatch(hidden, logits))
+            assert "holds" in refusal(lambda: ep.dispatch(hidden, logits, True))
+        # Tokens that are not sharded are the same on both ranks of a tensor-parallel group.
+        replica = seeded(2, 4, seed=get_dp_group().rank_in_group)
+        both = torch.cat([seeded(2, 4, seed=each) for each in range(2)])
+        gathered, _ = ep.dispatch(replica, torch.ones(2, 6))
+        assert torch.equal(gathered, both)
+        assert torch.equal(ep.combine(gathered), replica * 2)
         ep.barrier()
 
 
 def test_tokens_are_dispatched_and_combined(ranks4: RankPool) -> None:
-    """Ranks hold different numbers of tokens, which are stated or exchanged. Extra tensors are optional."""
+    """Ranks hold different numbers of tokens, which are stated or exchanged. Extra tensors are optional.
+
+    Tokens that are not sharded go to the replicas.
+    """
     ranks4.run(experts)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -12,6 +13,11 @@ STRICT = ["-Werror"] if os.environ.get("CI") == "true" else []
 
 if not sys.platform.startswith("linux"):
     raise SystemExit("group-coordinator needs Linux: it uses memfd, futex and pidfd")
+if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    raise SystemExit(
+        "group-coordinator needs a Python with the GIL, which guards the state of its native cores, and "
+        f"{sys.executable} is a free-threaded build. Use the ordinary build of the same version"
+    )
 
 
 def native(name: str, folder: str) -> Extension:

@@ -171,15 +171,18 @@ class RingEnd(ABC):
 
     def statistics(self) -> QueueStatistics:
         """Return what this endpoint has done, and how far each reader is. Works on a broken queue too."""
+        return self._statistics("statistics")
+
+    def _statistics(self, call: str) -> QueueStatistics:
         if self._closing or self._forks != fork_count():
-            self.check("statistics")
+            self.check(call)
         try:
             _, _, capacity, _ = _core.ring_facts(self._memory)
             readers = self._readers()
         except ValueError as error:
             # Another thread has closed this endpoint meanwhile, or the ring was overwritten.
-            self.check("statistics")
-            self._raise_corrupt("statistics", error)
+            self.check(call)
+            self._raise_corrupt(call, error)
         end = self.endpoint
         return QueueStatistics(end.messages, end.nbytes, end.waits, end.waited_ns / 1e9, capacity, readers)
 
@@ -277,12 +280,13 @@ class RingWriter(RingEnd):
     def await_readers(self, timeout_s: float | None) -> None:
         """Return when every reader is attached."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while absent := [reader for reader in self.statistics().readers if not reader.is_attached]:
-            self.raise_if_lost("wait_until_ready")
+        call = "wait_until_ready"
+        while absent := [reader for reader in self._statistics(call).readers if not reader.is_attached]:
+            self.raise_if_lost(call)
             if deadline is not None and time.monotonic() >= deadline:
                 who = ", ".join(map(self._describe_reader, absent))
                 raise CommTimeoutError(
-                    f"{self._where('wait_until_ready')}: no reader {who} within {timeout_s:.1f} s",
+                    f"{self._where(call)}: no reader {who} within {timeout_s:.1f} s",
                     missing=sorted(reader.rank for reader in absent),
                 )
             time.sleep(0.001)

@@ -347,3 +347,14 @@ def test_waiting_for_readers_names_those_that_are_missing() -> None:
         with pytest.raises(PeerLostError) as lost:
             writer.wait_until_ready()
         assert lost.value.peers == (5,)
+
+
+@pytest.mark.guarantee("B7")
+def test_closing_the_queue_ends_a_wait_for_readers_under_its_own_name() -> None:
+    """Another thread closes the queue meanwhile; the error does not name a call that the caller never made."""
+    with QueueWriter.create("steps", [3]) as writer:
+        closer = threading.Timer(0.2, writer.close)
+        closer.start()
+        with pytest.raises(ClosedError, match=r"^wait_until_ready on queue 'steps'"):
+            writer.wait_until_ready(20.0)
+        closer.join()

@@ -134,7 +134,9 @@ PyObject* ring_wait_any(PyObject*, PyObject* const* args, Py_ssize_t count) {
             const uint32_t seen = ring.begin_park(readers[i]);
             words[i] = {seen, reinterpret_cast<uint64_t>(&ring.writer().sequence), ring::kWord32, 0};
         }
-        if (!ready()) ring::futex_wait_any(words, static_cast<size_t>(rings), park_ns);
+        if (!ready() && !ring::futex_wait_any(words, static_cast<size_t>(rings), park_ns)) {
+            ring::nap_until(ready, park_ns);
+        }
         for (Py_ssize_t i = 0; i < rings; ++i) mapped[i].ring().end_park(readers[i]);
     }
     Py_END_ALLOW_THREADS

@@ -20,6 +20,7 @@ from typing import Final, Literal
 import msgspec
 
 from shm_broadcast import _core
+from shm_broadcast.errors import CapabilityError
 
 PeerState = Literal["alive", "stopped", "dead", "unknown"]
 
@@ -113,6 +114,25 @@ def process_state(identity: ProcessIdentity) -> PeerState:
     return "stopped" if state in "Tt" else "alive"
 
 
+def open_pidfd(pid: int) -> int:
+    """Return a pidfd of a process, which the caller owns.
+
+    Raises:
+        ProcessLookupError: No process has this number.
+        CapabilityError: The kernel refuses, as some containers' system call filters make it do.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except OSError as error:
+        raise CapabilityError(
+            f"pidfd_open failed: {error.strerror}. It tells when a process ends; it needs Linux 5.3, a free file "
+            "descriptor, and a system call filter (seccomp) that allows it",
+            requirement="the system call pidfd_open",
+        ) from error
+
+
 class PeerWatch:
     """Watches the processes of a group's other ranks.
 
@@ -125,19 +145,26 @@ class PeerWatch:
         Args:
             own: The identity of this process.
             peers: Identities of the other ranks, by global rank.
+
+        Raises:
+            CapabilityError: The kernel refuses to open one.
         """
         self._own = own
         self._peers = dict(peers)
         self._descriptors: dict[int, int] = {}
         self._lost: set[int] = set()
         self._lock = threading.Lock()
-        for rank, peer in self._peers.items():
-            if own.sees(peer):
-                self._open(rank, peer)
+        try:
+            for rank, peer in self._peers.items():
+                if own.sees(peer):
+                    self._open(rank, peer)
+        except CapabilityError:
+            self.close()
+            raise
 
     def _open(self, rank: int, peer: ProcessIdentity) -> None:
         try:
-            descriptor = os.pidfd_open(peer.pid)
+            descriptor = open_pidfd(peer.pid)
         except ProcessLookupError:
             self._lost.add(rank)
             return

@@ -21,13 +21,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
 from shm_broadcast.errors import CapabilityError, CommTimeoutError, DecodeError, PeerLostError
-from shm_broadcast.liveness import ProcessIdentity, fork_count, this_process
+from shm_broadcast.free_memory import free_memory_bytes
+from shm_broadcast.liveness import ProcessIdentity, fork_count, open_pidfd, this_process
 
 # From Linux's fcntl.h; Python defines them from 3.12 on.
 _F_ADD_SEALS: Final = 1033
@@ -88,9 +88,10 @@ class Segment:
             later_bytes: Size of the tail, which takes no memory yet; see `reserve`.
 
         Raises:
-            CapabilityError: Too little memory is free; the text gives the needed and the free bytes.
+            CapabilityError: Too little memory is free; the text gives the needed and the free bytes. Or the kernel
+                refuses to create a memfd.
         """
-        descriptor = os.memfd_create("group-coordinator", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = _create_memfd()
         try:
             _reserve(descriptor, 0, nbytes)
             if later_bytes:
@@ -138,6 +139,17 @@ class Segment:
             del self.memory
 
 
+def _create_memfd() -> int:
+    try:
+        return os.memfd_create("group-coordinator", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise CapabilityError(
+            f"memfd_create failed: {error.strerror}. It creates shared memory; it needs a free file descriptor, and a "
+            "system call filter (seccomp) that allows it",
+            requirement="the system call memfd_create",
+        ) from error
+
+
 def _reserve(descriptor: int, offset: int, nbytes: int) -> None:
     free = free_memory_bytes()
     if nbytes + _SPARE_BYTES > free:
@@ -154,24 +166,6 @@ def _reserve(descriptor: int, offset: int, nbytes: int) -> None:
             f"a shared segment needs {nbytes} bytes, {free_memory_bytes()} are free: {error.strerror}",
             requirement=f"{nbytes} bytes of memory",
         ) from error
-
-
-def free_memory_bytes() -> int:
-    """Return how many bytes this process may still allocate. A cgroup can limit it below the machine's free memory."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(lines["MemAvailable"].split()[0]) * 1024
-    for limit, usage in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            text = Path(limit).read_text().strip()
-            if text != "max":
-                free = min(free, int(text) - int(Path(usage).read_text()))
-        except OSError:
-            # This cgroup version is not mounted, or sets no limit.
-            continue
-    return max(free, 0)
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -220,12 +214,17 @@ class Handover:
             key: The key (32 bytes) that a peer must know.
             members: The expected peers.
             joined: Called on the thread for each peer, with its introduction and its pidfd, which the callee owns.
+
+        Raises:
+            CapabilityError: The kernel refuses to open a pidfd.
         """
         self._segment = segment
         self._key = key
         self._members = set(members)
         self._joined = joined
         self._own = this_process()
+        # Peers watch this process by it, from their PID namespaces too.
+        self._watch = open_pidfd(os.getpid())
         self._visitors: dict[int, _Visitor] = {}
         self._poller = select.poll()
         self._stopping = False
@@ -258,6 +257,7 @@ class Handover:
             self._dismiss(descriptor)
         with self._lock:
             self._listener.close()
+        os.close(self._watch)
 
     def _welcome(self) -> None:
         """Accept a connection of the same user and send it a challenge."""
@@ -311,13 +311,9 @@ class Handover:
             hello = _hello_decoder.decode(body)
             if hello.member not in self._members or len(descriptors) != 1:
                 return
-            own = os.pidfd_open(os.getpid())
-            try:
-                reply = msgspec.msgpack.encode(Hello(-1, self._own))
-                answer = _proof(self._key, b"owner", proof + reply) + reply
-                socket.send_fds(visitor.peer, [answer], [self._segment.descriptor, own])
-            finally:
-                os.close(own)
+            reply = msgspec.msgpack.encode(Hello(-1, self._own))
+            answer = _proof(self._key, b"owner", proof + reply) + reply
+            socket.send_fds(visitor.peer, [answer], [self._segment.descriptor, self._watch])
             self._members.discard(hello.member)
             self._joined(hello, descriptors.pop())
         finally:
@@ -328,7 +324,9 @@ class Handover:
         """Stop listening and end the thread. Idempotent."""
         if self._forks != fork_count():
             # This is a forked child: the thread and the peers belong to the parent.
-            self._listener.close()
+            if self._listener.fileno() >= 0:
+                self._listener.close()
+                os.close(self._watch)
             return
         self._stopping = True
         with self._lock:
@@ -397,7 +395,7 @@ def take_descriptor(
         (descriptor, identity of the owner's process, pidfd of that process). The caller owns both descriptors.
     """
     descriptors: list[int] = []
-    own = os.pidfd_open(os.getpid())
+    own = open_pidfd(os.getpid())
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as owner:
             owner.settimeout(timeout_s)

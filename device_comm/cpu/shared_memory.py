@@ -391,6 +391,9 @@ def _offer(world_size: int) -> tuple[Handover | None, Segment | None, _Offer]:
 
     try:
         handover = Handover(segment, key, set(range(1, world_size)), joined)
+    except CapabilityError as error:
+        segment.close()
+        return None, None, _Offer(failure=str(error))
     except BaseException:
         segment.close()
         raise

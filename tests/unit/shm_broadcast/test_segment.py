@@ -4,13 +4,12 @@ import fcntl
 import mmap
 import os
 import tempfile
-from pathlib import Path
 
 import pytest
 
 from shm_broadcast import segment
 from shm_broadcast.errors import CapabilityError, DecodeError
-from shm_broadcast.segment import Segment, free_memory_bytes
+from shm_broadcast.segment import Segment
 from tests.queues import named_memory_of, queue, segments_of
 
 ADD_SEALS = 1033
@@ -122,16 +121,6 @@ def test_the_kernels_refusal_is_told_with_its_numbers(monkeypatch: pytest.Monkey
     with pytest.raises(CapabilityError, match=r"needs 20480 bytes, \d+ are free: No space left"):
         Segment.create(NBYTES)
     assert segments_of() == []
-
-
-def test_free_memory_is_what_the_kernel_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result lies between 1 MiB and all memory, and a cgroup's limit reduces it."""
-    total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
-    assert 1 << 20 < free_memory_bytes() <= total
-    read_text = Path.read_text
-    texts = {"/sys/fs/cgroup/memory.max": "1000000\n", "/sys/fs/cgroup/memory.current": "400000\n"}
-    monkeypatch.setattr(Path, "read_text", lambda path: texts.get(str(path)) or read_text(path))
-    assert free_memory_bytes() == 600_000
 
 
 @pytest.mark.guarantee("B15")

@@ -6,13 +6,15 @@ PYTHON is the interpreter of an environment that holds vLLM and this project (`m
 clients ask for streams of 4 to 48 tokens without a pause; they abort one request in eight after two tokens. The server
 is ended by SIGTERM with requests in flight, and started again, until it has lived `--lives` times. A life's first 30 s
 fill caches and are left out; its first and its last third are compared. Memory is the proportional set size of all
-processes of the server together.
+processes of the server together. "stolen cores" is how many cores the host of a virtual machine has withheld from it on
+average, which makes requests slow whatever the server does.
 """
 
 from __future__ import annotations
 
 import argparse
 import http.client
+import itertools
 import json
 import random
 import statistics
@@ -28,6 +30,7 @@ import msgspec
 
 from benchmarks.engine_server import ANSWER_S, ServerError, serve, stream
 from benchmarks.process_tree import process_tree
+from benchmarks.stolen import stolen_s
 
 CLIENTS: Final = 8
 # One request in eight, chosen by chance, is aborted after two tokens.
@@ -48,17 +51,18 @@ class Request(msgspec.Struct):
 
 
 class Sample(msgspec.Struct):
-    """What a server holds at one moment."""
+    """What a server holds at one moment, and for how long the host has withheld cores from this machine until then."""
 
     at_s: float
     mib: float
     descriptors: int
     threads: int
+    stolen_s: float
 
 
 def sample(root: int, at_s: float) -> Sample:
     """Return what a server's processes hold together."""
-    taken = Sample(at_s, 0.0, 0, 0)
+    taken = Sample(at_s, 0.0, 0, 0, stolen_s())
     for process in process_tree(root):
         folder = Path("/proc", str(process.pid))
         try:
@@ -170,6 +174,7 @@ def summary(life: dict[str, Any]) -> dict[str, Any]:
             "MiB": round(statistics.median(each.mib for each in held), 1),
             "descriptors": statistics.median(each.descriptors for each in held),
             "threads": statistics.median(each.threads for each in held),
+            "stolen cores": round((held[-1].stolen_s - held[0].stolen_s) / (held[-1].at_s - held[0].at_s), 3),
         }
     return rows
 
@@ -180,30 +185,29 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("python", type=Path)
-    parser.add_argument("--minutes", type=float, default=20.0, help="of load, over all lives")
+    parser.add_argument("--minutes", type=float, default=20.0, help="of load, over all lives of a side")
     parser.add_argument("--lives", type=int, default=3)
-    parser.add_argument("--stock", action="store_true", help="load vLLM as it is")
+    parser.add_argument("--stock", action="store_true", help="load vLLM as it is too, life by life in turn")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    plugins = "" if options.stock else "group_coordinator"
-    found = []
+    sides = {"ours": "group_coordinator"} | ({"stock": ""} if options.stock else {})
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     with tempfile.TemporaryDirectory() as folder:
         command = [str(options.python), "-m", "benchmarks.engine_model", folder]
         subprocess.run(command, check=True, cwd=Path(__file__).parents[1])  # noqa: S603 - our own module
-        for number in range(options.lives):
-            log = Path(folder, f"server-{number}.log")
-            seconds = options.minutes * 60 / options.lives
+        seconds = options.minutes * 60 / options.lives
+        for number, (name, plugins) in itertools.product(range(options.lives), sides.items()):
+            log = Path(folder, f"{name}-{number}.log")
             try:
                 life = live(options.python, Path(folder), plugins, log, seconds)
             except ServerError as error:
-                sys.exit(f"life {number + 1}: {error}")
-            found.append(summary(life))
-            print(f"life {number + 1}: {json.dumps(found[-1], indent=1)}", flush=True)
+                sys.exit(f"life {number + 1} of {name}: {error}")
+            found[name].append(summary(life))
+            print(f"life {number + 1} of {name}: {json.dumps(found[name][-1], indent=1)}", flush=True)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
-        name = "engine_load_stock.json" if options.stock else "engine_load.json"
-        (options.out / name).write_text(json.dumps(found, indent=1) + "\n")
-    if any(set(each["outcomes"]) - {*EXPECTED, "cut"} or each["processes left"] for each in found):
+        (options.out / "engine_load.json").write_text(json.dumps(found, indent=1) + "\n")
+    if any(set(each["outcomes"]) - {*EXPECTED, "cut"} or each["processes left"] for each in found["ours"]):
         sys.exit("a request failed, or a server left processes behind")
 
 

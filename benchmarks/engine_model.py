@@ -26,17 +26,11 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def write_model(folder: str, shares: int = 1) -> None:
-    """Write the configuration and the tokenizer; the engine makes up the weights.
-
-    With several `shares`, the layers are as wide as what one of so many tensor-parallel ranks computes.
-    """
+def write_model(folder: str) -> None:
+    """Write the configuration and the tokenizer; the engine makes up the weights."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    config = {**CONFIG, "head_dim": CONFIG["hidden_size"] // CONFIG["num_attention_heads"]}
-    for width in ("intermediate_size", "num_attention_heads", "num_key_value_heads"):
-        config[width] //= shares
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {text: number for number, text in enumerate((*SPECIAL, *alphabet))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -44,7 +38,7 @@ def write_model(folder: str, shares: int = 1) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     names = dict(zip(("unk_token", "bos_token", "eos_token"), SPECIAL, strict=True))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
-    Path(folder, "config.json").write_text(json.dumps(config))
+    Path(folder, "config.json").write_text(json.dumps(CONFIG))
 
 
 if __name__ == "__main__":

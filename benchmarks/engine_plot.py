@@ -14,17 +14,16 @@ __all__ = ["draw_engines"]
 SIDES: Final = {
     "stock": ("vLLM", "#CC79A7"),
     "ours": ("vLLM on group-coordinator", "#0072B2"),
-    "alone": ("one rank's work alone", "#909090"),
 }
 PANELS: Final = {
-    "step_ms": ("Step of 4 requests, TP 2", "ms"),
+    "step_ms": ("Step of 4 requests, TP 2 (dotted: without collectives)", "ms"),
     "short_p50_ms": ("Short request every 0.1 s, median", "ms"),
     "short_cores": ("Processor time of all processes meanwhile", "cores"),
 }
 
 
 def draw_engines(found: dict[str, Any], path: Path) -> None:
-    """Draw each round as a dot, and the median of the rounds as a bar; write PNG and SVG."""
+    """Draw each round as a dot, and medians as bars; a dotted line is a step without collectives. Write PNG and SVG."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -35,9 +34,7 @@ def draw_engines(found: dict[str, Any], path: Path) -> None:
         layout: Any = figure.get_layout_engine()
         layout.set(rect=(0, 0.08, 1, 0.92))
         for panel, (name, (title, unit)) in zip(axes, PANELS.items(), strict=True):
-            sides = [side for side in SIDES if name == "step_ms" or side != "alone"]
-            for place, side in enumerate(sides):
-                colour = SIDES[side][1]
+            for place, (side, (_, colour)) in enumerate(SIDES.items()):
                 values = found["rounds"][side][name]
                 middle = statistics.median(values)
                 panel.bar(place, middle, 0.6, color=colour, alpha=0.35)
@@ -45,8 +42,11 @@ def draw_engines(found: dict[str, Any], path: Path) -> None:
                 across = [place - 0.22 + 0.44 * at / max(1, len(values) - 1) for at in range(len(values))]
                 panel.plot(across, values, "o", markersize=3, color=colour)
                 panel.text(place, 0, f"{middle:.3g}", ha="center", va="bottom", fontsize=9)
+                if name == "step_ms":
+                    silent = statistics.median(found["rounds"][side]["silent_ms"])
+                    panel.hlines(silent, place - 0.3, place + 0.3, color="#404040", linestyles="dotted")
             panel.set_xticks(
-                range(len(sides)), [SIDES[side][0].replace(" on ", "\non ") for side in sides], fontsize=8
+                range(len(SIDES)), [label.replace(" on ", "\non ") for label, _ in SIDES.values()], fontsize=8
             )
             panel.set_title(f"{title} ({unit})", fontsize=10)
             panel.set_ylim(bottom=0)

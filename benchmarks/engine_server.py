@@ -41,6 +41,9 @@ def serve(python: Path, model: Path, plugins: str, log: Path) -> Iterator[tuple[
     command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--load-format", "dummy", "--seed", "1", "--dtype", "float32", "--max-model-len", "512"]
     command += ["--max-num-seqs", "8", "--enforce-eager", "--tensor-parallel-size", "2"]
+    # The cache of keys and values takes its memory page by page, when a block is used for the first time. With few
+    # blocks that is soon over, and what grows afterwards is something else.
+    command += ["--num-gpu-blocks-override", "64"]
     # Without this, vLLM kills its engine at once and then waits for ever for the answers to open requests.
     command += ["--shutdown-timeout", str(int(STOP_S / 2))]
     environ = {

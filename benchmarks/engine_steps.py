@@ -1,10 +1,10 @@
 """Run one vLLM engine on the CPU, and measure what the standard input asks for.
 
 `benchmarks.engines` starts this with the interpreter of an environment that holds vLLM, as it is or with our plugin.
-It writes "ready", then reads lines: `steps N` decodes N times 64 tokens for each of 4 prompts, `short N` asks for 4
-tokens N times with a pause of 100 ms after each, `tokens` returns
-what one decoding gives, and `versions` those of vLLM and torch. Each answer is a line of
-JSON. The model is small, so a large part of a step is communication.
+It writes "ready", then reads lines: `steps N` decodes N times 64 tokens for each of 4 prompts, `silent N` does so
+without the collectives of the tensor-parallel ranks, `short N` asks for 4 tokens N times with a pause of 100 ms after
+each, `tokens` returns what one decoding gives, and `versions` those of vLLM and torch. Each answer is a line of JSON.
+The model is small, so a large part of a step is not its arithmetic.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from typing import Any, Final
 
 from benchmarks.engine_model import write_model
+from benchmarks.engine_silence import WORKER_EXTENSION
 from benchmarks.process_tree import process_tree
 
 REQUESTS: Final = 4
@@ -33,7 +34,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--tensor", type=int, default=2)
     parser.add_argument("--pipeline", type=int, default=1)
     parser.add_argument("--compiled", action="store_true")
-    parser.add_argument("--alone", action="store_true", help="one process does the work of one of two ranks")
     return parser.parse_args()
 
 
@@ -45,7 +45,7 @@ def processor_s() -> float:
 def start_engine(options: argparse.Namespace, folder: str) -> Any:
     """Start vLLM; its workers are bound to one core each."""
     cores = os.cpu_count() or 1
-    ranks = 1 if options.alone else options.tensor * options.pipeline
+    ranks = options.tensor * options.pipeline
     os.environ.update(
         VLLM_CPU_OMP_THREADS_BIND="|".join(str(rank % cores) for rank in range(ranks)),
         VLLM_CPU_KVCACHE_SPACE="1",
@@ -54,7 +54,7 @@ def start_engine(options: argparse.Namespace, folder: str) -> Any:
     )
     from vllm import LLM
 
-    write_model(folder, shares=2 if options.alone else 1)
+    write_model(folder)
     return LLM(
         model=folder,
         load_format="dummy",
@@ -63,10 +63,10 @@ def start_engine(options: argparse.Namespace, folder: str) -> Any:
         max_model_len=512,
         max_num_seqs=8,
         enforce_eager=not options.compiled,
-        tensor_parallel_size=1 if options.alone else options.tensor,
-        pipeline_parallel_size=1 if options.alone else options.pipeline,
-        # Alone, the model runs in the engine's own process: there is no worker to talk to.
-        distributed_executor_backend="uni" if options.alone else "mp",
+        tensor_parallel_size=options.tensor,
+        pipeline_parallel_size=options.pipeline,
+        distributed_executor_backend="mp",
+        worker_extension_cls=WORKER_EXTENSION,
     )
 
 
@@ -87,20 +87,24 @@ def answer(llm: Any, command: str) -> dict[str, Any]:
         return {"tokens": decode(llm, REQUESTS, TOKENS)}
     if name == "versions":
         return {each: sys.modules[each].__version__ for each in ("vllm", "torch")}
-    if name not in ("steps", "short"):
+    if name not in ("steps", "silent", "short"):
         raise SystemExit(f"unknown command {command!r}")
+    if name == "silent":
+        llm.collective_rpc("leave_out_collectives", kwargs={"silent": True})
     took_ms, used, since = [], processor_s(), time.perf_counter()
     for _ in range(int(count)):
         start = time.perf_counter()
-        if name == "steps":
+        if name != "short":
             decode(llm, REQUESTS, TOKENS)
             took_ms.append((time.perf_counter() - start) * 1e3 / TOKENS)
         else:
             decode(llm, 1, SHORT_TOKENS)
             took_ms.append((time.perf_counter() - start) * 1e3)
             time.sleep(PAUSE_S)
-    used = processor_s() - used
-    return {"took_ms": took_ms, "cpu_s": used, "cores": used / (time.perf_counter() - since)}
+    used, took_s = processor_s() - used, time.perf_counter() - since
+    if name == "silent":
+        llm.collective_rpc("leave_out_collectives", kwargs={"silent": False})
+    return {"took_ms": took_ms, "cpu_s": used, "cores": used / took_s}
 
 
 def main() -> None:

@@ -4,9 +4,10 @@
 
 PYTHON is the interpreter of an environment that holds vLLM and this project (`make bench-engines` makes one). All
 engines run at the same time and work in turn, seconds apart, because a machine's speed changes within minutes. An
-engine without requests sleeps. The third engine, `alone`, does the work of one rank in one process: what stock
-needs more than that is communication. A ratio below 1 means that ours takes less. Figures are medians over the
-rounds; a ratio is the median of the ratios of the same round. `--out` writes the figures and a picture.
+engine without requests sleeps. In each round an engine also works without the collectives of its ranks, which then
+use their own tensors in place of the results: what a step takes more than such a silent one is communication. A ratio
+below 1 means that ours takes less. Figures are medians over the rounds; a ratio is the median of the ratios of the
+same round. `--out` writes the figures and a picture.
 """
 
 from __future__ import annotations
@@ -28,14 +29,11 @@ from typing import Any, Final
 
 from benchmarks.engine_plot import draw_engines
 from benchmarks.launching import die_with_parent
+from benchmarks.stolen import stolen_s
 
 ROOT: Final = Path(__file__).parents[1]
-# The value of VLLM_PLUGINS, and further options.
-SIDES: Final[dict[str, tuple[str, list[str]]]] = {
-    "stock": ("", []),
-    "ours": ("group_coordinator", []),
-    "alone": ("", ["--alone"]),
-}
+# The value of VLLM_PLUGINS.
+SIDES: Final[dict[str, str]] = {"stock": "", "ours": "group_coordinator"}
 # The first rounds fill caches and choose kernels.
 WARM_UP: Final = 3
 SHORT_REQUESTS: Final = 20
@@ -113,17 +111,20 @@ class Engine:
 def measure(engines: dict[str, Engine], rounds: int) -> dict[str, dict[str, list[float]]]:
     """Let the engines work in turn; return what each round gave, by side and figure."""
     got: dict[str, dict[str, list[float]]] = {
-        name: {"step_ms": [], "step_cpu_s": [], "short_ms": [], "short_cores": []} for name in engines
+        name: {"step_ms": [], "silent_ms": [], "step_cpu_s": [], "short_ms": [], "short_cores": []}
+        for name in engines
     }
     for number in range(-WARM_UP, rounds):
-        # Who comes second finds warm caches, so the order changes from round to round.
-        for name in list(engines)[:: 1 if number % 2 == 0 else -1]:
+        # What comes second finds warm caches, so the orders change from round to round.
+        step = 1 if number % 2 == 0 else -1
+        for name in list(engines)[::step]:
             time.sleep(REST_S)
-            found = engines[name].ask("steps 1")
+            found = {each: engines[name].ask(f"{each} 1") for each in ("steps", "silent")[::step]}
             if number < 0:
                 continue
-            got[name]["step_ms"] += found["took_ms"]
-            got[name]["step_cpu_s"].append(found["cpu_s"])
+            got[name]["step_ms"] += found["steps"]["took_ms"]
+            got[name]["silent_ms"] += found["silent"]["took_ms"]
+            got[name]["step_cpu_s"].append(found["steps"]["cpu_s"])
             if number % SHORT_EVERY == 0:
                 found = engines[name].ask(f"short {SHORT_REQUESTS}")
                 got[name]["short_ms"] += found["took_ms"]
@@ -135,35 +136,40 @@ def measure(engines: dict[str, Engine], rounds: int) -> dict[str, dict[str, list
 
 
 def table(got: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, Any]]:
-    """Return the medians of the sides by figure, and the medians of the ratios to stock."""
+    """Return the medians of the sides by figure, and of the ratios to stock; add further figures of each round."""
     for each in got.values():
         short = each.pop("short_ms")
         parts = [sorted(short[at : at + SHORT_REQUESTS]) for at in range(0, len(short), SHORT_REQUESTS)]
         each["short_p50_ms"] = [part[len(part) // 2] for part in parts]
         each["short_p90_ms"] = [part[len(part) * 9 // 10] for part in parts]
+        each["communication_ms"] = [
+            step - silent for step, silent in zip(each["step_ms"], each["silent_ms"], strict=True)
+        ]
     rows: dict[str, dict[str, Any]] = {}
     for figure, stock in got["stock"].items():
+        ours = got["ours"][figure]
         rows[figure] = {name: round(statistics.median(each[figure]), 3) for name, each in got.items()}
-        for name in [name for name in got if name != "stock"]:
-            ratios = sorted(mine / its for mine, its in zip(got[name][figure], stock, strict=True))
-            quarters = [round(ratios[len(ratios) * part // 4], 2) for part in (1, 3)]
-            rows[figure][f"{name}/stock"] = round(statistics.median(ratios), 3)
-            rows[figure][f"{name}/stock quarters"] = quarters
+        # A difference of two rounds may be zero, so there is no ratio for each round.
+        if figure != "communication_ms":
+            ratios = sorted(mine / its for mine, its in zip(ours, stock, strict=True))
+            rows[figure]["ours/stock"] = round(statistics.median(ratios), 3)
+            rows[figure]["quarters"] = [round(ratios[len(ratios) * part // 4], 2) for part in (1, 3)]
     return rows
 
 
 def show(rows: dict[str, dict[str, Any]]) -> None:
-    """Print the table, and the share of communication in a step."""
-    print(f"{'':13}{'stock':>9}{'ours':>9}{'alone':>9}{'ours/stock':>12}{'quarters':>15}")
+    """Print the table, and what communication takes of a step."""
+    print(f"{'':18}{'stock':>9}{'ours':>9}{'ours/stock':>12}{'quarters':>15}")
     for figure, row in rows.items():
-        low, high = row["ours/stock quarters"]
-        print(
-            f"{figure:13}{row['stock']:9.2f}{row['ours']:9.2f}{row['alone']:9.2f}{row['ours/stock']:12.3f}"
-            f"{f'{low:.2f} to {high:.2f}':>15}"
-        )
-    alone, ours = rows["step_ms"]["alone/stock"], rows["step_ms"]["ours/stock"]
+        line = f"{figure:18}{row['stock']:9.2f}{row['ours']:9.2f}"
+        if "quarters" in row:
+            low, high = row["quarters"]
+            line += f"{row['ours/stock']:12.3f}{f'{low:.2f} to {high:.2f}':>15}"
+        print(line)
+    took = rows["communication_ms"]
     print(
-        f"communication: {1 - alone:.0%} of stock's step; ours takes {(ours - alone) / (1 - alone):.2f} of that"
+        f"communication: {took['stock'] / rows['step_ms']['stock']:.0%} of stock's step; "
+        f"ours takes {took['ours'] / took['stock']:.2f} of that"
     )
 
 
@@ -188,20 +194,32 @@ def main() -> None:
     rest = [word for word in rest if word != "--"]
     engines: dict[str, Engine] = {}
     with ExitStack() as stack:
-        for name, (plugins, more) in SIDES.items():
-            engines[name] = Engine(name, options.python, plugins, [*rest, *more])
+        for name, plugins in SIDES.items():
+            engines[name] = Engine(name, options.python, plugins, rest)
             stack.callback(engines[name].stop)
         for _ in range(options.busy):
             stack.enter_context(busy_loop())
+        start, stolen = time.monotonic(), stolen_s()
         got = measure(engines, options.rounds)
+        stolen_cores = (stolen_s() - stolen) / (time.monotonic() - start)
         is_equal = engines["stock"].ask("tokens") == engines["ours"].ask("tokens")
         versions = engines["ours"].ask("versions")
     rows = table(got)
     show(rows)
+    print(
+        f"the host withheld {stolen_cores:.2f} cores; with more than a tenth of one, repeat this in another hour"
+    )
     if options.out:
         write(
             options.out,
-            {"versions": versions, "options": rest, "busy": options.busy, "table": rows, "rounds": got},
+            {
+                "versions": versions,
+                "options": rest,
+                "busy": options.busy,
+                "stolen_cores": round(stolen_cores, 3),
+                "table": rows,
+                "rounds": got,
+            },
         )
     if not is_equal:
         sys.exit("the tokens differ")

@@ -96,12 +96,11 @@ def without_memory(rank: int, world_size: int, directory: Path) -> str:
     with world(rank, world_size, directory) as group:
         text = ""
         if rank == 0:
-            free, segment.free_memory_bytes = segment.free_memory_bytes, lambda: 1_000_000
-            try:
-                with pytest.raises(CapabilityError) as caught:
-                    group.send_object("x", 1)
-            finally:
-                segment.free_memory_bytes = free
+            with (
+                mock.patch.object(segment, "free_memory_bytes", return_value=1_000_000),
+                pytest.raises(CapabilityError) as caught,
+            ):
+                group.send_object("x", 1)
             text = str(caught.value)
             meet(rank, (0, 1), directory, "refused")
             group.send_object("y", 1)

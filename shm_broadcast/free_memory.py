@@ -30,7 +30,7 @@ _VERSION_2: Final = _Files("memory.max", "memory.current", "inactive_file")
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int:
-    """Return how many bytes this process may still allocate, which may be more than it can use at once.
+    """Return how many bytes this process may still allocate.
 
     Args:
         root: The folder that holds `proc` and `sys`.
@@ -42,11 +42,18 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
             # Without a limit, version 2 says "max", and version 1 gives a number that no machine reaches.
             limit = int((folder / files.limit).read_text())
             usage = int((folder / files.usage).read_text())
-            counters = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):
             continue
-        free = min(free, limit - usage + int(counters.get(files.cache, 0)))
+        free = min(free, limit - usage + _cache_bytes(folder / "memory.stat", files.cache))
     return max(free, 0)
+
+
+def _cache_bytes(statistics: Path, counter: str) -> int:
+    try:
+        lines = statistics.read_text().splitlines()
+    except OSError:
+        return 0  # some sandboxes show the limit without the counters
+    return int(dict(line.split() for line in lines).get(counter, 0))
 
 
 def _cgroups(root: Path) -> Iterator[tuple[Path, _Files]]:

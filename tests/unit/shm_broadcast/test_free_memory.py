@@ -64,6 +64,14 @@ def test_clean_page_cache_counts_as_free(tmp_path: Path) -> None:
     assert free_memory_bytes(tmp_path) == 492 * MIB
 
 
+def test_a_limit_counts_without_the_counters(tmp_path: Path) -> None:
+    """Some sandboxes show the limit and the use of a cgroup, and nothing else."""
+    machine(tmp_path, "0::/", V2_MOUNT.format(top="/"))
+    v2(tmp_path / "sys/fs/cgroup", 512, 500)
+    (tmp_path / "sys/fs/cgroup/memory.stat").unlink()
+    assert free_memory_bytes(tmp_path) == 12 * MIB
+
+
 def test_a_used_up_limit_leaves_nothing(tmp_path: Path) -> None:
     """For a moment a cgroup may use more than its limit."""
     machine(tmp_path, "0::/", V2_MOUNT.format(top="/"))

@@ -47,15 +47,15 @@ _BACKLOG: Final = 128
 # A segment must leave this much memory free: Linux kills processes when the last page is taken.
 _SPARE_BYTES: Final = 16 << 20
 
-# The sockets on which this process hands segments over. A forked child closes its copies: as long as one is open, the
-# kernel accepts connections for a parent that has died, and whoever connects waits for an answer until its deadline.
-_listeners: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()
+# What this process hands over. A forked child closes its copies of the sockets: as long as one is open, the kernel
+# accepts connections for a parent that has died, and whoever connects waits for an answer until its deadline.
+_handovers: Final[weakref.WeakSet[Handover]] = weakref.WeakSet()
 
 
 def _close_inherited() -> None:
-    for listener in list(_listeners):
-        listener.close()
-    _listeners.clear()
+    for handover in list(_handovers):
+        handover.close_descriptors()
+    _handovers.clear()
 
 
 os.register_at_fork(after_in_child=_close_inherited)
@@ -236,7 +236,7 @@ class Handover:
         self._listener.setblocking(False)
         self._listener.bind("\0" + self.address)
         self._listener.listen(_BACKLOG)
-        _listeners.add(self._listener)
+        _handovers.add(self)
         self._poller.register(self._listener, select.POLLIN)
         self._thread = threading.Thread(target=self._serve, name="group-coordinator-handover", daemon=True)
         self._thread.start()
@@ -256,8 +256,14 @@ class Handover:
         for descriptor in list(self._visitors):
             self._dismiss(descriptor)
         with self._lock:
-            self._listener.close()
-        os.close(self._watch)
+            self.close_descriptors()
+
+    def close_descriptors(self) -> None:
+        """Stop listening without a word to anybody; for the end of the thread, and for a forked child. Idempotent."""
+        self._listener.close()
+        watch, self._watch = self._watch, -1
+        if watch >= 0:
+            os.close(watch)
 
     def _welcome(self) -> None:
         """Accept a connection of the same user and send it a challenge."""
@@ -324,9 +330,6 @@ class Handover:
         """Stop listening and end the thread. Idempotent."""
         if self._forks != fork_count():
             # This is a forked child: the thread and the peers belong to the parent.
-            if self._listener.fileno() >= 0:
-                self._listener.close()
-                os.close(self._watch)
             return
         self._stopping = True
         with self._lock:

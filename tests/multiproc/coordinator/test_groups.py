@@ -364,6 +364,23 @@ def test_memory_that_one_rank_cannot_have_fails_the_creation_on_all(ranks4: Rank
     ranks4.run(lacks_memory, culprit)
 
 
+def lacks_pidfd(rank: int, world_size: int, directory: Path) -> None:
+    refusal = CapabilityError("pidfd_open failed", requirement="the system call pidfd_open")
+    with world(rank, world_size, directory) as everyone:
+        refused = mock.patch.object(shared_memory, "Handover", side_effect=refusal)
+        with (
+            refused if rank == 0 else contextlib.nullcontext(),
+            pytest.raises(CapabilityError, match="pidfd_open failed"),
+        ):
+            new_group(everyone)
+        works(everyone)
+
+
+def test_memory_that_cannot_be_offered_fails_the_creation_on_all(ranks2: RankPool) -> None:
+    """The other rank hears why, and does not wait for an offer until its deadline."""
+    ranks2.run(lacks_pidfd)
+
+
 def comes_late(rank: int, world_size: int, directory: Path) -> None:
     """Rank 0 has no memory. Rank 3 comes for rank 2's when rank 2, which meets rank 0 elsewhere, has given up."""
     take = shared_memory._take

@@ -10,6 +10,8 @@ from setuptools import Extension, setup
 HERE = Path(__file__).parent
 # Warnings are errors only in CI: a newer compiler on a user's machine must not break an installation.
 STRICT = ["-Werror"] if os.environ.get("CI") == "true" else []
+# Every native core is linked with this file, by the option that the file explains.
+FORCED_UNWIND = "shm_broadcast/csrc/forced_unwind.cpp"
 
 if not sys.platform.startswith("linux"):
     raise SystemExit("group-coordinator needs Linux: it uses memfd, futex and pidfd")
@@ -22,7 +24,9 @@ if sysconfig.get_config_var("Py_GIL_DISABLED"):
 
 def native(name: str, folder: str) -> Extension:
     """Return the abi3 extension `name`, built from all C++ files in `folder`."""
-    sources = sorted(str(path.relative_to(HERE)) for path in (HERE / folder).rglob("*.cpp"))
+    sources = sorted(
+        {FORCED_UNWIND, *(str(path.relative_to(HERE)) for path in (HERE / folder).rglob("*.cpp"))}
+    )
     headers = sorted(str(path.relative_to(HERE)) for path in (HERE / folder).rglob("*.hpp"))
     return Extension(
         name,
@@ -43,6 +47,7 @@ def native(name: str, folder: str) -> Extension:
             "-fno-strict-aliasing",
             *STRICT,
         ],
+        extra_link_args=["-Wl,--wrap=__gxx_personality_v0"],
     )
 
 

@@ -77,8 +77,8 @@ def ring_wait(mapping: Buffer, reader: int, spin_ns: int, park_ns: int, /) -> in
 
 def ring_wait_any(
     mappings: tuple[Buffer, ...], readers: tuple[int, ...], spin_ns: int, park_ns: int, /
-) -> None:
-    """Wait until one of up to 128 rings has a record or has ended, or the time is up."""
+) -> bool:
+    """Wait until one of up to 128 rings has a record or has ended, or the time is up; return whether one has."""
 
 def ring_take(mapping: Buffer, reader: int, /) -> tuple[Window, int, int, int]:
     """Return (payload, flags, number of the message, its length) of the next record, which stays in the ring."""
@@ -89,6 +89,12 @@ def ring_release(mapping: Buffer, reader: int, /) -> None:
 def ring_end(mapping: Buffer, reader: int, /) -> None:
     """Leave as `reader`, or close as the writer with -1. Wakes all waiting threads."""
 
+def ring_signal(mapping: Buffer, reader: int, eventfd: int, nanoseconds: int, /) -> None:
+    """Make the eventfd of `ReadEndpoint.set_signal` readable whenever a message comes, for at most this time."""
+
+def ring_stir(mapping: Buffer, /) -> None:
+    """Wake every thread that sleeps until something is published."""
+
 def ring_attach(mapping: Buffer, reader: int, /) -> None:
     """Mark `reader` as attached."""
 
@@ -98,7 +104,10 @@ def ring_state(mapping: Buffer, /) -> tuple[int, int, int, int, tuple[tuple[int,
     Each reader is (consumed bytes, messages, time of the last release in ns, parked, state).
     """
 
-NOTHING: object
+NOTHING: Any
+
+class MappingError(ValueError):
+    """A mapping holds no ring, or no record where one should be. Only the functions of rings raise it."""
 
 LOOK_BEGIN: int
 LOOK_WAITING: int
@@ -118,11 +127,15 @@ class _Endpoint:
     """An endpoint of a ring. One thread at a time is inside; others wait for their turn, within their deadlines.
 
     `look_around(reason, detail)` is called while a call waits. From LOOK_LATE on it must raise an error that says why
-    the call cannot go on. Its exceptions, and those of signal handlers, end the call unchanged.
+    the call cannot go on. Its exceptions, and those of signal handlers, end the call unchanged. With LOOK_UNDECODABLE
+    it returns what takes the message's place, which is raised if it is an exception, or None to raise `detail` and keep
+    the message.
     """
 
     timeout_ns: int
     """Deadline of `exchange`; negative for none."""
+    tag: int
+    """The application's tag: in a reader of the latest message that was received, in a writer of what it sends."""
 
     @property
     def messages(self) -> int:
@@ -130,9 +143,6 @@ class _Endpoint:
     @property
     def nbytes(self) -> int:
         """Total size of their frames in bytes."""
-    @property
-    def tag(self) -> int:
-        """The application's tag of the latest whole message that was received."""
     @property
     def waits(self) -> int:
         """How many calls had to wait."""
@@ -205,12 +215,26 @@ class ReadEndpoint(_Endpoint):
         look_around: Callable[[int, Any], object],
         /,
     ) -> Self: ...
+    lent_bytes: int
+    """Length of the message on loan, which counts as read when the loan is let go; 0 if none counts."""
+
+    @property
+    def message(self) -> Any:
+        """The next message that was fetched, or `NOTHING`; reading it takes it out, and writing it puts it back.
+
+        Unlike the result of a call an attribute is stored or returned before a signal handler can run.
+        """
+    @message.setter
+    def message(self, message: Any, /) -> None: ...
+    @property
+    def has_message(self) -> bool:
+        """Whether a message was fetched and not taken out."""
     @property
     def is_assembling(self) -> bool:
         """Whether only a part of a message has come."""
 
     def exchange(self, ignored: object, /) -> Any:
-        """Call `receive` with the deadline `timeout_ns`."""
+        """Call `fetch` with the deadline `timeout_ns`; return NOTHING."""
 
     def receive(self, timeout_ns: int = -1, /) -> Any:
         """Return the next object."""
@@ -218,8 +242,17 @@ class ReadEndpoint(_Endpoint):
     def receive_within(self, spin_ns: int, park_ns: int, /) -> Any:
         """Return the next object, or NOTHING if none came in at most `spin_ns` and then `park_ns` for each record."""
 
-    def lend(self, timeout_ns: int = -1, /) -> None:
-        """Wait until a record is complete. This thread then has it on loan until `end_loan`."""
+    def fetch(self, timeout_ns: int = -1, /) -> None:
+        """Wait for the next object, which `message` takes out, unless one was fetched already."""
+
+    def fetch_within(self, spin_ns: int, park_ns: int, /) -> None:
+        """Fetch the next object if it comes in at most `spin_ns` and then `park_ns` for each record."""
+
+    def set_signal(self, eventfd: int, /) -> None:
+        """Keep the eventfd readable while a message is there. A thread must run `ring_signal` from now on."""
+
+    def lend(self, timeout_ns: int = -1, /) -> object:
+        """Wait until a record is complete. This thread then has it on loan until `end_loan`, or lets the result go."""
 
     def end_loan(self, taken_bytes: int, /) -> None:
         """End the loan. It has read a message of `taken_bytes`, or no message if that is 0."""

@@ -31,8 +31,14 @@ class CommError(Exception):
 class UsageError(CommError, ValueError):
     """The caller made a mistake: a bad rank, shape, dtype or order.
 
-    Nothing was sent; the group stays usable.
+    Nothing was sent; the group stays usable. A refused collective takes its place in the order of calls: if the ranks
+    share memory, the others raise `DisagreementError` with the reason in theirs, and the next calls belong together.
+
+    Attributes:
+        is_told: Whether a group has told its other ranks.
     """
+
+    is_told: bool = False
 
 
 class SettingsError(CommError, ValueError):

@@ -75,7 +75,7 @@ class QueueHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise DecodeError("the queue handle is forged, or was made with another key")
         try:
             handle = msgspec.msgpack.decode(body, type=cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise DecodeError(f"the queue handle is malformed: {error}") from error
         if handle.version != VERSION:
             raise DecodeError(f"the queue handle has version {handle.version}, this is version {VERSION}")

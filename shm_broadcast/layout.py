@@ -94,7 +94,12 @@ FIELDS: Final[Mapping[str, Field]] = {
     "consumed": Field(192, "Q", "bytes that this reader has given back; never decreases", "reader"),
     "reader_messages": Field(200, "Q", "whole messages given back", "reader"),
     "progress_ns": Field(208, "Q", "time of the last release, CLOCK_MONOTONIC in ns", "reader"),
-    "parked": Field(216, "I", "1 while the reader sleeps on `sequence` or is about to", "reader"),
+    "parked": Field(
+        216,
+        "I",
+        "bit 0 while the reader sleeps on `sequence` or is about to; bit 1 while its descriptor awaits a signal",
+        "reader",
+    ),
     "state": Field(
         220, "I", ", ".join(f"{each.value} {each.name.lower()}" for each in ReaderState), "reader"
     ),

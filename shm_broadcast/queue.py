@@ -17,16 +17,18 @@ the writer back. `enqueue` returns when the queue owns the message.
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from shm_broadcast import _core, codec
+from shm_broadcast import _core, awaiting, codec
 from shm_broadcast.endpoint import RemoteKeys, RemoteSettings
 from shm_broadcast.errors import CommError, CommTimeoutError, DecodeError, PeerLostError, UsageError
 from shm_broadcast.handle import KEY_BYTES, VERSION, QueueHandle, new_key
+from shm_broadcast.interruption import is_held
 from shm_broadcast.layout import MAX_READERS, segment_bytes
 from shm_broadcast.liveness import PeerWatch, this_process
 from shm_broadcast.ring.reader import RingReader
@@ -77,6 +79,8 @@ class QueueWriter:
         self._remote = remote
         self._handover = handover
         self._is_local = isinstance(remote, NoRemote)
+        # Held by a call that writes to readers on other hosts, between whose steps a signal handler can run.
+        self._turn = threading.RLock()
         # `exchange` sends its argument within `timeout_ns` and returns it. Callers use it to save Python frames.
         self.endpoint: _core.WriteEndpoint | _FarEndpoint = (
             ring.endpoint if self._is_local else _FarEndpoint(self._pass_on)
@@ -191,6 +195,15 @@ class QueueWriter:
         if self._is_local:
             self._ring.send(obj, timeout_s)
             return
+        if is_held(self._turn):
+            raise UsageError(
+                f"enqueue on queue {self.handle.name!r} (writer): this thread is inside of a call on the queue "
+                "already, as in a signal handler or a finalizer"
+            )
+        with self._turn:
+            self._enqueue_for_all(obj, timeout_s)
+
+    def _enqueue_for_all(self, obj: Any, timeout_s: float | None) -> None:
         message = codec.encode(obj)
         # Reserve room at the remote readers first, which sends nothing: a message goes to all readers or to none.
         left = self._remote.reserve(message.nbytes, timeout_s)
@@ -262,7 +275,8 @@ class QueueReader:
         self.handle = handle
         self._ring = ring
         self._read = ring.read
-        # `exchange` ignores its argument and reads within `timeout_ns`. Callers use it to save Python frames.
+        # `exchange` ignores its argument and reads within `timeout_ns`. It returns `NOTHING` if the object is to be
+        # taken out of `message`, as it is from a ring. Callers use it to save Python frames.
         self.endpoint: _core.ReadEndpoint | _FarEndpoint = (
             ring.endpoint
             if isinstance(ring, RingReader)
@@ -311,7 +325,7 @@ class QueueReader:
         watch.adopt(handle.writer, writer, descriptor)
         try:
             readers, generation, _, _ = _core.ring_facts(segment.memory)
-        except ValueError as error:
+        except _core.MappingError as error:
             watch.close()
             segment.close()
             raise DecodeError(f"queue {handle.name!r}: {error}") from error
@@ -364,16 +378,44 @@ class QueueReader:
         """
         return self._ring.try_read()
 
-    @contextmanager
-    def loan(self, timeout_s: AnyTimeout = None) -> Iterator[Any]:
-        """Yield the next object without copying its arrays and tensors.
+    def fileno(self) -> int:
+        """Return a descriptor for `select`, `poll`, `epoll` and `selectors`, which also take the reader itself.
+
+        It is readable while `try_dequeue` may return a message, or raise because the writer has closed the queue or
+        died (noticed within a second). Now and then it is readable though `try_dequeue` returns nothing, as when only
+        a part of a long message has come; it is unreadable after that. Only wait for it: it holds no data. `close`
+        makes it readable and then closes it, so take it out of a selector before.
+
+        The first call starts a thread, which sleeps until a message comes; with a writer on another host, it has one
+        anyway. `dequeue`, `loan` and `adequeue` may be mixed with it.
+
+        Raises:
+            ClosedError, GroupBrokenError, UsageError: This reader cannot be used.
+        """
+        return self._ring.fileno()
+
+    async def adequeue(self, timeout_s: AnyTimeout = None, type: Any = None) -> Any:  # noqa: A002
+        """Return the next object, as `dequeue` does, without blocking the event loop that runs.
+
+        A call that is cancelled has taken no message. Several tasks, loops and threads may wait; each message goes to
+        one of them, in no particular order. Costs a thread, as `fileno` does.
+
+        Raises:
+            CommTimeoutError: No message came in time.
+            DecodeError: The message cannot be decoded; the next one can be read.
+            PeerLostError: The writer died, and everything it wrote has been read.
+            ClosedError: The writer closed the queue and everything has been read, or this end was closed.
+        """
+        return await awaiting.read(self._ring, seconds(timeout_s, may_be_zero=True), type)
+
+    def loan(self, timeout_s: AnyTimeout = None) -> AbstractContextManager[Any]:
+        """Return a context manager that yields the next object without copying its arrays and tensors.
 
         They alias the ring and are valid only inside the `with` block; treat them as read-only. The writer
         cannot reuse their room before the block ends. A message longer than half of the ring is copied,
         and so is every message from another host.
         """
-        with self._ring.loan(seconds(timeout_s, may_be_zero=True)) as obj:
-            yield obj
+        return self._ring.loan(seconds(timeout_s, may_be_zero=True))
 
     def lease(self, timeout_s: AnyTimeout = None) -> AbstractContextManager[Any]:
         """Return `loan(timeout_s)`. Deprecated: the method is called `loan` now."""

@@ -20,7 +20,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
@@ -62,7 +62,7 @@ os.register_at_fork(after_in_child=_close_inherited)
 
 
 class Segment:
-    """A sealed shared mapping whose pages are reserved.
+    """A sealed shared mapping whose pages are reserved, by one process or by several.
 
     The memfd may be longer than the mapping. Its tail takes no memory until one of the processes reserves and maps it.
 
@@ -72,20 +72,31 @@ class Segment:
         memory: The mapping.
     """
 
-    def __init__(self, descriptor: int, nbytes: int) -> None:
-        """Map the first `nbytes` of `descriptor` and take ownership of it."""
+    def __init__(self, descriptor: int, nbytes: int, *, is_reserved: bool = True) -> None:
+        """Map the first `nbytes` of `descriptor` and take ownership of it.
+
+        Args:
+            descriptor: The memfd.
+            nbytes: Size of the mapping.
+            is_reserved: Whether all of its pages are allocated. If not, the caller calls `populate` once they are.
+        """
         self.descriptor: int = descriptor
         self.nbytes = nbytes
         # Populate the pages now: the first touch of each costs 1 us or more, and would slow the first messages.
-        self.memory: mmap.mmap = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE if is_reserved else mmap.MAP_SHARED
+        self.memory: mmap.mmap = mmap.mmap(descriptor, nbytes, flags)
 
     @classmethod
-    def create(cls, nbytes: int, later_bytes: int = 0) -> Segment:
-        """Create a zeroed segment of `nbytes` and allocate all of its pages.
+    def create(
+        cls, nbytes: int, later_bytes: int = 0, own_parts: Sequence[tuple[int, int]] | None = None
+    ) -> Segment:
+        """Create a zeroed segment of `nbytes` and allocate all of its pages, or those of some parts.
 
         Args:
             nbytes: Size to reserve and map; a multiple of the page size if `later_bytes` is not 0.
             later_bytes: Size of the tail, which takes no memory yet; see `reserve`.
+            own_parts: (offset, bytes) of the parts to reserve; None for all. The others are reserved by those processes
+                that mainly write them, so that they lie on their NUMA nodes; until then nobody may touch them.
 
         Raises:
             CapabilityError: Too little memory is free; the text gives the needed and the free bytes. Or the kernel
@@ -93,18 +104,24 @@ class Segment:
         """
         descriptor = _create_memfd()
         try:
-            _reserve(descriptor, 0, nbytes)
-            if later_bytes:
-                os.ftruncate(descriptor, nbytes + later_bytes)
+            _check_free(nbytes)
+            for offset, part_bytes in [(0, nbytes)] if own_parts is None else own_parts:
+                _allocate(descriptor, offset, part_bytes)
+            os.ftruncate(descriptor, nbytes + later_bytes)
             fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEALS)
-            return cls(descriptor, nbytes)
+            return cls(descriptor, nbytes, is_reserved=own_parts is None)
         except BaseException:
             os.close(descriptor)
             raise
 
     @classmethod
-    def adopt(cls, descriptor: int, nbytes: int, later_bytes: int = 0) -> Segment:
+    def adopt(
+        cls, descriptor: int, nbytes: int, later_bytes: int = 0, *, is_reserved: bool = True
+    ) -> Segment:
         """Map a segment received from a peer, after checking its size and seals. Takes ownership of `descriptor`.
+
+        If it was created with `own_parts`, `is_reserved` is False: the caller reserves its own parts and, once every
+        process has done so, calls `populate`.
 
         Raises:
             DecodeError: The descriptor is not a sealed memfd of this size; it is closed.
@@ -112,7 +129,7 @@ class Segment:
         try:
             sealed = fcntl.fcntl(descriptor, _F_GET_SEALS) & _SEALS == _SEALS
             if sealed and os.fstat(descriptor).st_size == nbytes + later_bytes:
-                return cls(descriptor, nbytes)
+                return cls(descriptor, nbytes, is_reserved=is_reserved)
         except OSError as error:
             os.close(descriptor)
             raise DecodeError(f"the descriptor received is not a shared segment: {error}") from error
@@ -120,12 +137,20 @@ class Segment:
         raise DecodeError(f"the descriptor received is not a sealed segment of {nbytes} bytes")
 
     def reserve(self, offset: int, nbytes: int) -> None:
-        """Allocate zeroed pages for `nbytes` of the tail at `offset`; every process may map them afterwards.
+        """Allocate zeroed pages for `nbytes` at `offset`, on the NUMA node that the calling thread's policy prefers.
+
+        They may be in the tail, where every process may map them afterwards, or a part that `create` left out.
 
         Raises:
             CapabilityError: Too little memory is free.
         """
-        _reserve(self.descriptor, offset, nbytes)
+        _check_free(nbytes)
+        _allocate(self.descriptor, offset, nbytes)
+
+    def populate(self) -> None:
+        """Enter all pages into this process's page table, once all parts are reserved."""
+        # This reads a byte of each page. Memory of this kind is mapped for writing too when it is read.
+        len(self.memory[:: mmap.PAGESIZE])
 
     def map(self, offset: int, nbytes: int) -> mmap.mmap:
         """Map a reserved part of the tail. The caller owns the mapping."""
@@ -150,13 +175,16 @@ def _create_memfd() -> int:
         ) from error
 
 
-def _reserve(descriptor: int, offset: int, nbytes: int) -> None:
+def _check_free(nbytes: int) -> None:
     free = free_memory_bytes()
     if nbytes + _SPARE_BYTES > free:
         raise CapabilityError(
             f"a shared segment needs {nbytes} bytes, {free} are free, of which {_SPARE_BYTES} must stay free",
             requirement=f"{nbytes} bytes of memory",
         )
+
+
+def _allocate(descriptor: int, offset: int, nbytes: int) -> None:
     try:
         os.posix_fallocate(descriptor, offset, nbytes)
     except OSError as error:
@@ -181,6 +209,9 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
+
+# Text that is no UTF-8, and values nested too deep, are no errors of msgspec's own.
+_MALFORMED: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class _Visitor(NamedTuple):
@@ -239,7 +270,15 @@ class Handover:
         _handovers.add(self)
         self._poller.register(self._listener, select.POLLIN)
         self._thread = threading.Thread(target=self._serve, name="group-coordinator-handover", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            # Ctrl-C may end the wait for the thread's beginning. Nobody has this object then, nor could close it.
+            self._stopping = True
+            self._listener.shutdown(socket.SHUT_RDWR)
+            if not self._thread.is_alive():
+                self.close_descriptors()
+            raise
 
     def _serve(self) -> None:
         listener = self._listener.fileno()
@@ -296,7 +335,7 @@ class Handover:
         """Give the segment to a connection that has answered, if its proof is right."""
         try:
             self._give(self._visitors[descriptor])
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, *_MALFORMED):
             # This is a stranger or a peer that disconnected. It gets nothing, and the others are still served.
             pass
         finally:
@@ -418,7 +457,10 @@ def take_descriptor(
             raise DecodeError("the process that answered does not know the key of the segment")
         if len(descriptors) != 2:
             raise DecodeError("the owner of the segment sent no descriptors")
-        identity = _hello_decoder.decode(reply).process
+        try:
+            identity = _hello_decoder.decode(reply).process
+        except _MALFORMED as error:
+            raise DecodeError(f"the owner of the segment sent a malformed answer: {error}") from error
         memory, watch = descriptors
         descriptors = []
         return memory, identity, watch

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # from 50 us up to 2 ms, which costs half a percent of a core.
 _LONGEST_NAP_NS: Final = 2_000_000
 _SHORTEST_NAP_NS: Final = 50_000
+# How often such a call, and any that waits for several rings, looks for dead writers.
+_LOOK_S: Final = 0.4
 # The system call futex_waitv takes at most this many words; there is one for each ring.
 _MOST_RINGS: Final = 128
 
@@ -124,18 +126,25 @@ def await_any(readers: Sequence[RingReader | RemoteReader], timeout_s: float | N
     # Begin one place further with each message read, so that a busy writer cannot starve the others.
     first = sum(reader.messages for reader in readers)
     nap_ns = _SHORTEST_NAP_NS if has_remote else SLICE_NS
+    order = [(first + offset) % len(readers) for offset in range(len(readers))]
+    far = [index for index in order if not isinstance(readers[index], RingReader)]
+    looks_s = waited = 0.0
+    is_found = True
     while True:
-        for offset in range(len(readers)):
-            index = (first + offset) % len(readers)
+        # The native wait says whether a ring has something; looking at each in turn also finds dead writers.
+        looks_at_all = is_found or waited >= looks_s
+        for index in order if looks_at_all else far:
             if readers[index].is_ready():
                 return index
         waited = time.monotonic() - start
+        if looks_at_all:
+            looks_s = waited + _LOOK_S
         if timeout_s is not None and waited >= timeout_s:
             names = ", ".join(reader.name for reader in readers)
             raise CommTimeoutError(f"dequeue_any on {names}: no message within {timeout_s:.1f} s")
         left_ns = SLICE_NS if timeout_s is None else min(SLICE_NS, int((timeout_s - waited) * 1e9))
         if places:
-            _core.ring_wait_any(memories, indices, SHORT_SPIN_NS, min(nap_ns, left_ns))
+            is_found = _core.ring_wait_any(memories, indices, SHORT_SPIN_NS, min(nap_ns, left_ns))
             nap_ns = min(2 * nap_ns, _LONGEST_NAP_NS if has_remote else SLICE_NS)
         else:
             poll.poll(left_ns / 1e6 + 1)

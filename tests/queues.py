@@ -85,10 +85,13 @@ class RefusedError(Exception):
         self.detail = detail
 
 
-def refuse(reason: int, detail: object) -> None:
-    """The `look_around` of an endpoint of a bare ring: let it wait, and raise `RefusedError` for any other reason."""
+def refuse(reason: int, detail: object) -> RefusedError | None:
+    """The `look_around` of an endpoint of a bare ring: let it wait, and answer any other reason with `RefusedError`."""
+    if reason == _core.LOOK_UNDECODABLE:
+        return RefusedError(reason, detail)
     if reason > _core.LOOK_WAITING:
         raise RefusedError(reason, detail)
+    return None
 
 
 def ends(data_bytes: int = 64 * PAGE) -> tuple[mmap.mmap, _core.WriteEndpoint, _core.ReadEndpoint]:

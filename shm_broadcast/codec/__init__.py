@@ -78,6 +78,7 @@ from shm_broadcast.codec.registry import (
 )
 from shm_broadcast.codec.wire_format import Builder, Code, DataBuilder, Describer, Description, Refusal
 from shm_broadcast.errors import DecodeError, UsageError
+from shm_broadcast.interruption import raised_by_handler
 
 __all__ = [
     "MAX_DEPTH",
@@ -186,7 +187,7 @@ def encode(obj: object, *, device_tensor: Callable[[Any], object] | None = None)
 
 def raise_usage_error(error: Exception) -> NoReturn:
     """Raise what `encode` raises for an exception of the native encoder."""
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or raised_by_handler(error):
         raise error
     raise UsageError(f"{_problem(error)}; nothing was sent") from error
 
@@ -211,16 +212,23 @@ def decode(frame: bytes | bytearray | memoryview, type: Any = None, *, copy: boo
     _check_frame(frame)
     try:
         value = _core.decode(frame, build_owned if copy else _build_aliased, copy)
-    except Exception as error:  # noqa: BLE001 - raises
-        raise_decode_error(error)
+    except Exception as error:
+        fault = decode_error(error)
+        if fault is None or fault is error:
+            raise
+        raise fault from error
     return value if type is None or type is Any else convert(value, type)
 
 
-def raise_decode_error(error: Exception) -> NoReturn:
-    """Raise what `decode` raises for an exception of the native decoder."""
+def decode_error(error: Exception) -> DecodeError | MemoryError | None:
+    """Return what `decode` raises for an exception of the native decoder; None if a signal handler raised it."""
+    if raised_by_handler(error):
+        return None
     if isinstance(error, (DecodeError, MemoryError)):
-        raise error
-    raise DecodeError(f"no valid frame: {error}") from error
+        return error
+    fault = DecodeError(f"no valid frame: {error}")
+    fault.__cause__ = error
+    return fault
 
 
 def _check_frame(frame: object) -> None:
@@ -242,8 +250,12 @@ def convert(value: Any, wanted: Any) -> Any:
     try:
         return msgspec.convert(value, wanted)
     except TypeError as error:
+        if raised_by_handler(error):
+            raise
         raise UsageError(f"decode to {_name_of(wanted)}: {error}") from error
     except Exception as error:
+        if raised_by_handler(error):
+            raise
         raise DecodeError(f"the message is no {_name_of(wanted)}: {error}") from error
 
 
@@ -281,6 +293,8 @@ def describe(obj: object) -> Description:
         refusal.cls = cls
         raise
     except Exception as error:
+        if raised_by_handler(error):
+            raise
         raise Refusal(f"describing it failed: {type(error).__name__}: {error}", cls) from error
 
 

@@ -16,6 +16,7 @@ from shm_broadcast.codec.package_records import kind_in_package
 from shm_broadcast.codec.records import CONTENT, CUSTOM, ENUM, Kind, custom_kind, kind_of
 from shm_broadcast.codec.wire_format import Refusal
 from shm_broadcast.errors import DecodeError, UsageError
+from shm_broadcast.interruption import raised_by_handler
 
 __all__ = [
     "Entry",
@@ -275,6 +276,8 @@ def build_registered(meta: object, body: object) -> object:
     except DecodeError:
         raise
     except Exception as error:
+        if raised_by_handler(error):
+            raise
         source = "the decode function of " if entry.kind.name == CUSTOM else ""
         raise DecodeError(
             f"{source}{entry.name} refused its data: {type(error).__name__}: {error}"

@@ -17,6 +17,7 @@ from shm_broadcast import _core
 from shm_broadcast.codec.adapters import checked_shape, expect, integers
 from shm_broadcast.codec.wire_format import Builder, Code, DataBuilder, Describer, Description, Refusal
 from shm_broadcast.errors import DecodeError
+from shm_broadcast.interruption import raised_by_handler
 
 __all__ = ["BUILDERS", "DATA_BUILDERS", "DESCRIBERS", "is_device_tensor"]
 
@@ -53,7 +54,9 @@ def _teach_core() -> None:
         sample = torch.empty(1, dtype=dtype, device=_CPU)
         try:
             is_carried = imports(to_dlpack(sample)).dtype is dtype
-        except (BufferError, RuntimeError):  # a dtype that DLPack, or this torch's DLPack, lacks
+        except (BufferError, RuntimeError) as error:  # a dtype that DLPack, or this torch's DLPack, lacks
+            if raised_by_handler(error):
+                raise
             continue
         if is_carried:
             rows.append((name, dtype, to_dlpack(sample)))

@@ -7,6 +7,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import msgspec
 
@@ -91,13 +92,20 @@ class RemoteEnd(ABC):
         warn_at = start + self._settings.warn_after_s
         while not is_over():
             if timeout_s is not None and now - start >= timeout_s:
-                what, ranks = missing()
-                raise CommTimeoutError(f"{self._where(call)}: {what} within {timeout_s:.1f} s", missing=ranks)
+                self._raise_late(call, timeout_s, *missing())
             if self.warns and now >= warn_at:
                 logger.warning("%s: waiting for %.0f s: %s", self._where(call), now - start, missing()[0])
                 warn_at = now + self._settings.warn_after_s
             self._sleep((warn_at if timeout_s is None else min(warn_at, start + timeout_s)) - now)
             now = time.monotonic()
+
+    def _raise_late(self, call: str, timeout_s: float, what: str, ranks: Sequence[int]) -> NoReturn:
+        raise CommTimeoutError(f"{self._where(call)}: {what} within {timeout_s:.1f} s", missing=ranks)
+
+    @property
+    def warn_after_s(self) -> float:
+        """How long a call waits before it warns, in seconds."""
+        return self._settings.warn_after_s
 
     @abstractmethod
     def _sleep(self, seconds: float) -> None:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Final, Self
+from typing import Any, Final, NoReturn, Self
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -22,6 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 from shm_broadcast import codec
 from shm_broadcast.endpoint import RemoteEndpoint, RemoteKeys
 from shm_broadcast.errors import ClosedError, DecodeError, InternalError, PeerLostError, UsageError
+from shm_broadcast.interruption import is_held
 from shm_broadcast.liveness import ProcessIdentity, fork_count
 from shm_broadcast.remote.end import RemoteEnd
 from shm_broadcast.remote.ledger import Inbox
@@ -73,7 +74,7 @@ class RemoteReader(RemoteEnd):
         # returned. It is re-entrant because the block of a loan may call `close`. `_lock` guards single uses of the
         # socket.
         self._calls = threading.RLock()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._inbox = Inbox()
         self._unacknowledged = 0  # bytes read since the last acknowledgement
         self._is_awaited = False  # whether the writer is waiting for room
@@ -91,6 +92,8 @@ class RemoteReader(RemoteEnd):
         except BaseException:
             self._context.term()
             raise
+        # Readable while there is something to read, or to raise; -1 until somebody asks for it.
+        self._signal = -1
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.descriptors: tuple[int, int] = (int(self._dealer.get(zmq.FD)), self._wake)
@@ -165,29 +168,82 @@ class RemoteReader(RemoteEnd):
             GroupBrokenError: An earlier call failed; its error is the `__cause__`.
             DecodeError: The message is not valid, or not a `type_`. It counts as read; the queue stays usable.
         """
+        self._refuse_nested("dequeue")
         with self._calls:
             frame = self._next("dequeue", timeout_s)
+            self._settle()
             return codec.decode(frame, type_)
 
-    def try_read(self) -> tuple[bool, Any]:
+    def try_read(self, call: str = "try_dequeue", looks: bool = False, type_: Any = None) -> tuple[bool, Any]:
         """Return (True, the next object), or (False, None) if it is not there."""
+        self._refuse_nested(call)
         with self._calls:
-            self.check("try_dequeue")
+            self.check(call)
             if not self.poll():
-                self._raise_if_over("try_dequeue")
+                self._raise_if_over(call)
+                self._settle()
                 return False, None
-            return True, codec.decode(self._next("try_dequeue", 0.0))
+            frame = self._next(call, 0.0)
+            self._settle()
+            return True, codec.decode(frame, type_)
+
+    def fileno(self, call: str = "fileno") -> int:
+        """Return a descriptor that is readable while there is something to read, or to raise."""
+        self._refuse_nested(call)
+        with self._calls:
+            self.check(call)
+            if self._signal < 0:
+                self._signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                # Wakes the thread, which from now on receives messages when they come.
+                os.eventfd_write(self._stop, 1)
+                self._settle()
+            return self._signal
+
+    def _settle(self) -> None:
+        """Make the descriptor of `fileno` readable if there is something to read or to raise, else unreadable."""
+        if self._signal < 0:
+            return
+        with self._lock:
+            if not self._inbox and not self._is_closing:
+                self._drain(_BATCH)
+            self._signal_state()
+
+    def _signal_state(self) -> None:
+        """Do so; the caller holds `_lock`."""
+        if self._inbox or self._has_ended or self._is_closing or self._failure is not None:
+            os.eventfd_write(self._signal, 1)
+        else:
+            with suppress(BlockingIOError):  # raised if it is unreadable
+                os.eventfd_read(self._signal)
+
+    def raise_late(self, call: str, within_s: float) -> NoReturn:
+        """Raise `CommTimeoutError` for a message that has not come within `within_s` seconds."""
+        self._raise_late(call, within_s, *self._missing("message"))
 
     @contextmanager
     def loan(self, timeout_s: float | None) -> Iterator[Any]:
         """Yield the next object; its arrays and tensors share one private copy of the message."""
+        self._refuse_nested("loan")
         with self._calls:
             frame = self._next("loan", timeout_s)
+            self._settle()
             # zmq receives to any address; a new copy is aligned.
             yield codec.decode(frame if isinstance(frame, bytearray) else bytearray(frame), copy=False)
 
+    def _refuse_nested(self, call: str) -> None:
+        """Raise if this thread reads already, or has a message on loan: the locks would let it in again."""
+        if is_held(self._calls) or is_held(self._lock):
+            raise UsageError(
+                f"{self._where(call)}: this thread is inside of a call on the queue already, as in a signal handler or "
+                "a finalizer, or has a message on loan"
+            )
+
     def poll(self) -> bool:
         """Return whether a message has arrived. Does not wait."""
+        if is_held(self._lock):
+            raise UsageError(
+                f"{self._where('dequeue_any')}: this thread is inside of a call on the queue already"
+            )
         with self._lock:
             if not self._inbox and not self._is_closing:
                 with suppress(BlockingIOError):  # raised if the eventfd was not set
@@ -361,6 +417,8 @@ class RemoteReader(RemoteEnd):
 
     def _break(self, error: InternalError) -> None:
         self._failure = self._failure or error
+        if self._signal >= 0:
+            os.eventfd_write(self._signal, 1)
         os.eventfd_write(self._wake, 1)
 
     def _loop(self) -> None:
@@ -368,10 +426,16 @@ class RemoteReader(RemoteEnd):
         poller.register(self._monitor, zmq.POLLIN)
         poller.register(self._stop, zmq.POLLIN)
         heartbeat_s = self._endpoint.settings.heartbeat_s
+        is_signalling = False
         while not self._is_stopping:
             lost_at = self._lost_at()
             wait_s = heartbeat_s if lost_at is None else min(heartbeat_s, lost_at - time.monotonic())
+            if self._signal >= 0 and not is_signalling:
+                is_signalling = True
+                poller.register(self.descriptors[0], zmq.POLLIN)
             poller.poll(int(max(0.0, wait_s) * 1000) + 1)
+            with suppress(BlockingIOError):  # raised if the eventfd was not set
+                os.eventfd_read(self._stop)
             before = self._state()
             while self._monitor.poll(0):
                 event = zmq.Event(recv_monitor_message(self._monitor)["event"])
@@ -383,6 +447,8 @@ class RemoteReader(RemoteEnd):
                     has_more = self._drain(_BATCH)
             with self._lock:
                 self._check_connection(time.monotonic())
+                if self._signal >= 0:
+                    self._signal_state()
             if self._state() != before:
                 os.eventfd_write(self._wake, 1)
 
@@ -437,6 +503,8 @@ class RemoteReader(RemoteEnd):
             if self._is_closing:
                 return
             self._is_closing = True
+            if self._signal >= 0:
+                self._signal_state()
         os.eventfd_write(self._wake, 1)
         with self._calls:
             self._is_stopping = True
@@ -451,6 +519,8 @@ class RemoteReader(RemoteEnd):
             self._context.term()
             os.close(self._wake)
             os.close(self._stop)
+            if self._signal >= 0:
+                os.close(self._signal)
             self._inbox.clear()
             self._cause = self._failure = None
 

@@ -130,7 +130,7 @@ def identity_of(body: memoryview) -> ProcessIdentity:
     """
     try:
         return _identity_decoder.decode(body)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DecodeError(f"a record lacks the identity of its process: {error}") from error
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import mmap
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from shm_broadcast import _core, codec
-from shm_broadcast.errors import ClosedError, CommTimeoutError, PeerLostError
+from shm_broadcast.errors import ClosedError, CommTimeoutError, DecodeError, PeerLostError, UsageError
+from shm_broadcast.interruption import is_held, raised_by_handler
 from shm_broadcast.layout import RecordKind
 from shm_broadcast.liveness import PeerWatch
+from shm_broadcast.ring.signal import ReadSignal
 from shm_broadcast.ring.wait import SLICE_NS
 from shm_broadcast.ring.writer import RingEnd, nanoseconds
 from shm_broadcast.segment import Segment
@@ -44,6 +46,9 @@ class RingReader(RingEnd):
         self._index = index
         self._writer = writer
         self._looked_ns = 0
+        self._signal: ReadSignal | None = None
+        # Guards the making of `_signal` against other threads, and by `is_held` against signal handlers.
+        self._signals = threading.RLock()
         self.endpoint = _core.ReadEndpoint(
             self._memory, index, codec.build_owned, settings.wait, self.look_around
         )
@@ -51,58 +56,110 @@ class RingReader(RingEnd):
 
     def read(self, timeout_s: float | None = None, type_: Any = None) -> Any:
         """Wait for the next message, copy it out and return its object."""
-        value = self.endpoint.receive(nanoseconds(timeout_s))
-        return value if type_ is None else codec.convert(value, type_)
+        endpoint, within_ns = self.endpoint, nanoseconds(timeout_s)
+        endpoint.fetch(within_ns)
+        # A signal handler that runs here may read the message, or raise; then it stays for the next call.
+        while (value := endpoint.message) is _core.NOTHING:
+            endpoint.fetch(within_ns)
+        if type_ is None:
+            return value
+        try:
+            return codec.convert(value, type_)
+        except DecodeError:
+            raise
+        except BaseException:
+            endpoint.message = value
+            raise
 
-    def try_read(self) -> tuple[bool, Any]:
-        """Return (True, the next object), or (False, None) if it is not there or not complete yet."""
-        value = self.endpoint.receive_within(0, 0)
+    def try_read(self, call: str = "try_dequeue", looks: bool = False, type_: Any = None) -> tuple[bool, Any]:
+        """Return (True, the next object), or (False, None) if it is not there or not complete yet.
+
+        The object is converted to `type_`, unless that is None. With `looks` this raises at once if the writer is lost.
+        """
+        endpoint = self.endpoint
+        endpoint.fetch_within(0, 0)
+        value = endpoint.message
         if value is not _core.NOTHING:
-            return True, value
-        self._begin_wait("try_dequeue")
+            if type_ is None:
+                return True, value
+            try:
+                return True, codec.convert(value, type_)
+            except DecodeError:
+                raise
+            except BaseException:
+                endpoint.message = value
+                raise
+        self._begin_wait(call)
         # Look for a lost writer only once in a slice, because a caller may ask a million times a second.
         now = time.monotonic_ns()
-        if now - self._looked_ns >= SLICE_NS:
+        if looks or now - self._looked_ns >= SLICE_NS:
             self._looked_ns = now
-            self.raise_if_lost("try_dequeue")
+            self.raise_if_lost(call)
         return False, None
 
-    @contextmanager
-    def loan(self, timeout_s: float | None) -> Iterator[Any]:
+    def fileno(self, call: str = "fileno") -> int:
+        """Return a descriptor that is readable while there is something to read, or to raise."""
+        self.check(call)
+        if is_held(self._signals):
+            raise UsageError(
+                f"{self._where(call)}: this thread is inside of `fileno` already, as in a signal handler"
+            )
+        with self._signals:
+            if self._signal is None:
+                self._signal = ReadSignal(self, self._memory, self._index)
+            try:
+                self._signal.begin(self.endpoint)
+            except ClosedError:
+                self._signal.end()
+                raise
+            return self._signal.descriptor
+
+    def notice_lost_writer(self) -> bool:
+        """Return whether the writer's process has ended; the next read that finds no message then raises."""
+        if self.lost_writer() is None:
+            return False
+        self._looked_ns = 0
+        return True
+
+    @property
+    def warn_after_s(self) -> float:
+        """How long a call waits before it warns, in seconds."""
+        return self._settings.warn_after_s
+
+    def loan(self, timeout_s: float | None) -> AbstractContextManager[Any]:
         """Yield the next object without copying its arrays and tensors, which alias the ring until the loan ends."""
-        start, memory = time.monotonic(), self._memory
+        return _Loan(self, timeout_s)
+
+    def borrow(self, timeout_s: float | None) -> tuple[object, Any, int]:
+        """Take the next object on loan.
+
+        Returns:
+            What stands for the loan, which ends when this is let go; the object, and the length of its message. If the
+            message comes in parts, the loan has ended, and the object is `NOTHING`.
+        """
+        endpoint, memory = self.endpoint, self._memory
         self._call = "loan"
         try:
-            self.endpoint.lend(nanoseconds(timeout_s))
+            hold: object = endpoint.lend(nanoseconds(timeout_s))
         finally:
             self._call = self.call
-        window, taken = None, 0
+        taken = 0
         try:
             window = self._whole_record(memory)
-            if window is not None:
-                try:
-                    value = codec.decode(memoryview(window), copy=False)
-                except Exception:
-                    # The message is dropped. After anything else, as Ctrl-C, it stays the next one.
-                    taken = len(window)
-                    raise
-                taken = len(window)
-                yield value
-        finally:
-            self._end_loan(memory, taken)
-        if window is None:
-            # The message comes in parts, so it is copied once, into memory that nothing else uses.
-            yield self.read(None if timeout_s is None else start + timeout_s - time.monotonic())
-
-    def _end_loan(self, memory: mmap.mmap, taken: int) -> None:
-        """End the loan; give back the record if a message of `taken` bytes was read, which is 0 if none was."""
-        try:
-            if taken:
-                _core.ring_release(memory, self._index)
-        except ValueError as error:
-            self._raise_corrupt("loan", error)
-        finally:
-            self.endpoint.end_loan(taken)
+            if window is None:
+                hold = None
+                return hold, _core.NOTHING, 0
+            try:
+                return hold, codec.decode(memoryview(window), copy=False), len(window)
+            except Exception as error:
+                # The message is dropped. After anything else, as Ctrl-C, it stays the next one.
+                taken = 0 if raised_by_handler(error) else len(window)
+                raise
+        except BaseException:
+            # No signal handler runs between these two: letting go ends the loan.
+            endpoint.lent_bytes = taken
+            hold = None
+            raise
 
     def _whole_record(self, memory: mmap.mmap) -> _core.Window | None:
         """Return a window on the next message, which must be there; None if it comes in parts."""
@@ -110,7 +167,7 @@ class RingReader(RingEnd):
             return None
         try:
             window, flags, _, _ = _core.ring_take(memory, self._index)
-        except ValueError as error:
+        except _core.MappingError as error:
             self._raise_corrupt("loan", error)
         return window if flags in (RecordKind.WHOLE, RecordKind.STREAMED) else None
 
@@ -123,7 +180,7 @@ class RingReader(RingEnd):
         """Return `_DATA` if a message is there, `_ENDED` if none is there and the queue has ended, else 0."""
         try:
             return _core.ring_wait(self._memory, self._index, 0, 0)
-        except ValueError as error:
+        except _core.MappingError as error:
             # Another thread has closed this endpoint meanwhile, or the ring was overwritten.
             self.check(call)
             self._raise_corrupt(call, error)
@@ -140,6 +197,8 @@ class RingReader(RingEnd):
     def is_ready(self) -> bool:
         """Return whether a message is there or the queue has ended. Raises an error if the writer is lost."""
         self.check("dequeue_any")
+        if self.endpoint.has_message:
+            return True
         if self._status("dequeue_any") != 0:
             return True
         self.raise_if_lost("dequeue_any")
@@ -167,6 +226,10 @@ class RingReader(RingEnd):
             missing=() if self._writer < 0 else (self._writer,),
         )
 
+    def raise_late(self, call: str, within_s: float) -> NoReturn:
+        """Raise `CommTimeoutError` for a message that has not come within `within_s` seconds."""
+        self._raise_late(call, within_s, None)
+
     def raise_if_lost(self, call: str) -> None:
         """Raise `ClosedError` or `PeerLostError` if the writer is gone and all of its messages were read."""
         self._begin_wait(call)
@@ -183,3 +246,35 @@ class RingReader(RingEnd):
     def close(self) -> None:
         """Unmap and leave the ring; the writer waits for this reader no more. Idempotent; wakes a waiting call."""
         self._close(self._index)
+        if self._signal is not None:
+            self._signal.end()
+
+
+class _Loan(AbstractContextManager[Any]):
+    """The block in which a message is on loan. Whatever interrupts its beginning, the message stays the next one."""
+
+    def __init__(self, reader: RingReader, timeout_s: float | None) -> None:
+        self._reader = reader
+        self._timeout_s = timeout_s
+        self._hold: object = None
+
+    def __enter__(self) -> Any:
+        start, endpoint = time.monotonic(), self._reader.endpoint
+        # An interrupted call may have left a message, which is a copy.
+        if (value := endpoint.message) is not _core.NOTHING:
+            return value
+        hold, value, nbytes = self._reader.borrow(self._timeout_s)
+        if value is _core.NOTHING:
+            # The message comes in parts, so it is copied once, into memory that nothing else uses.
+            left_s = None if self._timeout_s is None else start + self._timeout_s - time.monotonic()
+            return self._reader.read(left_s)
+        # From here on the message counts as read: no signal handler runs before the block begins.
+        self._hold = hold
+        endpoint.lent_bytes = nbytes
+        return value
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._hold is not None:
+            endpoint = self._reader.endpoint
+            endpoint.end_loan(endpoint.lent_bytes)
+            self._hold = None

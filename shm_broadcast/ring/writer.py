@@ -19,7 +19,6 @@ from typing import Any, Final, NoReturn
 from shm_broadcast import _core, codec
 from shm_broadcast.errors import (
     ClosedError,
-    CommError,
     CommTimeoutError,
     GroupBrokenError,
     InternalError,
@@ -101,18 +100,16 @@ class RingEnd(ABC):
                 f"{self._where(call)}: an earlier failure made the queue unusable, close it: {cause}"
             ) from cause
 
-    def look_around(self, reason: int, detail: Any) -> None:
+    def look_around(self, reason: int, detail: Any) -> Exception | None:
         """Raise an error to end the endpoint's call, or return to let it wait on; see `csrc/ring/endpoint.hpp`."""
         try:
-            self._look_around(self._call, reason, detail)
-        except CommError:
-            raise
-        except ValueError as error:
+            return self._look_around(self._call, reason, detail)
+        except _core.MappingError as error:
             # The ring is gone: another thread has closed this endpoint meanwhile, or the memory was overwritten.
             self.check(self._call)
             self._raise_corrupt(self._call, error)
 
-    def _look_around(self, call: str, reason: int, detail: Any) -> None:
+    def _look_around(self, call: str, reason: int, detail: Any) -> Exception | None:
         if reason == _core.LOOK_BEGIN:
             self._began_s, self._warns_s = time.monotonic(), self._settings.warn_after_s
             self._begin_wait(call)
@@ -130,7 +127,7 @@ class RingEnd(ABC):
         elif reason == _core.LOOK_CORRUPT:
             self._raise_corrupt(call, detail)
         elif reason == _core.LOOK_UNDECODABLE:
-            codec.raise_decode_error(detail)
+            return codec.decode_error(detail)
         elif reason == _core.LOOK_UNENCODABLE:
             codec.raise_usage_error(detail)
         else:
@@ -139,6 +136,7 @@ class RingEnd(ABC):
             if reason != _core.LOOK_LENT:
                 why = "this thread is inside of a call on the queue already, as in a signal handler or a finalizer"
             raise UsageError(f"{self._where(call)}: {why}")
+        return None
 
     def _begin_wait(self, call: str) -> None:  # noqa: B027 - a writer inherits this
         """Raise an error if there is nothing to wait for, which only a reader can find."""
@@ -155,8 +153,14 @@ class RingEnd(ABC):
     def _raise_late(self, call: str, within_s: float, nbytes: int | None) -> NoReturn:
         """Raise `CommTimeoutError` for a deadline that has passed."""
 
+    def _state(self) -> tuple[int, int, int, int, tuple[tuple[int, int, int, int, int], ...]]:
+        state = _core.ring_state(self._memory)
+        if len(state[4]) != len(self.ranks):
+            raise _core.MappingError(f"the ring has {len(state[4])} readers, not {len(self.ranks)}")
+        return state
+
     def _readers(self) -> tuple[ReaderStatistics, ...]:
-        published, messages, _, _, readers = _core.ring_state(self._memory)
+        published, messages, _, _, readers = self._state()
         now = time.monotonic_ns()
         return tuple(
             ReaderStatistics(
@@ -179,7 +183,7 @@ class RingEnd(ABC):
         try:
             _, _, capacity, _ = _core.ring_facts(self._memory)
             readers = self._readers()
-        except ValueError as error:
+        except _core.MappingError as error:
             # Another thread has closed this endpoint meanwhile, or the ring was overwritten.
             self.check(call)
             self._raise_corrupt(call, error)
@@ -207,7 +211,7 @@ class RingEnd(ABC):
     def _end(self, who: int) -> None:
         try:
             _core.ring_end(self._memory, who)
-        except ValueError as error:
+        except _core.MappingError as error:
             # The ring was overwritten. The other end learns of it when this process ends, or from its own errors.
             logger.warning("%s: %s", self._where("close"), str(error))
 
@@ -261,7 +265,7 @@ class RingWriter(RingEnd):
     def raise_if_lost(self, call: str) -> None:
         """Raise `PeerLostError` if a reader has died or has closed its end. Does not wait."""
         lost = self._watch.lost()
-        states = _core.ring_state(self._memory)[4]
+        states = self._state()[4]
         left = [
             rank for rank, reader in zip(self.ranks, states, strict=True) if reader[4] == ReaderState.LEFT
         ]

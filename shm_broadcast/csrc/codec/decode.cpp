@@ -3,11 +3,15 @@
 // claim more entries than the tree has bytes.
 #include "decoder.hpp"
 
+#include <memory>
+#include <new>
+
 #include "arrays.hpp"
 
 namespace codec {
 namespace {
 
+constexpr size_t kBriefHeader = 2048;  // longer headers are copied to the heap
 constexpr size_t kCachedKey = 32;     // longer keys are not cached
 constexpr size_t kCacheSlots = 1024;  // at most this many short strings stay alive
 
@@ -139,8 +143,8 @@ private:
         const size_t from = aligned(offset_);
         if (from > total_ || nbytes > total_ - from) return refuse("a buffer ends beyond the frame") != nullptr;
         if (far_ == nullptr) {
-            if (!zeros(frame_.data + offset_, from - offset_)) return false;
-            *taken = {{frame_.data + from, static_cast<size_t>(nbytes)}, nullptr, false};
+            if (!zeros(base_ + offset_, from - offset_)) return false;
+            *taken = {{base_ + from, static_cast<size_t>(nbytes)}, nullptr, false};
         } else {
             *taken = {{far_->data, far_->nbytes}, far_->object, false};
             ++far_;
@@ -429,6 +433,20 @@ private:
 
 }  // namespace
 
-PyObject* Decoder::run() const { return TreeDecoder(*this).run(); }
+PyObject* Decoder::run() const {
+    if (far_ != nullptr || base_ == nullptr) return TreeDecoder(*this).run();
+    unsigned char brief[kBriefHeader];
+    std::unique_ptr<unsigned char[]> longer;
+    Decoder copy(*this);
+    copy.frame_.nbytes = header_bytes();
+    if (copy.frame_.nbytes > kBriefHeader) {
+        longer.reset(new (std::nothrow) unsigned char[copy.frame_.nbytes]);
+        if (!longer) return PyErr_NoMemory();
+    }
+    unsigned char* header = longer ? longer.get() : brief;
+    if (copy.frame_.nbytes > 0) std::memcpy(header, frame_.data, copy.frame_.nbytes);
+    copy.frame_.data = header;
+    return TreeDecoder(copy).run();
+}
 
 }  // namespace codec

@@ -17,11 +17,12 @@ public:
     // Decodes a frame in one piece; `owner` keeps its bytes alive for the windows on them. If it `copies`, arrays and
     // tensors get memory of their own. `hook` builds what the core does not.
     Decoder(Span frame, PyObject* owner, PyObject* hook, bool copies)
-        : frame_(frame), total_(frame.nbytes), owner_(owner), hook_(hook), copies_(copies) {}
+        : frame_(frame), total_(frame.nbytes), owner_(owner), hook_(hook), copies_(copies), base_(frame.data) {}
     // Decodes a frame of `total` bytes of which only the header is in one piece.
     Decoder(Span header, size_t total, const FarBuffer* far, PyObject* hook)
         : frame_(header), total_(total), hook_(hook), far_(far) {}
-    // Returns the object, or nullptr with an exception set.
+    // Returns the object, or nullptr with an exception set. The header is copied first: a frame in shared memory may change while
+    // it is decoded, and its strings are measured before they are built.
     PyObject* run() const;
 
 protected:
@@ -31,6 +32,10 @@ protected:
     PyObject* hook_;
     bool copies_ = true;
     const FarBuffer* far_ = nullptr;  // the buffers that were not taken yet, if they are in memory of their own
+    const unsigned char* base_ = nullptr;  // where the frame begins whose buffers stand behind its header
+
+private:
+    size_t header_bytes() const;
 };
 
 }  // namespace codec

@@ -1,4 +1,5 @@
 // The codec's part of the module: its functions, and windows on memory.
+#include <algorithm>
 #include <cstdarg>
 
 #include "blocks.hpp"
@@ -91,6 +92,18 @@ bool set_error(PyObject* type, const char* format, ...) {
     PyErr_FormatV(type, format, values);
     va_end(values);
     return false;
+}
+
+// Returns the length of the prefix, the tree and the table. If they do not fit the frame, returns the length of those that do; the
+// decoder says then what is wrong.
+size_t Decoder::header_bytes() const {
+    Prefix prefix;
+    if (frame_.nbytes < sizeof(prefix)) return frame_.nbytes;
+    std::memcpy(&prefix, frame_.data, sizeof(prefix));
+    if (prefix.tree > frame_.nbytes - sizeof(prefix)) return sizeof(prefix);
+    const size_t table = aligned(sizeof(prefix) + prefix.tree, 8);
+    if (table > frame_.nbytes || prefix.buffers > (frame_.nbytes - table) / 8) return std::min(table, frame_.nbytes);
+    return table + 8 * prefix.buffers;
 }
 
 namespace {

@@ -171,9 +171,7 @@ PyObject* Assembly::finish(PyObject* hook) {
     } else {
         Decoder decoder({header_.data(), header_.size()}, static_cast<size_t>(total_), far_.data(), hook);
         result = decoder.run();
-        if (result == nullptr && !PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;
     }
-    clear();
     return result;
 }
 

@@ -25,8 +25,8 @@ public:
     // Takes the next bytes of the frame, at most `missing()`. Releases the GIL for long copies. Never fails: `finish` reports
     // an invalid frame or a lack of memory after all bytes have come, so that the next message can follow.
     void feed(const unsigned char* from, size_t nbytes);
-    // Returns the object, or nullptr with an exception. The assembly is no longer active then, unless the exception is not an
-    // `Exception`: after Ctrl-C the same message can be decoded again.
+    // Returns the object, or nullptr with an exception. The assembly stays active until `clear`, so that the same message can be
+    // decoded again after an exception that is not its own fault.
     PyObject* finish(PyObject* hook);
     void clear();
 

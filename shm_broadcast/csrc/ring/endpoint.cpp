@@ -3,6 +3,7 @@
 
 #include <pthread.h>
 #include <structmember.h>
+#include <sys/eventfd.h>
 
 #include <algorithm>
 #include <new>
@@ -24,16 +25,14 @@ void count_fork() { ++forks; }
 
 }  // namespace
 
-bool look(Endpoint* end, Reason reason, PyObject* detail) {
-    if (end->look_around == nullptr) {
-        PyErr_SetString(PyExc_RuntimeError, "the end of a ring is being collected");
-        return false;
-    }
+PyObject* answer(Endpoint* end, Reason reason, PyObject* detail) {
+    if (end->look_around == nullptr) return PyErr_Format(PyExc_RuntimeError, "the end of a ring is being collected");
     const Ref look_around = Ref::borrowed(end->look_around);
     const Ref number(PyLong_FromLong(reason));
-    const Ref ignored(number ? PyObject_CallFunctionObjArgs(look_around.get(), number.get(), detail, nullptr) : nullptr);
-    return static_cast<bool>(ignored);
+    return number ? PyObject_CallFunctionObjArgs(look_around.get(), number.get(), detail, nullptr) : nullptr;
 }
+
+bool look(Endpoint* end, Reason reason, PyObject* detail) { return static_cast<bool>(Ref(answer(end, reason, detail))); }
 
 bool refuse(Endpoint* end, Reason reason, PyObject* detail) {
     if (look(end, reason, detail)) PyErr_SetString(PyExc_RuntimeError, "an error was swallowed");
@@ -72,7 +71,10 @@ bool enter(Endpoint* end, uint64_t until) {
             end->owner = me;
             return true;
         }
-        if (end->owner == me) return refuse(end, end->is_lent ? kLent : kReentrant);
+        if (end->owner == me) {
+            end->refused_nested = true;
+            return refuse(end, end->is_lent ? kLent : kReentrant);
+        }
         const uint64_t now = ring::now_ns();
         if (now >= until) return false;
         const uint32_t seen = end->left->load(std::memory_order_relaxed);
@@ -110,6 +112,21 @@ bool read_timeout(PyObject* const* args, Py_ssize_t count, Py_ssize_t at, long l
     return !(*timeout_ns == -1 && PyErr_Occurred());
 }
 
+void settle_signal(Endpoint* end) {
+    // A forked child shares the eventfd with its parent, whom it must not disturb.
+    if (end->signal < 0 || end->ring == nullptr || end->born != forks) return;
+    Ring& ring = *end->ring;
+    if (!end->kept->empty()) {
+        if (ring.awaits_signal(end->index) && ring.take_signal(end->index)) eventfd_write(end->signal, 1);
+        return;
+    }
+    if (ring.is_readable(end->index) || ring.awaits_signal(end->index)) return;
+    eventfd_t ignored = 0;
+    eventfd_read(end->signal, &ignored);
+    ring.await_signal(end->index);
+    if (ring.is_readable(end->index) && ring.take_signal(end->index)) eventfd_write(end->signal, 1);
+}
+
 void release_memory(Endpoint* end) {
     delete end->assembly;
     delete end->ring;
@@ -128,6 +145,9 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(end->hook);
     Py_VISIT(end->cause);
     Py_VISIT(end->look_around);
+    if (end->kept != nullptr) {
+        for (PyObject* message : *end->kept) Py_VISIT(message);
+    }
     return 0;
 }
 
@@ -136,6 +156,12 @@ int clear(PyObject* self) {
     Py_CLEAR(end->hook);
     Py_CLEAR(end->cause);
     Py_CLEAR(end->look_around);
+    if (end->kept != nullptr) {
+        // Emptied first, because a destructor may call the endpoint.
+        const std::vector<PyObject*> messages(std::move(*end->kept));
+        end->kept->clear();
+        for (PyObject* message : messages) Py_DECREF(message);
+    }
     return 0;
 }
 
@@ -145,6 +171,7 @@ void dealloc(PyObject* self) {
     release_memory(endpoint_of(self));
     delete endpoint_of(self)->left;
     clear(self);
+    delete endpoint_of(self)->kept;
     reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
@@ -183,6 +210,7 @@ Endpoint* make(PyTypeObject* type, PyObject* memory, PyObject* hook, const char*
     end->look_around = Py_NewRef(look_around);
     end->born = forks;
     end->timeout_ns = -1;
+    end->signal = -1;
     guard.release();
     return end;
 }
@@ -210,7 +238,8 @@ PyObject* read_new(PyTypeObject* type, PyObject* args, PyObject*) {
     }
     end->index = static_cast<uint32_t>(index);
     end->assembly = new (std::nothrow) codec::Assembly;
-    if (end->assembly == nullptr) return PyErr_NoMemory();
+    end->kept = new (std::nothrow) std::vector<PyObject*>;
+    if (end->assembly == nullptr || end->kept == nullptr) return PyErr_NoMemory();
     return guard.release();
 }
 
@@ -252,14 +281,51 @@ PyObject* pacer_step(PyObject*, PyObject* args) {
 PyMemberDef members[] = {
     {"messages", T_ULONGLONG, offsetof(Endpoint, messages), READONLY, nullptr},
     {"nbytes", T_ULONGLONG, offsetof(Endpoint, nbytes), READONLY, nullptr},
-    {"tag", T_UINT, offsetof(Endpoint, tag), READONLY, nullptr},
+    {"tag", T_UINT, offsetof(Endpoint, tag), 0, nullptr},
     {"waits", T_ULONGLONG, offsetof(Endpoint, waits), READONLY, nullptr},
     {"waited_ns", T_ULONGLONG, offsetof(Endpoint, waited_ns), READONLY, nullptr},
+    {"lent_bytes", T_ULONGLONG, offsetof(Endpoint, lent_bytes), 0, nullptr},
     {"timeout_ns", T_LONGLONG, offsetof(Endpoint, timeout_ns), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
 
+// Reading `message` takes the next kept message out. An attribute is read without a look for signals before the value is stored
+// or returned, unlike the result of a call, so that a signal handler runs while the message is here or when Python has it.
+PyObject* take_message(PyObject* self, void*) {
+    std::vector<PyObject*>* kept = endpoint_of(self)->kept;
+    if (kept == nullptr || kept->empty()) return none_yet();
+    PyObject* message = kept->front();
+    kept->erase(kept->begin());
+    settle_signal(endpoint_of(self));
+    return message;
+}
+
+// Writing `message` puts it back in front of the others.
+int put_back(PyObject* self, PyObject* message, void*) {
+    std::vector<PyObject*>* kept = endpoint_of(self)->kept;
+    if (kept == nullptr || message == nullptr) {
+        PyErr_SetString(PyExc_AttributeError, "only a reader keeps a message, and it cannot be deleted");
+        return -1;
+    }
+    try {
+        kept->insert(kept->begin(), message);
+    } catch (const std::bad_alloc&) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    Py_INCREF(message);
+    settle_signal(endpoint_of(self));
+    return 0;
+}
+
+PyObject* get_has_message(PyObject* self, void*) {
+    const std::vector<PyObject*>* kept = endpoint_of(self)->kept;
+    return PyBool_FromLong(kept != nullptr && !kept->empty());
+}
+
 PyGetSetDef attributes[] = {
+    {"message", take_message, put_back, "The next message that was fetched; reading it takes it out.", nullptr},
+    {"has_message", get_has_message, nullptr, "Whether a message was fetched and not taken out.", nullptr},
     {"is_busy", get_busy, nullptr, "Whether a thread is inside of a call, or has a message on loan.", nullptr},
     {"is_assembling", get_assembling, nullptr, "Whether a message has come in part.", nullptr},
     {"cause", get_cause, nullptr, "Why the end is broken, or None.", nullptr},
@@ -301,6 +367,7 @@ constexpr Constant constants[] = {
 PyObject* close(PyObject* self, PyObject* refusing) {
     Endpoint* end = endpoint_of(self);
     end->is_closed = true;
+    end->signal = -1;
     const Ref before(end->look_around);
     end->look_around = Py_NewRef(refusing);
     if (end->owner == 0) release_memory(end);

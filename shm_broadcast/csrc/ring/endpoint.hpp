@@ -5,6 +5,7 @@
 #pragma once
 
 #include <atomic>
+#include <vector>
 
 #include "assembly.hpp"
 #include "../codec/encoder.hpp"
@@ -13,7 +14,7 @@
 
 namespace endpoint {
 
-// The reasons for a call of `look_around(reason, detail)`. From kLate on it must raise. _core exports the values as LOOK_BEGIN
+// The reasons for a call of `look_around(reason, detail)`. From kLate on it must raise, except for kUndecodable. _core exports the values as LOOK_BEGIN
 // and so on.
 enum Reason : int {
     kBegin,       // a wait begins; `detail` is the size in bytes of the message that is being written
@@ -23,7 +24,9 @@ enum Reason : int {
     kReentrant,   // the calling thread is already inside a call
     kLent,        // the calling thread has a message on loan
     kCorrupt,     // the ring's own words are invalid; `detail` is an exception
-    kUndecodable,  // a message cannot be decoded and is dropped; `detail` is an exception
+    kUndecodable,  // a message cannot be decoded; `detail` is an exception. Alone of these it must return: what takes the
+                   // message's place, which is raised if it is an exception; or None if the message is not at fault, as it is
+                   // not if a signal handler raised `detail`. Then `detail` is raised, and the message stays the next one.
     kUnencodable,  // an object cannot be encoded, and nothing was sent; `detail` is an exception
 };
 
@@ -50,23 +53,29 @@ struct Endpoint {
     bool is_closed;
     bool is_lent;
     bool is_cut;  // only a part of a message is written
+    bool refused_nested;  // a call of the owner was refused, since this was last set to false
     Mode mode;
     uint32_t index;    // the reader's place
-    unsigned int tag;  // tag of the latest message that was received
+    unsigned int tag;  // in a reader that of the latest message that was received, in a writer that of whole messages it sends
     unsigned long long messages;
     unsigned long long nbytes;
     unsigned long long arrived_ns;  // when the last message came
     codec::Assembly* assembly;      // nullptr in a writer
+    // Messages that were taken out of the ring and that Python has not taken over yet, the next one first; nullptr in a writer.
+    std::vector<PyObject*>* kept;
     PyObject* look_around;
     PyObject* memory;
     codec::View* view;
     std::atomic<uint32_t>* left;  // futex word that changes when a call ends while other threads wait for their turn
     uint32_t queued;              // number of threads that wait for their turn
+    uint64_t loans;               // number of loans so far
+    unsigned long long lent_bytes;  // length of the message on loan, once the application has it
     Pacer pacer;
     unsigned long long noted_ns;  // the latest arrival that the pacer was told
     unsigned long long waits;
     unsigned long long waited_ns;
     long long timeout_ns;  // time-out of `exchange`; negative if there is none
+    int signal;            // the reader's: the eventfd that tells whether there is a message, or -1
 };
 
 inline Endpoint* endpoint_of(PyObject* self) { return reinterpret_cast<Endpoint*>(self); }
@@ -76,6 +85,8 @@ extern PyObject* nothing;
 
 inline PyObject* none_yet() { return Py_NewRef(nothing); }
 
+// Calls `look_around` and returns what it returned.
+PyObject* answer(Endpoint* end, Reason reason, PyObject* detail);
 // Calls `look_around`. Returns false, with its exception set, if it raised.
 bool look(Endpoint* end, Reason reason, PyObject* detail);
 // Calls `look_around` for a reason that must raise. Always returns false, with an exception set.
@@ -117,6 +128,10 @@ Deadline deadline(long long timeout_ns);
 bool came(Endpoint* end, const Turn& turn, const Deadline& deadline);
 // Reads the optional argument `timeout_ns`, which has index `at`.
 bool read_timeout(PyObject* const* args, Py_ssize_t count, Py_ssize_t at, long long* timeout_ns);
+
+// Makes the eventfd of `set_signal` readable if a message is kept here. If none is here or in the ring, makes it unreadable and asks
+// for the next one to make it readable. Calls no Python code; the caller holds the GIL.
+void settle_signal(Endpoint* end);
 
 // Frees the mapping and everything that keeps it in use.
 void release_memory(Endpoint* end);

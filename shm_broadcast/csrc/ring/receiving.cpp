@@ -62,10 +62,26 @@ void give_back(Endpoint* end, const ring::RecordHeader& record, uint64_t nbytes)
     end->tag = record.tag;
 }
 
-// Returns the object of a message whose record was given back. If it could not be decoded, returns nullptr with the exception.
-PyObject* decoded(Endpoint* end, PyObject* object) {
-    if (object == nullptr) refuse_error(end, kUndecodable);
-    return object;
+// Asks Python what becomes of a message whose decoding has raised the current exception. Returns what takes its place; or nothing,
+// with the exception, if the message is not at fault and stays the next one.
+PyObject* judged(Endpoint* end) {
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;
+    PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    if (traceback != nullptr) PyException_SetTraceback(value, traceback);
+    Ref held_type(type), error(value), held_traceback(traceback);
+    Ref verdict(answer(end, kUndecodable, value));
+    if (verdict.get() != Py_None) return verdict.release();
+    PyErr_Restore(held_type.release(), error.release(), held_traceback.release());
+    return nullptr;
+}
+
+// Returns the object of a message whose record was given back. An exception in its place is raised.
+PyObject* delivered(Ref& outcome) {
+    if (!PyExceptionInstance_Check(outcome.get())) return outcome.release();
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(outcome.get())), outcome.get());
+    return nullptr;
 }
 
 // Decodes a message of one record and gives the record back. If a signal handler raises, or a hook raises an exception that is
@@ -74,9 +90,11 @@ PyObject* take_whole(Endpoint* end, const ring::RecordHeader& record, const unsi
     const Ref memory = Ref::borrowed(end->memory), hook = Ref::borrowed(end->hook);
     Decoder decoder({payload, record.payload_bytes}, memory.get(), hook.get(), true);
     Ref result(decoder.run());
-    if (result ? PyErr_CheckSignals() < 0 : !PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;
+    const bool is_decoded = static_cast<bool>(result);
+    if (!is_decoded) result = Ref(judged(end));
+    if (!result || PyErr_CheckSignals() < 0) return nullptr;
     give_back(end, record, record.payload_bytes);
-    return decoded(end, result.release());
+    return is_decoded ? result.release() : delivered(result);
 }
 
 // Decodes the assembled message and gives back `record`, its last one. As in `take_whole`, the record stays in the ring if
@@ -86,9 +104,12 @@ PyObject* take_assembled(Endpoint* end, const ring::RecordHeader& record) {
     const uint64_t nbytes = end->assembly->total();
     const Ref hook = Ref::borrowed(end->hook);
     Ref result(end->assembly->finish(hook.get()));
-    if (end->assembly->active()) return nullptr;
+    const bool is_decoded = static_cast<bool>(result);
+    if (!is_decoded) result = Ref(judged(end));
+    if (!result || PyErr_CheckSignals() < 0) return nullptr;
+    end->assembly->clear();
     give_back(end, record, nbytes);
-    return decoded(end, result.release());
+    return is_decoded ? result.release() : delivered(result);
 }
 
 // Copies the available bytes of a streamed record. Returns the object when the record is complete, and `nothing` before that.
@@ -201,10 +222,7 @@ PyObject* await(Endpoint* end, const Deadline& deadline, Take take) {
     }
 }
 
-PyObject* receive(Endpoint* end, long long timeout_ns) {
-    const Deadline within = deadline(timeout_ns);
-    const Turn turn(end, within.until);
-    if (!came(end, turn, within)) return nullptr;
+PyObject* receive(Endpoint* end, const Deadline& within) {
     PyObject* result = receive_within(end, {0, 0});
     if (result != nothing) return result;
     Py_DECREF(result);
@@ -215,27 +233,114 @@ PyObject* receive(Endpoint* end, long long timeout_ns) {
 PyObject* read_receive(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     long long timeout_ns = -1;
     if (!expect_arguments("receive", count == 0 ? 1 : count, 1) || !read_timeout(args, count, 0, &timeout_ns)) return nullptr;
-    return receive(endpoint_of(self), timeout_ns);
+    Endpoint* end = endpoint_of(self);
+    const Deadline within = deadline(timeout_ns);
+    const Turn turn(end, within.until);
+    PyObject* result = came(end, turn, within) ? receive(end, within) : nullptr;
+    settle_signal(end);
+    return result;
 }
 
-// exchange(ignored) -> the next object
-PyObject* read_exchange(PyObject* self, PyObject*) { return receive(endpoint_of(self), endpoint_of(self)->timeout_ns); }
+// Keeps the next object, which `get` returns, unless one is kept already. Returns false with an exception.
+template <typename Get>
+bool keep(Endpoint* end, Get get) {
+    if (!end->kept->empty()) return true;
+    try {
+        end->kept->reserve(2);
+        Ref object(get());
+        if (!object || object.get() == nothing) {
+            settle_signal(end);
+            return static_cast<bool>(object);
+        }
+        end->kept->push_back(object.get());
+        static_cast<void>(object.release());
+        settle_signal(end);
+        return true;
+    } catch (const std::bad_alloc&) {
+        PyErr_NoMemory();
+        return false;
+    }
+}
+
+bool fetch(Endpoint* end, long long timeout_ns) {
+    const Deadline within = deadline(timeout_ns);
+    const Turn turn(end, within.until);
+    return came(end, turn, within) && keep(end, [&] { return receive(end, within); });
+}
+
+// fetch([timeout_ns]): waits for the next object, which can then be taken out by `message`
+PyObject* read_fetch(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+    long long timeout_ns = -1;
+    if (!expect_arguments("fetch", count == 0 ? 1 : count, 1) || !read_timeout(args, count, 0, &timeout_ns)) return nullptr;
+    if (!fetch(endpoint_of(self), timeout_ns)) return nullptr;
+    Py_RETURN_NONE;
+}
+
+// exchange(ignored) -> NOTHING: fetches the next object
+PyObject* read_exchange(PyObject* self, PyObject*) {
+    return fetch(endpoint_of(self), endpoint_of(self)->timeout_ns) ? none_yet() : nullptr;
+}
+
+bool read_times(PyObject* const* args, uint64_t* times) {
+    for (int i = 0; i < 2; ++i) {
+        times[i] = PyLong_AsUnsignedLongLong(args[i]);
+        if (times[i] == static_cast<uint64_t>(-1) && PyErr_Occurred()) return false;
+    }
+    return true;
+}
+
+// fetch_within(spin_ns, park_ns): fetches the next object if it comes within these times
+PyObject* read_fetch_within(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+    Endpoint* end = endpoint_of(self);
+    uint64_t times[2];
+    if (!expect_arguments("fetch_within", count, 2) || !read_times(args, times)) return nullptr;
+    const Turn turn(end, times[0] + times[1] == 0 ? 0 : ring::now_ns() + times[0] + times[1]);
+    if (turn ? !keep(end, [&] { return receive_within(end, {times[0], times[1]}); }) : PyErr_Occurred() != nullptr) return nullptr;
+    Py_RETURN_NONE;
+}
 
 // receive_within(spin_ns, park_ns) -> the next object, or NOTHING
 PyObject* read_receive_within(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     Endpoint* end = endpoint_of(self);
-    if (!expect_arguments("receive_within", count, 2)) return nullptr;
     uint64_t times[2];
-    for (int i = 0; i < 2; ++i) {
-        times[i] = PyLong_AsUnsignedLongLong(args[i]);
-        if (times[i] == static_cast<uint64_t>(-1) && PyErr_Occurred()) return nullptr;
-    }
+    if (!expect_arguments("receive_within", count, 2) || !read_times(args, times)) return nullptr;
     const Turn turn(end, times[0] + times[1] == 0 ? 0 : ring::now_ns() + times[0] + times[1]);
     if (!turn) return PyErr_Occurred() ? nullptr : none_yet();
-    return receive_within(end, {times[0], times[1]});
+    PyObject* result = receive_within(end, {times[0], times[1]});
+    settle_signal(end);
+    return result;
 }
 
-// lend([timeout_ns]): waits until a record is complete. The calling thread then has it on loan until `end_loan`.
+// Ends the loan. If a message of `nbytes` > 0 was read, gives its record back. Returns false if there is no readable record.
+bool end_loan(Endpoint* end, uint64_t nbytes) {
+    ring::RecordHeader record{};
+    unsigned char* payload = nullptr;
+    const bool is_there = nbytes == 0 || (end->ring->has_whole_record(end->index) && end->ring->next(end->index, &record, &payload));
+    if (nbytes > 0 && is_there) {
+        end->ring->release(end->index, record);
+        end->messages += 1;
+        end->nbytes += nbytes;
+    }
+    end->is_lent = false;
+    end->lent_bytes = 0;
+    settle_signal(end);
+    leave(end);
+    return is_there;
+}
+
+constexpr const char* kLoanName = "loan";
+
+// Ends the loan that this stands for, unless it has ended.
+void drop_loan(PyObject* capsule) {
+    PyObject* self = static_cast<PyObject*>(PyCapsule_GetPointer(capsule, kLoanName));
+    Endpoint* end = endpoint_of(self);
+    const auto number = reinterpret_cast<uintptr_t>(PyCapsule_GetContext(capsule));
+    if (end->is_lent && end->loans == number) end_loan(end, end->lent_bytes);
+    Py_DECREF(self);
+}
+
+// lend([timeout_ns]) -> loan: waits until a record is complete. The calling thread then has it on loan until `end_loan`, or until
+// the returned object is let go. Then a message of `lent_bytes` was read, or none if that is 0.
 PyObject* read_lend(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     Endpoint* end = endpoint_of(self);
     long long timeout_ns = -1;
@@ -251,9 +356,15 @@ PyObject* read_lend(PyObject* self, PyObject* const* args, Py_ssize_t count) {
         }));
         if (!found) return nullptr;
     }
+    Ref loan(PyCapsule_New(self, kLoanName, nullptr));
+    if (!loan || PyCapsule_SetContext(loan.get(), reinterpret_cast<void*>(end->loans + 1)) < 0) return nullptr;
+    if (PyCapsule_SetDestructor(loan.get(), drop_loan) < 0) return nullptr;
+    Py_INCREF(self);
+    end->loans += 1;
+    end->lent_bytes = 0;
     end->is_lent = true;
     turn.keep();
-    Py_RETURN_NONE;
+    return loan.release();
 }
 
 // end_loan(taken_bytes): ends the loan. It has read a message of `taken_bytes`, or no message if that is 0.
@@ -262,12 +373,17 @@ PyObject* read_end_loan(PyObject* self, PyObject* taken) {
     const unsigned long long nbytes = PyLong_AsUnsignedLongLong(taken);
     if (nbytes == static_cast<unsigned long long>(-1) && PyErr_Occurred()) return nullptr;
     if (!end->is_lent) return PyErr_Format(PyExc_ValueError, "nothing is on loan");
-    if (nbytes > 0) {
-        end->messages += 1;
-        end->nbytes += nbytes;
-    }
-    end->is_lent = false;
-    leave(end);
+    if (!end_loan(end, nbytes)) return corrupt(end, "the ring holds no readable record");
+    Py_RETURN_NONE;
+}
+
+// set_signal(eventfd): from now on it is readable while a message is there. A thread must run `ring_signal`.
+PyObject* read_set_signal(PyObject* self, PyObject* descriptor) {
+    Endpoint* end = endpoint_of(self);
+    const long value = PyLong_AsLong(descriptor);
+    if (PyErr_Occurred() || !check_usable(end)) return nullptr;
+    end->signal = static_cast<int>(value);
+    settle_signal(end);
     Py_RETURN_NONE;
 }
 
@@ -277,8 +393,11 @@ PyObject* read_end_loan(PyObject* self, PyObject* taken) {
 
 PyMethodDef read_methods[] = {
     METHOD("exchange", read_exchange, METH_O),
+    METHOD("fetch", read_fetch, METH_FASTCALL),
+    METHOD("fetch_within", read_fetch_within, METH_FASTCALL),
     METHOD("receive", read_receive, METH_FASTCALL),
     METHOD("receive_within", read_receive_within, METH_FASTCALL),
+    METHOD("set_signal", read_set_signal, METH_O),
     METHOD("lend", read_lend, METH_FASTCALL),
     METHOD("end_loan", read_end_loan, METH_O),
     METHOD("fail", fail, METH_O),

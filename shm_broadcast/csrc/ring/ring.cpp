@@ -2,6 +2,8 @@
 // is told to. It releases the GIL while it waits.
 #include "ring.hpp"
 
+#include <sys/eventfd.h>
+
 #include <algorithm>
 
 #include "../codec/codec.hpp"
@@ -12,14 +14,22 @@ using codec::expect_arguments;
 using codec::View;
 using ring::Ring;
 
+// What these functions raise for their own findings about a mapping. Nobody else raises it, so that it is never mistaken for an
+// exception of a signal handler.
+PyObject* mapping_error = nullptr;
+
 // Holds the mapping, which is the first argument of every function.
 class Mapped {
 public:
     bool acquire(PyObject* object) {
-        if (!view_.acquire(object, PyBUF_WRITABLE)) return false;
+        if (!view_.acquire(object, PyBUF_WRITABLE)) {
+            // The mapping is closed.
+            if (PyErr_ExceptionMatches(PyExc_ValueError)) PyErr_SetString(mapping_error, "the mapping is closed");
+            return false;
+        }
         ring_ = Ring(view_.data(), view_.size());
         if (ring_.valid()) return true;
-        PyErr_SetString(PyExc_ValueError, "the mapping holds no ring of this version");
+        PyErr_SetString(mapping_error, "the mapping holds no ring of this version");
         return false;
     }
     Ring& ring() { return ring_; }
@@ -45,7 +55,7 @@ bool read_reader(const Ring& ring, PyObject* object, uint32_t* index) {
     uint64_t value = 0;
     if (!read_unsigned(object, &value)) return false;
     if (value >= ring.readers()) {
-        PyErr_Format(PyExc_ValueError, "reader %llu of %u", static_cast<unsigned long long>(value), ring.readers());
+        PyErr_Format(mapping_error, "reader %llu of %u", static_cast<unsigned long long>(value), ring.readers());
         return false;
     }
     *index = static_cast<uint32_t>(value);
@@ -96,7 +106,7 @@ PyObject* ring_wait(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return PyLong_FromLong(ring.has_whole_record(index) ? 1 : ended && !streaming ? 2 : 0);
 }
 
-// ring_wait_any(mappings, readers, spin_ns, park_ns): waits until one of several rings has data or has ended.
+// ring_wait_any(mappings, readers, spin_ns, park_ns) -> whether one of several rings has data or has ended, which it waits for
 PyObject* ring_wait_any(PyObject*, PyObject* const* args, Py_ssize_t count) {
     uint64_t spin_ns = 0, park_ns = 0;
     if (!expect_arguments("ring_wait_any", count, 4)) return nullptr;
@@ -121,9 +131,10 @@ PyObject* ring_wait_any(PyObject*, PyObject* const* args, Py_ssize_t count) {
         }
         return false;
     };
+    bool found = false;
     Py_BEGIN_ALLOW_THREADS
     const uint64_t until = ring::now_ns() + spin_ns;
-    bool found = ready();
+    found = ready();
     while (!found && ring::now_ns() < until) {
         ring::pause();
         found = ready();
@@ -138,9 +149,10 @@ PyObject* ring_wait_any(PyObject*, PyObject* const* args, Py_ssize_t count) {
             ring::nap_until(ready, park_ns);
         }
         for (Py_ssize_t i = 0; i < rings; ++i) mapped[i].ring().end_park(readers[i]);
+        found = ready();
     }
     Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    return PyBool_FromLong(found);
 }
 
 // ring_take(mapping, reader) -> (payload, flags, message, total): returns the next record. Its payload is a window on the
@@ -154,7 +166,7 @@ PyObject* ring_take(PyObject*, PyObject* const* args, Py_ssize_t count) {
     ring::RecordHeader record{};
     unsigned char* payload = nullptr;
     if (!ring.has_whole_record(index) || !ring.next(index, &record, &payload)) {
-        PyErr_SetString(PyExc_ValueError, "the ring holds no readable record");
+        PyErr_SetString(mapping_error, "the ring holds no readable record");
         return nullptr;
     }
     PyObject* window = codec::make_window(args[0], payload, record.payload_bytes, false);
@@ -173,7 +185,7 @@ PyObject* ring_release(PyObject*, PyObject* const* args, Py_ssize_t count) {
     ring::RecordHeader record{};
     unsigned char* payload = nullptr;
     if (!ring.has_whole_record(index) || !ring.next(index, &record, &payload)) {
-        PyErr_SetString(PyExc_ValueError, "the ring holds no readable record");
+        PyErr_SetString(mapping_error, "the ring holds no readable record");
         return nullptr;
     }
     ring.release(index, record);
@@ -236,15 +248,47 @@ PyObject* ring_state(PyObject*, PyObject* const* args, Py_ssize_t count) {
                          writer.closed.load(std::memory_order_relaxed), readers);
 }
 
+// ring_signal(mapping, reader, eventfd, nanoseconds): sleeps, and makes the eventfd readable each time that a message comes or the
+// queue ends after the endpoint has asked for that. Also returns after a signal.
+PyObject* ring_signal(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    Mapped mapped;
+    uint32_t index = 0;
+    uint64_t descriptor = 0, nanoseconds = 0;
+    if (!expect_arguments("ring_signal", count, 4) || !mapped.acquire(args[0])) return nullptr;
+    if (!read_reader(mapped.ring(), args[1], &index)) return nullptr;
+    if (!read_unsigned(args[2], &descriptor) || !read_unsigned(args[3], &nanoseconds)) return nullptr;
+    Ring& ring = mapped.ring();
+    const uint64_t until = ring::now_ns() + nanoseconds;
+    Py_BEGIN_ALLOW_THREADS
+    for (uint64_t now = ring::now_ns(); now < until && ring.await_readable(index, until - now); now = ring::now_ns()) {
+        if (ring.take_signal(index)) eventfd_write(static_cast<int>(descriptor), 1);
+        if (ring.ended(index)) break;
+    }
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+// ring_stir(mapping): wakes every thread that sleeps until something is published
+PyObject* ring_stir(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    Mapped mapped;
+    if (!expect_arguments("ring_stir", count, 1) || !mapped.acquire(args[0])) return nullptr;
+    mapped.ring().writer().sequence.fetch_add(1, std::memory_order_relaxed);
+    ring::futex_wake_all(mapped.ring().writer().sequence);
+    Py_RETURN_NONE;
+}
+
 #define FAST(name) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(name)), METH_FASTCALL, nullptr}
 
 PyMethodDef functions[] = {
     FAST(ring_format), FAST(ring_facts),  FAST(ring_wait),   FAST(ring_wait_any), FAST(ring_take),
-    FAST(ring_release), FAST(ring_end), FAST(ring_attach), FAST(ring_state), {nullptr, nullptr, 0, nullptr},
+    FAST(ring_signal), FAST(ring_stir), FAST(ring_release), FAST(ring_end), FAST(ring_attach), FAST(ring_state),
+    {nullptr, nullptr, 0, nullptr},
 };
 
 }  // namespace
 
 int ring_add(PyObject* module) {
+    mapping_error = PyErr_NewException("shm_broadcast._core.MappingError", PyExc_ValueError, nullptr);
+    if (mapping_error == nullptr || PyModule_AddObjectRef(module, "MappingError", mapping_error) < 0) return -1;
     return PyModule_AddFunctions(module, functions);
 }

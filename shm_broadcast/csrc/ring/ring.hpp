@@ -11,10 +11,11 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <climits>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+
+#include "futex.hpp"
 
 namespace ring {
 
@@ -58,9 +59,12 @@ struct alignas(kLine) ReaderLine {
     std::atomic<uint64_t> consumed;     // bytes that this reader has given back; never decreases
     std::atomic<uint64_t> messages;     // number of whole messages in these bytes
     std::atomic<uint64_t> progress_ns;  // CLOCK_MONOTONIC time of the latest release
-    std::atomic<uint32_t> parked;       // 1 while the reader sleeps on `sequence` or is about to sleep
+    std::atomic<uint32_t> parked;       // flags of Parked
     std::atomic<uint32_t> state;        // a value of ReaderState
 };
+
+// Who wants to be woken: the reader, which sleeps on `sequence` or is about to, and the thread that signals a descriptor.
+enum Parked : uint32_t { kSleeps = 1, kAwaitsSignal = 2 };
 
 enum ReaderState : uint32_t { kAbsent = 0, kAttached = 1, kLeft = 2 };
 
@@ -118,18 +122,6 @@ inline void yield_core() {
     sched_yield();
     const uint64_t after = now_ns();
     if (after - before > kLongNs) refused_until = after + kRefusalNs;
-}
-
-// Sleeps while `word` holds `seen`, for at most `nanoseconds`. Any wake-up, signal or change ends the sleep. Returns false if
-// a signal ended it.
-inline bool futex_wait(std::atomic<uint32_t>& word, uint32_t seen, uint64_t nanoseconds) {
-    timespec limit{static_cast<time_t>(nanoseconds / 1000000000ULL), static_cast<long>(nanoseconds % 1000000000ULL)};
-    return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, seen, &limit, nullptr, 0) == 0 ||
-           errno != EINTR;
-}
-
-inline void futex_wake_all(std::atomic<uint32_t>& word) {
-    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
 // One of several words on which a thread sleeps. The layout is that of the kernel's futex_waitv.
@@ -387,8 +379,13 @@ public:
 
     // Returns how many bytes of the payload of `record` are complete. `record` is the next one of reader `index`.
     uint64_t available(uint32_t index, const RecordHeader& record) {
+        return available_at(reader(index).consumed.load(std::memory_order_relaxed), record);
+    }
+
+    // Returns the same for a record that begins at `at`.
+    uint64_t available_at(uint64_t at, const RecordHeader& record) {
         if (record.flags != kStreamed) return record.payload_bytes;
-        const uint64_t start = reader(index).consumed.load(std::memory_order_relaxed) + kRecordHeader;
+        const uint64_t start = at + kRecordHeader;
         // SYNC fill->reader (acquire): the reader sees the bytes that the writer has filled in.
         const uint64_t filled = writer().filled.load(std::memory_order_acquire);
         // If a later streamed record has moved `filled` on, this record is complete.
@@ -433,11 +430,56 @@ public:
         const uint32_t seen = writer().sequence.load(std::memory_order_relaxed);
         std::atomic_thread_fence(std::memory_order_seq_cst);  // SYNC sequence->parked (seq_cst)
         // SYNC parked->sequence (seq_cst): this store comes before the kernel compares the word.
-        reader(index).parked.store(1, std::memory_order_seq_cst);
+        reader(index).parked.fetch_or(kSleeps, std::memory_order_seq_cst);
         return seen;
     }
 
-    void end_park(uint32_t index) { reader(index).parked.store(0, std::memory_order_relaxed); }
+    void end_park(uint32_t index) { reader(index).parked.fetch_and(~kSleeps, std::memory_order_relaxed); }
+
+    // Asks for a signal from `signalled` when a record is complete or the queue has ended. The caller looks afterwards.
+    void await_signal(uint32_t index) {
+        // SYNC parked->sequence (seq_cst)
+        reader(index).parked.fetch_or(kAwaitsSignal, std::memory_order_seq_cst);
+        std::atomic_thread_fence(std::memory_order_seq_cst);  // SYNC sequence->parked (seq_cst)
+    }
+
+    bool awaits_signal(uint32_t index) {
+        return (reader(index).parked.load(std::memory_order_relaxed) & kAwaitsSignal) != 0;
+    }
+
+    // Takes the request back. Returns true to exactly one caller, which must signal.
+    bool take_signal(uint32_t index) {
+        return (reader(index).parked.fetch_and(~kAwaitsSignal, std::memory_order_relaxed) & kAwaitsSignal) != 0;
+    }
+
+    // Returns whether the queue has ended or the next record is complete. Unlike `next` it changes nothing, because it also runs in
+    // a thread that is not the reader: that would set `consumed` back. Beside a reader that moves on it may return true in vain.
+    bool is_readable(uint32_t index) {
+        if (ended(index)) return true;
+        if (!has_data(index)) return false;
+        const uint64_t published = writer().published.load(std::memory_order_relaxed);
+        uint64_t at = reader(index).consumed.load(std::memory_order_relaxed);
+        RecordHeader record{};
+        if (at == published) return false;
+        if (!read_header(at, published, &record)) return true;
+        if (record.flags == kSkip) {
+            at += kRecordHeader + record.payload_bytes;
+            if (at == published || !read_header(at, published, &record)) return true;
+        }
+        return available_at(at, record) == record.payload_bytes;
+    }
+
+    // Sleeps until a signal is due or `nanoseconds` have passed. Returns whether it is due.
+    bool await_readable(uint32_t index, uint64_t nanoseconds) {
+        const uint64_t until = now_ns() + nanoseconds;
+        while (true) {
+            const uint32_t seen = writer().sequence.load(std::memory_order_relaxed);
+            std::atomic_thread_fence(std::memory_order_seq_cst);  // SYNC sequence->parked (seq_cst)
+            if (awaits_signal(index) && is_readable(index)) return true;
+            const uint64_t now = now_ns();
+            if (now >= until || !futex_wait(writer().sequence, seen, until - now)) return false;
+        }
+    }
 
     // Finds the next record of reader `index` and skips the unused end of the data area. Returns false for an invalid header.
     bool next(uint32_t index, RecordHeader* record, unsigned char** payload) {

@@ -92,12 +92,48 @@ private:
     size_t done_;
 };
 
+// The refusal of a call that a signal handler made inside of a write on the same thread, and let through. It must not cut the
+// message, so the write goes on and raises it at its end.
+class Refusal {
+public:
+    explicit Refusal(Endpoint* end) : end_(end) {}
+    ~Refusal() {
+        Py_XDECREF(type_);
+        Py_XDECREF(value_);
+        Py_XDECREF(traceback_);
+    }
+    Refusal(const Refusal&) = delete;
+    Refusal& operator=(const Refusal&) = delete;
+
+    // Calls `step`, which returns false with an exception. Returns true if it succeeded, or if its exception is held from now on.
+    template <typename Step>
+    bool pass(const Writing& writing, Step step) {
+        end_->refused_nested = false;
+        if (step()) return true;
+        const bool is_ours = end_->refused_nested && writing.done() > 0 && end_->cause == nullptr && !end_->is_closed;
+        if (!is_ours || type_ != nullptr || !PyErr_ExceptionMatches(PyExc_Exception)) return false;
+        PyErr_Fetch(&type_, &value_, &traceback_);
+        return true;
+    }
+    // Raises what is held. Returns whether nothing is.
+    bool release() {
+        if (type_ == nullptr) return true;
+        PyErr_Restore(type_, value_, traceback_);
+        type_ = value_ = traceback_ = nullptr;
+        return false;
+    }
+
+private:
+    Endpoint* const end_;
+    PyObject *type_ = nullptr, *value_ = nullptr, *traceback_ = nullptr;
+};
+
 bool check_position(Endpoint* end) {
     return end->ring->is_aligned() || refuse_corrupt(end, "the position of the ring is not aligned");
 }
 
 // Waits for room for the next record. Returns false with an exception.
-bool await(Endpoint* end, Writing& writing, PyObject* total, const Deadline& deadline) {
+bool await(Endpoint* end, Writing& writing, Refusal& refusal, PyObject* total, const Deadline& deadline) {
     const bool spins = end->mode != Mode::kPark, parks = end->mode != Mode::kSpin;
     const uint64_t until = deadline.until;
     uint64_t now = ring::now_ns(), look_at = now + kSliceNs;
@@ -105,11 +141,11 @@ bool await(Endpoint* end, Writing& writing, PyObject* total, const Deadline& dea
         const uint64_t left = std::min(until > now ? until - now : 0, kSliceNs);
         const uint64_t spin = !spins ? 0 : parks ? std::min<uint64_t>(kShortSpinNs, left) : left;
         writing.await_room({spin, parks ? left : 0});
-        if (!check_usable(end) || PyErr_CheckSignals() < 0) return false;
+        if (!refusal.pass(writing, [end] { return check_usable(end) && PyErr_CheckSignals() == 0; })) return false;
         if (writing.has_room()) break;
         now = ring::now_ns();
         if (now >= look_at || now >= until || end->ring->hopeless()) {
-            if (!look(end, kWaiting, total)) return false;
+            if (!refusal.pass(writing, [&] { return look(end, kWaiting, total); })) return false;
             look_at = now + kSliceNs;
         }
         if (now >= until) return refuse_late(end, deadline, total);
@@ -119,6 +155,7 @@ bool await(Endpoint* end, Writing& writing, PyObject* total, const Deadline& dea
 
 // Writes all of a message. Returns false with an exception.
 bool write_parts(Endpoint* end, Writing& writing, PyObject* total, const Deadline& deadline) {
+    Refusal refusal(end);
     uint64_t look_at = 0;
     bool ok = true, has_begun = false;
     while (ok && !writing.is_over()) {
@@ -127,22 +164,22 @@ bool write_parts(Endpoint* end, Writing& writing, PyObject* total, const Deadlin
             if (!has_begun) {
                 has_begun = true;
                 ++end->waits;
-                ok = look(end, kBegin, total);
+                ok = refusal.pass(writing, [&] { return look(end, kBegin, total); });
                 look_at = start + kSliceNs;
             }
-            ok = ok && await(end, writing, total, deadline);
+            ok = ok && await(end, writing, refusal, total, deadline);
             end->waited_ns += ring::now_ns() - start;
         }
         if (!ok) break;
         writing.advance();
         if (writing.is_over()) break;
-        ok = check_usable(end) && PyErr_CheckSignals() == 0;
+        ok = refusal.pass(writing, [end] { return check_usable(end) && PyErr_CheckSignals() == 0; });
         if (ok && look_at > 0 && ring::now_ns() >= look_at) {
-            ok = look(end, kWaiting, total);
+            ok = refusal.pass(writing, [&] { return look(end, kWaiting, total); });
             look_at = ring::now_ns() + kSliceNs;
         }
     }
-    return ok;
+    return ok && refusal.release();
 }
 
 // Keeps the current exception as the error that broke the endpoint: parts of a message are published, and no other message
@@ -157,12 +194,12 @@ void break_off(Endpoint* end) {
 
 bool write(Endpoint* end, const Pieces& pieces, const Deadline& deadline) {
     if (!check_position(end)) return false;
-    Writing writing(end, pieces, 0);
+    Writing writing(end, pieces, end->tag);
     if (!writing.has_room() || writing.next() < pieces.total()) {
         const Ref total(PyLong_FromSize_t(pieces.total()));
         if (!total) return false;
         if (!write_parts(end, writing, total.get(), deadline)) {
-            if (writing.done() > 0) break_off(end);
+            if (end->is_cut) break_off(end);
             return false;
         }
     } else {

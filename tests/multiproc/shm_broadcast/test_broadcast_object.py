@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from coordinator import CoordinatorSettings, GroupCoordinator
-from shm_broadcast.errors import ClosedError, CommError, DecodeError, UsageError
+from shm_broadcast.errors import ClosedError, CommError, DecodeError, DisagreementError, UsageError
 from shm_broadcast.queue import QueueReader
 from tests.harness import RankPool
 from tests.waiting import sleeping_in, wait_until
@@ -101,6 +101,7 @@ def fail_in_all_ways(rank: int, world_size: int, directory: Path) -> list[str]:
             it.broadcast_object([1, 2])
             it.broadcast_object(["good"])
         else:
+            note(DisagreementError, it.broadcast_object)
             note(DecodeError, lambda: it.broadcast_object(type=dict[str, int]))
             assert it.broadcast_object() == ["good"]
         it.barrier()
@@ -134,9 +135,9 @@ def test_errors_are_those_of_the_slow_path(ranks2: RankPool) -> None:
     writer, reader = ranks2.run(fail_in_all_ways)
     assert [text.split(":")[0] for text in writer] == ["UsageError", "ClosedError", "ClosedError"]
     assert [text.split(":")[0] for text in reader] == [
-        *("DecodeError", "ClosedError", "ClosedError", "ClosedError"),
+        *("DisagreementError", "DecodeError", "ClosedError", "ClosedError", "ClosedError"),
     ]
-    assert all("broadcast_object" in text for text in writer[1:] + reader[2:])
+    assert all("broadcast_object" in text for text in writer[1:] + reader[3:])
 
 
 def read_with_two_threads(rank: int, world_size: int, directory: Path) -> tuple[list[int], float]:

@@ -1,4 +1,4 @@
-"""A model of two threads that each store to one word and then load another, on a machine that delays stores.
+"""A model of threads that each store to one word and then load others, on a machine that delays stores.
 
 The thread sanitizer cannot show whether this handshake needs its seq_cst operations. This model therefore tries
 every interleaving. A store first enters a buffer of its thread. Stores to one word leave the buffer in order, stores
@@ -10,7 +10,7 @@ system call empty the buffer. Loads are not reordered: the sanitizer shows which
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Thread", "leaving", "outcomes", "parking", "posting"]
+__all__ = ["Thread", "leaving", "outcomes", "stepping"]
 
 Instruction = tuple[Any, ...]
 Program = Sequence[Instruction]
@@ -86,9 +86,18 @@ def executed(memory: Memory, thread: Thread, program: Program) -> tuple[Memory, 
         word, register = operands
         is_equal = dict(memory).get(word, 0) == thread.get(register)
         return memory, after._replace(sleeps=is_equal)
-    if name in ("if", "unless"):
-        register, target = operands
-        return memory, thread._replace(at=target) if bool(thread.get(register)) == (name == "if") else after
+    if name == "set":
+        register, value = operands
+        return memory, after._replace(
+            registers=tuple(sorted({**dict(thread.registers), register: value}.items()))
+        )
+    if name == "jump":
+        return memory, thread._replace(at=operands[0])
+    if name in ("below", "differs"):
+        word, value, target = operands
+        found = loaded(memory, thread, word)
+        jumps = found < value if name == "below" else found != value
+        return memory, thread._replace(at=target) if jumps else after
     return memory, after  # this was a fence, or a wake-up, which changes only the other threads
 
 
@@ -126,27 +135,104 @@ def outcomes(programs: Sequence[Program]) -> set[tuple[Thread, ...]]:
     return ends
 
 
-def posting(orders: Mapping[str, str]) -> list[Instruction]:
-    """Return the instructions of a rank that posts, as in `SharedRegion::post`."""
+def linked(program: Sequence[Instruction]) -> list[Instruction]:
+    """Return the program without its labels, and with the places of the labels in its jumps."""
+    places: dict[str, int] = {}
+    code: list[Instruction] = []
+    for each in program:
+        if each[0] == "label":
+            places[each[1]] = len(code)
+        else:
+            code.append(each)
+    jumps = ("jump", "below", "differs")
+    return [(*each[:-1], places[each[-1]]) if each[0] in jumps else each for each in code]
+
+
+def look(ranks: Sequence[int], step: int, otherwise: str) -> list[Instruction]:
+    """Return the instructions that jump to a label if one of the ranks has not posted the step."""
+    return [("below", f"post {rank} {step % 2}", step, otherwise) for rank in ranks]
+
+
+def posting(
+    rank: int, others: Sequence[int], step: int, orders: Mapping[str, str], mistake: str
+) -> list[Instruction]:
+    """Return the instructions of a rank that posts a step, as in `SharedRegion::post`."""
     fence = [("fence",)] if orders["poster's fence"] == "seq_cst" else []
-    program = [("store", "post", 1, "release"), *fence, ("load", "parked", "parked", "relaxed")]
-    return [*program, ("unless", "parked", len(program) + 3), ("add", "bell"), ("wake",)]
+    return [
+        ("store", f"post {rank} {step % 2}", step, "release"),
+        *fence,
+        ("differs", sleeping(step, mistake), step, f"posted {step}"),
+        *look(others, step, f"posted {step}"),
+        ("add", "gong"),
+        ("wake",),
+        ("label", f"posted {step}"),
+    ]
 
 
-def parking(orders: Mapping[str, str], mistake: str = "") -> list[Instruction]:
-    """Return the instructions of a rank that waits for a post, as in `SharedRegion::sleep`; `mistake` changes them."""
-    bell = [("load", "bell", "seen", "relaxed")]
-    park = [("store", "parked", 1, "relaxed")]
+def sleeping(step: int, mistake: str) -> str:
+    """Return the word in which ranks say that they sleep in this step."""
+    return "sleeping" if mistake == "even and odd steps have one word" else f"sleeping {step % 2}"
+
+
+def ending(others: Sequence[int], step: int, place: str) -> list[Instruction]:
+    """Return the instructions that end a wait if all have posted the step, or one has left without that."""
+    program = [
+        *look(others, step, f"missing {place}"),
+        ("jump", f"done {step}"),
+        ("label", f"missing {place}"),
+    ]
+    for other in others:
+        program += [("below", f"closed {other}", 1, f"{other} stays {place}")]
+        program += [*look([other], step, "left"), ("label", f"{other} stays {place}")]
+    return program
+
+
+def waiting(others: Sequence[int], step: int, orders: Mapping[str, str], mistake: str) -> list[Instruction]:
+    """Return the instructions of a rank that waits until all have posted, as in `SharedRegion::wait` and `sleep`."""
+    gong = [("load", "gong", "seen", "relaxed")]
+    announce = [("store", sleeping(step, mistake), step, "relaxed")]
     fence = [("fence",)] if orders["sleeper's fence"] == "seq_cst" else []
-    look = [("load", "post", "post", "acquire")]
-    if mistake == "the bell is read behind the second look":
-        first = [*park, *fence, *look, *bell]
-    elif mistake == "parked is set behind the second look":
-        first = [*bell, *look, *park, *fence]
+    again = ending(others, step, f"{step} asleep")
+    if mistake == "the gong is read behind the second look":
+        falls_asleep = [*announce, *fence, *again, *gong]
+    elif mistake == "`sleeping` is stored behind the second look":
+        falls_asleep = [*gong, *again, *announce, *fence]
     else:
-        first = [*bell, *park, *fence, *look]
-    program = [*first, ("if", "post", len(first) + 2), ("wait", "bell", "seen")]
-    return [*program, ("store", "parked", 0, "relaxed"), *look, ("unless", "post", 0)]
+        falls_asleep = [*gong, *announce, *fence, *again]
+    # A rank whose first look finds all posts never says that it sleeps.
+    return [
+        *ending(others, step, f"{step} awake"),
+        ("label", f"sleep {step}"),
+        *falls_asleep,
+        ("wait", "gong", "seen"),
+        ("jump", f"sleep {step}"),
+        ("label", f"done {step}"),
+    ]
+
+
+def stepping(
+    rank: int, ranks: int, steps: int, orders: Mapping[str, str], mistake: str = "", *, leaves: bool = False
+) -> list[Instruction]:
+    """Return the program of a rank that takes some steps, and then may leave; `mistake` changes it.
+
+    Its register `ended` is 1 if it has taken them all, and 2 if it was left alone in one of them.
+    """
+    others = [each for each in range(ranks) if each != rank]
+    program: list[Instruction] = []
+    for step in range(1, steps + 1):
+        program += posting(rank, others, step, orders, mistake)
+        program += waiting(others, step, orders, mistake)
+    if leaves:
+        # As in `SharedRegion::close`.
+        program += [("store", f"closed {rank}", 1, "release"), ("add", "gong"), ("wake",)]
+    program += [
+        ("set", "ended", 1),
+        ("jump", "end"),
+        ("label", "left"),
+        ("set", "ended", 2),
+        ("label", "end"),
+    ]
+    return linked(program)
 
 
 def leaving(orders: Mapping[str, str]) -> list[list[Instruction]]:

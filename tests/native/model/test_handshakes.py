@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.native.model.handshakes import leaving, outcomes, parking, posting
+from tests.native.model.handshakes import leaving, outcomes, stepping
 
 SOURCES = Path(__file__).parents[3] / "device_comm" / "csrc" / "cpu"
 
-# Patterns that find each end of an edge in a header, and its memory order. The fetch_add on the bell is left out of
-# `post->parked`: the system calls around it order it anyway, and no wake-up is lost without its seq_cst.
-PARKING = {
-    "poster's fence": r"own\.step\.store\(.*\n\s*std::atomic_thread_fence\(std::memory_order_(\w+)\)",
-    "sleeper's fence": r"parked\.store\(1, .*\n.*\n\s*std::atomic_thread_fence\(std::memory_order_(\w+)\)",
+# Patterns that find each end of an edge in a header, and its memory order. The fetch_add on the gong is modelled as one
+# that orders all: the system call behind it does.
+SLEEPING = {
+    "poster's fence": r"own\.step\.store\(.*\n.*\n.*\n\s*std::atomic_thread_fence\(std::memory_order_(\w+)\)",
+    "sleeper's fence": r"sleeping\(\)\.store\(.*\n.*\n.*\n\s*std::atomic_thread_fence\(std::memory_order_(\w+)\)",
 }
 LEAVING = {
     "maker's store": r"store\(made \? kReady : kNone, std::memory_order_(\w+)\)",
@@ -21,7 +21,11 @@ LEAVING = {
     "leaver's store": r"words_\[rank\]\.store\(1, std::memory_order_(\w+)\)",
     "leaver's look": r"words_\[index\(from, to\)\]\.load\(std::memory_order_(\w+)\)",
 }
-MISTAKES = ("the bell is read behind the second look", "parked is set behind the second look")
+MISTAKES = (
+    "the gong is read behind the second look",
+    "`sleeping` is stored behind the second look",
+    "even and odd steps have one word",
+)
 
 
 def orders_of(header: str, places: dict[str, str]) -> dict[str, str]:
@@ -32,9 +36,17 @@ def orders_of(header: str, places: dict[str, str]) -> dict[str, str]:
     return {name: orders[0] for name, orders in found.items()}
 
 
-def loses_a_wake_up(orders: dict[str, str], mistake: str = "") -> bool:
-    """Return whether a rank can sleep for ever although the other one has posted."""
-    return any(sleeper.sleeps for _, sleeper in outcomes([posting(orders), parking(orders, mistake)]))
+def ends_of(ranks: int, steps: int, orders: dict[str, str], mistake: str = "") -> set[tuple[int, ...]]:
+    """Return how all ranks can end that take some steps: 1 if they do, 0 if they sleep for ever."""
+    programs = [stepping(rank, ranks, steps, orders, mistake) for rank in range(ranks)]
+    return {tuple(thread.get("ended") for thread in threads) for threads in outcomes(programs)}
+
+
+def ends_without(ranks: int, steps: int, orders: dict[str, str]) -> set[tuple[int, ...]]:
+    """Return how ranks can end of which rank 0 leaves after its steps and the others take one more: 2 if left alone."""
+    programs = [stepping(0, ranks, steps, orders, leaves=True)]
+    programs += [stepping(rank, ranks, steps + 1, orders) for rank in range(1, ranks)]
+    return {tuple(thread.get("ended") for thread in threads) for threads in outcomes(programs)}
 
 
 def misses_the_end(orders: dict[str, str]) -> bool:
@@ -42,24 +54,37 @@ def misses_the_end(orders: dict[str, str]) -> bool:
     return any(maker.get("saw") == leaver.get("saw") == 0 for maker, leaver in outcomes(leaving(orders)))
 
 
-@pytest.mark.guarantee("D14")
-def test_no_wake_up_is_lost_with_the_fences_of_the_header() -> None:
-    """In every interleaving of a post and a park the sleeping rank wakes up."""
-    assert not loses_a_wake_up(orders_of("shared_region.hpp", PARKING))
+@pytest.mark.guarantee("D14", "D70")
+@pytest.mark.parametrize(
+    ("ranks", "steps"), [(2, 3), (3, 1), pytest.param(3, 2, marks=pytest.mark.thorough)], ids=str
+)
+def test_no_wake_up_is_lost_with_the_fences_of_the_header(ranks: int, steps: int) -> None:
+    """In every interleaving all ranks take all steps, though only the last to post wakes. Three ranks take a minute."""
+    assert ends_of(ranks, steps, orders_of("shared_region.hpp", SLEEPING)) == {(1,) * ranks}
 
 
 @pytest.mark.guarantee("D14")
-@pytest.mark.parametrize("place", PARKING)
+@pytest.mark.parametrize(
+    ("ranks", "steps"), [(2, 1), (2, 2), pytest.param(3, 1, marks=pytest.mark.thorough)], ids=str
+)
+def test_a_rank_that_leaves_wakes_those_that_need_it(ranks: int, steps: int) -> None:
+    """In every interleaving the others take the steps that it took, and learn in the next one that they are alone."""
+    assert ends_without(ranks, steps, orders_of("shared_region.hpp", SLEEPING)) == {(1,) + (2,) * (ranks - 1)}
+
+
+@pytest.mark.guarantee("D14")
+@pytest.mark.parametrize("place", SLEEPING)
 def test_each_fence_is_needed(place: str) -> None:
     """A rank can sleep for ever if one of the two fences is missing."""
-    assert loses_a_wake_up({**orders_of("shared_region.hpp", PARKING), place: "relaxed"})
+    orders = {**orders_of("shared_region.hpp", SLEEPING), place: "relaxed"}
+    assert (0, 1) in ends_of(2, 1, orders)
 
 
 @pytest.mark.guarantee("D14")
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_the_order_of_parking_is_needed(mistake: str) -> None:
-    """A wake-up is lost unless a rank reads the bell and sets `parked` before it looks once more."""
-    assert loses_a_wake_up(orders_of("shared_region.hpp", PARKING), mistake)
+def test_the_order_of_going_to_sleep_is_needed(mistake: str) -> None:
+    """A wake-up is lost unless a rank reads the gong and says in which step it sleeps before it looks once more."""
+    assert (0, 1) in ends_of(2, 2, orders_of("shared_region.hpp", SLEEPING), mistake)
 
 
 @pytest.mark.guarantee("D15")

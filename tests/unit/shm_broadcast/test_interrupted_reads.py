@@ -85,7 +85,7 @@ def test_a_loan_of_an_overwritten_ring_ends(when: str) -> None:
         if when == "before":
             put_word(memory_of(reader), FIELDS["magic"], 0)
         with pytest.raises(InternalError, match="the shared memory was overwritten"), reader.loan(1.0):
-            put_word(memory_of(reader), FIELDS["magic"], 0)
+            put_word(memory_of(reader), FIELDS["published"], 1)
         with pytest.raises(GroupBrokenError, match="the shared memory was overwritten"):
             reader.dequeue(1.0)
 

@@ -4,12 +4,13 @@ import fcntl
 import mmap
 import os
 import tempfile
+import threading
 
 import pytest
 
 from shm_broadcast import segment
 from shm_broadcast.errors import CapabilityError, DecodeError
-from shm_broadcast.segment import Segment
+from shm_broadcast.segment import Handover, Hello, Segment
 from tests.queues import named_memory_of, queue, segments_of
 
 ADD_SEALS = 1033
@@ -143,3 +144,25 @@ def test_views_of_a_closed_segment_stay_valid() -> None:
     view[0] = 7
     assert view[0] == 7
     assert isinstance(view.obj, mmap.mmap)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_an_interrupted_start_of_a_handover_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, begins: bool
+) -> None:
+    """Ctrl-C in the wait for the beginning of its thread leaves no thread, socket or pidfd, whether it began or not."""
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if begins:
+            start(thread)
+        raise KeyboardInterrupt
+
+    def joined(hello: Hello, descriptor: int) -> None:
+        os.close(descriptor)
+
+    made = Segment.create(NBYTES)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Handover(made, bytes(32), {0}, joined)
+    made.close()

@@ -1,0 +1,77 @@
+"""Read from a queue in an event loop of asyncio, which goes on meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from typing import Any, NoReturn, Protocol
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+
+class ReadingEnd(Protocol):
+    """The reader of either transport."""
+
+    name: str
+    warns: bool
+
+    @property
+    def warn_after_s(self) -> float:
+        """How long a call waits before it warns, in seconds."""
+
+    def fileno(self, call: str = ...) -> int:
+        """Return a descriptor that is readable while `try_read` may find something or raise."""
+
+    def try_read(self, call: str = ..., looks: bool = ..., type_: Any = ...) -> tuple[bool, Any]:
+        """Return (True, the next object) or (False, None); with `looks` raise at once if the writer is lost.
+
+        The object is converted to `type_`, unless that is None.
+        """
+
+    def raise_late(self, call: str, within_s: float) -> NoReturn:
+        """Raise for a message that has not come in time."""
+
+
+async def read(end: ReadingEnd, timeout_s: float | None, type_: Any) -> Any:
+    """Return the next object; what a cancelled call has not returned stays in the queue."""
+    start = time.monotonic()
+    warns_s = end.warn_after_s
+    while True:
+        # Between taking a message and returning it nothing is awaited, so that a cancelled call takes none.
+        found, value = end.try_read("adequeue", looks=True, type_=type_)
+        if found:
+            return value
+        waited_s = time.monotonic() - start
+        if timeout_s is not None and waited_s >= timeout_s:
+            end.raise_late("adequeue", timeout_s)
+        if waited_s >= warns_s:
+            warns_s += end.warn_after_s
+            if end.warns:
+                logger.warning("adequeue on queue %r: waiting for %.0f s", end.name, waited_s)
+        until_s = warns_s if timeout_s is None else min(warns_s, timeout_s)
+        await _readable(end.fileno("adequeue"), until_s - waited_s)
+
+
+async def _readable(descriptor: int, within_s: float) -> None:
+    """Return when the descriptor is readable, or after `within_s` seconds."""
+    loop = asyncio.get_running_loop()
+    woken: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not woken.done():
+            woken.set_result(None)
+
+    # A number of its own: several tasks and loops may wait, and `close` may close the other one meanwhile.
+    own = os.dup(descriptor)
+    try:
+        loop.add_reader(own, wake)
+        timer = loop.call_later(within_s, wake)
+        try:
+            await woken
+        finally:
+            timer.cancel()
+            loop.remove_reader(own)
+    finally:
+        os.close(own)

@@ -1,0 +1,50 @@
+"""Tell what a signal handler does from what the code does that it interrupts."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from inspect import CO_VARARGS
+from types import FrameType
+
+__all__ = ["is_held", "raised_by_handler"]
+
+
+def raised_by_handler(error: BaseException) -> bool:
+    """Return whether a signal handler written in Python raised `error`.
+
+    Only the main thread runs handlers. Python calls one with the frame that it interrupts, on top of that very frame;
+    no other function is given the frame that calls it. If other code has caught the exception meanwhile and raised
+    another one, that is the code's own. An exception of a handler that is not written in Python is not recognised.
+    """
+    if threading.get_ident() != threading.main_thread().ident:
+        return False
+    # To look at the variables of a frame that still runs would keep them: often `error`, in a cycle that lets it live.
+    running = set()
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - there is no public way to the calling frames
+    while frame is not None:
+        running.add(frame)
+        frame = frame.f_back
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame not in running and _is_handler(traceback.tb_frame):
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
+def _is_handler(frame: FrameType) -> bool:
+    interrupted, code = frame.f_back, frame.f_code
+    if interrupted is None:
+        return False
+    values = frame.f_locals
+    arguments = [values.get(name) for name in code.co_varnames[: code.co_argcount]]
+    if code.co_flags & CO_VARARGS:
+        rest = values.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount])
+        arguments += rest if isinstance(rest, tuple) else ()
+    return any(argument is interrupted for argument in arguments)
+
+
+def is_held(lock: threading.RLock) -> bool:
+    """Return whether this thread holds a re-entrant lock, which would let a signal handler of the same thread in."""
+    return bool(lock._is_owned())  # type: ignore[attr-defined] # noqa: SLF001 - `threading.Condition` asks so too

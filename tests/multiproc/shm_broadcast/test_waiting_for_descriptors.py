@@ -1,0 +1,377 @@
+"""A reader's descriptor and `adequeue`, in selectors and asyncio, for writers on this host and on others."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from shm_broadcast import _core, codec
+from shm_broadcast.endpoint import RemoteKeys
+from shm_broadcast.errors import ClosedError, CommTimeoutError, PeerLostError, UsageError
+from shm_broadcast.queue import QueueReader, QueueWriter, dequeue_any
+from shm_broadcast.ring.signal import _end_all
+from shm_broadcast.settings import BroadcastSettings
+
+LONG_S = 30.0
+LARGE = 3 << 20
+"""More bytes than half of a ring, so that a message comes in parts."""
+RING = BroadcastSettings(ring_bytes=1 << 20)
+
+WRITER = """
+import sys, time
+from shm_broadcast.queue import QueueWriter
+writer = QueueWriter.create("steps", [0])
+print(writer.handle.to_bytes(writer.key).hex(), writer.key.hex(), flush=True)
+writer.wait_until_ready(30)
+writer.enqueue("last words")
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def queue(kind: str) -> Iterator[tuple[QueueWriter, QueueReader]]:
+    """Yield both ends of a queue over shared memory or over TCP."""
+    if kind == "local":
+        writer = QueueWriter.create("steps", [0], RING)
+        reader = QueueReader.open(writer.handle, writer.key, 0, LONG_S)
+    else:
+        keys = RemoteKeys.generate()
+        writer = QueueWriter.create("steps", remote_readers={0: keys.public}, bind_address="127.0.0.1")
+        reader = QueueReader.open(writer.handle, writer.key, 0, LONG_S, remote_keys=keys)
+    writer.wait_until_ready(LONG_S)
+    with writer, reader:
+        yield writer, reader
+
+
+both = pytest.mark.parametrize("kind", ["local", "remote"])
+
+
+def is_readable(reader: QueueReader, timeout_s: float = 0.0) -> bool:
+    """Ask `poll`, which takes objects with `fileno`."""
+    poller = select.poll()
+    poller.register(reader, select.POLLIN)
+    return bool(poller.poll(timeout_s * 1000))
+
+
+def taken(reader: QueueReader) -> Any:
+    """Return the next message as a selector's user does: wait, then try."""
+    until = time.monotonic() + LONG_S
+    while time.monotonic() < until:
+        assert is_readable(reader, LONG_S)
+        found, value = reader.try_dequeue()
+        if found:
+            return value
+    raise AssertionError("no message came")
+
+
+@both
+@pytest.mark.guarantee("R17")
+def test_the_descriptor_is_readable_while_there_is_a_message(kind: str) -> None:
+    """It becomes readable with a message and unreadable with the last one, whichever call reads it."""
+    with queue(kind) as (writer, reader):
+        reads: list[Callable[[], object]] = [
+            lambda: reader.dequeue(LONG_S),
+            lambda: reader.try_dequeue()[1],
+            lambda: dequeue_any([reader], LONG_S)[1],
+            lambda: exchanged(reader),
+            lambda: asyncio.run(reader.adequeue(LONG_S)),
+            lambda: lent(reader),
+        ]
+        assert not is_readable(reader)
+        for turn, read in enumerate(reads * 3):
+            assert not is_readable(reader, 0.01)
+            writer.enqueue(turn)
+            writer.enqueue([turn])
+            assert is_readable(reader, LONG_S)
+            assert read() == turn
+            assert is_readable(reader, LONG_S)
+            assert read() == [turn]
+            assert not is_readable(reader)
+
+
+def exchanged(reader: QueueReader) -> object:
+    """Return the next object as callers do who save Python frames."""
+    value = reader.endpoint.exchange(None)
+    if value is _core.NOTHING:
+        assert isinstance(reader.endpoint, _core.ReadEndpoint)
+        value = reader.endpoint.message
+    return value
+
+
+def lent(reader: QueueReader) -> object:
+    """Return the next object by a loan."""
+    with reader.loan(LONG_S) as value:
+        return value
+
+
+@both
+@pytest.mark.guarantee("R17")
+def test_a_selector_reads_everything(kind: str) -> None:
+    """No message is missed or comes twice, with pauses around the moment at which the reader has read all."""
+    count = 600
+    with queue(kind) as (writer, reader), selectors.DefaultSelector() as selector:
+        selector.register(reader, selectors.EVENT_READ)
+
+        def write() -> None:
+            for number in range(count):
+                writer.enqueue((number, bytes(LARGE if number % 100 == 50 else 10)), LONG_S)
+                if number % 3 == 0:
+                    time.sleep(number % 7 * 2e-5)
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        expected = 0
+        while expected < count:
+            assert selector.select(LONG_S)
+            found, value = reader.try_dequeue()
+            if found:
+                assert value[0] == expected
+                expected += 1
+        thread.join()
+        assert not is_readable(reader)
+
+
+@both
+@pytest.mark.guarantee("R17")
+def test_the_end_of_a_queue_stays_readable(kind: str) -> None:
+    """After the writer has closed, the descriptor stays readable, and each read raises."""
+    with queue(kind) as (writer, reader):
+        assert not is_readable(reader)
+        writer.enqueue("last")
+        threading.Thread(target=writer.close).start()
+        assert taken(reader) == "last"
+        assert is_readable(reader, LONG_S)
+        with pytest.raises(ClosedError):
+            taken(reader)
+        assert is_readable(reader)
+        with pytest.raises(ClosedError, match="adequeue"):
+            asyncio.run(reader.adequeue(LONG_S))
+
+
+def orphan() -> tuple[QueueReader, subprocess.Popen[str]]:
+    """Return a reader and the process of its writer."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    handle, key = (bytes.fromhex(word) for word in process.stdout.readline().split())
+    return QueueReader.open(handle, key, 0, LONG_S), process
+
+
+@pytest.mark.slow
+@pytest.mark.guarantee("R17")
+@pytest.mark.guarantee("R18")
+@pytest.mark.parametrize("kind", ["selector", "asyncio"])
+def test_the_death_of_the_writer_wakes_who_waits(kind: str) -> None:
+    """What the writer sent is read, then both kinds of waits end with `PeerLostError`."""
+    reader, process = orphan()
+    with reader, process:
+        assert taken(reader) == "last words"
+        assert not is_readable(reader)
+        threading.Timer(0.2, process.kill).start()
+        with pytest.raises(PeerLostError):
+            taken(reader) if kind == "selector" else asyncio.run(reader.adequeue(LONG_S))
+
+
+@both
+@pytest.mark.guarantee("R18")
+def test_adequeue_lets_the_loop_go_on(kind: str) -> None:
+    """Other tasks run meanwhile; time-outs lose nothing; a type is converted to; a second loop goes on."""
+
+    async def reading(writer: QueueWriter, reader: QueueReader) -> None:
+        waiting = asyncio.create_task(reader.adequeue(LONG_S, type=tuple[int, ...]))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        with pytest.raises(CommTimeoutError, match=r"adequeue .* within 0\.1 s"):
+            await reader.adequeue(0.1)
+        writer.enqueue([1, 2])
+        assert await waiting == (1, 2)
+        writer.enqueue(bytes(100), LONG_S)
+        assert await reader.adequeue() == bytes(100)
+
+    with queue(kind) as (writer, reader):
+        for _ in range(2):
+            asyncio.run(reading(writer, reader))
+        assert not is_readable(reader)
+
+
+@both
+@pytest.mark.guarantee("R18")
+def test_a_cancelled_call_takes_no_message(kind: str) -> None:
+    """Calls are cancelled before, while and after a message comes; all messages are read in order."""
+    count = 150
+
+    async def reading(reader: QueueReader) -> list[int]:
+        seen: list[int] = []
+        while len(seen) < count:
+            task = asyncio.create_task(reader.adequeue(LONG_S))
+            await asyncio.sleep((len(seen) % 4) * 2e-4)
+            task.cancel()
+            try:
+                seen.append(await task)
+            except asyncio.CancelledError:
+                continue
+        return seen
+
+    with queue(kind) as (writer, reader):
+
+        def write() -> None:
+            for number in range(count):
+                writer.enqueue(number, LONG_S)
+                time.sleep(3e-4)
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        assert asyncio.run(reading(reader)) == list(range(count))
+        thread.join()
+
+
+class Halt(BaseException):
+    """What a signal handler raises."""
+
+
+@pytest.mark.guarantee("R14", "R17", "R18")
+def test_a_message_that_an_interrupted_read_left_is_readable() -> None:
+    """It keeps the descriptor readable until a read hands it out, also if a conversion puts it back."""
+
+    def interrupted(*_: object) -> None:
+        raise Halt
+
+    with queue("local") as (writer, reader):
+        for number in range(3):
+            assert not is_readable(reader)
+            writer.enqueue([number])
+            # As if a handler raised between the two steps of a read.
+            assert reader.endpoint.exchange(None) is _core.NOTHING
+            assert is_readable(reader)
+            with mock.patch.object(codec, "convert", interrupted), pytest.raises(Halt):
+                asyncio.run(reader.adequeue(LONG_S, type=tuple[int, ...]))
+            assert is_readable(reader)
+            assert asyncio.run(reader.adequeue(LONG_S, type=tuple[int, ...])) == (number,)
+
+
+@pytest.mark.guarantee("R15", "R17")
+def test_a_descriptor_that_a_handler_interrupts_is_made_by_the_next_call() -> None:
+    """One thread alone serves it, and a call inside of the interrupted one is refused."""
+    with queue("local") as (writer, reader):
+        start = threading.Thread.start
+        refused: list[str] = []
+
+        def interrupted(thread: threading.Thread) -> None:
+            start(thread)
+            with pytest.raises(UsageError) as raised:
+                reader.fileno()
+            refused.append(str(raised.value))
+            raise Halt
+
+        with mock.patch.object(threading.Thread, "start", interrupted), pytest.raises(Halt):
+            reader.fileno()
+        assert len(refused) == 1
+        assert "fileno" in refused[0]
+        for number in range(3):
+            assert not is_readable(reader)
+            writer.enqueue(number)
+            assert taken(reader) == number
+        assert [each.name for each in threading.enumerate()].count("group-coordinator-fileno") == 1
+
+
+@both
+@pytest.mark.guarantee("R18")
+def test_several_tasks_share_the_messages(kind: str) -> None:
+    """Each message reaches one of the tasks that wait."""
+
+    async def reading(writer: QueueWriter, reader: QueueReader) -> None:
+        tasks = [asyncio.create_task(reader.adequeue(LONG_S)) for _ in range(5)]
+        await asyncio.sleep(0.02)
+        for number in range(5):
+            writer.enqueue(number)
+            await asyncio.sleep(0.001)
+        assert sorted(await asyncio.gather(*tasks)) == list(range(5))
+
+    with queue(kind) as (writer, reader):
+        asyncio.run(reading(writer, reader))
+
+
+@both
+@pytest.mark.guarantee("R18")
+def test_close_wakes_who_awaits(kind: str) -> None:
+    """`close` from another thread ends the wait with `ClosedError`, and leaves no thread or descriptor."""
+    with queue(kind) as (_, reader):
+        before = len(os.listdir("/proc/self/fd"))
+        threading.Timer(0.1, reader.close).start()
+        with pytest.raises(ClosedError):
+            asyncio.run(reader.adequeue(LONG_S))
+        reader.close()
+        assert len(os.listdir("/proc/self/fd")) < before
+        assert not [each for each in threading.enumerate() if each.name == "group-coordinator-fileno"]
+        with pytest.raises(ClosedError, match="fileno"):
+            reader.fileno()
+
+
+@both
+@pytest.mark.guarantee("R17")
+@pytest.mark.guarantee("B19")
+def test_a_forked_child_leaves_the_descriptor_alone(kind: str) -> None:
+    """In the child `fileno` raises, and its end disturbs nothing; the parent reads on."""
+    with queue(kind) as (writer, reader):
+        assert not is_readable(reader)
+        child = os.fork()
+        if child == 0:
+            try:
+                reader.fileno()
+            except UsageError:
+                _end_all()  # as at the exit of an interpreter
+                reader.close()
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert not is_readable(reader)
+        writer.enqueue("on")
+        assert taken(reader) == "on"
+
+
+def share_of_a_wait(readers: list[QueueReader]) -> float:
+    """Return which part of a core `dequeue_any` needs to wait for two seconds."""
+    start, before = time.monotonic(), time.thread_time()
+    with pytest.raises(CommTimeoutError):
+        dequeue_any(readers, 2.0)
+    return (time.thread_time() - before) / (time.monotonic() - start)
+
+
+@pytest.mark.slow
+@pytest.mark.guarantee("B20")
+def test_waiting_for_64_queues_takes_next_to_no_processor_time() -> None:
+    """`dequeue_any` sleeps: it takes less than 0.5 % of a core."""
+    with ExitStack() as stack:
+        writers = [stack.enter_context(QueueWriter.create(f"q{i}", [0], RING)) for i in range(64)]
+        readers = [
+            stack.enter_context(QueueReader.open(each.handle, each.key, 0, LONG_S)) for each in writers
+        ]
+        # A busy machine makes each of the few wake-ups dearer, so the best of three counts.
+        assert any(share_of_a_wait(readers) < 0.005 for _ in range(3))
+        writers[40].enqueue("found")
+        assert dequeue_any(readers, LONG_S) == (40, "found")
+
+
+@both
+@pytest.mark.slow
+@pytest.mark.guarantee("R17")
+def test_waiting_for_a_descriptor_takes_next_to_no_processor_time(kind: str) -> None:
+    """Both ends idle for two seconds, and take less than a fiftieth of a core together."""
+    with queue(kind) as (_, reader):
+        assert not is_readable(reader)
+        before = time.process_time()
+        assert not is_readable(reader, 2.0)
+        assert time.process_time() - before < 2.0 / 50

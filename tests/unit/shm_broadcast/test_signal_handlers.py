@@ -1,0 +1,307 @@
+"""Signal handlers that raise, and that call again, while messages are read and written."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shm_broadcast import _core, codec
+from shm_broadcast.errors import DecodeError, UsageError
+from shm_broadcast.interruption import raised_by_handler
+from shm_broadcast.queue import QueueReader
+from shm_broadcast.settings import MIN_RING_BYTES
+from tests.queues import background, queue
+
+
+@dataclass
+class Numbered:
+    """Its decoding runs Python code, which a handler can interrupt."""
+
+    number: int
+
+
+# What takes a second or two may take this long on a busy machine.
+BOUNDED_S = 60.0
+
+
+class AlarmError(ValueError):
+    """What the handler raises: a kind of error that decoding raises too."""
+
+
+class Interrupted(Numbered):
+    """An alarm goes off whenever one is described or built."""
+
+
+class Bad(Numbered):
+    """None can be built."""
+
+
+def describe(each: Numbered) -> dict[str, int]:
+    """Describe an object, during an alarm if this is the thread whose calls are tested."""
+    if threading.current_thread() is threading.main_thread():
+        signal.raise_signal(signal.SIGALRM)
+    return {"number": each.number}
+
+
+def build(data: dict[str, int]) -> Interrupted:
+    """Build one during an alarm."""
+    signal.raise_signal(signal.SIGALRM)
+    return Interrupted(data["number"])
+
+
+def refuse(_data: dict[str, int]) -> Bad:
+    """Raise what a handler raises, without an alarm."""
+    raise AlarmError("not of a handler")
+
+
+class Alarms:
+    """A handler of alarms that raises once each time that it is armed."""
+
+    def __init__(self) -> None:
+        """Begin unarmed."""
+        self.is_armed = False
+        self.count = 0
+
+    def __call__(self, _number: int, _frame: FrameType | None) -> None:
+        """Raise if it is armed."""
+        if self.is_armed:
+            self.is_armed = False
+            self.count += 1
+            raise AlarmError("the time is up")
+
+
+@contextmanager
+def alarms(interval_s: float) -> Iterator[Alarms]:
+    """Let a handler run every `interval_s` seconds."""
+    handler = Alarms()
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, interval_s, interval_s)
+    try:
+        yield handler
+    finally:
+        handler.is_armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> None:
+    codec.register_type(Interrupted, encode=describe, decode=build)
+    codec.register_type(Bad, encode=lambda each: {"number": each.number}, decode=refuse)
+    codec.register_type(
+        Numbered, encode=lambda each: {"number": each.number}, decode=lambda data: Numbered(data["number"])
+    )
+
+
+def dequeue(reader: QueueReader, seen: list[int]) -> None:
+    """Note the number of the next message."""
+    message = reader.dequeue(20.0)
+    seen.append(message[0].number)
+
+
+def dequeue_typed(reader: QueueReader, seen: list[int]) -> None:
+    """Note the number of the next message, which is converted."""
+    message = reader.dequeue(20.0, list)
+    seen.append(message[0].number)
+
+
+def exchange(reader: QueueReader, seen: list[int]) -> None:
+    """Note the number of the next message, read as `broadcast_object` does."""
+    endpoint: Any = reader.endpoint
+    while (message := endpoint.exchange(None)) is _core.NOTHING and (
+        message := endpoint.message
+    ) is _core.NOTHING:
+        pass
+    seen.append(message[0].number)
+
+
+def try_dequeue(reader: QueueReader, seen: list[int]) -> None:
+    """Note the number of the next message if it is there."""
+    found, message = reader.try_dequeue()
+    if found:
+        seen.append(message[0].number)
+
+
+def loan(reader: QueueReader, seen: list[int]) -> None:
+    """Note the number of the next message, which is lent."""
+    with reader.loan(20.0) as message:
+        seen.append(message[0].number)
+
+
+@pytest.mark.slow
+@pytest.mark.guarantee("R14")
+@pytest.mark.parametrize("read", [dequeue, dequeue_typed, exchange, try_dequeue, loan])
+# Python reports what a handler raises inside of a callback of a weak reference, and goes on.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("nbytes", "count"), [(10, 20_000), (100_000, 3_000), (900_000, 300)])
+def test_no_alarm_loses_or_repeats_a_message(
+    read: Callable[[QueueReader, list[int]], None], nbytes: int, count: int
+) -> None:
+    """Each message comes once and in order, whole, streamed or in parts, while a handler raises every 0.2 ms."""
+    seen: list[int] = []
+
+    def send() -> None:
+        payload = "x" * nbytes if nbytes < 1000 else np.zeros(nbytes, np.uint8)
+        for number in range(count):
+            writer.enqueue([Numbered(number), payload], 60.0)
+
+    with (
+        queue(ring_bytes=16 * MIN_RING_BYTES) as (writer, [reader]),
+        background(send) as outcome,
+        alarms(0.0002) as handler,
+    ):
+        end = time.monotonic() + BOUNDED_S
+        while len(seen) < count:
+            if time.monotonic() > end:
+                handler.is_armed = False
+                ends: Any = (writer.endpoint, reader.endpoint)
+                pytest.fail(f"{len(seen)} of {count} messages, {[each.messages for each in ends]}, {outcome}")
+            try:
+                handler.is_armed = True
+                while len(seen) < count:
+                    read(reader, seen)
+                handler.is_armed = False
+            except AlarmError:
+                pass
+        raised = handler.count
+    assert seen == list(range(count))
+    assert raised > 5
+
+
+@pytest.mark.guarantee("R14")
+@pytest.mark.parametrize("read", [dequeue, loan])
+@pytest.mark.parametrize("nbytes", [10, 100_000, 900_000])
+def test_what_a_handler_raises_inside_a_hook_passes_unchanged(
+    read: Callable[[QueueReader, list[int]], None], nbytes: int
+) -> None:
+    """It is no `DecodeError`, and the message whose decoding it interrupted comes with the next read."""
+    seen: list[int] = []
+
+    def send() -> None:
+        for number in range(2):
+            writer.enqueue([Interrupted(number), np.zeros(nbytes, np.uint8)], 20.0)
+
+    with (
+        queue(ring_bytes=4 * MIN_RING_BYTES) as (writer, [reader]),
+        background(send),
+        alarms(60.0) as handler,
+    ):
+        handler.is_armed = True
+        with pytest.raises(AlarmError):
+            read(reader, seen)
+        read(reader, seen)
+        read(reader, seen)
+    assert seen == [0, 1]
+
+
+@pytest.mark.guarantee("R14")
+def test_what_a_handler_raises_while_an_object_is_described_passes_unchanged() -> None:
+    """Nothing was sent then, and the queue goes on."""
+    with queue() as (writer, [reader]), alarms(60.0) as handler:
+        handler.is_armed = True
+        with pytest.raises(AlarmError):
+            writer.enqueue(Interrupted(1))
+        writer.enqueue(Interrupted(2))
+        assert reader.dequeue(5.0).number == 2
+
+
+@pytest.mark.guarantee("R14")
+def test_what_a_handler_raises_while_a_call_looks_around_is_no_failure_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A `ValueError` that strikes while the reader looks for its writer leaves the queue usable."""
+    with queue() as (writer, [reader]), alarms(60.0) as handler:
+        ring: Any = reader._ring
+        before = ring._status
+
+        def status(call: str) -> int:
+            handler.is_armed = True
+            signal.raise_signal(signal.SIGALRM)
+            return int(before(call))
+
+        monkeypatch.setattr(ring, "_status", status)
+        with pytest.raises(AlarmError):
+            reader.dequeue(0.2)
+        monkeypatch.setattr(ring, "_status", before)
+        writer.enqueue("next")
+        assert reader.dequeue(5.0) == "next"
+
+
+@pytest.mark.guarantee("R14")
+def test_an_error_of_a_hook_itself_is_the_fault_of_the_message() -> None:
+    """A `ValueError` that a decode function raises is a `DecodeError`, and the next message comes."""
+    with queue() as (writer, [reader]):
+        writer.enqueue(Bad(1))
+        writer.enqueue("next")
+        with pytest.raises(DecodeError, match="Bad refused its data"):
+            reader.dequeue(5.0)
+        assert reader.dequeue(5.0) == "next"
+
+
+@pytest.mark.guarantee("R14")
+@pytest.mark.parametrize("kind", ["two arguments", "any arguments", "method"])
+def test_exceptions_of_handlers_are_told_from_others(kind: str) -> None:
+    """A handler may be a function of two or of any arguments, or a method; a function called by name is none."""
+
+    def two(_number: int, _frame: FrameType | None) -> None:
+        raise AlarmError("a handler")
+
+    def any_number(*_arguments: object) -> None:
+        raise AlarmError("a handler")
+
+    class Owner:
+        """Has a method as a handler."""
+
+        def method(self, _number: int, _frame: FrameType | None) -> None:
+            """Raise."""
+            raise AlarmError("a handler")
+
+    handler: Any = {"two arguments": two, "any arguments": any_number, "method": Owner().method}[kind]
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with pytest.raises(AlarmError) as raised:
+            signal.raise_signal(signal.SIGALRM)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert raised_by_handler(raised.value)
+    with pytest.raises(AlarmError) as called:
+        handler(int(signal.SIGALRM), None)
+    assert not raised_by_handler(called.value)
+
+
+@pytest.mark.guarantee("R15")
+def test_a_refused_call_of_a_handler_does_not_cut_a_long_message() -> None:
+    """A handler that writes while parts of a message are out, and lets the refusal through, breaks nothing."""
+
+    def nested(_number: int, _frame: FrameType | None) -> None:
+        writer.enqueue("from the handler")
+
+    def read() -> None:
+        begun.wait(20.0)
+        while len(messages) < 2:
+            messages.append(reader.dequeue(20.0))
+
+    messages: list[Any] = []
+    begun = threading.Event()
+    long = bytes(range(256)) * 8192
+    with queue(ring_bytes=4 * MIN_RING_BYTES) as (writer, [reader]), background(read):
+        before = signal.signal(signal.SIGALRM, nested)
+        release = threading.Timer(0.3, begun.set)
+        release.start()
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        try:
+            # The reader takes nothing yet, so the handler runs while the rest of the message waits for room.
+            with pytest.raises(UsageError, match="inside of a call on the queue already"):
+                writer.enqueue(long, 20.0)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+            release.join()
+        writer.enqueue("next", 20.0)
+    assert messages == [long, "next"]

@@ -12,6 +12,7 @@ PENDING: int
 DISAGREE: int
 CLOSED: int
 BUSY: int
+NESTED: int
 LEFT: int
 ALL_REDUCE_ONE_SHOT: int
 ALL_REDUCE_TWO_SHOT: int
@@ -53,7 +54,8 @@ class SharedRegion:
 
     Each call returns a status. DONE: complete. PENDING: some ranks have not arrived, continue with `resume`. DISAGREE:
     the ranks made different calls and nothing was moved. CLOSED: this end is closed, or a rank broke the group. BUSY:
-    another call is in progress. LEFT: a rank that has not arrived has closed its end.
+    another thread has a call in progress. NESTED: this thread has one. LEFT: a rank that has not arrived has closed its
+    end.
     """
 
     def __new__(cls, mapping: Buffer, rank: int, /) -> SharedRegion: ...
@@ -63,16 +65,16 @@ class SharedRegion:
 
     def barrier(self) -> int: ...
     def all_reduce(
-        self, tensor: object, most_bytes: int, /
+        self, tensor: object, most_bytes: int, one_shot_bytes: int, /
     ) -> torch.Tensor | tuple[torch.Tensor, int] | None:
-        """Sum an ordinary tensor of at most `most_bytes` with the one-shot algorithm.
+        """Sum an ordinary tensor of at most `most_bytes`: up to `one_shot_bytes` in one shot, above in two.
 
         Returns:
             The sum, a new tensor; or (tensor that will hold it, status) if the status is not DONE; or None if the
             tensor is not ordinary or too long, and then no call was begun.
         """
 
-    def all_reduce_in_place(self, tensor: object, most_bytes: int, /) -> int | None:
+    def all_reduce_in_place(self, tensor: object, most_bytes: int, one_shot_bytes: int, /) -> int | None:
         """Sum like `all_reduce`, but into the tensor itself; return the status, or None as there."""
 
     def reduce(
@@ -100,6 +102,24 @@ class SharedRegion:
     def resume(self, slice_ns: int, /) -> int:
         """Continue the call in progress for at most `slice_ns` nanoseconds; return its status."""
 
+    def unfinished(self) -> bool:
+        """Return whether this thread has begun a call that has not ended and that nobody continues.
+
+        Ask this when an exception leaves the call. It is False for the exception of a call that was NESTED.
+        """
+
+    def refuse(self, reason: bytes, /) -> None:
+        """Refuse the next call, which takes a number all the same; the other ranks' call is DISAGREE.
+
+        It does not wait for them. Does nothing during a call and after `close`.
+        """
+
+    def reasons(self) -> list[bytes]:
+        """Return for each rank why it refused its call, after DISAGREE; b"" for a rank that made one."""
+
+    def last_calls(self) -> list[tuple[int, int] | None]:
+        """Return for each rank (number, kind) of the last call in which it has posted a step; None if there is none."""
+
     def missing(self) -> list[int]:
         """Return the ranks in the group that have not arrived at the current step."""
 
@@ -115,9 +135,32 @@ class SharedRegion:
     def close(self, breaks: bool, /) -> None:
         """End waiting calls and release the mapping. With `breaks`, the other ranks' calls fail from now on too."""
 
+REASON_BYTES: int
+BOARD_RECORD_BYTES: int
 CHANNEL_NONE: int
 CHANNEL_MAKING: int
 CHANNEL_READY: int
+
+def board_bytes(ranks: int, /) -> int:
+    """Return the size of the status board of a group."""
+
+def board_publish(board: Buffer, ranks: int, rank: int, record: bytes, /) -> bytes:
+    """Make `record` the one that counts, unless there is one; return the one that counts."""
+
+def board_record(board: Buffer, ranks: int, /) -> bytes:
+    """Return the record that counts, or nothing."""
+
+def board_arrive(board: Buffer, ranks: int, rank: int, plane: int, number: int, name: str, /) -> None:
+    """Report in which call of a plane `rank` waits."""
+
+def board_arrivals(board: Buffer, ranks: int, plane: int, /) -> list[tuple[int, bytes]]:
+    """Return for each rank the number and name of the call in which it waits or waited last; 0 if it has not waited."""
+
+def board_leave(board: Buffer, ranks: int, rank: int, /) -> None:
+    """Report that `rank` has destroyed the group."""
+
+def board_left(board: Buffer, ranks: int, /) -> list[int]:
+    """Return the ranks that have destroyed the group, ascending."""
 
 def channel_table_bytes(ranks: int, /) -> int:
     """Return the size of the table of channels of a group."""

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -213,6 +214,15 @@ class CallLine:
             self.open.append(handle)
             self._inbox.put(handle)
         return handle
+
+    def follow(self, name: str, action: Callable[[], None]) -> None:
+        """Run `action`, which does not block, behind all open calls: here if there are none, else without waiting."""
+        if not self.open or getattr(_serving, "health", None) is self._health:
+            action()
+            return
+        # If the group has ended meanwhile, there is nothing left to keep in order.
+        with suppress(ClosedError, GroupBrokenError):
+            self.submit(name, action)
 
     def settle(self, name: str) -> None:
         """Wait until no call is open, so that a blocking call keeps the order of calls on all ranks.

@@ -83,7 +83,8 @@ def all_gather(
     for source in sources:
         starts.append(total)
         total += -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT
-    own = torch.zeros(total, dtype=torch.uint8, device=there.device)
+    # Rows without bytes would start at 0, 1, 2 …, where torch views no wider dtype.
+    own = torch.zeros(max(total, _ALIGNMENT), dtype=torch.uint8, device=there.device)
     for source, start in zip(sources, starts, strict=True):
         own[start : start + source.nbytes] = as_bytes(source)
     rows = there.all_gather(own.view(1, -1), 0, timeout_s=timeout_s)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from device_comm.health import GroupHealth, Operation, Pollable
+from shm_broadcast.interruption import raised_by_handler
 
 
 class Handle(Protocol):
@@ -73,6 +74,8 @@ class PointToPointHandle:
         try:
             is_complete = self._transfer.is_complete()
         except RuntimeError as error:
+            if raised_by_handler(error):
+                raise
             raise self._health.explain(self._operation, error, self._transfer.pending()) from error
         if is_complete:
             self._finish()

@@ -28,14 +28,16 @@ from shm_broadcast.errors import (
     PeerLostError,
     UsageError,
 )
+from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import PeerWatch, fork_count
 
 # A waiting call checks signals, dead peers and `close` at this interval. Ctrl-C must interrupt within 0.2 s.
 SLICE_S: Final = 0.1
 # How long a rank waits before it writes to the status store where it waits.
 ANNOUNCE_AFTER_S: Final = 0.5
-# After its deadline a rank waits this long for others to appear in the status store: twice ANNOUNCE_AFTER_S, so
-# that a rank which arrived just before the deadline is seen even on a busy machine.
+# Where only the status store knows who is missing, a rank reports and looks for others during this last part of its
+# deadline, or during the second half of a shorter one. It is twice ANNOUNCE_AFTER_S, so that even on a busy machine
+# those who came before are seen.
 GRACE_S: Final = 1.0
 # A waiting call checks for other ranks' failure records at the first interval if it has a deadline, else at the second.
 FAILURE_EVERY_S: Final = 0.25
@@ -47,6 +49,9 @@ EXPLAIN_S: Final = 2.0
 # A wait without a deadline ends after a year.
 FOREVER_S: Final = 86400.0 * 365
 
+
+# The planes in shared memory that carry the collectives of a plane; "device" is a part of a group on several hosts.
+_SHARED_PLANES: Final = {"host": ("shared host",), "device": ("shared", "device")}
 
 FailureKind = Literal["timeout", "lost", "left", "interrupted", "failed"]
 
@@ -117,6 +122,19 @@ class Pollable(Protocol):
         """Return the global ranks that it still waits for, or None if only the status store knows."""
 
 
+class Plane(Protocol):
+    """What one plane of a group knows of its collectives without the status store."""
+
+    def unfinished(self) -> int:
+        """Return the number of the collective that the calling thread has begun and not ended, or 0."""
+
+    def last_calls(self) -> dict[int, Arrival]:
+        """Return the last collective that each rank has come to, by global rank."""
+
+    def refuse(self, reason: str) -> None:
+        """Take the number of a collective that this rank refuses. The others' call raises `reason`."""
+
+
 class Operation(msgspec.Struct, frozen=True):
     """One call in progress: `number` counts the collectives of a plane and is 0 for point to point."""
 
@@ -159,6 +177,7 @@ class GroupHealth:
         # `next` on a count is atomic under the GIL and faster than a lock; the group's own thread calls `begin` too.
         self._numbers: dict[str, Iterator[int]] = {"host": itertools.count(1), "device": itertools.count(1)}
         self._aborts: list[Callable[[], None]] = []
+        self._planes: dict[str, Plane] = {}
         self._lock = threading.Lock()
 
     @property
@@ -221,6 +240,30 @@ class GroupHealth:
         """Call `abort` when the group breaks or is closed; it must not block and not raise."""
         self._aborts.append(abort)
 
+    def attach(self, name: str, plane: Plane) -> None:
+        """Ask `plane`, whose name is `name`, when a call ends with an exception or a deadline passes."""
+        self._planes[name] = plane
+
+    def refuse(self, plane: str, reason: str) -> None:
+        """Take the number of a collective of `plane`, "host" or "device", that this rank refuses.
+
+        The other ranks raise `DisagreementError` with `reason` in their call, and the next calls belong together again.
+        Only shared memory carries this: over other transports the other ranks wait for this one.
+        """
+        for name in _SHARED_PLANES[plane]:
+            if name in self._planes:
+                self._planes[name].refuse(reason)
+
+    def unwind(self, name: str, error: BaseException) -> None:
+        """Break the group if `error`, which ends the call `name`, leaves a collective of this thread unfinished.
+
+        An exception that a signal handler raises does so if it strikes between the beginning of a call and `wait`.
+        """
+        for plane, known in self._planes.items():
+            number = known.unfinished()
+            if number and self._cause is None and not self._closed:
+                self._interrupted(Operation(plane, name, number), error)
+
     def wait(self, operation: Operation, work: Pollable, timeout_s: float | None) -> None:
         """Wait for `work`; check signals, dead peers, failure records and `close` meanwhile.
 
@@ -239,22 +282,24 @@ class GroupHealth:
             self._wait(operation, work, timeout_s)
         except CommError:
             raise
-        except RuntimeError as error:
-            raise self.explain(operation, error, work.pending()) from error
         except BaseException as error:
+            if isinstance(error, RuntimeError) and not raised_by_handler(error):
+                raise self.explain(operation, error, work.pending()) from error
             self._interrupted(operation, error)
             raise
 
     def _wait(self, operation: Operation, work: Pollable, timeout_s: float | None) -> None:
         start = time.monotonic()
         deadline = FOREVER_S if timeout_s is None else timeout_s
+        # From here on a call of which only the status store knows who is missing uses the rest of its deadline to ask.
+        last_part = deadline - min(GRACE_S, deadline / 2)
         is_announced, next_look = False, ANNOUNCE_AFTER_S
         waited = 0.0
-        while not work.poll(min(SLICE_S, max(deadline - waited, 0.0))):
+        while not work.poll(min(SLICE_S, max((last_part if waited < last_part else deadline) - waited, 0.0))):
             waited = time.monotonic() - start
             self._raise_if_ended(operation)
-            if waited >= deadline:
-                self._expire(operation, work, deadline)
+            if waited >= deadline or (waited >= last_part and operation.number and work.pending() is None):
+                self._expire(operation, work, start + deadline, deadline)
                 return
             if waited >= ANNOUNCE_AFTER_S and not is_announced and operation.number:
                 self._status_store.arrive(operation.plane, Arrival(operation.name, operation.number))
@@ -284,13 +329,15 @@ class GroupHealth:
         if failure_record is not None:
             raise self._adopt(operation, failure_record)
 
-    def _expire(self, operation: Operation, work: Pollable, within_s: float) -> None:
-        """After the deadline, give late ranks the grace time, then break the group and raise. Return if completed."""
+    def _expire(self, operation: Operation, work: Pollable, end: float, within_s: float) -> None:
+        """Report, wait for reports until the monotonic time `end`, then break the group and raise.
+
+        Returns if the call completes before.
+        """
         if operation.number:
             self._status_store.arrive(operation.plane, Arrival(operation.name, operation.number))
-        grace_end = time.monotonic() + GRACE_S
-        while time.monotonic() < grace_end:
-            if work.poll(SLICE_S / 2):
+        while time.monotonic() < end:
+            if work.poll(min(SLICE_S / 2, max(end - time.monotonic(), 0.0))):
                 return
             self._raise_if_ended(operation)
             self._raise_if_recorded(operation)
@@ -306,7 +353,8 @@ class GroupHealth:
             # The status store does not answer. A stopped process among the pending ranks explains the timeout.
             pending = self._stopped(pending) or pending
         missing = tuple(sorted(pending))
-        detail = self._describe(missing, arrivals)
+        known = self._planes.get(operation.plane)
+        detail = self._describe(missing, arrivals | (known.last_calls() if known is not None else {}))
         raise self._record(operation, self._failure(operation, "timeout", missing, within_s, detail))
 
     def _stopped(self, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -380,6 +428,9 @@ class GroupHealth:
         except CommError:
             raise
         except RuntimeError as error:
+            if raised_by_handler(error):
+                self._interrupted(operation, error)
+                raise
             raise self.explain(operation, error, None) from error
 
     def _interrupted(self, operation: Operation, error: BaseException) -> None:
@@ -419,8 +470,10 @@ class GroupHealth:
             text = "every rank arrived but the transfer did not finish"
             if failure_record.ranks:
                 text = f"no answer from {ranks} {failure_record.detail}"
-            if self.rank in failure_record.ranks:
-                text = f"this rank came after the other ranks had given up; {text}"
+            if failure_record.ranks == (self.rank,):
+                text = "the other ranks had given up before this rank came: no answer from it"
+            elif self.rank in failure_record.ranks:
+                text = f"the other ranks had given up before this rank came: {text}"
             return CommTimeoutError(
                 f"{where}: {text} within {failure_record.within_s:.1f} s{end}", missing=failure_record.ranks
             )
@@ -499,3 +552,4 @@ class GroupHealth:
         """Stop watching the other ranks and drop the transports, as the last step of leaving."""
         self._watch.close()
         self._aborts.clear()
+        self._planes.clear()

@@ -19,6 +19,7 @@ from typing import Final
 import torch.distributed as dist
 
 from device_comm.health import FOREVER_S
+from shm_broadcast.interruption import raised_by_handler
 
 _FOREVER: Final = timedelta(seconds=FOREVER_S)
 
@@ -37,7 +38,9 @@ class CollectiveWork:
         """Wait for up to `slice_s` seconds."""
         try:
             self._work.wait(timedelta(seconds=max(slice_s, _SHORTEST_SLICE_S)))
-        except RuntimeError:
+        except RuntimeError as error:
+            if raised_by_handler(error):
+                raise
             if not self._work.is_completed():
                 return False
             # Complete by now: either it failed, which this raises, or it finished as the slice ended.

@@ -12,6 +12,7 @@ from typing import Any, Final, NoReturn, Protocol
 from shm_broadcast import _core as rings
 from shm_broadcast import codec
 from shm_broadcast.errors import CommError, DecodeError, InternalError, NativeError, UsageError
+from shm_broadcast.interruption import raised_by_handler
 
 # A call polls and yields for this long before it sleeps, because the other rank often comes soon.
 _SPIN_NS: Final = 100_000
@@ -52,14 +53,16 @@ class LeftError(RuntimeError):
     """The other end of a channel has left, or this one was closed; `GroupHealth.explain` finds out why."""
 
 
-def look_around_of(crossing: Crossing, peer: int) -> Callable[[int, Any], None]:
+def look_around_of(crossing: Crossing, peer: int) -> Callable[[int, Any], object]:
     """Return what the endpoint of a channel with rank `peer` calls when it cannot go on."""
 
-    def look_around(reason: int, detail: Any) -> None:
+    def look_around(reason: int, detail: Any) -> object:
         if reason == rings.LOOK_CORRUPT:
             crossing.fail_corrupt(peer, detail)
         if reason == rings.LOOK_UNDECODABLE:
-            codec.raise_decode_error(detail)
+            fault = codec.decode_error(detail)
+            # It takes the place of the message, and is raised where the message is asked for.
+            return None if fault is None else _Undecodable(fault)
         if reason == rings.LOOK_UNENCODABLE:
             codec.raise_usage_error(detail)
         if reason == rings.LOOK_REENTRANT:
@@ -90,21 +93,36 @@ class Receiving:
     def __init__(self, receiver: ChannelReceiver, tag: int, land: Callable[[Any], Any] | None) -> None:
         """Await a message of `tag`. `value` becomes what `land` returns for it; without `land`, the message itself."""
         self.receiver = receiver
-        self._tag = tag
+        self.tag = tag
         self._land = land
         self._error: Exception | None = None
+        # Whether the message was put in its place, or cannot be.
+        self.has_landed: bool = False
         self.value: Any = None
-        self.is_done: bool = False
+        # The receiver sets these when the message comes.
+        self.message: Any = None
+        self.number: int = 0
+        self.has_come: bool = False
 
-    def arrive(self, value: Any) -> None:
-        """Take the message. `poll` raises what is wrong with it."""
+    @property
+    def has_place(self) -> bool:
+        """Return whether the message has a place of its own, which it must reach also if nobody polls any more."""
+        return self._land is not None
+
+    def finish(self) -> None:
+        """Put the message in its place. What a signal handler raises meanwhile leaves it to the next call."""
+        # Nothing is called between these two: another thread may finish this at the same time.
+        message, has_landed = self.message, self.has_landed
+        if has_landed:
+            return
+        value = None
         try:
-            if isinstance(value, _Undecodable):
-                codec.raise_decode_error(value.error)
-            self.value = value if self._land is None else self._land(value)
+            value = self._placed(message)
         except CommError as error:
             self._error = error
-        except Exception as error:  # noqa: BLE001 - whoever takes the message in may wait for another one
+        except Exception as error:
+            if raised_by_handler(error):
+                raise
             # This is a `CommError`, because a waiting call takes any other error for a failure of the transport. The
             # group is intact.
             self._error = NativeError(
@@ -113,15 +131,23 @@ class Receiving:
                 function="copy_",
             )
             self._error.__cause__ = error
-        self.is_done = True
+        self.value, self.message, self.has_landed = value, None, True
+
+    def _placed(self, message: Any) -> Any:
+        if isinstance(message, _Undecodable):
+            raise message.error
+        return message if self._land is None else self._land(message)
 
     def poll(self, slice_s: float) -> bool:
         """Wait for up to `slice_s` seconds."""
-        if not self.is_done:
+        if not self.has_come:
             self.receiver.await_arrival(self, slice_s)
+        if self.has_come and not self.has_landed:
+            self.receiver.land()
+            self.finish()
         if self._error is not None:
             raise self._error
-        return self.is_done
+        return self.has_come
 
     def is_complete(self) -> bool:
         """Return whether it is there, taking in what is. Raises what is wrong with it."""
@@ -129,70 +155,94 @@ class Receiving:
 
     def pending(self) -> tuple[int, ...]:
         """Return the sender while it is awaited."""
-        return () if self.is_done else (self.receiver.peer,)
+        return () if self.has_come else (self.receiver.peer,)
 
 
 class ChannelReceiver:
-    """The reading end of the channel from one rank."""
+    """The reading end of the channel from one rank.
+
+    Several threads may use it, and a signal handler may interrupt any call. A message is therefore always in one place:
+    the ring, the endpoint, `_arrived`, or the `Receiving` that awaits it. It moves in statements that call nothing:
+    between these the interpreter runs neither a handler nor another thread. A lock would not keep out a handler.
+    """
 
     def __init__(self, crossing: Crossing, memory: mmap.mmap, peer: int) -> None:
         """Attach to a ring, into which global rank `peer` writes."""
         self.peer = peer
         self._crossing = crossing
         self._memory = memory
+        self._look_around = look_around_of(crossing, peer)
         self.endpoint: rings.ReadEndpoint = rings.ReadEndpoint(
-            memory, 0, codec.build_owned, "adaptive", look_around_of(crossing, peer)
+            memory, 0, codec.build_owned, "adaptive", self._judge
         )
         rings.ring_attach(memory, 0)
-        self._arrived: dict[int, deque[Any]] = {}
-        self._awaited: dict[int, deque[Receiving]] = {}
-        # A handle may be waited for in any thread.
-        self._lock = threading.Lock()
+        # By tag, the messages that came by their numbers, and those that are awaited; the oldest first.
+        self._arrived: dict[int, dict[int, Any]] = {}
+        self._awaited: dict[int, dict[int, Receiving]] = {}
+        # Those that have come and may not be in their places yet, by the numbers of the messages.
+        self._landing: dict[int, Receiving] = {}
+        self._undecodable = 0
+
+    def _judge(self, reason: int, detail: Any) -> object:
+        instead = self._look_around(reason, detail)
+        if instead is not None:
+            self._undecodable = self.endpoint.messages + 1
+        return instead
 
     def receive_now(self, tag: int) -> Any:
         """Return the next message of `tag` if it is there, else NOTHING."""
-        if self._awaited.get(tag) or self._arrived.get(tag) or not self._lock.acquire(blocking=False):
-            return rings.NOTHING
-        try:
-            value = self._take(0, 0)
-            if value is rings.NOTHING or (self.endpoint.tag == tag and not isinstance(value, _Undecodable)):
-                return value
-            self._sort(value)
-            return rings.NOTHING
-        finally:
-            self._lock.release()
+        endpoint = self.endpoint
+        endpoint.fetch_within(0, 0)
+        awaited, arrived = self._of_tag(tag)
+        # Nothing is called from here to the end of the `if`.
+        if endpoint.tag == tag and not awaited and not arrived and endpoint.messages != self._undecodable:
+            return endpoint.message
+        self._sort()
+        return rings.NOTHING
 
     def expect(self, tag: int, land: Callable[[Any], Any] | None) -> Receiving:
         """Await the next message of `tag` that nobody awaits yet."""
         receiving = Receiving(self, tag, land)
-        with self._lock:
-            arrived = self._arrived.get(tag)
-            if arrived:
-                receiving.arrive(arrived.popleft())
-            else:
-                self._awaited.setdefault(tag, deque()).append(receiving)
+        key = id(receiving)
+        awaited, arrived = self._of_tag(tag)
+        landing = self._landing
+        # Nothing is called from here on.
+        for number in arrived:
+            receiving.message, receiving.number, receiving.has_come = arrived[number], number, True
+            landing[number] = receiving
+            del arrived[number]
+            break
+        else:
+            awaited[key] = receiving
         return receiving
+
+    def abandon(self, receiving: Receiving) -> None:
+        """Await it no more; if it has come, it is the next message of its tag again."""
+        awaited, arrived = self._of_tag(receiving.tag)
+        awaited.pop(id(receiving), None)
+        if receiving.has_come and not receiving.has_landed:
+            # Nothing is called here. Its place is before those that came later.
+            self._arrived[receiving.tag] = {receiving.number: receiving.message, **arrived}
+
+    def land(self) -> None:
+        """Put what has come for handles in its place, also if the handles were dropped."""
+        for number in list(self._landing):
+            receiving = self._landing.get(number)
+            # One without a place of its own can still be abandoned.
+            if receiving is not None and receiving.has_place:
+                receiving.finish()
+            self._landing.pop(number, None)
 
     def await_arrival(self, receiving: Receiving, slice_s: float) -> None:
         """Take in messages for up to `slice_s` seconds, or until the one of `receiving` has come."""
         look = _Look(self._crossing, slice_s)
         spin_ns = _SPIN_NS if slice_s > 0 else 0
-        while not receiving.is_done:
-            park_ns = look.park_ns()
-            if not self._lock.acquire(timeout=park_ns / 1e9):
-                return
-            try:
-                if receiving.is_done:
-                    return
-                value = self._take(spin_ns, park_ns)
-                if value is not rings.NOTHING:
-                    self._sort(value)
-                    continue
-                if self._has_ended():
-                    # This may be in the middle of a message, whose rest will not come.
-                    raise_left()
-            finally:
-                self._lock.release()
+        while not receiving.has_come:
+            if self._take_in(spin_ns, look.park_ns()):
+                continue
+            # This may be in the middle of a message, whose rest will not come.
+            if self.has_ended() and not receiving.has_come:
+                raise_left()
             spin_ns = 0
             if look.is_over(self):
                 return
@@ -200,49 +250,61 @@ class ChannelReceiver:
     def take_arrived(self, tag: int) -> list[Any]:
         """Take the oldest message of `tag` that is there and that nobody awaits; an empty list if there is none."""
         self.drain()
-        with self._lock:
-            arrived = self._arrived.get(tag)
-            return [arrived.popleft()] if arrived else []
+        _, arrived = self._of_tag(tag)
+        # Nothing is called from here on.
+        for number in arrived:
+            taken = [arrived[number]]
+            del arrived[number]
+            return taken
+        return []
 
     def has_ended(self) -> bool:
         """Return whether nothing will come any more, and all that came was taken in."""
-        with self._lock:
-            return self._has_ended()
-
-    def _has_ended(self) -> bool:
         try:
-            return rings.ring_wait(self._memory, 0, 0, 0) == _ENDED
-        except ValueError as error:
+            return rings.ring_wait(self._memory, 0, 0, 0) == _ENDED and not self.endpoint.has_message
+        except rings.MappingError as error:
             self._crossing.fail_corrupt(self.peer, error)
 
     def drain(self) -> bool:
         """Take in what is there without waiting; return whether that was something, or is still under way."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
-            for count in range(_MOST_AT_ONCE):
-                value = self._take(_BARELY_NS, 0)
-                if value is rings.NOTHING:
-                    return count > 0 or self.endpoint.is_assembling
-                self._sort(value)
+        for count in range(_MOST_AT_ONCE):
+            if self.endpoint.is_busy:
+                # Another thread takes in what comes, or this one does and runs a signal handler meanwhile.
+                return False
+            if not self._take_in(_BARELY_NS, 0):
+                return count > 0 or self.endpoint.is_assembling
+        return True
+
+    def _of_tag(self, tag: int) -> tuple[dict[int, Receiving], dict[int, Any]]:
+        return self._awaited.setdefault(tag, {}), self._arrived.setdefault(tag, {})
+
+    def _take_in(self, spin_ns: int, park_ns: int) -> bool:
+        """Take in a message if one comes within these times; return whether one came."""
+        self.endpoint.fetch_within(spin_ns, park_ns)
+        has_come = self._sort()
+        if self._landing:
+            self.land()
+        return has_come
+
+    def _sort(self) -> bool:
+        """Put the message that the endpoint keeps where it belongs; return whether it was still there."""
+        endpoint = self.endpoint
+        while endpoint.has_message:
+            number, tag = endpoint.messages, endpoint.tag
+            awaited, arrived = self._of_tag(tag)
+            landing = self._landing
+            # Nothing is called from here on, except for the next turn.
+            if endpoint.messages != number or not endpoint.has_message:
+                continue
+            for key in awaited:
+                receiving = awaited[key]
+                del awaited[key]
+                receiving.message, receiving.number, receiving.has_come = endpoint.message, number, True
+                landing[number] = receiving
+                return True
+            arrived[number] = endpoint.message
             return True
-        finally:
-            self._lock.release()
-
-    def _take(self, spin_ns: int, park_ns: int) -> Any:
-        try:
-            return self.endpoint.receive_within(spin_ns, park_ns)
-        except (DecodeError, MemoryError) as error:
-            # Raised where the message is asked for.
-            return _Undecodable(error)
-
-    def _sort(self, value: Any) -> None:
-        tag = self.endpoint.tag
-        awaited = self._awaited.get(tag)
-        if awaited:
-            awaited.popleft().arrive(value)
-        else:
-            self._arrived.setdefault(tag, deque()).append(value)
+        return False
 
     def close(self) -> None:
         """Tell the sender that nobody reads any more."""
@@ -263,9 +325,9 @@ class ReceivingAll:
         """Wait for up to `slice_s` seconds; the others' messages are taken in meanwhile."""
         until = time.monotonic() + slice_s
         for receiving in self._receivings:
-            if not receiving.is_done:
+            if not receiving.has_come:
                 receiving.receiver.await_arrival(receiving, max(until - time.monotonic(), 0.0))
-        return all(receiving.is_done for receiving in self._receivings)
+        return all(receiving.has_come for receiving in self._receivings)
 
     def pending(self) -> tuple[int, ...]:
         """Return the senders that are still awaited."""
@@ -449,7 +511,8 @@ class ChannelSender:
         self._waiting: deque[Sending] = deque()
         # Whether a thread writes what waits, until nothing does.
         self._has_thread = False
-        self._lock = threading.Lock()
+        # A signal handler may send while this thread holds it.
+        self._lock = threading.RLock()
 
     def send_now(self, obj: Any, tag: int) -> codec.Message | None:
         """Send an object that fits and has nothing before it; return it encoded if it was not sent."""
@@ -477,6 +540,11 @@ class ChannelSender:
         """
         sending = Sending(self, message, tag)
         with self._lock:
+            if self._waiting and not self._has_thread:
+                raise UsageError(
+                    f"this thread is inside of a call that sends to rank {self.peer} already, as in a signal handler "
+                    "or a finalizer"
+                )
             # Nothing overtakes what waits.
             self._waiting.append(sending)
             if self._has_thread:
@@ -501,7 +569,7 @@ class ChannelSender:
         try:
             if rings.ring_state(self.memory)[4][0][4] == _LEFT:
                 raise_left()
-        except ValueError as error:
+        except rings.MappingError as error:
             self.crossing.fail_corrupt(self.peer, error)
 
     def done(self, sending: Sending) -> None:

@@ -193,7 +193,11 @@ class Channels:
             return value
         operation = self._operation(plane, name, "from", [src])
         receiving = receiver.expect(tag, None)
-        self._health.wait(operation, receiving, timeout_s)
+        try:
+            self._health.wait(operation, receiving, timeout_s)
+        except BaseException:
+            receiver.abandon(receiving)
+            raise
         return receiving.value
 
     def recv_each(

@@ -8,7 +8,8 @@ Groups over several hosts are served by other classes; `connect_cpu` chooses.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import torch
@@ -24,18 +25,26 @@ from device_comm.process_group import TENSOR_TAG, as_bytes, dense, is_plain
 from device_comm.reduction import ReduceOperation
 from shm_broadcast._core import BlockPool
 
-# Up to this size every rank reduces everything itself: the ranks meet once instead of twice. With two ranks both
-# algorithms move the same number of bytes between the cores, and one-shot has less to do.
-ONE_SHOT_BYTES: Final = 64 << 10
+# Up to this size of all ranks' tensors together every rank reduces everything itself: the ranks meet once instead of
+# twice. The bytes that a rank reads grow with their number, the cost of meeting hardly does. On two cores both took
+# the same time at 56 KiB with 3 ranks, 28 KiB with 4, 7 KiB with 8, 6 KiB with 16, 4 KiB with 32, 3 KiB with 64.
+ONE_SHOT_TOTAL_BYTES: Final = 128 << 10
+
+# With two ranks both algorithms move the same number of bytes between the cores, and one-shot has less to do.
 _ONE_SHOT_RANKS: Final = 2
 
 # Results of this size or more reuse the memory of earlier ones. Below it malloc does the same.
 POOLED_BYTES: Final = 256 << 10
 
 
+def one_shot_bytes(world_size: int) -> int:
+    """Return up to which size a rank's tensor is reduced in one shot, if there are more than two ranks."""
+    return ONE_SHOT_TOTAL_BYTES // world_size
+
+
 def all_reduce_kind(nbytes: int, world_size: int) -> int:
     """Return the algorithm of an all-reduce: a pure choice from facts that all ranks share."""
-    if world_size <= _ONE_SHOT_RANKS or nbytes <= ONE_SHOT_BYTES:
+    if world_size <= _ONE_SHOT_RANKS or nbytes <= one_shot_bytes(world_size):
         return _core.ALL_REDUCE_ONE_SHOT
     return _core.ALL_REDUCE_TWO_SHOT
 
@@ -53,11 +62,10 @@ def call_path(operation: str, nbytes: int, world_size: int) -> CallPath:
         return CallPath(
             "one-shot", "two ranks: both algorithms move the same bytes, and this one has a single round"
         )
+    limit = one_shot_bytes(world_size)
     if all_reduce_kind(nbytes, world_size) == _core.ALL_REDUCE_ONE_SHOT:
-        return CallPath("one-shot", f"{nbytes} bytes are at most {ONE_SHOT_BYTES}: a single round")
-    return CallPath(
-        "two-shot", f"{nbytes} bytes are more than {ONE_SHOT_BYTES}: each rank combines its share"
-    )
+        return CallPath("one-shot", f"{nbytes} bytes are at most {limit}: a single round")
+    return CallPath("two-shot", f"{nbytes} bytes are more than {limit}: each rank combines its share")
 
 
 class SharedMemoryCommunicator(DeviceCommunicator):
@@ -72,8 +80,9 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         self._core = shared.device.core
         self._channels = shared.channels
         self._health = context.health
-        # The native call for short messages knows the one-shot algorithm only.
-        self._short_bytes = POOLED_BYTES - 1 if self.world_size <= _ONE_SHOT_RANKS else ONE_SHOT_BYTES
+        # The native call for short messages takes the algorithm that `all_reduce_kind` names.
+        is_always = self.world_size <= _ONE_SHOT_RANKS
+        self._limits = (POOLED_BYTES - 1, POOLED_BYTES if is_always else one_shot_bytes(self.world_size))
         self._pool = BlockPool()
 
     def path(self, operation: str, nbytes: int, dtype: torch.dtype) -> CallPath:
@@ -86,9 +95,11 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         self._pool.close()
         self._region.close()
 
-    def _settle(self, name: str, status: int, timeout_s: float | None) -> None:
+    def _settle(
+        self, name: str, status: int, timeout_s: float | None, begin: Callable[[], int] | None = None
+    ) -> None:
         if status != _core.DONE:
-            self._region.finish(name, status, timeout_s or self.context.timeout_s)
+            self._region.finish(name, status, timeout_s or self.context.timeout_s, begin)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a new tensor of any content; a large one in memory that was used before, if there is any."""
@@ -116,13 +127,14 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         resized.
         """
         if op is SUM and timeout_s is None:
-            answer = self._core.all_reduce(input_, self._short_bytes)
+            answer = self._core.all_reduce(input_, *self._limits)
             if type(answer) is torch.Tensor:
                 return answer
             if answer is not None:
                 result, status = answer
-                self._settle("all_reduce", status, None)
-                return result
+                if status != _core.BUSY:
+                    self._settle("all_reduce", status, None)
+                    return result
         return super().all_reduce(input_, op, timeout_s=timeout_s)
 
     def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None) -> torch.Tensor:
@@ -144,8 +156,8 @@ class SharedMemoryCommunicator(DeviceCommunicator):
     ) -> torch.Tensor:
         """Combine the ranks' tensors in place; return `tensor`, which must not overlap itself."""
         if op is SUM and timeout_s is None:
-            status = self._core.all_reduce_in_place(tensor, self._short_bytes)
-            if status is not None:
+            status = self._core.all_reduce_in_place(tensor, *self._limits)
+            if status is not None and status != _core.BUSY:
                 self._settle("all_reduce_", status, None)
                 return tensor
         if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
@@ -167,8 +179,8 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         kind = all_reduce_kind(source.nbytes, self.world_size) if root is None else _core.REDUCE
         codes = (TYPE_CODES[source.dtype], OPERATION_CODES[op])
         addresses = (source.data_ptr(), _address(result))
-        status = self._core.reduce(kind, *addresses, source.numel(), *codes, root or 0)
-        self._settle(name, status, timeout_s)
+        begin = partial(self._core.reduce, kind, *addresses, source.numel(), *codes, root or 0)
+        self._settle(name, begin(), timeout_s, begin)
 
     def _reduce(
         self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
@@ -272,8 +284,8 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         either = next(tensor for tensor in (source, result) if tensor is not None)
         rows, widths = columns(either, dim, sizes)
         codes = (copy_code(either.dtype), op_code)
-        status = self._core.move(kind, _address(source), _address(result), rows, widths, *codes, root)
-        self._settle(name, status, timeout_s)
+        begin = partial(self._core.move, kind, _address(source), _address(result), rows, widths, *codes, root)
+        self._settle(name, begin(), timeout_s, begin)
 
     def _all_to_all(
         self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
@@ -303,8 +315,8 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         into = tensor.detach()
         landing = into if is_plain(into) else dense(into)
         code = copy_code(tensor.dtype)
-        status = self._core.broadcast(landing.data_ptr(), as_bytes(landing).numel(), code, src)
-        self._settle("broadcast", status, timeout_s)
+        begin = partial(self._core.broadcast, landing.data_ptr(), as_bytes(landing).numel(), code, src)
+        self._settle("broadcast", begin(), timeout_s, begin)
         if landing is not into and self.rank_in_group != src:
             into.copy_(landing)
         return tensor
@@ -338,4 +350,10 @@ def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-__all__ = ["ONE_SHOT_BYTES", "SharedMemoryCommunicator", "all_reduce_kind", "call_path"]
+__all__ = [
+    "ONE_SHOT_TOTAL_BYTES",
+    "SharedMemoryCommunicator",
+    "all_reduce_kind",
+    "call_path",
+    "one_shot_bytes",
+]

@@ -20,6 +20,7 @@ from device_comm.health import GroupHealth, Operation
 from device_comm.process_group import COLLECTIVE_TAG, as_bytes
 from device_comm.works import PointToPointWorks, WaiterThreads
 from shm_broadcast.errors import DisagreementError
+from shm_broadcast.interruption import raised_by_handler
 
 FRAME_BYTES: Final = 4096
 # In front of a frame's data: a digest of the call, and as much of its text as there is room for.
@@ -145,6 +146,8 @@ class Leaders:
                 if received is not None:
                     posted.append((rank, call.group.recv([received], peer, COLLECTIVE_TAG)))
             except RuntimeError as error:
+                if raised_by_handler(error):
+                    raise
                 raise self._health.explain(call.operation, error, (rank,)) from error
             if posted:
                 works[rank] = PointToPointWorks(self._threads, posted, (sent, received))

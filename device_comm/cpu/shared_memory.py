@@ -6,14 +6,17 @@ import ctypes
 import hashlib
 import mmap
 import os
+import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from functools import partial
+from typing import Final, NamedTuple
 
 import msgspec
 
 from device_comm import _core
 from device_comm.cpu.channels import Channels, room_bytes
-from device_comm.health import GroupHealth, Operation
+from device_comm.cpu.status_board import StatusBoard
+from device_comm.health import Arrival, GroupHealth, Operation
 from shm_broadcast.errors import (
     CapabilityError,
     ClosedError,
@@ -22,7 +25,7 @@ from shm_broadcast.errors import (
     UsageError,
 )
 from shm_broadcast.liveness import this_process
-from shm_broadcast.segment import Handover, Hello, Segment, take_over
+from shm_broadcast.segment import Handover, Hello, Segment, take_descriptor
 
 # Each rank has two slots of this size, through which everything passes that is longer. They fit the second-level
 # cache of a core together, so what passes costs no trip to memory.
@@ -32,6 +35,9 @@ SLOT_BYTES: Final = 256 << 10
 HOST_SLOT_BYTES: Final = 16 << 10
 
 _KEY_BYTES: Final = 32
+
+# A thread whose group is in a call of another thread looks again after this long. Engines call from one thread.
+_TURN_S: Final = 0.0005
 
 _OPERATIONS: Final = ("SUM", "MEAN", "PRODUCT", "MIN", "MAX")
 _KINDS: Final = (
@@ -81,6 +87,16 @@ class RegionCalls:
         self._health = health
         self._ranks = health.ranks if ranks is None else tuple(ranks)
         health.on_abort(self.close)
+        health.attach(plane, self)
+
+    def unfinished(self) -> int:
+        """Return the number of the call that this thread has begun and not ended, or 0; see `Plane`."""
+        return self.core.number if self.core.unfinished() else 0
+
+    def last_calls(self) -> dict[int, Arrival]:
+        """Return the last call that each rank has come to, by global rank; see `Plane`."""
+        calls = zip(self._ranks, self.core.last_calls(), strict=False)
+        return {rank: Arrival(_name(call[1]), call[0]) for rank, call in calls if call is not None}
 
     def close(self) -> None:
         """Leave the region. Idempotent; calls that wait, here and elsewhere for this rank, end."""
@@ -95,26 +111,43 @@ class RegionCalls:
             source = (ctypes.c_char * len(own)).from_buffer_copy(own)
             target = (ctypes.c_char * len(result)).from_buffer(result)
             widths = (len(own),) * world_size
-            status = self.core.move(
-                *(_core.ALL_GATHER, ctypes.addressof(source), ctypes.addressof(target), 1, widths, 0, 0, 0)
-            )
-            self.finish(name, status, timeout_s)
+            addresses = ctypes.addressof(source), ctypes.addressof(target)
+            begin = partial(self.core.move, _core.ALL_GATHER, *addresses, 1, widths, 0, 0, 0)
+            self.finish(name, begin(), timeout_s, begin)
             del target
         return memoryview(result)
 
-    def finish(self, name: str, status: int, timeout_s: float) -> None:
+    def finish(
+        self, name: str, status: int, timeout_s: float, begin: Callable[[], int] | None = None
+    ) -> None:
         """Wait for the call that `core` has begun and that is not done, or raise why it cannot be.
+
+        Args:
+            name: The name of the call.
+            status: What `core` returned.
+            timeout_s: Deadline of the call in seconds.
+            begin: Begins the call again, if it has to wait for the call of another thread.
 
         Raises:
             DisagreementError: The ranks made different calls. Nothing was moved and the group is intact.
-            UsageError: Another thread is in a call.
+            UsageError: Another thread is in a call until the deadline, or this one is, further out.
             Others: As `GroupHealth.wait`.
         """
+        if status == _core.BUSY and begin is not None:
+            start = time.monotonic()
+            status = self._take_turn(begin, start + timeout_s)
+            timeout_s = max(start + timeout_s - time.monotonic(), 0.0)
         if status in (_core.PENDING, _core.LEFT):
             operation = Operation(self._plane, name, self.core.number)
             self._health.wait(operation, _PendingCall(self, name), timeout_s)
             return
         self.settle(name, status)
+
+    def _take_turn(self, begin: Callable[[], int], end: float) -> int:
+        """Begin a call as soon as no other thread of this rank is in one; return its status, BUSY at the time `end`."""
+        while (status := begin()) == _core.BUSY and time.monotonic() < end:
+            time.sleep(_TURN_S)
+        return status
 
     def finish_part(self, operation: Operation, status: int, timeout_s: float) -> None:
         """Finish a call that is one part of `operation`, in which ranks that are not here take part too.
@@ -132,13 +165,32 @@ class RegionCalls:
         if status == _core.DONE:
             return
         if status == _core.DISAGREE:
-            raise DisagreementError(
-                f"{self._health.where(name)}: the ranks made different calls: {self._views()}"
-            )
+            what = self._refusals() or f"the ranks made different calls: {self._views()}"
+            raise DisagreementError(f"{self._health.where(name)}: {what}")
         self._health.check_usable(name)
         if status == _core.BUSY:
-            raise UsageError(f"{self._health.where(name)}: another thread of this rank is in a collective")
+            raise UsageError(
+                f"{self._health.where(name)}: another thread of this rank is in a collective, and was until the "
+                "deadline"
+            )
+        if status == _core.NESTED:
+            raise UsageError(
+                f"{self._health.where(name)}: called by a signal handler or a finalizer inside of a collective of this "
+                "group on the same thread"
+            )
         raise ClosedError(f"{self._health.where(name)}: the group was destroyed while the call waited")
+
+    def refuse(self, reason: str) -> None:
+        """Take the number of a call that this rank refuses, and tell the others why; see `Plane`."""
+        self.core.refuse(reason.encode()[: _core.REASON_BYTES])
+
+    def _refusals(self) -> str:
+        """Return the text for calls that ranks refused; empty if each rank has made one."""
+        reasons = zip(self._ranks, self.core.reasons(), strict=False)
+        refused = [
+            f"rank {rank} refused {reason.decode(errors='replace')}" for rank, reason in reasons if reason
+        ]
+        return "; ".join(refused) and "; ".join(refused) + "; nothing was moved, and the next call works"
 
     def _views(self) -> str:
         views = zip(self._ranks, self.core.views(), self.core.widths(), strict=True)
@@ -150,9 +202,10 @@ class RegionCalls:
 
 
 class SharedMemory:
-    """The memory that the ranks of a group on one host share. Its three parts may be in use at the same time.
+    """The memory that the ranks of a group on one host share. Its parts may be in use at the same time.
 
     Attributes:
+        board: Where the ranks report what the others must know if they fail or leave.
         device: Carries the collectives on CPU tensors.
         host: Carries barriers and gathers of objects.
         channels: Carry messages between two ranks, one channel for each direction.
@@ -162,15 +215,22 @@ class SharedMemory:
         """Use `Preparation.map`."""
         self._segment = segment
         memory = memoryview(segment.memory)
-        middle, behind, _ = _layout(len(health.ranks))
+        at = _layout(len(health.ranks))
+        self.board: StatusBoard = StatusBoard(memory[at.board : at.channels], health.ranks, health.rank)
         self.device: RegionCalls = RegionCalls(
-            "shared", _core.SharedRegion(memory[:middle], rank_in_group), health
+            "shared", _core.SharedRegion(memory[: at.host], rank_in_group), health
         )
         self.host: RegionCalls = RegionCalls(
-            "shared host", _core.SharedRegion(memory[middle:behind], rank_in_group), health
+            "shared host", _core.SharedRegion(memory[at.host : at.board], rank_in_group), health
         )
-        self.channels: Channels = Channels(segment, memory[behind:], segment.nbytes, health, rank_in_group)
+        self.channels: Channels = Channels(
+            segment, memory[at.channels :], segment.nbytes, health, rank_in_group
+        )
         health.on_abort(self.channels.close)
+
+    def populate(self) -> None:
+        """Make the first calls as fast as later ones. Call it once all ranks have mapped the memory."""
+        self._segment.populate()
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Let the memory go, within about `timeout_s`. Idempotent; calls that wait in other threads end."""
@@ -178,6 +238,7 @@ class SharedMemory:
         self.host.close()
         self.channels.close()
         self.channels.end_threads(timeout_s)
+        self.board.close()
         self._segment.close()
 
 
@@ -209,12 +270,15 @@ class _PartOfCall(_PendingCall):
         return None
 
 
+def _name(kind: int) -> str:
+    return _KINDS[kind] if kind < len(_KINDS) else f"call {kind}"
+
+
 def _describe(
     number: int, code: int, count: int, detail: int, widths: tuple[tuple[int, ...], tuple[int, ...]] | None
 ) -> str:
     """Return the text in which an error describes the call of one rank."""
-    kind = code & 0xFF
-    name = _KINDS[kind] if kind < len(_KINDS) else f"call {kind}"
+    name = _name(code & 0xFF)
     parts = [f"{name} #{number}"]
     dtype = code >> 8 & 0xFF
     if widths is not None:
@@ -311,7 +375,7 @@ class SharedPart:
     def __init__(self, segment: Segment, members: Sequence[int], index: int, health: GroupHealth) -> None:
         """Use `connect_part`."""
         self._segment = segment
-        memory = memoryview(segment.memory)[: _layout(len(members))[0]]
+        memory = memoryview(segment.memory)[: _layout(len(members)).host]
         ranks = [health.ranks[member] for member in members]
         self.device: RegionCalls = RegionCalls("device", _core.SharedRegion(memory, index), health, ranks)
 
@@ -347,7 +411,10 @@ def connect_part(
     if reasons:
         _drop(segment)
         raise _no_memory(health, reasons)
-    return None if segment is None else SharedPart(segment, members, index, health)
+    if segment is None:
+        return None
+    segment.populate()
+    return SharedPart(segment, members, index, health)
 
 
 def _no_memory(health: GroupHealth, reasons: str) -> CapabilityError:
@@ -365,24 +432,49 @@ def host_id() -> str:
     return hashlib.sha256(f"{own.boot_id} {own.network_namespace}".encode()).hexdigest()
 
 
-def _layout(world_size: int) -> tuple[int, int, int]:
-    """Return where the region of the host plane begins, where the table of channels does, and where that ends."""
-    middle = _core.segment_bytes(world_size, SLOT_BYTES)
-    behind = middle + _core.segment_bytes(world_size, HOST_SLOT_BYTES)
-    end = behind + _core.channel_table_bytes(world_size)
-    return middle, behind, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+class _Layout(NamedTuple):
+    """Where the parts of the memory begin; the region of the device plane begins at 0. All are whole pages."""
+
+    host: int
+    board: int
+    channels: int
+    end: int
+
+
+def _layout(world_size: int) -> _Layout:
+    host = _core.segment_bytes(world_size, SLOT_BYTES)
+    board = host + _core.segment_bytes(world_size, HOST_SLOT_BYTES)
+    channels = board + _core.board_bytes(world_size)
+    end = channels + _core.channel_table_bytes(world_size)
+    return _Layout(host, board, channels, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE)
+
+
+def _parts(world_size: int, rank: int) -> list[tuple[int, int]]:
+    """Return (offset, bytes) of what a rank reserves: its slots, and on the first rank also what is nobody's slot.
+
+    A rank writes its slots in each call. As it reserves them itself, they lie on its NUMA node.
+    """
+    at = _layout(world_size)
+    parts, start = [], 0
+    for end, slot_bytes in ((at.host, SLOT_BYTES), (at.board, HOST_SLOT_BYTES)):
+        slots = end - 2 * slot_bytes * world_size
+        parts.append((slots + 2 * slot_bytes * rank, 2 * slot_bytes))
+        if rank == 0:
+            parts.append((start, slots - start))
+        start = end
+    return [*parts, (at.board, at.end - at.board)] if rank == 0 else parts
 
 
 def _offer(world_size: int) -> tuple[Handover | None, Segment | None, _Offer]:
-    middle, behind, nbytes = _layout(world_size)
+    at = _layout(world_size)
     try:
-        segment = Segment.create(nbytes, room_bytes(world_size))
+        segment = Segment.create(at.end, room_bytes(world_size), _parts(world_size, 0))
     except CapabilityError as error:
         return None, None, _Offer(failure=str(error))
     generation = int.from_bytes(os.urandom(7))
     with memoryview(segment.memory) as memory:
-        _core.lay_out(memory[:middle], world_size, SLOT_BYTES, generation)
-        _core.lay_out(memory[middle:behind], world_size, HOST_SLOT_BYTES, generation)
+        _core.lay_out(memory[: at.host], world_size, SLOT_BYTES, generation)
+        _core.lay_out(memory[at.host : at.board], world_size, HOST_SLOT_BYTES, generation)
     key = os.urandom(_KEY_BYTES)
 
     def joined(_hello: Hello, descriptor: int) -> None:
@@ -401,12 +493,19 @@ def _offer(world_size: int) -> tuple[Handover | None, Segment | None, _Offer]:
 
 
 def _take(offer: _Offer, rank: int, world_size: int, timeout_s: float) -> tuple[Segment | None, str]:
-    """Return (segment, "") or (None, why not)."""
+    """Return (segment, "") or (None, why not). The other ranks' slots may not be reserved yet."""
+    segment = None
     try:
-        segment, _, descriptor = take_over(
-            offer.address, offer.key, rank, _layout(world_size)[2], timeout_s, room_bytes(world_size)
-        )
+        memory, _, descriptor = take_descriptor(offer.address, offer.key, rank, timeout_s)
+        os.close(descriptor)
+        nbytes = _layout(world_size).end
+        segment = Segment.adopt(memory, nbytes, room_bytes(world_size), is_reserved=False)
+        for offset, part_bytes in _parts(world_size, rank):
+            segment.reserve(offset, part_bytes)
     except CommError as error:
+        _drop(segment)
         return None, str(error)
-    os.close(descriptor)
+    except BaseException:
+        _drop(segment)
+        raise
     return segment, ""

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from device_comm import _core
-from device_comm.cpu.native_codes import TYPE_CODES
+from device_comm.cpu.native_codes import OPERATION_CODES, TYPE_CODES
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from tests.native.test_shared_region import SLOT, everybody, filled, finish, regions, same_bits
 
@@ -34,15 +34,15 @@ tensor = torch.empty(1 << 29, dtype=torch.uint8)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28),) * 2)
 try:
-    end.all_reduce(tensor, 1 << 40)
+    end.all_reduce(tensor, 1 << 40, 1 << 40)
 except MemoryError:
     print("no memory, calls:", end.number)
 """
 
 
-def summed(end: _core.SharedRegion, tensor: torch.Tensor) -> torch.Tensor:
+def summed(end: _core.SharedRegion, tensor: torch.Tensor, one_shot_bytes: int = MOST) -> torch.Tensor:
     """Return the sum of the ranks' tensors; wait until it is complete."""
-    answer = end.all_reduce(tensor, MOST)
+    answer = end.all_reduce(tensor, MOST, one_shot_bytes)
     assert answer is not None
     result, status = (answer, _core.DONE) if isinstance(answer, torch.Tensor) else answer
     assert finish(end, status) == _core.DONE
@@ -57,22 +57,23 @@ def summed(end: _core.SharedRegion, tensor: torch.Tensor) -> torch.Tensor:
     ),
     dtype=st.sampled_from(sorted(ORDINARY, key=str)),
     offset=st.integers(0, 3),
+    one_shot=st.sampled_from([0, 100, MOST]),
     seed=st.integers(0, 9),
 )
 def test_a_sum_has_the_bits_of_the_rank_order_reference(
-    ranks: int, shape: list[int], dtype: torch.dtype, offset: int, seed: int
+    ranks: int, shape: list[int], dtype: torch.dtype, offset: int, one_shot: int, seed: int
 ) -> None:
-    """A sum in new memory or in place, of any shape and alignment, in one or several steps equals the reference."""
+    """A sum in new memory or in place, of any shape and alignment, by either algorithm equals the reference."""
     elements = torch.Size(shape).numel()
     inputs = [filled(rank, elements + offset, dtype, seed)[offset:].view(shape) for rank in range(ranks)]
     expected = reduce_in_rank_order(inputs, ReduceOperation.SUM)
 
     def call(rank: int, end: _core.SharedRegion) -> tuple[torch.Tensor, torch.Tensor]:
         source = inputs[rank].clone()
-        apart = summed(end, source)
+        apart = summed(end, source, one_shot)
         assert same_bits(source.reshape(-1), inputs[rank].reshape(-1))
         assert apart.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
-        status = end.all_reduce_in_place(source, MOST)
+        status = end.all_reduce_in_place(source, MOST, one_shot)
         assert status is not None
         assert finish(end, status) == _core.DONE
         return apart, source
@@ -137,8 +138,8 @@ def test_an_argument_that_is_no_ordinary_tensor_begins_no_call(make: Callable[[]
     """The core returns None for it, and also for a tensor that is too long; Python then handles the call."""
     end = regions(2)[0]
     value = make()
-    assert end.all_reduce(value, 4096) is None
-    assert end.all_reduce_in_place(value, 4096) is None
+    assert end.all_reduce(value, 4096, 4096) is None
+    assert end.all_reduce_in_place(value, 4096, 4096) is None
     assert end.number == 0
 
 
@@ -146,14 +147,14 @@ def test_a_pending_sum_is_complete_when_the_last_rank_has_come() -> None:
     """The core returns the tensor at once with the status, and `resume` fills it. No other call can begin."""
     ends = regions(2)
     tensor = torch.full((9,), 1.0)
-    first = ends[0].all_reduce(tensor, MOST)
+    first = ends[0].all_reduce(tensor, MOST, MOST)
     assert isinstance(first, tuple)
     result, status = first
     assert status == _core.PENDING
-    refused = ends[0].all_reduce(torch.ones(9), MOST)
+    refused = ends[0].all_reduce(torch.ones(9), MOST, MOST)
     assert isinstance(refused, tuple)
-    assert refused[1] == ends[0].all_reduce_in_place(torch.ones(9), MOST) == _core.BUSY
-    other = ends[1].all_reduce(torch.full((9,), 2.0), MOST)
+    assert refused[1] == ends[0].all_reduce_in_place(torch.ones(9), MOST, MOST) == _core.NESTED
+    other = ends[1].all_reduce(torch.full((9,), 2.0), MOST, MOST)
     assert finish(ends[0], status) == _core.DONE
     assert isinstance(other, torch.Tensor)
     assert torch.equal(result, torch.full((9,), 3.0))
@@ -167,7 +168,7 @@ def test_ranks_that_sum_different_tensors_all_learn_of_it(other: torch.Tensor) -
 
     def call(rank: int, end: _core.SharedRegion) -> int:
         tensor = other.clone() if rank else torch.ones(9)
-        status = end.all_reduce_in_place(tensor, MOST)
+        status = end.all_reduce_in_place(tensor, MOST, MOST)
         assert status is not None
         status = finish(end, status)
         assert bool((tensor == 1).all())
@@ -203,17 +204,17 @@ def test_code_of_the_application_that_runs_meanwhile_does_no_harm() -> None:
     """The code may begin another call, close the region, raise an error or be interrupted by Ctrl-C."""
     end, tensor = regions(2)[0], torch.ones(3)
     with Intruder(fail(ValueError("no"))):
-        assert end.all_reduce(tensor, MOST) is None
+        assert end.all_reduce(tensor, MOST, MOST) is None
     with Intruder(fail(KeyboardInterrupt())), pytest.raises(KeyboardInterrupt):
-        end.all_reduce(tensor, MOST)
+        end.all_reduce(tensor, MOST, MOST)
     assert end.number == 0
     with Intruder(end.barrier):
-        answer = end.all_reduce(tensor, MOST)
+        answer = end.all_reduce(tensor, MOST, MOST)
     assert isinstance(answer, tuple)
-    assert answer[1] == _core.BUSY
+    assert answer[1] == _core.NESTED
     assert end.number == 1
     with Intruder(lambda: end.close(False)):
-        assert end.all_reduce_in_place(tensor, MOST) == _core.CLOSED
+        assert end.all_reduce_in_place(tensor, MOST, MOST) == _core.CLOSED
 
 
 def test_memory_of_dropped_results_is_used_again_and_bounded() -> None:
@@ -242,10 +243,31 @@ def test_results_can_be_dropped_by_another_thread() -> None:
             assert pool.submit(lambda result: result.sum().item(), summed(end, tensor)).result() == 300
 
 
-@pytest.mark.parametrize("arguments", [(), (torch.ones(2),), (torch.ones(2), -1), (torch.ones(2), "8")])
+@pytest.mark.parametrize(
+    "arguments", [(), (torch.ones(2), 8), (torch.ones(2), 8, -1), (torch.ones(2), "8", 8)]
+)
 def test_wrong_arguments_are_refused(arguments: tuple[Any, ...]) -> None:
     """A missing argument, a negative number or an argument of another type raises."""
     end = regions(1)[0]
     for method in (end.all_reduce, end.all_reduce_in_place):
         with pytest.raises((TypeError, OverflowError)):
             method(*arguments)
+
+
+def test_the_limit_of_one_shot_decides_the_algorithm() -> None:
+    """A rank whose tensor is not ordinary makes the same call by the other method, with the same algorithm."""
+
+    def call(rank: int, end: _core.SharedRegion) -> int:
+        tensor, result = torch.ones(100), torch.empty(100)
+        codes = (TYPE_CODES[torch.float32], OPERATION_CODES[ReduceOperation.SUM], 0)
+        addresses = (tensor.data_ptr(), result.data_ptr(), 100)
+        for limit, kind in ((400, _core.ALL_REDUCE_ONE_SHOT), (399, _core.ALL_REDUCE_TWO_SHOT)):
+            if rank == 0:
+                status = end.all_reduce_in_place(tensor, MOST, limit)
+                assert status is not None
+            else:
+                status = end.reduce(kind, *addresses, *codes)
+            assert finish(end, status) == _core.DONE
+        return finish(end, end.barrier())
+
+    assert everybody(regions(2), call) == [_core.DONE] * 2

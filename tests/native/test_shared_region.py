@@ -8,7 +8,8 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -344,7 +345,7 @@ def test_a_rank_that_does_not_come_is_told_and_may_come_later() -> None:
     ends = regions(3)
     assert ends[0].barrier() == _core.PENDING
     assert ends[0].missing() == [1, 2]
-    assert ends[0].barrier() == _core.BUSY
+    assert ends[0].barrier() == _core.NESTED
     assert ends[1].barrier() == _core.PENDING
     assert ends[0].missing() == [2]
     assert ends[2].barrier() == _core.DONE
@@ -411,8 +412,40 @@ def test_a_sleeping_rank_is_woken_by_the_last_to_come() -> None:
     assert used_s < 0.1
 
 
+@pytest.mark.guarantee("D70")
+def test_a_rank_that_comes_wakes_nobody_unless_it_is_the_last() -> None:
+    """No sleeping rank runs while others come one after the other, and all go on when the last one comes."""
+    ends = regions(6)
+    numbers: list[int] = []
+
+    def resume(rank: int) -> int:
+        numbers.append(threading.get_native_id())
+        status = ends[rank].barrier()
+        return status if status != _core.PENDING else ends[rank].resume(int(GIVE_UP_S * 1e9))
+
+    with ThreadPoolExecutor(len(ends)) as pool:
+        waiting: list[Future[int]] = []
+        before: dict[int, int] = {}
+        for rank in range(len(ends) - 1):
+            waiting.append(pool.submit(resume, rank))
+            # The first slice of a call ends after 0.05 s. Then the rank sleeps in the second one.
+            wait_until(lambda: sleeping_in("resume") == len(waiting), "the rank asleep")
+            time.sleep(0.1)
+            assert sleeping_in("resume") == rank + 1
+            assert {number: sleeps_of(number) for number in before} == before
+            before = {number: sleeps_of(number) for number in numbers}
+        assert ends[-1].barrier() == _core.DONE
+        assert [each.result(GIVE_UP_S) for each in waiting] == [_core.DONE] * (len(ends) - 1)
+
+
+def sleeps_of(thread: int) -> int:
+    """Return how often a thread of this process has gone to sleep so far."""
+    status = Path(f"/proc/self/task/{thread}/status").read_text()
+    return int(status.partition("nonvoluntary")[0].partition("voluntary_ctxt_switches:")[2])
+
+
 @pytest.mark.parametrize(
-    ("offset", "value"), [(0, 1), (8, 2), (12, 0), (12, 300), (16, 100), (16, 1 << 40), (24, 1)]
+    ("offset", "value"), [(0, 1), (8, 1), (8, 3), (12, 0), (12, 300), (16, 100), (16, 1 << 40), (24, 1)]
 )
 def test_a_mapping_that_is_no_region_is_refused(offset: int, value: int) -> None:
     """The core compares the identity with the size of the mapping before it touches anything else."""
@@ -434,7 +467,10 @@ def test_a_rank_outside_of_the_region_is_refused() -> None:
 
 
 def test_every_field_stands_where_the_layout_says() -> None:
-    """A post is step, number, code, count, detail and steps. The slots follow the page-aligned header."""
+    """A post is step, number, code, count, detail and steps. The slots follow the page-aligned header.
+
+    A sleeper notes its step, and a rank that leaves changes the gong.
+    """
     memory = mmap.mmap(-1, _core.segment_bytes(2, SLOT))
     _core.lay_out(memory, 2, SLOT, 7)
     ends = [_core.SharedRegion(memory, rank) for rank in range(2)]
@@ -445,6 +481,9 @@ def test_every_field_stands_where_the_layout_says() -> None:
     assert post == (1, 1, 5 | TYPE_CODES[torch.uint8] << 8 | 1 << 24, 8, 0, 1)
     slot = mmap.PAGESIZE + (2 * 1 + 1) * SLOT
     assert memory[slot : slot + 8] == bytes(range(8))
+    assert struct.unpack_from("<4I", memory, LINE) == (0, 0, 0, 1)
+    ends[0].close(True)
+    assert struct.unpack_from("<4I", memory, LINE) == (1, 1, 0, 1)
 
 
 @pytest.mark.parametrize("fails_at", [1, 2])
@@ -467,7 +506,9 @@ def test_a_creation_that_fails_leaves_no_descriptor(fails_at: int) -> None:
 
 
 def test_the_choice_of_the_algorithm_depends_on_size_and_ranks_alone() -> None:
-    """Two ranks always use one shot. More ranks use one shot up to 64 KiB and two shots above."""
+    """Two ranks always use one shot. More ranks use it up to 128 KiB in all, so the limit falls with their number."""
     assert all_reduce_kind(1 << 30, 2) == _core.ALL_REDUCE_ONE_SHOT
-    assert all_reduce_kind(64 << 10, 8) == _core.ALL_REDUCE_ONE_SHOT
-    assert all_reduce_kind((64 << 10) + 1, 3) == _core.ALL_REDUCE_TWO_SHOT
+    for ranks in (3, 4, 8, 16, 32, 128):
+        most = (128 << 10) // ranks
+        assert all_reduce_kind(most, ranks) == _core.ALL_REDUCE_ONE_SHOT
+        assert all_reduce_kind(most + 1, ranks) == _core.ALL_REDUCE_TWO_SHOT

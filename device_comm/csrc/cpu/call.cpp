@@ -68,6 +68,10 @@ uint64_t Call::count_steps() const {
 }
 
 Wait Call::run(uint64_t spin_ns, uint64_t until_ns) {
+    while (!is_posted_ && at_ == 0 && !region_.catch_up()) {
+        const Wait status = region_.wait(spin_ns, until_ns);
+        if (status != Wait::kDone) return status;
+    }
     while (at_ < steps_) {
         post();
         const Wait status = region_.wait(spin_ns, until_ns);
@@ -98,6 +102,7 @@ void Call::post() {
 
 bool Call::is_soon_done() {
     if (steps_ > 1 || plan_.bytes * region_.ranks() > kShortBytes || !plan_.columns.widths.empty()) return false;
+    if (!is_posted_ && !region_.catch_up()) return false;
     post();
     return region_.poll();
 }

@@ -1,6 +1,7 @@
 // The constants of the module: dtypes that have kernels, the statuses of a call and its kinds.
 #include "object.hpp"
 #include "channels.hpp"
+#include "status_board.hpp"
 
 namespace {
 
@@ -34,6 +35,7 @@ bool add_constants(PyObject* self) {
         {"DISAGREE", kDisagree},
         {"CLOSED", kClosed},
         {"BUSY", kBusy},
+        {"NESTED", kNested},
         {"LEFT", kLeft},
         {"ALL_REDUCE_ONE_SHOT", static_cast<long>(Kind::kAllReduceOneShot)},
         {"ALL_REDUCE_TWO_SHOT", static_cast<long>(Kind::kAllReduceTwoShot)},
@@ -43,6 +45,8 @@ bool add_constants(PyObject* self) {
         {"SCATTER", static_cast<long>(Kind::kScatter)},
         {"ALL_TO_ALL", static_cast<long>(Kind::kAllToAll)},
         {"REDUCE", static_cast<long>(Kind::kReduce)},
+        {"REASON_BYTES", static_cast<long>(region::kReasonBytes)},
+        {"BOARD_RECORD_BYTES", static_cast<long>(status::kRecordBytes)},
         {"CHANNEL_NONE", channels::kNone},
         {"CHANNEL_MAKING", channels::kMaking},
         {"CHANNEL_READY", channels::kReady},

@@ -113,12 +113,16 @@ long start(Object* object, Plan&& plan, uint64_t code) {
         return -1;
     }
     object->number += 1;
+    object->owner = PyThread_get_thread_ident();
+    object->refused_nested = false;
     return advance(object, object->region->has_core_each() ? kLongSpinNs : kSpinNs, kFirstSliceNs);
 }
 
-long refusal(const Object* object) {
+long refusal(Object* object) {
     if (object->is_closed || object->born != forks) return kClosed;
-    return object->is_busy || object->call != nullptr ? kBusy : kDone;
+    if (!object->is_busy && object->call == nullptr) return kDone;
+    object->refused_nested = object->owner == PyThread_get_thread_ident();
+    return object->refused_nested ? kNested : kBusy;
 }
 
 bool read_unsigned(PyObject* const* args, Py_ssize_t count, uint64_t* values) {
@@ -272,6 +276,33 @@ PyObject* region_resume(PyObject* self, PyObject* slice) {
     return answer(advance(object, 0, slice_ns));
 }
 
+// refuse(reason): this rank refuses its next call, which takes a number all the same. Does nothing during a call.
+PyObject* region_refuse(PyObject* self, PyObject* reason) {
+    Object* object = object_of(self);
+    char* text = nullptr;
+    Py_ssize_t bytes = 0;
+    if (PyBytes_AsStringAndSize(reason, &text, &bytes) < 0) return nullptr;
+    if (object->is_closed || object->born != forks || object->is_busy || object->call != nullptr) Py_RETURN_NONE;
+    try {
+        object->region->refuse(object->number + 1, std::string(text, static_cast<size_t>(bytes)));
+    } catch (const std::bad_alloc&) {
+        return PyErr_NoMemory();
+    }
+    object->number += 1;
+    Py_RETURN_NONE;
+}
+
+// unfinished() -> whether this thread has begun a call that neither ended nor is being continued. If an exception leaves the
+// caller then, nobody will continue it. The exception of a call that was refused because it is inside of another one does not
+// count, once: the outer call may go on.
+PyObject* region_unfinished(PyObject* self, PyObject*) {
+    Object* object = object_of(self);
+    const bool is_nested = object->refused_nested;
+    object->refused_nested = false;
+    const bool is_open = object->call != nullptr && !object->is_busy && !object->is_closed;
+    return PyBool_FromLong(is_open && !is_nested && object->owner == PyThread_get_thread_ident());
+}
+
 PyObject* region_number(PyObject* self, void*) { return PyLong_FromUnsignedLongLong(object_of(self)->number); }
 
 // lay_out(mapping, ranks, slot_bytes, generation)
@@ -307,8 +338,10 @@ PyMethodDef methods[] = {
     METHOD("all_reduce", all_reduce, METH_FASTCALL), METHOD("all_reduce_in_place", all_reduce_in_place, METH_FASTCALL),
     METHOD("reduce", region_reduce, METH_FASTCALL),   METHOD("barrier", region_barrier, METH_NOARGS),
     METHOD("broadcast", region_broadcast, METH_FASTCALL), METHOD("move", region_move, METH_FASTCALL),
-    METHOD("resume", region_resume, METH_O),
+    METHOD("resume", region_resume, METH_O),   METHOD("unfinished", region_unfinished, METH_NOARGS),
+    METHOD("refuse", region_refuse, METH_O),   METHOD("reasons", reasons, METH_NOARGS),
     METHOD("missing", missing, METH_NOARGS),   METHOD("views", views, METH_NOARGS),
+    METHOD("last_calls", last_calls, METH_NOARGS),
     METHOD("widths", widths, METH_NOARGS),     METHOD("close", region_close, METH_O),
     {nullptr, nullptr, 0, nullptr},
 };
@@ -345,7 +378,7 @@ PyMODINIT_FUNC PyInit__core() {
     if (self == nullptr) return nullptr;
     PyObject* type = PyType_FromSpec(&region::spec);
     if (type == nullptr || PyModule_AddObjectRef(self, "SharedRegion", type) < 0 || constants_add(self) < 0 || channels_add(self) < 0 ||
-        tensors_add(self) < 0 || pthread_atfork(nullptr, nullptr, region::count_fork) != 0) {
+        board_add(self) < 0 || tensors_add(self) < 0 || pthread_atfork(nullptr, nullptr, region::count_fork) != 0) {
         Py_XDECREF(type);
         Py_DECREF(self);
         return nullptr;

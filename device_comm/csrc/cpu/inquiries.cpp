@@ -48,6 +48,23 @@ PyObject* missing(PyObject* self, PyObject*) {
     });
 }
 
+// reasons() -> for each rank why it refused its current call, or b""
+PyObject* reasons(PyObject* self, PyObject*) {
+    return list_of(self, [](SharedRegion& shared, uint32_t r) {
+        const std::string reason = shared.reason(r);
+        return PyBytes_FromStringAndSize(reason.data(), static_cast<Py_ssize_t>(reason.size()));
+    });
+}
+
+// last_calls() -> for each rank (number, kind) of the last call in which it has posted a step, or None
+PyObject* last_calls(PyObject* self, PyObject*) {
+    return list_of(self, [](SharedRegion& shared, uint32_t r) {
+        const View* view = shared.last_view(r);
+        if (view == nullptr) return Py_NewRef(Py_None);
+        return Py_BuildValue("(KI)", static_cast<unsigned long long>(view->number), static_cast<unsigned>(view->code & 0xFF));
+    });
+}
+
 // views() -> for each rank (number, code, count, detail) of its current call
 PyObject* views(PyObject* self, PyObject*) {
     return list_of(self, [](SharedRegion& shared, uint32_t r) {

@@ -8,9 +8,10 @@
 #include "call.hpp"
 
 // The status of a call; equal to the constants of the module.
-enum Status : long { kDone = 0, kPending = 1, kDisagree = 2, kClosed = 3, kBusy = 4, kLeft = 5 };
+enum Status : long { kDone = 0, kPending = 1, kDisagree = 2, kClosed = 3, kBusy = 4, kLeft = 5, kNested = 6 };
 
 // Each adds a part of the module; returns -1 with an exception set on failure.
+int board_add(PyObject* module);
 int channels_add(PyObject* module);
 int constants_add(PyObject* module);
 int tensors_add(PyObject* module);
@@ -27,6 +28,8 @@ struct Object {
     SharedRegion* region;
     Call* call;  // in progress, or nullptr
     bool is_busy;  // a thread is inside the call
+    bool refused_nested;  // the last refusal was for a call inside of `call`, on the same thread
+    unsigned long owner;  // the thread that began `call`
     bool is_closed;
     uint64_t number;  // calls begun so far
 };
@@ -42,7 +45,7 @@ inline uint64_t code_of(Kind kind, uint64_t type, uint64_t op, uint64_t root) {
 long start(Object* object, Plan&& plan, uint64_t code);
 
 // Returns kDone if a new call may begin, otherwise the status to return.
-long refusal(const Object* object);
+long refusal(Object* object);
 
 // Sets the kernel of a plan; returns false with an exception set if there is none.
 bool find_kernel(uint64_t type, uint64_t op, bool streaming, Plan* plan);
@@ -57,6 +60,8 @@ bool expect(const char* name, Py_ssize_t got, Py_ssize_t wanted);
 PyObject* all_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count);
 PyObject* all_reduce_in_place(PyObject* self, PyObject* const* args, Py_ssize_t count);
 PyObject* missing(PyObject* self, PyObject*);
+PyObject* last_calls(PyObject* self, PyObject*);
+PyObject* reasons(PyObject* self, PyObject*);
 PyObject* views(PyObject* self, PyObject*);
 PyObject* widths(PyObject* self, PyObject*);
 

@@ -39,8 +39,14 @@ PyMethodDef functions[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-// Fills a plan for the sum of `tensor` and returns its DLPack capsule; null if it is not ordinary or longer than `most`.
-Ref read(PyObject* tensor, size_t most, Plan* plan, uint64_t* type) {
+// Up to how many bytes a tensor is summed here, and up to how many of them in one shot; the same on all ranks.
+struct Limits {
+    uint64_t most;
+    uint64_t one_shot;
+};
+
+// Fills a plan for the sum of `tensor` and returns its DLPack capsule; null if it is not ordinary or too long.
+Ref read(PyObject* tensor, const Limits& limits, Plan* plan, uint64_t* type) {
     if (!torch.is_tensor(tensor)) return Ref(nullptr);
     Ref dtype(torch.dtype(tensor));
     size_t at = 0;
@@ -50,13 +56,13 @@ Ref read(PyObject* tensor, size_t most, Plan* plan, uint64_t* type) {
     const dlpack::Managed* managed = capsule ? dlpack::managed_of(capsule.get()) : nullptr;
     if (managed == nullptr || !dlpack::is_dense_on_host(managed->tensor)) return Ref(nullptr);
     *type = dtypes[at].type;
-    plan->kind = Kind::kAllReduceOneShot;
     plan->view.count = dlpack::elements_of(managed->tensor);
     plan->in = static_cast<const unsigned char*>(managed->tensor.data) + managed->tensor.byte_offset;
     if (!find_kernel(*type, 0, false, plan)) return Ref(nullptr);
     plan->bytes = plan->view.count * plan->element;
+    plan->kind = plan->bytes <= limits.one_shot ? Kind::kAllReduceOneShot : Kind::kAllReduceTwoShot;
     const bool has_memory = managed->tensor.data != nullptr || plan->bytes == 0;  // false: its storage was freed
-    return Ref(plan->bytes <= most && has_memory ? capsule.release() : nullptr);
+    return Ref(plan->bytes <= limits.most && has_memory ? capsule.release() : nullptr);
 }
 
 // Returns a new tensor with the shape and dtype of the capsule's tensor; `*data` is the address of its `bytes`.
@@ -73,8 +79,9 @@ PyObject* made_alike(PyObject* capsule, size_t bytes, unsigned char** data) {
 // Begins the sum unless a call is in progress by now: reading or creating a tensor may run the application's code, such as
 // a finalizer, which may have begun one. Returns as `start`.
 long begin(Object* object, Plan&& plan, uint64_t type) {
-    const long status = refusal(object);
-    return status != kDone ? status : start(object, std::move(plan), code_of(Kind::kAllReduceOneShot, type, 0, 0));
+    if (const long status = refusal(object); status != kDone) return status;
+    const uint64_t code = code_of(plan.kind, type, 0, 0);
+    return start(object, std::move(plan), code);
 }
 
 // The result of both methods if the tensor is not ordinary: None, or nullptr with an exception set.
@@ -82,12 +89,13 @@ PyObject* left_to_python() { return PyErr_Occurred() ? nullptr : Py_NewRef(Py_No
 
 }  // namespace
 
-// all_reduce(tensor, most_bytes) -> the sum; (result, status) if it is not complete; None if not ordinary and not begun
+// all_reduce(tensor, most_bytes, one_shot_bytes) -> the sum; (result, status) if it is not complete; None if not ordinary and
+// not begun
 PyObject* all_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-    uint64_t most = 0, type = 0;
-    if (!expect("all_reduce", count, 2) || !read_unsigned(args + 1, 1, &most)) return nullptr;
+    uint64_t limits[2], type = 0;
+    if (!expect("all_reduce", count, 3) || !read_unsigned(args + 1, 2, limits)) return nullptr;
     Plan plan;
-    Ref capsule = read(args[0], most, &plan, &type);
+    Ref capsule = read(args[0], {limits[0], limits[1]}, &plan, &type);
     if (!capsule) return left_to_python();
     Ref result(made_alike(capsule.get(), plan.bytes, &plan.out));
     if (!result) return nullptr;
@@ -96,12 +104,12 @@ PyObject* all_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     return status == kDone ? result.release() : Py_BuildValue("(Nl)", result.release(), status);
 }
 
-// all_reduce_in_place(tensor, most_bytes) -> status, or None if the tensor is not ordinary and no call was begun
+// all_reduce_in_place(tensor, most_bytes, one_shot_bytes) -> status, or None if the tensor is not ordinary and no call was begun
 PyObject* all_reduce_in_place(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-    uint64_t most = 0, type = 0;
-    if (!expect("all_reduce_in_place", count, 2) || !read_unsigned(args + 1, 1, &most)) return nullptr;
+    uint64_t limits[2], type = 0;
+    if (!expect("all_reduce_in_place", count, 3) || !read_unsigned(args + 1, 2, limits)) return nullptr;
     Plan plan;
-    Ref capsule = read(args[0], most, &plan, &type);
+    Ref capsule = read(args[0], {limits[0], limits[1]}, &plan, &type);
     if (!capsule) return left_to_python();
     plan.out = const_cast<unsigned char*>(plan.in);
     const long status = begin(object_of(self), std::move(plan), type);

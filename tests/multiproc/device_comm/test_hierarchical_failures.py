@@ -262,11 +262,11 @@ def test_hosts_that_disagree_break_the_group(ranks4: RankPool, name: str) -> Non
 def without_memory(rank: int, world_size: int, directory: Path, poor: int) -> str:
     create = Segment.create
 
-    def refuse(nbytes: int, later_bytes: int = 0) -> Segment:
+    def refuse(*_sizes: object) -> Segment:
         raise CapabilityError("no memory here", requirement="shared memory")
 
     if rank == poor:
-        Segment.create = refuse  # type: ignore[method-assign]
+        Segment.create = refuse  # type: ignore[method-assign, assignment]
     try:
         with pytest.raises(CapabilityError) as caught, world(rank, world_size, directory):
             pass

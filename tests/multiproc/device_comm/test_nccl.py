@@ -300,7 +300,7 @@ def late_rank(rank: int, world_size: int, directory: Path, stub: str) -> dict[st
                 meet(rank, range(world_size), directory, "told")
             return everyone
 
-        context = context_of(group, timeout_s=0.5, exchange=exchange)
+        context = context_of(group, timeout_s=2.0, exchange=exchange)
         it = NcclCommunicator(context, library=NcclLibrary(stub), streams=HostStreams())
         found = outcome_of(it.connect)
         if rank == 1:

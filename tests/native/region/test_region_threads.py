@@ -21,8 +21,8 @@ CHANNELS = Path(__file__).with_name("channel_threads.cpp")
 WEAKENED_REGION = {
     "slot->ranks (release)": r"(own\.step\.store\(step_, std::memory_order_)release",
     "slot->ranks (acquire)": r"(\.step\.load\(std::memory_order_)acquire",
-    "leave->ranks (release)": r"(bell\.closed\.store\(1, std::memory_order_)release",
-    "leave->ranks (acquire)": r"(bell\.closed\.load\(std::memory_order_)acquire",
+    "leave->ranks (release)": r"(exit\.closed\.store\(1, std::memory_order_)release",
+    "leave->ranks (acquire)": r"(exit\.closed\.load\(std::memory_order_)acquire",
 }
 # The same for channels.hpp. A claim that makes the channel also acquires what an earlier maker, which failed, wrote.
 # That acquire cannot be weakened alone: g++ refuses an exchange whose success orders less than its failure.

@@ -183,10 +183,19 @@ def test_point_to_point_calls_are_not_announced(group: Group) -> None:
     assert group.status_store.own == []
 
 
-def test_a_call_that_finishes_within_the_grace_is_no_failure(group: Group) -> None:
-    """A call that finishes after the deadline but within the grace period succeeds."""
-    group.health.wait(OPERATION, FakeWork(0.1), 0.06)
+def test_a_call_that_finishes_in_the_last_part_of_its_deadline_is_no_failure(group: Group) -> None:
+    """A call that finishes while it asks the status store succeeds; it has reported where it waits."""
+    group.health.wait(OPERATION, FakeWork(0.2), 0.28)
     assert not group.health.is_broken
+    assert group.status_store.own[-1] == Arrival("barrier", 3)
+
+
+@pytest.mark.parametrize("pending", [None, [6]])
+def test_asking_the_status_store_is_part_of_the_deadline(group: Group, pending: list[int] | None) -> None:
+    """A time-out comes at the deadline, whoever knows the missing ranks."""
+    start = time.monotonic()
+    assert isinstance(group.fails(FakeWork(pending=pending), 0.3), CommTimeoutError)
+    assert 0.3 <= time.monotonic() - start < 0.5
 
 
 def test_numbers_count_the_collectives_of_each_plane(group: Group) -> None:
@@ -289,7 +298,7 @@ def test_a_dead_rank_ends_every_wait(group: Group, operation: Operation) -> None
     ("failure_record", "kind", "text"),
     [
         (judged("timeout", (6,), "6 (pid 1006, alive)"), CommTimeoutError, "no answer from rank 6"),
-        (judged("timeout", (4,), "4 (pid 1004)"), CommTimeoutError, "this rank came after"),
+        (judged("timeout", (4,), "4 (pid 1004)"), CommTimeoutError, "before this rank came"),
         (judged("lost", (6,), "6 (pid 1006, dead)"), PeerLostError, "lost rank 6"),
         (judged("left", (6,), "6"), PeerLostError, "destroyed by rank 6"),
         (judged("interrupted", (9,), "9 (KeyboardInterrupt)"), PeerLostError, "interrupted: rank 9"),

@@ -1,0 +1,174 @@
+"""Signal handlers that raise while messages of a channel are received, and that receive or send themselves."""
+
+import mmap
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NoReturn
+
+import pytest
+
+from device_comm.cpu.channel_ends import ChannelReceiver, ChannelSender, Writing
+from shm_broadcast import _core as rings
+from shm_broadcast import codec
+from shm_broadcast.errors import UsageError
+from shm_broadcast.layout import segment_bytes
+from tests.queues import background
+from tests.unit.shm_broadcast.test_signal_handlers import AlarmError, Numbered, alarms
+
+TAGS = (1, 2)
+
+
+class Crossing:
+    """Stands for the channels of a rank, of which there is one."""
+
+    is_closed = False
+
+    def drain(self, _busy: ChannelReceiver | None) -> bool:
+        """Take in nothing."""
+        return False
+
+    def fail_corrupt(self, _peer: int, error: Exception) -> NoReturn:
+        """Fail the test."""
+        raise AssertionError from error
+
+
+def channel() -> tuple[ChannelSender, ChannelReceiver]:
+    """Return both ends of a channel."""
+    memory = mmap.mmap(-1, segment_bytes(1 << 18, 1))
+    rings.ring_format(memory, 1, 1)
+    crossing = Crossing()
+    receiver = ChannelReceiver(crossing, memory, 0)
+    return ChannelSender(crossing, memory, 1), receiver
+
+
+def send(sender: ChannelSender, obj: Any, tag: int) -> None:
+    """Send an object, waiting for room."""
+    message = sender.send_now(obj, tag)
+    if message is not None:
+        sending, _ = sender.enqueue(message, tag)
+        writing = Writing(sender.crossing, [sending])
+        while not writing.poll(0.1):
+            pass
+
+
+def receive(receiver: ChannelReceiver, tag: int, seen: list[int]) -> None:
+    """Receive as `Channels.recv` does, of whose steps each can be interrupted."""
+    value = receiver.receive_now(tag)
+    if value is rings.NOTHING:
+        receiving = receiver.expect(tag, None)
+        try:
+            while not receiving.poll(0.1):
+                pass
+        except BaseException:
+            receiver.abandon(receiving)
+            raise
+        value = receiving.value
+    seen.append(value[0].number)
+
+
+def receive_any(receiver: ChannelReceiver, tag: int, seen: list[int]) -> None:
+    """Receive what any rank sent, which is one rank here."""
+    taken = receiver.take_arrived(tag)
+    if taken:
+        seen.append(taken[0][0].number)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> None:
+    codec.register_type(
+        Numbered, encode=lambda each: {"number": each.number}, decode=lambda data: Numbered(data["number"])
+    )
+
+
+@pytest.mark.guarantee("R14")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("get", [receive, receive_any])
+@pytest.mark.parametrize(("nbytes", "count"), [(10, 10_000), (300_000, 300)])
+def test_no_alarm_loses_or_repeats_a_message_of_a_channel(
+    get: Callable[[ChannelReceiver, int, list[int]], None], nbytes: int, count: int
+) -> None:
+    """Messages of two tags, sent in turn and received in blocks of one tag, come once each and in order."""
+    sender, receiver = channel()
+    seen: dict[int, list[int]] = {tag: [] for tag in TAGS}
+
+    def send_all() -> None:
+        for number in range(count):
+            for tag in TAGS:
+                send(sender, [Numbered(number), bytes(nbytes)], tag)
+
+    with background(send_all), alarms(0.0002) as handler:
+        while any(len(numbers) < count for numbers in seen.values()):
+            try:
+                handler.is_armed = True
+                for tag in (*TAGS, *reversed(TAGS)):
+                    until = min(len(seen[tag]) + 7, count)
+                    while len(seen[tag]) < until:
+                        get(receiver, tag, seen[tag])
+                handler.is_armed = False
+            except AlarmError:
+                pass
+        raised = handler.count
+    assert all(numbers == list(range(count)) for numbers in seen.values())
+    assert raised > 5
+
+
+@pytest.mark.guarantee("R15")
+def test_a_handler_that_receives_inside_of_a_wait_for_the_same_rank_is_refused() -> None:
+    """It gets an error at once, where it would wait for ever, and the interrupted wait goes on."""
+    sender, receiver = channel()
+    errors: list[str] = []
+
+    def handler(_number: int, _frame: FrameType | None) -> None:
+        try:
+            receive(receiver, 2, [])
+        except UsageError as error:
+            errors.append(str(error))
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    timer = threading.Timer(0.4, lambda: send(sender, [Numbered(3)], 1))
+    timer.start()
+    seen: list[int] = []
+    try:
+        receive(receiver, 1, seen)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        timer.join()
+    assert seen == [3]
+    assert len(errors) == 1
+    assert "inside of a call on the channel with rank 0 already" in errors[0]
+
+
+@pytest.mark.guarantee("R15")
+def test_a_handler_that_sends_inside_of_a_long_message_to_the_same_rank_is_refused() -> None:
+    """Its message does not get between the parts of the other one."""
+    sender, receiver = channel()
+    errors: list[str] = []
+
+    def handler(_number: int, _frame: FrameType | None) -> None:
+        try:
+            send(sender, [Numbered(4)], 1)
+        except UsageError as error:
+            errors.append(str(error))
+
+    seen: list[int] = []
+    begin = threading.Event()
+
+    def receive_later() -> None:
+        assert begin.wait(20.0)
+        receive(receiver, 1, seen)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    with background(receive_later):
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        timer = threading.Timer(0.4, begin.set)
+        timer.start()
+        try:
+            send(sender, [Numbered(5), bytes(1 << 20)], 1)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+            timer.join()
+    assert seen == [5]
+    assert len(errors) == 1

@@ -1,7 +1,7 @@
 """The gate that every operation of a group passes: order, health, deadline, refusal and asynchronous hand-over.
 
 `Calls.run` makes a call that is one function; `Calls.call` guards a block that does more. Both admit the call with
-`Calls.enter` and report a refusal with `Calls.refuse`; the hottest methods call these two themselves. A counter or a
+`Calls.enter` and report an exception with `Calls.unwind`; the hottest methods call these two themselves. A counter or a
 record of every operation belongs there. Only an object that `broadcast_object` sends through the group's queue passes
 beside the gate; the queue's endpoint counts it.
 """
@@ -26,6 +26,9 @@ from shm_broadcast.timeouts import AnyTimeout, seconds
 logger: logging.Logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+# The plane whose collectives a call is one of.
+Plane = Literal["host", "device"]
 
 
 class Blocking(TypedDict, total=False):
@@ -76,10 +79,30 @@ class Calls:
             self._line.settle(name)
         self._health.check_usable(name)
 
-    def refuse(self, name: str, error: UsageError) -> None:
-        """Log that this rank refused a call: nothing was sent, and the group stays usable."""
-        if not isinstance(error, ClosedError):
-            logger.debug("%s: refused: %s", self._health.where(name), error)
+    def unwind(self, name: str, error: BaseException, plane: Plane | None = None) -> None:
+        """Note that `error` ends the call `name`; break the group if the call was left halfway.
+
+        The arguments are those of `refuse`.
+        """
+        self._health.unwind(name, error)
+        if isinstance(error, UsageError):
+            self.refuse(name, error, plane)
+
+    def refuse(self, name: str, error: UsageError, plane: Plane | None = None) -> None:
+        """Log that this rank refused a call: nothing was sent, and the group stays usable.
+
+        Args:
+            name: The name of the call.
+            error: The refusal. It counts once, also if it passes the gates of several calls.
+            plane: The plane of a collective. The refused call takes its number, and the other ranks' call raises.
+        """
+        if isinstance(error, ClosedError) or error.is_told:
+            return
+        logger.debug("%s: refused: %s", self._health.where(name), error)
+        if plane is not None:
+            error.is_told = True
+            # The refused call has its place behind the calls that are open.
+            self._line.follow(name, partial(self._health.refuse, plane, f"{name}: {error}"))
 
     @overload
     def run(
@@ -122,37 +145,45 @@ class Calls:
         self.enter(name)
         if torch.is_grad_enabled():
             self.refuse_lost_gradient(name, args)
-        return self._make(name, target, args, timeout_s)
+        return self._make(name, target, args, timeout_s, "host" if on_host else "device")
 
     def refuse_lost_gradient(self, name: str, arguments: Sequence[object]) -> None:
         """Refuse a call that would lose the gradient of one of its arguments; see `gradients`."""
         try:
             gradients.refuse_lost_gradient(name, arguments, len(self._health.ranks))
         except UsageError as error:
-            self.refuse(name, error)
+            self.refuse(name, error, "device")
             raise
 
-    def call(self, name: str, timeout_s: AnyTimeout = None, *, in_line: bool = True) -> _Call:
+    def call(
+        self, name: str, timeout_s: AnyTimeout = None, *, in_line: bool = True, plane: Plane | None = None
+    ) -> _Call:
         """Return the guard of a block that makes the call `name`; entering it admits the call.
 
         Args:
             name: The name of the call, for errors.
             timeout_s: The caller's deadline; the guard checks it, and entering returns it in seconds.
             in_line: Whether the call waits for open asynchronous calls; see the class.
+            plane: The plane of a collective; see `refuse`.
         """
-        return _Call(self, name, timeout_s, in_line)
+        return _Call(self, name, timeout_s, in_line, plane)
 
     def close(self, timeout_s: float) -> None:
         """End the group's thread within about `timeout_s` seconds; open calls end with `ClosedError`. Idempotent."""
         self._line.close(timeout_s)
 
     def _make(
-        self, name: str, target: Callable[..., Result], args: tuple[Any, ...], timeout_s: AnyTimeout
+        self,
+        name: str,
+        target: Callable[..., Result],
+        args: tuple[Any, ...],
+        timeout_s: AnyTimeout,
+        plane: Plane,
     ) -> Result:
         try:
             return target(*args, timeout_s=None if timeout_s is None else seconds(timeout_s))
-        except UsageError as error:
-            self.refuse(name, error)
+        except BaseException as error:
+            self.unwind(name, error, plane)
             raise
 
     def _hand_over(
@@ -164,11 +195,12 @@ class Calls:
         on_host: bool,
     ) -> CallHandle[Result]:
         """Put a call into the line. Wrong tensors and deadlines are refused here; the handle raises other errors."""
-        with self.call(name, timeout_s, in_line=False):
+        plane: Plane = "host" if on_host else "device"
+        with self.call(name, timeout_s, in_line=False, plane=plane):
             for tensor in args[0] if args and isinstance(args[0], Sequence) else args[:1]:
                 checks.check_tensor(tensor, self._device, name)
             gradients.refuse_lost_gradient(name, args, len(self._health.ranks))
-        make = partial(self._make, name, target, args, timeout_s)
+        make = partial(self._make, name, target, args, timeout_s, plane)
         # On an accelerator the call only queues work on this thread's current stream, so it does not block.
         return self._line.submit(name, make, at_once=not on_host and self._device.type != "cpu")
 
@@ -176,10 +208,13 @@ class Calls:
 class _Call:
     """The guard of one call, from its admission to its end."""
 
-    __slots__ = ("_calls", "_in_line", "_name", "_timeout_s")
+    __slots__ = ("_calls", "_in_line", "_name", "_plane", "_timeout_s")
 
-    def __init__(self, calls: Calls, name: str, timeout_s: AnyTimeout, in_line: bool) -> None:
+    def __init__(
+        self, calls: Calls, name: str, timeout_s: AnyTimeout, in_line: bool, plane: Plane | None
+    ) -> None:
         self._calls = calls
+        self._plane: Plane | None = plane
         self._name = name
         self._timeout_s = timeout_s
         self._in_line = in_line
@@ -191,11 +226,11 @@ class _Call:
         try:
             return seconds(self._timeout_s)
         except UsageError as error:
-            self._calls.refuse(self._name, error)
+            self._calls.refuse(self._name, error, self._plane)
             raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if isinstance(error, UsageError):
-            self._calls.refuse(self._name, error)
+        if error is not None:
+            self._calls.unwind(self._name, error, self._plane)

@@ -30,6 +30,7 @@ from coordinator.collectives.scalar_collectives import ScalarCollectives
 from coordinator.graph_capture import GraphCaptureContext, capture_on
 from coordinator.host.open_sends import OpenSends
 from coordinator.host.shared import SharedHostPlane
+from coordinator.queues.broadcast_order import BroadcastOrder
 from coordinator.queues.broadcaster import Broadcaster
 from coordinator.queues.ends import Queues, Reader, Writer
 from coordinator.queues.external_writer import ExternalWriter
@@ -245,6 +246,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         self.creation: CreationReport = parts.report
         self._parts = parts
         self._host = parts.host
+        self._order = BroadcastOrder(parts.health)
         self._health = parts.health
         self._cpu_group = parts.process_groups.host
         self._device_group = parts.process_groups.device
@@ -562,11 +564,13 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             return
         group_registry.forget(self)
         deadline = time.monotonic() + self.settings.destroy_timeout_s
-        # A call that waits notices within 0.1 s that the group is closed; `_parts.destroy` wakes those that do not.
-        self._calls.close(CALLS_END_S)
-        self._queues.close(self.settings.destroy_timeout_s / 2)
-        left_s = max(deadline - time.monotonic(), self.settings.destroy_timeout_s / 2)
-        self._parts.destroy(left_s, self._open_sends)
+        try:
+            # A call that waits notices within 0.1 s that the group is closed; `_parts.destroy` wakes those that do not.
+            self._calls.close(CALLS_END_S)
+            self._queues.close(self.settings.destroy_timeout_s / 2)
+        finally:  # Ctrl-C ends the waits, and a second call does nothing
+            left_s = max(deadline - time.monotonic(), self.settings.destroy_timeout_s / 2)
+            self._parts.destroy(left_s, self._open_sends)
         self._open_sends.clear()
         self._calls.close(self.settings.destroy_timeout_s / 2)
         self._process_group = None

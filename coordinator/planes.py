@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Final, NoReturn
 
 import torch
@@ -11,9 +12,11 @@ import torch.distributed as dist
 from coordinator.calls import Calls
 from coordinator.host.open_sends import OpenSends
 from coordinator.host.plane import HostPlane
+from coordinator.queues.broadcast_order import BroadcastOrder, refusal_of
 from coordinator.queues.broadcaster import Broadcaster
 from device_comm.base import DeviceCommunicator
 from device_comm.health import GroupHealth
+from shm_broadcast import codec
 from shm_broadcast.errors import CommError, UsageError
 
 # No caller can pass this as a rank.
@@ -50,6 +53,8 @@ class GroupPlanes:
     # The broadcaster's writer, for `broadcast_object`: the rank whose objects go through the queue.
     _queue_source: object = _NO_RANK
     _exchange: Callable[[Any], Any]
+    _queue_end: Any  # the native endpoint of the queue
+    _order: BroadcastOrder
     _health: GroupHealth
     _calls: Calls
     _open_sends: OpenSends
@@ -61,15 +66,21 @@ class GroupPlanes:
         self._broadcaster = broadcaster
         if broadcaster is None:
             self._queue_source = _NO_RANK
+            self._order.adopt(None, is_writer=False)
         else:
-            self._exchange, self._queue_source = broadcaster.exchange, broadcaster.writer
+            self._exchange, self._queue_end = broadcaster.exchange, broadcaster.endpoint
+            self._queue_source = broadcaster.writer
+            end = broadcaster.endpoint if broadcaster.is_local else None
+            self._order.adopt(end, is_writer=broadcaster.writer == self.rank_in_group)
 
-    def _blame_queue(self, error: CommError) -> NoReturn:
-        """Raise the group's error for an error of its queue."""
+    def _blame_queue(self, error: CommError, obj: object) -> NoReturn:
+        """Raise the group's error for an error of its queue in the broadcast of `obj`."""
         self._health.check_owner("broadcast_object")
+        broadcaster = self._broadcaster
         if isinstance(error, UsageError):
             self._calls.refuse("broadcast_object", error)
-        broadcaster = self._broadcaster
+            if broadcaster is not None and refusal_of(obj) is not None:
+                self._order.refuse(f"broadcast_object: {error}", broadcaster.timeout_s)
         if broadcaster is None:
             # Another thread destroyed the group during the call.
             self._health.check_usable("broadcast_object")
@@ -78,13 +89,39 @@ class GroupPlanes:
 
     def _broadcast(self, obj: Any, src: int, timeout_s: float | None, type_: Any) -> Any:
         """Return rank `src`'s object, through the queue if `src` is its writer, else over the host plane."""
-        broadcaster = self._broadcaster
+        broadcaster, order, host = self._broadcaster, self._order, self._host
+        order.begin()
         if broadcaster is None or broadcaster.writer != src:
-            return self._host.broadcast_object(obj, src, timeout_s, type_)
+            if self.rank_in_group == src:
+                order.send(obj, lambda message: host.broadcast_object(message, src, timeout_s))
+                return obj
+            value = order.receive(src, lambda: host.broadcast_object(None, src, timeout_s))
+            return value if type_ is None else codec.convert(value, type_)
         if self.rank_in_group != src:
-            return broadcaster.receive(timeout_s, type_)
-        broadcaster.send(obj, timeout_s)
+            return broadcaster.receive(timeout_s, type_, order)
+        try:
+            broadcaster.send(obj, timeout_s)
+        except UsageError as error:
+            if refusal_of(obj) is not None:
+                order.refuse(f"broadcast_object: {error}", broadcaster.timeout_s)
+            raise
         return obj
+
+    def _broadcasting(self, name: str, src: int) -> AbstractContextManager[None]:
+        """Guard the object broadcast `name` from rank `src`: if this rank refuses it, the others learn why."""
+
+        def tell(error: UsageError) -> None:
+            broadcaster, reason = self._broadcaster, f"{name}: {error}"
+            if src != self.rank_in_group or isinstance(src, bool):
+                self._order.skip()
+            elif broadcaster is None or broadcaster.writer != src:
+                self._order.send_refusal(
+                    reason, lambda message: self._host.broadcast_object(message, src, None)
+                )
+            else:
+                self._order.refuse(reason, broadcaster.timeout_s)
+
+        return self._order.refusals(tell)
 
     def _check_own_group(self, group: object, own: tuple[object, ...], name: str) -> None:
         """Raise unless `group` is None, this group or one of its `own` process groups; it is not ignored."""

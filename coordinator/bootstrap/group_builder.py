@@ -17,7 +17,7 @@ from coordinator.bootstrap.agreement import View
 from coordinator.bootstrap.blocking_calls import connect_watched
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan, GroupProcessGroups
 from coordinator.bootstrap.membership import listening_address
-from coordinator.bootstrap.status_store import WorldStatusStore
+from coordinator.bootstrap.status_store import GroupStatusStore, WorldStatusStore
 from coordinator.bootstrap.timings import CreationReport
 from coordinator.bootstrap.world import World
 from coordinator.host.gloo import GlooHostPlane
@@ -88,7 +88,7 @@ class GroupBuilder:
         self._host_ids = {member: view.host_id for member, view in self.members.items()}
         self._watch = PeerWatch(this_process(), peers)
         scoped = dist.PrefixStore(f"status_store/{ranks[0]}", self.store)
-        self._status_store = WorldStatusStore(scoped, rank, ranks)
+        self._status_store = GroupStatusStore(WorldStatusStore(scoped, rank, ranks))
         self.health = GroupHealth(name, rank, ranks, self._watch, self._status_store)
 
     def share(self, number: int) -> None:
@@ -105,6 +105,7 @@ class GroupBuilder:
                 self._raise_if_published(error)
                 raise
             self._made.callback(self._shared.close)
+            self._status_store.attach(self._shared.board)
 
     def confirm(self) -> None:
         """Return when all ranks have mapped what they share. Collective.
@@ -131,7 +132,11 @@ class GroupBuilder:
     def connect(
         self, use_device_communicator: bool, agreement_s: float, together: tuple[str, ...]
     ) -> GroupParts:
-        """Build the planes. Collective."""
+        """Build the planes, once all ranks have mapped what they share. Collective."""
+        self._status_store.settle()
+        if self._shared is not None:
+            with self.plan.clock.phase("shared_memory"):
+                self._shared.populate()
         self._process_groups = GroupProcessGroups(
             self.plan.name,
             self.plan.membership.ranks,

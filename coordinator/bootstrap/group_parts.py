@@ -180,18 +180,20 @@ class GroupParts:
     def destroy(self, timeout_s: float, open_sends: OpenSends) -> None:
         """Release everything within about `timeout_s` seconds, half of which `open_sends` may take to complete."""
         deadline = time.monotonic() + timeout_s
-        if not self.health.is_broken:
-            open_sends.flush(timeout_s / 2)
-            self.host.flush(max(deadline - timeout_s / 2 - time.monotonic(), 0.0))
-        self.health.say_goodbye()
-        # Not left to the garbage collector: a remaining reference would keep the other ranks waiting.
-        self.health.abort()
-        self.communicator.destroy()
-        self.host.close(max(deadline - time.monotonic(), 0.5))
-        self.health.release()
-        self.process_groups.destroy()
-        while self.after:
-            self.after.pop(0)()
+        try:
+            if not self.health.is_broken:
+                open_sends.flush(timeout_s / 2)
+                self.host.flush(max(deadline - timeout_s / 2 - time.monotonic(), 0.0))
+        finally:  # Ctrl-C ends the waits only
+            self.health.say_goodbye()
+            # Not left to the garbage collector: a remaining reference would keep the other ranks waiting.
+            self.health.abort()
+            self.communicator.destroy()
+            self.host.close(max(deadline - time.monotonic(), 0.5))
+            self.health.release()
+            self.process_groups.destroy()
+            while self.after:
+                self.after.pop(0)()
 
 
 __all__ = ["GroupParts", "GroupPlan", "GroupProcessGroups"]

@@ -13,7 +13,7 @@ import msgspec
 import torch.distributed as dist
 
 from coordinator.bootstrap.blocking_calls import ask_store
-from device_comm.health import Arrival, FailureRecord
+from device_comm.health import Arrival, FailureRecord, StatusStore
 from shm_broadcast.errors import CommTimeoutError, NativeError
 
 # The process that serves the store may be stopped or dead. No query waits longer than this.
@@ -105,3 +105,65 @@ class WorldStatusStore:
             return tuple(sorted(rank for rank in self._others if self._store.check([f"left/{rank}"])))
 
         return self._ask(question, ())
+
+
+class GroupStatusStore:
+    """The status store of one group: torch's store, and the board in shared memory once the group has one.
+
+    A rank maps the board while the group is created, so until all have, what it reports must be in both. Afterwards the
+    board alone counts: the process that serves the store may have ended.
+    """
+
+    def __init__(self, store: WorldStatusStore) -> None:
+        """Use `store` until there is a board."""
+        self._store = store
+        self._board: StatusStore | None = None
+        self._is_settled = False
+
+    def attach(self, board: StatusStore) -> None:
+        """Use `board` too, which this rank has mapped."""
+        self._board = board
+
+    def settle(self) -> None:
+        """Use the board alone from now on, if there is one: every rank has mapped it."""
+        self._is_settled = self._board is not None
+
+    @property
+    def is_reachable(self) -> bool:
+        """Return whether reports reach the other ranks."""
+        return self._is_settled or self._store.is_reachable
+
+    @property
+    def _current(self) -> StatusStore:
+        return self._board if self._is_settled and self._board is not None else self._store
+
+    def arrive(self, plane: str, arrival: Arrival) -> None:
+        """Publish where this rank waits."""
+        self._current.arrive(plane, arrival)
+
+    def arrivals(self, plane: str) -> dict[int, Arrival]:
+        """Return where the other ranks wait, as they published it, by global rank."""
+        return self._current.arrivals(plane)
+
+    def failure_record(self) -> FailureRecord | None:
+        """Return the failure record, or None."""
+        recorded = self._board.failure_record() if self._board is not None else None
+        return recorded if recorded is not None or self._is_settled else self._store.failure_record()
+
+    def publish(self, failure_record: FailureRecord, within_s: float = ANSWER_S) -> FailureRecord:
+        """Publish a failure record unless one exists; return the one that counts."""
+        if not self._is_settled:
+            failure_record = self._store.publish(failure_record, within_s)
+        return failure_record if self._board is None else self._board.publish(failure_record)
+
+    def leave(self) -> None:
+        """Publish that this rank has destroyed the group."""
+        self._current.leave()
+
+    def left(self) -> tuple[int, ...]:
+        """Return the other ranks that have destroyed the group, ascending."""
+        return self._current.left()
+
+    def release(self) -> None:
+        """Let go of torch's store; see `WorldStatusStore.release`."""
+        self._store.release()

@@ -8,6 +8,7 @@ from typing import Any, overload
 
 import torch
 
+from coordinator.calls import Plane
 from coordinator.gradients import refuse_lost_gradient
 from coordinator.host.plane import HostPlane
 from coordinator.planes import GroupPlanes
@@ -305,7 +306,9 @@ class ExpertParallel(GroupPlanes):
             return there.dispatch(  # type: ignore[call-overload]
                 *given, router_logits=router_logits, experts=experts, capacity=capacity, form=form
             )
-        with self._calls.call("dispatch"):
+        # Where the tokens of each rank are not stated, the ranks first tell each other.
+        plane: Plane = "host" if self._routing.stated is None else "device"
+        with self._calls.call("dispatch", plane=plane):
             extra = _extra(extra_tensors)
             if experts is not None:
                 if topk_ids is None or router_logits is not None:
@@ -368,7 +371,7 @@ class ExpertParallel(GroupPlanes):
                 does not fit `routed`.
         """
         there = self._serving(is_sequence_parallel)
-        with there._calls.call("combine"):  # noqa: SLF001 - a group of this class
+        with there._calls.call("combine", plane="device"):  # noqa: SLF001 - a group of this class
             return there._routing.combine(hidden_states, routed)  # noqa: SLF001
 
     def combine_into_output(
@@ -379,7 +382,7 @@ class ExpertParallel(GroupPlanes):
         In a group of one the input is copied into it. See `reduce_scatterv_into_output` for what the output may be.
         """
         there = self._serving(is_sequence_parallel)
-        with there._calls.call("combine"):  # noqa: SLF001 - a group of this class
+        with there._calls.call("combine", plane="device"):  # noqa: SLF001 - a group of this class
             checks.check_tensor(output, self.device, "combine_into_output")
             return there._routing.combine(hidden_states, None, output)  # noqa: SLF001
 

@@ -13,7 +13,8 @@ from coordinator.planes import GroupPlanes
 from device_comm import checks
 from device_comm.handles import Handle
 from shm_broadcast import codec
-from shm_broadcast.errors import CommError, UsageError
+from shm_broadcast._core import NOTHING
+from shm_broadcast.errors import CommError, DisagreementError, UsageError
 from shm_broadcast.timeouts import AnyTimeout
 
 
@@ -54,10 +55,22 @@ class ObjectCollectives(GroupPlanes):
             # This bypasses the gate, whose two frames delayed all workers by up to 10 us after a pause of 2 ms. The
             # queue is closed when its group is destroyed or breaks, and its endpoint counts the calls.
             try:
-                return self._exchange(obj)
+                # On a reader a second step takes the object over: no signal handler runs between the two. First the
+                # message must prove to belong to this call.
+                while (value := self._exchange(obj)) is NOTHING:
+                    if self._queue_end.tag != self._order.tag:
+                        self._order.sort()
+                    elif (value := self._queue_end.message) is not NOTHING:
+                        break
+                return value
+            except DisagreementError:
+                raise
             except CommError as error:
-                self._blame_queue(error)
-        with self._calls.call("broadcast_object", timeout_s, in_line=False) as limit_s:
+                self._blame_queue(error, obj)
+        with (
+            self._broadcasting("broadcast_object", src),
+            self._calls.call("broadcast_object", timeout_s, in_line=False) as limit_s,
+        ):
             checks.check_rank(src, self.world_size, "src")
             return self._broadcast(obj, src, limit_s, type)
 
@@ -77,7 +90,10 @@ class ObjectCollectives(GroupPlanes):
             group: None or this group's own `cpu_group` or `device_group`; any other group is refused.
             timeout_s: Deadline in seconds.
         """
-        with self._calls.call("broadcast_object_list", timeout_s, in_line=False) as limit_s:
+        with (
+            self._broadcasting("broadcast_object_list", src),
+            self._calls.call("broadcast_object_list", timeout_s, in_line=False) as limit_s,
+        ):
             self._check_own_group(group, (self._cpu_group, self._device_group), "group")
             checks.check_rank(src, self.world_size, "src")
             if not isinstance(obj_list, list):
@@ -94,7 +110,7 @@ class ObjectCollectives(GroupPlanes):
 
     def all_gather_object(self, obj: Any, *, timeout_s: AnyTimeout = None) -> list[Any]:
         """Return every rank's object, in rank order, on every rank. Collective."""
-        with self._calls.call("all_gather_object", timeout_s) as limit_s:
+        with self._calls.call("all_gather_object", timeout_s, plane="host") as limit_s:
             return self._host.all_gather_object(obj, limit_s)
 
     def gather_object(self, obj: Any, dst: int = 0, *, timeout_s: AnyTimeout = None) -> list[Any] | None:

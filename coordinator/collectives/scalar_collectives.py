@@ -32,7 +32,10 @@ class ScalarCollectives(TensorCollectives, ObjectCollectives):
         Raises:
             UsageError: `flag` is not a bool, or there is no rank `src`. Nothing is sent.
         """
-        with self._calls.call("broadcast_flag", timeout_s, in_line=False) as limit_s:
+        with (
+            self._broadcasting("broadcast_flag", src),
+            self._calls.call("broadcast_flag", timeout_s, in_line=False) as limit_s,
+        ):
             checks.check_rank(src, self.world_size, "src")
             if not isinstance(flag, bool):
                 raise UsageError(f"{self._health.where('broadcast_flag')}: flag must be a bool, not {flag!r}")
@@ -53,7 +56,7 @@ class ScalarCollectives(TensorCollectives, ObjectCollectives):
                 rank raises.
         """
         name = "all_sum"
-        with self._calls.call(name, timeout_s) as limit_s:
+        with self._calls.call(name, timeout_s, plane="host") as limit_s:
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise UsageError(
                     f"{self._health.where(name)}: value must be an int or a float, not {value!r}"
@@ -83,7 +86,7 @@ class ScalarCollectives(TensorCollectives, ObjectCollectives):
             Others: As in `all_gather`.
         """
         name = "all_gather_to_list"
-        with self._calls.call(name):
+        with self._calls.call(name, plane="device"):
             checks.check_tensor(input_, self.device, name)
             if outputs is not None:
                 self._check_outputs(name, input_, outputs)

@@ -427,8 +427,8 @@ class TensorCollectives(TensorOutputs, CoalescedCollectives, ExpertParallel):
         self._calls.enter("barrier")
         try:
             return make(None if timeout_s is None else seconds(timeout_s))
-        except UsageError as error:
-            self._calls.refuse("barrier", error)
+        except BaseException as error:
+            self._calls.unwind("barrier", error, "host")
             raise
 
     def monitored_barrier(self, timeout_s: AnyTimeout = None, wait_all_ranks: bool = True) -> None:

@@ -210,7 +210,10 @@ class TensorDicts(GroupPlanes):
             On rank `src` the dict itself, elsewhere a new dict of new tensors. A group of one returns what it is given,
             also None.
         """
-        with self._calls.call("broadcast_tensor_dict", timeout_s) as limit_s:
+        with (
+            self._broadcasting("broadcast_tensor_dict", src),
+            self._calls.call("broadcast_tensor_dict", timeout_s) as limit_s,
+        ):
             checks.check_rank(src, self.world_size, "src")
             self._check_own_group(group, (self._cpu_group, self._device_group), "group")
             self._check_own_group(metadata_group, (self._cpu_group,), "metadata_group")

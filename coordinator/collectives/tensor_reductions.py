@@ -17,7 +17,6 @@ from coordinator.torch_interop import compile_ops
 from device_comm.async_calls import CallHandle
 from device_comm.base import SUM
 from device_comm.derived_reductions import Reduction, reducer
-from shm_broadcast.errors import UsageError
 from shm_broadcast.timeouts import AnyTimeout, seconds
 
 
@@ -78,8 +77,8 @@ class TensorReductions(GroupPlanes):
             try:
                 limit_s = None if timeout_s is None else seconds(timeout_s)
                 return self.device_communicator.all_reduce(input_, timeout_s=limit_s)
-            except UsageError as error:
-                self._calls.refuse("all_reduce", error)
+            except BaseException as error:
+                self._calls.unwind("all_reduce", error, "device")
                 raise
         make = reducer(op, self.device_communicator).all_reduce
         return self._calls.run("all_reduce", make, input_, op, timeout_s=timeout_s, async_op=async_op)
@@ -145,8 +144,8 @@ class TensorReductions(GroupPlanes):
             try:
                 limit_s = None if timeout_s is None else seconds(timeout_s)
                 return self.device_communicator.all_reduce_(tensor, timeout_s=limit_s)
-            except UsageError as error:
-                self._calls.refuse("all_reduce_", error)
+            except BaseException as error:
+                self._calls.unwind("all_reduce_", error, "device")
                 raise
         make = reducer(op, self.device_communicator).all_reduce_
         return self._calls.run("all_reduce_", make, tensor, op, timeout_s=timeout_s, async_op=async_op)

@@ -36,8 +36,8 @@ class SharedHostPlane(GatheringHostPlane):
 
     def barrier(self, timeout_s: float | None = None) -> None:
         """Return once every rank has called this."""
-        region = self._region
-        region.finish("barrier", region.core.barrier(), timeout_s or self._timeout_s)
+        begin = self._region.core.barrier
+        self._region.finish("barrier", begin(), timeout_s or self._timeout_s, begin)
 
     def _all_gather(self, name: str, timeout_s: float | None, data: bytes) -> list[memoryview]:
         self._health.check_usable(name)

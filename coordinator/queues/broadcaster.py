@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from coordinator.queues.broadcast_order import BroadcastOrder
 from coordinator.queues.ends import Reader, Writer
 from device_comm.health import GroupHealth
 from shm_broadcast.errors import ClosedError, CommError, CommTimeoutError, PeerLostError
@@ -21,28 +23,42 @@ class Broadcaster:
         self._end = end
         self.writer = writer
         self._health = health
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        self.is_local: bool = end.handle.remote is None
         if isinstance(end, QueueWriter):
             end.endpoint.timeout_ns = nanoseconds(timeout_s)
-        # On the writer this sends its argument and returns it; on the other ranks it returns the next object. It need
-        # not ask the group's health, because the queue is closed when the group is destroyed or breaks.
+        # On the writer this sends its argument and returns it. On the other ranks it returns `NOTHING` when the next
+        # object has come, which `endpoint.message` takes out. It need not ask the group's health, because the queue is
+        # closed when the group is destroyed or breaks.
+        self.endpoint = end.endpoint
         self.exchange: Callable[[Any], Any] = end.endpoint.exchange
 
     def send(self, obj: Any, timeout_s: float | None) -> None:
         """Send an object to all other ranks; only on the writer."""
         assert isinstance(self._end, QueueWriter)
         try:
-            self._end.enqueue(obj, timeout_s or self._timeout_s)
+            self._end.enqueue(obj, timeout_s or self.timeout_s)
         except CommError as error:
             self.blame(error)
 
-    def receive(self, timeout_s: float | None, type_: Any) -> Any:
-        """Return the writer's next object; only on the other ranks."""
+    def receive(self, timeout_s: float | None, type_: Any, order: BroadcastOrder) -> Any:
+        """Return the writer's object of this call, within an optional deadline in seconds; only on the other ranks."""
         assert isinstance(self._end, QueueReader)
         try:
+            if self.is_local:
+                self._await(order, None if timeout_s is None else time.monotonic() + timeout_s)
             return self._end.dequeue(timeout_s, type_)
         except CommError as error:
             self.blame(error)
+
+    def _await(self, order: BroadcastOrder, end: float | None) -> None:
+        """Return when the message of this call has come, which the next read then takes out of the queue's end."""
+        endpoint: Any = self.endpoint
+        while True:
+            endpoint.fetch(-1 if end is None else nanoseconds(max(end - time.monotonic(), 0.0)))
+            if endpoint.tag == order.tag:
+                return
+            order.sort()
 
     def blame(self, error: CommError) -> NoReturn:
         """Raise the group's error for an error of the queue, and break the group if the queue has failed."""

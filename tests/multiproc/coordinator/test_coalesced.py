@@ -74,6 +74,17 @@ def test_many_tensors_take_one_round(ranks2: RankPool) -> None:
         assert all(found), found
 
 
+def without_elements(rank: int, world_size: int, directory: Path) -> list[list[int]]:
+    with world(rank, world_size, directory) as group:
+        empty = [torch.empty(0, dtype=torch.int64), torch.empty(0, 3)]
+        return [list(each.shape) for each in group.all_gather_coalesced(empty)]
+
+
+def test_a_list_of_tensors_without_elements_is_gathered(ranks2: RankPool) -> None:
+    """Tensors of any dtype may all be empty."""
+    assert ranks2.run(without_elements) == [[[0], [0, 3]]] * 2
+
+
 def filled_in_the_call(rank: int, world_size: int, directory: Path) -> list[Any]:
     with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
         pg: Any = group.as_process_group()

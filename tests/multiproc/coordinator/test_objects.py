@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator import DecodeError, GroupCoordinator, UsageError, register_type
+from coordinator import DecodeError, DisagreementError, GroupCoordinator, UsageError, register_type
 from coordinator.host import gloo
 from coordinator.host.gloo import FIRST_BYTES
+from device_comm.cpu.communicator import SharedMemoryCommunicator
 from shm_broadcast import codec
 from tests.engines import refusal
 from tests.harness import RankPool
@@ -206,6 +207,17 @@ def unregistered(rank: int, world_size: int, directory: Path) -> list[str]:
                 lambda: group.send_tensor_dict(bad, 1),
             ]
             texts = [refusal(call, UsageError) for call in calls]
+        else:
+            # A refused collective takes its place: the others' calls raise its reason.
+            refused: list[Callable[[], Any]] = [
+                lambda: group.broadcast_object(src=0),
+                lambda: group.broadcast_object_list([None], src=0),
+                lambda: group.broadcast_tensor_dict(src=0),
+            ]
+            if isinstance(group.device_communicator, SharedMemoryCommunicator):
+                refused.append(lambda: group.all_gather_object(rank))
+            for call in refused:
+                assert "rank 0 refused" in refusal(call, DisagreementError)
         assert group.broadcast_object(1 if rank == 0 else None) == 1
         assert group.all_gather_object(rank) == [0, 1]
         assert group.gather_object(rank, dst=1) == ([0, 1] if rank == 1 else None)
@@ -426,6 +438,8 @@ def lists(rank: int, world_size: int, directory: Path) -> str:
         assert same(mine, [Point(1), (2, "x"), torch.arange(3)])
         if rank == 0:
             text = refusal(lambda: group.broadcast_object_list([0], src=1), UsageError)
+            told = refusal(lambda: group.broadcast_object_list([0, 0], src=1), DisagreementError)
+            assert "rank 1 refused broadcast_object_list: obj_list must be a list" in told
         else:
             group.broadcast_object_list([1, 2], src=1)
             text = refusal(lambda: group.broadcast_object_list((1, 2), src=1), UsageError)  # type: ignore[arg-type]

@@ -1,0 +1,196 @@
+"""The order of a group's object broadcasts: a message is handed out only in the call to which it belongs.
+
+Broadcasts have no step in which the ranks compare what they call. So each message carries the number of its call: over
+the host plane as it is; through the queue as a tag, which says how many calls of its writer did not use the queue. If a
+rank passes another source than the others, or refuses a call, the numbers differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Final, NoReturn
+
+from device_comm.health import GroupHealth
+from shm_broadcast import codec
+from shm_broadcast.errors import ClosedError, DecodeError, DisagreementError, UsageError
+
+# The bit of a queue's tag that marks the reason for which the writer refused its call; the others count modulo 2^31.
+_REFUSED: Final = 1 << 31
+_COUNT: Final = _REFUSED - 1
+
+# Broadcasts (number, whether it was refused, object or reason) over the host plane.
+Send = Callable[[tuple[int, bool, Any]], Any]
+Receive = Callable[[], Any]
+
+
+class BroadcastOrder:
+    """How many object broadcasts this rank has called, and which messages still belong to calls that failed.
+
+    Attributes:
+        tag: The tag that the queue's next message must have, so that the hottest call compares two numbers.
+    """
+
+    def __init__(self, health: GroupHealth) -> None:
+        """Begin with no queue and no broadcast."""
+        self._health = health
+        self._end: Any = None
+        self._is_writer = False
+        # Calls of this rank that took no message of the queue, less messages of it that no call took.
+        self._beside = 0
+        # A message of a call up to this number belongs to a call that has failed on this rank, and is dropped.
+        self._failed = 0
+        self._kept: dict[int, tuple[int, bool, Any]] = {}
+        self._is_begun = False
+        self.tag: int = 0
+
+    def adopt(self, end: Any, *, is_writer: bool) -> None:
+        """Count the messages of a queue on one host, by its native endpoint; with None only what goes beside."""
+        self._end, self._is_writer = end, is_writer
+        self._failed = 0
+        self._add(0)
+
+    def _add(self, calls: int) -> None:
+        self._beside += calls
+        self.tag = self._beside & _COUNT
+        if self._is_writer and self._end is not None:
+            self._end.tag = self.tag
+
+    def _number(self) -> int:
+        return self._beside + (0 if self._end is None else self._end.messages)
+
+    @contextmanager
+    def refusals(self, tell: Callable[[UsageError], None]) -> Iterator[None]:
+        """Call `tell` if the call in this block is refused before it begins."""
+        self._is_begun = False
+        try:
+            yield
+        except UsageError as error:
+            if not self._is_begun and not isinstance(error, ClosedError):
+                tell(error)
+            raise
+
+    def skip(self) -> None:
+        """Count a call that this rank refuses, and of which it can tell nobody. Its message is dropped."""
+        self._add(1)
+        self._failed = self._number()
+
+    def begin(self) -> None:
+        """Note that the call has passed its checks."""
+        self._is_begun = True
+
+    # ------------------------------------------------------------------ through the queue
+
+    def sort(self) -> None:
+        """Look at a message of the queue whose tag is not `tag`, and which nobody has taken.
+
+        Returns if it was dropped, because its call has failed on this rank before; the next one is to be awaited.
+
+        Raises:
+            DisagreementError: It belongs to another call, or its writer refused the call. The next call works.
+        """
+        found, number = self._end.tag, self._number()
+        late = self.tag - (found & _COUNT)
+        late = (late + _REFUSED // 2) % _REFUSED - _REFUSED // 2
+        its = number - late
+        if late < 0:
+            # The message stays for the call to which it belongs.
+            self._add(1)
+            self._fail(number, its)
+        message = self._end.message
+        if late > 0 and its <= self._failed:
+            self._add(-1)
+            return
+        if late == 0:
+            self._fail(number, its, message)
+        self._fail(number, its)
+
+    def refuse(self, reason: str, timeout_s: float) -> None:
+        """On the queue's writer, send the others the reason why it refuses its call."""
+        if self._end is None:
+            return
+        self._end.tag = self.tag | _REFUSED
+        try:
+            self._end.send(reason, int(timeout_s * 1e9))
+        finally:
+            self._end.tag = self.tag
+
+    # ------------------------------------------------------------------ over the host plane
+
+    def send(self, obj: object, send: Send) -> None:
+        """Broadcast `obj` with its number; or the reason why it cannot be, which this raises."""
+        self._add(1)
+        number = self._number()
+        try:
+            send((number, False, obj))
+        except UsageError:
+            # The text is to name a place in `obj`, and not in the message.
+            error = refusal_of(obj)
+            if error is None:
+                raise
+            send((number, True, f"broadcast_object: {error}"))
+            raise error from None
+
+    def send_refusal(self, reason: str, send: Send) -> None:
+        """Broadcast the reason why this rank refuses its call as the source."""
+        self._add(1)
+        send((self._number(), True, reason))
+
+    def receive(self, src: int, receive: Receive) -> Any:
+        """Return the object that rank `src` broadcasts in this call.
+
+        Raises:
+            DisagreementError: Its next message belongs to another call, or it refused the call. The next call works.
+        """
+        self._add(1)
+        number = self._number()
+        while True:
+            message = self._kept.pop(src, None)
+            if message is None:
+                with _Undo(self):
+                    message = receive()
+            its, is_refused, value = message
+            if its > number:
+                self._kept[src] = message
+            elif its == number and not is_refused:
+                return value
+            if its >= number or its > self._failed:
+                self._fail(number, its, value if its == number else None, src)
+
+    def _fail(self, number: int, its: int, reason: object = None, src: int | None = None) -> NoReturn:
+        self._failed = max(self._failed, number)
+        who = "the writer of the queue" if src is None else f"rank {self._health.ranks[src]}"
+        what = f"{who} sent the object of its broadcast #{its}: it passed another source, or made other calls"
+        if reason is not None:
+            what = f"{who} refused {reason}"
+        where = self._health.where(f"broadcast_object #{number}")
+        raise DisagreementError(f"{where}: {what}; no object is handed out, and the next call works")
+
+
+class _Undo:
+    """Takes back the number of a call that received nothing, because something else than a bad message ended it."""
+
+    def __init__(self, order: BroadcastOrder) -> None:
+        self._order = order
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, DecodeError):
+            self._order._add(-1)  # noqa: SLF001 - a part of the order
+
+
+def refusal_of(obj: object) -> UsageError | None:
+    """Return why `obj` cannot be sent; None if it can be."""
+    try:
+        codec.encode(obj)
+    except UsageError as error:
+        return error
+    return None
+
+
+__all__ = ["BroadcastOrder", "refusal_of"]

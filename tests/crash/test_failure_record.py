@@ -1,0 +1,92 @@
+"""The first failure counts on all ranks, also if the rank that found it ends its process at once."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coordinator.parallel_state import (
+    destroy_distributed_environment,
+    get_world_group,
+    init_distributed_environment,
+)
+from coordinator.settings import CoordinatorSettings
+from tests.harness import RankPool, run_ranks
+from tests.ports import free_port
+from tests.waiting import wait_until
+from tests.worlds import meet, new_group, outcome_of, world
+
+CALLS = {
+    "barrier": lambda group, deadline_s: group.barrier(deadline_s),
+    "all_reduce": lambda group, deadline_s: group.all_reduce(torch.ones(9), timeout_s=deadline_s),
+}
+
+
+def come_and_end(
+    rank: int, world_size: int, directory: Path, kept: str, port: int, name: str, delays: list[float]
+) -> None:
+    """Wait for the last rank, write down what is raised, and end the process at once, as an engine's worker does."""
+    settings = CoordinatorSettings.resolve({})
+    init_distributed_environment(
+        world_size, rank, f"tcp://127.0.0.1:{port}", backend="gloo", settings=settings
+    )
+    group = get_world_group()
+    group.barrier()
+    others = [Path(kept) / f"{other}.json" for other in range(world_size - 1)]
+    if rank == world_size - 1:
+        wait_until(
+            lambda: all(path.exists() for path in others), "the other ranks have ended", timeout_s=60.0
+        )
+        destroy_distributed_environment()
+        return
+    time.sleep(delays[rank])
+    found = outcome_of(lambda: CALLS[name](group, delays[-1]))
+    unfinished = Path(kept) / f"{rank}.unfinished"
+    unfinished.write_text(json.dumps(found))
+    unfinished.rename(others[rank])
+    os._exit(1)
+
+
+@pytest.mark.guarantee("D6")
+@pytest.mark.guarantee("D68")
+@pytest.mark.parametrize("name", CALLS)
+def test_all_ranks_name_the_absent_one_though_each_ends_at_once(tmp_path: Path, name: str) -> None:
+    """Ranks come at 0, 0.8 and 1.6 s and never; nobody blames a rank that has raised and gone, nor its store."""
+    delays = [0.0, 0.8, 1.6, 2.0]
+    run_ranks(come_and_end, 4, str(tmp_path), free_port(), name, delays, expect_dead=[0, 1, 2])
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    assert [each["kind"] for each in found] == ["CommTimeoutError"] * 3, found
+    assert [each["missing"] for each in found] == [[3]] * 3, found
+    assert "rank 3 (pid" in found[0]["text"]
+    assert all("found by rank 0" in each["text"] for each in found[1:]), found
+
+
+def stay_away(rank: int, world_size: int, directory: Path, name: str) -> list[dict[str, Any]]:
+    """Make three calls; then one rank stays away from a fourth."""
+    with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
+        for _ in range(3):
+            CALLS[name](group, None)
+        found = [] if rank else [outcome_of(lambda: CALLS[name](group, 0.6))]
+        meet(rank, range(world_size), directory, "expired")
+        if rank:
+            found = [outcome_of(lambda: CALLS[name](group, 0.6))]
+        return found
+
+
+@pytest.mark.guarantee("D68")
+@pytest.mark.parametrize("name", CALLS)
+def test_a_time_out_says_where_the_missing_rank_was_last_and_keeps_its_deadline(
+    ranks2: RankPool, name: str
+) -> None:
+    """The text holds the last call of the missing rank; to that rank it says that the others had given up."""
+    (waited,), (late,) = ranks2.run(stay_away, name)
+    assert waited["missing"] == late["missing"] == [1]
+    assert f"last at {name} #" in waited["text"], waited
+    assert 0.6 <= waited["seconds"] < 1.0, waited
+    assert (
+        "the other ranks had given up before this rank came: no answer from it within 0.6 s" in late["text"]
+    ), late

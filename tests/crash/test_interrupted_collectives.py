@@ -1,0 +1,151 @@
+"""Exceptions of signal handlers that strike at the beginning of a collective, and collectives called by handlers."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coordinator import GroupBrokenError, GroupCoordinator, PeerLostError, UsageError
+from tests.harness import RankPool
+from tests.worlds import meet, new_group, world
+
+# A call first polls, then sleeps for 50 ms, then waits in slices of 0.1 s, each in other code.
+STRIKES_S = (0.0001, 0.0005, 0.001, 0.003, 0.01, 0.03, 0.049, 0.05, 0.051, 0.1)
+CALLS: dict[str, Callable[[GroupCoordinator], Any]] = {
+    "all_reduce": lambda group: group.all_reduce(torch.ones(256)),
+    "all_gather": lambda group: group.all_gather(torch.ones(300_000)),
+    "barrier": lambda group: group.barrier(),
+    "all_gather_object": lambda group: group.all_gather_object({"rank": group.rank}),
+}
+
+
+class AlarmError(Exception):
+    """What the handler raises."""
+
+
+@contextmanager
+def alarm(handler: Callable[[], object], after_s: float, every_s: float = 0.0) -> Iterator[None]:
+    """Call `handler` from a signal handler after a time, once or again and again."""
+    before = signal.signal(signal.SIGALRM, lambda *_: handler())
+    signal.setitimer(signal.ITIMER_REAL, after_s, every_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def begun(group: GroupCoordinator) -> int:
+    """Return how many collectives this rank has begun natively, on both planes."""
+    shared: Any = group._parts.communicator.context.shared
+    return int(shared.device.core.number + shared.host.core.number)
+
+
+def strike_in(group: GroupCoordinator) -> Callable[[], None]:
+    """Return a handler that raises as soon as a collective has begun; a slow machine may not have come so far."""
+    before = begun(group)
+
+    def strike() -> None:
+        if begun(group) == before:
+            signal.setitimer(signal.ITIMER_REAL, 0.00005)
+            return
+        raise AlarmError("struck")
+
+    return strike
+
+
+def struck(rank: int, world_size: int, directory: Path, name: str) -> None:
+    call = CALLS[name]
+    with world(rank, world_size, directory) as everyone:
+        for number, after_s in enumerate(STRIKES_S):
+            with new_group(everyone, f"g{number}") as group:
+                # A rank whose creation still confirms the memory would find the group broken.
+                meet(rank, range(world_size), directory, f"created {number}")
+                if rank == 0:
+                    with pytest.raises(AlarmError, match="^struck$"), alarm(strike_in(group), after_s):
+                        call(group)
+                    with pytest.raises(GroupBrokenError) as broken:
+                        call(group)
+                    assert isinstance(broken.value.__cause__, AlarmError)
+                    meet(rank, range(world_size), directory, f"struck {number}")
+                else:
+                    meet(rank, range(world_size), directory, f"struck {number}")
+                    start = time.monotonic()
+                    with pytest.raises(PeerLostError, match=r"interrupted: rank 0 .*AlarmError") as lost:
+                        call(group)
+                    assert lost.value.peers == (0,)
+                    assert time.monotonic() - start < 10.0
+            everyone.barrier()
+
+
+@pytest.mark.guarantee("D10")
+@pytest.mark.parametrize("name", CALLS)
+def test_an_exception_of_a_handler_breaks_the_group_on_every_rank(ranks2: RankPool, name: str) -> None:
+    """It arrives as it is, whenever it strikes; the other rank learns who was interrupted instead of waiting."""
+    ranks2.run(struck, name)
+
+
+def alarmed(rank: int, world_size: int, directory: Path) -> None:
+    seen: list[float] = []
+    with (
+        world(rank, world_size, directory) as everyone,
+        new_group(everyone) as group,
+        alarm(lambda: seen.append(0.0), 0.001, 0.0005),
+    ):
+        for number in range(1000):
+            assert group.all_reduce(torch.full((8,), float(number))).tolist() == [2.0 * number] * 8
+            if number % 10 == 0:
+                group.barrier()
+                assert group.all_gather_object(rank) == [0, 1]
+        more = True
+        while more:
+            more = group.all_reduce(torch.tensor(float(len(seen) < 1000))).item() > 0
+
+
+@pytest.mark.guarantee("D10")
+def test_a_thousand_alarms_disturb_no_collective(ranks2: RankPool) -> None:
+    """Handlers that return interrupt the sleeps of a waiting rank, and nothing else."""
+    ranks2.run(alarmed)
+
+
+def nested(rank: int, world_size: int, directory: Path) -> None:
+    refusals: list[str] = []
+    with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
+
+        def call_inside() -> None:
+            try:
+                group.all_reduce(torch.ones(4))
+            except UsageError as error:
+                refusals.append(str(error))
+
+        if rank == 0:
+            for after_s in (0.01, 0.2):
+                with alarm(call_inside, after_s):
+                    assert group.all_reduce(torch.ones(4)).tolist() == [2.0] * 4
+            with (
+                pytest.raises(UsageError, match="on the same thread"),
+                alarm(lambda: group.all_reduce(torch.ones(4)), 0.01),
+            ):
+                group.all_reduce(torch.ones(4))
+            meet(rank, range(world_size), directory, "left")
+        else:
+            for _ in range(2):
+                time.sleep(0.5)
+                assert group.all_reduce(torch.ones(4)).tolist() == [2.0] * 4
+            meet(rank, range(world_size), directory, "left")
+            with pytest.raises(PeerLostError, match=r"interrupted: rank 0 .*UsageError"):
+                group.all_reduce(torch.ones(4))
+        everyone.barrier()
+    assert len(refusals) == (2 if rank == 0 else 0)
+    assert all("called by a signal handler or a finalizer" in each for each in refusals)
+
+
+@pytest.mark.guarantee("D10")
+def test_a_collective_inside_of_a_collective_is_refused(ranks2: RankPool) -> None:
+    """The outer one goes on if the handler catches the refusal; if it does not, the group is broken on every rank."""
+    ranks2.run(nested)

@@ -1,0 +1,104 @@
+"""Object broadcasts are handed out in the calls to which they belong, also if a rank calls another or refuses one."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coordinator import DisagreementError, GroupCoordinator, UsageError
+from tests.harness import RankPool
+from tests.worlds import new_group, world
+
+Broadcast = Callable[[GroupCoordinator, Any, int], Any]
+
+BROADCASTS: dict[str, Broadcast] = {
+    "broadcast_object": lambda group, value, src: group.broadcast_object(value, src),
+    "with a deadline": lambda group, value, src: group.broadcast_object(value, src, timeout_s=20.0),
+    "with a type": lambda group, value, src: group.broadcast_object(value, src, type=list[int]),
+    "broadcast_object_list": lambda group, value, src: group.broadcast_object_list(list(value), src),
+    "broadcast_tensor_dict": lambda group, value, src: (
+        group.broadcast_tensor_dict({"x": torch.tensor(value)}, src) or {}
+    )["x"].tolist(),
+}
+
+
+def other_source(rank: int, world_size: int, directory: Path, name: str, queue: bool, slips: int) -> None:
+    """Let rank 1 name itself as the source of one or more calls of rank 0."""
+    broadcast = BROADCASTS[name]
+    with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
+        if queue:
+            group.create_mq_broadcaster()
+        for step in range(12):
+            src = 1 if rank == 1 and 3 <= step < 3 + slips else 0
+            value = [step, rank]
+            # Of the call that they made differently neither waits for the other. Rank 1, which has sent, finds out in
+            # the next one, where rank 0's message of the earlier call is the first.
+            if rank == 1 and step == 3 + slips:
+                with pytest.raises(DisagreementError, match=r"broadcast_object #\d+ .* its broadcast #4"):
+                    broadcast(group, value, src)
+            else:
+                assert broadcast(group, value, src) == [step, src], step
+        # Rank 0 finds rank 1's messages, which nobody awaited, when it first listens to it, and drops them.
+        if rank == 0:
+            with pytest.raises(DisagreementError, match="rank 1 sent the object of its broadcast #4"):
+                broadcast(group, [0, 0], 1)
+        else:
+            broadcast(group, [0, 0], 1)
+        assert broadcast(group, [7, rank], 1) == [7, 1]
+        assert broadcast(group, [8, rank], 0) == [8, 0]
+
+
+@pytest.mark.guarantee("D67")
+@pytest.mark.parametrize("slips", [1, 3])
+@pytest.mark.parametrize("queue", [False, True])
+@pytest.mark.parametrize("name", BROADCASTS)
+def test_no_object_of_another_call_is_handed_out(
+    ranks2: RankPool, name: str, queue: bool, slips: int
+) -> None:
+    """The rank that reads a message of an earlier call raises; its next call, and all later ones, have their own."""
+    ranks2.run(other_source, name, queue, slips)
+
+
+def refuse(rank: int, world_size: int, directory: Path, queue: bool) -> None:
+    with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
+        if queue:
+            group.create_mq_broadcaster()
+        for step in range(10):
+            if step == 2:
+                if rank == 0:
+                    with pytest.raises(UsageError, match=r'obj\["a"\] is a .*function'):
+                        group.broadcast_object({"a": lambda: None})
+                else:
+                    with pytest.raises(DisagreementError, match=r'refused broadcast_object: .*obj\["a"\]'):
+                        group.broadcast_object()
+            elif step == 5 and rank == 1:
+                with pytest.raises(UsageError, match="src"):
+                    group.broadcast_object(None, 9)
+            elif step == 7 and rank == 0:
+                with pytest.raises(UsageError, match="src"):
+                    group.broadcast_object_list(["x"], -4)
+            elif step == 7:
+                # Rank 0 named a source that does not exist, so only the number of its next call tells.
+                with pytest.raises(DisagreementError, match="broadcast #9"):
+                    group.broadcast_object_list([""])
+            elif step == 8 and rank == 0:
+                with pytest.raises(UsageError, match="must be a list"):
+                    group.broadcast_object_list(("x",), 0)  # type: ignore[arg-type]
+            elif step == 8:
+                # The message that came too early in the last step is the one of this step.
+                with pytest.raises(
+                    DisagreementError, match="refused broadcast_object_list: .*must be a list"
+                ):
+                    group.broadcast_object_list([""])
+            else:
+                assert group.broadcast_object([step, rank]) == [step, 0]
+        assert group.broadcast_flag(rank == 0) is True
+
+
+@pytest.mark.guarantee("D67")
+@pytest.mark.parametrize("queue", [False, True])
+def test_a_refused_broadcast_is_told_and_the_next_one_works(ranks2: RankPool, queue: bool) -> None:
+    """If the source refuses, the others raise its reason; if a receiver does, its message of that call is dropped."""
+    ranks2.run(refuse, queue)

@@ -1,0 +1,61 @@
+"""Many more ranks than cores, beside processes that never sleep: every call ends, with the right result."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness import run_ranks
+from tests.worlds import world
+
+RANKS = 16
+ROUNDS = 60
+# Elements of the all-reduces: one shot and two, with a share of each rank.
+ELEMENTS = (1, 1 << 10, 1 << 14)
+
+
+def crowded(rank: int, world_size: int, directory: Path) -> int:
+    """Mix the calls of a step many times; return how often this rank's results were right."""
+    torch.set_num_threads(1)
+    right = 0
+    with world(rank, world_size, directory) as everyone:
+        for number in range(ROUNDS):
+            everyone.barrier()
+            elements = ELEMENTS[number % len(ELEMENTS)]
+            summed = everyone.all_reduce(torch.full((elements,), float(rank + number)))
+            expected = float(world_size * number + world_size * (world_size - 1) // 2)
+            told = everyone.broadcast_object([number] if rank == 0 else None, src=0)
+            right += bool((summed == expected).all()) and told == [number]
+        everyone.barrier()
+    return right
+
+
+@contextmanager
+def busy_cores() -> Iterator[None]:
+    """Run a process that never sleeps for each core, beside the body."""
+    command = [sys.executable, "-c", "while True: pass"]
+    loops = [subprocess.Popen(command) for _ in os.sched_getaffinity(0)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+        for loop in loops:
+            loop.wait()
+
+
+@pytest.mark.guarantee("D72")
+def test_a_crowd_beside_busy_loops_gets_every_result() -> None:
+    """Sixteen ranks make barriers, sums and broadcasts over the queue, and no call runs into its time-out.
+
+    Starting them beside the loops takes most of the time of this test.
+    """
+    with busy_cores():
+        assert run_ranks(crowded, RANKS, timeout_s=120.0) == [ROUNDS] * RANKS

@@ -1,0 +1,115 @@
+"""A collective that one rank refuses is refused on all ranks, and the next call works."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coordinator import DisagreementError, GroupCoordinator, UsageError
+from tests.harness import RankPool
+from tests.worlds import meet, new_group, world
+
+Call = Callable[[GroupCoordinator], Any]
+
+# A call that is right, and the same call as one rank gets it wrong.
+CALLS: dict[str, tuple[Call, Call]] = {
+    "all_reduce": (
+        lambda group: group.all_reduce(torch.ones(4)),
+        lambda group: group.all_reduce(torch.ones(4), "no such reduction"),  # type: ignore[call-overload]
+    ),
+    "all_gather": (
+        lambda group: group.all_gather(torch.ones(0, 4), 0),
+        lambda group: group.all_gather(torch.ones(0, 4), 7),
+    ),
+    "all_to_all": (
+        lambda group: group.all_to_all(torch.ones(4, 4)),
+        lambda group: group.all_to_all(torch.ones(4, 4), 9),
+    ),
+    "dispatch": (
+        lambda group: group.dispatch(torch.ones(2, 4), torch.ones(2, 2), torch.ones(2, 2)),
+        lambda group: group.dispatch("tokens", torch.ones(2, 2), torch.ones(2, 2)),  # type: ignore[call-overload]
+    ),
+    "barrier": (lambda group: group.barrier(), lambda group: group.barrier(-1.0)),
+    "all_gather_object": (
+        lambda group: group.all_gather_object({"rank": group.rank}),
+        lambda group: group.all_gather_object(lambda: None),
+    ),
+    "all_sum": (lambda group: group.all_sum(2), lambda group: group.all_sum("two")),  # type: ignore[arg-type]
+    "async all_reduce": (
+        lambda group: group.all_reduce(torch.ones(4), async_op=True).wait(),
+        lambda group: group.all_reduce("tensor", async_op=True).wait(),  # type: ignore[call-overload]
+    ),
+}
+
+
+def refuse_one(rank: int, world_size: int, directory: Path, name: str) -> None:
+    """Let the last rank get the second of five calls wrong; sum the number of each step afterwards."""
+    good, wrong = CALLS[name]
+    with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
+        sums = []
+        for step in range(5):
+            if step == 1 and rank == world_size - 1:
+                with pytest.raises(UsageError):
+                    wrong(group)
+            elif step == 1:
+                with pytest.raises(DisagreementError) as refused:
+                    good(group)
+                assert f"rank {world_size - 1} refused {name.rsplit(maxsplit=1)[-1]}: " in str(refused.value)
+            else:
+                good(group)
+            sums.append(group.all_reduce(torch.tensor(float(step))).item())
+            assert group.all_gather_object(step) == [step] * world_size
+        assert sums == [float(step * world_size) for step in range(5)]
+
+
+@pytest.mark.guarantee("D69")
+@pytest.mark.parametrize("name", CALLS)
+def test_a_refused_call_is_refused_on_all_ranks(ranks2: RankPool, name: str) -> None:
+    """The others raise for that call, with rank and reason; every later call has the right result."""
+    ranks2.run(refuse_one, name)
+
+
+def refuse_in_turn(rank: int, world_size: int, directory: Path) -> None:
+    """Let each rank refuse several calls in a row, long before the others come to them."""
+    with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
+        for culprit in range(world_size):
+            if rank == culprit:
+                for _ in range(3):
+                    with pytest.raises(UsageError, match="dim"):
+                        group.all_gather(torch.ones(4), 5)
+            meet(rank, range(world_size), directory, f"refused {culprit}")
+            if rank != culprit:
+                for _ in range(3):
+                    with pytest.raises(DisagreementError, match=rf"rank {culprit} refused all_gather: .*dim"):
+                        group.all_gather(torch.full((4,), float(rank)))
+            assert group.all_reduce(torch.ones(3)).tolist() == [float(world_size)] * 3
+
+
+@pytest.mark.guarantee("D69")
+def test_refusals_wait_for_nobody(ranks4: RankPool) -> None:
+    """A rank may refuse calls to which no other rank has come, and goes on; each is told in its own call."""
+    ranks4.run(refuse_in_turn)
+
+
+def refuse_behind(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
+        handles = [group.all_reduce(torch.full((300_000,), float(step)), async_op=True) for step in range(4)]
+        if rank == 0:
+            with pytest.raises(UsageError):
+                group.all_reduce("tensor", async_op=True)  # type: ignore[call-overload]
+            last = group.all_reduce(torch.tensor(5.0), async_op=True)
+        else:
+            refused = group.all_reduce(torch.ones(2), async_op=True)
+            last = group.all_reduce(torch.tensor(5.0), async_op=True)
+            with pytest.raises(DisagreementError, match="rank 0 refused all_reduce"):
+                refused.wait()
+        assert [handle.wait()[0].item() for handle in handles] == [2.0 * step for step in range(4)]
+        assert last.wait().item() == 10.0
+
+
+@pytest.mark.guarantee("D69")
+def test_a_refused_asynchronous_call_keeps_its_place(ranks2: RankPool) -> None:
+    """It takes its number behind the calls that were open, and before those that follow."""
+    ranks2.run(refuse_behind)

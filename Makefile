@@ -13,7 +13,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench check typecheck test test-fast test-native test-nccl test-kernels test-gpu test-wheel test-engines bench-engines api docs dist clean
+.PHONY: help setup demo bench check typecheck test test-fast test-native test-thorough stress test-nccl test-kernels test-gpu test-wheel test-engines bench-engines api docs dist clean
 # Tests that `make test-wheel` runs; all of them take as long as `make test`.
 TESTS ?= tests
 # Folder for the figures and plots of `make bench`; it is not committed.
@@ -63,7 +63,13 @@ test-fast: $(STAMP) ## Run unit and architecture tests without the slow ones, in
 	$(PY) -m pytest -q -n $(FAST_WORKERS) -m "not slow and not thorough" tests/unit tests/architecture
 
 test-native: $(STAMP) ## Run the slow tests: the cores under sanitizers, kernels with injected bugs, larger worlds
-	$(PY) -m pytest -q -n 2 -m thorough tests
+	$(PY) -m pytest -q -n 2 -m "thorough and not proof" tests
+
+test-thorough: $(STAMP) ## Run the slow tests and all of stress, fuzzing, the matrix of failures and ten thousand cycles, in under an hour
+	$(PY) -m pytest -q -n 2 -o faulthandler_timeout=2400 -m thorough tests
+
+stress: $(STAMP) ## Let ranks make random calls under signals, stops, kills and Ctrl-C, and check every byte (MINUTES=1 RANKS=4 SEED=…)
+	$(PY) -m tests.stress --minutes $(or $(MINUTES),1) --ranks $(or $(RANKS),4) $(if $(SEED),--seed $(SEED))
 
 test-nccl: $(STAMP) ## Run the NCCL tests against the real library, without a device (downloads 300 MB)
 	@$(PY) -c 'from tests.probes import PROBES; raise SystemExit(PROBES["nccl"]() is not None)' \

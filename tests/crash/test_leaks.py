@@ -128,6 +128,26 @@ def broken_groups_in_a_row(rank: int, world_size: int, directory: Path) -> dict[
         return growth(cycle, BROKEN_CYCLES, 2)
 
 
+def many_groups(rank: int, world_size: int, directory: Path, worlds: int, groups: int) -> dict[str, Any]:
+    """Create, use and destroy `groups` groups with a queue in each of `worlds` worlds."""
+
+    def cycle(number: int) -> None:
+        with world(rank, world_size, directory) as first:
+            for at in range(groups):
+                group = new_group(first, f"g{at}")
+                end: Any = group.create_mq_broadcaster(at % 2)
+                use(group)
+                if rank == at % 2:
+                    end.enqueue({"cycle": number, "x": small()})
+                else:
+                    assert end.dequeue()["cycle"] == number
+                if at % 3:  # else its rank destroys it before the other has used it for the last time
+                    group.barrier()
+                group.destroy()
+
+    return growth(cycle, worlds, 2)
+
+
 def assert_nothing_grew(found: list[dict[str, Any]]) -> None:
     for each in found:
         assert each["after"] == each["before"], each
@@ -154,6 +174,22 @@ def test_a_hundred_starts_in_one_process_leave_nothing(ranks2: RankPool) -> None
 def test_thirty_groups_in_one_world_leave_nothing(ranks2: RankPool) -> None:
     """Groups that were created and destroyed leave nothing."""
     assert_nothing_grew(ranks2.run(groups_in_a_row, timeout_s=120.0))
+
+
+def test_fifty_groups_with_queues_leave_nothing(ranks2: RankPool) -> None:
+    """Five worlds with ten groups and queues each leave no descriptor, thread or memory."""
+    assert_nothing_grew(ranks2.run(many_groups, 5, 10, timeout_s=120.0))
+
+
+@pytest.mark.guarantee("G9")
+@pytest.mark.thorough
+@pytest.mark.proof
+def test_ten_thousand_groups_with_queues_leave_nothing(ranks2: RankPool) -> None:
+    """A hundred worlds with a hundred groups and queues each end with the descriptors, threads and memory of the first.
+
+    It takes minutes, and shows what a leak of two kilobytes a group would show.
+    """
+    assert_nothing_grew(ranks2.run(many_groups, 100, 100, timeout_s=1500.0))
 
 
 def test_destroyed_groups_that_somebody_keeps_hold_nothing(ranks2: RankPool) -> None:

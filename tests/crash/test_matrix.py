@@ -1,0 +1,98 @@
+"""Every kind of call, with a rank that is hit by a signal in every state, ends as the table in `matrix.md` says."""
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.crash.matrix_cells import RANKS, VICTIMS, Sender, live_in_a_cell, witnesses
+from tests.harness import run_ranks
+
+PAGE = Path(__file__).with_name("matrix.md")
+PLACES = ["idle", "waiting", "mid-copy"]
+PLANES = ["queue", "collective", "channel", "Gloo call", "creation", "destroy"]
+SIGNALS = ["SIGKILL", "SIGSTOP", "SIGTERM", "SIGINT"]
+SAMPLE = [
+    ("queue", "waiting", "first", "SIGKILL"),
+    ("collective", "mid-copy", "other", "SIGKILL"),
+    ("collective", "waiting", "first", "SIGSTOP"),
+    ("channel", "idle", "other", "SIGTERM"),
+    ("Gloo call", "waiting", "other", "SIGINT"),
+    ("creation", "waiting", "first", "SIGKILL"),
+    ("destroy", "mid-copy", "other", "SIGSTOP"),
+    ("destroy", "waiting", "other", "SIGINT"),
+    ("collective", "waiting", "all", "SIGINT"),
+]
+
+
+def read_table() -> dict[tuple[str, str, str, str], str]:
+    """Return the expected end of every cell."""
+    found = {}
+    for line in PAGE.read_text().splitlines():
+        fields = [field.strip() for field in line.strip("| ").split("|")]
+        if len(fields) == 3 + len(SIGNALS) and fields[0] in PLANES:
+            for name, expected in zip(SIGNALS, fields[3:], strict=True):
+                found[fields[0], fields[1], fields[2], name] = expected
+    return found
+
+
+TABLE = read_table()
+
+
+def test_the_table_has_every_cell() -> None:
+    """Each plane, place, victim and signal has its expected end, and each word of the table is explained."""
+    assert set(TABLE) == set(itertools.product(PLANES, PLACES, VICTIMS, SIGNALS))
+    explained = re.findall(r"^\* \*([\w ]+)\*:", PAGE.read_text(), re.MULTILINE)
+    assert {word for expected in TABLE.values() for word in expected.split(" or ")} == set(explained)
+
+
+def check_cell(tmp_path: Path, cell: tuple[str, str, str, str]) -> None:
+    """Run a cell and compare what the witnesses got, or the victims where there is no witness."""
+    plane, place, hit, name = cell
+    victims = VICTIMS[hit]
+    dead = victims if name != "SIGINT" else []
+    found = run_ranks(
+        live_in_a_cell,
+        RANKS,
+        *cell,
+        str(tmp_path),
+        expect_dead=dead,
+        timeout_s=90.0,
+        # Python runs a handler between any two instructions, also between receiving a descriptor and storing it.
+        check_leaks=name != "SIGINT" or (plane != "creation" and (plane, place) != ("destroy", "mid-copy")),
+        while_running=Sender(tmp_path, *cell),
+    )
+    expected = TABLE[cell]
+    if expected == "all end":
+        assert found == [None] * RANKS
+    elif hit == "all":
+        assert expected == "each stops"
+        kinds = {"KeyboardInterrupt", "PeerLostError", "GroupBrokenError", "ClosedError"}
+        assert {each["kind"] for each in found} <= kinds, found
+        assert "KeyboardInterrupt" in {each["kind"] for each in found}, found
+    else:
+        ends = {
+            "lost": ("PeerLostError", victims),
+            "late": ("CommTimeoutError", victims),
+            "closed": ("ClosedError", []),
+            "done": ("done", []),
+            "refused": ("CapabilityError", []),
+        }
+        wanted = [ends[word] for word in expected.split(" or ")]
+        for rank in witnesses(plane, victims):
+            assert (found[rank]["kind"], found[rank]["ranks"]) in wanted, (rank, found)
+
+
+@pytest.mark.parametrize("cell", SAMPLE, ids=" ".join)
+def test_a_sample_of_the_table_holds(tmp_path: Path, cell: tuple[str, str, str, str]) -> None:
+    """Cells of every plane, place, victim and signal end as the table says; the rest is in `make test-thorough`."""
+    check_cell(tmp_path, cell)
+
+
+@pytest.mark.thorough
+@pytest.mark.proof
+@pytest.mark.parametrize("cell", [cell for cell in TABLE if cell not in SAMPLE], ids=" ".join)
+def test_every_cell_of_the_table_holds(tmp_path: Path, cell: tuple[str, str, str, str]) -> None:
+    """Every other cell ends as the table says."""
+    check_cell(tmp_path, cell)

@@ -1,0 +1,68 @@
+"""Native cores built for fuzzing: with the sanitizers, or counting the lines that run."""
+
+import os
+import subprocess
+import sysconfig
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+__all__ = ["CORES", "COUNTING", "LOAD", "ROOT", "SANITIZED", "build_core"]
+
+ROOT = Path(__file__).parents[2]
+CORES = {"shm_broadcast._core": ROOT / "shm_broadcast/csrc", "device_comm._core": ROOT / "device_comm/csrc"}
+"""By the name of the module: where its sources are."""
+
+SANITIZED = [
+    "-O1",
+    "-g1",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=undefined",
+    "-fno-omit-frame-pointer",
+]
+COUNTING = ["-O0", "--coverage"]
+
+LOAD = """
+import importlib.util, runpy, sys
+while sys.argv[1] != "--":
+    name, path = sys.argv[1:3]
+    del sys.argv[1:3]
+    spec = importlib.util.spec_from_file_location(name, path)
+    core = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(core)
+    sys.modules[name] = core
+del sys.argv[1]
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=False)
+"""
+"""A program: its arguments are names and paths of cores, "--", and a module to run with its arguments."""
+
+
+def build_core(name: str, folder: Path, options: Sequence[str]) -> Path:
+    """Compile core `name` into `folder`, several files at a time; return its path."""
+    sources = sorted(
+        CORES[name].rglob("*.cpp"), reverse=True
+    )  # the files with the last names are the largest ones
+    places = [
+        f"-I{place}" for place in (sysconfig.get_path("include"), *{source.parent for source in sources})
+    ]
+    flags = [
+        "-std=c++20",
+        "-fPIC",
+        "-fvisibility=hidden",
+        "-fno-strict-aliasing",
+        "-DPy_LIMITED_API=0x030B0000",
+    ]
+    folder.mkdir()
+
+    def compiled(source: Path) -> str:
+        made = str(folder / f"{source.stem}.o")
+        subprocess.run(
+            ["g++", *flags, *options, *places, "-c", str(source), "-o", made], check=True, timeout=300
+        )
+        return made
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compiled, sources))
+    library = folder / "_core.abi3.so"
+    subprocess.run(["g++", "-shared", *options, *objects, "-o", str(library)], check=True, timeout=120)
+    return library

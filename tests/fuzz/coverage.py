@@ -1,0 +1,210 @@
+"""Measure which lines of the decoders the inputs reach: `python -m tests.fuzz.coverage` writes `coverage.md`."""
+
+import argparse
+import dis
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from shm_broadcast import codec, endpoint, handle, segment
+from shm_broadcast.codec import numpy_adapter, plain_adapter, torch_adapter
+from shm_broadcast.remote import ledger, reader, wire, writer
+from tests.fuzz.builds import CORES, COUNTING, LOAD, ROOT, build_core
+from tests.fuzz.driver import fuzz
+from tests.fuzz.targets import TARGETS
+
+__all__ = ["LEAST", "PAGE", "of_native", "of_python"]
+
+PAGE = Path(__file__).with_name("coverage.md")
+LEAST = 0.95
+"""Which part of each decoder's lines must be reached."""
+
+PYTHON: dict[str, list[Any]] = {
+    "codec": [
+        codec.decode,
+        codec.frame_length,
+        *plain_adapter.BUILDERS.values(),
+        *numpy_adapter.BUILDERS.values(),
+        *numpy_adapter.DATA_BUILDERS.values(),
+        *torch_adapter.BUILDERS.values(),
+        *torch_adapter.DATA_BUILDERS.values(),
+    ],
+    "handle": [handle.QueueHandle.from_bytes, endpoint.RemoteEndpoint.__post_init__, endpoint.bind_host],
+    "handover": [segment.Handover._answer, segment.Handover._give, segment.take_descriptor],
+    "remote": [
+        wire.unpack,
+        wire.identity_of,
+        ledger.Inbox.take,
+        ledger.Ledger.acknowledge,
+        reader.RemoteReader._hear,
+        writer.RemoteWriter._hear,
+        writer.RemoteWriter._greet,
+    ],
+}
+"""By target: the functions that decode in Python."""
+
+NATIVE: dict[str, dict[str, list[str]]] = {
+    "codec": {
+        "codec/decode.cpp": [""],
+        "codec/decoder.hpp": [""],
+        "codec/arrays.hpp": [""],
+        "codec/numpy_arrays.cpp": ["numpy_build"],
+        "codec/torch_tensors.cpp": ["torch_build"],
+    },
+    "ring": {
+        "ring/ring.hpp": [
+            "Ring::Ring",
+            "::valid",
+            "::next",
+            "::record",
+            "::payload",
+            "::outstanding",
+            "::position",
+        ],
+        "ring/receiving.cpp": ["take", "give_back", "decoded", "corrupt"],
+        "ring/assembly.cpp": ["Assembly"],
+    },
+    "region": {
+        "cpu/shared_region.hpp": ["SharedRegion::SharedRegion", "::valid", "::fits", "::slot", "::posted"]
+    },
+}
+"""By target and file: parts of the names of the functions that decode; an empty one stands for all."""
+
+
+def of_python(name: str, inputs: int, folder: Path) -> tuple[int, dict[str, list[int]]]:
+    """Return how many lines target `name` has in Python, and by function those that `inputs` inputs do not reach."""
+    lines: dict[CodeType, set[int]] = {}
+    for function in PYTHON.get(name, []):
+        for code in _codes(function):
+            lines[code] = {
+                line for _, line in dis.findlinestarts(code) if line and line != code.co_firstlineno
+            }
+    missed = {code: set(there) for code, there in lines.items()}
+
+    def enter(frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
+        return step if frame.f_code in missed else None
+
+    def step(frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
+        missed[frame.f_code].discard(frame.f_lineno)
+        return step
+
+    target = TARGETS[name]()
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        fuzz(target, folder, inputs)
+    finally:
+        sys.settrace(before)
+    found = {
+        f"{code.co_filename.rpartition('/')[2]} {code.co_name}": sorted(left)
+        for code, left in missed.items()
+        if left
+    }
+    return sum(map(len, lines.values())), found
+
+
+def _codes(function: Any) -> Iterator[CodeType]:
+    function = getattr(function, "func", function)  # of a partial
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    pending = [] if code is None else [code]
+    while pending:
+        code = pending.pop()
+        yield code
+        pending += [each for each in code.co_consts if isinstance(each, CodeType)]
+
+
+def of_native(name: str, inputs: int, folder: Path) -> tuple[int, dict[str, list[int]]]:
+    """Return the same for the native lines of target `name`; the cores are built in `folder` unless they are there."""
+    arguments = []
+    for core in CORES:
+        place = folder / core.partition(".")[0]
+        library = place / "_core.abi3.so" if place.exists() else build_core(core, place, COUNTING)
+        arguments += [core, str(library)]
+    for old in folder.rglob("*.gcda"):
+        old.unlink()
+    command = [
+        sys.executable,
+        "-c",
+        LOAD,
+        *arguments,
+        "--",
+        "tests.fuzz.driver",
+        name,
+        "--inputs",
+        str(inputs),
+    ]
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    counts: dict[tuple[str, int], int] = {}
+    for data in folder.rglob("*.gcda"):
+        shown = subprocess.run(
+            ["gcov", "--json-format", "--stdout", str(data)],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=folder,
+        )
+        for report in filter(None, map(str.strip, shown.stdout.splitlines())):
+            for file in json.loads(report)["files"]:
+                _add(counts, file, NATIVE[name])
+    missed: dict[str, list[int]] = {}
+    for (path, line), count in sorted(counts.items()):
+        if not count:
+            missed.setdefault(path, []).append(line)
+    return len(counts), missed
+
+
+def _add(counts: dict[tuple[str, int], int], file: Any, wanted: dict[str, list[str]]) -> None:
+    path = file["file"].rpartition("csrc/")[2]
+    if path not in wanted:
+        return
+    spans = [
+        range(function["start_line"], function["end_line"] + 1)
+        for function in file["functions"]
+        if any(part in function["demangled_name"] for part in wanted[path])
+    ]
+    for line in file["lines"]:
+        if any(line["line_number"] in span for span in spans):
+            key = path, line["line_number"]
+            counts[key] = counts.get(key, 0) + line["count"]
+
+
+def main() -> int:
+    """Measure every target, and write the page."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.coverage", description=__doc__)
+    parser.add_argument(
+        "--inputs", type=int, default=100_000, help="how many inputs for each target (100000)"
+    )
+    inputs = parser.parse_args().inputs
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as place:
+        folder = Path(place)
+        for name in TARGETS:
+            for language, table, measure in (("Python", PYTHON, of_python), ("C++", NATIVE, of_native)):
+                if name in table:
+                    total, missed = measure(name, inputs, folder)
+                    reached = total - sum(map(len, missed.values()))
+                    left = "; ".join(
+                        f"{where}: {', '.join(map(str, lines))}" for where, lines in missed.items()
+                    )
+                    rows.append(
+                        f"| {name} | {language} | {reached} of {total} | {reached / total:.1%} | {left} |"
+                    )
+                    print(rows[-1], flush=True)
+    PAGE.write_text(
+        "# Lines of the decoders that the fuzzer reaches\n\n"
+        f"`python -m tests.fuzz.coverage` measured this with {inputs:,} inputs for each target.\n"
+        "`coverage.py` names the functions that count as a decoder.\n\n"
+        "| target | language | lines | reached | not reached |\n|---|---|---|---|---|\n"
+        + "\n".join(rows)
+        + "\n"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

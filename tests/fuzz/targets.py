@@ -1,0 +1,458 @@
+"""What is fuzzed: decoders with valid messages to begin with, and the errors with which they may refuse an input."""
+
+import array
+import hashlib
+import hmac
+import itertools
+import os
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+import torch
+import zmq
+
+from device_comm import _core as device_core
+from shm_broadcast import _core, codec, segment
+from shm_broadcast.codec import decode, encode, frame_length
+from shm_broadcast.endpoint import RemoteEndpoint, RemoteSettings
+from shm_broadcast.errors import DecodeError, PeerLostError
+from shm_broadcast.handle import QueueHandle
+from shm_broadcast.liveness import this_process
+from shm_broadcast.remote import reader, wire, writer
+from shm_broadcast.remote.ledger import Inbox, Ledger
+from shm_broadcast.remote.wire import Kind, pack
+from shm_broadcast.segment import Handover, Hello
+from tests.hostile_frames import array as array_frame
+from tests.hostile_frames import frame_of, hook
+from tests.unit.shm_broadcast.codec_samples import VALUES
+
+__all__ = ["TARGETS", "Target"]
+
+KEY = bytes(range(32))
+FIRST_PLACE = 256
+"""Bytes of the header of a ring for one reader; its records begin on the next page."""
+RING_BYTES = 4 * 4096
+SLOT = 4096
+
+
+def _unchanged(data: bytes, number: int) -> bytes:
+    return data
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass
+class Target:
+    """One decoder.
+
+    Attributes:
+        name: Its name on the command line.
+        seeds: Valid messages.
+        run: Decodes one input.
+        errors: With these it may refuse one.
+        repair: Mends what would be refused at once, as a checksum; it gets the input and its number.
+        is_fixed: Whether inputs keep the size of their seed.
+        close: Gives back what the target holds.
+    """
+
+    name: str
+    seeds: Sequence[bytes]
+    run: Callable[[bytes], object]
+    errors: tuple[type[Exception], ...]
+    repair: Callable[[bytes, int], bytes] = _unchanged
+    is_fixed: bool = False
+    close: Callable[[], object] = _nothing
+
+
+# --- frames of the codec --------------------------------------------------------------------------------------
+
+
+def codec_target() -> Target:
+    """Return the decoder of frames: the native core, and the adapters that build what it does not."""
+    values = [
+        *VALUES.values(),
+        {"step": 1, "t": (1, {2}), "a": np.arange(3), "x": torch.ones(700), "b": b"z" * 3000},
+    ]
+    arrays = [
+        np.zeros(3, [("a", "i4"), ("b", "U3")]),
+        torch.ones(2, 3),
+        np.float32(1),
+        torch.Size([1]),
+        torch.bfloat16,
+    ]
+    # What is out of band makes long frames; each alone is still short.
+    long = [
+        np.arange(300),
+        torch.arange(300.0),
+        torch.ones(1100, dtype=torch.bfloat16),
+        b"z" * 2100,
+        bytearray(2100),
+    ]
+    more = [torch.device("cpu"), torch.device("cuda", 1), torch.float16, array.array("d", [1.0, 2.0])]
+    more += [np.zeros(0, [("a", "i4")]), np.ones(700, np.complex64), torch.ones(300, dtype=torch.complex64)]
+    more += [torch.ones(2, 200, dtype=torch.complex64), torch.empty(0, 3, dtype=torch.complex64)]
+    frames = [encode(value).to_bytes() for value in (*values, *arrays, *long, *more)]
+    # What the encoder never writes, but a peer could.
+    frames += [
+        frame_of(hook(50, "cuda:1", b"\xc0")),
+        frame_of(array_frame("V0", [2], b"")),
+        frame_of(array_frame("<i4", [], b"abcd")),
+    ]
+    frames = [frame for frame in frames if len(frame) < 6000]
+    turn = itertools.count()
+
+    def run(data: bytes) -> None:
+        # Both ways for each seed, whatever their number is.
+        copy = next(turn) // len(frames) % 2 == 0
+        if len(data) % 8 == 0:
+            frame_length(data[:16])
+        decode(data, copy=copy)
+
+    def mended(data: bytes, number: int) -> bytes:
+        """Let the prefix match the length in three of four inputs; the tree and the table then decide."""
+        if number // len(frames) % 4 == 1 or len(data) < 32:
+            return data
+        changed = bytearray(data)
+        changed[:8] = b"GCBC\x01\0\0\0"
+        struct.pack_into("<Q", changed, 8, len(data))
+        return bytes(changed)
+
+    return Target("codec", frames, run, (DecodeError,), mended)
+
+
+# --- the handle of a queue ------------------------------------------------------------------------------------
+
+
+def handle_target() -> Target:
+    """Return the decoder of handles; the changed body is signed again, as only the key's owner could."""
+    settings = RemoteSettings()
+    public = bytes(range(1, 33))
+    far = RemoteEndpoint(1, "10.0.0.1", 4000, public, 7, (2, 3), settings)
+    near = QueueHandle(1, "steps", 7, "group-coordinator-x", 1 << 20, (1, 2), "adaptive", 60.0, 0)
+    handles = [
+        near,
+        msgspec.structs.replace(near, remote=far, ranks=()),
+        msgspec.structs.replace(far, address="::1"),
+    ]
+    bodies = [msgspec.msgpack.encode(each) for each in handles[:2]]
+    bodies.append(msgspec.msgpack.encode(msgspec.structs.replace(near, remote=handles[2])))
+
+    def signed(body: bytes, number: int) -> bytes:
+        mac = hmac.digest(KEY, b"handle" + body, "sha256")
+        return (mac if number % 16 else bytes(32)) + body
+
+    return Target("handle", bodies, lambda data: QueueHandle.from_bytes(data, KEY), (DecodeError,), signed)
+
+
+# --- the handover of a segment --------------------------------------------------------------------------------
+
+
+class _Peer:
+    """One end of a connection, which holds one datagram and some descriptors, and takes whatever is sent."""
+
+    def __init__(self, *data: bytes, descriptors: Sequence[int] = ()) -> None:
+        self._data = list(data)
+        self._descriptors = descriptors
+
+    def recv(self, size: int) -> bytes:
+        return self._data.pop(0)[:size]
+
+    def recvmsg(self, size: int, *_: int) -> tuple[bytes, list[tuple[int, int, bytes]], int, None]:
+        rights = struct.pack(f"{len(self._descriptors)}i", *self._descriptors)
+        return self._data.pop(0)[:size], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], 0, None
+
+    def sendmsg(self, buffers: Sequence[bytes], *_: object) -> int:
+        return sum(map(len, buffers))
+
+    def close(self) -> None:
+        pass
+
+    def settimeout(self, seconds: float) -> None:
+        pass
+
+    def connect(self, address: str) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def handover_target() -> Target:
+    """Return both ends of a handover: the owner reads a peer's introduction, the peer the owner's answer.
+
+    What asks the kernel takes ten times as long as what decodes, so it is replaced until `close`.
+    """
+    identity, null, turn = this_process(), os.open(os.devnull, os.O_RDONLY), itertools.count()
+    hellos = [msgspec.msgpack.encode(Hello(member, identity)) for member in (1, 2, -1)]
+    owner: Any = Handover.__new__(Handover)
+    owner._key, owner._own, owner._watch = KEY, identity, null
+    owner._segment = SimpleNamespace(descriptor=null)
+    owner._poller = SimpleNamespace(unregister=_ignore)
+    owner._joined = lambda hello, descriptor: os.close(descriptor)
+    challenge = bytes(32)
+    there: list[_Peer] = []
+    replaced = {
+        "_proof": lambda key, role, data: hashlib.blake2b(role + data, key=key, digest_size=32).digest(),
+        "this_process": lambda: identity,
+        "open_pidfd": lambda pid: os.dup(null),
+        "socket": SimpleNamespace(**{**vars(socket), "socket": lambda *_: there.pop()}),
+    }
+    before = {name: vars(segment)[name] for name in replaced}
+    vars(segment).update(replaced)
+    proof = segment._proof(KEY, b"peer", challenge + hellos[0])
+
+    def peer_says(body: bytes, number: int) -> None:
+        owner._members = {1, 2}
+        said = segment._proof(KEY, b"peer", challenge + body) if number % 16 else bytes(32)
+        given = [os.dup(null) for _ in range(number % 3)]
+        visitor: Any = _Peer(said + body, descriptors=given)
+        owner._visitors = {0: segment._Visitor(visitor, challenge, 0.0)}
+        owner._answer(0)
+
+    def owner_says(body: bytes, number: int) -> None:
+        answer = segment._proof(KEY, b"owner", proof + body) if number % 16 else bytes(32)
+        given = [os.dup(null) for _ in range(2 if number % 3 else 1)]
+        there.append(_Peer(challenge, answer + body if number % 50 else b"", descriptors=given))
+        memory, _, watch = segment.take_descriptor("address", KEY, 1, 1.0)
+        os.close(memory)
+        os.close(watch)
+
+    def run(data: bytes) -> None:
+        number = next(turn)
+        if number % 2:
+            peer_says(data, number // 2)
+        else:
+            owner_says(data, number // 2)
+
+    def close() -> None:
+        vars(segment).update(before)
+        os.close(null)
+
+    return Target("handover", hellos, run, (DecodeError, PeerLostError), close=close)
+
+
+def _ignore(*_: object) -> None:
+    pass
+
+
+# --- records between hosts ------------------------------------------------------------------------------------
+
+
+class _Socket:
+    """A zmq socket that takes everything, and has nothing."""
+
+    def send(self, *_: object, **__: object) -> None:
+        pass
+
+    def disconnect(self, url: str) -> None:
+        pass
+
+
+def remote_target() -> Target:
+    """Return both ends of a remote queue: what the reader hears from the writer, and the writer from readers."""
+    identity = msgspec.msgpack.encode(this_process())
+    body = encode({"step": 1, "data": bytes(100)}).to_bytes()
+    half = len(body) // 2
+    records = [
+        pack(Kind.WELCOME, 7, 0, 5, identity),
+        pack(Kind.REFUSED, 7, 0, 5, b"no"),
+        pack(Kind.DATA, 1, len(body), 0, body),
+        pack(Kind.DATA, 1, len(body), 0, body[:half]),
+        pack(Kind.DATA, 2, len(body), half, body[half:]),
+        pack(Kind.BEAT, 3, 1),
+        pack(Kind.END, 1),
+        pack(Kind.HELLO, 7, 0, 5, identity),
+        pack(Kind.HELLO, 7, 1, 5, identity),
+        pack(Kind.ACK, 0, 1, 5),
+        pack(Kind.ACK, 1, 2, 5),
+        pack(Kind.AGAIN, 0, 1, 5),
+        pack(Kind.BYE, 0, 0, 5),
+    ]
+    endpoint = RemoteEndpoint(1, "10.0.0.1", 4000, bytes(range(1, 33)), 7, (1, 2), RemoteSettings())
+    ends = itertools.count()
+    readers, writers = _reader(endpoint), _writer(endpoint)
+
+    def run(data: bytes) -> None:
+        number = next(ends)
+        if number % 512 == 0:  # what was heard before changes what is expected
+            readers.begin()
+            writers.begin()
+        record = wire.unpack(zmq.Frame(data))
+        if number % 2:
+            readers.hear(record)
+        else:
+            writers.hear(record)
+
+    return Target("remote", records, run, (DecodeError,))
+
+
+def _reader(endpoint: RemoteEndpoint) -> Any:
+    end: Any = reader.RemoteReader.__new__(reader.RemoteReader)
+    end._endpoint, end._dealer, end._incarnation, end._is_off = endpoint, _Socket(), 5, False
+    end._identity, end._writer, end.name, end.role = b"", 0, "q", "reader"
+
+    def begin() -> None:
+        end._inbox, end._has_ended, end._failure, end._is_awaited = Inbox(), False, None, False
+        end._writer_process, end._unacknowledged, end._broken_at, end._is_off = None, 0, None, False
+
+    def hear(record: wire.Record) -> None:
+        end._hear(record)
+        while end._inbox:
+            codec.decode(end._inbox.pop())
+
+    begin()
+    return SimpleNamespace(begin=begin, hear=hear)
+
+
+def _writer(endpoint: RemoteEndpoint) -> Any:
+    end: Any = writer.RemoteWriter.__new__(writer.RemoteWriter)
+    end.endpoint, end._router, end._identity, end.name = endpoint, _Socket(), b"", "q"
+    end._changed = SimpleNamespace(notify_all=lambda: None)
+    end._is_closing = False
+    messages = [encode({"step": number}) for number in range(3)]
+
+    def begin() -> None:
+        end._ledger = Ledger((1, 2), 1 << 20)
+        for message in messages:
+            end._ledger.add(end._ledger.cut(message))
+        end._is_closing = not end._is_closing
+
+    def hear(record: wire.Record) -> None:
+        for rank, link in end._ledger.links.items():
+            end._hear(link, b"route %d" % rank, record)
+
+    begin()
+    return SimpleNamespace(begin=begin, hear=hear)
+
+
+# --- the header and the records of a ring ---------------------------------------------------------------------
+
+
+class RefusedError(Exception):
+    """An endpoint has asked its owner what to raise."""
+
+
+def _look_around(reason: int, detail: object) -> None:
+    if reason >= _core.LOOK_LATE:
+        raise RefusedError(reason)
+
+
+def _kept(memory: bytearray) -> bytes:
+    """Return the header and the records of a ring, without what is empty between and behind them."""
+    filled = min(RING_BYTES - 4096, 512 + len(memory[4096:].rstrip(b"\0")))
+    return bytes(memory[:FIRST_PLACE] + memory[4096 : 4096 + filled])
+
+
+def _claim_too_much(memory: bytearray) -> None:
+    """Let the long message of a ring, a frame with one buffer, claim more memory than there is."""
+    frame = 4096 + 64
+    (tree,) = struct.unpack_from("<Q", memory, frame + 16)
+    table = 32 + (tree + 7) // 8 * 8
+    nbytes = 1 << 62
+    total = (table + 8 + 63) // 64 * 64 + nbytes
+    struct.pack_into("<Q", memory, frame + 8, total)
+    struct.pack_into("<Q", memory, frame + table, nbytes | memory[frame + table + 7] << 56)
+    at = 4096
+    while at < RING_BYTES and (payload := struct.unpack_from("<Q", memory, at)[0]):
+        struct.pack_into("<Q", memory, at + 24, total)
+        at += 64 + (payload + 63) // 64 * 64
+
+
+def ring_target() -> Target:
+    """Return the readers and the writer of a ring whose header and records are changed."""
+    seeds = []
+    arrays = {"a": np.arange(600), "b": bytearray(2500), "c": b"x" * 2200, "d": [1] * 3000}
+    for objects in ((), (b"x",), (b"x" * 100, b"x" * 3000), (arrays,), ([bytes(9000)] * 2,), (b"x" * 7000,)):
+        memory = bytearray(RING_BYTES)
+        _core.ring_format(memory, 1, 7)
+        _core.ring_attach(memory, 0)
+        end = _core.WriteEndpoint(memory, codec.describe, "park", _look_around)
+        for each in objects:
+            _try(partial(end.send, each, 0))
+        seeds.append(_kept(memory))
+    _claim_too_much(memory)
+    seeds.append(_kept(memory))
+
+    def run(data: bytes) -> None:
+        memory = bytearray(RING_BYTES)  # each in a block of its own, so that the sanitizer sees its ends
+        memory[:FIRST_PLACE] = data[:FIRST_PLACE]
+        memory[4096 : 4096 + len(data) - FIRST_PLACE] = data[FIRST_PLACE:]
+        _core.ring_facts(memory)
+        _core.ring_state(memory)
+        _try(lambda: _core.ring_wait(memory, 0, 0, 0))
+        _try(lambda: _core.ring_take(memory, 0))
+        there = _core.ReadEndpoint(memory, 0, codec.build_owned, "park", _look_around)
+        for _ in range(3):
+            _try(lambda: there.receive_within(0, 0))
+        back = _core.WriteEndpoint(memory, codec.describe, "park", _look_around)
+        _try(lambda: back.send_now({"x": 1}, 0))
+        _try(lambda: back.send(b"y" * 3000, 0))
+
+    return Target("ring", seeds, run, (ValueError, RefusedError), is_fixed=True)
+
+
+def _try(call: Callable[[], object]) -> None:
+    """Make a call that may be refused, and go on with the same memory."""
+    try:
+        call()
+    except (ValueError, RefusedError):
+        return
+
+
+# --- the header of a group's region ---------------------------------------------------------------------------
+
+
+def region_target() -> Target:
+    """Return the calls of one rank on a region whose header and posts are changed."""
+    nbytes = device_core.segment_bytes(2, SLOT)
+    memory = bytearray(nbytes)
+    device_core.lay_out(memory, 2, SLOT, 7)
+    fresh = bytes(memory[:4096])
+    device_core.SharedRegion(memory, 1).barrier()
+    seeds = [fresh[:640], bytes(memory[:640])]
+    source, result = torch.ones(100), torch.ones(100)
+    turn = itertools.count()
+
+    def run(data: bytes) -> None:
+        changed = bytearray(nbytes)
+        changed[:640] = data
+        end = device_core.SharedRegion(changed, 0)
+        end.missing()
+        end.views()
+        if next(turn) % 20_000:
+            return
+        # A call that lacks the other rank's post returns after 50 ms.
+        end.barrier()
+        end.resume(0)
+        end.missing()
+        end.views()
+        other = device_core.SharedRegion(changed, 0)
+        other.reduce(device_core.ALL_REDUCE_ONE_SHOT, source.data_ptr(), result.data_ptr(), 100, 6, 0, 0)
+        other.resume(0)
+        other.views()
+        other.widths()
+
+    return Target("region", seeds, run, (ValueError,), is_fixed=True)
+
+
+TARGETS: dict[str, Callable[[], Target]] = {
+    "codec": codec_target,
+    "handle": handle_target,
+    "handover": handover_target,
+    "remote": remote_target,
+    "ring": ring_target,
+    "region": region_target,
+}
+"""By name: each makes its target anew."""

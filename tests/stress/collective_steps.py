@@ -1,0 +1,245 @@
+"""Steps of a stress life in which every rank makes the same collective."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from coordinator import DisagreementError, GroupCoordinator, ReduceOperation, UsageError
+from tests.stress.model import MismatchError, Model, check_same, combined
+
+__all__ = ["STEPS"]
+
+Check = Callable[[Any], None]
+Start = Callable[..., Any]
+
+
+def _operation(model: Model, dtype: torch.dtype) -> ReduceOperation:
+    every = [each for each in ReduceOperation if dtype.is_floating_point or each is not ReduceOperation.MEAN]
+    return model.plan.choice(every)
+
+
+def _sizes(model: Model) -> list[int]:
+    return [model.plan.choice((0, 1, 5, 700)) for _ in range(model.world_size)]
+
+
+def reduction(group: GroupCoordinator, model: Model) -> tuple[Start, Check]:
+    """Reduce to all ranks, out of place, in place or into an output, or to one."""
+    me, n = group.rank_in_group, model.world_size
+    dtype, form = model.dtype(summed=True), model.plan.choice(("out", "in place", "output", "root"))
+    root, operation, shape = model.rank(), _operation(model, dtype), (model.count(),)
+    inputs = [model.tensor(shape, dtype, rank) for rank in range(n)]
+    expected, given = combined(operation, inputs), inputs[me].clone()
+    output = torch.empty(shape, dtype=dtype)
+    start: Start = {
+        "out": lambda **o: group.all_reduce(given, operation, **o),
+        "in place": lambda **o: group.all_reduce_(given, operation, **o),
+        "output": lambda **o: group.all_reduce(given, operation, out=output, **o),
+        "root": lambda **o: group.reduce(given, root, operation, **o),
+    }[form]
+
+    def check(found: Any) -> None:
+        if form == "root" and me != root:
+            check_same(found, None, "result of reduce")
+        else:
+            check_same(found, expected, f"{operation.value}, {form}")
+        if form != "in place":
+            check_same(given, inputs[me], "the input afterwards")
+        if form == "output":
+            check_same(output, expected, "the output")
+
+    return start, check
+
+
+def scattering(group: GroupCoordinator, model: Model) -> tuple[Start, Check]:
+    """Reduce and scatter, in equal or other parts."""
+    me, n = group.rank_in_group, model.world_size
+    dtype, uneven = model.dtype(summed=True), model.plan.random() < 0.5
+    operation, sizes = _operation(model, dtype), _sizes(model)
+    if not uneven:
+        sizes = [model.count(200_000)] * n
+    inputs = [model.tensor((sum(sizes), 2), dtype, rank) for rank in range(n)]
+    expected = combined(operation, inputs).split(sizes)[me]
+    if uneven:
+        return lambda **o: group.reduce_scatterv(inputs[me], 0, sizes, operation, **o), _expecting(expected)
+    return lambda **o: group.reduce_scatter(inputs[me], 0, operation, **o), _expecting(expected)
+
+
+def gathering(group: GroupCoordinator, model: Model) -> tuple[Start, Check]:
+    """Gather to all or to one, along either dimension, in equal or other parts."""
+    me, n = group.rank_in_group, model.world_size
+    dtype, form, dim = model.dtype(), model.plan.choice(("all", "uneven", "root")), model.plan.randrange(2)
+    root, sizes = model.rank(), _sizes(model)
+    if form != "uneven":
+        sizes = [model.count(100_000)] * n
+    else:
+        dim = 0
+    inputs = [
+        model.tensor((sizes[rank], 3) if dim == 0 else (3, sizes[rank]), dtype, rank) for rank in range(n)
+    ]
+    whole = torch.cat([each.view(torch.uint8) if dtype.itemsize == 1 else each for each in inputs], dim)
+    expected = whole.view(dtype)
+    if form == "all":
+        return lambda **o: group.all_gather(inputs[me], dim, **o), _expecting(expected)
+    if form == "uneven":
+        return lambda **o: group.all_gatherv(inputs[me], 0, sizes, **o), _expecting(expected)
+    return lambda **o: group.gather(inputs[me], root, dim, **o), _expecting(expected if me == root else None)
+
+
+def spreading(group: GroupCoordinator, model: Model) -> tuple[Start, Check]:
+    """Broadcast or scatter from one rank."""
+    me, n = group.rank_in_group, model.world_size
+    dtype, root, form, rows = model.dtype(), model.rank(), model.plan.randrange(2), model.count(100_000)
+    if form == 0:
+        expected = model.tensor((rows, 3), dtype, "root")
+        given = expected.clone() if me == root else model.tensor((rows, 3), dtype, me)
+        return lambda **o: group.broadcast(given, root, **o), _expecting(expected)
+    whole = model.tensor((rows * n, 2), dtype, "root")
+    output = torch.empty((rows, 2), dtype=dtype)
+    return (
+        lambda **o: group.scatter(output, whole if me == root else None, root, **o),
+        _expecting(whole[me * rows : (me + 1) * rows]),
+    )
+
+
+def exchange(group: GroupCoordinator, model: Model) -> tuple[Start, Check]:
+    """Send each rank a part of its own size."""
+    me, n, dtype = group.rank_in_group, model.world_size, model.dtype()
+    sizes = [[model.plan.choice((0, 1, 30, 5000)) for _ in range(n)] for _ in range(n)]
+    inputs = [model.tensor((sum(sizes[rank]), 2), dtype, rank) for rank in range(n)]
+    expected = torch.cat([each.split(sizes[rank])[me].view(torch.uint8) for rank, each in enumerate(inputs)])
+    received = [sizes[rank][me] for rank in range(n)]
+    return (
+        lambda **o: group.all_to_all(inputs[me], 0, sizes[me], received, **o),
+        _expecting(expected.view(dtype)),
+    )
+
+
+def _expecting(expected: Any) -> Check:
+    return lambda found: check_same(found, expected, "the result")
+
+
+MAKERS = (reduction, reduction, scattering, gathering, spreading, exchange)
+
+
+def tensors(group: GroupCoordinator, model: Model) -> None:
+    """Make one collective of tensors."""
+    start, check = model.plan.choice(MAKERS)(group, model)
+    check(start())
+
+
+def asynchronous(group: GroupCoordinator, model: Model) -> None:
+    """Start several collectives, send a message meanwhile, and wait in an order of this rank's own."""
+    started = []
+    for number in range(model.plan.randrange(1, 5)):
+        inner = Model(str(model.private(f"call {number}").random()), model.world_size)
+        start, check = model.plan.choice(MAKERS)(group, inner)
+        started.append((start(async_op=True), check))
+    sender, receiver = model.rank(), model.rank()
+    if sender != receiver and group.rank_in_group == sender:
+        group.send_object(model.object("meanwhile"), receiver)
+    elif sender != receiver and group.rank_in_group == receiver:
+        check_same(group.recv_object(sender), model.object("meanwhile"), "the object sent meanwhile")
+    barrier = group.barrier(async_op=True)
+    model.private(group.rank_in_group).shuffle(started)
+    for handle, check in started:
+        check(handle.wait())
+    if barrier is not None:
+        barrier.wait()
+
+
+def coalesced(group: GroupCoordinator, model: Model) -> None:
+    """Reduce and gather several tensors in one call."""
+    me, n = group.rank_in_group, model.world_size
+    kinds = [(model.dtype(summed=True), model.count(5000)) for _ in range(model.plan.randrange(1, 6))]
+    given = [
+        [model.tensor((n * count,), dtype, rank, at) for at, (dtype, count) in enumerate(kinds)]
+        for rank in range(n)
+    ]
+    sums = [combined(ReduceOperation.SUM, [each[at] for each in given]) for at in range(len(kinds))]
+    check_same(group.all_reduce_coalesced([each.clone() for each in given[me]]), sums, "all_reduce_coalesced")
+    wholes = [torch.cat([each[at] for each in given]) for at in range(len(kinds))]
+    check_same(group.all_gather_coalesced(given[me]), wholes, "all_gather_coalesced")
+    parts = [each.chunk(n)[me] if len(each) else each for each in sums]
+    check_same(group.reduce_scatter_coalesced(given[me]), parts, "reduce_scatter_coalesced")
+
+
+def objects(group: GroupCoordinator, model: Model) -> None:
+    """Make one collective of objects."""
+    me, n, root = group.rank_in_group, model.world_size, model.rank()
+    mine, every = model.object(me), [model.object(rank) for rank in range(n)]
+    match model.plan.randrange(6):
+        case 0 | 1:
+            found = group.broadcast_object(mine if me == root else None, root)
+            check_same(found, every[root], "broadcast_object")
+        case 2:
+            check_same(group.all_gather_object(mine), every, "all_gather_object")
+        case 3:
+            check_same(group.gather_object(mine, root), every if me == root else None, "gather_object")
+        case 4:
+            given = [None] * 3 if me != root else [every[root], 1, "x"]
+            check_same(
+                group.broadcast_object_list(given, root), [every[root], 1, "x"], "broadcast_object_list"
+            )
+        case _:
+            slot: list[Any] = [None]
+            group.scatter_object_list(slot, every if me == root else None, root)
+            check_same(slot[0], mine, "scatter_object_list")
+
+
+def scalars(group: GroupCoordinator, model: Model) -> None:
+    """Sum a number, share a flag, and meet."""
+    values = [model.plan.randrange(-1000, 1000) / 8 for _ in range(model.world_size)]
+    check_same(group.all_sum(values[group.rank_in_group]).item(), sum(values), "all_sum")
+    root, flag = model.rank(), model.plan.random() < 0.5
+    check_same(group.broadcast_flag(flag == (group.rank_in_group == root), root), flag, "broadcast_flag")
+    group.barrier()
+
+
+def tensor_dict(group: GroupCoordinator, model: Model) -> None:
+    """Broadcast a tensor dict."""
+    root, expected = model.rank(), dict_of(model, "dict")
+    found = group.broadcast_tensor_dict(expected if group.rank_in_group == root else None, root)
+    check_same(found, expected, "broadcast_tensor_dict")
+
+
+def dict_of(model: Model, *whose: object) -> dict[Any, Any]:
+    """Return the tensor dict that `whose` names."""
+    source = model.private(whose)
+    found: dict[Any, Any] = {"object": model.object(*whose, "object")}
+    for number in range(source.randrange(4)):
+        shape = (source.choice((0, 1, 60, 20_000, 300_000)),)
+        found[f"tensor {number}"] = model.tensor(shape, model.dtype_of(source), *whose, number)
+    return found
+
+
+def refused(group: GroupCoordinator, model: Model) -> None:
+    """Make calls that every rank must refuse, and look whether the group goes on."""
+    sums = model.tensor((8,), torch.float32, "refused")
+    try:
+        group.broadcast(sums, model.world_size)
+    except UsageError:
+        group.barrier()
+    else:
+        raise MismatchError("broadcast took a root that is no rank")
+    other = model.rank()
+    try:
+        group.all_reduce(sums[:4] if group.rank_in_group == other else sums)
+    except DisagreementError as error:
+        named = [rank for rank in range(model.world_size) if f"rank {rank}: all_reduce" in str(error)]
+        check_same(named, list(range(model.world_size)), "ranks whose views the error holds")
+    else:
+        raise MismatchError(f"all_reduce took another length from rank {other}")
+    group.barrier()
+
+
+STEPS = {
+    "tensors": (tensors, 30),
+    "asynchronous": (asynchronous, 10),
+    "coalesced": (coalesced, 4),
+    "objects": (objects, 12),
+    "scalars": (scalars, 6),
+    "tensor_dict": (tensor_dict, 6),
+    "refused": (refused, 2),
+}
+"""By name: the step, and how often it is chosen in relation to others."""

@@ -1,0 +1,230 @@
+"""The life of one rank: it follows the common schedule until rank 0 ends it, or a rank is killed or interrupted."""
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from coordinator.errors import ClosedError, CommError
+from coordinator.group import GroupCoordinator
+from tests.stress import collective_steps, message_steps
+from tests.stress.message_steps import Queues
+from tests.stress.model import Model
+from tests.worlds import join_world, meet, world
+
+__all__ = ["StressError", "live"]
+
+BATCH = 4
+"""After so many steps rank 0 says whether the life goes on."""
+RENEWALS = 60
+"""One in so many steps makes the group and its queues anew."""
+LONGEST_S = 60.0
+"""No life that is to end by a kill or an interrupt may go on for longer."""
+
+Step = Callable[[GroupCoordinator, Queues, Model], None]
+
+
+class StressError(AssertionError):
+    """A step ended otherwise than the model says; the text holds what is needed to look into it."""
+
+
+def _without_queues(
+    step: Callable[[GroupCoordinator, Model], None], group: GroupCoordinator, _: Queues, model: Model
+) -> None:
+    step(group, model)
+
+
+STEPS: dict[str, Step] = {
+    **{name: partial(_without_queues, step) for name, (step, _) in collective_steps.STEPS.items()},
+    **{name: step for name, (step, _) in message_steps.STEPS.items()},
+}
+WEIGHTS = [weight for table in (collective_steps.STEPS, message_steps.STEPS) for _, weight in table.values()]
+
+
+class Alarms:
+    """Signals whose handler returns, at another rate in each step."""
+
+    def __init__(self, seed: str) -> None:
+        """Install the handler."""
+        self.count = 0
+        self._rate = random.Random(seed)
+        signal.signal(signal.SIGALRM, self._ring)
+
+    def _ring(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+
+    def change(self) -> None:
+        """Choose another rate: none, or every 0.3 to 20 ms."""
+        every = self._rate.choice((0.0, 0.0003, 0.001, 0.005, 0.02))
+        signal.setitimer(signal.ITIMER_REAL, every, every)
+
+    def end(self) -> None:
+        """Switch them off."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+
+
+class Life:
+    """The groups of one rank, and where it is in the schedule.
+
+    Attributes:
+        step: Number of the current step.
+        doing: Its name.
+    """
+
+    def __init__(
+        self, everyone: GroupCoordinator, seed: str, *, one_group: bool, renews: bool = True
+    ) -> None:
+        """Create a group of all ranks with queues. Collective.
+
+        With `one_group` the world's group is not used: where it breaks, the other one does not, and a rank that waits
+        in that one for a rank that has raised an error waits rightly. Without `renews` the group stays: Python runs a
+        handler between any two instructions, and what a creation has just opened stays open if it raises there.
+        """
+        self.step = 0
+        self.doing = "creation"
+        self._everyone = everyone
+        self._seed = seed
+        self._schedule = random.Random(seed)
+        self._one_group = one_group
+        self._renews = renews
+        self._renew()
+
+    def _renew(self) -> None:
+        self.group = GroupCoordinator(
+            [self._everyone.ranks],
+            self._everyone.local_rank,
+            "gloo",
+            True,
+            True,
+            group_name=f"g{self.step}",
+            settings=Queues.settings(),
+        )
+        self.queues = Queues.create(self.group, self.step % self._everyone.world_size)
+
+    def take_step(self) -> None:
+        """Take the next step of the schedule."""
+        self.step += 1
+        self.doing = self._schedule.choices(list(STEPS), WEIGHTS)[0]
+        model = Model(f"{self._seed}/{self.step}", self._everyone.world_size)
+        group = self._everyone if self._schedule.random() < 0.2 and not self._one_group else self.group
+        if self._schedule.randrange(RENEWALS) == 0 and self._renews:
+            self.doing = "renewal"
+            self.group.barrier()  # a rank that leaves would take the others' unread messages with it
+            self.group.destroy()
+            self._renew()
+        else:
+            STEPS[self.doing](group, self.queues, model)
+
+    def goes_on(self, until: float) -> bool:
+        """Learn from rank 0 whether there is time left."""
+        self.doing = "end of a batch"
+        return self.group.broadcast_flag(time.monotonic() < until, 0)
+
+
+def live(
+    rank: int,
+    world_size: int,
+    directory: Path,
+    seed: str,
+    seconds: float,
+    marks: str,
+    culprits: list[int],
+    renews: bool,
+) -> dict[str, Any]:
+    """Follow the schedule of `seed`. This is a function for `run_ranks`.
+
+    Args:
+        rank: This rank.
+        world_size: How many there are.
+        directory: For the rendezvous.
+        seed: Names the life.
+        seconds: How long it lasts if nobody is to be hit.
+        marks: A directory in which each rank says that it is ready to be hit.
+        culprits: Ranks that will be killed or interrupted.
+        renews: Whether the group is made anew now and then.
+
+    Returns:
+        How many steps were taken, and how they ended: "done", or the error, and when it came.
+
+    Raises:
+        StressError: A step ended otherwise than the model says.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    alarms = Alarms(f"{seed}/alarms of rank {rank}")
+    if not culprits:
+        try:
+            with world(rank, world_size, directory) as everyone:
+                life = Life(everyone, seed, one_group=False)
+                _take_steps(life, alarms, seconds, seed, rank)
+                alarms.end()
+                life.group.barrier()
+                life.group.destroy()
+        finally:
+            alarms.end()
+        return {"steps": life.step, "end": "done", "alarms": alarms.count}
+    join_world(rank, world_size, directory)
+    from coordinator.parallel_state import destroy_distributed_environment, get_world_group
+
+    found: dict[str, Any] = {"end": "done"}
+    life = Life(get_world_group(), seed, one_group=True, renews=renews)
+    (Path(marks) / f"ready-{rank}").touch()
+    try:
+        _take_steps(life, alarms, LONGEST_S, seed, rank)
+    except KeyboardInterrupt as error:
+        found = _ending(error)
+    except StressError as error:
+        if not isinstance(error.__cause__, CommError):
+            raise
+        found = _ending(error.__cause__)
+        # A queue tells its own end only. A collective looks for the culprit, tells all others, and ends their waits.
+        after = _ending(_error_of(life.group.barrier))
+        is_renewed = (
+            life.doing == "renewal"
+        )  # the former group is destroyed, and the next one may not be there
+        if isinstance(error.__cause__, ClosedError) or not (after["peers"] or is_renewed):
+            found = after
+    finally:
+        alarms.end()
+    if rank not in culprits:
+        # Whoever leaves at once could be taken for the culprit by a rank that has not yet looked.
+        meet(rank, [other for other in range(world_size) if other not in culprits], Path(marks), "told")
+    life.group.destroy()
+    destroy_distributed_environment()
+    return {**found, "steps": life.step, "doing": life.doing}
+
+
+def _take_steps(life: Life, alarms: Alarms, seconds: float, seed: str, rank: int) -> None:
+    until = time.monotonic() + seconds
+    try:
+        while life.step % BATCH or life.goes_on(until):
+            alarms.change()
+            life.take_step()
+    except Exception as error:
+        raise StressError(
+            f"life {seed}, step {life.step} ({life.doing}), rank {rank}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _error_of(call: Callable[[], object]) -> BaseException:
+    try:
+        call()
+    except (CommError, KeyboardInterrupt) as error:
+        return error
+    raise StressError("the barrier of a broken group ended without an error")
+
+
+def _ending(error: BaseException) -> dict[str, Any]:
+    blamed = error if getattr(error, "peers", None) or getattr(error, "missing", None) else error.__cause__
+    ranks = [*getattr(blamed, "peers", ()), *getattr(blamed, "missing", ())]
+    return {
+        "end": type(error).__name__,
+        "blamed": type(blamed).__name__,
+        "peers": ranks,
+        "text": str(error),
+        "at": time.monotonic(),
+    }

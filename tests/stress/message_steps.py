@@ -1,0 +1,228 @@
+"""Steps of a stress life in which ranks send each other messages and read queues."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from coordinator import GroupCoordinator
+from coordinator.settings import CoordinatorSettings
+from shm_broadcast.queue import dequeue_any
+from shm_broadcast.settings import BroadcastSettings
+from tests.stress.collective_steps import dict_of
+from tests.stress.model import MismatchError, Model, check_same
+
+__all__ = ["STEPS", "Queues"]
+
+RING_BYTES = 1 << 20
+"""A quarter of the default, so that rings turn around often and more messages exceed half of one."""
+MOST_LAG = 10
+"""How many small messages a reader leaves unread between steps; they fill a thirtieth of the ring."""
+PATIENCE_S = 60.0
+CREATION_S = 8.0
+"""A rank that is interrupted while it creates a group lives on, and the others may learn that at this deadline only."""
+
+
+@dataclass
+class Queues:
+    """The queues of a group. Broadcasts have one writer; the answers of all ranks go to one reader.
+
+    Attributes:
+        ends: This rank's end of the broadcast of each rank.
+        answer: This rank's writing end of the answers.
+        answers: The reading ends, by rank, on rank `reader`.
+        unread: By writer: what has been enqueued, and this rank has not read.
+    """
+
+    ends: list[Any]
+    reader: int
+    answer: Any
+    answers: list[Any]
+    unread: dict[int, list[Any]] = field(default_factory=dict)
+
+    @classmethod
+    def create(cls, group: GroupCoordinator, reader: int) -> "Queues":
+        """Create a broadcast from each rank, and answers to rank `reader`. Collective."""
+        ends = [group.create_mq_broadcaster(writer) for writer in range(group.world_size)]
+        answer, answers = group.create_single_reader_mq_broadcasters(reader)
+        return cls(ends, reader, answer, answers, {writer: [] for writer in range(group.world_size)})
+
+    @staticmethod
+    def settings() -> CoordinatorSettings:
+        """Return the settings of a group with such queues."""
+        return CoordinatorSettings.resolve(
+            {},
+            timeout_s=PATIENCE_S,
+            create_timeout_s=CREATION_S,
+            broadcast=BroadcastSettings(ring_bytes=RING_BYTES),
+        )
+
+
+def messages(group: GroupCoordinator, _: Queues, model: Model) -> None:
+    """Send any number of tensors, objects and dicts between any ranks, and receive them in another order."""
+    me, n, plan = group.rank_in_group, model.world_size, model.plan
+    streams: dict[tuple[int, int, str, int], list[int]] = {}
+    sent = []
+    for number in range(plan.randrange(1, 4 * n)):
+        src, dst = plan.sample(range(n), 2)
+        kind = plan.choice(("tensor", "tensor", "object", "dict"))
+        tag = plan.choice((0, 0, 1, 7)) if kind != "dict" else 0
+        streams.setdefault((src, dst, kind, tag), []).append(number)
+        sent.append((src, dst, kind, tag, number, plan.choice((True, False))))
+    shapes = {each[4]: (model.count(), model.dtype()) for each in sent}
+    handles: list[Any] = []
+    for src, dst, kind, tag, number, waits in sent:
+        if src != me:
+            continue
+        if kind == "tensor":
+            value = model.tensor((shapes[number][0],), shapes[number][1], number)
+            if waits:
+                group.send(value, dst, tag=tag)
+            else:
+                handles.append(group.isend(value, dst, tag=tag))
+        elif kind == "object":
+            if waits:
+                group.send_object(model.object(number), dst, tag=tag)
+            else:
+                handles.append(group.isend_object(model.object(number), dst, tag=tag))
+        elif waits:
+            group.send_tensor_dict(dict_of(model, number), dst)
+        else:
+            handles += group.isend_tensor_dict(dict_of(model, number), dst)
+    order = model.private(f"order of rank {me}")
+    mine = {stream: list(numbers) for stream, numbers in streams.items() if stream[1] == me}
+    while mine:
+        stream = order.choice(sorted(mine))
+        number = mine[stream].pop(0)
+        if not mine[stream]:
+            del mine[stream]
+        _receive(group, model, stream, number, shapes[number])
+    order.shuffle(handles)
+    for handle in handles:
+        handle.wait()
+
+
+def _receive(
+    group: GroupCoordinator,
+    model: Model,
+    stream: tuple[int, int, str, int],
+    number: int,
+    shape: tuple[int, torch.dtype],
+) -> None:
+    src, dst, kind, tag = stream
+    what = f"{kind} {number} from rank {src} to rank {dst} with tag {tag}"
+    if kind == "object":
+        check_same(group.recv_object(src, tag), model.object(number), what)
+    elif kind == "dict":
+        check_same(group.recv_tensor_dict(src), dict_of(model, number), what)
+    else:
+        expected = model.tensor((shape[0],), shape[1], number)
+        if number % 2:
+            found = torch.empty_like(expected)
+            group.irecv(found, src, tag=tag).wait()
+        else:
+            found = group.recv((shape[0],), shape[1], src, tag=tag)
+        check_same(found, expected, what)
+
+
+def from_any(group: GroupCoordinator, _: Queues, model: Model) -> None:
+    """Let all ranks send tensors to one, which takes them as they come."""
+    me, n, plan = group.rank_in_group, model.world_size, model.plan
+    receiver, count, dtype, tag = model.rank(), model.count(100_000), model.dtype(), plan.choice((0, 3))
+    each = plan.randrange(1, 4)
+    if me != receiver:
+        for number in range(each):
+            group.send(model.tensor((count,), dtype, me, number), receiver, tag=tag)
+        group.barrier()  # what a rank sends in a later step would be taken too
+        return
+    got = dict.fromkeys((rank for rank in range(n) if rank != me), 0)
+    for _turn in range(each * (n - 1)):
+        found, src = group.recv_any((count,), dtype, tag=tag)
+        if got.get(src, each) == each:
+            raise MismatchError(f"recv_any gave a message from rank {src} beyond its {each}")
+        check_same(found, model.tensor((count,), dtype, src, got[src]), f"message {got[src]} of rank {src}")
+        got[src] += 1
+    group.barrier()
+
+
+def broadcast(group: GroupCoordinator, queues: Queues, model: Model) -> None:
+    """Enqueue some messages; let each reader take them when it likes, in any of the ways to read."""
+    me, plan, writer = group.rank_in_group, model.plan, model.rank()
+    is_small = plan.random() < 0.6
+    burst: list[Any] = []
+    for number in range(plan.randrange(1, 12 if is_small else 4)):
+        if is_small:
+            burst.append({"step": number, "data": bytes([number]) * plan.randrange(3000)})
+        elif plan.random() < 0.3:
+            burst.append(model.tensor((plan.randrange(1 << 19),), torch.float32, "long", number))
+        else:
+            burst.append(dict_of(model, number))
+    if me == writer:
+        for each in burst:
+            queues.ends[writer].enqueue(each)
+        return
+    unread, own = queues.unread[writer], model.private(f"reader {me}")
+    unread += burst
+    left = own.randrange(MOST_LAG) if is_small else 0
+    while len(unread) > left:
+        check = partial(_check_message, unread.pop(0), writer)
+        READS[own.choice(sorted(READS))](queues.ends[writer], check)
+
+
+def _check_message(expected: Any, writer: int, found: Any) -> None:
+    check_same(found, expected, f"message of rank {writer}")
+
+
+def _dequeue(end: Any, check: Callable[[Any], None]) -> None:
+    check(end.dequeue())
+
+
+def _try_dequeue(end: Any, check: Callable[[Any], None]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        there, found = end.try_dequeue()
+        if there:
+            check(found)
+            return
+        if time.monotonic() > deadline:
+            raise MismatchError(f"no message within {PATIENCE_S} s of try_dequeue")
+        time.sleep(0.0001)
+
+
+def _loan(end: Any, check: Callable[[Any], None]) -> None:
+    with end.loan() as found:
+        check(found)
+
+
+READS = {"dequeue": _dequeue, "try_dequeue": _try_dequeue, "loan": _loan}
+
+
+def answers(group: GroupCoordinator, queues: Queues, model: Model) -> None:
+    """Let every rank answer to one reader, which takes what comes first."""
+    me, n = group.rank_in_group, model.world_size
+    each = model.plan.randrange(1, 4)
+    for number in range(each):
+        queues.answer.enqueue({"rank": me, "number": number, "object": model.object(me, number)})
+    if me != queues.reader:
+        return
+    got = [0] * n
+    while min(got) < each:
+        # Ranks that have gone on answer in a later step already.
+        open_ = [rank for rank in range(n) if got[rank] < each]
+        at, found = dequeue_any([queues.answers[rank] for rank in open_])
+        src, number = open_[at], got[open_[at]]
+        expected = {"rank": src, "number": number, "object": model.object(src, number)}
+        check_same(found, expected, f"answer {number} of rank {src}")
+        got[src] += 1
+
+
+STEPS = {
+    "messages": (messages, 20),
+    "from_any": (from_any, 6),
+    "broadcast": (broadcast, 15),
+    "answers": (answers, 6),
+}
+"""By name: the step, and how often it is chosen in relation to others."""

@@ -21,6 +21,7 @@ WORLD: Final = 2
 SCALE_TO: Final = 8
 OTHERS: Final = {
     "start-up": "start_up",
+    "crowds": "crowds",
     "overlap": "overlap",
     "training": "training",
     "engines": "engines",

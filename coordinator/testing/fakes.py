@@ -195,6 +195,11 @@ class FakeGroupCoordinator(GroupCoordinator):
             output_list[0] = codec.decode(codec.encode(output_list[0]).to_bytes())
         return output_list[0]
 
+    def _broadcast(self, obj: Any, src: int, timeout_s: float | None, type_: Any) -> Any:
+        """Return the object itself on rank `src`, elsewhere a copy of the one that this rank passes."""
+        self._order.begin()
+        return self._host.broadcast_object(obj, src, timeout_s, type_)
+
     def enable_broadcaster(self, writer_rank: int = 0) -> None:
         """Create `mq_broadcaster`. Broadcasts do not use it, because no other rank writes to it or reads it."""
         self._calls.enter("enable_broadcaster", in_line=False)

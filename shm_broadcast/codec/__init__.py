@@ -239,6 +239,8 @@ def _check_frame(frame: object) -> None:
         if isinstance(frame, (bytes, bytearray)) or (isinstance(frame, memoryview) and frame.c_contiguous):
             return
     except ValueError as error:
+        if raised_by_handler(error):
+            raise
         raise UsageError(f"decode: {error}") from error
     raise UsageError(f"decode needs one contiguous buffer of bytes, got a {cls.__qualname__}")
 

@@ -19,21 +19,30 @@ CALLS: dict[str, Callable[[GroupCoordinator, float | None], Any]] = {
     "all_reduce_": lambda group, limit_s: group.all_reduce_(torch.tensor([2.0]), timeout_s=limit_s).tolist(),
     "all_gather": lambda group, limit_s: group.all_gather(torch.tensor([2.0]), timeout_s=limit_s).tolist(),
     "broadcast": lambda group, limit_s: group.broadcast(torch.tensor([2.0]), timeout_s=limit_s).tolist(),
+    "barrier": lambda group, limit_s: group.barrier(timeout_s=limit_s),
 }
-RESULTS = {"all_reduce": [4.0], "all_reduce_": [4.0], "all_gather": [2.0, 2.0], "broadcast": [2.0]}
+RESULTS = {
+    "all_reduce": [4.0],
+    "all_reduce_": [4.0],
+    "all_gather": [2.0, 2.0],
+    "broadcast": [2.0],
+    "barrier": None,
+}
 
 
 def in_turn(rank: int, world_size: int, directory: Path, name: str) -> None:
     """Let two threads of rank 0 make a call each while rank 1 is away; rank 1 makes both in one thread."""
+    # Barriers and tensors have a plane each: a call waits only for one on its own plane.
+    begin = "barrier" if name == "barrier" else "all_reduce"
     with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
         if rank == 1:
             meet(rank, range(world_size), directory, "both wait")
-            assert group.all_reduce(torch.ones(9)).tolist() == [2.0] * 9
+            assert CALLS[begin](group, None) == RESULTS[begin]
             assert CALLS[name](group, None) == RESULTS[name]
             return
         first: list[Any] = []
         tell_when_waiting(group, directory, "first waits")
-        thread = threading.Thread(target=lambda: first.append(group.all_reduce(torch.ones(9)).tolist()))
+        thread = threading.Thread(target=lambda: first.append(CALLS[begin](group, None)))
         thread.start()
         wait_until((directory / "first waits-0").exists, "the first thread waits")
         start = time.monotonic()
@@ -47,7 +56,7 @@ def in_turn(rank: int, world_size: int, directory: Path, name: str) -> None:
         meet(rank, range(world_size), directory, "both wait")
         thread.join()
         other.join()
-        assert (first, second) == ([[2.0] * 9], [RESULTS[name]])
+        assert (first, second) == ([RESULTS[begin]], [RESULTS[name]])
 
 
 @pytest.mark.guarantee("D66")

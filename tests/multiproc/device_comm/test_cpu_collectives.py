@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import resource
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from coordinator import DisagreementError, UsageError
+from coordinator import DisagreementError
 from device_comm.cpu.communicator import SharedMemoryCommunicator
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from tests.harness import RankPool
@@ -91,27 +90,3 @@ def share_one_core(rank: int, world_size: int, directory: Path) -> int:
 def test_ranks_that_share_one_core_sometimes_sleep_for_each_other(ranks2: RankPool) -> None:
     """A rank that waits for one on its own core sleeps, and may wake up on another core. The sums are right."""
     assert sum(ranks2.run(share_one_core)) > 0
-
-
-def two_threads(rank: int, world_size: int, directory: Path) -> str:
-    with world(rank, world_size, directory) as group:
-        text = ""
-        if rank == 0:
-            waiting = threading.Thread(target=group.barrier)
-            waiting.start()
-            while not text:
-                try:
-                    group.barrier()
-                except UsageError as error:
-                    text = str(error)
-            group.send_object("go on", 1)
-            waiting.join()
-        else:
-            assert group.recv_object(0) == "go on"
-            group.barrier()
-        return text
-
-
-def test_a_second_thread_in_a_collective_is_refused(ranks2: RankPool) -> None:
-    """The second thread gets a `UsageError`, and the call of the first one goes on."""
-    assert "another thread" in ranks2.run(two_threads)[0]

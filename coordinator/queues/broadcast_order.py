@@ -53,7 +53,8 @@ class BroadcastOrder:
 
     def _add(self, calls: int) -> None:
         self._beside += calls
-        self.tag = self._beside & _COUNT
+        # The messages of a queue that is not compared have the tag 0.
+        self.tag = 0 if self._end is None else self._beside & _COUNT
         if self._is_writer and self._end is not None:
             self._end.tag = self.tag
 

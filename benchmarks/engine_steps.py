@@ -3,7 +3,8 @@
 `benchmarks.engines` starts this with the interpreter of an environment that holds vLLM, as it is or with our plugin.
 It writes "ready", then reads lines: `steps N` decodes N times 64 tokens for each of 4 prompts, `silent N` does so
 without the collectives of the tensor-parallel ranks, `short N` asks for 4 tokens N times with a pause of 100 ms after
-each, `tokens` returns what one decoding gives, and `versions` those of vLLM and torch. Each answer is a line of JSON.
+each, `meeting N` lets the ranks only wait for each other in place of each collective, `tokens` returns what one
+decoding gives, and `versions` those of vLLM and torch. Each answer is a line of JSON.
 The model is small, so a large part of a step is not its arithmetic.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import sys
 import tempfile
@@ -87,12 +89,25 @@ def answer(llm: Any, command: str) -> dict[str, Any]:
         return {"tokens": decode(llm, REQUESTS, TOKENS)}
     if name == "versions":
         return {each: sys.modules[each].__version__ for each in ("vllm", "torch")}
-    if name not in ("steps", "silent", "short"):
+    if name not in ("steps", "silent", "meeting", "short"):
         raise SystemExit(f"unknown command {command!r}")
-    if name == "silent":
-        llm.collective_rpc("leave_out_collectives", kwargs={"silent": True})
+    if name not in ("silent", "meeting"):
+        return measured(llm, name, int(count))
+    with tempfile.NamedTemporaryFile() as page:
+        page.write(bytes(mmap.PAGESIZE))
+        page.flush()
+        how = {"silent": True, "meet_at": page.name if name == "meeting" else ""}
+        llm.collective_rpc("leave_out_collectives", kwargs=how)
+        try:
+            return measured(llm, name, int(count))
+        finally:
+            llm.collective_rpc("leave_out_collectives", kwargs={"silent": False})
+
+
+def measured(llm: Any, name: str, count: int) -> dict[str, Any]:
+    """Decode `count` times as the command `name` says; return what it took."""
     took_ms, used, since = [], processor_s(), time.perf_counter()
-    for _ in range(int(count)):
+    for _ in range(count):
         start = time.perf_counter()
         if name != "short":
             decode(llm, REQUESTS, TOKENS)
@@ -102,8 +117,6 @@ def answer(llm: Any, command: str) -> dict[str, Any]:
             took_ms.append((time.perf_counter() - start) * 1e3)
             time.sleep(PAUSE_S)
     used, took_s = processor_s() - used, time.perf_counter() - since
-    if name == "silent":
-        llm.collective_rpc("leave_out_collectives", kwargs={"silent": False})
     return {"took_ms": took_ms, "cpu_s": used, "cores": used / took_s}
 
 

@@ -5,7 +5,9 @@
 PYTHON is the interpreter of an environment that holds vLLM and this project (`make bench-engines` makes one). All
 engines run at the same time and work in turn, seconds apart, because a machine's speed changes within minutes. An
 engine without requests sleeps. In each round an engine also works without the collectives of its ranks, which then
-use their own tensors in place of the results: what a step takes more than such a silent one is communication. A ratio
+use their own tensors in place of the results: what a step takes more than such a silent one is communication. And it
+works with ranks that only wait for each other in place of each collective, polling: that part of communication is what
+ranks lose that are not equally fast, with any communicator. A ratio
 below 1 means that ours takes less. Figures are medians over the rounds; a ratio is the median of the ratios of the
 same round. `--out` writes the figures and a picture.
 """
@@ -111,7 +113,14 @@ class Engine:
 def measure(engines: dict[str, Engine], rounds: int) -> dict[str, dict[str, list[float]]]:
     """Let the engines work in turn; return what each round gave, by side and figure."""
     got: dict[str, dict[str, list[float]]] = {
-        name: {"step_ms": [], "silent_ms": [], "step_cpu_s": [], "short_ms": [], "short_cores": []}
+        name: {
+            "step_ms": [],
+            "silent_ms": [],
+            "meeting_ms": [],
+            "step_cpu_s": [],
+            "short_ms": [],
+            "short_cores": [],
+        }
         for name in engines
     }
     for number in range(-WARM_UP, rounds):
@@ -119,11 +128,12 @@ def measure(engines: dict[str, Engine], rounds: int) -> dict[str, dict[str, list
         step = 1 if number % 2 == 0 else -1
         for name in list(engines)[::step]:
             time.sleep(REST_S)
-            found = {each: engines[name].ask(f"{each} 1") for each in ("steps", "silent")[::step]}
+            found = {each: engines[name].ask(f"{each} 1") for each in ("steps", "silent", "meeting")[::step]}
             if number < 0:
                 continue
             got[name]["step_ms"] += found["steps"]["took_ms"]
             got[name]["silent_ms"] += found["silent"]["took_ms"]
+            got[name]["meeting_ms"] += found["meeting"]["took_ms"]
             got[name]["step_cpu_s"].append(found["steps"]["cpu_s"])
             if number % SHORT_EVERY == 0:
                 found = engines[name].ask(f"short {SHORT_REQUESTS}")
@@ -145,12 +155,15 @@ def table(got: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, Any]]:
         each["communication_ms"] = [
             step - silent for step, silent in zip(each["step_ms"], each["silent_ms"], strict=True)
         ]
+        each["waiting_ms"] = [
+            met - silent for met, silent in zip(each["meeting_ms"], each["silent_ms"], strict=True)
+        ]
     rows: dict[str, dict[str, Any]] = {}
     for figure, stock in got["stock"].items():
         ours = got["ours"][figure]
         rows[figure] = {name: round(statistics.median(each[figure]), 3) for name, each in got.items()}
         # A difference of two rounds may be zero, so there is no ratio for each round.
-        if figure != "communication_ms":
+        if figure not in ("communication_ms", "waiting_ms"):
             ratios = sorted(mine / its for mine, its in zip(ours, stock, strict=True))
             rows[figure]["ours/stock"] = round(statistics.median(ratios), 3)
             rows[figure]["quarters"] = [round(ratios[len(ratios) * part // 4], 2) for part in (1, 3)]
@@ -169,7 +182,8 @@ def show(rows: dict[str, dict[str, Any]]) -> None:
     took = rows["communication_ms"]
     print(
         f"communication: {took['stock'] / rows['step_ms']['stock']:.0%} of stock's step; "
-        f"ours takes {took['ours'] / took['stock']:.2f} of that"
+        f"ours takes {took['ours'] / took['stock']:.2f} of that; ranks that only wait for each other lose "
+        f"{rows['waiting_ms']['stock']:.2f} and {rows['waiting_ms']['ours']:.2f} ms"
     )
 
 

@@ -32,7 +32,14 @@ class VllmGroupCoordinator(GroupCoordinator):
         super()._bind(*parts)
         # vLLM's configuration can be asked for while groups are made, but not while a model runs.
         config = import_module("vllm.config").get_current_vllm_config_or_none()
-        self._spreads_experts = config is not None and config.parallel_config.enable_expert_parallel
+        parallel = None if config is None else config.parallel_config
+        self._sums_in_place = self.device.type == "cpu"
+        self._spreads_experts = parallel is not None and parallel.enable_expert_parallel
+        # Ranks of a node as vLLM counts them, if its engine spans several; None: hosts are compared. Two nodes
+        # may be one host, and each has an executor of its own.
+        self._node_ranks: int | None = None
+        if parallel is not None and parallel.nnodes_within_dp > 1:
+            self._node_ranks = parallel.local_world_size
 
     def create_mq_broadcaster(  # type: ignore[override]
         self,
@@ -77,7 +84,7 @@ class VllmGroupCoordinator(GroupCoordinator):
     def create_single_reader_mq_broadcasters(
         self, reader_rank_in_group: int = 0, blocking: bool = False
     ) -> Any:
-        """Create a queue from every rank to one reader on the host of rank `reader_rank_in_group`. Collective.
+        """Create a queue from every rank to one reader on the node of rank `reader_rank_in_group`. Collective.
 
         The reader is the executor, which is no member of the group. Unlike in the base class, it opens the reading ends
         from the handles.
@@ -98,8 +105,7 @@ class VllmGroupCoordinator(GroupCoordinator):
             raise UsageError(
                 "create_single_reader_mq_broadcasters: the reader opens its ends later; pass blocking=False"
             )
-        hosts = self._parts.host_ids
-        is_local = hosts[self.rank] == hosts[self.ranks[reader_rank_in_group]]
+        is_local = self._is_on_node_of(reader_rank_in_group)
         address = None if is_local else self._parts.process_groups.address
         queue = self._together(lambda: MessageQueue(1, int(is_local), connect_ip=address))
         handle = queue.export_handle()
@@ -110,15 +116,27 @@ class VllmGroupCoordinator(GroupCoordinator):
             raise
         return queue, [MessageQueueHandle(*offer) for offer in offers or ()]
 
+    def _is_on_node_of(self, rank_in_group: int) -> bool:
+        if self._node_ranks is not None:
+            return self.rank_in_group // self._node_ranks == rank_in_group // self._node_ranks
+        hosts = self._parts.host_ids
+        return hosts[self.rank] == hosts[self.ranks[rank_in_group]]
+
     def all_reduce(self, input_: torch.Tensor, *args: Any, **how: Any) -> Any:
         """Do `GroupCoordinator.all_reduce`; a plain call in a model that runs on the CPU writes into `input_`.
 
         vLLM's communicator for CPUs does so too. Between the layers of a model, when the caches hold other code, this
         takes 42 us, and a call that creates its result takes 64.
         """
-        if args or how or self.device.type != "cpu" or is_dynamo_compiling() or is_grad_enabled():
+        if args or how or not self._sums_in_place or is_grad_enabled() or is_dynamo_compiling():
             return super().all_reduce(input_, *args, **how)
-        return self.all_reduce_(input_)
+        # As in `all_reduce_`, whose frame and checks would cost a third of the call between the layers of a model.
+        self._calls.enter("all_reduce_")
+        try:
+            return self.device_communicator.all_reduce_(input_)
+        except BaseException as error:
+            self._calls.unwind("all_reduce_", error, "device")
+            raise
 
     def cpu_all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a small CPU tensor over all ranks in place, and return it. Collective.

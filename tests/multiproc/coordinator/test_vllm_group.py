@@ -22,10 +22,10 @@ DEADLINE_S = 20.0
 
 
 @contextmanager
-def vllm_group(first: GroupCoordinator) -> Iterator[VllmGroupCoordinator]:
-    """Make a group of the ranks of `first`, where vLLM has no configuration at the moment."""
+def vllm_group(first: GroupCoordinator, current: object = None) -> Iterator[VllmGroupCoordinator]:
+    """Make a group of the ranks of `first`, where `current` is the configuration of vLLM at the moment."""
     config: Any = types.ModuleType("vllm.config")
-    config.get_current_vllm_config_or_none = lambda: None
+    config.get_current_vllm_config_or_none = lambda: current
     sys.modules["vllm.config"] = config
     try:
         with VllmGroupCoordinator([first.ranks], first.local_rank, "gloo", True, group_name="tp") as group:
@@ -110,3 +110,28 @@ def queues(rank: int, world_size: int, directory: Path) -> list[str]:
 def test_the_queues_that_vllm_asks_for(ranks2: RankPool) -> None:
     """Between ranks, from the executor and to it; a bad handle of one rank is refused on all."""
     assert ranks2.run(queues) == [["UsageError", "CapabilityError"]] * 2
+
+
+def on_two_nodes(rank: int, world_size: int, directory: Path) -> Any:
+    parallel = types.SimpleNamespace(enable_expert_parallel=False, nnodes_within_dp=2, local_world_size=1)
+    current = types.SimpleNamespace(parallel_config=parallel)
+    with world(rank, world_size, directory) as first, vllm_group(first, current) as group:
+        answers, handles = group.create_single_reader_mq_broadcasters(0)
+        found = [(each.local_reader_ranks, each.remote_subscribe_addr is not None) for each in handles]
+        # The executor of node 0, which is rank 0's process here, opens them as vLLM does.
+        ends = [
+            MessageQueue.create_from_handle(each, -1 if is_remote else 0)
+            for each, (_, is_remote) in zip(handles, found, strict=True)
+        ]
+        answers.wait_until_ready()
+        answers.enqueue(("done", rank))
+        assert [end.dequeue(DEADLINE_S) for end in ends] == [("done", each) for each in range(len(ends))]
+        group.barrier()
+        for end in (answers, *ends):
+            end.shutdown()
+        return found
+
+
+def test_two_nodes_of_vllm_on_one_host_are_two_nodes(ranks2: RankPool) -> None:
+    """Each node has an executor of its own, so the first one reads the other's worker over a socket."""
+    assert ranks2.run(on_two_nodes)[0] == [[[0], False], [[], True]]

@@ -77,6 +77,17 @@ class SharedRegion:
     def all_reduce_in_place(self, tensor: object, most_bytes: int, one_shot_bytes: int, /) -> int | None:
         """Sum like `all_reduce`, but into the tensor itself; return the status, or None as there."""
 
+    def all_gather(
+        self, tensor: object, dim: object, most_bytes: int, /
+    ) -> torch.Tensor | tuple[torch.Tensor | None, int] | None:
+        """Concatenate the ranks' ordinary tensors along `dim`, if the result has at most `most_bytes`.
+
+        Returns:
+            The result, a new tensor; or (tensor that will hold it, status) if the status is not DONE; (None, status) if
+            no call can begin now; or None if the tensor is not ordinary, `dim` is none of its dimensions, or the result
+            is too long, and then no call was begun.
+        """
+
     def reduce(
         self, kind: int, source: int, result: int, elements: int, dtype: int, op: int, root: int, /
     ) -> int: ...

@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any, ClassVar, Final, Literal, Unpack, cast, overload
 
 import torch
+from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from coordinator.calls import Async, Blocking
@@ -154,13 +155,22 @@ class TensorCollectives(TensorOutputs, CoalescedCollectives, ExpertParallel):
             return self._into(
                 "all_gatherv_into_output", input_, out, timeout_s, async_op, dim=dim, sizes=None
             )
-        if not async_op and (is_dynamo_compiling() or wants_gradient(input_)):
+        if async_op:
+            make = self.device_communicator.all_gather
+            handle: CallHandle[torch.Tensor] = self._calls.run(  # type: ignore[assignment]
+                "all_gather", make, input_, dim, timeout_s=timeout_s, async_op=True
+            )
+            return handle
+        if is_dynamo_compiling() or (is_grad_enabled() and wants_gradient(input_)):
             return compile_ops.trace("all_gather", self, input_, timeout_s, dim=dim)
-        make = self.device_communicator.all_gather
-        made: torch.Tensor | CallHandle[torch.Tensor] = self._calls.run(
-            "all_gather", make, input_, dim, timeout_s=timeout_s, async_op=async_op
-        )
-        return made
+        # The frames of `run` would take 10 us between the layers of a model, where the caches hold other code.
+        self._calls.enter("all_gather")
+        try:
+            limit_s = None if timeout_s is None else seconds(timeout_s)
+            return self.device_communicator.all_gather(input_, dim, timeout_s=limit_s)
+        except BaseException as error:
+            self._calls.unwind("all_gather", error, "device")
+            raise
 
     @overload
     def all_gatherv(

@@ -30,7 +30,7 @@ class Broadcaster:
         # On the writer this sends its argument and returns it. On the other ranks it returns `NOTHING` when the next
         # object has come, which `endpoint.message` takes out. It need not ask the group's health, because the queue is
         # closed when the group is destroyed or breaks.
-        self.endpoint = end.endpoint
+        self.endpoint: Any = end.endpoint
         self.exchange: Callable[[Any], Any] = end.endpoint.exchange
 
     def send(self, obj: Any, timeout_s: float | None) -> None:

@@ -228,6 +228,25 @@ class SharedMemoryCommunicator(DeviceCommunicator):
 
     # ------------------------------------------------------------------ moving data
 
+    def all_gather(
+        self, input_: torch.Tensor, dim: int = -1, *, timeout_s: float | None = None
+    ) -> torch.Tensor:
+        """Concatenate the ranks' tensors along `dim`, in rank order; every rank gets the result.
+
+        The ordinary small call is one native call. The result is an ordinary tensor, except that its storage cannot be
+        resized.
+        """
+        if timeout_s is None:
+            answer = self._core.all_gather(input_, dim, self._limits[0])
+            if type(answer) is torch.Tensor:
+                return answer
+            if answer is not None:
+                result, status = answer
+                if result is not None and status != _core.BUSY:
+                    self._settle("all_gather", status, None)
+                    return result
+        return super().all_gather(input_, dim, timeout_s=timeout_s)
+
     def _all_gather(self, input_: torch.Tensor, dim: int, sizes: Sizes, timeout_s: Timeout) -> torch.Tensor:
         source = _rows(input_)
         result = self._fresh_like(source, dim, sum(sizes))

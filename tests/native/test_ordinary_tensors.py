@@ -85,6 +85,70 @@ def test_a_sum_has_the_bits_of_the_rank_order_reference(
             assert same_bits(result.reshape(-1), expected.reshape(-1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@given(
+    ranks=st.integers(1, 3),
+    shape=st.lists(st.integers(0, 5), min_size=1, max_size=4),
+    place=st.integers(0, 7),
+    seed=st.integers(0, 9),
+)
+def test_a_gather_concatenates_in_rank_order(
+    ranks: int, shape: list[int], dtype: torch.dtype, place: int, seed: int
+) -> None:
+    """Along every dimension, counted from the front or from the back, the result equals torch's concatenation."""
+    dim = place % (2 * len(shape)) - len(shape)
+    inputs = [filled(rank, torch.Size(shape).numel(), dtype, seed).view(shape) for rank in range(ranks)]
+    expected = torch.cat(inputs, dim)
+
+    def call(rank: int, end: _core.SharedRegion) -> torch.Tensor:
+        answer = end.all_gather(inputs[rank], dim, MOST)
+        assert answer is not None
+        result, status = answer if isinstance(answer, tuple) else (answer, _core.DONE)
+        assert finish(end, status) == _core.DONE
+        assert result is not None
+        return result
+
+    for result in everybody(regions(ranks), call):
+        assert (type(result), result.shape, result.dtype) == (torch.Tensor, expected.shape, dtype)
+        assert same_bits(result.reshape(-1), expected.reshape(-1))
+
+
+@pytest.mark.parametrize("dim", [2, -3, 2**70, True, 1.0, None, "0"])
+def test_a_gather_along_no_dimension_begins_no_call(dim: object) -> None:
+    """The core returns None for it; Python then refuses the call."""
+    end = regions(2)[0]
+    assert end.all_gather(torch.ones(3, 4), dim, MOST) is None
+    assert end.all_gather(torch.tensor(1.0), 0, MOST) is None
+    assert end.number == 0
+
+
+def test_ranks_that_gather_different_tensors_all_learn_of_it() -> None:
+    """Ranks with other shapes or another dimension get DISAGREE, and a call by the other method fits this one."""
+
+    def call(rank: int, end: _core.SharedRegion) -> list[int]:
+        found = []
+        for shape, dim in (((2, 5), 0), ((3, 4), 1)):
+            answer = end.all_gather(torch.ones(shape if rank else (3, 4)), dim if rank else 0, MOST)
+            assert answer is not None
+            found.append(finish(end, answer[1]) if isinstance(answer, tuple) else _core.DONE)
+        own, result = torch.full((3, 4), float(rank)), torch.empty(3, 8)
+        if rank == 0:
+            addresses = own.data_ptr(), result.data_ptr()
+            codes = TYPE_CODES[torch.float32], 0, 0
+            found.append(finish(end, end.move(_core.ALL_GATHER, *addresses, 3, (16, 16), *codes)))
+        else:
+            answer = end.all_gather(own, -1, MOST)
+            assert answer is not None
+            done, status = answer if isinstance(answer, tuple) else (answer, _core.DONE)
+            assert done is not None
+            found.append(finish(end, status))
+            result = done
+        assert torch.equal(result, torch.cat([torch.zeros(3, 4), torch.ones(3, 4)], 1))
+        return found
+
+    assert everybody(regions(2), call) == [[_core.DISAGREE, _core.DISAGREE, _core.DONE]] * 2
+
+
 def test_a_result_is_an_ordinary_tensor() -> None:
     """A result needs no gradient, can be written and computed with, and outlives its region and its input."""
     end = regions(1)[0]
@@ -140,6 +204,7 @@ def test_an_argument_that_is_no_ordinary_tensor_begins_no_call(make: Callable[[]
     value = make()
     assert end.all_reduce(value, 4096, 4096) is None
     assert end.all_reduce_in_place(value, 4096, 4096) is None
+    assert end.all_gather(value, 0, 4096) is None
     assert end.number == 0
 
 
@@ -154,6 +219,7 @@ def test_a_pending_sum_is_complete_when_the_last_rank_has_come() -> None:
     refused = ends[0].all_reduce(torch.ones(9), MOST, MOST)
     assert isinstance(refused, tuple)
     assert refused[1] == ends[0].all_reduce_in_place(torch.ones(9), MOST, MOST) == _core.NESTED
+    assert ends[0].all_gather(torch.ones(9), 0, MOST) == (None, _core.NESTED)
     other = ends[1].all_reduce(torch.full((9,), 2.0), MOST, MOST)
     assert finish(ends[0], status) == _core.DONE
     assert isinstance(other, torch.Tensor)
@@ -215,6 +281,17 @@ def test_code_of_the_application_that_runs_meanwhile_does_no_harm() -> None:
     assert end.number == 1
     with Intruder(lambda: end.close(False)):
         assert end.all_reduce_in_place(tensor, MOST, MOST) == _core.CLOSED
+    end = regions(2)[0]
+    with Intruder(end.barrier):
+        gathered = end.all_gather(tensor, 0, MOST)
+    assert isinstance(gathered, tuple)
+    assert gathered[1] == _core.NESTED
+    end = regions(2)[0]
+    with Intruder(lambda: end.close(False)):
+        gathered = end.all_gather(tensor, 0, MOST)
+    assert isinstance(gathered, tuple)
+    assert gathered[1] == _core.CLOSED
+    assert end.all_gather(tensor, 0, MOST) == (None, _core.CLOSED)
 
 
 def test_memory_of_dropped_results_is_used_again_and_bounded() -> None:
@@ -252,6 +329,8 @@ def test_wrong_arguments_are_refused(arguments: tuple[Any, ...]) -> None:
     for method in (end.all_reduce, end.all_reduce_in_place):
         with pytest.raises((TypeError, OverflowError)):
             method(*arguments)
+    with pytest.raises((TypeError, OverflowError)):
+        end.all_gather(*arguments[::-1])
 
 
 def test_the_limit_of_one_shot_decides_the_algorithm() -> None:

@@ -153,6 +153,13 @@ bool find_kernel(uint64_t type, uint64_t op, bool streaming, Plan* plan) {
     return true;
 }
 
+// An FNV-1a hash.
+uint64_t hash_of(const Columns& columns) {
+    uint64_t hash = 0xcbf29ce484222325 ^ columns.rows;
+    for (const size_t width : columns.widths) hash = (hash ^ width) * 0x100000001b3;
+    return hash;
+}
+
 namespace {
 
 // Results of this size or more bypass the caches, which would otherwise read the memory before the write.
@@ -226,13 +233,6 @@ bool read_widths(PyObject* tuple, uint32_t ranks, uint64_t rows, Plan* plan) {
     plan->columns.set(rows, {widths.begin(), widths.begin() + ranks});
     plan->out_columns.set(rows, {widths.begin() + ranks, widths.end()});
     return true;
-}
-
-// FNV-1a hash of the widths and the rows, which must be equal on all ranks.
-uint64_t hash_of(const Columns& columns) {
-    uint64_t hash = 0xcbf29ce484222325 ^ columns.rows;
-    for (const size_t width : columns.widths) hash = (hash ^ width) * 0x100000001b3;
-    return hash;
 }
 
 // move(kind, in, out, rows, widths, type, op, root) -> status. `widths`: bytes of each rank's run of a row; for an
@@ -336,6 +336,7 @@ PyObject* level(PyObject*, PyObject*) { return PyUnicode_FromString(reduce::leve
 
 PyMethodDef methods[] = {
     METHOD("all_reduce", all_reduce, METH_FASTCALL), METHOD("all_reduce_in_place", all_reduce_in_place, METH_FASTCALL),
+    METHOD("all_gather", all_gather, METH_FASTCALL),
     METHOD("reduce", region_reduce, METH_FASTCALL),   METHOD("barrier", region_barrier, METH_NOARGS),
     METHOD("broadcast", region_broadcast, METH_FASTCALL), METHOD("move", region_move, METH_FASTCALL),
     METHOD("resume", region_resume, METH_O),   METHOD("unfinished", region_unfinished, METH_NOARGS),

@@ -50,6 +50,9 @@ long refusal(Object* object);
 // Sets the kernel of a plan; returns false with an exception set if there is none.
 bool find_kernel(uint64_t type, uint64_t op, bool streaming, Plan* plan);
 
+// Returns a hash of the widths and the rows, which must be equal on all ranks.
+uint64_t hash_of(const Columns& columns);
+
 // Reads `count` unsigned integers; returns false with an exception set on failure.
 bool read_unsigned(PyObject* const* args, Py_ssize_t count, uint64_t* values);
 
@@ -59,6 +62,7 @@ bool expect(const char* name, Py_ssize_t got, Py_ssize_t wanted);
 // The object's methods that are defined outside of core.cpp.
 PyObject* all_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count);
 PyObject* all_reduce_in_place(PyObject* self, PyObject* const* args, Py_ssize_t count);
+PyObject* all_gather(PyObject* self, PyObject* const* args, Py_ssize_t count);
 PyObject* missing(PyObject* self, PyObject*);
 PyObject* last_calls(PyObject* self, PyObject*);
 PyObject* reasons(PyObject* self, PyObject*);

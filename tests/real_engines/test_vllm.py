@@ -8,11 +8,15 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.ports import free_port
 
 pytestmark = pytest.mark.engine
 
@@ -70,7 +74,7 @@ def test_the_tokens_are_those_of_stock(vllm: Path, arguments: tuple[str, ...]) -
     """Decoding, cached prefixes, chunked prefill and grammars give equal tokens, eager and compiled."""
     scenarios = ["tokens", "prefix"]
     if "--compiled" not in arguments:
-        scenarios += ["structured", "rpc"]
+        scenarios += ["structured", "sleep", "rpc"]
     stock = run(vllm, "", *arguments, *scenarios)
     ours = run(vllm, "group_coordinator", *arguments, *scenarios)
     assert uses_ours(stock.log) == 0
@@ -78,6 +82,41 @@ def test_the_tokens_are_those_of_stock(vllm: Path, arguments: tuple[str, ...]) -
     assert uses_ours(ours.log) >= 1 + workers  # the engine's core and its workers
     for scenario in scenarios:
         assert ours.results[scenario] == stock.results[scenario]
+
+
+def test_the_tokens_of_two_nodes_are_those_of_stock(vllm: Path) -> None:
+    """Each node has an executor and a worker. With ours the second node ends with the first; stock's must be killed."""
+    found = {}
+    for plugins in ("", "group_coordinator"):
+        place = ["nnodes=2", 'master_addr="127.0.0.1"', f"master_port={free_port()}"]
+        place = [word for each in place for word in ("--set", each)]
+        command = [
+            str(vllm),
+            "-m",
+            "tests.real_engines.vllm_run",
+            *place,
+            "--set",
+            "node_rank=1",
+            "node",
+        ]
+        environment = {**os.environ, "VLLM_PLUGINS": plugins, "VLLM_CPU_OMP_THREADS_BIND": "1"}
+        with subprocess.Popen(
+            command,
+            env=environment,
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            process_group=0,
+        ) as second:
+            try:
+                found[plugins] = run(vllm, plugins, *place, "--set", "node_rank=0", "tokens")
+                if plugins:
+                    second.wait(60)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(second.pid, signal.SIGKILL)
+    assert uses_ours(found["group_coordinator"].log) >= 2  # the engine's core and the worker of this node
+    assert found["group_coordinator"].results["tokens"] == found[""].results["tokens"]
 
 
 def test_a_killed_worker_ends_the_engine_and_is_named(vllm: Path) -> None:

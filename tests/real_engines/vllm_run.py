@@ -32,7 +32,9 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=JSON", help="argument of vLLM's engine"
     )
-    parser.add_argument("scenarios", nargs="+", choices=SCENARIOS)
+    parser.add_argument(
+        "scenarios", nargs="+", choices=[*SCENARIOS, NODE], help=f"{NODE}: run the workers of a further node"
+    )
     return parser.parse_args(arguments)
 
 
@@ -40,23 +42,38 @@ def engine(options: argparse.Namespace, folder: str) -> Any:
     """Return vLLM's engine over the model in `folder`."""
     from vllm import LLM
 
+    return LLM(**arguments_of_engine(options, folder))
+
+
+def serve_node(options: argparse.Namespace, folder: str) -> None:
+    """Run the workers of a further node until the first node's engine ends, as `vllm serve --headless` does."""
+    from vllm import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    arguments = AsyncEngineArgs(**arguments_of_engine(options, folder))
+    config = arguments.create_engine_config(usage_context=UsageContext.LLM_CLASS, headless=True)
+    executor: Any = MultiprocExecutor(config, monitor_workers=False)
+    executor.start_worker_monitor(inline=True)
+
+
+def arguments_of_engine(options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Write the model to `folder`; return the arguments of vLLM's engine over it."""
     write_model(folder)
     extra = {name: json.loads(value) for name, _, value in (each.partition("=") for each in options.set)}
-    return LLM(
-        **{
-            "model": folder,
-            "load_format": "dummy",
-            "tensor_parallel_size": options.tensor,
-            "pipeline_parallel_size": options.pipeline,
-            "dtype": "float32",
-            "max_model_len": 512,
-            "max_num_seqs": 8,
-            "enforce_eager": not options.compiled,
-            "distributed_executor_backend": "mp",
-            "seed": 1,
-            **extra,
-        }
-    )
+    return {
+        "model": folder,
+        "load_format": "dummy",
+        "tensor_parallel_size": options.tensor,
+        "pipeline_parallel_size": options.pipeline,
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_seqs": 8,
+        "enforce_eager": not options.compiled,
+        "distributed_executor_backend": "mp",
+        "seed": 1,
+        **extra,
+    }
 
 
 def prepare(options: argparse.Namespace) -> None:
@@ -173,8 +190,16 @@ def kill(llm: Any) -> Any:
         return {"seconds": time.monotonic() - killed_s[0], "victim": victim, "error": repr(error)}
 
 
+def sleep(llm: Any) -> Any:
+    """Decode after vLLM slept and woke up, which changes nothing on a CPU."""
+    llm.sleep(level=1)
+    llm.wake_up()
+    return generate(llm)
+
+
+NODE = "node"
 SCENARIOS: dict[str, Callable[[Any], Any]] = {
-    each.__name__: each for each in (tokens, prefix, structured, rpc, kill)
+    each.__name__: each for each in (tokens, prefix, structured, rpc, sleep, kill)
 }
 
 
@@ -182,6 +207,9 @@ def main() -> None:
     options = parsed()
     prepare(options)
     with tempfile.TemporaryDirectory() as folder:
+        if options.scenarios == [NODE]:
+            serve_node(options, folder)
+            return
         start = time.monotonic()
         llm = engine(options, folder)
         try:

@@ -1,10 +1,12 @@
 """Types of the native core. The caller guarantees that addresses and lengths are those of tensors it keeps alive."""
 
 from collections.abc import Callable
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from typing_extensions import Buffer
+
+_Made = TypeVar("_Made")
 
 TYPE_NAMES: dict[int, str]
 DONE: int
@@ -148,6 +150,7 @@ class SharedRegion:
 
 REASON_BYTES: int
 BOARD_RECORD_BYTES: int
+BELL_BYTES: int
 CHANNEL_NONE: int
 CHANNEL_MAKING: int
 CHANNEL_READY: int
@@ -176,14 +179,13 @@ def board_left(board: Buffer, ranks: int, /) -> list[int]:
 def channel_table_bytes(ranks: int, /) -> int:
     """Return the size of the table of channels of a group."""
 
-def channel_claim(table: Buffer, ranks: int, src: int, dst: int, /) -> int:
-    """Claim the channel; return its previous state. After CHANNEL_NONE the caller must create it."""
+def channel_open(
+    table: Buffer, ranks: int, src: int, dst: int, make: Callable[[], _Made], /
+) -> tuple[int, _Made | None]:
+    """Return the channel's state and None; or, if that is CHANNEL_NONE, create it by `make` and also return its result.
 
-def channel_made(table: Buffer, ranks: int, src: int, dst: int, /) -> None:
-    """Mark a claimed channel as ready."""
-
-def channel_failed(table: Buffer, ranks: int, src: int, dst: int, /) -> None:
-    """Release a claim after the channel could not be created, so that another rank may try."""
+    If `make` raises, the channel is missing again, and another rank may create it.
+    """
 
 def channel_state(table: Buffer, ranks: int, src: int, dst: int, /) -> int:
     """Return the channel's state: CHANNEL_NONE, CHANNEL_MAKING or CHANNEL_READY."""

@@ -95,6 +95,19 @@ def ring_signal(mapping: Buffer, reader: int, eventfd: int, nanoseconds: int, /)
 def ring_stir(mapping: Buffer, /) -> None:
     """Wake every thread that sleeps until something is published."""
 
+def bell_listen(
+    bell: Buffer, look: Callable[[], tuple[ReadEndpoint, ...] | None], spin_ns: int, park_ns: int, /
+) -> bool:
+    """Call `look`. Unless it returns None, wait for the bell, for one of these endpoints, or until the time is up.
+
+    Returns:
+        Whether `look` returned None. What it cannot see yet makes the wait end: messages of writers that have this
+        bell, and what other threads do with endpoints that have it.
+    """
+
+def bell_sound(bell: Buffer, /) -> None:
+    """Wake the threads that listen to the bell."""
+
 def ring_attach(mapping: Buffer, reader: int, /) -> None:
     """Mark `reader` as attached."""
 
@@ -171,6 +184,7 @@ class WriteEndpoint(_Endpoint):
         describe: Callable[[object], tuple[int, object, object]],
         wait: str,
         look_around: Callable[[int, Any], object],
+        bell: Buffer | None = None,
         /,
     ) -> Self: ...
     def exchange(self, obj: Any, /) -> Any:
@@ -213,6 +227,7 @@ class ReadEndpoint(_Endpoint):
         build: Callable[[int, object, object], object],
         wait: str,
         look_around: Callable[[int, Any], object],
+        bell: Buffer | None = None,
         /,
     ) -> Self: ...
     lent_bytes: int
@@ -229,6 +244,9 @@ class ReadEndpoint(_Endpoint):
     @property
     def has_message(self) -> bool:
         """Whether a message was fetched and not taken out."""
+    @property
+    def has_news(self) -> bool:
+        """Whether a read would find something: a message or more of it, or that none will come."""
     @property
     def is_assembling(self) -> bool:
         """Whether only a part of a message has come."""

@@ -11,18 +11,15 @@ from typing import Any, Final, NoReturn, Protocol
 
 from shm_broadcast import _core as rings
 from shm_broadcast import codec
-from shm_broadcast.errors import CommError, DecodeError, InternalError, NativeError, UsageError
+from shm_broadcast.errors import CommError, DecodeError, NativeError, UsageError
 from shm_broadcast.interruption import raised_by_handler
 
 # A call polls and yields for this long before it sleeps, because the other rank often comes soon.
-_SPIN_NS: Final = 100_000
+SPIN_NS: Final = 100_000
 # A waiting call first looks for messages from other ranks after this time. Each later pause is twice as long.
 _FIRST_LOOK_S: Final = 0.001
 # The pause while such a message is arriving, or while the call serves several receivers.
 _BUSY_LOOK_S: Final = 0.0002
-# A call that waits for any of several ranks lengthens its pauses by the first value, up to the second.
-_ANY_STEP_S: Final = 0.00002
-_ANY_LONGEST_S: Final = 0.001
 # How often a thread that writes checks whether the channels were closed.
 _BACKGROUND_SLICE_NS: Final = 20_000_000
 # How many messages a waiting call takes in before it goes on with its own.
@@ -62,7 +59,7 @@ def look_around_of(crossing: Crossing, peer: int) -> Callable[[int, Any], object
         if reason == rings.LOOK_UNDECODABLE:
             fault = codec.decode_error(detail)
             # It takes the place of the message, and is raised where the message is asked for.
-            return None if fault is None else _Undecodable(fault)
+            return None if fault is None else Undecodable(fault)
         if reason == rings.LOOK_UNENCODABLE:
             codec.raise_usage_error(detail)
         if reason == rings.LOOK_REENTRANT:
@@ -80,10 +77,11 @@ def _refuse_closed(_reason: int, _detail: object) -> NoReturn:
     raise_left()
 
 
-class _Undecodable:
+class Undecodable:
     """Takes the place of a message that cannot be decoded, until somebody asks for it."""
 
     def __init__(self, error: DecodeError | MemoryError) -> None:
+        """Keep the error that whoever asks for the message gets."""
         self.error = error
 
 
@@ -134,7 +132,7 @@ class Receiving:
         self.value, self.message, self.has_landed = value, None, True
 
     def _placed(self, message: Any) -> Any:
-        if isinstance(message, _Undecodable):
+        if isinstance(message, Undecodable):
             raise message.error
         return message if self._land is None else self._land(message)
 
@@ -166,14 +164,16 @@ class ChannelReceiver:
     between these the interpreter runs neither a handler nor another thread. A lock would not keep out a handler.
     """
 
-    def __init__(self, crossing: Crossing, memory: mmap.mmap, peer: int) -> None:
-        """Attach to a ring, into which global rank `peer` writes."""
+    def __init__(
+        self, crossing: Crossing, memory: mmap.mmap, peer: int, bell: memoryview | None = None
+    ) -> None:
+        """Attach to a ring, into which global rank `peer` writes. It sounds `bell`, that of this rank."""
         self.peer = peer
         self._crossing = crossing
         self._memory = memory
         self._look_around = look_around_of(crossing, peer)
         self.endpoint: rings.ReadEndpoint = rings.ReadEndpoint(
-            memory, 0, codec.build_owned, "adaptive", self._judge
+            memory, 0, codec.build_owned, "adaptive", self._judge, bell
         )
         rings.ring_attach(memory, 0)
         # By tag, the messages that came by their numbers, and those that are awaited; the oldest first.
@@ -236,7 +236,7 @@ class ChannelReceiver:
     def await_arrival(self, receiving: Receiving, slice_s: float) -> None:
         """Take in messages for up to `slice_s` seconds, or until the one of `receiving` has come."""
         look = _Look(self._crossing, slice_s)
-        spin_ns = _SPIN_NS if slice_s > 0 else 0
+        spin_ns = SPIN_NS if slice_s > 0 else 0
         while not receiving.has_come:
             if self._take_in(spin_ns, look.park_ns()):
                 continue
@@ -247,16 +247,21 @@ class ChannelReceiver:
             if look.is_over(self):
                 return
 
-    def take_arrived(self, tag: int) -> list[Any]:
-        """Take the oldest message of `tag` that is there and that nobody awaits; an empty list if there is none."""
+    def has_news(self, tag: int) -> bool:
+        """Return whether `take_arrived` may find something, or that nothing will come."""
+        return self.endpoint.has_news or bool(self._arrived.get(tag))
+
+    def take_arrived(self, tag: int) -> Receiving | None:
+        """Take the oldest message of `tag` that is there and that nobody awaits; `abandon` puts it back."""
         self.drain()
+        receiving = Receiving(self, tag, None)
         _, arrived = self._of_tag(tag)
         # Nothing is called from here on.
         for number in arrived:
-            taken = [arrived[number]]
+            receiving.message, receiving.number, receiving.has_come = arrived[number], number, True
             del arrived[number]
-            return taken
-        return []
+            return receiving
+        return None
 
     def has_ended(self) -> bool:
         """Return whether nothing will come any more, and all that came was taken in."""
@@ -334,48 +339,6 @@ class ReceivingAll:
         return tuple(sorted(peer for receiving in self._receivings for peer in receiving.pending()))
 
 
-class ReceivingAny:
-    """A message of one tag that is awaited from several ranks, whichever sends it first; see `Pollable`."""
-
-    def __init__(self, receivers: Sequence[ChannelReceiver], tag: int, crossing: Crossing) -> None:
-        """Await it behind those of the tag that are awaited from one rank."""
-        self._receivers = list(receivers)
-        self._tag = tag
-        self._crossing = crossing
-        self._found: tuple[ChannelReceiver, Any] | None = None
-
-    def poll(self, slice_s: float) -> bool:
-        """Look at every channel for up to `slice_s` seconds."""
-        until = time.monotonic() + slice_s
-        pause_s = 0.0
-        while True:
-            for receiver in self._receivers:
-                taken = receiver.take_arrived(self._tag)
-                if taken:
-                    self._found = (receiver, taken[0])
-                    return True
-            if self._crossing.is_closed or all(receiver.has_ended() for receiver in self._receivers):
-                raise_left()
-            if time.monotonic() >= until:
-                return False
-            # One futex cannot wait for several rings. A call that waits for long looks a thousand times a second.
-            time.sleep(pause_s)
-            pause_s = min(pause_s + _ANY_STEP_S, _ANY_LONGEST_S)
-
-    def taken(self) -> tuple[ChannelReceiver, Any]:
-        """Return the message and where it came from. Raises what is wrong with it."""
-        if self._found is None:
-            raise InternalError("a message from any rank was taken before it had come")
-        receiver, value = self._found
-        if isinstance(value, _Undecodable):
-            raise value.error
-        return receiver, value
-
-    def pending(self) -> tuple[int, ...]:
-        """Return all senders: any of them might have been the one."""
-        return tuple(sorted(receiver.peer for receiver in self._receivers)) if self._found is None else ()
-
-
 class _Look:
     """When a call that waits for one rank looks for what the others send meanwhile."""
 
@@ -438,11 +401,11 @@ class Sending:
     def run(self) -> None:
         """Write the whole message on a thread of our own; never raises."""
         try:
-            spin_ns = _SPIN_NS
+            spin_ns = SPIN_NS
             while not self.is_owned.is_set():
                 if self._sender.crossing.is_closed:
                     raise_left()
-                spin_ns = _SPIN_NS if self.advance(spin_ns, _BACKGROUND_SLICE_NS) else 0
+                spin_ns = SPIN_NS if self.advance(spin_ns, _BACKGROUND_SLICE_NS) else 0
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
             self._finish(error)
 
@@ -486,7 +449,7 @@ class Writing:
             moved = [sending.advance(0, 0) for sending in self._open] if not is_alone else []
             if not any(moved):
                 park_ns = look.park_ns() if is_alone else int(_BUSY_LOOK_S * 1e9)
-                if not self._open[0].advance(_SPIN_NS, park_ns) and look.is_over(None):
+                if not self._open[0].advance(SPIN_NS, park_ns) and look.is_over(None):
                     break
             self._open = [sending for sending in self._open if not sending.is_owned.is_set()]
         return not self._open
@@ -499,13 +462,15 @@ class Writing:
 class ChannelSender:
     """The writing end of the channel to one rank."""
 
-    def __init__(self, crossing: Crossing, memory: mmap.mmap, peer: int) -> None:
-        """Write into a ring, which global rank `peer` reads."""
+    def __init__(
+        self, crossing: Crossing, memory: mmap.mmap, peer: int, bell: memoryview | None = None
+    ) -> None:
+        """Write into a ring, which global rank `peer` reads, and sound its `bell`."""
         self.peer = peer
         self.crossing = crossing
         self.memory: mmap.mmap = memory
         self.endpoint: rings.WriteEndpoint = rings.WriteEndpoint(
-            memory, codec.describe, "adaptive", look_around_of(crossing, peer)
+            memory, codec.describe, "adaptive", look_around_of(crossing, peer), bell
         )
         # What is not in the channel as a whole, in order: the first is under way.
         self._waiting: deque[Sending] = deque()

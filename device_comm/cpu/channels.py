@@ -14,25 +14,26 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 from device_comm import _core
 from device_comm.cpu.channel_ends import (
     ChannelReceiver,
     ChannelSender,
     LeftError,
+    Receiving,
     ReceivingAll,
-    ReceivingAny,
     Sending,
     Writing,
     raise_left,
 )
+from device_comm.cpu.receiving_any import ReceivingAny
 from device_comm.handles import CompletedHandle, Handle, PointToPointHandle
-from device_comm.health import GroupHealth, Operation
+from device_comm.health import GroupHealth, Operation, Pollable
 from device_comm.works import WaiterThreads
 from shm_broadcast import _core as rings
 from shm_broadcast import codec
-from shm_broadcast.errors import CommError, InternalError
+from shm_broadcast.errors import CommError, InternalError, UsageError
 from shm_broadcast.layout import segment_bytes
 from shm_broadcast.segment import Segment
 
@@ -44,6 +45,8 @@ CHANNEL_BYTES: Final = 1 << 20
 _MAKING_S: Final = 0.0001
 _MAKING_DEADLINE_S: Final = 30.0
 
+
+_End = TypeVar("_End", ChannelSender, ChannelReceiver)
 
 # Replaces the table when the channels are closed; every native function refuses it.
 _NO_TABLE: Final = memoryview(b"")
@@ -103,9 +106,16 @@ class Channels:
         self._rank = rank_in_group
         self._world_size = len(health.ranks)
         self._others = [rank for rank in range(self._world_size) if rank != rank_in_group]
+        self._places = {rank: place for place, rank in enumerate(health.ranks)}
+        nbytes = _core.BELL_BYTES
+        self._bells = [table[nbytes * rank : nbytes * (rank + 1)] for rank in range(self._world_size)]
         self._senders: dict[int, ChannelSender] = {}
         self._receivers: dict[int, ChannelReceiver] = {}
         self._threads = WaiterThreads(f"{health.name}-send")
+        # The channels through which a thread waits to receive, by the thread; and those that are being opened. A signal
+        # handler that runs in such a call cannot make another one of the same channel.
+        self._waits: dict[int, tuple[ChannelReceiver, ...]] = {}
+        self._opening: set[tuple[int, int]] = set()
         # Held while channels are opened or all are closed; a wait for one may break the group, which closes all.
         self._lock = threading.RLock()
         self.is_closed: bool = False
@@ -185,6 +195,8 @@ class Channels:
             PeerLostError: The sender is gone; the group is broken.
         """
         receiver = self._receiver(src, name)
+        if self._waits:
+            self._refuse_nested(name, [receiver])
         try:
             value = receiver.receive_now(tag)
         except LeftError as error:
@@ -194,7 +206,7 @@ class Channels:
         operation = self._operation(plane, name, "from", [src])
         receiving = receiver.expect(tag, None)
         try:
-            self._health.wait(operation, receiving, timeout_s)
+            self._await(operation, receiving, timeout_s, (receiver,))
         except BaseException:
             receiver.abandon(receiving)
             raise
@@ -205,8 +217,10 @@ class Channels:
     ) -> list[Any]:
         """Return the next object of `tag` from each of `sources`; raises as `recv`, when all have come."""
         operation = self._operation(plane, name, "from", sources)
-        receivings = [self._receiver(src, name).expect(tag, None) for src in sources]
-        self._health.wait(operation, ReceivingAll(receivings), timeout_s)
+        receivers = tuple([self._receiver(src, name) for src in sources])
+        self._refuse_nested(name, receivers)
+        receivings: list[Receiving] = [receiver.expect(tag, None) for receiver in receivers]
+        self._await(operation, ReceivingAll(receivings), timeout_s, receivers)
         for receiving in receivings:
             receiving.is_complete()
         return [receiving.value for receiving in receivings]
@@ -216,11 +230,57 @@ class Channels:
 
         PeerLostError: Any other rank is gone: it might have been the one.
         """
+        # Read first: if another thread has closed the channels before, the next statement says so.
+        bells = self._bells
         operation = self._operation(plane, name, "from any of", self._others)
-        awaiting = ReceivingAny([self._receiver(src, name) for src in self._others], tag, self)
-        self._health.wait(operation, awaiting, timeout_s)
-        receiver, value = awaiting.taken()
-        return value, self._health.ranks.index(receiver.peer)
+        receivers = tuple([self._receiver(src, name) for src in self._others])
+        self._refuse_nested(name, receivers)
+        awaiting = ReceivingAny(receivers, tag, self, bells[self._rank])
+        try:
+            self._await(operation, awaiting, timeout_s, receivers)
+        except BaseException:
+            awaiting.abandon()
+            raise
+        # Nothing is called from the end of the wait on, so that no signal handler drops the message.
+        found = awaiting.found
+        if found is None:
+            raise InternalError(
+                f"{self._health.where(name)}: a message from any rank was taken before it had come"
+            )
+        return found.message, self._places[found.receiver.peer]
+
+    def _await(
+        self,
+        operation: Operation,
+        work: Pollable,
+        timeout_s: float | None,
+        receivers: tuple[ChannelReceiver, ...],
+    ) -> None:
+        """Wait for what comes through `receivers`. A signal handler of this thread cannot receive from them then."""
+        thread, waits = threading.get_ident(), self._waits
+        before = waits.get(thread, ())
+        try:
+            waits[thread] = before + receivers
+            self._health.wait(operation, work, timeout_s)
+        finally:
+            # Nothing is called here: no signal handler leaves the mark, or drops a message that has come.
+            if before:
+                waits[thread] = before
+            else:
+                del waits[thread]
+
+    def _refuse_nested(self, name: str, receivers: Sequence[ChannelReceiver]) -> None:
+        """Raise `UsageError` if this thread waits already for what comes through one of `receivers`.
+
+        The other call goes on only behind this one, which might therefore wait for ever.
+        """
+        waiting = self._waits.get(threading.get_ident(), ())
+        busy = [str(receiver.peer) for receiver in receivers if receiver in waiting]
+        if busy:
+            raise UsageError(
+                f"{self._health.where(name)}: this thread is inside of a call on the channel with rank "
+                f"{', '.join(busy)} already, as in a signal handler or a finalizer"
+            )
 
     def irecv(
         self, plane: str, name: str, src: int, tag: int, timeout_s: float | None, land: Callable[[Any], Any]
@@ -253,29 +313,40 @@ class Channels:
         return self._health.explain(operation, error, [self._health.ranks[peer] for peer in peers])
 
     def _sender(self, peer: int, name: str) -> ChannelSender:
-        sender = self._senders.get(peer)
-        if sender is None:
-            with self._lock:
-                sender = self._senders.get(peer)
-                if sender is None:
-                    memory = self._open(self._rank, peer, peer, name)
-                    sender = self._senders[peer] = ChannelSender(self, memory, self._health.ranks[peer])
-        return sender
+        return self._senders.get(peer) or self._open_end(
+            self._senders, ChannelSender, (self._rank, peer), peer, name
+        )
 
     def _receiver(self, peer: int, name: str) -> ChannelReceiver:
-        receiver = self._receivers.get(peer)
-        if receiver is None:
-            with self._lock:
-                # Another thread that drains may have been first: of two on one ring each would miss messages.
-                receiver = self._receivers.get(peer)
-                if receiver is None:
-                    memory = self._open(peer, self._rank, peer, name)
-                    receiver = self._receivers[peer] = ChannelReceiver(self, memory, self._health.ranks[peer])
-        return receiver
+        return self._receivers.get(peer) or self._open_end(
+            self._receivers, ChannelReceiver, (peer, self._rank), peer, name
+        )
+
+    def _open_end(
+        self, ends: dict[int, _End], kind: type[_End], pair: tuple[int, int], peer: int, name: str
+    ) -> _End:
+        """Open this rank's end of the channel of `pair`, to or from `peer`, unless another thread has."""
+        with self._lock:
+            # Of two receivers on one ring each would miss messages.
+            if peer in ends:
+                return ends[peer]
+            if pair in self._opening:
+                raise UsageError(
+                    f"{self._health.where(name)}: this thread is opening the channel with rank "
+                    f"{self._health.ranks[peer]} already, as in a signal handler or a finalizer"
+                )
+            try:
+                self._opening.add(pair)
+                memory = self._open(pair, peer, name)
+                ends[peer] = end = kind(self, memory, self._health.ranks[peer], self._bells[pair[1]])
+            finally:
+                self._opening.discard(pair)
+        return end
 
     def _open_if_made(self, peer: int) -> ChannelReceiver | None:
         with self._lock:
-            if self.is_closed or self.state(peer, self._rank) != _core.CHANNEL_READY:
+            pair = (peer, self._rank)
+            if self.is_closed or pair in self._opening or self.state(*pair) != _core.CHANNEL_READY:
                 return None
             return self._receiver(peer, "recv")
 
@@ -283,28 +354,29 @@ class Channels:
         """Return what the table says of the channel from `src` to `dst`."""
         return _core.channel_state(self._table, self._world_size, src, dst)
 
-    def _open(self, src: int, dst: int, peer: int, name: str) -> mmap.mmap:
-        """Return the memory of the channel from `src` to `dst`, made here or by the other rank, `peer`."""
+    def _open(self, pair: tuple[int, int], peer: int, name: str) -> mmap.mmap:
+        """Return the memory of the channel of `pair`, made here or by the other rank, `peer`."""
         operation = self._operation("host", f"{name}: open a channel", "with", [peer])
-        place = (self._table, self._world_size, src, dst)
-        while (found := _core.channel_claim(*place)) == _core.CHANNEL_MAKING:
-            # After each wait this asks again: the rank that failed to make the channel may be trying again.
-            making = _Making(self, src, dst, self._health.ranks[peer])
+
+        def make() -> mmap.mmap:
+            self._segment.reserve(self._place(*pair), _stride())
+            memory = self._map(*pair)
+            rings.ring_format(memory, 1, int.from_bytes(os.urandom(7)))
+            return memory
+
+        # One call claims the channel, makes it and says that it is made, or missing again. Between these steps a signal
+        # handler could leave a claim that nobody ends.
+        found, memory = _core.channel_open(self._table, self._world_size, *pair, make)
+        while found == _core.CHANNEL_MAKING:
+            making = _Making(self, *pair, self._health.ranks[peer])
             self._health.wait(operation, making, _MAKING_DEADLINE_S)
-        if found == _core.CHANNEL_NONE:
-            try:
-                self._segment.reserve(self._place(src, dst), _stride())
-                memory = self._map(src, dst)
-                rings.ring_format(memory, 1, int.from_bytes(os.urandom(7)))
-            except BaseException:
-                _core.channel_failed(*place)
-                raise
-            _core.channel_made(*place)
-        else:
-            memory = self._map(src, dst)
+            # This asks again: the rank that failed to make the channel may be trying again.
+            found, memory = _core.channel_open(self._table, self._world_size, *pair, make)
+        if memory is None:
+            memory = self._map(*pair)
         if _core.channel_left(self._table, self._world_size, peer):
             # That rank ended the channels that it saw; this one may be newer.
-            rings.ring_end(memory, -1 if peer == src else 0)
+            rings.ring_end(memory, -1 if peer == pair[0] else 0)
         return memory
 
     def _place(self, src: int, dst: int) -> int:
@@ -343,6 +415,10 @@ class Channels:
                     rings.ring_end(self._map(peer, self._rank), 0)
                 if peer not in self._senders and self.state(self._rank, peer) == _core.CHANNEL_READY:
                     rings.ring_end(self._map(self._rank, peer), -1)
+            # Those who wait for any of several ranks, also other threads of this one, look at all rings again.
+            for bell in self._bells:
+                rings.bell_sound(bell)
+            self._bells = []
             self._table = _NO_TABLE
 
     def end_threads(self, timeout_s: float) -> None:

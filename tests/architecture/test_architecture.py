@@ -38,6 +38,7 @@ BELOW_DEVICE_COMM = {"errors", "interruption", "liveness", "segment", "timeouts"
 RING_USERS = {
     "channels.py": {"_core", "codec", "layout"},
     "channel_ends.py": {"_core", "codec"},
+    "receiving_any.py": {"_core"},
     "communicator.py": {"_core"},
 }
 # What the contract of a communicator may be built on.

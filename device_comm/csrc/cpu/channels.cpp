@@ -6,13 +6,13 @@ namespace {
 
 using channels::Table;
 
-// Reads a function's arguments by `format`: the mapping, the number of ranks, then up to two ranks. Returns what `use`
-// returns for the table and these ranks.
+// Reads a function's arguments by `format`: the mapping, the number of ranks, then up to two ranks and an object. Returns what
+// `use` returns for the table and these ranks.
 template <typename Use>
-PyObject* with_table(PyObject* args, const char* format, Use use) {
+PyObject* with_table(PyObject* args, const char* format, Use use, PyObject** object = nullptr) {
     Py_buffer view{};
     unsigned int ranks = 0, from = 0, to = 0;
-    if (!PyArg_ParseTuple(args, format, &view, &ranks, &from, &to)) return nullptr;
+    if (!PyArg_ParseTuple(args, format, &view, &ranks, &from, &to, object)) return nullptr;
     PyObject* result = nullptr;
     if (ranks > channels::kMaxRanks || static_cast<size_t>(view.len) < channels::table_bytes(ranks)) {
         PyErr_Format(PyExc_ValueError, "the mapping is too small for %u ranks", ranks);
@@ -32,27 +32,18 @@ PyObject* channel_table_bytes(PyObject*, PyObject* object) {
     return PyLong_FromSize_t(channels::table_bytes(static_cast<uint32_t>(ranks)));
 }
 
-// channel_claim(mapping, ranks, from, to) -> previous state; after CHANNEL_NONE the caller must create the channel
-PyObject* channel_claim(PyObject*, PyObject* args) {
-    return with_table(args, "w*III:channel_claim", [](Table table, uint32_t from, uint32_t to) {
-        return PyLong_FromLong(table.claim(from, to));
-    });
-}
-
-// channel_made(mapping, ranks, from, to): after a claim
-PyObject* channel_made(PyObject*, PyObject* args) {
-    return with_table(args, "w*III:channel_made", [](Table table, uint32_t from, uint32_t to) {
-        table.settle(from, to, true);
-        return Py_NewRef(Py_None);
-    });
-}
-
-// channel_failed(mapping, ranks, from, to): after a claim; the other rank may try again
-PyObject* channel_failed(PyObject*, PyObject* args) {
-    return with_table(args, "w*III:channel_failed", [](Table table, uint32_t from, uint32_t to) {
-        table.settle(from, to, false);
-        return Py_NewRef(Py_None);
-    });
+// channel_open(mapping, ranks, from, to, make) -> (previous state, what make() returned or None): after CHANNEL_NONE the channel was
+// created by make(). No signal handler runs between the claim and the end of the claim but inside of make(). So whatever a handler
+// raises either comes from make(), and the channel is missing again, or comes when the channel is ready.
+PyObject* channel_open(PyObject*, PyObject* args) {
+    PyObject* make = nullptr;
+    return with_table(args, "w*IIIO:channel_open", [&make](Table table, uint32_t from, uint32_t to) -> PyObject* {
+        const channels::State found = table.claim(from, to);
+        if (found != channels::kNone) return Py_BuildValue("(iO)", found, Py_None);
+        PyObject* made = PyObject_CallNoArgs(make);
+        table.settle(from, to, made != nullptr);
+        return made == nullptr ? nullptr : Py_BuildValue("(iN)", found, made);
+    }, &make);
 }
 
 // channel_state(mapping, ranks, from, to)
@@ -79,9 +70,7 @@ PyObject* channel_left(PyObject*, PyObject* args) {
 
 PyMethodDef functions[] = {
     {"channel_table_bytes", channel_table_bytes, METH_O, nullptr},
-    {"channel_claim", channel_claim, METH_VARARGS, nullptr},
-    {"channel_made", channel_made, METH_VARARGS, nullptr},
-    {"channel_failed", channel_failed, METH_VARARGS, nullptr},
+    {"channel_open", channel_open, METH_VARARGS, nullptr},
     {"channel_state", channel_state, METH_VARARGS, nullptr},
     {"channel_leave", channel_leave, METH_VARARGS, nullptr},
     {"channel_left", channel_left, METH_VARARGS, nullptr},

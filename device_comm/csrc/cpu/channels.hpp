@@ -1,4 +1,4 @@
-// The channels of a group: a word with the state of each ordered pair of ranks, and one per rank for having left.
+// The channels of a group: a bell for each rank, a word per rank for having left, and one with the state of each ordered pair.
 // No Python here, so that threads can run it under a sanitizer. DESIGN.md holds the layout.
 #pragma once
 
@@ -13,14 +13,18 @@ inline constexpr uint32_t kMaxRanks = 256;
 // A missing channel is created by the first of its two ranks that needs it.
 enum State : uint32_t { kNone = 0, kMaking = 1, kReady = 2 };
 
+// The bells (shm_broadcast/csrc/ring/bell.hpp) come first, each in a cache line of its own.
+inline constexpr size_t kBellBytes = 64;
+
 inline size_t table_bytes(uint32_t ranks) {
-    return sizeof(std::atomic<uint32_t>) * (static_cast<size_t>(ranks) * ranks + ranks);
+    return kBellBytes * ranks + sizeof(std::atomic<uint32_t>) * (static_cast<size_t>(ranks) * ranks + ranks);
 }
 
 // The table as one rank sees it, in initially zeroed memory.
 class Table {
 public:
-    Table(unsigned char* base, uint32_t ranks) : words_(reinterpret_cast<std::atomic<uint32_t>*>(base)), ranks_(ranks) {}
+    Table(unsigned char* base, uint32_t ranks)
+        : words_(reinterpret_cast<std::atomic<uint32_t>*>(base + kBellBytes * ranks)), ranks_(ranks) {}
 
     // Returns the channel's previous state: after kNone the caller must create it.
     State claim(uint32_t from, uint32_t to) {

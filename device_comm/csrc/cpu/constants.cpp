@@ -47,6 +47,7 @@ bool add_constants(PyObject* self) {
         {"REDUCE", static_cast<long>(Kind::kReduce)},
         {"REASON_BYTES", static_cast<long>(region::kReasonBytes)},
         {"BOARD_RECORD_BYTES", static_cast<long>(status::kRecordBytes)},
+        {"BELL_BYTES", static_cast<long>(channels::kBellBytes)},
         {"CHANNEL_NONE", channels::kNone},
         {"CHANNEL_MAKING", channels::kMaking},
         {"CHANNEL_READY", channels::kReady},

@@ -11,6 +11,7 @@
 namespace endpoint {
 
 PyObject* nothing = nullptr;
+PyObject* read_type = nullptr;
 
 namespace {
 
@@ -90,6 +91,9 @@ bool enter(Endpoint* end, uint64_t until) {
 
 void leave(Endpoint* end) {
     end->owner = 0;
+    // A thread that listens leaves out a ring whose endpoint has an owner: it looks again when that leaves, who may have kept a
+    // message or left another one in the ring.
+    if (end->kept != nullptr && end->ring->bell() != nullptr) end->ring->bell()->sound();
     if (end->is_closed) release_memory(end);
     if (end->queued > 0) {
         end->left->fetch_add(1, std::memory_order_relaxed);
@@ -131,9 +135,11 @@ void release_memory(Endpoint* end) {
     delete end->assembly;
     delete end->ring;
     delete end->view;
+    delete end->bell_view;
     end->assembly = nullptr;
     end->ring = nullptr;
     end->view = nullptr;
+    end->bell_view = nullptr;
     Py_CLEAR(end->memory);
 }
 
@@ -188,8 +194,18 @@ bool read_mode(const char* name, Mode* mode) {
     return false;
 }
 
+// Gives the ring of a new endpoint the bell of the reader's process, unless `bell` is None. Returns false with an exception.
+bool set_bell(Endpoint* end, PyObject* bell) {
+    if (bell == Py_None) return true;
+    end->bell_view = new (std::nothrow) View;
+    if (end->bell_view == nullptr) return PyErr_NoMemory() != nullptr;
+    ring::Bell* found = bell_in(*end->bell_view, bell);
+    end->ring->set_bell(found);
+    return found != nullptr;
+}
+
 // Creates an endpoint of `type` on a mapping. Returns nullptr with an exception if the mapping holds no ring.
-Endpoint* make(PyTypeObject* type, PyObject* memory, PyObject* hook, const char* mode, PyObject* look_around) {
+Endpoint* make(PyTypeObject* type, PyObject* memory, PyObject* hook, const char* mode, PyObject* look_around, PyObject* bell) {
     PyObject* self = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (self == nullptr) return nullptr;
     Ref guard(self);
@@ -205,6 +221,7 @@ Endpoint* make(PyTypeObject* type, PyObject* memory, PyObject* hook, const char*
         PyErr_SetString(PyExc_ValueError, "the mapping holds no ring of this version");
         return nullptr;
     }
+    if (!set_bell(end, bell)) return nullptr;
     end->hook = Py_NewRef(hook);
     end->memory = Py_NewRef(memory);
     end->look_around = Py_NewRef(look_around);
@@ -215,21 +232,21 @@ Endpoint* make(PyTypeObject* type, PyObject* memory, PyObject* hook, const char*
     return end;
 }
 
-// WriteEndpoint(mapping, describe, wait, look_around)
+// WriteEndpoint(mapping, describe, wait, look_around[, bell])
 PyObject* write_new(PyTypeObject* type, PyObject* args, PyObject*) {
-    PyObject *memory = nullptr, *hook = nullptr, *look_around = nullptr;
+    PyObject *memory = nullptr, *hook = nullptr, *look_around = nullptr, *bell = Py_None;
     const char* mode = nullptr;
-    if (!PyArg_ParseTuple(args, "OOsO:WriteEndpoint", &memory, &hook, &mode, &look_around)) return nullptr;
-    return reinterpret_cast<PyObject*>(make(type, memory, hook, mode, look_around));
+    if (!PyArg_ParseTuple(args, "OOsO|O:WriteEndpoint", &memory, &hook, &mode, &look_around, &bell)) return nullptr;
+    return reinterpret_cast<PyObject*>(make(type, memory, hook, mode, look_around, bell));
 }
 
-// ReadEndpoint(mapping, reader, build, wait, look_around)
+// ReadEndpoint(mapping, reader, build, wait, look_around[, bell])
 PyObject* read_new(PyTypeObject* type, PyObject* args, PyObject*) {
-    PyObject *memory = nullptr, *hook = nullptr, *look_around = nullptr;
+    PyObject *memory = nullptr, *hook = nullptr, *look_around = nullptr, *bell = Py_None;
     const char* mode = nullptr;
     Py_ssize_t index = 0;
-    if (!PyArg_ParseTuple(args, "OnOsO:ReadEndpoint", &memory, &index, &hook, &mode, &look_around)) return nullptr;
-    Endpoint* end = make(type, memory, hook, mode, look_around);
+    if (!PyArg_ParseTuple(args, "OnOsO|O:ReadEndpoint", &memory, &index, &hook, &mode, &look_around, &bell)) return nullptr;
+    Endpoint* end = make(type, memory, hook, mode, look_around, bell);
     if (end == nullptr) return nullptr;
     Ref guard(reinterpret_cast<PyObject*>(end));
     if (index < 0 || index >= static_cast<Py_ssize_t>(end->ring->readers())) {
@@ -326,6 +343,7 @@ PyObject* get_has_message(PyObject* self, void*) {
 PyGetSetDef attributes[] = {
     {"message", take_message, put_back, "The next message that was fetched; reading it takes it out.", nullptr},
     {"has_message", get_has_message, nullptr, "Whether a message was fetched and not taken out.", nullptr},
+    {"has_news", get_has_news, nullptr, "Whether a read can go on: a message or more of it is there, or none will come.", nullptr},
     {"is_busy", get_busy, nullptr, "Whether a thread is inside of a call, or has a message on loan.", nullptr},
     {"is_assembling", get_assembling, nullptr, "Whether a message has come in part.", nullptr},
     {"cause", get_cause, nullptr, "Why the end is broken, or None.", nullptr},
@@ -388,9 +406,11 @@ PyObject* fail(PyObject* self, PyObject* error) {
 
 int endpoint_add(PyObject* module) {
     using namespace endpoint;
-    if (PyModule_AddFunctions(module, functions) < 0) return -1;
+    if (PyModule_AddFunctions(module, functions) < 0 || PyModule_AddFunctions(module, bell_functions) < 0) return -1;
     if (!add_type(module, "shm_broadcast._core.WriteEndpoint", write_new, write_methods)) return -1;
     if (!add_type(module, "shm_broadcast._core.ReadEndpoint", read_new, read_methods)) return -1;
+    read_type = PyObject_GetAttrString(module, "ReadEndpoint");
+    if (read_type == nullptr) return -1;
     for (const Constant& each : constants) {
         if (PyModule_AddIntConstant(module, each.name, each.value) < 0) return -1;
     }

@@ -66,6 +66,7 @@ struct Endpoint {
     PyObject* look_around;
     PyObject* memory;
     codec::View* view;
+    codec::View* bell_view;  // holds the memory of the ring's bell; nullptr if there is none
     std::atomic<uint32_t>* left;  // futex word that changes when a call ends while other threads wait for their turn
     uint32_t queued;              // number of threads that wait for their turn
     uint64_t loans;               // number of loans so far
@@ -133,11 +134,21 @@ bool read_timeout(PyObject* const* args, Py_ssize_t count, Py_ssize_t at, long l
 // for the next one to make it readable. Calls no Python code; the caller holds the GIL.
 void settle_signal(Endpoint* end);
 
+// Returns how many bytes were copied of the message that comes in parts.
+uint64_t copied(const Endpoint* end);
+// Holds the memory of a bell in `view`. Returns the bell, or nullptr with an exception.
+ring::Bell* bell_in(codec::View& view, PyObject* memory);
+// The attribute `has_news`.
+PyObject* get_has_news(PyObject* self, void*);
+
 // Frees the mapping and everything that keeps it in use.
 void release_memory(Endpoint* end);
 
 extern PyMethodDef write_methods[];
 extern PyMethodDef read_methods[];
+extern PyMethodDef bell_functions[];
+// The type ReadEndpoint, which lives as long as the module.
+extern PyObject* read_type;
 PyObject* close(PyObject* self, PyObject* refusing);
 PyObject* fail(PyObject* self, PyObject* error);
 

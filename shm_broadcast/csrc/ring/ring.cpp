@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "../codec/codec.hpp"
+#include "wait_any.hpp"
 
 namespace {
 

@@ -2,20 +2,15 @@
 // It contains no Python, so that tests can run it as threads under a sanitizer. DESIGN.md holds the layout and the proof.
 #pragma once
 
-#include <linux/futex.h>
 #include <sched.h>
-#include <sys/syscall.h>
 #include <time.h>
-#include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
-#include "futex.hpp"
+#include "bell.hpp"
 
 namespace ring {
 
@@ -124,45 +119,6 @@ inline void yield_core() {
     if (after - before > kLongNs) refused_until = after + kRefusalNs;
 }
 
-// One of several words on which a thread sleeps. The layout is that of the kernel's futex_waitv.
-struct WaitWord {
-    uint64_t seen;
-    uint64_t address;
-    uint32_t flags;
-    uint32_t reserved;
-};
-static_assert(sizeof(WaitWord) == 24);
-inline constexpr size_t kMaxWords = 128;         // FUTEX_WAITV_MAX
-inline constexpr uint32_t kWord32 = 2;           // FUTEX2_SIZE_U32; not private, because processes share the words
-inline constexpr long kFutexWaitv = 449;         // the same number on every architecture, since Linux 5.16
-
-// Sleeps while every word still holds its `seen` value, for at most `nanoseconds`. Returns false at once if the kernel is older
-// than 5.16, or a system call filter refuses futex_waitv with whatever error.
-inline bool futex_wait_any(WaitWord* words, size_t count, uint64_t nanoseconds) {
-    static std::atomic<bool> is_missing{false};
-    if (is_missing.load(std::memory_order_relaxed)) return false;
-    const uint64_t until = now_ns() + nanoseconds;
-    timespec limit{static_cast<time_t>(until / 1000000000ULL), static_cast<long>(until % 1000000000ULL)};
-    if (syscall(kFutexWaitv, words, count, 0, &limit, CLOCK_MONOTONIC) >= 0) return true;
-    if (errno == EAGAIN || errno == EINTR || errno == ETIMEDOUT) return true;
-    is_missing.store(true, std::memory_order_relaxed);
-    return false;
-}
-
-// Does without futex_waitv: naps until `ready` is true, for at most `nanoseconds`, or until a signal. The naps grow from 50 us to
-// 4 ms, so that a thread that waits for 64 rings takes less than 0.5 % of a core, and notices a message 4 ms late at most.
-template <class Ready>
-void nap_until(const Ready& ready, uint64_t nanoseconds) {
-    constexpr uint64_t kFirstNs = 50 * 1000, kLongestNs = 4 * 1000 * 1000;
-    const uint64_t until = now_ns() + nanoseconds;
-    for (uint64_t nap = kFirstNs; !ready(); nap = std::min(2 * nap, kLongestNs)) {
-        const uint64_t now = now_ns();
-        if (now >= until) return;
-        const timespec time{0, static_cast<long>(std::min(nap, until - now))};
-        if (nanosleep(&time, nullptr) != 0) return;
-    }
-}
-
 // This class is one process's view of the segment. It checks offsets that the other side wrote before it uses them. It reads
 // the identity only once, so that a later change of that memory cannot lead outside of the mapping.
 class Ring {
@@ -191,6 +147,9 @@ public:
     uint32_t readers() const { return identity_.readers; }
     uint64_t capacity() const { return identity_.data_bytes; }
     uint64_t generation() const { return identity_.generation; }
+    // The bell of the reader's process: the writer sounds it whenever it wakes readers, and the reader when it lets others read.
+    Bell* bell() { return bell_; }
+    void set_bell(Bell* bell) { bell_ = bell; }
     WriterLine& writer() { return header_->writer; }
     SpaceLine& space() { return header_->space; }
     ReaderLine& reader(uint32_t index) { return header_->readers[index]; }
@@ -320,6 +279,7 @@ public:
     // Changes the sequence word and wakes the readers that sleep on it.
     void wake_readers() {
         // SYNC sequence->parked (seq_cst): either this side sees that a reader is parked, or its futex sees the change.
+        // SYNC listeners->sequence (seq_cst): either this side sees that a thread listens, or that thread sees the change.
         writer().sequence.fetch_add(1, std::memory_order_seq_cst);
         bool parked = false;
         for (uint32_t i = 0; i < readers() && !parked; ++i) {
@@ -327,6 +287,7 @@ public:
             parked = reader(i).parked.load(std::memory_order_seq_cst) != 0;
         }
         if (parked) futex_wake_all(writer().sequence);
+        if (bell_ != nullptr) bell_->sound();
     }
 
     // ---------------------------------------------------------------- reader
@@ -452,10 +413,13 @@ public:
         return (reader(index).parked.fetch_and(~kAwaitsSignal, std::memory_order_relaxed) & kAwaitsSignal) != 0;
     }
 
-    // Returns whether the queue has ended or the next record is complete. Unlike `next` it changes nothing, because it also runs in
-    // a thread that is not the reader: that would set `consumed` back. Beside a reader that moves on it may return true in vain.
-    bool is_readable(uint32_t index) {
-        if (ended(index)) return true;
+    // Returns whether the queue has ended or the next record is complete. As `has_more`, for any thread.
+    bool is_readable(uint32_t index) { return ended(index) || has_more(index, UINT64_MAX); }
+
+    // Returns whether the next record is complete, or more than `taken` bytes of it are there. Unlike `next` it changes nothing,
+    // because it also runs in a thread that is not the reader: that would set `consumed` back. Beside a reader that moves on it may
+    // return true in vain.
+    bool has_more(uint32_t index, uint64_t taken) {
         if (!has_data(index)) return false;
         const uint64_t published = writer().published.load(std::memory_order_relaxed);
         uint64_t at = reader(index).consumed.load(std::memory_order_relaxed);
@@ -466,7 +430,17 @@ public:
             at += kRecordHeader + record.payload_bytes;
             if (at == published || !read_header(at, published, &record)) return true;
         }
-        return available_at(at, record) == record.payload_bytes;
+        const uint64_t there = available_at(at, record);
+        return there == record.payload_bytes || there > taken;
+    }
+
+    // Returns whether the reader, which has copied `taken` bytes of the next record, can go on: there is more, or everything was
+    // read and the queue has ended. This is the look of a thread that listens to the bell.
+    bool has_news(uint32_t index, uint64_t taken) {
+        // SYNC listeners->sequence (seq_cst): behind this, all is visible that a writer has published which saw no listener.
+        static_cast<void>(writer().sequence.load(std::memory_order_seq_cst));
+        const bool is_over = ended(index);
+        return has_more(index, taken) || (is_over && !has_data(index));
     }
 
     // Sleeps until a signal is due or `nanoseconds` have passed. Returns whether it is due.
@@ -541,6 +515,7 @@ private:
     unsigned char* base_;
     size_t bytes_;
     Identity identity_{};
+    Bell* bell_ = nullptr;
     uint64_t stream_start_ = 0;  // position of the payload of the record that is being streamed
     uint64_t room_end_ = 0;      // position up to which this object knows that there is room
 };

@@ -122,10 +122,10 @@ def test_too_little_memory_for_a_channel_is_told_and_can_be_tried_again(ranks2: 
 def tried_again(rank: int, world_size: int, directory: Path) -> None:
     with world(rank, world_size, directory) as group:
         if rank == 0:
-            answers = [_core.CHANNEL_MAKING, _core.CHANNEL_MAKING]
-            claim = _core.channel_claim
+            answers = [(_core.CHANNEL_MAKING, None), (_core.CHANNEL_MAKING, None)]
+            opened = _core.channel_open
             with mock.patch.object(
-                _core, "channel_claim", lambda *place: answers.pop() if answers else claim(*place)
+                _core, "channel_open", lambda *place: answers.pop() if answers else opened(*place)
             ):
                 group.send_object("x", 1)
             assert not answers

@@ -10,7 +10,7 @@ system call empty the buffer. Loads are not reordered: the sanitizer shows which
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Thread", "leaving", "outcomes", "stepping"]
+__all__ = ["Thread", "leaving", "listening", "outcomes", "stepping"]
 
 Instruction = tuple[Any, ...]
 Program = Sequence[Instruction]
@@ -93,6 +93,9 @@ def executed(memory: Memory, thread: Thread, program: Program) -> tuple[Memory, 
         )
     if name == "jump":
         return memory, thread._replace(at=operands[0])
+    if name == "unless":
+        register, target = operands
+        return memory, after if thread.get(register) else thread._replace(at=target)
     if name in ("below", "differs"):
         word, value, target = operands
         found = loaded(memory, thread, word)
@@ -144,7 +147,7 @@ def linked(program: Sequence[Instruction]) -> list[Instruction]:
             places[each[1]] = len(code)
         else:
             code.append(each)
-    jumps = ("jump", "below", "differs")
+    jumps = ("jump", "unless", "below", "differs")
     return [(*each[:-1], places[each[-1]]) if each[0] in jumps else each for each in code]
 
 
@@ -241,3 +244,73 @@ def leaving(orders: Mapping[str, str]) -> list[list[Instruction]]:
         [("store", "channel", 2, orders["maker's store"]), ("load", "left", "saw", orders["maker's look"])],
         [("store", "left", 1, orders["leaver's store"]), ("load", "channel", "saw", orders["leaver's look"])],
     ]
+
+
+def sounding(writer: int, orders: Mapping[str, str]) -> list[Instruction]:
+    """Return the program of a writer that publishes a message, as in `Ring::publish`, `wake_readers` and `Bell::sound`.
+
+    No other thread changes the writer's sequence word, so that the addition to it is a store.
+    """
+    return linked(
+        [
+            ("store", f"published {writer}", 1, "release"),
+            ("store", f"sequence {writer}", 1, orders["writer's change"]),
+            ("load", "listeners", "saw", orders["writer's look"]),
+            ("unless", "saw", "end"),
+            ("add", "word"),
+            ("wake",),
+            ("label", "end"),
+        ]
+    )
+
+
+def listening_for(
+    writers: Sequence[int], orders: Mapping[str, str], mistake: str
+) -> tuple[str, list[Instruction]]:
+    """Return the label and the instructions of a thread that awaits a message of each of some writers in any order."""
+    place = f"await {list(writers)}"
+    if not writers:
+        return place, [("label", place), ("set", "ended", 1), ("jump", "end")]
+    seen = [("load", "word", "seen", "acquire")]
+    count = [("store", "listeners", 1, orders["listener's count"])]
+    look: list[Instruction] = []
+    rest: list[Instruction] = []
+    for writer in writers:
+        others = [each for each in writers if each != writer]
+        then, program = listening_for(others, orders, mistake)
+        then = f"{place} {writer} {then}"
+        look += [
+            ("load", f"sequence {writer}", "sequence", orders["listener's look"]),
+            ("below", f"published {writer}", 1, f"{place} without {writer}"),
+            ("jump", then),
+            ("label", f"{place} without {writer}"),
+        ]
+        # Each order in which messages come has its own code, with labels of its own.
+        rest += [("label", then), *prefixed(program, f"{place} {writer} ")]
+    if mistake == "the word is read behind the look":
+        begin = [*count, *look, *seen]
+    elif mistake == "a listener is counted behind its look":
+        begin = [*seen, *look, *count]
+    else:
+        begin = [*seen, *count, *look]
+    again = [("wait", "word", "seen"), ("store", "listeners", 0, "relaxed"), ("jump", place)]
+    return place, [("label", place), *begin, *again, *rest]
+
+
+def prefixed(program: Sequence[Instruction], prefix: str) -> list[Instruction]:
+    """Return the program with other names for its labels, except for the end."""
+    jumps = ("label", "jump", "unless", "below", "differs")
+    return [
+        (*each[:-1], prefix + each[-1]) if each[0] in jumps and each[-1] != "end" else each
+        for each in program
+    ]
+
+
+def listening(writers: int, orders: Mapping[str, str], mistake: str = "") -> list[list[Instruction]]:
+    """Return the programs of a thread that listens to its bell, and of writers that each send it one message.
+
+    The register `ended` of the first thread is 1 when it has got all of them.
+    """
+    _, program = listening_for(range(writers), orders, mistake)
+    sounders = [sounding(writer, orders) for writer in range(writers)]
+    return [linked([*program, ("label", "end")]), *sounders]

@@ -1,13 +1,15 @@
-"""The handshakes of the region and its channels need each of their seq_cst operations, and need no more."""
+"""The handshakes of the region, its channels and their bells need each of their seq_cst operations, and no more."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.native.model.handshakes import leaving, outcomes, stepping
+from tests.native.model.handshakes import leaving, listening, outcomes, stepping
 
-SOURCES = Path(__file__).parents[3] / "device_comm" / "csrc" / "cpu"
+ROOT = Path(__file__).parents[3]
+SOURCES = ROOT / "device_comm" / "csrc" / "cpu"
+RING_SOURCES = ROOT / "shm_broadcast" / "csrc" / "ring"
 
 # Patterns that find each end of an edge in a header, and its memory order. The fetch_add on the gong is modelled as one
 # that orders all: the system call behind it does.
@@ -21,6 +23,15 @@ LEAVING = {
     "leaver's store": r"words_\[rank\]\.store\(1, std::memory_order_(\w+)\)",
     "leaver's look": r"words_\[index\(from, to\)\]\.load\(std::memory_order_(\w+)\)",
 }
+LISTENING = {
+    "writer's change": r"thread listens, or .*\n\s*writer\(\)\.sequence\.fetch_add\(1, std::memory_order_(\w+)\)",
+    "listener's look": r"static_cast<void>\(writer\(\)\.sequence\.load\(std::memory_order_(\w+)\)",
+}
+COUNTING = {
+    "writer's look": r"listeners\.load\(std::memory_order_(\w+)\)",
+    "listener's count": r"listeners\.fetch_add\(1, std::memory_order_(\w+)\)",
+}
+LISTENERS_MISTAKES = ("the word is read behind the look", "a listener is counted behind its look")
 MISTAKES = (
     "the gong is read behind the second look",
     "`sleeping` is stored behind the second look",
@@ -28,9 +39,9 @@ MISTAKES = (
 )
 
 
-def orders_of(header: str, places: dict[str, str]) -> dict[str, str]:
+def orders_of(header: str, places: dict[str, str], folder: Path = SOURCES) -> dict[str, str]:
     """Return the memory order of each named operation in a header."""
-    source = (SOURCES / header).read_text()
+    source = (folder / header).read_text()
     found = {name: re.findall(pattern, source) for name, pattern in places.items()}
     assert all(len(orders) == 1 for orders in found.values()), f"{header} has changed: {found}"
     return {name: orders[0] for name, orders in found.items()}
@@ -102,3 +113,38 @@ def test_each_seq_cst_of_the_table_is_needed(place: str, order: str) -> None:
     assert misses_the_end(
         {**orders_of("channels.hpp", LEAVING), place: nearly if order != "relaxed" else order}
     )
+
+
+def listening_orders() -> dict[str, str]:
+    """Return the memory orders of a writer and of a thread that listens to its bell."""
+    in_ring = orders_of("ring.hpp", LISTENING, RING_SOURCES)
+    return in_ring | orders_of("bell.hpp", COUNTING, RING_SOURCES)
+
+
+def misses_a_message(writers: int, orders: dict[str, str], mistake: str = "") -> bool:
+    """Return whether a thread that listens to its bell can sleep for ever though all writers have published."""
+    return any(threads[0].get("ended") != 1 for threads in outcomes(listening(writers, orders, mistake)))
+
+
+@pytest.mark.guarantee("D73")
+@pytest.mark.parametrize("writers", [1, 2, pytest.param(3, marks=pytest.mark.thorough)])
+def test_a_thread_that_listens_gets_the_message_of_each_writer(writers: int) -> None:
+    """In every interleaving one of both sees the other, though a writer sounds the bell only if a thread listens."""
+    assert not misses_a_message(writers, listening_orders())
+
+
+@pytest.mark.guarantee("D73")
+@pytest.mark.parametrize("order", ["relaxed", "weaker by one"])
+@pytest.mark.parametrize("place", [*LISTENING, *COUNTING])
+def test_each_seq_cst_of_the_bell_is_needed(place: str, order: str) -> None:
+    """If one of the four operations is weaker, a thread can sleep though its message is there."""
+    is_store = place in {"writer's change", "listener's count"}
+    nearly = "release" if is_store else "acquire"
+    assert misses_a_message(1, {**listening_orders(), place: nearly if order != "relaxed" else order})
+
+
+@pytest.mark.guarantee("D73")
+@pytest.mark.parametrize("mistake", LISTENERS_MISTAKES)
+def test_the_order_of_beginning_to_listen_is_needed(mistake: str) -> None:
+    """A message is missed unless a thread reads the word and counts itself before it looks."""
+    assert misses_a_message(1, listening_orders(), mistake)

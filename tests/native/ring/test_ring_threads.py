@@ -51,7 +51,8 @@ def test_the_protocol_is_clean_as_threads(tmp_path: Path, options: tuple[str, ..
 @pytest.mark.parametrize("edge", WEAKENED)
 def test_each_end_of_an_edge_is_needed(tmp_path: Path, edge: str) -> None:
     """The thread sanitizer reports a race on the payload if either end of an edge is relaxed."""
-    shutil.copy(HEADER.with_name("futex.hpp"), tmp_path)
+    for name in ("bell.hpp", "futex.hpp"):
+        shutil.copy(HEADER.with_name(name), tmp_path)
     header = tmp_path / "ring.hpp"
     header.write_text(weakened(HEADER.read_text(), edge, WEAKENED[edge]))
     outcome = run(driver(tmp_path, header, TSAN), 2, 2000, 5, "spin")

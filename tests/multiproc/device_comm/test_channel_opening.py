@@ -1,0 +1,164 @@
+"""Signal handlers that raise, or make a call, while a channel is opened."""
+
+from __future__ import annotations
+
+import dis
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from device_comm.cpu import channels as opening
+from device_comm.cpu.channels import Channels
+from shm_broadcast.errors import UsageError
+from tests.channels import channels_of
+from tests.unit.shm_broadcast.test_signal_handlers import AlarmError, alarms
+
+TAG = 1
+# The interpreter looks for signals behind a call, at the beginning of a function, and at the end of a loop's turn.
+LOOKS = ("CALL", "RESUME", "JUMP_BACKWARD")
+
+
+def send(channels: Channels, obj: Any, dst: int) -> None:
+    """Send an object within a time that a claim which nobody ends exceeds."""
+    channels.send("host", "send", obj, (dst,), TAG, 5.0)
+
+
+def recv(channels: Channels, src: int) -> Any:
+    """Receive an object; as `send`."""
+    return channels.recv("host", "recv", src, TAG, 5.0)
+
+
+def looks_for_signals(frame: FrameType) -> bool:
+    """Return whether the interpreter may have run a signal handler just before the next instruction of `frame`."""
+    code = list(dis.get_instructions(frame.f_code))
+    behind = [one for one in code if one.offset < frame.f_lasti and one.opname not in ("CACHE", "PRECALL")]
+    return bool(behind) and behind[-1].opname.startswith(LOOKS)
+
+
+class Strikes:
+    """Calls `strike` once in each run, one place later each time, where a handler could run inside of `channels.py`."""
+
+    def __init__(self, strike: Callable[[], None]) -> None:
+        """Begin with the first place."""
+        self.strike = strike
+        self.place = 0
+        self.passed = 0
+        self._known: dict[tuple[Any, int], bool] = {}
+
+    def __call__(self, frame: FrameType, event: str, _argument: object) -> Strikes | None:
+        """Trace a function."""
+        if frame.f_code.co_filename != opening.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            key = (frame.f_code, frame.f_lasti)
+            if key not in self._known:
+                self._known[key] = looks_for_signals(frame)
+            if self._known[key]:
+                self.passed += 1
+                if self.passed == self.place + 1:
+                    self.strike()
+        return self
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Strike once within the block, unless its places are used up."""
+        self.passed = 0
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+            self.place += 1
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the latest run had no place left."""
+        return self.place > self.passed
+
+
+def strike() -> None:
+    """Raise as a handler."""
+    raise AlarmError("struck")
+
+
+@pytest.mark.guarantee("D74")
+@pytest.mark.parametrize("first", ["sender", "receiver"])
+def test_a_strike_at_any_step_of_opening_leaves_no_claim(first: str) -> None:
+    """What a handler raises at each place where one can run: the next calls of both ranks open the channel at once."""
+    strikes = Strikes(strike)
+    while not strikes.is_over:
+        with channels_of(2) as (zero, one):
+            try:
+                with strikes.run():
+                    if first == "sender":
+                        send(zero, "struck", 1)
+                    else:
+                        # Opens the channel, and finds nothing.
+                        one._receiver(0, "recv")
+            except AlarmError:
+                pass
+            send(zero, "sent", 1)
+            found = recv(one, 0)
+            assert found in {"sent", "struck"}
+            if found == "struck":
+                assert recv(one, 0) == "sent"
+            send(one, "back", 0)
+            assert recv(zero, 1) == "back"
+    assert strikes.place > 20
+
+
+@pytest.mark.guarantee("D74")
+def test_a_handler_that_uses_the_channel_that_it_finds_being_opened_is_refused_or_served() -> None:
+    """It never waits for the call that it has interrupted, and whatever it sends arrives."""
+    outcomes: list[str] = []
+    texts: list[str] = []
+
+    def call() -> None:
+        try:
+            send(zero, "handler", 1)
+            outcomes.append("sent")
+        except UsageError as error:
+            texts.append(str(error))
+            outcomes.append("refused")
+
+    strikes = Strikes(call)
+    while not strikes.is_over:
+        count = len(outcomes)
+        with channels_of(2) as (zero, one):
+            start = time.monotonic()
+            with strikes.run():
+                send(zero, "outer", 1)
+            awaited = ["outer"] + ["handler"] * (outcomes[count:] == ["sent"])
+            assert sorted(recv(one, 0) for _ in awaited) == sorted(awaited)
+            assert time.monotonic() - start < 5.0
+    assert {"sent", "refused"} == set(outcomes)
+    assert all("is opening the channel with rank 1 already" in text for text in texts)
+
+
+@pytest.mark.guarantee("D74")
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+def test_alarms_in_hundreds_of_first_sends_leave_no_claim() -> None:
+    """Alarms of the clock, 0.1 ms apart, strike first sends of fresh groups, of which each is then repeated."""
+    with alarms(0.0001) as handler:
+        for _ in range(400):
+            with channels_of(2) as (zero, one):
+                try:
+                    handler.is_armed = True
+                    send(zero, "struck", 1)
+                except AlarmError:
+                    pass
+                handler.is_armed = False
+                send(zero, "sent", 1)
+                found = recv(one, 0)
+                assert found in {"sent", "struck"}
+        struck = handler.count
+    assert struck > 20

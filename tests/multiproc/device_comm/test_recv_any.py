@@ -1,0 +1,317 @@
+"""Messages from whichever rank sends first: what waiting costs, that no wake-up and no message is lost, how it ends."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from coordinator.host.tags import OBJECT_TAG
+from device_comm import health
+from device_comm.cpu.channels import Channels
+from device_comm.cpu.receiving_any import ReceivingAny
+from shm_broadcast import codec
+from shm_broadcast.errors import ClosedError, CommError, UsageError
+from tests.channels import channels_of, health_of
+from tests.harness import RankPool
+from tests.queues import background
+from tests.unit.shm_broadcast.test_signal_handlers import AlarmError, Numbered, alarms
+from tests.worlds import meet, new_group, outcome_of, tell_when_waiting, world
+
+TAG, OTHER_TAG = 1, 2
+# A call whose wake-up is lost sleeps this long, which fails a test that has a shorter limit.
+LOST_S = 40.0
+LIMIT_S = 20.0
+MIB = 1 << 20
+
+
+def send(channels: Channels, obj: Any, dst: int, tag: int = TAG) -> None:
+    """Send an object."""
+    channels.send("host", "send", obj, (dst,), tag, LIMIT_S)
+
+
+def recv(channels: Channels, src: int, tag: int = TAG, timeout_s: float | None = LIMIT_S) -> Any:
+    """Receive an object from one rank."""
+    return channels.recv("host", "recv", src, tag, timeout_s)
+
+
+def recv_any(channels: Channels, tag: int = TAG, timeout_s: float | None = LIMIT_S) -> tuple[Any, int]:
+    """Receive an object from any rank."""
+    return channels.recv_any("host", "recv", tag, timeout_s)
+
+
+def poll_any(
+    channels: Channels, others: Sequence[int], tag: int, seen: dict[tuple[int, int], list[int]]
+) -> None:
+    """Receive as `recv_any` does, but outside of `GroupHealth.wait`, from which an exception breaks the group."""
+    receivers = tuple([channels._receiver(src, "recv") for src in others])
+    awaiting = ReceivingAny(receivers, tag, channels, channels._bells[0])
+    try:
+        while not awaiting.poll(0.1):
+            pass
+    except BaseException:
+        awaiting.abandon()
+        raise
+    found = awaiting.found
+    assert found is not None
+    seen[found.receiver.peer, tag].append(found.message[0].number)
+
+
+@contextmanager
+def long_slices() -> Iterator[None]:
+    """Let waiting calls look around so seldom that only a wake-up ends their sleep in time."""
+    with mock.patch.object(health, "SLICE_S", LOST_S):
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> None:
+    codec.register_type(
+        Numbered, encode=lambda each: {"number": each.number}, decode=lambda data: Numbered(data["number"])
+    )
+
+
+@pytest.mark.guarantee("D73")
+def test_waiting_for_64_ranks_costs_next_to_nothing() -> None:
+    """It takes under 0.5 % of a core, and looks ten times a second, however many ranks there are."""
+    with channels_of(65) as ranks:
+        for src in range(1, 65):
+            send(ranks[src], src, 0)
+        assert sorted(recv_any(ranks[0])[0] for _ in range(1, 65)) == list(range(1, 65))
+        spent: list[float] = []
+
+        def wait() -> int:
+            recv_any(ranks[0])
+            # The first wait brings the code into the caches.
+            start, cpu = time.monotonic(), time.thread_time()
+            value, _ = recv_any(ranks[0])
+            spent.append((time.thread_time() - cpu) / (time.monotonic() - start))
+            return int(value)
+
+        with background(wait) as outcome:
+            time.sleep(0.3)
+            send(ranks[7], 1, 0)
+            time.sleep(4.0)
+            send(ranks[64], 2, 0)
+        assert outcome == [2]
+        assert spent[0] < 0.005
+
+
+@pytest.mark.guarantee("D73")
+@pytest.mark.parametrize("nbytes", [10, 300_000, 3 * MIB], ids=["short", "streamed", "parts"])
+def test_no_wake_up_is_lost(nbytes: int) -> None:
+    """Every message wakes the receiver, also the first of a channel that its sender opens meanwhile."""
+    count, size = 400 if nbytes < MIB else 40, 4
+    with channels_of(size) as ranks, long_slices():
+
+        def send_some(src: int) -> None:
+            choose = random.Random(src)
+            for number in range(count):
+                time.sleep(choose.choice((0.0, 0.0, 0.0001, 0.001)))
+                send(ranks[src], [number, bytes(nbytes)], 0)
+
+        seen: dict[int, list[int]] = {src: [] for src in range(1, size)}
+        with (
+            background(lambda: send_some(1)),
+            background(lambda: send_some(2)),
+            background(lambda: send_some(3)),
+        ):
+            for _ in range(count * (size - 1)):
+                (number, content), src = recv_any(ranks[0])
+                assert len(content) == nbytes
+                seen[src].append(number)
+        assert all(numbers == list(range(count)) for numbers in seen.values())
+
+
+@pytest.mark.guarantee("D73")
+def test_other_threads_may_receive_from_the_same_ranks_meanwhile() -> None:
+    """A thread that awaits one tag of one rank takes in what others await from any rank, and wakes them."""
+    count = 300
+    with channels_of(3) as ranks, long_slices():
+
+        def send_some(src: int) -> None:
+            choose = random.Random(src)
+            for number in range(count):
+                time.sleep(choose.choice((0.0, 0.0002, 0.001)))
+                send(ranks[src], number, 0, OTHER_TAG)
+                send(ranks[src], number, 0, TAG)
+
+        def receive_others() -> list[int]:
+            return [recv(ranks[0], 1, OTHER_TAG) for _ in range(count)]
+
+        with (
+            background(lambda: send_some(1)),
+            background(lambda: send_some(2)),
+            background(receive_others) as others,
+        ):
+            found = [recv_any(ranks[0]) for _ in range(2 * count)]
+        assert others == [list(range(count))]
+        for src in (1, 2):
+            assert [number for number, each in found if each == src] == list(range(count))
+        assert [recv(ranks[0], 2, OTHER_TAG) for _ in range(count)] == list(range(count))
+
+
+@pytest.mark.guarantee("R14")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("nbytes", "count"), [(10, 2000), (300_000, 150)])
+def test_no_alarm_loses_or_repeats_a_message_from_any_rank(nbytes: int, count: int) -> None:
+    """Messages of two ranks and tags, of which a handler interrupts the receiver, come once each and in order."""
+    with channels_of(3) as ranks:
+
+        def send_all(src: int) -> None:
+            for number in range(count):
+                for tag in (TAG, OTHER_TAG):
+                    send(ranks[src], [Numbered(number), bytes(nbytes)], 0, tag)
+
+        for src in (1, 2):
+            send(ranks[src], "opens the channel", 0)
+            assert recv(ranks[0], src) == "opens the channel"
+        seen: dict[tuple[int, int], list[int]] = {
+            (src, tag): [] for src in (1, 2) for tag in (TAG, OTHER_TAG)
+        }
+        with background(lambda: send_all(1)), background(lambda: send_all(2)), alarms(0.0003) as handler:
+            for tag in (TAG, OTHER_TAG):
+                while sum(len(seen[src, tag]) for src in (1, 2)) < 2 * count:
+                    try:
+                        handler.is_armed = True
+                        poll_any(ranks[0], (1, 2), tag, seen)
+                    except AlarmError:
+                        pass
+                    handler.is_armed = False
+            raised = handler.count
+        assert all(numbers == list(range(count)) for numbers in seen.values())
+        assert raised > 5
+
+
+@pytest.mark.guarantee("R15")
+@pytest.mark.parametrize("outer", ["recv", "recv_any"])
+@pytest.mark.parametrize("inner", ["recv", "recv_any"])
+def test_a_handler_that_receives_inside_of_a_wait_for_the_same_rank_is_refused(
+    outer: str, inner: str
+) -> None:
+    """It gets an error at once, wherever the wait is, where it could wait for ever. The interrupted wait goes on."""
+    errors: list[str] = []
+    is_over = threading.Event()
+    with channels_of(3) as ranks:
+
+        def handler(_number: int, _frame: FrameType | None) -> None:
+            if is_over.is_set():
+                return
+            try:
+                call = recv_any if inner == "recv_any" else lambda channels, tag: recv(channels, 1, tag)
+                call(ranks[0], OTHER_TAG)
+            except UsageError as error:
+                errors.append(str(error))
+
+        before = signal.signal(signal.SIGALRM, handler)
+        # At several points of several slices, some of them at the end of one.
+        signal.setitimer(signal.ITIMER_REAL, 0.1, 0.0333)
+
+        def end() -> None:
+            time.sleep(0.5)
+            is_over.set()
+            time.sleep(0.1)
+            send(ranks[1], 3, 0)
+
+        timer = threading.Thread(target=end)
+        timer.start()
+        try:
+            found = recv_any(ranks[0])[0] if outer == "recv_any" else recv(ranks[0], 1)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+            timer.join()
+        assert found == 3
+        assert len(errors) > 3
+        assert all("inside of a call on the channel with rank 1" in text for text in errors)
+        # Nothing of the refused calls stays.
+        send(ranks[1], 4, 0, OTHER_TAG)
+        assert recv_any(ranks[0], OTHER_TAG) == (4, 1)
+
+
+@pytest.mark.guarantee("D73")
+def test_a_group_that_is_destroyed_ends_the_wait() -> None:
+    """Another thread of the rank closes the channels."""
+    with channels_of(3) as ranks, long_slices():
+        with background(lambda: recv_any(ranks[0], timeout_s=None)) as outcome:
+            time.sleep(0.3)
+            start = time.monotonic()
+            health_of(ranks[0]).close()
+            ranks[0].close()
+        assert isinstance(outcome[0], ClosedError)
+        assert time.monotonic() - start < LIMIT_S
+
+
+@pytest.mark.guarantee("D73")
+def test_the_wait_goes_on_while_one_rank_may_still_send() -> None:
+    """What a rank has sent before it left comes; the wait ends when all other ranks have left."""
+    with channels_of(3) as ranks:
+        with long_slices():
+            send(ranks[1], "last words", 0)
+            ranks[1].close()
+            assert recv_any(ranks[0]) == ("last words", 1)
+            with background(lambda: recv_any(ranks[0], timeout_s=None)) as outcome:
+                time.sleep(0.3)
+                send(ranks[2], 5, 0)
+            assert outcome == [(5, 2)]
+        with background(lambda: recv_any(ranks[0], timeout_s=None)) as ended:
+            time.sleep(0.3)
+            ranks[2].close()
+        assert isinstance(ended[0], CommError)
+
+
+def crowd(rank: int, world_size: int, directory: Path) -> list[int]:
+    with world(rank, world_size, directory) as group:
+        if rank:
+            choose = random.Random(rank)
+            for number in range(100):
+                time.sleep(choose.random() * 0.002)
+                group.send_object((rank, number), 0)
+            group.barrier()
+            return []
+        channels: Channels = getattr(group._host, "_channels")  # noqa: B009 - of one host plane only
+        found = [channels.recv_any("host", "recv", OBJECT_TAG, 60.0) for _ in range(100 * (world_size - 1))]
+        group.barrier()
+        assert all(src == sender for (sender, _), src in found)
+        counts = Counter(src for _, src in found)
+        return [counts[src] for src in range(1, world_size)]
+
+
+@pytest.mark.guarantee("D73")
+def test_more_ranks_than_cores_send_to_one(ranks4: RankPool) -> None:
+    """Every message comes, with its sender."""
+    assert ranks4.run(crowd, timeout_s=120)[0] == [100] * 3
+
+
+def loses_a_rank(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    with world(rank, world_size, directory) as first:
+        group = new_group(first)
+        if rank == 2:
+            meet(rank, range(world_size), directory, "waits")
+            signal.raise_signal(signal.SIGKILL)
+        if rank == 0:
+            tell_when_waiting(group, directory)
+        else:
+            meet(rank, range(world_size), directory, "waits")
+        outcome = outcome_of(lambda: group.recv_any((1,), torch.float32))
+        group.destroy()
+        return outcome
+
+
+@pytest.mark.guarantee("D7", "D73")
+def test_the_loss_of_any_rank_is_told(ranks4: RankPool) -> None:
+    """A wait without a deadline raises the loss of a rank that has never sent anything."""
+    outcomes = ranks4.run(loses_a_rank, expect_dead={2})
+    for outcome in (outcomes[0], outcomes[1], outcomes[3]):
+        assert (outcome["kind"], outcome["peers"]) == ("PeerLostError", [2])

@@ -1,6 +1,6 @@
 // The table of channels for the sanitizers, with threads instead of processes. In each round two ranks use a new table.
-// They open the channel between them, which the first of them makes. Then they pass messages, or one of them leaves
-// while the other opens the channel. Usage: `channel_threads ROUNDS SEED`.
+// They open the channel between them, which the first of them makes. Then they pass messages, for which the reader sleeps on the
+// ring or listens to its bell, or one of them leaves while the other opens the channel. Usage: `channel_threads ROUNDS SEED`.
 // Exit status: 0, or 1 with a text for a wrong message or a rank that waits at a channel whose peer is gone.
 #include <sched.h>
 #include <sys/mman.h>
@@ -75,6 +75,7 @@ public:
 
 private:
     bool writes() const { return rank_ == from_; }
+    ring::Bell& bell() { return *reinterpret_cast<ring::Bell*>(shared_.base + channels::kBellBytes * to_); }
 
     // Waits up to some microseconds, which lets the two ranks come in every order.
     void dawdle() {
@@ -105,6 +106,7 @@ private:
         if (!open()) return;
         Ring ring(shared_.channel(), kChannel);
         if (!ring.valid() || ring.generation() != round_) return void(fail("no ring in the channel", rank_, round_));
+        ring.set_bell(&bell());
         for (uint64_t message = 1; message <= kMessages; ++message) {
             if (!(writes() ? write(ring, message) : read(ring, message))) return;
         }
@@ -126,7 +128,8 @@ private:
     bool read(Ring& ring, uint64_t message) {
         ring::RecordHeader record{};
         unsigned char* payload = nullptr;
-        ring.wait(0, kSpin, kLost, [&] { return ring.has_data(0); });
+        if (round_ % 2 == 0) ring.wait(0, kSpin, kLost, [&] { return ring.has_data(0); });
+        if (round_ % 2 != 0) listen(ring);
         if (!ring.has_data(0) || !ring.next(0, &record, &payload)) return fail("no message", rank_, round_);
         if (record.payload_bytes != length_of(round_, message)) return fail("a wrong length", rank_, round_);
         for (size_t i = 0; i < record.payload_bytes; ++i) {
@@ -134,6 +137,17 @@ private:
         }
         ring.release(0, record);
         return true;
+    }
+
+    // Waits for a message as a thread that listens to the bell of its rank.
+    void listen(Ring& ring) {
+        const uint64_t until = ring::now_ns() + kLost;
+        while (!ring.has_data(0) && ring::now_ns() < until) {
+            const uint32_t seen = bell().begin();
+            dawdle();
+            if (!ring.has_news(0, 0)) ring::futex_wait(bell().word, seen, kLost);
+            bell().end();
+        }
     }
 
     // Ends the other rank's side of the channel.

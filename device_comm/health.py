@@ -172,6 +172,7 @@ class GroupHealth:
         self._watch = watch
         self._status_store = status_store
         self._cause: BaseException | None = None
+        self._failure_record: FailureRecord | None = None
         self._closed = False
         self._fork_count = fork_count()
         # `next` on a count is atomic under the GIL and faster than a lock; the group's own thread calls `begin` too.
@@ -184,6 +185,11 @@ class GroupHealth:
     def is_broken(self) -> bool:
         """Return whether a failure made the group unusable."""
         return self._cause is not None
+
+    @property
+    def failure_record(self) -> FailureRecord | None:
+        """Return what broke the group, if ranks must learn of it: the record that counts, as far as known here."""
+        return self._failure_record
 
     @property
     def is_closed(self) -> bool:
@@ -438,7 +444,7 @@ class GroupHealth:
         self._break(error)
         detail = f"{self.rank} ({type(error).__name__})"
         failure_record = self._failure(operation, "interrupted", (self.rank,), detail=detail)
-        self._status_store.publish(failure_record, within_s=SLICE_S)
+        self._failure_record = self._status_store.publish(failure_record, within_s=SLICE_S)
 
     def _failure(
         self,
@@ -456,6 +462,7 @@ class GroupHealth:
         return self._adopt(operation, self._status_store.publish(failure_record))
 
     def _adopt(self, operation: Operation, failure_record: FailureRecord) -> CommError:
+        self._failure_record = failure_record
         error = self._error(operation, failure_record)
         self._break(error)
         return error
@@ -495,13 +502,22 @@ class GroupHealth:
             self._cause = cause
         self.abort()
 
-    def fail(self, error: CommError) -> None:
-        """Break the group because of `error`, which the caller raises, and publish it to the other ranks."""
+    def fail(
+        self, error: CommError, what: str = "a transfer", failure_record: FailureRecord | None = None
+    ) -> None:
+        """Break the group because of `error`, which the caller raises, and publish it to the other ranks.
+
+        Args:
+            error: The error.
+            what: In which call it was found, for the texts of the other ranks' errors.
+            failure_record: What to publish, if another group of this rank has broken for the same reason.
+        """
         self._break(error)
-        failure_record = self._failure("a transfer", "failed", (), detail=str(error))
-        if isinstance(error, PeerLostError) and error.peers:
-            failure_record = self._failure("a transfer", "lost", error.peers)
-        self._status_store.publish(failure_record)
+        if failure_record is None:
+            failure_record = self._failure(what, "failed", (), detail=str(error))
+            if isinstance(error, PeerLostError) and error.peers:
+                failure_record = self._failure(what, "lost", error.peers)
+        self._failure_record = self._status_store.publish(failure_record)
 
     def lost(self) -> tuple[int, ...]:
         """Return the global ranks whose process has ended, ascending. Does not block; from any thread."""

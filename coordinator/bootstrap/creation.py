@@ -18,7 +18,7 @@ from coordinator.bootstrap.world import World
 from coordinator.settings import CoordinatorSettings
 from device_comm.cpu import shared_memory
 from device_comm.registry import communicator_name
-from shm_broadcast.errors import CapabilityError, PeerLostError, UsageError
+from shm_broadcast.errors import CapabilityError, CommError, UsageError
 from shm_broadcast.liveness import PeerWatch, this_process
 
 # Ranks of different protocol versions refuse to form a group. Increase this when a message or a key changes.
@@ -125,10 +125,11 @@ def _facts(
 
 def give_up(builders: Sequence[GroupBuilder], error: BaseException) -> None:
     """Undo what was built, and publish the reason to ranks that wait for this one in another of the groups."""
-    if isinstance(error, (CapabilityError, PeerLostError)):
-        for builder in builders:
-            if not builder.health.is_broken:
-                builder.health.fail(error)
+    records = [builder.health.failure_record for builder in builders]
+    known = next((record for record in records if record is not None), None)
+    for builder in builders:
+        if isinstance(error, CommError) and not builder.health.is_broken:
+            builder.health.fail(error, "creating groups", known)
     for builder in builders:
         builder.undo()
     if isinstance(error, CapabilityError) and builders:

@@ -13,7 +13,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from coordinator.bootstrap.agreement import View
+from coordinator.bootstrap.agreement import LINGER_S, View
 from coordinator.bootstrap.blocking_calls import connect_watched
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan, GroupProcessGroups
 from coordinator.bootstrap.membership import listening_address
@@ -28,15 +28,17 @@ from coordinator.settings import CoordinatorSettings
 from device_comm.base import CommunicatorContext, DeviceCommunicator
 from device_comm.cpu import shared_memory
 from device_comm.cpu.connect import needs_process_group
-from device_comm.health import GroupHealth
+from device_comm.health import GroupHealth, Operation
 from device_comm.process_group import ProcessGroupCommunicator
 from device_comm.registry import CommunicatorFactory, communicator_factory
 from device_comm.solo import SoloCommunicator
-from shm_broadcast.errors import CapabilityError, GroupBrokenError
+from shm_broadcast.errors import CapabilityError, CommError, CommTimeoutError, GroupBrokenError, PeerLostError
 from shm_broadcast.liveness import PeerWatch, this_process
 
 # How long the host plane of a group that could not be created may take to close.
 _UNDO_S: Final = 1.0
+# The name of the step in which a rank maps the first rank's memory, for errors.
+_SHARE: Final = "create shared memory"
 
 Backend = TypeVar("Backend", bound=GlooBackend | None)
 
@@ -100,10 +102,8 @@ class GroupBuilder:
         with self.plan.clock.phase("shared_memory"):
             try:
                 self._shared = self.region.map(self.health, offers[number], timeout_s)
-            except CapabilityError as error:
-                # The first rank may have failed in another group. It published why before it withdrew its offer.
-                self._raise_if_published(error)
-                raise
+            except (PeerLostError, CommTimeoutError) as error:
+                raise self._explained(error, self.plan.membership.ranks[0], timeout_s) from error
             self._made.callback(self._shared.close)
             self._status_store.attach(self._shared.board)
 
@@ -116,18 +116,31 @@ class GroupBuilder:
         shared = self._shared
         if shared is None:
             return
+        # A rank that waits for the memory of a stopped first rank gives up before those that have the memory, and tells
+        # them who is missing. They would blame it too.
+        timeout_s = self.settings.create_timeout_s + LINGER_S
         with self.plan.clock.phase("shared_memory"):
             try:
-                shared.host.finish("barrier", shared.host.core.barrier(), self.settings.create_timeout_s)
+                shared.host.finish("barrier", shared.host.core.barrier(), timeout_s)
             except GroupBrokenError as error:
-                self._raise_if_published(error)
-                raise
+                raise self._translated(error) from error
 
-    def _raise_if_published(self, error: Exception) -> None:
-        """Raise from `error` the reason that another rank has published, if one has."""
-        failure_record = self._status_store.failure_record()
-        if failure_record is not None:
-            raise CapabilityError(failure_record.detail, requirement="shared memory") from error
+    def _explained(self, error: CommError, first: int, timeout_s: float) -> CommError:
+        """Break the group, and return the error for a first rank that hands its memory over no more, or not in time.
+
+        It has ended, it is stopped, or it has failed in another group. Then it published why before it withdrew its
+        offer.
+        """
+        if isinstance(error, CommTimeoutError):
+            return self._translated(self.health.blame(_SHARE, (first,), timeout_s))
+        return self._translated(self.health.explain(Operation("host", _SHARE, 0), error, (first,)))
+
+    def _translated(self, error: CommError) -> CommError:
+        """Return `error`, or what the rank raises that cannot map its memory, if that is the reason."""
+        failure_record = self.health.failure_record
+        if failure_record is not None and failure_record.kind == "failed":
+            return CapabilityError(failure_record.detail, requirement="shared memory")
+        return error
 
     def connect(
         self, use_device_communicator: bool, agreement_s: float, together: tuple[str, ...]

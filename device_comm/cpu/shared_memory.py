@@ -21,6 +21,7 @@ from shm_broadcast.errors import (
     CapabilityError,
     ClosedError,
     CommError,
+    DecodeError,
     DisagreementError,
     UsageError,
 )
@@ -335,21 +336,40 @@ class Preparation:
 
         Raises:
             CapabilityError: The first rank lacks the memory, or this one could not map it.
+            PeerLostError: The first rank hands nothing over any more; the group's health may know why.
+            CommTimeoutError: The first rank did not answer in time.
         """
-        segment, failure = self.take(offer, timeout_s)
-        if segment is None:
-            raise _no_memory(health, failure)
+        try:
+            segment = self._obtain(offer, timeout_s)
+        except CapabilityError as error:
+            raise _no_memory(health, str(error)) from error
         return SharedMemory(segment, self._rank, health)
 
     def take(self, offer: bytes, timeout_s: float) -> tuple[Segment | None, str]:
         """Return (the segment that the first rank offers, "") or (None, why not); the segment is the caller's."""
+        try:
+            return self._obtain(offer, timeout_s), ""
+        except CapabilityError as error:
+            return None, str(error)
+        except CommError as error:
+            return None, f"rank {self._rank_in_group} of the group: {error}"
+
+    def _obtain(self, offer: bytes, timeout_s: float) -> Segment:
+        """Return the segment that the first rank offers, which is the caller's.
+
+        Raises: as `map`.
+        """
         offered = _offer_decoder.decode(offer)
-        failure = offered.failure
-        if not failure and self._segment is None:
-            self._segment, failure = _take(offered, self._rank, self._world_size, timeout_s)
-            failure = failure and f"rank {self._rank_in_group} of the group: {failure}"
+        if offered.failure:
+            raise CapabilityError(offered.failure, requirement="shared memory")
+        if self._segment is None:
+            try:
+                self._segment = _take(offered, self._rank, self._world_size, timeout_s)
+            except (CapabilityError, DecodeError) as error:
+                text = f"rank {self._rank_in_group} of the group: {error}"
+                raise CapabilityError(text, requirement="shared memory") from error
         segment, self._segment = self._segment, None
-        return segment, failure
+        return segment
 
     def close(self) -> None:
         """Hand nothing over any more, and drop what nobody has mapped. Idempotent."""
@@ -492,20 +512,16 @@ def _offer(world_size: int) -> tuple[Handover | None, Segment | None, _Offer]:
     return handover, segment, _Offer(handover.address, key)
 
 
-def _take(offer: _Offer, rank: int, world_size: int, timeout_s: float) -> tuple[Segment | None, str]:
-    """Return (segment, "") or (None, why not). The other ranks' slots may not be reserved yet."""
-    segment = None
+def _take(offer: _Offer, rank: int, world_size: int, timeout_s: float) -> Segment:
+    """Return the segment that the first rank offers. The other ranks' slots may not be reserved yet."""
+    memory, _, descriptor = take_descriptor(offer.address, offer.key, rank, timeout_s)
+    os.close(descriptor)
+    nbytes = _layout(world_size).end
+    segment = Segment.adopt(memory, nbytes, room_bytes(world_size), is_reserved=False)
     try:
-        memory, _, descriptor = take_descriptor(offer.address, offer.key, rank, timeout_s)
-        os.close(descriptor)
-        nbytes = _layout(world_size).end
-        segment = Segment.adopt(memory, nbytes, room_bytes(world_size), is_reserved=False)
         for offset, part_bytes in _parts(world_size, rank):
             segment.reserve(offset, part_bytes)
-    except CommError as error:
-        _drop(segment)
-        return None, str(error)
     except BaseException:
         _drop(segment)
         raise
-    return segment, ""
+    return segment

@@ -15,12 +15,15 @@ import torch.distributed as dist
 
 from coordinator.bootstrap import agreement, rendezvous
 from coordinator.bootstrap.group_builder import GroupBuilder
+from coordinator.bootstrap.rendezvous import world_processes
 from coordinator.parallel_state import (
     destroy_distributed_environment,
     get_world_group,
     init_distributed_environment,
+    initialize_model_parallel,
 )
 from coordinator.settings import CoordinatorSettings
+from shm_broadcast.liveness import process_state
 from tests.harness import RankPool, run_ranks
 from tests.ports import free_port
 from tests.waiting import wait_until
@@ -133,6 +136,41 @@ def test_a_death_while_the_ranks_connect_is_told_to_the_others(what: str) -> Non
     """A rank that dies between the agreement and the first collective is named at once."""
     for found in run_ranks(die_while_connecting, 3, what, expect_dead=[1], check_leaks=False)[::2]:
         assert (found["kind"], found["peers"]) == ("PeerLostError", [1]), found
+        assert found["seconds"] < PROMPT_S
+
+
+def end_before_the_hand_over(rank: int, world_size: int, directory: Path, end: str) -> dict[str, Any]:
+    """Let all ranks agree; then rank 0 ends before the others take the memory of the groups in which it is first."""
+    (directory / f"pid-{rank}").write_text(str(os.getpid()))
+    join_world(rank, world_size, directory, create_timeout_s=3.0)
+    map_memory = GroupBuilder.share
+
+    def late(self: GroupBuilder, number: int) -> None:
+        meet(rank, range(world_size), directory, "agreed")
+        if rank == 0:
+            ENDS[end]()
+        wait_until(lambda: process_state(processes[0]) in ("dead", "stopped"), "the end of rank 0")
+        map_memory(self, number)
+
+    processes = world_processes()
+    replace(GroupBuilder, "share", late)
+    found = outcome_of(lambda: initialize_model_parallel(2, 2))
+    meet(rank, range(1, world_size), directory, "told")
+    if rank == 1 and end == "stopped":
+        os.kill(int((directory / "pid-0").read_text()), signal.SIGKILL)
+    destroy_distributed_environment()
+    return found
+
+
+@pytest.mark.guarantee("G8")
+@pytest.mark.parametrize("end", ENDS)
+def test_a_first_rank_that_ends_before_it_hands_over_its_memory_is_named(end: str) -> None:
+    """Every rank names it, one too that is in no group with it, and nobody blames the memory."""
+    for found in run_ranks(end_before_the_hand_over, 4, end, expect_dead=[0])[1:]:
+        if end == "killed":
+            assert (found["kind"], found["peers"]) == ("PeerLostError", [0]), found
+        else:
+            assert (found["kind"], found["missing"]) == ("CommTimeoutError", [0]), found
         assert found["seconds"] < PROMPT_S
 
 

@@ -344,9 +344,11 @@ def lacks_memory(rank: int, world_size: int, directory: Path, culprit: int) -> N
     """Let rank `culprit` fail to create its group's memory, or to map it if it is not the first rank."""
     with world(rank, world_size, directory) as everyone:
         refused = (None, None, shared_memory._Offer(failure="no room"))
-        where, answer = ("_offer", refused) if culprit == 0 else ("_take", (None, "no room"))
+        no_room = CapabilityError("no room", requirement="memory")
+        lacks = {"_offer": {"return_value": refused}, "_take": {"side_effect": no_room}}
+        where = "_take" if culprit else "_offer"
         patch = (
-            mock.patch.object(shared_memory, where, return_value=answer)
+            mock.patch.object(shared_memory, where, **lacks[where])
             if rank == culprit
             else contextlib.nullcontext()
         )

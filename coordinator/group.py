@@ -18,7 +18,7 @@ import torch.distributed as dist
 from coordinator import group_registry
 from coordinator.bootstrap.creation import create_parts, device_of
 from coordinator.bootstrap.group_names import next_names, unique_name, use_names
-from coordinator.bootstrap.group_parts import GroupParts, GroupPlan
+from coordinator.bootstrap.group_parts import GroupParts, GroupPlan, kept
 from coordinator.bootstrap.membership import find_membership
 from coordinator.bootstrap.timings import CreationReport
 from coordinator.bootstrap.world import World, world_of_torch
@@ -143,7 +143,8 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             use_device_communicator=use_device_communicator,
             settings=settings,
         )
-        self._bind(parts, group_ranks, local_rank, torch_distributed_backend, settings)
+        with kept([parts]):
+            self._bind(parts, group_ranks, local_rank, torch_distributed_backend, settings)
         self.use_device_communicator = use_device_communicator
         if use_message_queue_broadcaster:
             try:
@@ -198,28 +199,26 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             GroupPlan(name, table, find_membership(table, rank, world.size))
             for name, table in zip(names, tables.values(), strict=True)
         ]
-        groups = []
-        for plan, parts in zip(
+        made = create_parts(
             plans,
-            create_parts(
-                plans,
-                world=world,
-                what=what,
-                round_name=round_name,
-                facts=facts,
-                local_rank=local_rank,
-                backend=backend,
-                use_device_communicator=True,
-                settings=settings,
-                on_agreed=lambda: use_names(bases, store, rank, settings.create_timeout_s),
-                host_ids=None if beside is None else beside._parts.host_ids,  # noqa: SLF001 - ours
-            ),
-            strict=True,
-        ):
-            group = cls.__new__(cls)
-            group._bind(parts, plan.group_ranks, local_rank, backend, settings)  # noqa: SLF001 - ours
-            group.use_device_communicator = True
-            groups.append(group)
+            world=world,
+            what=what,
+            round_name=round_name,
+            facts=facts,
+            local_rank=local_rank,
+            backend=backend,
+            use_device_communicator=True,
+            settings=settings,
+            on_agreed=lambda: use_names(bases, store, rank, settings.create_timeout_s),
+            host_ids=None if beside is None else beside._parts.host_ids,  # noqa: SLF001 - ours
+        )
+        groups = []
+        with kept(made):
+            for plan, parts in zip(plans, made, strict=True):
+                group = cls.__new__(cls)
+                group._bind(parts, plan.group_ranks, local_rank, backend, settings)  # noqa: SLF001 - ours
+                group.use_device_communicator = True
+                groups.append(group)
         return groups
 
     def _bind(

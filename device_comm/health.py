@@ -76,6 +76,20 @@ class FailureRecord(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
+def failure_of(error: BaseException, rank: int, what: str) -> FailureRecord:
+    """Return the record of `error`, which ends the call `what` of `rank` and with it the group.
+
+    What is no `CommError` has interrupted the rank, as Ctrl-C does.
+    """
+    if isinstance(error, CommError):
+        return FailureRecord("failed", (), rank, what, detail=str(error))
+    return _interruption(error, rank, what)
+
+
+def _interruption(error: BaseException, rank: int, what: str) -> FailureRecord:
+    return FailureRecord("interrupted", (rank,), rank, what, detail=f"{rank} ({type(error).__name__})")
+
+
 class Arrival(msgspec.Struct, frozen=True):
     """The call in which a rank waits: the operation and its number among the collectives of its plane."""
 
@@ -311,7 +325,7 @@ class GroupHealth:
                 self._status_store.arrive(operation.plane, Arrival(operation.name, operation.number))
                 is_announced = True
             if waited >= next_look:
-                self._raise_if_recorded(operation)
+                self.check_record(operation)
                 often = FAILURE_EVERY_S if timeout_s is not None else FAILURE_IDLE_EVERY_S
                 next_look = waited + often
 
@@ -325,15 +339,16 @@ class GroupHealth:
         if lost:
             raise self._record(operation, self._failure(operation, "lost", lost))
 
+    def check_record(self, operation: Operation) -> None:
+        """Break the group and raise if another rank has published what broke it."""
+        failure_record = self._status_store.failure_record()
+        if failure_record is not None:
+            raise self._adopt(operation, failure_record)
+
     def _raise_if_ended(self, operation: Operation) -> None:
         if self._closed:
             raise ClosedError(f"{self.where(operation)}: the group was destroyed while the call waited")
         self.check_peers(operation)
-
-    def _raise_if_recorded(self, operation: Operation) -> None:
-        failure_record = self._status_store.failure_record()
-        if failure_record is not None:
-            raise self._adopt(operation, failure_record)
 
     def _expire(self, operation: Operation, work: Pollable, end: float, within_s: float) -> None:
         """Report, wait for reports until the monotonic time `end`, then break the group and raise.
@@ -346,7 +361,7 @@ class GroupHealth:
             if work.poll(min(SLICE_S / 2, max(end - time.monotonic(), 0.0))):
                 return
             self._raise_if_ended(operation)
-            self._raise_if_recorded(operation)
+            self.check_record(operation)
         arrivals = self._status_store.arrivals(operation.plane) if operation.number else {}
         pending = work.pending()
         if pending is None:
@@ -442,8 +457,7 @@ class GroupHealth:
     def _interrupted(self, operation: Operation, error: BaseException) -> None:
         """Break the group after Ctrl-C or another exception interrupted a call, which leaves its state unknown."""
         self._break(error)
-        detail = f"{self.rank} ({type(error).__name__})"
-        failure_record = self._failure(operation, "interrupted", (self.rank,), detail=detail)
+        failure_record = _interruption(error, self.rank, str(operation))
         self._failure_record = self._status_store.publish(failure_record, within_s=SLICE_S)
 
     def _failure(
@@ -503,21 +517,24 @@ class GroupHealth:
         self.abort()
 
     def fail(
-        self, error: CommError, what: str = "a transfer", failure_record: FailureRecord | None = None
+        self, error: BaseException, what: str = "a transfer", failure_record: FailureRecord | None = None
     ) -> None:
         """Break the group because of `error`, which the caller raises, and publish it to the other ranks.
 
         Args:
-            error: The error.
+            error: The error. What is no `CommError` has interrupted this rank, as Ctrl-C does.
             what: In which call it was found, for the texts of the other ranks' errors.
             failure_record: What to publish, if another group of this rank has broken for the same reason.
         """
         self._break(error)
         if failure_record is None:
-            failure_record = self._failure(what, "failed", (), detail=str(error))
+            failure_record = failure_of(error, self.rank, what)
             if isinstance(error, PeerLostError) and error.peers:
                 failure_record = self._failure(what, "lost", error.peers)
-        self._failure_record = self._status_store.publish(failure_record)
+        if isinstance(error, CommError):
+            self._failure_record = self._status_store.publish(failure_record)
+        else:  # Ctrl-C must interrupt within 0.2 s
+            self._failure_record = self._status_store.publish(failure_record, within_s=SLICE_S)
 
     def lost(self) -> tuple[int, ...]:
         """Return the global ranks whose process has ended, ascending. Does not block; from any thread."""

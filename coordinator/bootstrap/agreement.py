@@ -1,7 +1,8 @@
 """All ranks agree on the facts of a group before anything is built, or every rank raises the same error.
 
 The first rank to arrive writes its facts into the store, and the others compare theirs. A rank that finds a
-difference, or whose deadline passes, writes the failure as the outcome. The waiting ranks poll for the outcome.
+difference, whose deadline passes, or that is interrupted, writes the failure as the outcome. The waiting ranks poll
+for the outcome.
 """
 
 from __future__ import annotations
@@ -17,9 +18,17 @@ from typing import Final
 import msgspec
 import torch.distributed as dist
 
-from coordinator.bootstrap.blocking_calls import raise_if_lost, run_interruptibly, torch_error
+from coordinator.bootstrap.blocking_calls import ask_store, raise_if_lost, run_interruptibly, torch_error
 from coordinator.settings import differences
-from shm_broadcast.errors import ClosedError, CommError, CommTimeoutError, DisagreementError
+from shm_broadcast.errors import (
+    ClosedError,
+    CommError,
+    CommTimeoutError,
+    DisagreementError,
+    NativeError,
+    PeerLostError,
+)
+from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import PeerWatch, ProcessIdentity
 
 # A waiting rank polls the store, which takes 5 to 40 us. The pause between polls is an eighth of the time waited so
@@ -33,9 +42,13 @@ WATCH_EVERY_S: Final = 0.3
 # After a failure a rank keeps the store alive at most this long, so that the others, polling every
 # `LONGEST_PAUSE_S`, can read the outcome.
 LINGER_S: Final = 1.0
-# The outcome is one of these two, or a JSON list of the missing ranks. The views of all ranks follow COMPLETE as JSON.
+# The outcome begins with one of these, or is a JSON list of the missing ranks. COMPLETE is followed by the views of all
+# ranks as JSON, and LEFT by the rank that has left and the name of what interrupted it.
 COMPLETE: Final = "complete "
 DISSENT: Final = "dissent"
+LEFT: Final = "left "
+# Ctrl-C must interrupt within 0.2 s. A store that answers takes some ms.
+LEAVE_S: Final = 0.15
 # A store that is silent for this long after the deadline counts as hung.
 ANSWER_S: Final = 2.0
 # The kernel closes a dying process's sockets some milliseconds before the process itself appears dead. Waiting this
@@ -75,6 +88,7 @@ def agree(
     view: View,
     timeout_s: float,
     watch: PeerWatch | None = None,
+    agreed: threading.Event | None = None,
 ) -> dict[int, View]:
     """Exchange views with all of `ranks`.
 
@@ -88,6 +102,7 @@ def agree(
         view: This rank's view.
         timeout_s: Deadline in seconds.
         watch: The other ranks' processes, if they are already known.
+        agreed: Set once this rank knows that all have agreed, also if it is interrupted then: the others go on.
 
     Returns:
         Every rank's view, by global rank. The facts, which are equal, are left out.
@@ -95,15 +110,20 @@ def agree(
     Raises:
         DisagreementError: Two ranks hold different facts (see `.views`), or two processes claim the same rank.
         CommTimeoutError: Ranks did not join in time; `.missing` names them.
-        PeerLostError: A rank died meanwhile; `.peers` names it.
+        PeerLostError: A rank died meanwhile, or was interrupted; `.peers` names it.
         NativeError: The store is gone, and no known rank has died.
     """
     where = f"creating {what} (rank {rank})"
     view = msgspec.structs.replace(view, nonce=secrets.token_hex(8))
-    agreement = _Agreement(store, where, rank, ranks, view, timeout_s, watch)
+    agreement = _Agreement(store, where, rank, ranks, view, timeout_s, watch, agreed or threading.Event())
     try:
         return run_interruptibly(agreement.exchange, f"agree on {what}", agreement.check)
-    except RuntimeError as error:
+    except CommError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, RuntimeError) or raised_by_handler(error):
+            agreement.leave(error)
+            raise
         # The process that serves the store is gone. Give it time to appear dead, so that the error can name it.
         time.sleep(EXPLAIN_S)
         agreement.raise_if_lost()
@@ -125,6 +145,9 @@ class _Agreement:
     _view: View
     _timeout_s: float
     _watch: PeerWatch | None
+    _agreed: threading.Event
+    # Whether the others may have seen this rank.
+    _has_joined: bool = False
     _started: float = dataclasses.field(default_factory=time.monotonic)
     # The views seen so far. Another thread reads this, so the dict is replaced and never changed.
     _known: dict[int, View] = dataclasses.field(default_factory=dict)
@@ -148,6 +171,7 @@ class _Agreement:
         """Publish this rank's view, compare the facts, and wait for the outcome."""
         store, rank = self._store, self._rank
         own = msgspec.json.encode(self._view).decode()
+        self._has_joined = True
         found = store.compare_set(f"view/{rank}", "", own).decode()
         if found != own:
             taken = _decoder.decode(found).process
@@ -167,8 +191,28 @@ class _Agreement:
         outcome = outcome or self._await_outcome()
         if not outcome.startswith(COMPLETE):
             raise self._told(self._failure(outcome))
+        self._agreed.set()
         views = _all_decoder.decode(outcome.removeprefix(COMPLETE))
         return dict(zip(self._ranks, views, strict=True))
+
+    def leave(self, error: BaseException) -> None:
+        """Tell the others that `error` makes this rank leave, if they may have seen it. Takes `LEAVE_S` at most.
+
+        If all have agreed before, nothing is told: they wait for this rank in their groups.
+        """
+        if not self._has_joined:
+            return
+        outcome = LEFT + msgspec.json.encode((self._rank, type(error).__name__)).decode()
+
+        def tell() -> None:
+            if self._decide(outcome).startswith(COMPLETE):
+                self._agreed.set()
+            else:
+                self._store.add("told", 1)
+
+        # A store that does not answer tells the others nothing. They notice that themselves.
+        with suppress(CommTimeoutError, NativeError):
+            ask_store(tell, self._where, LEAVE_S)
 
     def _gathered(self) -> str:
         """Return all ranks' views as JSON, without the facts, which are equal. Only the last rank to join runs this."""
@@ -202,6 +246,11 @@ class _Agreement:
         """Return the error for a failed outcome. Every rank reads the same outcome, so all raise the same error."""
         if outcome == DISSENT:
             return self._disagreement()
+        if outcome.startswith(LEFT):
+            rank, reason = msgspec.json.decode(outcome.removeprefix(LEFT), type=tuple[int, str])
+            return PeerLostError(
+                f"{self._where}: rank {rank} was interrupted ({reason}) and has left", peers=(rank,)
+            )
         missing = msgspec.json.decode(outcome, type=list[int])
         listed = ", ".join(str(rank) for rank in missing)
         return CommTimeoutError(

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -89,7 +88,13 @@ def raise_if_lost(watch: PeerWatch, where: str) -> None:
         raise PeerLostError(f"{where}: lost rank(s) {named}", peers=lost)
 
 
-def connect_watched(action: Callable[[], Result], name: str, where: str, watch: PeerWatch) -> Result:
+def connect_watched(
+    action: Callable[[], Result],
+    name: str,
+    where: str,
+    watch: PeerWatch,
+    check: Callable[[], None] | None = None,
+) -> Result:
     """Run `action`, which connects to peers, on a thread; stop waiting when a peer dies.
 
     Args:
@@ -97,13 +102,20 @@ def connect_watched(action: Callable[[], Result], name: str, where: str, watch: 
         name: Name of the thread.
         where: Prefix of an error's text.
         watch: The peers to watch.
+        check: Called about ten times a second; an exception from it ends the wait.
 
     Raises:
         PeerLostError: A peer died meanwhile; `.peers` names it.
         NativeError: torch could not connect, though every peer is alive.
     """
+
+    def check_both() -> None:
+        raise_if_lost(watch, where)
+        if check is not None:
+            check()
+
     try:
-        return run_interruptibly(action, name, partial(raise_if_lost, watch, where))
+        return run_interruptibly(action, name, check_both)
     except RuntimeError as error:
         # torch raises this when a connection is refused or its own timeout passes. A dying peer's sockets close
         # some milliseconds before its process appears dead, so look once more before blaming torch.

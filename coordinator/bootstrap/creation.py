@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from typing import Final
 
 import msgspec
 import torch
 import torch.distributed as dist
 
 from coordinator.bootstrap.agreement import LINGER_S, View, agree
-from coordinator.bootstrap.group_builder import GroupBuilder, prepare_region
+from coordinator.bootstrap.group_builder import GroupBuilder, prepare_region, status_store
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan
 from coordinator.bootstrap.membership import own_address
+from coordinator.bootstrap.status_store import WorldStatusStore
 from coordinator.bootstrap.world import World
 from coordinator.settings import CoordinatorSettings
 from device_comm.cpu import shared_memory
+from device_comm.health import SLICE_S, failure_of
 from device_comm.registry import communicator_name
-from shm_broadcast.errors import CapabilityError, CommError, UsageError
+from shm_broadcast.errors import CapabilityError, UsageError
 from shm_broadcast.liveness import PeerWatch, this_process
 
 # Ranks of different protocol versions refuse to form a group. Increase this when a message or a key changes.
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
+
+# The name of the call, for the texts of the other ranks' errors.
+_WHAT: Final = "creating groups"
 
 
 def create_parts(
@@ -67,7 +74,9 @@ def create_parts(
     everyone = sorted({rank for plan in plans for rank in plan.membership.everyone}) or list(
         range(world.size)
     )
-    rank, builders = world.rank, list[GroupBuilder]()
+    stores = [dist.PrefixStore(f"group_coordinator/{plan.name}", store) for plan in plans]
+    rank, builders, agreed = world.rank, list[GroupBuilder](), threading.Event()
+    to_call = [] if on_agreed is None else [on_agreed]
     with ExitStack() as offered:
         try:
             regions = [offered.enter_context(closing(prepare_region(plan, host_ids or {}))) for plan in plans]
@@ -80,17 +89,17 @@ def create_parts(
             known = {other: process for other, process in world.processes().items() if other in others}
             with closing(PeerWatch(own.process, known)) as watch:
                 scoped = dist.PrefixStore(f"group_coordinator/{round_name}", store)
-                views = agree(scoped, what, rank, everyone, own, settings.create_timeout_s, watch)
-            if on_agreed is not None:
-                on_agreed()
+                views = agree(scoped, what, rank, everyone, own, settings.create_timeout_s, watch, agreed)
+            while to_call:
+                to_call.pop()()
             agreement_s = time.perf_counter() - started
-            for plan, region in zip(plans, regions, strict=True):
+            for plan, region, own_store in zip(plans, regions, stores, strict=True):
                 builder = GroupBuilder(
                     plan,
                     region,
                     {member: views[member] for member in plan.membership.ranks},
                     world=world,
-                    store=dist.PrefixStore(f"group_coordinator/{plan.name}", store),
+                    store=own_store,
                     device=device,
                     backend=backend,
                     settings=settings,
@@ -104,7 +113,11 @@ def create_parts(
             together = tuple(plan.name for plan in plans)
             return [builder.connect(use_device_communicator, agreement_s, together) for builder in builders]
         except BaseException as error:
-            give_up(builders, error)
+            # An interrupt may come when all have just agreed: the others count the names, and wait in the groups.
+            while agreed.is_set() and to_call:
+                to_call.pop()()
+            unbuilt = list(zip(plans, stores, strict=True))[len(builders) :] if agreed.is_set() else []
+            give_up(builders, error, [status_store(plan, own_store) for plan, own_store in unbuilt])
             raise
 
 
@@ -123,16 +136,26 @@ def _facts(
     }
 
 
-def give_up(builders: Sequence[GroupBuilder], error: BaseException) -> None:
-    """Undo what was built, and publish the reason to ranks that wait for this one in another of the groups."""
+def give_up(
+    builders: Sequence[GroupBuilder], error: BaseException, unbuilt: Sequence[WorldStatusStore] = ()
+) -> None:
+    """Undo what was built, and publish the reason to ranks that wait for this one in any of the groups.
+
+    Args:
+        builders: The groups that this rank has begun to build.
+        error: The reason.
+        unbuilt: The status stores of groups that the ranks have agreed on, and that this rank has not begun to build.
+    """
     records = [builder.health.failure_record for builder in builders]
     known = next((record for record in records if record is not None), None)
     for builder in builders:
-        if isinstance(error, CommError) and not builder.health.is_broken:
-            builder.health.fail(error, "creating groups", known)
+        if not builder.health.is_broken:
+            builder.health.fail(error, _WHAT, known)
+    for store in unbuilt:
+        store.publish(known or failure_of(error, store.rank, _WHAT), within_s=SLICE_S)
     for builder in builders:
         builder.undo()
-    if isinstance(error, CapabilityError) and builders:
+    if isinstance(error, CapabilityError) and (builders or unbuilt):
         # Stay alive for a moment: this rank may host the store from which the others read the reason.
         time.sleep(LINGER_S)
 

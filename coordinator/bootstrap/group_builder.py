@@ -55,6 +55,12 @@ def prepare_region(plan: GroupPlan, host_ids: Mapping[int, str]) -> shared_memor
         return shared_memory.Preparation(len(ranks), plan.membership.rank_in_group)
 
 
+def status_store(plan: GroupPlan, store: dist.Store) -> WorldStatusStore:
+    """Return the status store of a group whose ranks have no board yet; `store` is used by this group only."""
+    ranks = plan.membership.ranks
+    return WorldStatusStore(dist.PrefixStore(f"status_store/{ranks[0]}", store), plan.membership.rank, ranks)
+
+
 @dataclasses.dataclass(eq=False, repr=False)
 class GroupBuilder:
     """Connects one group whose ranks have met and agreed.
@@ -89,8 +95,8 @@ class GroupBuilder:
         peers = {member: view.process for member, view in self.members.items() if member != rank}
         self._host_ids = {member: view.host_id for member, view in self.members.items()}
         self._watch = PeerWatch(this_process(), peers)
-        scoped = dist.PrefixStore(f"status_store/{ranks[0]}", self.store)
-        self._status_store = GroupStatusStore(WorldStatusStore(scoped, rank, ranks))
+        self._world_status_store = status_store(self.plan, self.store)
+        self._status_store = GroupStatusStore(self._world_status_store)
         self.health = GroupHealth(name, rank, ranks, self._watch, self._status_store)
 
     def share(self, number: int) -> None:
@@ -220,9 +226,16 @@ class GroupBuilder:
                 gloo.barrier(options).wait()
             return gloo
 
-        return connect_watched(
-            connect_all, f"{self.plan.name} {name}", self.health.where("connect"), self._watch
-        )
+        check = partial(self.health.check_record, Operation("host", "connect", 0))
+        where = self.health.where("connect")
+        with self._world_status_store.own_connection():
+            try:
+                return connect_watched(connect_all, f"{self.plan.name} {name}", where, self._watch, check)
+            except BaseException as error:
+                # The thread that connects may block the usual connection until its deadline.
+                if not self.health.is_broken:
+                    self.health.fail(error, "connect")
+                raise
 
     def _context(self, host: HostPlane) -> CommunicatorContext:
         membership = self.plan.membership
@@ -248,4 +261,4 @@ class GroupBuilder:
             self.health.release()
 
 
-__all__ = ["GroupBuilder", "prepare_region"]
+__all__ = ["GroupBuilder", "prepare_region", "status_store"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -196,4 +196,17 @@ class GroupParts:
                 self.after.pop(0)()
 
 
-__all__ = ["GroupParts", "GroupPlan", "GroupProcessGroups"]
+@contextmanager
+def kept(made: Sequence[GroupParts]) -> Iterator[None]:
+    """Release groups if the block, which gives them to their owners, is interrupted. Nobody else could."""
+    try:
+        yield
+    except BaseException as error:
+        for parts in made:
+            parts.health.fail(error, "creating groups")
+            if parts.health.close():
+                parts.destroy(0.0, OpenSends())
+        raise
+
+
+__all__ = ["GroupParts", "GroupPlan", "GroupProcessGroups", "kept"]

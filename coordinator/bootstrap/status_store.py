@@ -6,8 +6,9 @@ record (the first one written holds), and `left/<rank>` says that a rank has des
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -26,12 +27,16 @@ _record_decoder = msgspec.json.Decoder(FailureRecord)
 
 
 class WorldStatusStore:
-    """A `StatusStore` on a torch store. After the store has failed to answer once, it is not queried again."""
+    """A `StatusStore` on a torch store. After the store has failed to answer once, it is not queried again.
+
+    Attributes:
+        rank: This process's global rank.
+    """
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int]) -> None:
         """Use `store`, whose keys belong to this group only."""
         self._store = store
-        self._rank = rank
+        self.rank: int = rank
         self._others = [other for other in ranks if other != rank]
         self._reachable = True
 
@@ -54,10 +59,20 @@ class WorldStatusStore:
             self._reachable = False
         return otherwise
 
+    @contextmanager
+    def own_connection(self) -> Iterator[None]:
+        """Ask over a connection of its own in the block: torch locks the usual one while it waits for other ranks."""
+        shared: Any = self._store  # torch's stubs do not know `clone`
+        self._store = self._ask(shared.clone, shared)
+        try:
+            yield
+        finally:
+            self._store = shared
+
     def arrive(self, plane: str, arrival: Arrival) -> None:
         """Publish where this rank waits."""
         value = msgspec.json.encode(arrival).decode()
-        self._ask(lambda: self._store.set(f"arrived/{plane}/{self._rank}", value), None)
+        self._ask(lambda: self._store.set(f"arrived/{plane}/{self.rank}", value), None)
 
     def arrivals(self, plane: str) -> dict[int, Arrival]:
         """Return where the other ranks wait, as they published it, by global rank."""
@@ -96,7 +111,7 @@ class WorldStatusStore:
 
     def leave(self) -> None:
         """Publish that this rank has destroyed the group."""
-        self._ask(lambda: self._store.set(f"left/{self._rank}", "1"), None)
+        self._ask(lambda: self._store.set(f"left/{self.rank}", "1"), None)
 
     def left(self) -> tuple[int, ...]:
         """Return the other ranks that have destroyed the group, ascending."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import closing
@@ -15,7 +16,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 from coordinator.bootstrap.agreement import View, agree
 from coordinator.bootstrap.blocking_calls import ask_store
 from coordinator.bootstrap.creation import PROTOCOL_VERSION, give_up
-from coordinator.bootstrap.group_builder import GroupBuilder, prepare_region
+from coordinator.bootstrap.group_builder import GroupBuilder, prepare_region, status_store
 from coordinator.bootstrap.group_parts import GroupParts, GroupPlan
 from coordinator.bootstrap.membership import Membership, listening_address, own_address
 from coordinator.bootstrap.world import World
@@ -82,7 +83,12 @@ def _create(options: Any) -> BackendProcessGroup | ProcessGroupGloo:
         offers = msgspec.json.encode([region.offer]).decode()
         address = own_address(settings.interface, options.store)
         own = View(_facts(plan, settings), this_process(), address, shared_memory.host_id(), offers)
-        views = _agree(dist.PrefixStore("agreement", store), plan, own, timeout_s)
+        agreed = threading.Event()
+        try:
+            views = _agree(dist.PrefixStore("agreement", store), plan, own, timeout_s, agreed)
+        except BaseException as error:
+            give_up([], error, [status_store(plan, store)] if agreed.is_set() else [])
+            raise
         if len({view.host_id for view in views.values()}) > 1:
             return build_gloo_backend(options, GlooOptions(listening_address(views, rank)))
         builder = GroupBuilder(
@@ -110,7 +116,9 @@ def _facts(plan: GroupPlan, settings: CoordinatorSettings) -> dict[str, str]:
     }
 
 
-def _agree(store: dist.Store, plan: GroupPlan, own: View, timeout_s: float) -> Mapping[int, View]:
+def _agree(
+    store: dist.Store, plan: GroupPlan, own: View, timeout_s: float, agreed: threading.Event
+) -> Mapping[int, View]:
     """Exchange views with the group's ranks, watching those that the default group knows."""
     rank, ranks = plan.membership.rank, plan.membership.ranks
     world = dist.group.WORLD if dist.is_initialized() else None
@@ -120,7 +128,7 @@ def _agree(store: dist.Store, plan: GroupPlan, own: View, timeout_s: float) -> M
             other: process for other, process in world.processes.items() if other in ranks and other != rank
         }
     with closing(PeerWatch(own.process, others)) as watch:
-        return agree(store, f"group {plan.name!r}", rank, ranks, own, timeout_s, watch)
+        return agree(store, f"group {plan.name!r}", rank, ranks, own, timeout_s, watch, agreed)
 
 
 def _build(builder: GroupBuilder, agreement_s: float) -> GroupParts:

@@ -76,7 +76,7 @@ class Part:
         self.is_victim = self.rank in victims
         self.victims = victims
         self.is_stop = name == "SIGSTOP"
-        # An interrupted rank lives on, so only the deadline of the creation tells that it does not come.
+        # A rank that is interrupted before it comes to the creation lives on, so only the deadline tells.
         self.has_late = name in ("SIGSTOP", "SIGINT")
         # A stopped victim goes on where everybody was stopped, and its calls then need time.
         self.limit = STOP_S if self.is_stop and not self.is_victim else None

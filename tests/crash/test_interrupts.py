@@ -5,17 +5,23 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from coordinator import GroupCoordinator, ParallelGroups, ParallelLayout
+from coordinator.bootstrap import creation
+from coordinator.bootstrap.group_builder import GroupBuilder
+from coordinator.bootstrap.group_parts import GroupProcessGroups
 from coordinator.parallel_state import init_distributed_environment
 from coordinator.settings import CoordinatorSettings
 from tests.harness import RankPool, run_ranks
 from tests.ports import free_port
-from tests.worlds import WAITS, meet, new_group, outcome_of, world
+from tests.waiting import wait_until
+from tests.worlds import WAITS, meet, new_group, outcome_of, run_at, world
 
 # Ctrl-C interrupts within 0.2 s; a busy machine may take this long. Every deadline here is a minute or more.
 PROMPT_S = 5.0
@@ -101,6 +107,109 @@ def interrupt_creation(rank: int, world_size: int, directory: Path) -> dict[str,
 def test_the_creation_of_a_group_can_be_interrupted(ranks2: RankPool) -> None:
     """An interrupted rank stops waiting for the others to create the group; the world's group goes on."""
     assert_interrupted(ranks2.run(interrupt_creation)[0])
+
+
+def interrupt_one_of_three(rank: int, world_size: int, directory: Path, waits: bool) -> dict[str, Any]:
+    """Interrupt rank 0 while it waits for rank 2 to create a group; rank 1 waits too, or comes later."""
+    with world(rank, world_size, directory) as group:
+        found = {}
+        if rank == 0:
+            if waits:
+                wait_until((directory / "coming-1").exists, "rank 1")
+            found = interrupt(lambda: new_group(group))
+        elif rank == 1:
+            (directory / "coming-1").touch()
+            if not waits:
+                wait_until((directory / "interrupted-0").exists, "the interrupt")
+            found = outcome_of(lambda: new_group(group))
+        meet(rank, range(world_size), directory, "interrupted")
+        if rank == 2:
+            found = outcome_of(lambda: new_group(group))
+        meet(rank, range(world_size), directory, "told")
+        group.barrier()
+        with new_group(group) as again:
+            again.barrier()
+        return found
+
+
+@pytest.mark.guarantee("G37")
+def test_ranks_that_wait_for_an_interrupted_one_in_the_creation_learn_of_it() -> None:
+    """They raise at once, with its rank and the reason. A rank that comes later learns it too; a retry works."""
+    found, *others = run_ranks(interrupt_one_of_three, 3, True)
+    assert_interrupted(found)
+    for other in others:
+        assert (other["kind"], other["peers"]) == ("PeerLostError", [0]), other
+        assert "rank 0 was interrupted (KeyboardInterrupt)" in other["text"]
+        assert other["seconds"] < PROMPT_S
+
+
+PLACES: dict[str, tuple[Any, str]] = {
+    "before the first group is built": (creation, "GroupBuilder"),
+    "while it maps the memory": (GroupBuilder, "share"),
+    "while it waits for all to have mapped it": (GroupBuilder, "confirm"),
+    "while it connects": (GroupBuilder, "connect"),
+    "while the group is bound": (GroupCoordinator, "_bind"),
+}
+
+LATE_PLACES = ["while it connects", "while the group is bound"]
+
+
+def interrupt_after_the_agreement(
+    rank: int, world_size: int, directory: Path, place: str
+) -> list[dict[str, Any]]:
+    with world(rank, world_size, directory) as group:
+        owner, name = PLACES[place]
+        layout = ParallelLayout(tensor=2, pipeline=2)
+        patch = mock.patch.object(owner, name, side_effect=KeyboardInterrupt)
+
+        def create_and_meet() -> None:
+            with ParallelGroups.create(layout, use_message_queue_broadcaster=False) as groups:
+                groups.tp.barrier()
+                groups.pp.barrier()
+
+        with patch if rank == 1 else nullcontext():
+            found = [outcome_of(create_and_meet)]
+        meet(rank, range(world_size), directory, "interrupted")
+        group.barrier()
+        found.append(outcome_of(create_and_meet))
+        return found
+
+
+@pytest.mark.guarantee("G37")
+@pytest.mark.parametrize("place", PLACES)
+def test_an_interrupt_after_the_agreement_is_told_to_every_rank(ranks4: RankPool, place: str) -> None:
+    """All ranks learn which one was interrupted, one too that is in no group with it. The next creation works."""
+    for rank, (found, again) in enumerate(ranks4.run(interrupt_after_the_agreement, place)):
+        if rank == 1:
+            assert found["kind"] == "KeyboardInterrupt"
+        elif rank == 2 and place in LATE_PLACES:
+            # Rank 2 has its groups by then, needs rank 1 for none of them, and may see that rank 0 destroys its own.
+            assert found["kind"] in ("NoneType", "PeerLostError"), found
+        else:
+            assert (found["kind"], found["peers"]) == ("PeerLostError", [1]), found
+            assert found["seconds"] < PROMPT_S
+        assert again["kind"] == "NoneType", again
+
+
+def interrupt_while_connecting(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    with world(rank, world_size, directory) as group:
+        patch = mock.patch.object(GroupProcessGroups, "connect_host", side_effect=KeyboardInterrupt)
+        with patch if rank == 1 else nullcontext():
+            found = outcome_of(lambda: new_group(group, create_timeout_s=20.0))
+        meet(rank, range(world_size), directory, "told")
+        return found
+
+
+@pytest.mark.guarantee("G37")
+def test_an_interrupt_while_ranks_connect_by_gloo_is_told_to_the_others() -> None:
+    """The others stop to wait for connections, which torch would do until its deadline."""
+    places = [f"host {rank}" for rank in range(3)]
+    body = interrupt_while_connecting
+    found = run_ranks(run_at, 3, places, body.__module__, body.__qualname__, check_leaks=False)
+    assert found[1]["kind"] == "KeyboardInterrupt"
+    for other in found[::2]:
+        assert (other["kind"], other["peers"]) == ("PeerLostError", [1]), other
+        assert other["seconds"] < 10.0
 
 
 def interrupt_rendezvous(

@@ -77,7 +77,6 @@ def check_cell(tmp_path: Path, cell: tuple[str, str, str, str]) -> None:
             "late": ("CommTimeoutError", victims),
             "closed": ("ClosedError", []),
             "done": ("done", []),
-            "refused": ("CapabilityError", []),
         }
         wanted = [ends[word] for word in expected.split(" or ")]
         for rank in witnesses(plane, victims):

@@ -262,6 +262,8 @@ def cleans_up(rank: int, world_size: int, directory: Path) -> None:
 
     def failing(self: Any, *args: Any) -> GroupParts:
         if self.health.name.startswith("pp"):
+            # A rank that is interrupted earlier ends the creation of those that still wait for all to have the memory.
+            meet(rank, range(world_size), directory, "connects")
             raise KeyboardInterrupt
         made.append(real(self, *args))
         return made[-1]
@@ -345,7 +347,10 @@ def lacks_memory(rank: int, world_size: int, directory: Path, culprit: int) -> N
     with world(rank, world_size, directory) as everyone:
         refused = (None, None, shared_memory._Offer(failure="no room"))
         no_room = CapabilityError("no room", requirement="memory")
-        lacks = {"_offer": {"return_value": refused}, "_take": {"side_effect": no_room}}
+        lacks: dict[str, dict[str, Any]] = {
+            "_offer": {"return_value": refused},
+            "_take": {"side_effect": no_room},
+        }
         where = "_take" if culprit else "_offer"
         patch = (
             mock.patch.object(shared_memory, where, **lacks[where])

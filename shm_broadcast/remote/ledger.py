@@ -195,20 +195,48 @@ class Ledger:
         self._parts = deque([self.last])
 
 
+class Progress(NamedTuple):
+    """What a reader has read.
+
+    Attributes:
+        given_back: Number of the last part whose message was read.
+        messages: How many messages were read.
+        nbytes: Bytes of their frames.
+    """
+
+    given_back: int
+    messages: int
+    nbytes: int
+
+
+class Arrived(NamedTuple):
+    """A complete message.
+
+    Attributes:
+        number: Number of its last part.
+        frame: Its bytes.
+    """
+
+    number: int
+    frame: memoryview | bytearray
+
+
 class Inbox:
     """A reader's record of received parts, joined to messages.
 
+    A signal handler may raise between any two of its steps. What was half taken then comes again, because `received`
+    changes last, and is recognised; a message that was taken out, and that nobody has got, is put back.
+
     Attributes:
         received: Number of the last part that was taken.
-        given_back: Number of the last part whose message was read.
+        progress: What was read.
     """
 
     def __init__(self) -> None:
         """Begin without a part."""
         self.received: int = 0
-        self.given_back: int = 0
-        # (number of the last part, message)
-        self._messages: deque[tuple[int, memoryview | bytearray]] = deque()
+        self.progress: Progress = Progress(0, 0, 0)
+        self._messages: deque[Arrived] = deque()
         self._assembly = bytearray()  # the parts of an incomplete message
 
     def __len__(self) -> int:
@@ -225,28 +253,46 @@ class Inbox:
         if number != self.received + 1:
             return
         have, length = len(self._assembly), len(part.body)
-        if offset != have or offset + length > total or length == 0:
+        is_added = 0 < length < total and offset + length == have
+        if not is_added and (offset != have or offset + length > total or length == 0):
             raise DecodeError(
                 f"part {number} has bytes {offset} to {offset + length} of {total}, after {have} bytes"
             )
         if length == total:
-            self._messages.append((number, part.body))
+            self._complete(Arrived(number, part.body))
         else:
             # Grow with what arrives: a forged total must not allocate memory.
-            self._assembly += part.body
+            if not is_added:
+                self._assembly += part.body
             if len(self._assembly) == total:
-                self._messages.append((number, self._assembly))
+                self._complete(Arrived(number, self._assembly))
                 self._assembly = bytearray()
         self.received = number
 
-    def pop(self) -> memoryview | bytearray:
-        """Remove and return the next message; it counts as read."""
-        self.given_back, message = self._messages.popleft()
-        return message
+    def _complete(self, message: Arrived) -> None:
+        is_there = bool(self._messages) and self._messages[-1].number == message.number
+        if not is_there and message.number > self.progress.given_back:
+            self._messages.append(message)
+
+    def first(self) -> Arrived:
+        """Return the next message, which stays."""
+        return self._messages[0]
+
+    def take_out(self) -> None:
+        """Remove the next message; it counts as read."""
+        message = self._messages.popleft()
+        before = self.progress
+        self.progress = Progress(message.number, before.messages + 1, before.nbytes + len(message.frame))
+
+    def put_back(self, message: Arrived, before: Progress) -> None:
+        """Make a message the next one again, if it was removed. `before` is the progress before it was read."""
+        if not self._messages or self._messages[0].number != message.number:
+            self._messages.appendleft(message)
+        self.progress = before
 
     def nbytes(self) -> int:
         """Return the bytes of all complete messages."""
-        return sum(len(message) for _, message in self._messages)
+        return sum(len(message.frame) for message in self._messages)
 
     def clear(self) -> None:
         """Release the memory of all messages."""

@@ -10,28 +10,27 @@ from __future__ import annotations
 import os
 import secrets
 import select
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, Final, NoReturn, Self
+from contextlib import suppress
+from typing import Final, NoReturn, Self
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from shm_broadcast import codec
 from shm_broadcast.endpoint import RemoteEndpoint, RemoteKeys
-from shm_broadcast.errors import ClosedError, DecodeError, InternalError, PeerLostError, UsageError
+from shm_broadcast.errors import (
+    ClosedError,
+    DecodeError,
+    InternalError,
+    PeerLostError,
+    UsageError,
+)
 from shm_broadcast.interruption import is_held
 from shm_broadcast.liveness import ProcessIdentity, fork_count
-from shm_broadcast.remote.end import RemoteEnd
-from shm_broadcast.remote.ledger import Inbox
+from shm_broadcast.remote.reads import RemoteReads
 from shm_broadcast.remote.wire import Context, Kind, Record, connect, identity_of, pack, unpack
 from shm_broadcast.settings import BroadcastSettings
 from shm_broadcast.statistics import QueueStatistics, ReaderStatistics
-
-# Acknowledge after reading 1/8 of the high-water mark, and on every heartbeat.
-_ACKNOWLEDGED_PART: Final = 8
 
 # Records that the thread receives before it releases the lock, so that a reading call does not wait long.
 _BATCH: Final = 256
@@ -50,7 +49,7 @@ _FAREWELL_MS: Final = 200
 _FAILED_HANDSHAKES: Final = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
 
 
-class RemoteReader(RemoteEnd):
+class RemoteReader(RemoteReads):
     """The end of a reader on another host. One thread at a time may read; any thread may call `close`."""
 
     def __init__(
@@ -63,23 +62,12 @@ class RemoteReader(RemoteEnd):
         writer: int,
     ) -> None:
         """Use `open`."""
-        super().__init__(name, settings)
+        super().__init__(name, settings, endpoint)
         self.rank = rank
         self.role: str = f"reader, rank {rank}"
-        self._endpoint = endpoint
         self._writer = writer
         self._writer_process: ProcessIdentity | None = None  # known after WELCOME
         self._incarnation = secrets.randbits(63)
-        # Every reading call holds `_calls`, so `close` from another thread frees the socket only after the call has
-        # returned. It is re-entrant because the block of a loan may call `close`. `_lock` guards single uses of the
-        # socket.
-        self._calls = threading.RLock()
-        self._lock = threading.RLock()
-        self._inbox = Inbox()
-        self._unacknowledged = 0  # bytes read since the last acknowledgement
-        self._is_awaited = False  # whether the writer is waiting for room
-        self._messages = self._nbytes = 0
-        self._progress_at: float | None = None
         self._has_ended = self._is_off = False
         self._failure: Exception | None = None  # raised once everything received has been read
         self._heard_at = self._connected_at = 0.0
@@ -158,35 +146,6 @@ class RemoteReader(RemoteEnd):
 
     # --- reading ----------------------------------------------------------------------------------------------
 
-    def read(self, timeout_s: float | None, type_: Any) -> Any:
-        """Wait for the next message and return its object, which owns its memory.
-
-        Raises:
-            CommTimeoutError: No message came in time; the queue stays usable.
-            PeerLostError: The writer is gone and every received message has been read; the queue is unusable.
-            ClosedError: The writer closed the queue and every message has been read, or this end was closed.
-            GroupBrokenError: An earlier call failed; its error is the `__cause__`.
-            DecodeError: The message is not valid, or not a `type_`. It counts as read; the queue stays usable.
-        """
-        self._refuse_nested("dequeue")
-        with self._calls:
-            frame = self._next("dequeue", timeout_s)
-            self._settle()
-            return codec.decode(frame, type_)
-
-    def try_read(self, call: str = "try_dequeue", looks: bool = False, type_: Any = None) -> tuple[bool, Any]:
-        """Return (True, the next object), or (False, None) if it is not there."""
-        self._refuse_nested(call)
-        with self._calls:
-            self.check(call)
-            if not self.poll():
-                self._raise_if_over(call)
-                self._settle()
-                return False, None
-            frame = self._next(call, 0.0)
-            self._settle()
-            return True, codec.decode(frame, type_)
-
     def fileno(self, call: str = "fileno") -> int:
         """Return a descriptor that is readable while there is something to read, or to raise."""
         self._refuse_nested(call)
@@ -220,24 +179,6 @@ class RemoteReader(RemoteEnd):
         """Raise `CommTimeoutError` for a message that has not come within `within_s` seconds."""
         self._raise_late(call, within_s, *self._missing("message"))
 
-    @contextmanager
-    def loan(self, timeout_s: float | None) -> Iterator[Any]:
-        """Yield the next object; its arrays and tensors share one private copy of the message."""
-        self._refuse_nested("loan")
-        with self._calls:
-            frame = self._next("loan", timeout_s)
-            self._settle()
-            # zmq receives to any address; a new copy is aligned.
-            yield codec.decode(frame if isinstance(frame, bytearray) else bytearray(frame), copy=False)
-
-    def _refuse_nested(self, call: str) -> None:
-        """Raise if this thread reads already, or has a message on loan: the locks would let it in again."""
-        if is_held(self._calls) or is_held(self._lock):
-            raise UsageError(
-                f"{self._where(call)}: this thread is inside of a call on the queue already, as in a signal handler or "
-                "a finalizer, or has a message on loan"
-            )
-
     def poll(self) -> bool:
         """Return whether a message has arrived. Does not wait."""
         if is_held(self._lock):
@@ -258,23 +199,7 @@ class RemoteReader(RemoteEnd):
     @property
     def messages(self) -> int:
         """Number of messages that this end has read."""
-        return self._messages
-
-    def _next(self, call: str, timeout_s: float | None) -> memoryview | bytearray:
-        """Wait for the next message and return its frame; the message counts as read."""
-        self.check(call)
-        if not self._inbox and not self.poll():
-            self._await(call, timeout_s)
-        with self._lock:
-            frame = self._inbox.pop()
-            self._messages += 1
-            self._nbytes += len(frame)
-            self._unacknowledged += len(frame)
-            is_much = self._unacknowledged * _ACKNOWLEDGED_PART >= self._endpoint.settings.high_water_bytes
-            if is_much or (self._is_awaited and not self._inbox):
-                self._acknowledge()
-        self._progress_at = time.monotonic()
-        return frame
+        return self._inbox.progress.messages
 
     def _await(self, call: str, timeout_s: float | None) -> None:
         def has_arrived() -> bool:
@@ -338,7 +263,8 @@ class RemoteReader(RemoteEnd):
             behind = len(self._inbox), self._inbox.nbytes()
             own = ReaderStatistics(self.rank, *behind, progress, self._failure is None)
         capacity = self._endpoint.settings.high_water_bytes
-        return QueueStatistics(self._messages, self._nbytes, self._waits, self._waited_s, capacity, (own,))
+        read = self._inbox.progress
+        return QueueStatistics(read.messages, read.nbytes, self._waits, self._waited_s, capacity, (own,))
 
     # --- receiving; the caller holds `_lock` ------------------------------------------------------------------
 
@@ -392,7 +318,7 @@ class RemoteReader(RemoteEnd):
         self._unacknowledged = 0
         # END counts as one more part.
         received = self._inbox.received + self._has_ended
-        self._say(pack(Kind.ACK, self._inbox.given_back, received, self._incarnation))
+        self._say(pack(Kind.ACK, self._inbox.progress.given_back, received, self._incarnation))
 
     def _say(self, record: bytes) -> None:
         if not self._is_off:

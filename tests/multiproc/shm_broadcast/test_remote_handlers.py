@@ -1,15 +1,20 @@
-"""Signal handlers that call a queue inside of a call of their own thread, when readers are on other hosts."""
+"""Signal handlers that call a queue inside of a call of their own thread, or raise, when readers are on other hosts."""
 
 import signal
+import sys
 from collections.abc import Callable
+from functools import partial
+from itertools import count
 from types import FrameType
 from typing import Any
 
 import pytest
 
 from shm_broadcast.errors import CommTimeoutError, UsageError
+from shm_broadcast.queue import QueueReader
 from tests.queue_ranks import DEADLINE_S
 from tests.remotes import remote_queue
+from tests.waiting import wait_until
 
 
 def while_alarmed(nested: Callable[[], Any], call: Callable[[], Any]) -> list[str]:
@@ -78,3 +83,68 @@ def test_a_handler_cannot_write_inside_of_a_write_to_remote_readers() -> None:
         assert len(errors) == 1
         assert errors[0].startswith("enqueue on queue")
         assert [readers[1].dequeue(DEADLINE_S)[0] for _ in range(sent)] == list(range(sent))
+
+
+class Interrupt(BaseException):
+    """What a handler raises."""
+
+
+def raising_at(step: int, call: Callable[[], None]) -> bool:
+    """Run `call`, and raise at a place of the remote reader's code; return whether that place came.
+
+    Python runs a handler when a function begins and when a native call has returned. These are the events of a
+    profiler, whose exception appears at the same places.
+    """
+    places = count()
+
+    def profile(frame: FrameType, event: str, _arg: object) -> None:
+        is_place = event in ("call", "c_return") and "shm_broadcast/remote/" in frame.f_code.co_filename
+        if is_place and next(places) == step:
+            sys.setprofile(None)
+            raise Interrupt
+
+    sys.setprofile(profile)
+    try:
+        call()
+    except Interrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+def read_once(reader: QueueReader, call: str, seen: list[Any]) -> None:
+    """Add the next message to `seen`, unless a handler raises before it is handed out."""
+    if call == "loan":
+        with reader.loan(DEADLINE_S) as lent:
+            seen += [lent]
+    elif call == "dequeue":
+        seen += [reader.dequeue(DEADLINE_S)]
+    else:
+        is_there, found = reader.try_dequeue()
+        seen += [found] if is_there else []
+
+
+@pytest.mark.guarantee("R14")
+@pytest.mark.parametrize("nbytes", [10, 3_000_000])
+@pytest.mark.parametrize("call", ["dequeue", "try_dequeue", "loan"])
+def test_a_handler_that_raises_in_a_remote_read_loses_no_message(call: str, nbytes: int) -> None:
+    """Wherever it raises, the interrupted message comes next, once, and in order."""
+    with remote_queue(heartbeat_s=0.1) as (writer, readers):
+        reader = readers[1]
+        for step in count():
+            message = [step, bytes(nbytes)]
+            writer.enqueue(message, DEADLINE_S)
+            writer.enqueue("between", DEADLINE_S)
+            if call != "dequeue":  # that one receives the message too
+                wait_until(reader._ring.is_ready, "the message")
+            seen: list[Any] = []
+            is_interrupted = raising_at(step, partial(read_once, reader, call, seen))
+            if not seen:
+                seen.append(reader.dequeue(DEADLINE_S))
+            assert seen == [message], step
+            assert reader.dequeue(DEADLINE_S) == "between"
+            if not is_interrupted:
+                break
+        assert step > 20
+        assert reader.statistics().messages == 2 * (step + 1)

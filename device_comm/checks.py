@@ -152,11 +152,12 @@ def check_exchange_table(where: str, ranks: Sequence[int], table: Sequence[Seque
     size = len(ranks)
     if all(table[a][b] == table[b][size + a] for a in range(size) for b in range(size)):
         return
-    views = "; ".join(
-        f"rank {rank}: sends {tuple(row[:size])}, expects {tuple(row[size:])}"
+    views = {
+        rank: f"sends {tuple(row[:size])}, expects {tuple(row[size:])}"
         for rank, row in zip(ranks, table, strict=True)
-    )
-    raise DisagreementError(f"{where}: the ranks send other sizes than are expected: {views}")
+    }
+    listed = "; ".join(f"rank {rank}: {view}" for rank, view in views.items())
+    raise DisagreementError(f"{where}: the ranks send other sizes than are expected: {listed}", views=views)
 
 
 def check_output(output: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:

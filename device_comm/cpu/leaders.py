@@ -122,13 +122,14 @@ class Leaders:
         if torch.equal(own[:_DIGEST_BYTES], theirs[:_DIGEST_BYTES]):
             return
         ranks = self._health.ranks
-        views = sorted(
-            (ranks[self._leaders[at]], _view_in(each)) for at, each in ((self._own_host, own), (host, theirs))
-        )
-        text = "; ".join(f"rank {rank}: {view}" for rank, view in views)
+        views = {
+            ranks[self._leaders[at]]: _view_in(each) for at, each in ((self._own_host, own), (host, theirs))
+        }
+        text = "; ".join(f"rank {rank}: {view}" for rank, view in sorted(views.items()))
         error = DisagreementError(
             f"{self._health.where(call.operation)}: the hosts made different calls: {text}; "
-            "the group is now unusable, destroy it"
+            "the group is now unusable, destroy it",
+            views=views,
         )
         # What the other ranks of this host have begun cannot be undone.
         self._health.fail(error)

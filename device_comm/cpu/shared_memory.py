@@ -7,7 +7,7 @@ import hashlib
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -166,8 +166,7 @@ class RegionCalls:
         if status == _core.DONE:
             return
         if status == _core.DISAGREE:
-            what = self._refusals() or f"the ranks made different calls: {self._views()}"
-            raise DisagreementError(f"{self._health.where(name)}: {what}")
+            raise self._disagreement(name)
         self._health.check_usable(name)
         if status == _core.BUSY:
             raise UsageError(
@@ -185,17 +184,22 @@ class RegionCalls:
         """Take the number of a call that this rank refuses, and tell the others why; see `Plane`."""
         self.core.refuse(reason.encode()[: _core.REASON_BYTES])
 
-    def _refusals(self) -> str:
-        """Return the text for calls that ranks refused; empty if each rank has made one."""
-        reasons = zip(self._ranks, self.core.reasons(), strict=False)
-        refused = [
-            f"rank {rank} refused {reason.decode(errors='replace')}" for rank, reason in reasons if reason
-        ]
-        return "; ".join(refused) and "; ".join(refused) + "; nothing was moved, and the next call works"
-
-    def _views(self) -> str:
-        views = zip(self._ranks, self.core.views(), self.core.widths(), strict=True)
-        return "; ".join(f"rank {rank}: {_describe(*view, widths)}" for rank, view, widths in views)
+    def _disagreement(self, name: str) -> DisagreementError:
+        """Return the error for ranks that made different calls, or of which some refused theirs."""
+        calls = zip(self.core.views(), self.core.widths(), strict=True)
+        views = {
+            rank: _describe(*view, widths) for rank, (view, widths) in zip(self._ranks, calls, strict=False)
+        }
+        what = "the ranks made different calls: " + _listed(views)
+        refusals = {
+            rank: f"refused {reason.decode(errors='replace')}"
+            for rank, reason in zip(self._ranks, self.core.reasons(), strict=False)
+            if reason
+        }
+        if refusals:
+            what = "; ".join(f"rank {rank} {text}" for rank, text in refusals.items())
+            what += "; nothing was moved, and the next call works"
+        return DisagreementError(f"{self._health.where(name)}: {what}", views=views | refusals)
 
     def missing(self) -> list[int]:
         """Return the global ranks that have not come to the present step."""
@@ -269,6 +273,10 @@ class _PartOfCall(_PendingCall):
 
     def pending(self) -> None:
         return None
+
+
+def _listed(views: Mapping[int, str]) -> str:
+    return "; ".join(f"rank {rank}: {view}" for rank, view in views.items())
 
 
 def _name(kind: int) -> str:

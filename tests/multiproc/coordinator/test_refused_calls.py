@@ -57,6 +57,7 @@ def refuse_one(rank: int, world_size: int, directory: Path, name: str) -> None:
                 with pytest.raises(DisagreementError) as refused:
                     good(group)
                 assert f"rank {world_size - 1} refused {name.rsplit(maxsplit=1)[-1]}: " in str(refused.value)
+                assert refused.value.views[world_size - 1].startswith("refused ")
             else:
                 good(group)
             sums.append(group.all_reduce(torch.tensor(float(step))).item())

@@ -16,6 +16,14 @@ from tests.harness import RankPool
 from tests.worlds import world
 
 
+def shown(error: DisagreementError) -> str:
+    """Return the views of an error; its text must show the same ones."""
+    assert list(error.views) == [0, 1]
+    for rank, view in error.views.items():
+        assert f"rank {rank}: {view}" in str(error)
+    return "; ".join(error.views.values())
+
+
 def differ(rank: int, world_size: int, directory: Path) -> list[str]:
     with world(rank, world_size, directory) as group:
         texts = []
@@ -25,13 +33,13 @@ def differ(rank: int, world_size: int, directory: Path) -> list[str]:
         ):
             with pytest.raises(DisagreementError) as caught:
                 group.all_reduce(tensor)
-            texts.append(str(caught.value))
+            texts.append(shown(caught.value))
         with pytest.raises(DisagreementError) as caught:
             (group.all_reduce if rank else group.all_gather)(torch.ones(4))
-        texts.append(str(caught.value))
+        texts.append(shown(caught.value))
         with pytest.raises(DisagreementError) as caught:
             group.all_reduce(torch.ones(4), ReduceOperation.MAX if rank else ReduceOperation.SUM)
-        texts.append(str(caught.value))
+        texts.append(shown(caught.value))
         # No data was moved, and the group is intact.
         assert group.all_reduce(torch.ones(3)).tolist() == [world_size] * 3
         return texts

@@ -188,6 +188,8 @@ class GroupHealth:
         self._cause: BaseException | None = None
         self._failure_record: FailureRecord | None = None
         self._closed = False
+        # Ranks whose process has ended after they had destroyed the group.
+        self._excused: set[int] = set()
         self._fork_count = fork_count()
         # `next` on a count is atomic under the GIL and faster than a lock; the group's own thread calls `begin` too.
         self._numbers: dict[str, Iterator[int]] = {"host": itertools.count(1), "device": itertools.count(1)}
@@ -335,9 +337,19 @@ class GroupHealth:
         Raises:
             PeerLostError: At least one has ended.
         """
-        lost = self._watch.lost()
+        lost = self._gone()
         if lost:
             raise self._record(operation, self._failure(operation, "lost", lost))
+
+    def _gone(self) -> tuple[int, ...]:
+        """Return the ranks whose process has ended, except those that have destroyed the group before.
+
+        Who waits for one of these learns from the transport that it has left. What they sent before can be received.
+        """
+        lost = set(self._watch.lost()) - self._excused
+        if lost:
+            self._excused |= lost.intersection(self._status_store.left())
+        return tuple(sorted(lost - self._excused))
 
     def check_record(self, operation: Operation) -> None:
         """Break the group and raise if another rank has published what broke it."""
@@ -435,7 +447,7 @@ class GroupHealth:
         failure_record = self._status_store.failure_record()
         if failure_record is not None:
             return self._adopt(operation, failure_record)
-        lost = self._watch.lost()
+        lost = self._gone()
         if lost:
             return self._record(operation, self._failure(operation, "lost", lost))
         left = tuple(rank for rank in self._status_store.left() if rank != self.rank)

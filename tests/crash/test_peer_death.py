@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +238,48 @@ def test_a_rank_that_destroyed_its_group_is_named(ranks4: RankPool, name: str) -
         assert (found["kind"], found["peers"]) == ("PeerLostError", [3]), (rank, found)
         assert found["seconds"] < PROMPT_S
         assert "destroyed" in found["text"]
+
+
+def leave_and_end(rank: int, world_size: int, directory: Path, marks: str) -> dict[str, Any] | None:
+    """Rank 1 sends its part, destroys its groups and ends; rank 0 still waits for rank 2."""
+    join_world(rank, world_size, directory)
+    group = get_world_group()
+    group.barrier()
+    if rank == 1:
+        meet(rank, range(world_size), directory, "waits")
+        group.gather_object("part 1")
+        destroy_distributed_environment()
+        os._exit(0)
+    found = None
+    if rank == 0:
+        tell_when_waiting(group, directory)
+        found = outcome_of(lambda: group.gather_object("part 0"))
+    else:
+        meet(rank, range(world_size), directory, "waits")
+        wait_until((Path(marks) / "ended").exists, "the end of rank 1")
+        group.gather_object("part 2")
+    meet(rank, [0, 2], directory, "told")
+    destroy_distributed_environment()
+    return found
+
+
+class Ended:
+    """Say when the process of rank 1 has been gone for half a second, in which rank 0 looks several times."""
+
+    def __init__(self, marks: Path) -> None:
+        """Use a directory for the mark."""
+        self._marks = marks
+
+    def __call__(self, pids: Sequence[int]) -> None:
+        """Wait for the end."""
+        wait_until(lambda: has_ended(pids[1]), "the end of rank 1")
+        time.sleep(0.5)
+        (self._marks / "ended").touch()
+
+
+@pytest.mark.guarantee("D7")
+def test_a_rank_that_leaves_in_order_and_ends_is_not_lost(tmp_path: Path) -> None:
+    """What it sent before is received: a call that waits for another rank goes on."""
+    ended = Ended(tmp_path)
+    found = run_ranks(leave_and_end, 3, str(tmp_path), expect_dead=[1], while_running=ended)[0]
+    assert found["value"] == ["part 0", "part 1", "part 2"], found

@@ -28,6 +28,7 @@ from coordinator.collectives.expert_parallel import TokenRouting
 from coordinator.collectives.point_to_point import PointToPoint
 from coordinator.collectives.scalar_collectives import ScalarCollectives
 from coordinator.graph_capture import GraphCaptureContext, capture_on
+from coordinator.host.object_order import ObjectOrder
 from coordinator.host.open_sends import OpenSends
 from coordinator.host.shared import SharedHostPlane
 from coordinator.queues.broadcast_order import BroadcastOrder
@@ -246,6 +247,8 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         self._parts = parts
         self._host = parts.host
         self._order = BroadcastOrder(parts.health)
+        self._gathers = ObjectOrder("gather_object", parts.health)
+        self._scatters = ObjectOrder("scatter_object_list", parts.health)
         self._health = parts.health
         self._cpu_group = parts.process_groups.host
         self._device_group = parts.process_groups.device

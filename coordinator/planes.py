@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from coordinator.calls import Calls
+from coordinator.host.object_order import ObjectOrder
 from coordinator.host.open_sends import OpenSends
 from coordinator.host.plane import HostPlane
 from coordinator.queues.broadcast_order import BroadcastOrder, refusal_of
@@ -55,6 +56,8 @@ class GroupPlanes:
     _exchange: Callable[[Any], Any]
     _queue_end: Any  # the native endpoint of the queue
     _order: BroadcastOrder
+    _gathers: ObjectOrder
+    _scatters: ObjectOrder
     _health: GroupHealth
     _calls: Calls
     _open_sends: OpenSends

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch.distributed as dist
 
-from coordinator.host.tags import FIRST_OBJECT_TAG, OBJECT_TAG, OBJECT_TAG_COUNT, SCATTER_TAG
+from coordinator.host.object_order import ObjectOrder
+from coordinator.host.tags import FIRST_OBJECT_TAG, GATHER_TAG, OBJECT_TAG, OBJECT_TAG_COUNT, SCATTER_TAG
 from coordinator.planes import GroupPlanes
+from coordinator.queues.broadcast_order import refusal_of
 from device_comm import checks
 from device_comm.handles import Handle
 from shm_broadcast import codec
@@ -114,10 +117,53 @@ class ObjectCollectives(GroupPlanes):
             return self._host.all_gather_object(obj, limit_s)
 
     def gather_object(self, obj: Any, dst: int = 0, *, timeout_s: AnyTimeout = None) -> list[Any] | None:
-        """Return every rank's object, in rank order, on rank `dst`; None elsewhere. Collective."""
-        with self._calls.call("gather_object", timeout_s) as limit_s:
+        """Return every rank's object, in rank order, on rank `dst`; None elsewhere. Collective.
+
+        Raises:
+            UsageError: This rank refuses the call; what the others send for it is dropped.
+            DisagreementError: On rank `dst`: another rank refused the call (see `.views`), or made another one. The
+                next call works.
+        """
+        name = "gather_object"
+        with (
+            self._gathers.counted(partial(self._tell_refusal, self._gathers, dst, GATHER_TAG)),
+            self._calls.call(name, timeout_s) as limit_s,
+        ):
             checks.check_rank(dst, self.world_size, "dst")
-            return self._host.gather_object(obj, dst, limit_s)
+            return self._gather_object(obj, dst, limit_s)
+
+    def _gather_object(self, obj: Any, dst: int, timeout_s: float | None) -> list[Any] | None:
+        """Return the objects on rank `dst`, for a call whose arguments were checked."""
+        host, name = self._host, "gather_object"
+        if self.rank_in_group == dst:
+            others = [rank for rank in range(self.world_size) if rank != dst]
+            found = self._gathers.receive(
+                others, lambda sources: host.recv_each(sources, timeout_s, name, GATHER_TAG)
+            )
+            return [*found[:dst], obj, *found[dst:]]
+        try:
+            host.send_object(self._gathers.of_this_call(obj), dst, name, timeout_s, GATHER_TAG)
+        except UsageError as error:
+            # The text is to name a place in `obj`, and not in the message.
+            raise refusal_of(obj) or error from None
+        return None
+
+    def _tell_refusal(self, order: ObjectOrder, root: object, tag: int, reason: str) -> None:
+        """Tell those who may wait for this rank that it refuses its call; wait for nobody.
+
+        In a gather these are the root, in a scatter all others if this rank is the root. If this rank passed no valid
+        root, they are all others.
+        """
+        peers = [rank for rank in range(self.world_size) if rank != self.rank_in_group]
+        if isinstance(root, int) and not isinstance(root, bool) and 0 <= root < self.world_size:
+            is_root = root == self.rank_in_group
+            if tag == GATHER_TAG:
+                peers = [] if is_root else [root]
+            elif not is_root:
+                peers = []
+        for peer in peers:
+            handle = self._host.isend_object(order.refusal(reason), peer, "refuse", None, tag)
+            self._open_sends.keep(handle)
 
     def scatter_object_list(
         self,
@@ -137,25 +183,39 @@ class ObjectCollectives(GroupPlanes):
 
         Raises:
             UsageError: `output_list` is empty, or `input_list` does not hold one object for each rank. Nothing is sent.
+            DisagreementError: Rank `src` refused the call (see `.views`), or made another one. The next call works.
         """
-        name = "scatter_object_list"
-        with self._calls.call(name, timeout_s, in_line=False) as limit_s:
+        name, order = "scatter_object_list", self._scatters
+        with (
+            order.counted(partial(self._tell_refusal, order, src, SCATTER_TAG)),
+            self._calls.call(name, timeout_s, in_line=False) as limit_s,
+        ):
             checks.check_rank(src, self.world_size, "src")
             if not isinstance(output_list, list) or not output_list:
                 raise UsageError(f"{name}: output_list must be a list of at least one element")
             if self.rank_in_group != src:
-                output_list[0] = self._host.recv_object(src, limit_s, None, name, SCATTER_TAG)
+                [output_list[0]] = order.receive(
+                    [src],
+                    lambda _: [self._host.recv_object(src, limit_s, None, name, SCATTER_TAG)],
+                )
                 return output_list[0]
             objects = list(input_list or ())
             if len(objects) != self.world_size:
                 raise UsageError(f"{name}: rank src must give {self.world_size} objects, not {len(objects)}")
             # What cannot be encoded is refused before anything is sent.
-            messages = [codec.encode(each) for each in objects]
+            messages = [self._encoded_part(each) for each in objects]
             for rank, message in enumerate(messages):
                 if rank != src:
                     self._host.send_message(message, rank, name, limit_s, SCATTER_TAG)
             output_list[0] = objects[src]
             return output_list[0]
+
+    def _encoded_part(self, obj: object) -> codec.Message:
+        """Return the message of one part of a scatter."""
+        try:
+            return codec.encode(self._scatters.of_this_call(obj))
+        except UsageError as error:
+            raise refusal_of(obj) or error from None
 
     @overload
     def send_object(

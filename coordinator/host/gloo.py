@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from coordinator.host.plane import GatheringHostPlane, isend_with_tensors, refuse_any
 from coordinator.host.process_groups import GlooBackend, abort_gloo
-from coordinator.host.tags import BROADCAST_TAG, BROADCAST_TENSOR_TAG, GATHER_TAG
+from coordinator.host.tags import BROADCAST_TAG, BROADCAST_TENSOR_TAG
 from coordinator.host.tensor_dict_format import PackedDict, Slicing, split
 from device_comm.handles import CompletedHandle, Handle, PointToPointHandle
 from device_comm.health import GroupHealth, Operation
@@ -138,24 +138,6 @@ class GlooHostPlane(GatheringHostPlane):
             else:
                 self.irecv_tensor(tensor, src, timeout_s, BROADCAST_TENSOR_TAG).wait()
 
-    def gather_object(self, obj: object, dst: int, timeout_s: float | None = None) -> list[Any] | None:
-        """Return the ranks' objects on rank `dst`, in rank order; None elsewhere."""
-        limit_s = timeout_s or self._timeout_s
-        message = None if self._rank == dst else codec.encode(obj)
-        operation = self._health.begin("host", "gather_object")
-        if message is not None:
-            self._start_frame(operation, message, [dst], GATHER_TAG, limit_s).wait()
-            return None
-        firsts = self._receive_first(operation, self._others, GATHER_TAG, limit_s)
-        # Receive all frames before decoding any: if one cannot be decoded, nothing of the others may be left behind.
-        frames = {
-            rank: self._complete_frame(operation, rank, GATHER_TAG, first, limit_s)
-            for rank, first in firsts.items()
-        }
-        objects = {rank: codec.decode(frame) for rank, frame in frames.items()}
-        objects[dst] = obj
-        return [objects[rank] for rank in range(len(self._ranks))]
-
     # ------------------------------------------------------------------ point to point
 
     def send_object(self, obj: object, dst: int, name: str, timeout_s: float | None, tag: int) -> None:
@@ -182,6 +164,15 @@ class GlooHostPlane(GatheringHostPlane):
         """Receive an object from rank `src`; without `timeout_s` this waits until one arrives."""
         operation = self._health.begin_point_to_point("host", f"{name} from {self._global([src])}")
         return self._receive_frame(operation, src, tag, timeout_s, type_)
+
+    def recv_each(self, sources: Sequence[int], timeout_s: float | None, name: str, tag: int) -> list[Any]:
+        """Receive an object from each of `sources`."""
+        limit_s = timeout_s or self._timeout_s
+        operation = self._health.begin_point_to_point("host", f"{name} from {self._global(sources)}")
+        firsts = self._receive_first(operation, sources, tag, limit_s)
+        # Receive all frames before decoding any: if one cannot be decoded, nothing of the others may be left behind.
+        frames = [self._complete_frame(operation, src, tag, firsts[src], limit_s) for src in sources]
+        return [codec.decode(frame) for frame in frames]
 
     def isend_tensor(self, tensor: torch.Tensor, dst: int, timeout_s: float | None, tag: int) -> Handle:
         """Start to send a contiguous CPU tensor to rank `dst`."""

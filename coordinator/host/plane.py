@@ -43,9 +43,6 @@ class HostPlane(Protocol):
     def all_gather_object(self, obj: object, timeout_s: float | None = None) -> list[Any]:
         """Return every rank's object, in rank order. Collective."""
 
-    def gather_object(self, obj: object, dst: int, timeout_s: float | None = None) -> list[Any] | None:
-        """Return the ranks' objects on rank `dst`, None elsewhere. Collective."""
-
     def broadcast_object(self, obj: object, src: int, timeout_s: float | None, type_: Any = None) -> Any:
         """Return rank `src`'s object on every rank. Collective."""
 
@@ -65,6 +62,13 @@ class HostPlane(Protocol):
 
     def recv_object(self, src: int, timeout_s: float | None, type_: Any, name: str, tag: int) -> Any:
         """Receive an object from rank `src`, as `type_` unless that is None; `name` is the call's name, for errors."""
+
+    def recv_each(self, sources: Sequence[int], timeout_s: float | None, name: str, tag: int) -> list[Any]:
+        """Receive an object from each of `sources`; with `timeout_s` None the group's deadline counts.
+
+        Raises:
+            DecodeError: One cannot be decoded. All have been received.
+        """
 
     def isend_tensor(self, tensor: torch.Tensor, dst: int, timeout_s: float | None, tag: int) -> Handle:
         """Start to send a contiguous CPU tensor to rank `dst`; it must not change until the handle's `wait` returns."""
@@ -180,10 +184,6 @@ class SoloHostPlane:
         """Return this rank's object."""
         return [obj]
 
-    def gather_object(self, obj: object, dst: int, timeout_s: float | None = None) -> list[Any] | None:
-        """Return this rank's object."""
-        return [obj]
-
     def broadcast_object(self, obj: object, src: int, timeout_s: float | None, type_: Any = None) -> Any:
         """Return `obj`."""
         return obj
@@ -199,6 +199,7 @@ class SoloHostPlane:
     send_message: Callable[..., Any] = _refuse
     isend_object: Callable[..., Any] = _refuse
     recv_object: Callable[..., Any] = _refuse
+    recv_each: Callable[..., Any] = _refuse
     isend_tensor: Callable[..., Any] = _refuse
     irecv_tensor: Callable[..., Any] = _refuse
     recv_any: Callable[..., Any] = _refuse

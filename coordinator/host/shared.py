@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from coordinator.host.plane import GatheringHostPlane
-from coordinator.host.tags import BROADCAST_TAG, BROADCAST_TENSOR_TAG, GATHER_TAG, TENSOR_DICT_TAG
+from coordinator.host.tags import BROADCAST_TAG, BROADCAST_TENSOR_TAG, TENSOR_DICT_TAG
 from coordinator.host.tensor_dict_format import PackedDict, Slicing, pack_whole
 from device_comm.cpu.received_tensors import expect_tensor, irecv_into
 from device_comm.cpu.shared_memory import SharedMemory
@@ -61,15 +61,6 @@ class SharedHostPlane(GatheringHostPlane):
             else:
                 self.irecv_tensor(tensor, src, timeout_s, BROADCAST_TENSOR_TAG).wait()
 
-    def gather_object(self, obj: object, dst: int, timeout_s: float | None = None) -> list[Any] | None:
-        """Return the ranks' objects on rank `dst`, in rank order; None elsewhere."""
-        name, limit_s = "gather_object", timeout_s or self._timeout_s
-        if self._rank != dst:
-            self._channels.send("host", name, obj, (dst,), GATHER_TAG, limit_s)
-            return None
-        objects = self._channels.recv_each("host", name, self._others, GATHER_TAG, limit_s)
-        return [*objects[:dst], obj, *objects[dst:]]
-
     # ------------------------------------------------------------------ point to point
 
     def send_object(self, obj: object, dst: int, name: str, timeout_s: float | None, tag: int) -> None:
@@ -91,6 +82,10 @@ class SharedHostPlane(GatheringHostPlane):
         """Receive an object from rank `src`; without `timeout_s` this waits until one arrives."""
         value = self._channels.recv("host", name, src, tag, timeout_s)
         return value if type_ is None else codec.convert(value, type_)
+
+    def recv_each(self, sources: Sequence[int], timeout_s: float | None, name: str, tag: int) -> list[Any]:
+        """Receive an object from each of `sources`."""
+        return self._channels.recv_each("host", name, sources, tag, timeout_s or self._timeout_s)
 
     def isend_tensor(self, tensor: torch.Tensor, dst: int, timeout_s: float | None, tag: int) -> Handle:
         """Start to send a contiguous CPU tensor to rank `dst`."""

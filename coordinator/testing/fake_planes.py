@@ -276,14 +276,6 @@ class FakeHostPlane(SoloHostPlane):
         frame = codec.encode(obj).to_bytes()
         return [codec.decode(frame) for _ in range(self._world_size)]
 
-    def gather_object(self, obj: object, dst: int, timeout_s: float | None = None) -> list[Any] | None:
-        """Return on rank `dst` the object itself in its own place and a copy for every other rank."""
-        self._health.check_usable("gather_object")
-        frame = codec.encode(obj).to_bytes()
-        if self._rank != dst:
-            return None
-        return [obj if rank == dst else codec.decode(frame) for rank in range(self._world_size)]
-
     def broadcast_object(self, obj: object, src: int, timeout_s: float | None, type_: Any = None) -> Any:
         """Return the object on rank `src`, elsewhere a copy."""
         self._health.check_usable("broadcast_object")

@@ -173,6 +173,13 @@ class FakeGroupCoordinator(GroupCoordinator):
             settings=self.settings,
         )
 
+    def _gather_object(self, obj: Any, dst: int, timeout_s: float | None) -> list[Any] | None:
+        """Return on rank `dst` the object itself in its own place and a copy for every other rank; None elsewhere."""
+        frame = codec.encode(obj).to_bytes()
+        if self.rank_in_group != dst:
+            return None
+        return [obj if rank == dst else codec.decode(frame) for rank in range(self.world_size)]
+
     def scatter_object_list(
         self,
         output_list: list[Any],

@@ -212,6 +212,7 @@ def unregistered(rank: int, world_size: int, directory: Path) -> list[str]:
             refused: list[Callable[[], Any]] = [
                 lambda: group.broadcast_object(src=0),
                 lambda: group.broadcast_object_list([None], src=0),
+                lambda: group.gather_object(rank, dst=1),
                 lambda: group.broadcast_tensor_dict(src=0),
             ]
             if isinstance(group.device_communicator, SharedMemoryCommunicator):

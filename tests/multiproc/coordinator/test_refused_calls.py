@@ -1,6 +1,6 @@
 """A collective that one rank refuses is refused on all ranks, and the next call works."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 
 from coordinator import DisagreementError, GroupCoordinator, UsageError
 from tests.harness import RankPool
-from tests.worlds import meet, new_group, world
+from tests.worlds import ApartPool, meet, new_group, world
 
 Call = Callable[[GroupCoordinator], Any]
 
@@ -114,3 +114,111 @@ def refuse_behind(rank: int, world_size: int, directory: Path) -> None:
 def test_a_refused_asynchronous_call_keeps_its_place(ranks2: RankPool) -> None:
     """It takes its number behind the calls that were open, and before those that follow."""
     ranks2.run(refuse_behind)
+
+
+@pytest.fixture(scope="module")
+def ranks3() -> Iterator[RankPool]:
+    """Three processes: the root of a gather, one that refuses, and one that does neither."""
+    with RankPool(3) as pool:
+        yield pool
+
+
+UNSENDABLE: Any = lambda: None  # noqa: E731 - an object of a type that cannot be encoded
+WRONG_PARTS: dict[str, tuple[Call, Call]] = {
+    "gather_object: object": (
+        lambda group: group.gather_object(group.rank),
+        lambda group: group.gather_object({"deep": [UNSENDABLE]}),
+    ),
+    "gather_object: destination": (
+        lambda group: group.gather_object(group.rank),
+        lambda group: group.gather_object(group.rank, 77),
+    ),
+    "gather_object: deadline": (
+        lambda group: group.gather_object(group.rank),
+        lambda group: group.gather_object(group.rank, timeout_s=-1.0),
+    ),
+    "scatter_object_list: object": (
+        lambda group: group.scatter_object_list([None], [0, 1, 2], 2),
+        lambda group: group.scatter_object_list([None], [0, {"deep": UNSENDABLE}, 2], 2),
+    ),
+    "scatter_object_list: too few": (
+        lambda group: group.scatter_object_list([None], [0, 1, 2], 2),
+        lambda group: group.scatter_object_list([None], [0, 1], 2),
+    ),
+    "scatter_object_list: source": (
+        lambda group: group.scatter_object_list([None], [0, 1, 2], 2),
+        lambda group: group.scatter_object_list([None], [0, 1, 2], -7),
+    ),
+}
+
+
+def refuse_part(rank: int, world_size: int, directory: Path, name: str) -> None:
+    """Let the last rank refuse the second of four calls, for which some others wait: the root, or all."""
+    good, wrong = WRONG_PARTS[name]
+    call = name.partition(":")[0]
+    with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
+        for step in range(4):
+            if step == 1 and rank == world_size - 1:
+                with pytest.raises(UsageError) as own:
+                    wrong(group)
+                assert "1]" not in str(own.value)  # no place in a message that the caller does not know
+            elif step == 1 and (rank == 0 or call == "scatter_object_list"):
+                with pytest.raises(
+                    DisagreementError, match=f"rank {world_size - 1} refused {call}: "
+                ) as told:
+                    good(group)
+                assert list(told.value.views) == [world_size - 1]
+            elif call == "gather_object":
+                assert good(group) == ([0, 1, 2] if rank == 0 else None)
+            else:
+                assert good(group) == rank
+        assert group.all_gather_object(rank) == [0, 1, 2]
+
+
+@pytest.mark.guarantee("G38")
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("name", WRONG_PARTS)
+def test_a_refused_part_is_told_to_those_that_wait_for_it(ranks3: RankPool, name: str, apart: bool) -> None:
+    """They raise with rank and reason, on one host and on several; every later call has the right result."""
+    (ApartPool(ranks3) if apart else ranks3).run(refuse_part, name)
+
+
+def refuse_as_the_receiver(rank: int, world_size: int, directory: Path) -> None:
+    """Let the ranks refuse calls in which the others send to them, or name different roots."""
+    with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
+        if rank == 0:
+            with pytest.raises(UsageError):
+                group.gather_object(0, timeout_s=-1.0)
+        else:
+            group.gather_object("dropped")
+        assert group.gather_object(rank) == ([0, 1, 2] if rank == 0 else None)
+        if rank == 1:
+            with pytest.raises(UsageError):
+                group.scatter_object_list([])
+        else:
+            assert group.scatter_object_list([None], ["dropped"] * 3) == "dropped"
+        assert group.scatter_object_list([None], [0, 1, 2]) == rank
+        # Rank 1 sends its part to rank 2, which is told in its next gather, as rank 0 is in this one.
+        if rank == 0:
+            with pytest.raises(
+                DisagreementError, match="rank 1 sent its part of call #4, and none of this one"
+            ):
+                group.gather_object("part")
+        else:
+            group.gather_object("part", 2 if rank == 1 else 0)
+        assert group.gather_object(rank) == ([0, 1, 2] if rank == 0 else None)
+        if rank == 2:
+            with pytest.raises(
+                DisagreementError, match="rank 1 sent its part of call #3, in which this rank"
+            ):
+                group.gather_object(rank, 2)
+        else:
+            group.gather_object(rank, 2)
+        assert group.gather_object(rank, 2) == ([0, 1, 2] if rank == 2 else None)
+
+
+@pytest.mark.guarantee("G38")
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_was_sent_for_a_refused_call_is_dropped(ranks3: RankPool, apart: bool) -> None:
+    """A receiver that refuses its call tells nobody, and gets the right objects in its next one."""
+    (ApartPool(ranks3) if apart else ranks3).run(refuse_as_the_receiver)

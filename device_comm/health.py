@@ -538,15 +538,16 @@ class GroupHealth:
             what: In which call it was found, for the texts of the other ranks' errors.
             failure_record: What to publish, if another group of this rank has broken for the same reason.
         """
-        self._break(error)
         if failure_record is None:
             failure_record = failure_of(error, self.rank, what)
             if isinstance(error, PeerLostError) and error.peers:
                 failure_record = self._failure(what, "lost", error.peers)
+        # Published first: who finds a transport closed, which the break does, looks for the reason.
         if isinstance(error, CommError):
             self._failure_record = self._status_store.publish(failure_record)
         else:  # Ctrl-C must interrupt within 0.2 s
             self._failure_record = self._status_store.publish(failure_record, within_s=SLICE_S)
+        self._break(error)
 
     def lost(self) -> tuple[int, ...]:
         """Return the global ranks whose process has ended, ascending. Does not block; from any thread."""

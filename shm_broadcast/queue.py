@@ -26,7 +26,15 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from shm_broadcast import _core, awaiting, codec
 from shm_broadcast.endpoint import RemoteKeys, RemoteSettings
-from shm_broadcast.errors import CommError, CommTimeoutError, DecodeError, PeerLostError, UsageError
+from shm_broadcast.errors import (
+    ClosedError,
+    CommError,
+    CommTimeoutError,
+    DecodeError,
+    PeerLostError,
+    UsageError,
+)
+from shm_broadcast.guard import QueueGuard
 from shm_broadcast.handle import KEY_BYTES, VERSION, QueueHandle, new_key
 from shm_broadcast.interruption import is_held
 from shm_broadcast.layout import MAX_READERS, segment_bytes
@@ -79,6 +87,7 @@ class QueueWriter:
         self._remote = remote
         self._handover = handover
         self._is_local = isinstance(remote, NoRemote)
+        self._guard: QueueGuard | None = None
         # Held by a call that writes to readers on other hosts, between whose steps a signal handler can run.
         self._turn = threading.RLock()
         # `exchange` sends its argument within `timeout_ns` and returns it. Callers use it to save Python frames.
@@ -200,8 +209,13 @@ class QueueWriter:
                 f"enqueue on queue {self.handle.name!r} (writer): this thread is inside of a call on the queue "
                 "already, as in a signal handler or a finalizer"
             )
-        with self._turn:
-            self._enqueue_for_all(obj, timeout_s)
+        try:
+            with self._turn:
+                self._enqueue_for_all(obj, timeout_s)
+        except PeerLostError as error:
+            if self._guard is not None:
+                self._guard.failed("enqueue", error)
+            raise
 
     def _enqueue_for_all(self, obj: Any, timeout_s: float | None) -> None:
         message = codec.encode(obj)
@@ -213,6 +227,14 @@ class QueueWriter:
     def _pass_on(self, obj: Any, timeout_s: float | None) -> Any:
         self.enqueue(obj, timeout_s)
         return obj
+
+    def guard(self, guard: QueueGuard) -> None:
+        """Let the owner of this end, such as a group, learn that it has failed; for its first use."""
+        if self._is_local:
+            self._ring.guard = guard
+        else:
+            # Not from within: the owner may close the queue, whose locks are held there.
+            self._guard = guard
 
     def statistics(self) -> QueueStatistics:
         """Return what was written, and how far each reader is."""
@@ -274,7 +296,7 @@ class QueueReader:
         """Use `open`."""
         self.handle = handle
         self._ring = ring
-        self._read = ring.read
+        self._read: Callable[[float | None, Any], Any] = ring.read
         # `exchange` ignores its argument and reads within `timeout_ns`. It returns `NOTHING` if the object is to be
         # taken out of `message`, as it is from a ring. Callers use it to save Python frames.
         self.endpoint: _core.ReadEndpoint | _FarEndpoint = (
@@ -421,6 +443,28 @@ class QueueReader:
         """Return `loan(timeout_s)`. Deprecated: the method is called `loan` now."""
         warnings.warn("QueueReader.lease is called loan now", DeprecationWarning, stacklevel=2)
         return self.loan(timeout_s)
+
+    def guard(self, guard: QueueGuard) -> None:
+        """Let the owner of this end, such as a group, learn that it has failed, and say why it ends; for its first use.
+
+        A read that waits for a writer on this host also asks the owner now and then whether it has failed.
+        """
+        ring = self._ring
+        if isinstance(ring, RingReader):
+            ring.guard = guard
+            return
+
+        def read(timeout_s: float | None, type_: Any) -> Any:
+            # Not from within: the owner may close the queue, whose locks are held there.
+            try:
+                return ring.read(timeout_s, type_)
+            except (ClosedError, PeerLostError) as error:
+                guard.ended("dequeue")
+                if isinstance(error, PeerLostError):
+                    guard.failed("dequeue", error)
+                raise
+
+        self._read = read
 
     def lost_writer(self) -> str | None:
         """Return which process wrote to this queue, for a log, if it ended without closing it; else None.

@@ -17,6 +17,7 @@ import msgspec
 from coordinator.host.plane import HostPlane
 from coordinator.queues.ends import UnreadWriter
 from coordinator.queues.external_writer import ExternalWriter
+from coordinator.queues.guard import GroupQueueGuard
 from coordinator.settings import CoordinatorSettings
 from device_comm.health import GroupHealth
 from shm_broadcast.codec import register_type
@@ -173,7 +174,7 @@ class GroupQueues:
             self._agree([each.failure for each in offers])
             ends = self._open_ends([writer for writer in plan if own in plan[writer]], offers, pairs)
             undo.pop_all()
-        self._adopt([mine, *ends.values()])
+        self._adopt([mine, *ends.values()], has_own_writer=True)
         return mine, ends
 
     def _exchange_keys(
@@ -244,7 +245,7 @@ class GroupQueues:
             offer = self._host.broadcast_object(offer, givers[0], self._settings.create_timeout_s)
         pairs = {0: own.remote_keys} if own is not None and own.remote_keys is not None else {}
         end = self._open_ends([0], [offer], pairs)[0]
-        self._adopt([end])
+        self._adopt([end], has_own_writer=False)
         return end
 
     def _check_external(self, external: object) -> tuple[bytes, str]:
@@ -289,10 +290,11 @@ class GroupQueues:
         if reasons:
             raise kind(f"{self._health.where('create queue')}: {reasons}")
 
-    def _adopt(self, ends: Sequence[QueueWriter | QueueReader | None]) -> None:
+    def _adopt(self, ends: Sequence[QueueWriter | QueueReader | None], *, has_own_writer: bool) -> None:
         for end in ends:
             if end is not None:
                 self._open.append(end)
+                end.guard(GroupQueueGuard(self._health, has_own_writer=has_own_writer))
                 # When the group breaks, the other ranks must not wait for this rank's next message.
                 self._health.on_abort(partial(_close, [end], _PARTING_S))
 

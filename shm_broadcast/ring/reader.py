@@ -9,7 +9,14 @@ from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from shm_broadcast import _core, codec
-from shm_broadcast.errors import ClosedError, CommTimeoutError, DecodeError, PeerLostError, UsageError
+from shm_broadcast.errors import (
+    ClosedError,
+    CommTimeoutError,
+    DecodeError,
+    GroupBrokenError,
+    PeerLostError,
+    UsageError,
+)
 from shm_broadcast.interruption import is_held, raised_by_handler
 from shm_broadcast.layout import RecordKind
 from shm_broadcast.liveness import PeerWatch
@@ -174,6 +181,7 @@ class RingReader(RingEnd):
     def _begin_wait(self, call: str) -> None:
         self.check(call)
         if self._status(call) == _ENDED:
+            self._raise_if_broken(call)
             raise ClosedError(f"{self._where(call)}: the writer closed the queue")
 
     def _status(self, call: str) -> int:
@@ -208,7 +216,7 @@ class RingReader(RingEnd):
         """Describe the writer if its process has ended before it closed the queue; else None."""
         try:
             is_lost = not self._closing and bool(self._watch.lost()) and self._status("lost_writer") != _ENDED
-        except ClosedError:  # another thread has closed this end meanwhile
+        except (ClosedError, GroupBrokenError):  # another thread has closed this end meanwhile
             return None
         return self._describe_writer() if is_lost else None
 
@@ -233,14 +241,18 @@ class RingReader(RingEnd):
     def raise_if_lost(self, call: str) -> None:
         """Raise `ClosedError` or `PeerLostError` if the writer is gone and all of its messages were read."""
         self._begin_wait(call)
-        if not self._watch.lost() or self._status(call) == _DATA:
+        if self._status(call) == _DATA:
             # Messages that a writer published before it died are still read.
+            return
+        if not self._watch.lost():
+            if self.guard is not None:
+                self.guard.look(call)
             return
         error = PeerLostError(
             f"{self._where(call)}: lost {self._describe_writer()}; close the queue",
             peers=() if self._writer < 0 else (self._writer,),
         )
-        self._fail(error)
+        self._fail(error, call)
         raise error
 
     def close(self) -> None:

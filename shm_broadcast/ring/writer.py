@@ -25,6 +25,7 @@ from shm_broadcast.errors import (
     PeerLostError,
     UsageError,
 )
+from shm_broadcast.guard import QueueGuard
 from shm_broadcast.layout import LINE, ReaderState, record_bytes
 from shm_broadcast.liveness import PeerWatch, fork_count
 from shm_broadcast.segment import Segment
@@ -76,6 +77,7 @@ class RingEnd(ABC):
         self._watch = watch
         self._settings = settings
         self.warns = True
+        self.guard: QueueGuard | None = None
         self._closing = False
         # The first thread that takes it closes this end; it is never released.
         self._closer = threading.Lock()
@@ -93,12 +95,18 @@ class RingEnd(ABC):
         if self._forks != fork_count():
             raise UsageError(f"{self._where(call)}: the queue belongs to the process that forked this one")
         if self._closing:
+            self._raise_if_broken(call)
             raise ClosedError(f"{self._where(call)}: the queue was closed")
         cause = self.endpoint.cause
         if cause is not None:
             raise GroupBrokenError(
                 f"{self._where(call)}: an earlier failure made the queue unusable, close it: {cause}"
             ) from cause
+
+    def _raise_if_broken(self, call: str) -> None:
+        """Raise if the owner's failure has ended the queue."""
+        if self.guard is not None:
+            self.guard.ended(call)
 
     def look_around(self, reason: int, detail: Any) -> Exception | None:
         """Raise an error to end the endpoint's call, or return to let it wait on; see `csrc/ring/endpoint.hpp`."""
@@ -205,8 +213,10 @@ class RingEnd(ABC):
         self._fail(corrupt)
         raise corrupt from (error if isinstance(error, BaseException) else None)
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException, call: str = "") -> None:
         self.endpoint.fail(error)
+        if self.guard is not None and isinstance(error, PeerLostError):
+            self.guard.failed(call, error)
 
     def _end(self, who: int) -> None:
         try:
@@ -221,17 +231,21 @@ class RingEnd(ABC):
             return
         self._closing = True
         # Close the endpoint first: ending the ring wakes a waiting thread, whose next call must find it closed.
-        self.endpoint.close(partial(_refuse, self._where(self.call), self._forks))
+        self.endpoint.close(partial(_refuse, self._where(self.call), self._forks, self.guard, self.call))
         self._end(who)
         self._watch.close()
         self._memory = _NOTHING
         self._segment.close()
 
 
-def _refuse(where: str, forks: int, _reason: int, _detail: object) -> NoReturn:
+def _refuse(
+    where: str, forks: int, guard: QueueGuard | None, call: str, _reason: int, _detail: object
+) -> NoReturn:
     """Replace `look_around` after `close`; unlike that, it keeps no reference to the endpoint."""
     if forks != fork_count():
         raise UsageError(f"{where}: the queue belongs to the process that forked this one")
+    if guard is not None:
+        guard.ended(call)
     raise ClosedError(f"{where}: the queue was closed")
 
 
@@ -272,13 +286,15 @@ class RingWriter(RingEnd):
         gone = sorted({*lost, *left})
         if not gone:
             return
+        # A reader whose owner has failed closes the queue, and is not to blame.
+        self._raise_if_broken(call)
         who = ", ".join(
             self._describe_reader(reader) + (" closed the queue" if reader.rank in left else "")
             for reader in self._readers()
             if reader.rank in gone
         )
         error = PeerLostError(f"{self._where(call)}: lost reader {who}; close the queue", peers=gone)
-        self._fail(error)
+        self._fail(error, call)
         raise error
 
     def await_readers(self, timeout_s: float | None) -> None:

@@ -283,3 +283,51 @@ def test_a_rank_that_leaves_in_order_and_ends_is_not_lost(tmp_path: Path) -> Non
     ended = Ended(tmp_path)
     found = run_ranks(leave_and_end, 3, str(tmp_path), expect_dead=[1], while_running=ended)[0]
     assert found["value"] == ["part 0", "part 1", "part 2"], found
+
+
+def lose_a_reader(
+    rank: int, world_size: int, directory: Path, own: bool, sends: bool
+) -> list[dict[str, Any]] | None:
+    """Kill reader 2 of a queue. Reader 1 waits for a message; the writer sends on, or does something else."""
+    join_world(rank, world_size, directory)
+    group = new_group(get_world_group())
+    if own:
+        group.enable_broadcaster()
+    end: Any = group.mq_broadcaster if own else group.create_mq_broadcaster(0)
+    meet(rank, range(world_size), directory, "ready")
+    if rank == 2:
+        be_killed()
+    found = []
+    if rank == 0:
+        if not sends:
+            wait_until((directory / "found-1").exists, "reader 1")
+
+        def fill() -> None:
+            while True:
+                end.enqueue(bytes(1 << 20))
+
+        found = [outcome_of(fill)]
+    else:
+
+        def empty() -> None:
+            while True:
+                group.broadcast_object() if own else end.dequeue()
+
+        found = [outcome_of(empty)]
+        (directory / "found-1").touch()
+    found.append(outcome_of(group.barrier))
+    meet(rank, [0, 1], directory, "told")
+    group.destroy()
+    destroy_distributed_environment()
+    return found
+
+
+@pytest.mark.guarantee("G18")
+@pytest.mark.parametrize("sends", [True, False])
+@pytest.mark.parametrize("own", [True, False])
+def test_the_death_of_a_reader_is_told_to_the_other_readers(own: bool, sends: bool) -> None:
+    """Whoever finds it breaks the group: the writer when it needs room, or a reader that waits."""
+    for first, second in run_ranks(lose_a_reader, 3, own, sends, expect_dead=[2])[:2]:
+        assert (first["kind"], first["peers"]) == ("PeerLostError", [2]), first
+        assert first["seconds"] < PROMPT_S
+        assert second["kind"] == "GroupBrokenError"

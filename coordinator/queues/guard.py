@@ -1,0 +1,47 @@
+"""The guard of a group's queues: a death that one end finds breaks the group, so that every end learns of it."""
+
+from __future__ import annotations
+
+import time
+
+from device_comm.health import FAILURE_IDLE_EVERY_S, GroupHealth, Operation
+from shm_broadcast.errors import PeerLostError
+
+
+class GroupQueueGuard:
+    """A `QueueGuard` for the ends of one queue on this rank."""
+
+    def __init__(self, health: GroupHealth, *, has_own_writer: bool) -> None:
+        """Guard a queue of the group.
+
+        Args:
+            health: The group's shared state.
+            has_own_writer: Whether the writer is a rank of the group. The death of another one leaves the group usable.
+        """
+        self._health = health
+        self._has_own_writer = has_own_writer
+        self._next_look_s = 0.0
+
+    def look(self, call: str) -> None:
+        """Break the group and raise if a rank is gone, or has published what broke the group."""
+        operation = Operation("queue", call, 0)
+        self._health.check_peers(operation)
+        now = time.monotonic()
+        if now >= self._next_look_s:
+            self._next_look_s = now + FAILURE_IDLE_EVERY_S
+            self._health.check_record(operation)
+
+    def ended(self, call: str) -> None:
+        """Raise the failure of the group, if it has one: the writer's group broke before its queue was closed."""
+        if self._health.is_closed or self._health.is_inherited:
+            return
+        self._health.check_usable(call)
+        self._health.check_record(Operation("queue", call, 0))
+
+    def failed(self, call: str, error: PeerLostError) -> None:
+        """Break the group."""
+        if self._has_own_writer and not self._health.is_closed:
+            self._health.fail(error, call)
+
+
+__all__ = ["GroupQueueGuard"]

@@ -1,0 +1,23 @@
+"""What the owner of a queue's end, such as a group, knows of processes that the queue itself does not watch."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from shm_broadcast.errors import PeerLostError
+
+
+class QueueGuard(Protocol):
+    """Connects the failure of a queue with that of its owner. `call` is the name of the queue's method, for errors."""
+
+    def look(self, call: str) -> None:
+        """Raise if the owner has failed, or a process is gone that it needs. A waiting read calls this now and then."""
+
+    def ended(self, call: str) -> None:
+        """Raise if the owner's failure is the reason for which the queue has ended; return if it ended in order."""
+
+    def failed(self, call: str, error: PeerLostError) -> None:
+        """Learn that the queue has failed, from `error`, which the caller raises. The owner may close the queue."""
+
+
+__all__ = ["QueueGuard"]

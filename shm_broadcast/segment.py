@@ -156,6 +156,11 @@ class Segment:
         """Map a reserved part of the tail. The caller owns the mapping."""
         return mmap.mmap(self.descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=offset)
 
+    def __del__(self) -> None:
+        """Close the descriptor of a segment that an exception has left without an owner."""
+        if getattr(self, "descriptor", -1) >= 0:
+            os.close(self.descriptor)
+
     def close(self) -> None:
         """Close the descriptor and drop the mapping, which lives on while views of it exist. Idempotent."""
         if self.descriptor >= 0:
@@ -429,9 +434,20 @@ def take_over(
 
 
 def take_descriptor(
-    address: str, key: bytes, member: int, timeout_s: float
+    address: str,
+    key: bytes,
+    member: int,
+    timeout_s: float,
+    connecting: Callable[[socket.socket], None] | None = None,
 ) -> tuple[int, ProcessIdentity, int]:
     """Fetch the descriptor that a `Handover` offers, without mapping it. Raises as `take_over` does.
+
+    Args:
+        address: See `take_over`, as for the next three.
+        key: The key.
+        member: This process's number.
+        timeout_s: Deadline in seconds.
+        connecting: Gets the socket before it is connected; another thread may close it to end this call.
 
     Returns:
         (descriptor, identity of the owner's process, pidfd of that process). The caller owns both descriptors.
@@ -440,6 +456,8 @@ def take_descriptor(
     own = open_pidfd(os.getpid())
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as owner:
+            if connecting is not None:
+                connecting(owner)
             owner.settimeout(timeout_s)
             _connect(owner, address, timeout_s)
             challenge = owner.recv(_CHALLENGE_BYTES)

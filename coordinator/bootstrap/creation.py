@@ -65,7 +65,7 @@ def create_parts(
         host_ids: Host id of each rank, if already known.
         on_agreed: Called when the ranks have agreed.
     """
-    store, device = world.store, device_of(backend, local_rank)
+    store, rank, device = world.store, world.rank, device_of(backend, local_rank)
     every_fact = {
         **_facts(plans, device, backend, use_device_communicator),
         **{f"setting {field}": str(value) for field, value in settings.agreed().items()},
@@ -75,23 +75,21 @@ def create_parts(
         range(world.size)
     )
     stores = [dist.PrefixStore(f"group_coordinator/{plan.name}", store) for plan in plans]
-    rank, builders, agreed = world.rank, list[GroupBuilder](), threading.Event()
-    to_call = [] if on_agreed is None else [on_agreed]
+    builders, unbuilt, agreed = list[GroupBuilder](), list[WorldStatusStore](), threading.Event()
+    to_call = [on_agreed or _nothing]
     with ExitStack() as offered:
         try:
-            regions = [offered.enter_context(closing(prepare_region(plan, host_ids or {}))) for plan in plans]
-            address = own_address(settings.interface, store)
+            regions = [prepare_region(plan, host_ids or {}, offered) for plan in plans]
             offers = msgspec.json.encode([region.offer for region in regions]).decode()
+            address = own_address(settings.interface, store)
             own = View(every_fact, this_process(), address, shared_memory.host_id(), offers)
             started = time.perf_counter()
             # A rank that has died since it joined the world will not join: the others need not wait for it.
-            others = set(everyone) - {rank}
-            known = {other: process for other, process in world.processes().items() if other in others}
+            known = world.processes_of(set(everyone) - {rank})
             with closing(PeerWatch(own.process, known)) as watch:
                 scoped = dist.PrefixStore(f"group_coordinator/{round_name}", store)
                 views = agree(scoped, what, rank, everyone, own, settings.create_timeout_s, watch, agreed)
-            while to_call:
-                to_call.pop()()
+            _call(to_call)
             agreement_s = time.perf_counter() - started
             for plan, region, own_store in zip(plans, regions, stores, strict=True):
                 builder = GroupBuilder(
@@ -105,20 +103,35 @@ def create_parts(
                     settings=settings,
                 )
                 builders.append(builder)
-            for number, builder in enumerate(builders):
-                builder.share(number)
-            # Groups of the same ranks share one barrier: only the last of them confirms, for all of them.
-            for last in {builder.plan.membership.ranks: builder for builder in builders}.values():
-                last.confirm()
-            together = tuple(plan.name for plan in plans)
-            return [builder.connect(use_device_communicator, agreement_s, together) for builder in builders]
+            _share(builders)
+            how = use_device_communicator, agreement_s, tuple(plan.name for plan in plans)
+            return [builder.connect(*how) for builder in builders]
         except BaseException as error:
-            # An interrupt may come when all have just agreed: the others count the names, and wait in the groups.
-            while agreed.is_set() and to_call:
-                to_call.pop()()
-            unbuilt = list(zip(plans, stores, strict=True))[len(builders) :] if agreed.is_set() else []
-            give_up(builders, error, [status_store(plan, own_store) for plan, own_store in unbuilt])
+            if agreed.is_set():
+                # An interrupt may come when all have just agreed: the others count the names, and wait in the groups.
+                _call(to_call)
+                unbuilt = [status_store(*each) for each in zip(plans, stores, strict=True)][len(builders) :]
+            give_up(builders, error, unbuilt)
             raise
+
+
+def _nothing() -> None:
+    """Do nothing, where nobody wants to know that the ranks have agreed."""
+
+
+def _call(functions: list[Callable[[], None]]) -> None:
+    """Call each of `functions` once, also if this is called again after an interrupt."""
+    while functions:
+        functions.pop()()
+
+
+def _share(builders: Sequence[GroupBuilder]) -> None:
+    """Map the memory of all groups, and return when every rank has."""
+    for number, builder in enumerate(builders):
+        builder.share(number)
+    # Groups of the same ranks share one barrier: only the last of them confirms, for all of them.
+    for last in {builder.plan.membership.ranks: builder for builder in builders}.values():
+        last.confirm()
 
 
 def _facts(

@@ -43,16 +43,24 @@ _SHARE: Final = "create shared memory"
 Backend = TypeVar("Backend", bound=GlooBackend | None)
 
 
-def prepare_region(plan: GroupPlan, host_ids: Mapping[int, str]) -> shared_memory.Preparation:
+def prepare_region(
+    plan: GroupPlan, host_ids: Mapping[int, str], offered: ExitStack
+) -> shared_memory.Preparation:
     """Prepare the region that the group's ranks share, before they meet: the first rank creates and offers it.
 
-    Nothing is prepared for a group of one, nor if `host_ids` says that the ranks are on several hosts.
+    Nothing is prepared for a group of one, nor if `host_ids` says that the ranks are on several hosts. `offered` closes
+    the result.
     """
     ranks = plan.membership.ranks
-    if len(ranks) == 1 or len({host_ids.get(rank) for rank in ranks}) > 1:
-        return shared_memory.Preparation(1, 0)
-    with plan.clock.phase("shared_memory"):
-        return shared_memory.Preparation(len(ranks), plan.membership.rank_in_group)
+    is_alone = len(ranks) == 1 or len({host_ids.get(rank) for rank in ranks}) > 1
+    size, index = (1, 0) if is_alone else (len(ranks), plan.membership.rank_in_group)
+    region = shared_memory.Preparation(size, index)
+    # Before it opens anything: what interrupts the preparation must leave nothing open.
+    offered.callback(region.close)
+    if not is_alone:
+        with plan.clock.phase("shared_memory"):
+            region.prepare()
+    return region
 
 
 def status_store(plan: GroupPlan, store: dist.Store) -> WorldStatusStore:

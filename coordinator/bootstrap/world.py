@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch.distributed as dist
 
@@ -52,6 +52,10 @@ class World:
     def processes(self) -> Mapping[int, ProcessIdentity]:
         """Return the ranks' processes as far as they are known, by rank."""
         return world_processes() if self.is_torch else {}
+
+    def processes_of(self, ranks: Collection[int]) -> dict[int, ProcessIdentity]:
+        """Return the processes of `ranks` as far as they are known."""
+        return {rank: process for rank, process in self.processes().items() if rank in ranks}
 
     def leave(self) -> None:
         """Leave a world of our own and let go of its store. Idempotent; does nothing in the world of torch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any, Final
 
 import msgspec
@@ -78,7 +78,8 @@ def _create(options: Any) -> BackendProcessGroup | ProcessGroupGloo:
     # A store may be used again for a group of the same name, after the first one was destroyed.
     number = ask_store(lambda: same.add(f"uses/{rank}", 1), where, timeout_s)
     store = dist.PrefixStore(str(number), same)
-    with closing(prepare_region(plan, {})) as region:
+    with ExitStack() as offered:
+        region = prepare_region(plan, {}, offered)
         started = time.perf_counter()
         offers = msgspec.json.encode([region.offer]).decode()
         address = own_address(settings.interface, options.store)

@@ -6,14 +6,17 @@ import ctypes
 import hashlib
 import mmap
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple
 
 import msgspec
 
 from device_comm import _core
+from device_comm.cpu.aside import Aside
 from device_comm.cpu.channels import Channels, room_bytes
 from device_comm.cpu.status_board import StatusBoard
 from device_comm.health import Arrival, GroupHealth, Operation
@@ -317,7 +320,7 @@ class Preparation:
     """
 
     def __init__(self, world_size: int, rank: int, rank_in_group: int | None = None) -> None:
-        """On the first rank, make the memory. If that fails nothing is raised: the offer tells all ranks the reason.
+        """Open nothing yet, so that `close` can be registered before `prepare`.
 
         Args:
             world_size: How many ranks share it.
@@ -327,12 +330,20 @@ class Preparation:
         self._world_size = world_size
         self._rank = rank
         self._rank_in_group = rank if rank_in_group is None else rank_in_group
+        self._aside = Aside()
         self._handover: Handover | None = None
         self._segment: Segment | None = None
-        offer = _Offer()
-        if rank == 0 and world_size > 1:
-            self._handover, self._segment, offer = _offer(world_size)
-        self.offer: Final = b"" if rank else msgspec.msgpack.encode(offer)
+        self._connection: socket.socket | None = None
+        self.offer: bytes = b"" if rank else msgspec.msgpack.encode(_Offer())
+
+    def prepare(self) -> None:
+        """On the first rank, make the memory. If that fails nothing is raised: the offer tells all ranks the reason."""
+        if self._rank == 0 and self._world_size > 1:
+            self._aside.run(self._make)
+
+    def _make(self) -> None:
+        self._handover, self._segment, offer = _offer(self._world_size)
+        self.offer = msgspec.msgpack.encode(offer)
 
     def map(self, health: GroupHealth, offer: bytes, timeout_s: float) -> SharedMemory:
         """Map what the first rank offers. The others may still fail to.
@@ -372,15 +383,32 @@ class Preparation:
             raise CapabilityError(offered.failure, requirement="shared memory")
         if self._segment is None:
             try:
-                self._segment = _take(offered, self._rank, self._world_size, timeout_s)
+                self._aside.run(lambda: self._fetch(offered, timeout_s))
             except (CapabilityError, DecodeError) as error:
                 text = f"rank {self._rank_in_group} of the group: {error}"
                 raise CapabilityError(text, requirement="shared memory") from error
         segment, self._segment = self._segment, None
+        assert segment is not None
         return segment
+
+    def _fetch(self, offered: _Offer, timeout_s: float) -> None:
+        def connecting(connection: socket.socket) -> None:
+            self._connection = connection
+
+        self._segment = _take(offered, self._rank, self._world_size, timeout_s, connecting)
+        self._connection = None
+
+    def _hang_up(self) -> None:
+        """End the wait for the first rank's answer."""
+        connection = self._connection
+        if connection is not None:
+            with suppress(OSError):  # not connected, or closed already
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
 
     def close(self) -> None:
         """Hand nothing over any more, and drop what nobody has mapped. Idempotent."""
+        self._aside.settle(self._hang_up)
         handover, self._handover = self._handover, None
         if handover is not None:
             handover.close()
@@ -426,6 +454,7 @@ def connect_part(
     index = members.index(rank_in_group)
     preparation, segment, failure = Preparation(len(members), index, rank_in_group), None, ""
     try:
+        preparation.prepare()
         offers = exchange(preparation.offer)
         if len(members) > 1:
             segment, failure = preparation.take(bytes(offers[members[0]]), timeout_s)
@@ -520,9 +549,11 @@ def _offer(world_size: int) -> tuple[Handover | None, Segment | None, _Offer]:
     return handover, segment, _Offer(handover.address, key)
 
 
-def _take(offer: _Offer, rank: int, world_size: int, timeout_s: float) -> Segment:
+def _take(
+    offer: _Offer, rank: int, world_size: int, timeout_s: float, connecting: Callable[[socket.socket], None]
+) -> Segment:
     """Return the segment that the first rank offers. The other ranks' slots may not be reserved yet."""
-    memory, _, descriptor = take_descriptor(offer.address, offer.key, rank, timeout_s)
+    memory, _, descriptor = take_descriptor(offer.address, offer.key, rank, timeout_s, connecting)
     os.close(descriptor)
     nbytes = _layout(world_size).end
     segment = Segment.adopt(memory, nbytes, room_bytes(world_size), is_reserved=False)

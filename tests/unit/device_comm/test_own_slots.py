@@ -53,6 +53,7 @@ def prepared() -> Iterator[list[Preparation]]:
         preparations = [Preparation(RANKS, rank) for rank in range(RANKS)]
         for each in preparations:
             stack.callback(each.close)
+            each.prepare()
         yield preparations
 
 

@@ -341,6 +341,17 @@ class GroupHealth:
         if lost:
             raise self._record(operation, self._failure(operation, "lost", lost))
 
+    def check_leavers(self, operation: Operation) -> None:
+        """Break the group and raise if a rank has ended after it destroyed the group, as `check_peers` has found.
+
+        A call over a transport that does not tell who has left needs this: NCCL waits for such a rank for ever.
+
+        Raises:
+            PeerLostError: At least one has.
+        """
+        if self._excused:
+            raise self._record(operation, self._failure(operation, "left", tuple(sorted(self._excused))))
+
     def _gone(self) -> tuple[int, ...]:
         """Return the ranks whose process has ended, except those that have destroyed the group before.
 

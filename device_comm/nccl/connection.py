@@ -268,6 +268,8 @@ class NcclConnection:
             return
         operation = self._operation()
         self._health.check_peers(operation)
+        if is_busy:
+            self._health.check_leavers(operation)
         if self._handle is None:
             return
         self.state("ncclCommGetAsyncError")
@@ -288,6 +290,7 @@ class NcclConnection:
         while self.state(function) == IN_PROGRESS:
             left = end - time.monotonic()
             if left <= 0:
+                self._health.check_leavers(self._operation())
                 return False
             time.sleep(min(pause, left))
             pause = min(pause * 2, LAST_POLL_S)
@@ -299,6 +302,7 @@ class NcclConnection:
             self._wake.wait(slice_s)
         if self._is_past(number):
             return True
+        self._health.check_leavers(self._operation())
         self.state("ncclCommGetAsyncError")
         return False
 

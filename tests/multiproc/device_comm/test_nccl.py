@@ -285,7 +285,7 @@ def test_survivors_of_a_dead_rank_name_it_and_abort(stub: str) -> None:
     """A rank that dies while the library waits for it is named at once, and the communicator is aborted."""
     results = run_ranks(survive, 3, stub, expect_dead=[1], check_leaks=False)
     for first, second in (results[0], results[2]):
-        assert first["kind"] == PeerLostError.__name__
+        assert first["kind"] == PeerLostError.__name__, first
         assert first["peers"] == [1]
         assert first["seconds"] < PROMPT_S
         assert second["kind"] == GroupBrokenError.__name__

@@ -310,7 +310,9 @@ def _reader(endpoint: RemoteEndpoint) -> Any:
     def hear(record: wire.Record) -> None:
         end._hear(record)
         while end._inbox:
-            codec.decode(end._inbox.pop())
+            arrived = end._inbox.first()
+            end._inbox.take_out()
+            codec.decode(arrived.frame)
 
     begin()
     return SimpleNamespace(begin=begin, hear=hear)

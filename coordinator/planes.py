@@ -69,12 +69,12 @@ class GroupPlanes:
         self._broadcaster = broadcaster
         if broadcaster is None:
             self._queue_source = _NO_RANK
-            self._order.adopt(None, is_writer=False)
+            self._order.adopt(None, -1, is_writer=False)
         else:
             self._exchange, self._queue_end = broadcaster.exchange, broadcaster.endpoint
             self._queue_source = broadcaster.writer
             end = broadcaster.endpoint if broadcaster.is_local else None
-            self._order.adopt(end, is_writer=broadcaster.writer == self.rank_in_group)
+            self._order.adopt(end, broadcaster.writer, is_writer=broadcaster.writer == self.rank_in_group)
 
     def _blame_queue(self, error: CommError, obj: object) -> NoReturn:
         """Raise the group's error for an error of its queue in the broadcast of `obj`."""
@@ -106,7 +106,7 @@ class GroupPlanes:
             broadcaster.send(obj, timeout_s)
         except UsageError as error:
             if refusal_of(obj) is not None:
-                order.refuse(f"broadcast_object: {error}", broadcaster.timeout_s)
+                order.refuse(f"{order.name}: {error}", broadcaster.timeout_s)
             raise
         return obj
 
@@ -124,7 +124,7 @@ class GroupPlanes:
             else:
                 self._order.refuse(reason, broadcaster.timeout_s)
 
-        return self._order.refusals(tell)
+        return self._order.refusals(name, tell)
 
     def _check_own_group(self, group: object, own: tuple[object, ...], name: str) -> None:
         """Raise unless `group` is None, this group or one of its `own` process groups; it is not ignored."""

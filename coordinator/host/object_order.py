@@ -14,12 +14,24 @@ from device_comm.health import GroupHealth
 from shm_broadcast.errors import ClosedError, DecodeError, DisagreementError, UsageError
 
 
-class _Numbered(NamedTuple):
+class Numbered(NamedTuple):
     """A message: the number of its call, whether its rank refused that, and the object or the reason."""
 
     number: int
     is_refused: bool
     value: Any
+
+
+def numbered(value: object, where: str, rank: int) -> Numbered:
+    """Return what global rank `rank` sent as a message with a number; `where` begins the text of the error.
+
+    Raises:
+        DecodeError: It is none.
+    """
+    match value:
+        case (int(number), bool(is_refused), obj):
+            return Numbered(number, is_refused, obj)
+    raise DecodeError(f"{where}: rank {rank} sent no message of this call")
 
 
 class ObjectOrder:
@@ -38,7 +50,7 @@ class ObjectOrder:
         # A message of a call up to this number belongs to a call that has failed on this rank, and is dropped.
         self._failed = 0
         # Messages that came before their call, by sender.
-        self._kept: dict[int, _Numbered] = {}
+        self._kept: dict[int, Numbered] = {}
         self._has_acted = False
 
     @contextmanager
@@ -107,22 +119,16 @@ class ObjectOrder:
 
     def _next_of(
         self, sources: Sequence[int], fetch: Callable[[Sequence[int]], Sequence[Any]]
-    ) -> dict[int, _Numbered]:
+    ) -> dict[int, Numbered]:
         messages = {src: self._kept.pop(src) for src in sources if src in self._kept}
         rest = [src for src in sources if src not in messages]
         try:
-            came = [self._checked(src, value) for src, value in zip(rest, fetch(rest), strict=True)]
+            where, ranks = self._health.where(self._name), self._health.ranks
+            came = [numbered(value, where, ranks[src]) for src, value in zip(rest, fetch(rest), strict=True)]
         except DecodeError:
             self._failed = self.number
             raise
         return messages | dict(zip(rest, came, strict=True))
-
-    def _checked(self, src: int, value: object) -> _Numbered:
-        match value:
-            case (int(number), bool(is_refused), obj):
-                return _Numbered(number, is_refused, obj)
-        rank = self._health.ranks[src]
-        raise DecodeError(f"{self._health.where(self._name)}: rank {rank} sent no message of this call")
 
     def _disagreement(self, wrong: dict[int, str]) -> DisagreementError:
         views = {self._health.ranks[src]: what for src, what in wrong.items()}
@@ -133,4 +139,4 @@ class ObjectOrder:
         )
 
 
-__all__ = ["ObjectOrder"]
+__all__ = ["Numbered", "ObjectOrder", "numbered"]

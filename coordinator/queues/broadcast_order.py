@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final, NoReturn
 
+from coordinator.host.object_order import Numbered, numbered
 from device_comm.health import GroupHealth
 from shm_broadcast import codec
 from shm_broadcast.errors import ClosedError, DecodeError, DisagreementError, UsageError
@@ -29,6 +30,7 @@ class BroadcastOrder:
     """How many object broadcasts this rank has called, and which messages still belong to calls that failed.
 
     Attributes:
+        name: The method that broadcasts, for the reason of a refusal.
         tag: The tag that the queue's next message must have, so that the hottest call compares two numbers.
     """
 
@@ -36,18 +38,23 @@ class BroadcastOrder:
         """Begin with no queue and no broadcast."""
         self._health = health
         self._end: Any = None
+        self._writer = -1
         self._is_writer = False
         # Calls of this rank that took no message of the queue, less messages of it that no call took.
         self._beside = 0
         # A message of a call up to this number belongs to a call that has failed on this rank, and is dropped.
         self._failed = 0
-        self._kept: dict[int, tuple[int, bool, Any]] = {}
+        self._kept: dict[int, Numbered] = {}
         self._is_begun = False
+        self.name: str = "broadcast_object"
         self.tag: int = 0
 
-    def adopt(self, end: Any, *, is_writer: bool) -> None:
-        """Count the messages of a queue on one host, by its native endpoint; with None only what goes beside."""
-        self._end, self._is_writer = end, is_writer
+    def adopt(self, end: Any, writer: int, *, is_writer: bool) -> None:
+        """Count the messages of a queue on one host, by its native endpoint; with None only what goes beside.
+
+        `writer` is the queue's, by rank in the group.
+        """
+        self._end, self._writer, self._is_writer = end, writer, is_writer
         self._failed = 0
         self._add(0)
 
@@ -62,9 +69,9 @@ class BroadcastOrder:
         return self._beside + (0 if self._end is None else self._end.messages)
 
     @contextmanager
-    def refusals(self, tell: Callable[[UsageError], None]) -> Iterator[None]:
-        """Call `tell` if the call in this block is refused before it begins."""
-        self._is_begun = False
+    def refusals(self, name: str, tell: Callable[[UsageError], None]) -> Iterator[None]:
+        """Call `tell` if the call `name` in this block is refused before it begins."""
+        self.name, self._is_begun = name, False
         try:
             yield
         except UsageError as error:
@@ -98,14 +105,12 @@ class BroadcastOrder:
         if late < 0:
             # The message stays for the call to which it belongs.
             self._add(1)
-            self._fail(number, its)
+            self._fail(number, its, self._writer)
         message = self._end.message
         if late > 0 and its <= self._failed:
             self._add(-1)
             return
-        if late == 0:
-            self._fail(number, its, message)
-        self._fail(number, its)
+        self._fail(number, its, self._writer, message if late == 0 else None)
 
     def refuse(self, reason: str, timeout_s: float) -> None:
         """On the queue's writer, send the others the reason why it refuses its call."""
@@ -130,7 +135,7 @@ class BroadcastOrder:
             error = refusal_of(obj)
             if error is None:
                 raise
-            send((number, True, f"broadcast_object: {error}"))
+            send((number, True, f"{self.name}: {error}"))
             raise error from None
 
     def send_refusal(self, reason: str, send: Send) -> None:
@@ -150,23 +155,27 @@ class BroadcastOrder:
             message = self._kept.pop(src, None)
             if message is None:
                 with _Undo(self):
-                    message = receive()
+                    where, rank = self._health.where(self.name), self._health.ranks[src]
+                    message = numbered(receive(), where, rank)
             its, is_refused, value = message
             if its > number:
                 self._kept[src] = message
             elif its == number and not is_refused:
                 return value
             if its >= number or its > self._failed:
-                self._fail(number, its, value if its == number else None, src)
+                self._fail(number, its, src, value if its == number else None)
 
-    def _fail(self, number: int, its: int, reason: object = None, src: int | None = None) -> NoReturn:
+    def _fail(self, number: int, its: int, src: int, reason: object = None) -> NoReturn:
         self._failed = max(self._failed, number)
-        who = "the writer of the queue" if src is None else f"rank {self._health.ranks[src]}"
-        what = f"{who} sent the object of its broadcast #{its}: it passed another source, or made other calls"
+        rank = self._health.ranks[src]
+        what = f"sent the object of its broadcast #{its}: it passed another source, or made other calls"
         if reason is not None:
-            what = f"{who} refused {reason}"
+            what = f"refused {reason}"
         where = self._health.where(f"broadcast_object #{number}")
-        raise DisagreementError(f"{where}: {what}; no object is handed out, and the next call works")
+        raise DisagreementError(
+            f"{where}: rank {rank} {what}; no object is handed out, and the next call works",
+            views={rank: what},
+        )
 
 
 class _Undo:

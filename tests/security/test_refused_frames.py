@@ -114,6 +114,33 @@ def refuse_and_go_on(rank: int, world_size: int, directory: Path, name: str, fra
         return [refused, received]
 
 
+def refuse_unnumbered(rank: int, world_size: int, directory: Path, name: str) -> list[Any]:
+    tag, receive, send = RECEIVES[name]
+    found: list[Any] = []
+    with world(rank, world_size, directory) as group:
+        for value in ("text", [1, False], [1, 0, "three"], None):
+            if rank == 0:
+                group._order.skip()
+                send_raw(group, encode(value).to_bytes(), 1, tag)
+                send(group)
+            else:
+                found += [outcome_of(lambda: receive(group)), receive(group)]
+            group.barrier()
+    return found
+
+
+@pytest.mark.parametrize("name", ["broadcast_object", "broadcast_tensor_dict"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_broadcast_without_a_number_is_refused(ranks2: RankPool, name: str, apart: bool) -> None:
+    """A valid frame that holds something else than a numbered message is a `DecodeError` that names the sender."""
+    found = way(ranks2, apart).run(refuse_unnumbered, name)[1]
+    assert len(found) == 8
+    for refused, received in zip(found[::2], found[1::2], strict=True):
+        assert refused["kind"] == "DecodeError", refused
+        assert "rank 0 sent no message of this call" in refused["text"]
+        assert received == GOOD
+
+
 @pytest.mark.parametrize("frame", NAMES)
 @pytest.mark.parametrize("name", RECEIVES)
 @pytest.mark.parametrize("apart", [False, True])

@@ -29,7 +29,7 @@ def other_source(rank: int, world_size: int, directory: Path, name: str, queue: 
     broadcast = BROADCASTS[name]
     with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
         if queue:
-            group.create_mq_broadcaster()
+            group.enable_broadcaster()
         for step in range(12):
             src = 1 if rank == 1 and 3 <= step < 3 + slips else 0
             value = [step, rank]
@@ -64,7 +64,7 @@ def test_no_object_of_another_call_is_handed_out(
 def refuse(rank: int, world_size: int, directory: Path, queue: bool) -> None:
     with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
         if queue:
-            group.create_mq_broadcaster()
+            group.enable_broadcaster()
         for step in range(10):
             if step == 2:
                 if rank == 0:
@@ -90,8 +90,15 @@ def refuse(rank: int, world_size: int, directory: Path, queue: bool) -> None:
                 # The message that came too early in the last step is the one of this step.
                 with pytest.raises(
                     DisagreementError, match="refused broadcast_object_list: .*must be a list"
-                ):
+                ) as caught:
                     group.broadcast_object_list([""])
+                assert "must be a list" in caught.value.views[0]
+            elif step == 9 and rank == 0:
+                with pytest.raises(UsageError, match=r'obj\["a"\]'):
+                    group.broadcast_tensor_dict({"a": lambda: None})
+            elif step == 9:
+                with pytest.raises(DisagreementError, match="rank 0 refused broadcast_tensor_dict: "):
+                    group.broadcast_tensor_dict()
             else:
                 assert group.broadcast_object([step, rank]) == [step, 0]
         assert group.broadcast_flag(rank == 0) is True

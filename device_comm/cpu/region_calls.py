@@ -1,0 +1,224 @@
+"""One rank's calls on memory that it shares with other ranks: how a call is waited for, and why it cannot be done."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Final
+
+from device_comm import _core
+from device_comm.health import Arrival, GroupHealth, Operation
+from shm_broadcast.errors import ClosedError, DisagreementError, UsageError
+
+# A thread whose group is in a call of another thread looks again after this long. Engines call from one thread.
+_TURN_S: Final = 0.0005
+
+_OPERATIONS: Final = ("SUM", "MEAN", "PRODUCT", "MIN", "MAX")
+_KINDS: Final = (
+    *("barrier", "all_reduce", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "gather"),
+    *("scatter", "all_to_all", "reduce"),
+)
+_REDUCING: Final = frozenset({"all_reduce", "reduce_scatter", "reduce"})
+_ROOTED: Final = frozenset({"broadcast", "gather", "scatter", "reduce"})
+
+
+class RegionCalls:
+    """One rank's end of the shared memory of its group, or of those of its ranks that are on one host."""
+
+    def __init__(
+        self, plane: str, core: _core.SharedRegion, health: GroupHealth, ranks: Sequence[int] | None = None
+    ) -> None:
+        """Use `Preparation.map` or `connect_part`.
+
+        Args:
+            plane: Name of the plane in the status store, where ranks tell which of its calls they have come to.
+            core: This rank's end.
+            health: The group's shared state.
+            ranks: Global ranks that share the memory, ascending in the group; None for all of the group.
+        """
+        self.core = core
+        self._plane = plane
+        self._health = health
+        self._ranks = health.ranks if ranks is None else tuple(ranks)
+        health.on_abort(self.close)
+        health.attach(plane, self)
+
+    def unfinished(self) -> int:
+        """Return the number of the call that this thread has begun and not ended, or 0; see `Plane`."""
+        return self.core.number if self.core.unfinished() else 0
+
+    def last_calls(self) -> dict[int, Arrival]:
+        """Return the last call that each rank has come to, by global rank; see `Plane`."""
+        calls = zip(self._ranks, self.core.last_calls(), strict=False)
+        return {rank: Arrival(_name(call[1]), call[0]) for rank, call in calls if call is not None}
+
+    def close(self) -> None:
+        """Leave the region. Idempotent; calls that wait, here and elsewhere for this rank, end."""
+        self.core.close(self._health.is_broken)
+
+    def all_gather_bytes(self, name: str, own: bytes, timeout_s: float) -> memoryview:
+        """Return every rank's bytes one after the other; all ranks bring the same number."""
+        world_size = len(self._ranks)
+        result = bytearray(len(own) * world_size)
+        if own:
+            # The source is copied, the target is not; both live until the call is done.
+            source = (ctypes.c_char * len(own)).from_buffer_copy(own)
+            target = (ctypes.c_char * len(result)).from_buffer(result)
+            widths = (len(own),) * world_size
+            addresses = ctypes.addressof(source), ctypes.addressof(target)
+            begin = partial(self.core.move, _core.ALL_GATHER, *addresses, 1, widths, 0, 0, 0)
+            self.finish(name, begin(), timeout_s, begin)
+            del target
+        return memoryview(result)
+
+    def finish(
+        self, name: str, status: int, timeout_s: float, begin: Callable[[], int] | None = None
+    ) -> None:
+        """Wait for the call that `core` has begun and that is not done, or raise why it cannot be.
+
+        Args:
+            name: The name of the call.
+            status: What `core` returned.
+            timeout_s: Deadline of the call in seconds.
+            begin: Begins the call again, if it has to wait for the call of another thread.
+
+        Raises:
+            DisagreementError: The ranks made different calls. Nothing was moved and the group is intact.
+            UsageError: Another thread is in a call until the deadline, or this one is, further out.
+            Others: As `GroupHealth.wait`.
+        """
+        if status == _core.BUSY and begin is not None:
+            start = time.monotonic()
+            status = self._take_turn(begin, start + timeout_s)
+            timeout_s = max(start + timeout_s - time.monotonic(), 0.0)
+        if status in (_core.PENDING, _core.LEFT):
+            operation = Operation(self._plane, name, self.core.number)
+            self._health.wait(operation, _PendingCall(self, name), timeout_s)
+            return
+        self.settle(name, status)
+
+    def _take_turn(self, begin: Callable[[], int], end: float) -> int:
+        """Begin a call as soon as no other thread of this rank is in one; return its status, BUSY at the time `end`."""
+        while (status := begin()) == _core.BUSY and time.monotonic() < end:
+            time.sleep(_TURN_S)
+        return status
+
+    def finish_part(self, operation: Operation, status: int, timeout_s: float) -> None:
+        """Finish a call that is one part of `operation`, in which ranks that are not here take part too.
+
+        A late rank of this host may itself wait for one elsewhere, so only the status store can name the missing rank.
+        Raises as `finish`.
+        """
+        if status in (_core.PENDING, _core.LEFT):
+            self._health.wait(operation, _PartOfCall(self, operation.name), timeout_s)
+            return
+        self.settle(operation.name, status)
+
+    def settle(self, name: str, status: int) -> None:
+        """Raise unless `status` says that the call is done."""
+        if status == _core.DONE:
+            return
+        if status == _core.DISAGREE:
+            raise self._disagreement(name)
+        self._health.check_usable(name)
+        if status == _core.BUSY:
+            raise UsageError(
+                f"{self._health.where(name)}: another thread of this rank is in a collective, and was until the "
+                "deadline"
+            )
+        if status == _core.NESTED:
+            raise UsageError(
+                f"{self._health.where(name)}: called by a signal handler or a finalizer inside of a collective of this "
+                "group on the same thread"
+            )
+        raise ClosedError(f"{self._health.where(name)}: the group was destroyed while the call waited")
+
+    def refuse(self, reason: str) -> None:
+        """Take the number of a call that this rank refuses, and tell the others why; see `Plane`."""
+        self.core.refuse(reason.encode()[: _core.REASON_BYTES])
+
+    def _disagreement(self, name: str) -> DisagreementError:
+        """Return the error for ranks that made different calls, or of which some refused theirs."""
+        calls = zip(self.core.views(), self.core.widths(), strict=True)
+        views = {
+            rank: _describe(*view, widths) for rank, (view, widths) in zip(self._ranks, calls, strict=False)
+        }
+        what = "the ranks made different calls: " + _listed(views)
+        refusals = {
+            rank: f"refused {reason.decode(errors='replace')}"
+            for rank, reason in zip(self._ranks, self.core.reasons(), strict=False)
+            if reason
+        }
+        if refusals:
+            what = "; ".join(f"rank {rank} {text}" for rank, text in refusals.items())
+            what += "; nothing was moved, and the next call works"
+        return DisagreementError(f"{self._health.where(name)}: {what}", views=views | refusals)
+
+    def missing(self) -> list[int]:
+        """Return the global ranks that have not come to the present step."""
+        return [self._ranks[rank] for rank in self.core.missing()]
+
+
+class _PendingCall:
+    """A call under way; see `Pollable`."""
+
+    def __init__(self, region: RegionCalls, name: str) -> None:
+        self._region = region
+        self._name = name
+
+    def poll(self, slice_s: float) -> bool:
+        status = self._region.core.resume(max(int(slice_s * 1e9), 0))
+        if status == _core.PENDING:
+            return False
+        if status == _core.LEFT:
+            # The status store knows why; see `GroupHealth.explain`.
+            raise RuntimeError("a rank has left the group")
+        self._region.settle(self._name, status)
+        return True
+
+    def pending(self) -> list[int] | None:
+        return self._region.missing()
+
+
+class _PartOfCall(_PendingCall):
+    """One part of a call in which ranks elsewhere take part; see `Pollable`."""
+
+    def pending(self) -> None:
+        return None
+
+
+def _listed(views: Mapping[int, str]) -> str:
+    return "; ".join(f"rank {rank}: {view}" for rank, view in views.items())
+
+
+def _name(kind: int) -> str:
+    return _KINDS[kind] if kind < len(_KINDS) else f"call {kind}"
+
+
+def _describe(
+    number: int, code: int, count: int, detail: int, widths: tuple[tuple[int, ...], tuple[int, ...]] | None
+) -> str:
+    """Return the text in which an error describes the call of one rank."""
+    name = _name(code & 0xFF)
+    parts = [f"{name} #{number}"]
+    dtype = code >> 8 & 0xFF
+    if widths is not None:
+        sent, expected = (" + ".join(str(count * width) for width in each) for each in widths)
+        parts.append(
+            f"sends {sent} bytes and expects {expected} bytes, {_core.TYPE_NAMES.get(dtype, f'dtype {dtype}')}"
+        )
+        if count != 1:
+            parts.append(f"in {count} rows")
+    elif name != "barrier":
+        parts.append(f"{count} {'elements' if name in _REDUCING else 'bytes'}")
+        parts.append(_core.TYPE_NAMES.get(dtype, f"dtype {dtype}"))
+    if name in _REDUCING:
+        operation = code >> 16 & 0xFF
+        parts.append(_OPERATIONS[operation] if operation < len(_OPERATIONS) else f"reduction {operation}")
+    if name in _ROOTED:
+        parts.append(f"root {code >> 24}")
+    if detail:
+        parts.append(f"layout {detail & 0xFFFF:04x}")
+    return ", ".join(parts)

@@ -1,4 +1,4 @@
-// This file decides how a reader waits: it polls briefly, polls while an expected message is due, naps, or sleeps in the
+// This file decides how a reader waits: it polls briefly, polls while an expected message is due, or sleeps in the
 // kernel. The code is pure: it takes times and returns durations. Any further kind of wait belongs in the wait budget that
 // this code returns, together with the measurement that justifies it.
 #pragma once
@@ -24,7 +24,7 @@ inline constexpr int64_t kShortSpinNs = 15 * 1000;
 
 // Learns the time between messages and returns the wait budget until the next one. `adaptive` expects the next message one
 // average gap after the last: it sleeps until shortly before, polls until the message is late, and sleeps again. If the gaps
-// vary too much, polling would take too long, so it polls briefly once and then naps.
+// vary too much, polling would take too long, so it polls briefly once and then sleeps.
 class Pacer {
 public:
     // Records when a message came. It is called only if the reader had to wait for the message.
@@ -63,23 +63,15 @@ public:
             }
             if (due + late > now) {
                 has_spun_ = true;
-                return {static_cast<uint64_t>(due + late - now), static_cast<uint64_t>(kShortestNapNs)};
+                return {static_cast<uint64_t>(due + late - now), static_cast<uint64_t>(kLookNs)};
             }
         }
         const bool spins = !has_spun_;
         has_spun_ = true;
-        return {static_cast<uint64_t>(spins ? kShortSpinNs : 0), static_cast<uint64_t>(sleep_ns(now))};
+        return {static_cast<uint64_t>(spins ? kShortSpinNs : 0), static_cast<uint64_t>(kLookNs)};
     }
 
 private:
-    // Returns how long to sleep while no message can be expected: a nap of 1/16 of the time since the last message, so
-    // that the core does not fall into its deepest sleep.
-    int64_t sleep_ns(int64_t now) const {
-        const int64_t elapsed = now - last_;
-        if (last_ == 0 || elapsed >= kNappingNs || gap_ > kLongestNappedGapNs) return kLookNs;
-        return std::max(elapsed / kNapPart, kShortestNapNs);
-    }
-
     // Learns how late sleeps end. A later end than known counts at once; others reduce the known value by at most 1/16.
     void woke(int64_t now) {
         if (wakes_ == 0) return;
@@ -107,14 +99,6 @@ private:
     // One gap counts as at most 4 average deviations (or 20 us, if that is more) off the average. A single pause, or a machine
     // that stood still for a moment, does not spoil the averages.
     static constexpr int64_t kClipped = 4, kLeastClipNs = 20 * 1000;
-
-    // Naps: with gaps of 5 ms that vary, a message took 60 us with them and 77 without (medians of three alternating
-    // runs), for 1.6 % more of a core. If messages are more than 12 ms apart on average, naps would cost more than they
-    // gain; 100 ms after the last message the reader stops napping.
-    static constexpr int64_t kNapPart = 16;
-    static constexpr int64_t kShortestNapNs = 500 * 1000;
-    static constexpr int64_t kLongestNappedGapNs = 12 * 1000 * 1000;
-    static constexpr int64_t kNappingNs = 100 * 1000 * 1000;
 
     int64_t last_ = 0;
     int64_t gap_ = 0;

@@ -81,6 +81,12 @@ def _sanitizers() -> str | None:
     return None if Path(asked.stdout.strip()).is_absolute() else "needs libasan of g++"
 
 
+def _aarch64() -> str | None:
+    programs = ("aarch64-linux-gnu-g++", "qemu-aarch64-static")
+    missing = [name for name in programs if shutil.which(name) is None]
+    return f"needs {' and '.join(missing)}" if missing else None
+
+
 def _compute_sanitizer() -> str | None:
     return None if compute_sanitizer() else "needs compute-sanitizer of the CUDA toolkit"
 
@@ -107,6 +113,7 @@ PROBES: dict[str, Callable[[], str | None]] = {
     "network_namespaces": functools.cache(_network_namespaces),
     "compiler": functools.cache(_compiler),
     "sanitizers": functools.cache(_sanitizers),
+    "aarch64": _aarch64,
     "compute_sanitizer": _compute_sanitizer,
     "other_user": _other_user,
     "nccl": functools.cache(_nccl),

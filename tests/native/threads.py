@@ -23,12 +23,13 @@ FLAGS = (
 )
 
 
-def built(folder: Path, sources: tuple[Path, ...], options: tuple[str, ...]) -> Path:
+def built(folder: Path, sources: tuple[Path, ...], options: tuple[str, ...], compiler: str = "g++") -> Path:
     """Compile the first of `sources`, which is the driver, into `folder`."""
     program = folder / sources[0].stem
-    compiler = shutil.which("g++") or "g++"
     subprocess.run(
-        [compiler, *FLAGS, *options, *map(str, sources), "-o", str(program)], check=True, timeout=120
+        [shutil.which(compiler) or compiler, *FLAGS, *options, *map(str, sources), "-o", str(program)],
+        check=True,
+        timeout=120,
     )
     return program
 

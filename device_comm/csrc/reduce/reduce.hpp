@@ -4,6 +4,7 @@
 // alignment: it depends on the values only. Cases that torch leaves open are defined here:
 //   - if both operands of a sum or product are NaN, the result is the later rank's NaN, quieted;
 //   - a NaN result is 0xffff in bf16; in f16 it keeps its sign and the upper bits of its payload.
+// On aarch64 the processor decides which of two NaNs results, and a NaN made of numbers has the other sign.
 //
 // Nothing here blocks, allocates, throws or makes system calls. The rounding mode must be the default, to nearest.
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from shm_broadcast import _core, codec
 from shm_broadcast.errors import UsageError
 from shm_broadcast.layout import FIELDS, PAGE
-from tests.queues import LONG, RefusedError, background, bare_ring, ends, put_word, refuse
+from tests.queues import LONG, RefusedError, background, bare_ring, ends, put_word, refuse, ring_write
 from tests.unit.shm_broadcast.codec_samples import Point
 from tests.waiting import sleeping_in, wait_until
 
@@ -198,6 +198,113 @@ def test_a_forked_child_sends_and_receives_nothing() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert writer.send_now(3, 0) is None
     assert [reader.receive_within(0, 0), reader.receive_within(0, 0)] == [1, 3]
+
+
+def has_passed_in_child(act: Callable[[], bool]) -> bool:
+    """Fork, and return whether `act` returned True in the child."""
+    child = os.fork()
+    if child == 0:
+        is_right = False
+        try:
+            is_right = act()
+        finally:
+            os._exit(0 if is_right else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.guarantee("B19")
+@pytest.mark.parametrize("lets_go", [False, True])
+def test_a_forked_child_gives_no_loan_back(*, lets_go: bool) -> None:
+    """However the child ends the loan that it inherits, the parent's message stays on loan, and the next one comes."""
+    memory, writer, reader = ends()
+    assert [writer.send_now(each, 0) for each in ("lent", "next")] == [None, None]
+    loans = [reader.lend(0)]
+    reader.lent_bytes = 1
+    before = memory[:]
+
+    def end_loan() -> bool:
+        if lets_go:
+            loans.clear()
+        else:
+            reader.end_loan(1)
+        return memory[:] == before and not reader.is_busy
+
+    assert has_passed_in_child(end_loan)
+    reader.end_loan(1)
+    assert reader.receive_within(0, 0) == "next"
+
+
+@pytest.mark.guarantee("B19")
+@pytest.mark.parametrize("nbytes", [10, len(LONG), 40 * PAGE])
+def test_a_child_that_is_forked_while_a_message_is_decoded_does_not_take_it(nbytes: int) -> None:
+    """A message in one record, streamed or in parts is refused to the child, and comes to the parent."""
+    memory = bare_ring(64 * PAGE)
+    before: list[bytes] = []
+    children: list[int] = []
+    statuses: list[int] = []
+
+    def build(code: int, meta: object, body: object) -> object:
+        if not before:
+            before.append(memory[:])
+            children.append(os.fork())
+            if children[0] != 0:
+                statuses.append(os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]))
+        return codec.build_owned(code, meta, body)
+
+    writer = _core.WriteEndpoint(memory, codec.describe, "adaptive", refuse)
+    reader = _core.ReadEndpoint(memory, 0, build, "adaptive", refuse)
+    for each in ([Point(1), bytes(nbytes)], "next"):
+        writer.send(each, 0)
+    reason = -1
+    try:
+        assert reader.receive(10**9) == [Point(1), bytes(nbytes)]
+    except RefusedError as error:
+        reason = error.reason
+    finally:
+        if children == [0]:
+            os._exit(0 if reason == _core.LOOK_UNUSABLE and memory[:] == before[0] else 1)
+    assert statuses == [0]
+    assert reader.receive(0) == "next"
+
+
+@pytest.mark.guarantee("B19")
+def test_a_child_that_is_forked_during_a_wait_neither_reads_nor_writes() -> None:
+    """What a wait was for comes while the process is forked; the child is refused, and the parent goes on."""
+    memory = bare_ring(64 * PAGE)
+    before: list[bytes] = []
+    children: list[int] = []
+
+    def look_around(reason: int, detail: object) -> Exception | None:
+        if reason == _core.LOOK_BEGIN:
+            if not has_room:
+                _core.ring_release(memory, 0)
+            else:
+                assert ring_write(memory, codec.encode("read").to_bytes(), (), 0, 0, 0)
+            before.append(memory[:])
+            children.append(os.fork())
+            if children[-1] != 0:
+                children[-1] = os.waitstatus_to_exitcode(os.waitpid(children[-1], 0)[1]) + 1
+        return refuse(reason, detail)
+
+    def call() -> None:
+        reason = -1
+        try:
+            (reader.receive if has_room else lambda: writer.send(LONG))()
+        except RefusedError as error:
+            reason = error.reason
+        finally:
+            if children[-1:] == [0]:
+                os._exit(0 if reason == _core.LOOK_UNUSABLE and memory[:] == before[-1] else 1)
+
+    writer = _core.WriteEndpoint(memory, codec.describe, "adaptive", look_around)
+    reader = _core.ReadEndpoint(memory, 0, codec.build_owned, "adaptive", look_around)
+    has_room = True
+    call()
+    has_room = False
+    for _ in range(2):
+        writer.send(LONG)
+    call()
+    assert children == [1, 1]
 
 
 # --- what is refused ------------------------------------------------------------------------------------------

@@ -13,14 +13,14 @@ namespace endpoint {
 PyObject* nothing = nullptr;
 PyObject* read_type = nullptr;
 
+uint64_t forks = 0;
+
 namespace {
 
 using codec::expect_arguments;
 using codec::Ref;
 using codec::View;
 using ring::Ring;
-
-uint64_t forks = 0;  // number of forks between the process that loaded this module and this one
 
 void count_fork() { ++forks; }
 
@@ -61,8 +61,13 @@ bool refuse_late(Endpoint* end, const Deadline& deadline, PyObject* total) {
 }
 
 bool check_usable(Endpoint* end) {
-    if (!end->is_closed && end->cause == nullptr && end->born == forks) return true;
+    if (!end->is_closed && end->cause == nullptr && !is_inherited(end)) return true;
     return refuse(end, kUnusable);
+}
+
+bool check_signals(Endpoint* end) {
+    if (PyErr_CheckSignals() < 0) return false;
+    return !is_inherited(end) || refuse(end, kUnusable);
 }
 
 bool enter(Endpoint* end, uint64_t until) {
@@ -118,7 +123,7 @@ bool read_timeout(PyObject* const* args, Py_ssize_t count, Py_ssize_t at, long l
 
 void settle_signal(Endpoint* end) {
     // A forked child shares the eventfd with its parent, whom it must not disturb.
-    if (end->signal < 0 || end->ring == nullptr || end->born != forks) return;
+    if (end->signal < 0 || end->ring == nullptr || is_inherited(end)) return;
     Ring& ring = *end->ring;
     if (!end->kept->empty()) {
         if (ring.awaits_signal(end->index) && ring.take_signal(end->index)) eventfd_write(end->signal, 1);

@@ -99,6 +99,13 @@ bool refuse_corrupt(Endpoint* end, const char* what);
 bool refuse_late(Endpoint* end, const Deadline& deadline, PyObject* total = Py_None);
 // Returns whether this process can use the endpoint. If not, an exception is set.
 bool check_usable(Endpoint* end);
+// The number of forks between the process that loaded this module and this one.
+extern uint64_t forks;
+// Returns whether this process is a forked child of the one whose endpoint this is. It changes nothing in shared memory.
+inline bool is_inherited(const Endpoint* end) { return end->born != forks; }
+// Runs the handlers of pending signals. Returns false, with an exception, if one raises; or in a forked child, which a handler or a
+// hook may have made of this process.
+bool check_signals(Endpoint* end);
 
 // Waits until the endpoint has no owner and makes the calling thread the owner. Returns false with an exception set, or
 // without one if `until` has passed.

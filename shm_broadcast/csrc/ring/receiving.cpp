@@ -23,7 +23,7 @@ PyObject* corrupt(Endpoint* end, const char* what) {
 }
 
 // Waits until `done()` is true, the queue has ended or the wait budget is used up. Returns 1 if `done()` is true, 0 if not,
-// and -1 with the exception of a signal handler.
+// and -1 with the exception of a signal handler, or in a forked child.
 template <typename Done>
 int wait_until(Endpoint* end, Budget budget, Done done) {
     Ring& ring = *end->ring;
@@ -44,7 +44,7 @@ int wait_until(Endpoint* end, Budget budget, Done done) {
         ring.wait(end->index, spin, park, ready);
         Py_END_ALLOW_THREADS
         now = ring::now_ns();
-        if (!ready()) status = PyErr_CheckSignals();
+        if (!ready() && !check_signals(end)) status = -1;
     }
     end->waited_ns += now - start;
     if (status < 0) return -1;
@@ -92,7 +92,7 @@ PyObject* take_whole(Endpoint* end, const ring::RecordHeader& record, const unsi
     Ref result(decoder.run());
     const bool is_decoded = static_cast<bool>(result);
     if (!is_decoded) result = Ref(judged(end));
-    if (!result || PyErr_CheckSignals() < 0) return nullptr;
+    if (!result || !check_signals(end)) return nullptr;
     give_back(end, record, record.payload_bytes);
     return is_decoded ? result.release() : delivered(result);
 }
@@ -100,13 +100,13 @@ PyObject* take_whole(Endpoint* end, const ring::RecordHeader& record, const unsi
 // Decodes the assembled message and gives back `record`, its last one. As in `take_whole`, the record stays in the ring if
 // anything other than an `Exception` is raised.
 PyObject* take_assembled(Endpoint* end, const ring::RecordHeader& record) {
-    if (PyErr_CheckSignals() < 0) return nullptr;
+    if (!check_signals(end)) return nullptr;
     const uint64_t nbytes = end->assembly->total();
     const Ref hook = Ref::borrowed(end->hook);
     Ref result(end->assembly->finish(hook.get()));
     const bool is_decoded = static_cast<bool>(result);
     if (!is_decoded) result = Ref(judged(end));
-    if (!result || PyErr_CheckSignals() < 0) return nullptr;
+    if (!result || !check_signals(end)) return nullptr;
     end->assembly->clear();
     give_back(end, record, nbytes);
     return is_decoded ? result.release() : delivered(result);
@@ -205,6 +205,8 @@ PyObject* await(Endpoint* end, const Deadline& deadline, Take take) {
         // this call and 19 us with it, a scheduler's output 57 and 47 us (medians of eight alternating runs).
         if (end->mode == Mode::kAdaptive && budget.spin_ns > kShortSpinNs && !look(end, kWaiting, Py_None)) return nullptr;
         budget = {std::min(budget.spin_ns, left), std::min(budget.park_ns, left)};
+        // Python code has run since the turn began, and may have made a forked child of this process.
+        if (is_inherited(end)) return refuse(end, kUnusable), nullptr;
         PyObject* result = take(budget);
         if (result != nothing) return result;
         Py_DECREF(result);
@@ -218,7 +220,7 @@ PyObject* await(Endpoint* end, const Deadline& deadline, Take take) {
             refuse_late(end, deadline);
             return nullptr;
         }
-        if (PyErr_CheckSignals() < 0) return nullptr;
+        if (!check_signals(end)) return nullptr;
     }
 }
 
@@ -311,8 +313,10 @@ PyObject* read_receive_within(PyObject* self, PyObject* const* args, Py_ssize_t 
     return result;
 }
 
-// Ends the loan. If a message of `nbytes` > 0 was read, gives its record back. Returns false if there is no readable record.
+// Ends the loan. If a message of `nbytes` > 0 was read, gives its record back; but not in a forked child, whose parent has it on
+// loan. Returns false if there is no readable record.
 bool end_loan(Endpoint* end, uint64_t nbytes) {
+    if (is_inherited(end)) nbytes = 0;
     ring::RecordHeader record{};
     unsigned char* payload = nullptr;
     const bool is_there = nbytes == 0 || (end->ring->has_whole_record(end->index) && end->ring->next(end->index, &record, &payload));

@@ -141,7 +141,7 @@ bool await(Endpoint* end, Writing& writing, Refusal& refusal, PyObject* total, c
         const uint64_t left = std::min(until > now ? until - now : 0, kSliceNs);
         const uint64_t spin = !spins ? 0 : parks ? std::min<uint64_t>(kShortSpinNs, left) : left;
         writing.await_room({spin, parks ? left : 0});
-        if (!refusal.pass(writing, [end] { return check_usable(end) && PyErr_CheckSignals() == 0; })) return false;
+        if (!refusal.pass(writing, [end] { return check_usable(end) && check_signals(end); })) return false;
         if (writing.has_room()) break;
         now = ring::now_ns();
         if (now >= look_at || now >= until || end->ring->hopeless()) {
@@ -170,10 +170,12 @@ bool write_parts(Endpoint* end, Writing& writing, PyObject* total, const Deadlin
             ok = ok && await(end, writing, refusal, total, deadline);
             end->waited_ns += ring::now_ns() - start;
         }
+        // Python code that has run meanwhile may have made a forked child of this process.
+        if (ok && is_inherited(end)) ok = refuse(end, kUnusable);
         if (!ok) break;
         writing.advance();
         if (writing.is_over()) break;
-        ok = refusal.pass(writing, [end] { return check_usable(end) && PyErr_CheckSignals() == 0; });
+        ok = refusal.pass(writing, [end] { return check_usable(end) && check_signals(end); });
         if (ok && look_at > 0 && ring::now_ns() >= look_at) {
             ok = refusal.pass(writing, [&] { return look(end, kWaiting, total); });
             look_at = ring::now_ns() + kSliceNs;

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
+from functools import partial
 from inspect import CO_VARARGS
-from types import FrameType
+from types import CodeType, FrameType, FunctionType, MethodType
 
 __all__ = ["is_held", "raised_by_handler"]
 
@@ -14,8 +16,9 @@ def raised_by_handler(error: BaseException) -> bool:
     """Return whether a signal handler written in Python raised `error`.
 
     Only the main thread runs handlers. Python calls one with the frame that it interrupts, on top of that very frame;
-    no other function is given the frame that calls it. If other code has caught the exception meanwhile and raised
-    another one, that is the code's own. An exception of a handler that is not written in Python is not recognised.
+    no other function is given the frame that calls it. A handler that has let this argument go is recognised as long as
+    it is installed. If other code has caught the exception meanwhile and raised another one, that is the code's own. An
+    exception of a handler that is not written in Python is not recognised.
     """
     if threading.get_ident() != threading.main_thread().ident:
         return False
@@ -25,12 +28,31 @@ def raised_by_handler(error: BaseException) -> bool:
     while frame is not None:
         running.add(frame)
         frame = frame.f_back
+    installed = _installed()
     traceback = error.__traceback__
     while traceback is not None:
-        if traceback.tb_frame not in running and _is_handler(traceback.tb_frame):
+        frame = traceback.tb_frame
+        if frame not in running and (frame.f_code in installed or _is_handler(frame)):
             return True
         traceback = traceback.tb_next
     return False
+
+
+def _installed() -> set[CodeType]:
+    """Return the code of the handlers that are written in Python and installed now."""
+    found = set()
+    for number in signal.valid_signals():
+        handler: object = signal.getsignal(number)
+        while isinstance(handler, partial):
+            handler = handler.func
+        if not callable(handler):  # as SIG_DFL, whose class is itself called by code written in Python
+            continue
+        if not isinstance(handler, FunctionType | MethodType):
+            handler = type(handler).__call__
+        code = getattr(getattr(handler, "__func__", handler), "__code__", None)
+        if isinstance(code, CodeType):
+            found.add(code)
+    return found
 
 
 def _is_handler(frame: FrameType) -> bool:

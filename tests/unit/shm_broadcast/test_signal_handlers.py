@@ -1,5 +1,6 @@
 """Signal handlers that raise, and that call again, while messages are read and written."""
 
+import functools
 import signal
 import threading
 import time
@@ -266,9 +267,21 @@ def test_an_error_of_a_hook_itself_is_the_fault_of_the_message() -> None:
 
 
 @pytest.mark.guarantee("R14")
-@pytest.mark.parametrize("kind", ["two arguments", "any arguments", "method"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "two arguments",
+        "any arguments",
+        "method",
+        "object",
+        "partial",
+        "method that deletes",
+        "deletes",
+        "rebinds",
+    ],
+)
 def test_exceptions_of_handlers_are_told_from_others(kind: str) -> None:
-    """A handler may be a function of two or of any arguments, or a method; a function called by name is none."""
+    """A handler may be of any kind and may let its arguments go; a function called by name is none."""
 
     def two(_number: int, _frame: FrameType | None) -> None:
         raise AlarmError("a handler")
@@ -283,17 +296,51 @@ def test_exceptions_of_handlers_are_told_from_others(kind: str) -> None:
             """Raise."""
             raise AlarmError("a handler")
 
-    handler: Any = {"two arguments": two, "any arguments": any_number, "method": Owner().method}[kind]
+        def deleting(self, number: int, frame: FrameType | None) -> None:
+            """Let go of the arguments, and raise."""
+            del number, frame
+            raise AlarmError("a handler")
+
+        __call__ = deleting
+
+    def deletes(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        raise AlarmError("a handler")
+
+    def rebinds(_number: int, frame: object) -> None:
+        frame = None
+        raise AlarmError(f"a handler: {frame}")
+
+    handlers: dict[str, Any] = {
+        "two arguments": two,
+        "any arguments": any_number,
+        "method": Owner().method,
+        "object": Owner(),
+        "partial": functools.partial(Owner.deleting, Owner()),
+        "method that deletes": Owner().deleting,
+        "deletes": deletes,
+        "rebinds": rebinds,
+    }
+    handler = handlers[kind]
     before = signal.signal(signal.SIGALRM, handler)
     try:
         with pytest.raises(AlarmError) as raised:
             signal.raise_signal(signal.SIGALRM)
+        # Asked while the handler is installed, as in a hook that it has interrupted.
+        assert raised_by_handler(raised.value)
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert raised_by_handler(raised.value)
     with pytest.raises(AlarmError) as called:
         handler(int(signal.SIGALRM), None)
     assert not raised_by_handler(called.value)
+
+
+@pytest.mark.guarantee("R14")
+def test_what_an_enum_raises_about_its_value_is_no_exception_of_a_handler() -> None:
+    """The values SIG_DFL and SIG_IGN of a signal are members of an Enum, and no handlers written in Python."""
+    with pytest.raises(ValueError, match="not a valid") as raised:
+        signal.Handlers(5)
+    assert not raised_by_handler(raised.value)
 
 
 @pytest.mark.guarantee("R15")

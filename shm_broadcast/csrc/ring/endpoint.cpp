@@ -123,13 +123,15 @@ bool read_timeout(PyObject* const* args, Py_ssize_t count, Py_ssize_t at, long l
 
 void settle_signal(Endpoint* end) {
     // A forked child shares the eventfd with its parent, whom it must not disturb.
-    if (end->signal < 0 || end->ring == nullptr || is_inherited(end)) return;
+    // A broken endpoint stays readable: each read raises. `fail` has seen to that.
+    if (end->signal < 0 || end->ring == nullptr || end->cause != nullptr || is_inherited(end)) return;
     Ring& ring = *end->ring;
     if (!end->kept->empty()) {
         if (ring.awaits_signal(end->index) && ring.take_signal(end->index)) eventfd_write(end->signal, 1);
         return;
     }
-    if (ring.is_readable(end->index) || ring.awaits_signal(end->index)) return;
+    if (ring.is_readable(end->index)) return;
+    // Also if a signal is asked for already: the thread that took the request before may have made the eventfd readable since.
     eventfd_t ignored = 0;
     eventfd_read(end->signal, &ignored);
     ring.await_signal(end->index);
@@ -404,6 +406,7 @@ PyObject* close(PyObject* self, PyObject* refusing) {
 PyObject* fail(PyObject* self, PyObject* error) {
     Endpoint* end = endpoint_of(self);
     if (end->cause == nullptr) end->cause = Py_NewRef(error);
+    if (end->signal >= 0 && !is_inherited(end)) eventfd_write(end->signal, 1);
     Py_RETURN_NONE;
 }
 

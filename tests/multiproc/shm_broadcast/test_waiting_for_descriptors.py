@@ -116,6 +116,20 @@ def lent(reader: QueueReader) -> object:
         return value
 
 
+@pytest.mark.guarantee("R17")
+def test_a_signal_that_comes_late_makes_the_descriptor_readable_for_one_read() -> None:
+    """The thread was held up before it wrote the eventfd, and a read has asked for the next signal meanwhile."""
+    with queue("local") as (writer, reader):
+        assert not is_readable(reader)
+        for number in range(2):
+            os.eventfd_write(reader.fileno(), 1)
+            assert is_readable(reader)
+            assert reader.try_dequeue() == (False, None)
+            assert not is_readable(reader)
+            writer.enqueue(number)
+            assert taken(reader) == number
+
+
 @both
 @pytest.mark.guarantee("R17")
 def test_a_selector_reads_everything(kind: str) -> None:
@@ -180,9 +194,11 @@ def test_the_death_of_the_writer_wakes_who_waits(kind: str) -> None:
     with reader, process:
         assert taken(reader) == "last words"
         assert not is_readable(reader)
+        descriptor = reader.fileno()
         threading.Timer(0.2, process.kill).start()
         with pytest.raises(PeerLostError):
             taken(reader) if kind == "selector" else asyncio.run(reader.adequeue(LONG_S))
+        assert select.select([descriptor], [], [], 0.0)[0]  # the next read raises too
 
 
 @both

@@ -258,6 +258,8 @@ class RingReader(RingEnd):
     def close(self) -> None:
         """Unmap and leave the ring; the writer waits for this reader no more. Idempotent; wakes a waiting call."""
         self._close(self._index)
+
+    def _end_signal(self) -> None:
         if self._signal is not None:
             self._signal.end()
 

@@ -79,8 +79,9 @@ class RingEnd(ABC):
         self.warns = True
         self.guard: QueueGuard | None = None
         self._closing = False
-        # The first thread that takes it closes this end; it is never released.
-        self._closer = threading.Lock()
+        # Held by the thread that closes this end. A signal handler on that thread may close it in between.
+        self._closer = threading.RLock()
+        self._has_closed = False
         self._forks = fork_count()
         # Errors and logs describe the present wait: the call, when it began, and when it warns next.
         self._call = self.call
@@ -218,24 +219,35 @@ class RingEnd(ABC):
         if self.guard is not None and isinstance(error, PeerLostError):
             self.guard.failed(call, error)
 
-    def _end(self, who: int) -> None:
+    def _end(self, memory: mmap.mmap, who: int) -> None:
         try:
-            _core.ring_end(self._memory, who)
+            _core.ring_end(memory, who)
         except _core.MappingError as error:
             # The ring was overwritten. The other end learns of it when this process ends, or from its own errors.
             logger.warning("%s: %s", self._where("close"), str(error))
 
     def _close(self, who: int) -> None:
-        """Leave the ring as `who` and wake waiting calls. The mapping goes when they and all views of it have ended."""
-        if self._forks != fork_count() or not self._closer.acquire(blocking=False):
+        """Leave the ring as `who` and wake waiting calls. The mapping goes when they and all views of it have ended.
+
+        Each step can be done again, so that a later call goes on where a signal handler has interrupted an earlier one.
+        """
+        if self._has_closed or self._forks != fork_count():
             return
-        self._closing = True
-        # Close the endpoint first: ending the ring wakes a waiting thread, whose next call must find it closed.
-        self.endpoint.close(partial(_refuse, self._where(self.call), self._forks, self.guard, self.call))
-        self._end(who)
-        self._watch.close()
-        self._memory = _NOTHING
-        self._segment.close()
+        with self._closer:
+            self._closing = True
+            # Close the endpoint first: ending the ring wakes a waiting thread, whose next call must find it closed.
+            self.endpoint.close(partial(_refuse, self._where(self.call), self._forks, self.guard, self.call))
+            memory = self._memory
+            if memory is not _NOTHING:
+                self._end(memory, who)
+            self._end_signal()
+            self._watch.close()
+            self._memory = _NOTHING
+            self._segment.close()
+            self._has_closed = True
+
+    def _end_signal(self) -> None:  # noqa: B027 - a writer inherits this
+        """Close the descriptor for event loops, which only a reader has."""
 
 
 def _refuse(

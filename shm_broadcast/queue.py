@@ -220,9 +220,14 @@ class QueueWriter:
     def _enqueue_for_all(self, obj: Any, timeout_s: float | None) -> None:
         message = codec.encode(obj)
         # Reserve room at the remote readers first, which sends nothing: a message goes to all readers or to none.
-        left = self._remote.reserve(message.nbytes, timeout_s)
-        self._ring.write(message, left)
-        self._remote.publish(message)
+        left = self._remote.reserve(message, timeout_s, lambda: self._ring.messages)
+        try:
+            self._ring.write(message, left)
+        except BaseException:
+            # A signal handler may raise when the readers on this host have the message already.
+            self._remote.complete()
+            raise
+        self._remote.publish()
 
     def _pass_on(self, obj: Any, timeout_s: float | None) -> Any:
         self.enqueue(obj, timeout_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from shm_broadcast import _core, codec
@@ -30,11 +30,20 @@ _MOST_RINGS: Final = 128
 class RemoteTransport(Protocol):
     """The remote transport of a `QueueWriter`; `RemoteWriter` implements it."""
 
-    def reserve(self, nbytes: int, timeout_s: float | None) -> float | None:
-        """Wait until a message of `nbytes` may be published; return what is left of `timeout_s` (seconds)."""
+    def reserve(
+        self, message: codec.Message, timeout_s: float | None, written: Callable[[], int]
+    ) -> float | None:
+        """Wait until `message` may be published; return what is left of `timeout_s` (seconds).
 
-    def publish(self, message: codec.Message) -> None:
-        """Send a message for which `reserve` made room."""
+        `written` returns how many messages the local transport has. Once that includes `message`, it is sent here too,
+        whatever happens to the call that writes it.
+        """
+
+    def publish(self) -> None:
+        """Send the message for which `reserve` made room, and which the local transport has."""
+
+    def complete(self) -> bool:
+        """Send that message if the local transport has it; return whether it was sent."""
 
     def await_readers(self, timeout_s: float | None) -> None:
         """Wait until every remote reader has opened its end."""
@@ -52,12 +61,18 @@ class RemoteTransport(Protocol):
 class NoRemote:
     """The remote transport of a queue whose readers are all on this host: every call does nothing."""
 
-    def reserve(self, nbytes: int, timeout_s: float | None) -> float | None:
+    def reserve(
+        self, message: codec.Message, timeout_s: float | None, written: Callable[[], int]
+    ) -> float | None:
         """Return `timeout_s` unchanged."""
         return timeout_s
 
-    def publish(self, message: codec.Message) -> None:
+    def publish(self) -> None:
         """Do nothing."""
+
+    def complete(self) -> bool:
+        """Do nothing."""
+        return True
 
     def await_readers(self, timeout_s: float | None) -> None:
         """Do nothing."""
@@ -79,9 +94,16 @@ class NoRing(RingWriter):
 
     def __init__(self) -> None:
         """Create no ring."""
+        self._written = 0
+
+    @property
+    def messages(self) -> int:
+        """Number of messages that were written."""
+        return self._written
 
     def write(self, message: codec.Message, timeout_s: float | None) -> None:
-        """Do nothing."""
+        """Count the message."""
+        self._written += 1
 
     def await_readers(self, timeout_s: float | None) -> None:
         """Do nothing."""

@@ -13,7 +13,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final, Self
 
 import zmq
@@ -23,7 +23,7 @@ from shm_broadcast.endpoint import VERSION, RemoteEndpoint, RemoteKeys, RemoteSe
 from shm_broadcast.errors import DecodeError, InternalError, PeerLostError, UsageError
 from shm_broadcast.liveness import fork_count
 from shm_broadcast.remote.end import RemoteEnd
-from shm_broadcast.remote.ledger import Ledger, Link
+from shm_broadcast.remote.ledger import Ledger, Link, Part
 from shm_broadcast.remote.wire import Gatekeeper, Kind, Record, identity_of, listen, pack, unpack
 from shm_broadcast.settings import BroadcastSettings
 from shm_broadcast.statistics import QueueStatistics
@@ -56,6 +56,9 @@ class RemoteWriter(RemoteEnd):
         self._remote = remote
         self._changed = threading.Condition(threading.RLock())
         self._ledger = Ledger(readers, remote.high_water_bytes)
+        # The parts of a message that goes to the readers on the writer's host first, and how many messages those have.
+        self._ready: list[Part] = []
+        self._written: Callable[[], int] = _nothing_written
         self._is_waiting = False
         self._context = zmq.Context(io_threads=min(len(readers), _MOST_IO_THREADS))
         self._gatekeeper = Gatekeeper(self._context, {key: rank for rank, key in readers.items()})
@@ -110,10 +113,14 @@ class RemoteWriter(RemoteEnd):
         """Number of messages that were sent."""
         return self._ledger.last.messages
 
-    def reserve(self, nbytes: int, timeout_s: float | None) -> float | None:
-        """Wait until a message of `nbytes` may be published; return what is left of `timeout_s` (seconds).
+    def reserve(
+        self, message: codec.Message, timeout_s: float | None, written: Callable[[], int]
+    ) -> float | None:
+        """Wait until `message` may be published, and copy it; return what is left of `timeout_s` (seconds).
 
-        Blocks while a reader would be more than the high-water mark behind.
+        Blocks while a reader would be more than the high-water mark behind. `written` returns how many messages the
+        writer's other readers have; as soon as that includes this one, it will be sent, whatever a signal handler
+        raises meanwhile: by this call's `publish` or `complete`, by the next call, or by the thread.
 
         Raises:
             CommTimeoutError: The readers in `.missing` made no room in time. The queue stays usable.
@@ -122,26 +129,46 @@ class RemoteWriter(RemoteEnd):
             GroupBrokenError: An earlier call failed; its error is the `__cause__`.
         """
         self._check_open("enqueue")
+        left = timeout_s
         with self._changed:
             self.check("enqueue")
-            if not self._ledger.in_the_way(nbytes):
-                return timeout_s
-            start = time.monotonic()
-            self._await_room(nbytes, timeout_s)
-            return None if timeout_s is None else max(0.0, start + timeout_s - time.monotonic())
+            self._send_ready()
+            self._ready = []
+            if self._ledger.in_the_way(message.nbytes):
+                start = time.monotonic()
+                self._await_room(message.nbytes, timeout_s)
+                left = None if timeout_s is None else max(0.0, start + timeout_s - time.monotonic())
+            self._written = written
+        # Without the lock: the thread must answer while a long message is copied. Nobody else adds parts.
+        self._ready = self._ledger.cut(message)
+        return left
 
-    def publish(self, message: codec.Message) -> None:
-        """Send a message for which `reserve` made room; its memory may be reused when this returns. Does not wait."""
-        parts = self._ledger.cut(message)
-        with self._changed:
+    def publish(self) -> None:
+        """Send the message that `reserve` copied, which the local readers have. Does not wait."""
+        if not self.complete():
             self.check("enqueue")
+
+    def complete(self) -> bool:
+        """Send the message that `reserve` copied if the local readers have it; return whether it was sent."""
+        with self._changed:
+            self._send_ready()
+            is_sent, self._ready = not self._ready, []
+            return is_sent
+
+    def _send_ready(self) -> None:
+        """Do so; the caller holds the lock. What a signal handler interrupts here can be done again."""
+        parts = self._ready
+        if not parts or self._is_closing or self._written() < parts[-1].messages:
+            return
+        if self._ledger.last.messages < parts[-1].messages:
             self._ledger.add(parts)
-            # If a signal interrupts this loop, a reader notices the missing part at the next heartbeat.
-            for part in parts:
-                self._push_to_all(part.frame)
-            # Sending clears the descriptor that wakes the thread: receive here what has arrived meanwhile.
-            if int(self._router.get(zmq.EVENTS)) & zmq.POLLIN:
-                self._drain()
+        # If a signal interrupts this loop, a reader notices the missing part at the next heartbeat.
+        for part in parts:
+            self._push_to_all(part.frame)
+        self._ready = []
+        # Sending clears the descriptor that wakes the thread: receive here what has arrived meanwhile.
+        if int(self._router.get(zmq.EVENTS)) & zmq.POLLIN:
+            self._drain()
 
     def check(self, call: str) -> None:
         """Raise unless this process can use this end now, as `RemoteEnd.check` does.
@@ -261,6 +288,7 @@ class RemoteWriter(RemoteEnd):
                     self._ledger.links[rank].heard_at = now
                 self._drain()
                 if now >= beat_at:
+                    self._send_ready()
                     self._beat()
                     beat_at = now + self._remote.heartbeat_s
                 for link in self._ledger.links.values():
@@ -390,6 +418,7 @@ class RemoteWriter(RemoteEnd):
         with self._changed:
             if self._is_closing:
                 return
+            self._send_ready()
             self._is_closing = True
             self._push_to_all(self._end())
             self._changed.notify_all()
@@ -410,3 +439,8 @@ class RemoteWriter(RemoteEnd):
     def __repr__(self) -> str:
         """Name the queue, its address and its ranks, never a key."""
         return f"<RemoteWriter {self.name!r} on {self.endpoint.url()} to ranks {list(self._ledger.links)}>"
+
+
+def _nothing_written() -> int:
+    """Stand for the number of messages before the first."""
+    return 0

@@ -280,6 +280,11 @@ class RingWriter(RingEnd):
         super().__init__(name, segment, ranks, watch, settings)
         self.endpoint = _core.WriteEndpoint(self._memory, codec.describe, settings.wait, self.look_around)
 
+    @property
+    def messages(self) -> int:
+        """Number of messages that were written whole."""
+        return self.endpoint.messages
+
     def send(self, obj: Any, timeout_s: float | None) -> None:
         """Encode and publish an object; return when every byte of it is in the ring."""
         self.endpoint.send(obj, nanoseconds(timeout_s))

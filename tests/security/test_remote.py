@@ -76,8 +76,8 @@ def dialled(endpoint: RemoteEndpoint, kind: int, keys: RemoteKeys | None) -> Ite
 def send(writer: RemoteWriter, obj: Any) -> None:
     """Send an object as a queue does."""
     message = codec.encode(obj)
-    writer.reserve(message.nbytes, DEADLINE_S)
-    writer.publish(message)
+    writer.reserve(message, DEADLINE_S, lambda: writer.messages + 1)
+    writer.publish()
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_an_unknown_key_is_refused_before_a_byte_is_decoded(
         with dialled(writer.endpoint, zmq.DEALER, RemoteKeys.generate()) as stranger:
             for _ in range(20):
                 stranger.send(pack(Kind.HELLO, writer.endpoint.generation, 0, 1, b"\x80"))
-            writer.publish(codec.encode("secret"))
+            send(writer, "secret")
             assert not stranger.poll(500)
         with pytest.raises(PeerLostError, match="no reader has this key"):
             RemoteReader.open(writer.endpoint, RemoteKeys.generate(), 1, "steps", timeout_s=DEADLINE_S)
@@ -124,7 +124,7 @@ def test_who_does_not_encrypt_is_refused(unpacked: list[bytes], kind: int) -> No
                 stranger.set(zmq.SUBSCRIBE, b"")
             elif kind != zmq.PULL:
                 stranger.send(pack(Kind.HELLO, writer.endpoint.generation, 0, 1))
-            writer.publish(codec.encode("secret"))
+            send(writer, "secret")
             assert kind == zmq.REQ or not stranger.poll(200)
         assert writer.absent() == [1]
     assert unpacked == []
@@ -215,7 +215,7 @@ def test_each_rank_opens_once() -> None:
         reader = RemoteReader.open(writer.endpoint, keys[1], 1, "steps", timeout_s=DEADLINE_S)
         with pytest.raises(PeerLostError, match="opened the queue before"):
             RemoteReader.open(writer.endpoint, keys[1], 1, "steps", timeout_s=DEADLINE_S)
-        writer.publish(codec.encode("still here"))
+        send(writer, "still here")
         assert reader.read(DEADLINE_S, None) == "still here"
         reader.close()
 

@@ -3,6 +3,7 @@
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from types import FrameType
@@ -10,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from shm_broadcast.codec import Message
 from shm_broadcast.errors import CommTimeoutError, UsageError
 from shm_broadcast.queue import QueueReader
+from shm_broadcast.remote.ledger import Ledger, Part
 from tests.queue_ranks import DEADLINE_S
+from tests.queues import background
 from tests.remotes import remote_queue
 from tests.waiting import wait_until
 
@@ -89,28 +93,48 @@ class Interrupt(BaseException):
     """What a handler raises."""
 
 
-def raising_at(step: int, call: Callable[[], None]) -> bool:
-    """Run `call`, and raise at a place of the remote reader's code; return whether that place came.
+PLACES = (
+    "shm_broadcast/queue.py",
+    *(f"shm_broadcast/remote/{name}.py" for name in ("end", "ledger", "reader", "reads", "wire", "writer")),
+)
+"""The files in which a handler of these tests runs."""
+
+
+def handling_at(step: int, call: Callable[[], object], handler: Callable[[], object]) -> bool:
+    """Run `call`, and `handler` at a place of the code for remote readers; return whether that place came.
 
     Python runs a handler when a function begins and when a native call has returned. These are the events of a
     profiler, whose exception appears at the same places.
     """
     places = count()
+    has_come = False
 
     def profile(frame: FrameType, event: str, _arg: object) -> None:
-        is_place = event in ("call", "c_return") and "shm_broadcast/remote/" in frame.f_code.co_filename
+        nonlocal has_come
+        is_place = event in ("call", "c_return") and frame.f_code.co_filename.endswith(PLACES)
         if is_place and next(places) == step:
             sys.setprofile(None)
-            raise Interrupt
+            has_come = True
+            handler()
 
     sys.setprofile(profile)
     try:
         call()
-    except Interrupt:
-        return True
     finally:
         sys.setprofile(None)
-    return False
+    return has_come
+
+
+def raising_at(step: int, call: Callable[[], object]) -> bool:
+    """Run `call`, and raise at a place of the code for remote readers; return whether that place came."""
+
+    def handler() -> None:
+        raise Interrupt
+
+    try:
+        return handling_at(step, call, handler)
+    except Interrupt:
+        return True
 
 
 def read_once(reader: QueueReader, call: str, seen: list[Any]) -> None:
@@ -148,3 +172,70 @@ def test_a_handler_that_raises_in_a_remote_read_loses_no_message(call: str, nbyt
                 break
         assert step > 20
         assert reader.statistics().messages == 2 * (step + 1)
+
+
+def until_last(reader: QueueReader) -> list[Any]:
+    """Return the messages before "last"."""
+    return list(iter(partial(reader.dequeue, DEADLINE_S), "last"))
+
+
+@pytest.mark.guarantee("R3")
+def test_a_handler_that_raises_while_a_message_is_copied_parts_no_readers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Local and remote readers get the same messages after a signal in the copy for the remote ones."""
+    with remote_queue(local=[2]) as (writer, readers):
+        cut = Ledger.cut
+
+        def interrupted(ledger: Ledger, message: Message) -> list[Part]:
+            signal.raise_signal(signal.SIGALRM)
+            return cut(ledger, message)
+
+        def handler(_number: int, _frame: FrameType | None) -> None:
+            raise Interrupt
+
+        before = signal.signal(signal.SIGALRM, handler)
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(Ledger, "cut", interrupted)
+                with pytest.raises(Interrupt):
+                    writer.enqueue("interrupted", DEADLINE_S)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        writer.enqueue("next", DEADLINE_S)
+        writer.enqueue("last", DEADLINE_S)
+        assert until_last(readers[1]) == until_last(readers[2])
+
+
+@pytest.mark.guarantee("R3")
+@pytest.mark.parametrize("nbytes", [10, 600_000])
+@pytest.mark.parametrize("then", ["enqueue", "close", "wait"])
+def test_a_handler_that_raises_in_a_write_parts_no_readers(then: str, nbytes: int) -> None:
+    """Wherever it raises, every reader gets the message or none does; with the next call, or soon without one."""
+    stack = ExitStack()
+    with stack:
+        for step in count():
+            if step == 0 or then == "close":
+                stack.close()
+                writer, readers = stack.enter_context(remote_queue(local=[2], heartbeat_s=0.1))
+            with (
+                background(partial(until_last, readers[2])) as local,
+                background(partial(until_last, readers[1])) as remote,
+            ):
+                writer.enqueue("before", DEADLINE_S)
+                is_interrupted = raising_at(step, partial(writer.enqueue, [step, bytes(nbytes)], DEADLINE_S))
+                if then == "wait":
+                    sent = writer.statistics().messages
+                    for reader in readers.values():
+                        wait_until(lambda: reader.statistics().messages == sent, "what others got")  # noqa: B023
+                elif then == "close":
+                    writer.close()
+                if then != "close":
+                    writer.enqueue("last", DEADLINE_S)
+            if then != "close":
+                assert local == remote, step
+                assert len(local[0]) in (1, 2)
+            assert len({end.statistics().messages for end in readers.values()}) == 1, step
+            if not is_interrupted:
+                break
+        assert step > 20

@@ -356,9 +356,13 @@ class RemoteReader(RemoteReads):
         while not self._is_stopping:
             lost_at = self._lost_at()
             wait_s = heartbeat_s if lost_at is None else min(heartbeat_s, lost_at - time.monotonic())
-            if self._signal >= 0 and not is_signalling:
-                is_signalling = True
-                poller.register(self.descriptors[0], zmq.POLLIN)
+            # A reader that has failed receives no more, which leaves the descriptor of its socket readable.
+            if is_signalling != (self._signal >= 0 and self._failure is None):
+                is_signalling = not is_signalling
+                if is_signalling:
+                    poller.register(self.descriptors[0], zmq.POLLIN)
+                else:
+                    poller.unregister(self.descriptors[0])
             poller.poll(int(max(0.0, wait_s) * 1000) + 1)
             with suppress(BlockingIOError):  # raised if the eventfd was not set
                 os.eventfd_read(self._stop)

@@ -310,7 +310,9 @@ class RemoteWriter(RemoteEnd):
 
     def _beat(self) -> None:
         """Send a heartbeat to every connected reader; it also reveals broken connections."""
-        self._push_to_all(zmq.Frame(pack(Kind.BEAT, self._ledger.last.number, self._is_waiting)))
+        # After END, which counts as one more part, it also reveals to a reader that it has lost END.
+        last = self._ledger.last.number + self._is_closing
+        self._push_to_all(zmq.Frame(pack(Kind.BEAT, last, self._is_waiting)))
 
     def _push_to_all(self, frame: zmq.Frame) -> None:
         for link in self._ledger.links.values():

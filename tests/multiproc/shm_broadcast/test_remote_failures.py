@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 
 from shm_broadcast.endpoint import RemoteKeys
-from shm_broadcast.errors import GroupBrokenError
+from shm_broadcast.errors import ClosedError, GroupBrokenError
 from shm_broadcast.queue import QueueReader, QueueWriter
+from shm_broadcast.remote.wire import Kind, pack, unpack
 from tests.harness import RankPool, run_ranks
 from tests.queue_ranks import DEADLINE_S, Marks, blob, ended_with
 from tests.queues import background
@@ -229,3 +231,44 @@ def test_a_part_that_a_signal_lost_is_sent_again(monkeypatch: pytest.MonkeyPatch
             writer.enqueue("swallowed")
         writer.enqueue("next")
         assert counted(readers[1], 2) == ["swallowed", "next"]
+
+
+@pytest.mark.guarantee("R5", "R7")
+def test_an_end_that_a_signal_lost_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next heartbeat tells a reader that the writer has closed the queue, and the reader is not told of a loss."""
+    with remote_queue(lost_after_s=3.0, heartbeat_s=0.1) as (writer, readers):
+        leg: Any = writer._remote
+        push, lost = leg._push_to_all, []
+
+        def push_to_all(frame: zmq.Frame) -> None:
+            if unpack(frame).kind == Kind.END and not lost:
+                lost.append(frame)
+            else:
+                push(frame)
+
+        monkeypatch.setattr(leg, "_push_to_all", push_to_all)
+        writer.enqueue("last")
+        writer.close()
+        assert lost
+        assert readers[1].dequeue(DEADLINE_S) == "last"
+        with pytest.raises(ClosedError, match="the writer closed"):
+            readers[1].dequeue(DEADLINE_S)
+
+
+@pytest.mark.slow
+@pytest.mark.guarantee("R6", "R17")
+def test_a_reader_that_has_failed_takes_no_processor_time() -> None:
+    """After nonsense from the writer the thread sleeps, though the descriptor of `fileno` stays readable."""
+    with remote_queue() as (writer, readers):
+        readers[1].fileno()
+        leg: Any = writer._remote
+        with leg._changed:
+            leg._push_to_all(zmq.Frame(pack(99)))
+        far: Any = readers[1]._ring
+        wait_until(lambda: far._failure is not None, "the failure")
+        shares = []
+        for _ in range(3):  # a busy machine makes wake-ups dearer, so the best of three counts
+            before = time.process_time()
+            time.sleep(0.5)
+            shares.append((time.process_time() - before) / 0.5)
+        assert min(shares) < 0.1, shares

@@ -253,10 +253,15 @@ class QueueWriter:
                 and the maximum is `lost_after_s` of the remote settings. A later reader gets a `PeerLostError`.
         """
         timeout_s = seconds(timeout_s, may_be_zero=True)
-        if self._handover is not None:
-            self._handover.close()
-        self._ring.close()
-        self._remote.close(timeout_s)
+        # Whatever a signal handler raises, the next step is done, and a later call goes on with what is left.
+        try:
+            if self._handover is not None:
+                self._handover.close()
+        finally:
+            try:
+                self._ring.close()
+            finally:
+                self._remote.close(timeout_s)
 
     def __enter__(self) -> Self:
         """Return the writer."""

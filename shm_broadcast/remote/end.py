@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import msgspec
 
 from shm_broadcast.errors import ClosedError, CommTimeoutError, GroupBrokenError, InternalError, UsageError
+from shm_broadcast.interruption import is_held
 from shm_broadcast.liveness import fork_count, this_process
 from shm_broadcast.settings import BroadcastSettings
 
 logger: logging.Logger = logging.getLogger(__name__)
+
+# How long `close` waits for the other ends after a signal handler has raised in it.
+_INTERRUPTED_S: Final = 0.2
 
 
 class RemoteEnd(ABC):
@@ -37,7 +42,16 @@ class RemoteEnd(ABC):
         self._identity: bytes = msgspec.msgpack.encode(this_process())
         self._waits = 0
         self._waited_s = 0.0
-        self._is_closing = self._is_stopping = False
+        # `_is_closing` from the first `close` on, `_is_stopping` when the thread is to end, `_is_closed` at the end.
+        self._is_closing = self._is_stopping = self._is_closed = False
+        # A signal handler has closed this end inside of a call, which does what is to be done when it ends.
+        self._is_deferred = False
+        # Guards single uses of the socket, and is entered by itself even where `_changed` waits on it: a signal handler
+        # that raises cannot come between a native lock and the block that releases it.
+        self._lock = threading.RLock()
+        self._finishing = threading.RLock()  # held by the thread that does what `close` has to do
+        self._is_serving = False
+        self._is_over = threading.Event()  # set when the thread uses nothing of this end any more
         self._cause: BaseException | None = None  # the failure that has been raised
         self._thread = threading.Thread(target=self._serve, name="group-coordinator-remote", daemon=True)
 
@@ -76,6 +90,7 @@ class RemoteEnd(ABC):
         timeout_s: float | None,
         is_over: Callable[[], bool],
         missing: Callable[[], tuple[str, Sequence[int]]],
+        since: float | None = None,
     ) -> None:
         """Sleep until the wait is over; log a warning each time `warn_after_s` has passed.
 
@@ -84,11 +99,13 @@ class RemoteEnd(ABC):
             timeout_s: Deadline in seconds; None waits for ever.
             is_over: Returns whether the wait is over; raises if it cannot end.
             missing: Returns what is missing, for the texts, and the ranks that are to blame.
+            since: When the call began, by `time.monotonic()`; now by default.
 
         Raises:
             CommTimeoutError: The deadline passed.
         """
-        start = now = time.monotonic()
+        now = time.monotonic()
+        start = now if since is None else since
         warn_at = start + self._settings.warn_after_s
         while not is_over():
             if timeout_s is not None and now - start >= timeout_s:
@@ -111,13 +128,75 @@ class RemoteEnd(ABC):
     def _sleep(self, seconds: float) -> None:
         """Sleep until something may have changed, or for about `seconds`."""
 
+    def _start(self) -> None:
+        """Start the thread; close this end if that fails, or a signal handler interrupts it."""
+        try:
+            self._thread.start()
+        except BaseException:
+            self.close()
+            raise
+
     def _serve(self) -> None:
+        with self._lock:
+            if (
+                self._is_stopping
+            ):  # the call that started this thread was interrupted, and has closed this end
+                return
+            self._is_serving = True
         try:
             self._loop()
         except Exception as error:  # noqa: BLE001 - whatever it is, the queue must not hang
             broken = InternalError(f"the thread of queue {self.name!r} failed: {error!r}")
             broken.__cause__ = error
             self._break(broken)
+        finally:
+            self._is_over.set()
+
+    def _stop_thread(self, waker: int) -> None:
+        """Let the thread end, which sleeps on the eventfd `waker`, and wait for that. Can be done again."""
+        with self._lock:
+            self._is_stopping = True
+            is_serving = self._is_serving
+        if is_serving:
+            if not self._is_over.is_set():
+                os.eventfd_write(waker, 1)
+            # Not `join` alone: when a signal handler raises in it, Python takes the thread for ended, which still runs.
+            self._is_over.wait()
+            self._thread.join()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close this end."""
+
+    def _is_inside(self) -> bool:
+        """Return whether this thread is inside of a call on this end, as a signal handler is that interrupts one."""
+        return is_held(self._lock) or is_held(self._finishing)
+
+    def _close(self) -> None:
+        """Do what `close` has to do, or go on with it if a signal handler has interrupted that.
+
+        If this thread is inside of a call, whose locks would let a handler in, only note that it is to be done: every
+        call looks at `_is_deferred` when it ends, and calls this.
+        """
+        if self._is_closed or self._forks != fork_count():
+            return
+        if self._is_inside():
+            self._is_deferred = True
+            return
+        with self._finishing:
+            if self._is_closed:
+                return
+            try:
+                self._finish(None)
+            except BaseException:
+                # A signal handler has raised, as for Ctrl-C: go on, but do not wait long. If one raises again, the next
+                # call of `close` goes on.
+                self._finish(_INTERRUPTED_S)
+                raise
+
+    @abstractmethod
+    def _finish(self, within_s: float | None) -> None:
+        """Do what `close` has to do; wait for peers at most for `within_s` if given. Every step can be done again."""
 
     @abstractmethod
     def _loop(self) -> None:

@@ -162,7 +162,8 @@ class Ledger:
     def has_everybody_everything(self) -> bool:
         """Return whether every connected reader has received all parts and the END record."""
         last = self.last.number
-        return all(link.received > last or link.is_gone or not link.has_come for link in self.links.values())
+        late = [link for link in self.links.values() if link.received <= last and link.has_come]
+        return not [link for link in late if not link.is_gone]
 
     def describe(self, links: Iterable[Link]) -> str:
         """Return the state and progress of some readers for an error's text."""

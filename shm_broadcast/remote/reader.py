@@ -88,7 +88,7 @@ class RemoteReader(RemoteReads):
         self._poll = select.poll()
         for descriptor in self.descriptors:
             self._poll.register(descriptor, select.POLLIN)
-        self._thread.start()
+        self._start()
 
     @classmethod
     def open(
@@ -149,14 +149,18 @@ class RemoteReader(RemoteReads):
     def fileno(self, call: str = "fileno") -> int:
         """Return a descriptor that is readable while there is something to read, or to raise."""
         self._refuse_nested(call)
-        with self._calls:
-            self.check(call)
-            if self._signal < 0:
-                self._signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-                # Wakes the thread, which from now on receives messages when they come.
-                os.eventfd_write(self._stop, 1)
-                self._settle()
-            return self._signal
+        try:
+            with self._calls:
+                self.check(call)
+                if self._signal < 0:
+                    self._signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                    # Wakes the thread, which from now on receives messages when they come.
+                    os.eventfd_write(self._stop, 1)
+                    self._settle()
+                return self._signal
+        finally:
+            if self._is_deferred:
+                self._close()
 
     def _settle(self) -> None:
         """Make the descriptor of `fileno` readable if there is something to read or to raise, else unreadable."""
@@ -194,14 +198,18 @@ class RemoteReader(RemoteReads):
 
     def is_ready(self) -> bool:
         """Return whether a reading call would return or raise at once. Does not wait."""
-        return self.poll() or self._has_ended or self._is_closing or self._failure is not None
+        try:
+            return self.poll() or self._has_ended or self._is_closing or self._failure is not None
+        finally:
+            if self._is_deferred:
+                self._close()
 
     @property
     def messages(self) -> int:
         """Number of messages that this end has read."""
         return self._inbox.progress.messages
 
-    def _await(self, call: str, timeout_s: float | None) -> None:
+    def _await(self, call: str, timeout_s: float | None, since: float) -> None:
         def has_arrived() -> bool:
             if self.poll():
                 return True
@@ -211,7 +219,7 @@ class RemoteReader(RemoteReads):
         start = time.monotonic()
         self._waits += 1
         try:
-            self._wait(call, timeout_s, has_arrived, lambda: self._missing("message"))
+            self._wait(call, timeout_s, has_arrived, lambda: self._missing("message"), since)
         finally:
             self._waited_s += time.monotonic() - start
 
@@ -258,10 +266,14 @@ class RemoteReader(RemoteReads):
     def statistics(self) -> QueueStatistics:
         """Return what this end has read and what is waiting; the other readers are not visible here."""
         self._check_open("statistics")
-        with self._lock:
-            progress = None if self._progress_at is None else time.monotonic() - self._progress_at
-            behind = len(self._inbox), self._inbox.nbytes()
-            own = ReaderStatistics(self.rank, *behind, progress, self._failure is None)
+        try:
+            with self._lock:
+                progress = None if self._progress_at is None else time.monotonic() - self._progress_at
+                behind = len(self._inbox), self._inbox.nbytes()
+                own = ReaderStatistics(self.rank, *behind, progress, self._failure is None)
+        finally:
+            if self._is_deferred:
+                self._close()
         capacity = self._endpoint.settings.high_water_bytes
         read = self._inbox.progress
         return QueueStatistics(read.messages, read.nbytes, self._waits, self._waited_s, capacity, (own,))
@@ -426,33 +438,53 @@ class RemoteReader(RemoteReads):
     # --- closing ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Leave the queue; the writer notices at once. Idempotent. A waiting call wakes up and raises `ClosedError`."""
+        """Leave the queue; the writer notices at once. Idempotent. A waiting call wakes up and raises `ClosedError`.
+
+        A signal handler that calls this inside of a call of its thread only begins it: that call finishes it.
+        """
         if self._forks != fork_count():
             return
+        self._is_closing = True
+        self._ring_out()
+        self._close()
+
+    def _ring_out(self) -> None:
+        """Wake whoever waits, because this end closes."""
         with self._lock:
-            if self._is_closing:
-                return
-            self._is_closing = True
-            if self._signal >= 0:
-                self._signal_state()
-        os.eventfd_write(self._wake, 1)
+            for descriptor in (self._wake, self._signal):
+                if descriptor >= 0:
+                    os.eventfd_write(descriptor, 1)
+
+    def _finish(self, _within_s: float | None) -> None:
+        self._ring_out()
         with self._calls:
-            self._is_stopping = True
-            os.eventfd_write(self._stop, 1)
-            self._thread.join()
+            self._stop_thread(self._stop)
             is_connected = self._writer_process is not None and self._broken_at is None and not self._is_off
-            if is_connected and not self._has_ended:
-                self._say(pack(Kind.BYE, third=self._incarnation))
-            self._dealer.disable_monitor()
-            self._monitor.close(0)
-            self._dealer.close(_FAREWELL_MS if is_connected else 0)
+            with self._lock:
+                if not self._dealer.closed:
+                    if is_connected and not self._has_ended:
+                        self._say(pack(Kind.BYE, third=self._incarnation))
+                    self._dealer.disable_monitor()
+                    self._monitor.close(0)
+                    self._dealer.close(_FAREWELL_MS if is_connected else 0)
             self._context.term()
-            os.close(self._wake)
-            os.close(self._stop)
-            if self._signal >= 0:
-                os.close(self._signal)
-            self._inbox.clear()
-            self._cause = self._failure = None
+            with self._lock:
+                self._close_descriptors()
+                self._inbox.clear()
+                self._cause = self._failure = None
+            self._is_closed = True
+
+    def _close_descriptors(self) -> None:
+        """Close the eventfds; no signal handler runs between the end of an attribute and that of its descriptor."""
+        if self._wake >= 0:
+            wake, self._wake = self._wake, -1
+            os.close(wake)
+        if self._stop >= 0:
+            stop, self._stop = self._stop, -1
+            os.close(stop)
+        if self._signal >= 0:
+            signal, self._signal = self._signal, -1
+            os.close(signal)
 
     def __repr__(self) -> str:
         """Name the queue and the rank, never a key."""

@@ -14,12 +14,14 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from shm_broadcast import codec
+from shm_broadcast._core import NOTHING
 from shm_broadcast.endpoint import RemoteEndpoint
-from shm_broadcast.errors import CommTimeoutError, DecodeError, UsageError
+from shm_broadcast.errors import DecodeError, UsageError
 from shm_broadcast.interruption import is_held, raised_by_handler
 from shm_broadcast.remote.end import RemoteEnd
 from shm_broadcast.remote.ledger import Arrived, Inbox
 from shm_broadcast.settings import BroadcastSettings
+from shm_broadcast.turn import TakenError, Turn
 
 # Acknowledge after reading 1/8 of the high-water mark, and on every heartbeat.
 _ACKNOWLEDGED_PART: Final = 8
@@ -33,9 +35,8 @@ class RemoteReads(RemoteEnd):
         super().__init__(name, settings)
         self._endpoint = endpoint
         # Every reading call holds `_calls`, so `close` from another thread frees the socket only after the call has
-        # returned. `_lock` guards single uses of the socket.
+        # returned.
         self._calls = threading.RLock()
-        self._lock = threading.RLock()
         self._inbox = Inbox()
         self._lent: Callable[[], _Loan | None] = _no_loan
         self._unacknowledged = 0  # bytes read since the last acknowledgement
@@ -47,8 +48,8 @@ class RemoteReads(RemoteEnd):
         """Return whether a message has arrived. Does not wait."""
 
     @abstractmethod
-    def _await(self, call: str, timeout_s: float | None) -> None:
-        """Wait until a message has arrived."""
+    def _await(self, call: str, timeout_s: float | None, since: float) -> None:
+        """Wait until a message has arrived, for a call that began at `since`."""
 
     @abstractmethod
     def _raise_if_over(self, call: str) -> None:
@@ -76,18 +77,11 @@ class RemoteReads(RemoteEnd):
         return self._read("dequeue", timeout_s, type_)
 
     def try_read(self, call: str = "try_dequeue", looks: bool = False, type_: Any = None) -> tuple[bool, Any]:
-        """Return (True, the next object), or (False, None) if it is not there."""
+        """Return (True, the next object), or (False, None) if it is not there or another thread reads."""
         self._refuse_nested(call)
-        with self._calls:
-            self.check(call)
-            if not self.poll():
-                self._raise_if_over(call)
-                self._settle()
-                return False, None
-        try:
-            return True, self._read(call, 0.0, type_)
-        except CommTimeoutError:  # another thread was faster
-            return False, None
+        # What follows calls nothing: a signal handler that raised there would lose the message.
+        value = self._read(call, 0.0, type_, tries=True)
+        return (False, None) if value is NOTHING else (True, value)
 
     def loan(self, timeout_s: float | None) -> AbstractContextManager[Any]:
         """Yield the next object; its arrays and tensors share one private copy of the message."""
@@ -99,6 +93,9 @@ class RemoteReads(RemoteEnd):
         self._lent = weakref.ref(loan)
         return self._read("loan", timeout_s, lends=True)
 
+    def _is_inside(self) -> bool:
+        return is_held(self._calls) or super()._is_inside()
+
     def _refuse_nested(self, call: str) -> None:
         """Raise if this thread reads already, or has a message on loan: the locks would let it in again."""
         loan = self._lent()
@@ -109,30 +106,52 @@ class RemoteReads(RemoteEnd):
                 "a finalizer, or has a message on loan"
             )
 
-    def _read(self, call: str, timeout_s: float | None, type_: Any = None, *, lends: bool = False) -> Any:
+    def _read(
+        self,
+        call: str,
+        timeout_s: float | None,
+        type_: Any = None,
+        *,
+        lends: bool = False,
+        tries: bool = False,
+    ) -> Any:
         """Wait for the next message and return its object; the message counts as read.
 
         Whatever a signal handler raises before the object is returned, the message is the next one again. With `lends`
-        the object's arrays alias memory of its own.
+        the object's arrays alias memory of its own. With `tries` this does not wait, and may return `NOTHING`.
         """
         message: Arrived | None = None
         before = self._inbox.progress
+        start = time.monotonic()
         try:
-            with self._calls:
+            with Turn(self._calls, timeout_s):
                 self.check(call)
                 if not self._inbox and not self.poll():
-                    self._await(call, timeout_s)
+                    if tries:
+                        self._raise_if_over(call)
+                        self._settle()
+                        return NOTHING
+                    self._await(call, timeout_s, start)
                 before = self._inbox.progress
                 message = self._inbox.first()
                 value = self._decoded(message.frame, type_, lends=lends)
                 self._take_out()
             return value
+        except TakenError:
+            if tries:
+                return NOTHING
+            self._raise_late(
+                call, timeout_s or 0.0, "another thread is inside of a call on this end, no turn", ()
+            )
         except BaseException as error:
             if message is not None and (not isinstance(error, DecodeError) or raised_by_handler(error)):
                 with self._lock:
                     self._inbox.put_back(message, before)
                 self._settle()
             raise
+        finally:
+            if self._is_deferred:
+                self._close()
 
     def _decoded(self, frame: memoryview | bytearray, type_: Any, *, lends: bool) -> Any:
         """Return the object in `frame`; if there is none the message counts as read."""

@@ -54,7 +54,9 @@ class RemoteWriter(RemoteEnd):
         super().__init__(name, settings)
         keys = RemoteKeys.generate()
         self._remote = remote
-        self._changed = threading.Condition(threading.RLock())
+        self._changed = threading.Condition(self._lock)
+        self._is_ended = False  # END was sent, and no part can follow
+        self._farewell_s = remote.lost_after_s  # how long `close` waits for the readers
         self._ledger = Ledger(readers, remote.high_water_bytes)
         # The parts of a message that goes to the readers on the writer's host first, and how many messages those have.
         self._ready: list[Part] = []
@@ -72,7 +74,7 @@ class RemoteWriter(RemoteEnd):
             VERSION, place[0], port, keys.public, secrets.randbits(63), tuple(readers), remote
         )
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._thread.start()
+        self._start()
 
     @classmethod
     def create(
@@ -130,15 +132,19 @@ class RemoteWriter(RemoteEnd):
         """
         self._check_open("enqueue")
         left = timeout_s
-        with self._changed:
-            self.check("enqueue")
-            self._send_ready()
-            self._ready = []
-            if self._ledger.in_the_way(message.nbytes):
-                start = time.monotonic()
-                self._await_room(message.nbytes, timeout_s)
-                left = None if timeout_s is None else max(0.0, start + timeout_s - time.monotonic())
-            self._written = written
+        try:
+            with self._lock:
+                self.check("enqueue")
+                self._send_ready()
+                self._ready = []
+                if self._ledger.in_the_way(message.nbytes):
+                    start = time.monotonic()
+                    self._await_room(message.nbytes, timeout_s)
+                    left = None if timeout_s is None else max(0.0, start + timeout_s - time.monotonic())
+                self._written = written
+        finally:
+            if self._is_deferred:
+                self._close()
         # Without the lock: the thread must answer while a long message is copied. Nobody else adds parts.
         self._ready = self._ledger.cut(message)
         return left
@@ -150,15 +156,19 @@ class RemoteWriter(RemoteEnd):
 
     def complete(self) -> bool:
         """Send the message that `reserve` copied if the local readers have it; return whether it was sent."""
-        with self._changed:
-            self._send_ready()
-            is_sent, self._ready = not self._ready, []
-            return is_sent
+        try:
+            with self._lock:
+                self._send_ready()
+                is_sent, self._ready = not self._ready, []
+                return is_sent
+        finally:
+            if self._is_deferred:
+                self._close()
 
     def _send_ready(self) -> None:
         """Do so; the caller holds the lock. What a signal handler interrupts here can be done again."""
         parts = self._ready
-        if not parts or self._is_closing or self._written() < parts[-1].messages:
+        if not parts or self._is_ended or self._written() < parts[-1].messages:
             return
         if self._ledger.last.messages < parts[-1].messages:
             self._ledger.add(parts)
@@ -217,8 +227,12 @@ class RemoteWriter(RemoteEnd):
     def absent(self) -> list[int]:
         """Return the ranks that have not opened their end."""
         self._check_open("wait_until_ready")
-        with self._changed:
-            return sorted(link.rank for link in self._ledger.links.values() if not link.has_come)
+        try:
+            with self._lock:
+                return sorted(link.rank for link in self._ledger.links.values() if not link.has_come)
+        finally:
+            if self._is_deferred:
+                self._close()
 
     def await_readers(self, timeout_s: float | None) -> None:
         """Wait until every reader has opened its end.
@@ -239,14 +253,22 @@ class RemoteWriter(RemoteEnd):
             return f"no reader {who}", ranks
 
         self._check_open("wait_until_ready")
-        with self._changed:
-            self._wait("wait_until_ready", timeout_s, has_everybody, missing)
+        try:
+            with self._lock:
+                self._wait("wait_until_ready", timeout_s, has_everybody, missing)
+        finally:
+            if self._is_deferred:
+                self._close()
 
     def statistics(self) -> QueueStatistics:
         """Return what was sent and each reader's progress, at most one heartbeat old. Works on a broken queue too."""
         self._check_open("statistics")
-        with self._changed:
-            last, readers = self._ledger.last, self._ledger.readers()
+        try:
+            with self._lock:
+                last, readers = self._ledger.last, self._ledger.readers()
+        finally:
+            if self._is_deferred:
+                self._close()
         capacity = self._remote.high_water_bytes
         return QueueStatistics(last.messages, last.nbytes, self._waits, self._waited_s, capacity, readers)
 
@@ -265,7 +287,7 @@ class RemoteWriter(RemoteEnd):
     # --- the thread: receiving and timeouts; the methods it calls need the lock -------------------------------
 
     def _break(self, error: InternalError) -> None:
-        with self._changed:
+        with self._lock:
             self._cause = self._cause or error
             self._changed.notify_all()
 
@@ -282,7 +304,7 @@ class RemoteWriter(RemoteEnd):
             )
             poller.poll(int(max(0.0, wake_at - time.monotonic()) * 1000) + 1)
             admitted = self._gatekeeper.answer()
-            with self._changed:
+            with self._lock:
                 now = time.monotonic()
                 for rank in admitted:
                     self._ledger.links[rank].heard_at = now
@@ -311,7 +333,7 @@ class RemoteWriter(RemoteEnd):
     def _beat(self) -> None:
         """Send a heartbeat to every connected reader; it also reveals broken connections."""
         # After END, which counts as one more part, it also reveals to a reader that it has lost END.
-        last = self._ledger.last.number + self._is_closing
+        last = self._ledger.last.number + self._is_ended
         self._push_to_all(zmq.Frame(pack(Kind.BEAT, last, self._is_waiting)))
 
     def _push_to_all(self, frame: zmq.Frame) -> None:
@@ -399,7 +421,7 @@ class RemoteWriter(RemoteEnd):
         """Send everything after part `received` over the current connection."""
         for part in self._ledger.after(received):
             self._push(link, part.frame)
-        if self._is_closing:
+        if self._is_ended:
             self._push(link, self._end())
 
     # --- closing ----------------------------------------------------------------------------------------------
@@ -411,32 +433,43 @@ class RemoteWriter(RemoteEnd):
         """Close the queue: readers get what was written, then `ClosedError`. Idempotent; wakes a waiting call.
 
         Waits until every reader's process has received everything, at most for the shorter of `lost_after_s` and
-        `timeout_s` (seconds). A reader that is late gets `PeerLostError` instead of `ClosedError`.
+        `timeout_s` (seconds). A reader that is late gets `PeerLostError` instead of `ClosedError`. If a signal handler
+        raises meanwhile, this still finishes, within a fifth of a second. A handler that calls this inside of a call of
+        its thread only begins it: that call finishes it.
         """
         if self._forks != fork_count():
             return
-        longest_s = self._remote.lost_after_s
-        wait_budget_s = longest_s if timeout_s is None else min(longest_s, timeout_s)
-        with self._changed:
-            if self._is_closing:
-                return
-            self._send_ready()
-            self._is_closing = True
-            self._push_to_all(self._end())
-            self._changed.notify_all()
-            # A thread that has failed receives no more acknowledgements.
-            self._changed.wait_for(
-                lambda: isinstance(self._cause, InternalError) or self._ledger.has_everybody_everything(),
-                wait_budget_s,
-            )
-            self._is_stopping = True
-        os.eventfd_write(self._wake, 1)
-        self._thread.join()
+        if timeout_s is not None:
+            self._farewell_s = min(self._farewell_s, timeout_s)
+        self._is_closing = True
+        self._close()
+
+    def _finish(self, within_s: float | None) -> None:
+        with self._lock:
+            if not self._is_stopping:
+                self._send_end(self._farewell_s if within_s is None else min(within_s, self._farewell_s))
+        self._stop_thread(self._wake)
         self._router.close(0)
         self._gatekeeper.socket.close(0)
         self._context.term()
-        os.close(self._wake)
+        if self._wake >= 0:
+            wake, self._wake = self._wake, -1
+            os.close(wake)
+        self._ready = []
         self._ledger.clear()
+        self._is_closed = True
+
+    def _send_end(self, within_s: float) -> None:
+        """Send END and wait until every reader has received everything; the caller holds the lock."""
+        self._send_ready()
+        self._is_ended = True
+        self._push_to_all(self._end())
+        self._changed.notify_all()
+        # A thread that has failed receives no more acknowledgements.
+        self._changed.wait_for(
+            lambda: isinstance(self._cause, InternalError) or self._ledger.has_everybody_everything(),
+            within_s,
+        )
 
     def __repr__(self) -> str:
         """Name the queue, its address and its ranks, never a key."""

@@ -322,14 +322,14 @@ def _writer(endpoint: RemoteEndpoint) -> Any:
     end: Any = writer.RemoteWriter.__new__(writer.RemoteWriter)
     end.endpoint, end._router, end._identity, end.name = endpoint, _Socket(), b"", "q"
     end._changed = SimpleNamespace(notify_all=lambda: None)
-    end._is_closing = False
+    end._is_ended = False
     messages = [encode({"step": number}) for number in range(3)]
 
     def begin() -> None:
         end._ledger = Ledger((1, 2), 1 << 20)
         for message in messages:
             end._ledger.add(end._ledger.cut(message))
-        end._is_closing = not end._is_closing
+        end._is_ended = not end._is_ended
 
     def hear(record: wire.Record) -> None:
         for rank, link in end._ledger.links.items():

@@ -238,7 +238,8 @@ def test_an_end_that_a_signal_lost_is_sent_again(monkeypatch: pytest.MonkeyPatch
     """The next heartbeat tells a reader that the writer has closed the queue, and the reader is not told of a loss."""
     with remote_queue(lost_after_s=3.0, heartbeat_s=0.1) as (writer, readers):
         leg: Any = writer._remote
-        push, lost = leg._push_to_all, []
+        push = leg._push_to_all
+        lost: list[zmq.Frame] = []
 
         def push_to_all(frame: zmq.Frame) -> None:
             if unpack(frame).kind == Kind.END and not lost:

@@ -1,7 +1,6 @@
 """Signal handlers that call a queue inside of a call of their own thread, or raise, when readers are on other hosts."""
 
 import signal
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -15,6 +14,7 @@ from shm_broadcast.codec import Message
 from shm_broadcast.errors import CommTimeoutError, UsageError
 from shm_broadcast.queue import QueueReader
 from shm_broadcast.remote.ledger import Ledger, Part
+from tests.handlers import Interrupt, raising_at
 from tests.queue_ranks import DEADLINE_S
 from tests.queues import background
 from tests.remotes import remote_queue
@@ -87,54 +87,6 @@ def test_a_handler_cannot_write_inside_of_a_write_to_remote_readers() -> None:
         assert len(errors) == 1
         assert errors[0].startswith("enqueue on queue")
         assert [readers[1].dequeue(DEADLINE_S)[0] for _ in range(sent)] == list(range(sent))
-
-
-class Interrupt(BaseException):
-    """What a handler raises."""
-
-
-PLACES = (
-    "shm_broadcast/queue.py",
-    *(f"shm_broadcast/remote/{name}.py" for name in ("end", "ledger", "reader", "reads", "wire", "writer")),
-)
-"""The files in which a handler of these tests runs."""
-
-
-def handling_at(step: int, call: Callable[[], object], handler: Callable[[], object]) -> bool:
-    """Run `call`, and `handler` at a place of the code for remote readers; return whether that place came.
-
-    Python runs a handler when a function begins and when a native call has returned. These are the events of a
-    profiler, whose exception appears at the same places.
-    """
-    places = count()
-    has_come = False
-
-    def profile(frame: FrameType, event: str, _arg: object) -> None:
-        nonlocal has_come
-        is_place = event in ("call", "c_return") and frame.f_code.co_filename.endswith(PLACES)
-        if is_place and next(places) == step:
-            sys.setprofile(None)
-            has_come = True
-            handler()
-
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return has_come
-
-
-def raising_at(step: int, call: Callable[[], object]) -> bool:
-    """Run `call`, and raise at a place of the code for remote readers; return whether that place came."""
-
-    def handler() -> None:
-        raise Interrupt
-
-    try:
-        return handling_at(step, call, handler)
-    except Interrupt:
-        return True
 
 
 def read_once(reader: QueueReader, call: str, seen: list[Any]) -> None:

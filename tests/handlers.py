@@ -1,0 +1,57 @@
+"""Run a signal handler, or what one may do, at every place of a call where Python would run it."""
+
+import sys
+from collections.abc import Callable
+from itertools import count
+from types import FrameType
+
+__all__ = ["Interrupt", "handling_at", "raising_at"]
+
+
+class Interrupt(BaseException):
+    """What a handler raises."""
+
+
+PLACES = (
+    "shm_broadcast/queue.py",
+    "shm_broadcast/turn.py",
+    *(f"shm_broadcast/remote/{name}.py" for name in ("end", "ledger", "reader", "reads", "wire", "writer")),
+)
+"""The files in which a handler of these tests runs."""
+
+
+def handling_at(step: int, call: Callable[[], object], handler: Callable[[], object]) -> bool:
+    """Run `call`, and `handler` at a place of the code for remote readers; return whether that place came.
+
+    Python runs a handler when a function begins and when a native call has returned. These are the events of a
+    profiler, whose exception appears at the same places.
+    """
+    places = count()
+    has_come = False
+
+    def profile(frame: FrameType, event: str, _arg: object) -> None:
+        nonlocal has_come
+        is_place = event in ("call", "c_return") and frame.f_code.co_filename.endswith(PLACES)
+        if is_place and next(places) == step:
+            sys.setprofile(None)
+            has_come = True
+            handler()
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return has_come
+
+
+def raising_at(step: int, call: Callable[[], object]) -> bool:
+    """Run `call`, and raise at a place of the code for remote readers; return whether that place came."""
+
+    def handler() -> None:
+        raise Interrupt
+
+    try:
+        return handling_at(step, call, handler)
+    except Interrupt:
+        return True

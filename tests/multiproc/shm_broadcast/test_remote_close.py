@@ -1,0 +1,244 @@
+"""Closing an end of the transport to other hosts: by a signal handler inside of a call, and interrupted by one."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from typing import Any
+
+import pytest
+
+from shm_broadcast.endpoint import RemoteKeys, RemoteSettings
+from shm_broadcast.errors import ClosedError, CommTimeoutError, PeerLostError
+from shm_broadcast.queue import QueueReader, QueueWriter
+from tests.handlers import Interrupt, handling_at, raising_at
+from tests.queue_ranks import DEADLINE_S
+from tests.queues import background
+from tests.remotes import HERE, Cable, over, remote_queue
+from tests.waiting import wait_until
+
+
+def descriptors() -> int:
+    """Return how many descriptors are open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def threads_of(end: Any) -> list[threading.Thread]:
+    """Return the thread of one end of the transport, if it runs."""
+    return [thread for thread in threading.enumerate() if thread is end._thread]
+
+
+@pytest.mark.guarantee("R7", "R14")
+@pytest.mark.parametrize("local", [[], [2]], ids=["remote", "mixed"])
+def test_a_writers_close_that_a_handler_interrupts_is_finished(local: list[int]) -> None:
+    """Wherever a handler raises, a second call leaves no thread and no descriptor, and the readers get everything."""
+    for step in count():
+        before = descriptors()
+        with remote_queue(local=local) as (writer, readers):
+            writer.enqueue(step, DEADLINE_S)
+            is_interrupted = raising_at(step, writer.close)
+            writer.close()
+            assert not threads_of(writer._remote), step
+            for reader in readers.values():
+                assert reader.dequeue(DEADLINE_S) == step
+                with pytest.raises(ClosedError, match="the writer closed"):
+                    reader.dequeue(DEADLINE_S)
+        assert descriptors() == before, step
+        if not is_interrupted:
+            break
+    assert step > 20
+
+
+@pytest.mark.guarantee("R7", "R14")
+def test_a_readers_close_that_a_handler_interrupts_is_finished() -> None:
+    """Wherever a handler raises, a second call leaves no thread and no descriptor, and the writer learns of it."""
+
+    def loses(writer: QueueWriter) -> bool:
+        try:
+            writer.enqueue("on", DEADLINE_S)
+        except PeerLostError:
+            return True
+        return False
+
+    for step in count():
+        before = descriptors()
+        with remote_queue() as (writer, readers):
+            readers[1].fileno()
+            is_interrupted = raising_at(step, readers[1].close)
+            readers[1].close()
+            assert not threads_of(readers[1]._ring), step
+            wait_until(partial(loses, writer), "the writer's error")
+        assert descriptors() == before, step
+        if not is_interrupted:
+            break
+    assert step > 10
+
+
+@pytest.mark.guarantee("R7")
+def test_ctrl_c_ends_the_close_of_a_writer_whose_reader_is_out_of_reach() -> None:
+    """It ends the wait for the reader soon, though the reader has two minutes, and nothing is left."""
+    before = descriptors()
+    keys = RemoteKeys.generate()
+    patient = RemoteSettings(lost_after_s=120.0)
+    writer = QueueWriter.create("steps", remote_readers={1: keys.public}, bind_address=HERE, remote=patient)
+    with (
+        Cable(writer.handle.remote.port if writer.handle.remote else 0) as cable,
+        QueueReader.open(over(cable, writer.handle), writer.key, 1, DEADLINE_S, remote_keys=keys),
+    ):
+        cable.block()
+        writer.enqueue("lost")
+        handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        start = time.monotonic()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                writer.close()
+        finally:
+            signal.signal(signal.SIGALRM, handler)
+        assert time.monotonic() - start < 30.0
+        assert not threads_of(writer._remote)
+        writer.close()
+    assert descriptors() == before
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """Return the result of a call, or its error."""
+    try:
+        return call()
+    except (ClosedError, CommTimeoutError) as error:
+        return error
+
+
+def lent(reader: QueueReader) -> Any:
+    """Return the next object by a loan."""
+    with reader.loan(0.05) as value:
+        return value
+
+
+READS: dict[str, Callable[[QueueReader], Any]] = {
+    "dequeue": lambda reader: reader.dequeue(0.05),
+    "try_dequeue": lambda reader: reader.try_dequeue()[1],
+    "loan": lent,
+    "fileno": lambda reader: reader.fileno() >= 0,
+    "statistics": lambda reader: reader.statistics().messages == 0,
+}
+
+
+@pytest.mark.guarantee("R7", "R15")
+@pytest.mark.parametrize("written", [False, True], ids=["waiting", "reading"])
+@pytest.mark.parametrize("call", READS)
+def test_a_handler_may_close_a_remote_reader_in_every_place_of_a_call(call: str, written: bool) -> None:
+    """The call returns what it would, or raises ClosedError; then nothing of the reader is left."""
+    for step in count():
+        before = descriptors()
+        with remote_queue(heartbeat_s=0.1) as (writer, readers):
+            reader = readers[1]
+            far: Any = reader._ring
+            if written:
+                writer.enqueue("message", DEADLINE_S)
+                wait_until(far.is_ready, "the message")
+            if step % 2:
+                reader.fileno()
+            results: list[Any] = []
+
+            def read() -> None:
+                results.append(outcome(partial(READS[call], reader)))  # noqa: B023
+
+            has_come = handling_at(step, read, reader.close)
+            if not has_come:
+                break
+            assert not threads_of(far), step
+            assert far._is_closed, step
+            with pytest.raises(ClosedError):
+                reader.dequeue(DEADLINE_S)
+        assert descriptors() == before, step
+        is_message = written and call in ("dequeue", "try_dequeue", "loan")
+        if not isinstance(results[0], ClosedError if written else (ClosedError, CommTimeoutError)):
+            assert results[0] in (["message"] if is_message else [True, None]), (step, results)
+    assert step > 5
+
+
+@pytest.mark.guarantee("R7", "R15")
+@pytest.mark.parametrize("full", [False, True], ids=["sending", "waiting"])
+@pytest.mark.parametrize("local", [[], [2]], ids=["remote", "mixed"])
+def test_a_handler_may_close_a_writer_in_every_place_of_a_call(full: bool, local: list[int]) -> None:
+    """The message is sent to all readers or to none, they get the end, and nothing of the writer is left."""
+    for step in count():
+        before = descriptors()
+        with remote_queue(local=local, heartbeat_s=0.1, high_water_bytes=65536) as (writer, readers):
+            sent = 1 + full
+            for _ in range(sent):
+                writer.enqueue(bytes(30_000), DEADLINE_S)
+            results: list[Any] = []
+
+            def call() -> None:
+                results.append(outcome(partial(writer.enqueue, bytes(30_000), 0.05)))  # noqa: B023
+
+            has_come = handling_at(step, call, writer.close)
+            if not has_come:
+                break
+            end: Any = writer._remote
+            assert not threads_of(end), step
+            assert end._is_closed, step
+            counts = {rank: read_all(reader) for rank, reader in readers.items()}
+            assert set(counts.values()) == {sent + (results[0] is None)}, (step, results, counts)
+        assert descriptors() == before, step
+        errors = (ClosedError, CommTimeoutError) if full else ClosedError
+        assert results[0] is None or isinstance(results[0], errors), (step, results)
+    assert step > 10
+
+
+def read_all(reader: QueueReader) -> int:
+    """Return how many messages the reader gets before the writer's end of the queue."""
+    messages = 0
+    while True:
+        try:
+            reader.dequeue(DEADLINE_S)
+        except ClosedError:
+            return messages
+        messages += 1
+
+
+@pytest.mark.guarantee("R7")
+@pytest.mark.parametrize("has_begun", [False, True])
+@pytest.mark.parametrize("which", ["writer", "reader"])
+def test_an_end_whose_thread_could_not_be_started_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, which: str, has_begun: bool
+) -> None:
+    """Ctrl-C during the start of the thread, before or after it runs, leaves no thread and no descriptor."""
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if has_begun:
+            start(thread)
+        raise Interrupt
+
+    keys = RemoteKeys.generate()
+    create = partial(QueueWriter.create, "steps", remote_readers={1: keys.public}, bind_address=HERE)
+    before = descriptors()
+    if which == "writer":
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", interrupted)
+            with pytest.raises(Interrupt):
+                create()
+    else:
+        with create() as writer, monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", interrupted)
+            with pytest.raises(Interrupt):
+                QueueReader.open(writer.handle, writer.key, 1, DEADLINE_S, remote_keys=keys)
+    assert descriptors() == before
+    assert not [each for each in threading.enumerate() if each.name == "group-coordinator-remote"]
+
+
+@pytest.mark.guarantee("R7")
+def test_a_second_thread_that_closes_waits_for_the_first() -> None:
+    """When either call returns, everything is closed."""
+    with remote_queue() as (writer, readers):
+        for end in (readers[1], writer):
+            with background(end.close) as other:
+                end.close()
+                assert not threads_of(end._ring if isinstance(end, QueueReader) else end._remote)
+            assert other == [None]

@@ -72,19 +72,30 @@ class Segment:
         memory: The mapping.
     """
 
-    def __init__(self, descriptor: int, nbytes: int, *, is_reserved: bool = True) -> None:
-        """Map the first `nbytes` of `descriptor` and take ownership of it.
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        """Take ownership of `descriptor`; use `create` or `adopt`.
+
+        From its first step on nobody else closes the number: one that is closed twice may be somebody else's by then.
 
         Args:
             descriptor: The memfd.
             nbytes: Size of the mapping.
-            is_reserved: Whether all of its pages are allocated. If not, the caller calls `populate` once they are.
         """
         self.descriptor: int = descriptor
         self.nbytes = nbytes
+        self.memory: mmap.mmap
+
+    def _complete(self, is_reserved: bool) -> None:
+        """Map the first `nbytes`; without `is_reserved` the caller calls `populate` once all pages are allocated."""
         # Populate the pages now: the first touch of each costs 1 us or more, and would slow the first messages.
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE if is_reserved else mmap.MAP_SHARED
-        self.memory: mmap.mmap = mmap.mmap(descriptor, nbytes, flags)
+        self.memory = mmap.mmap(self.descriptor, self.nbytes, flags)
+
+    def _check_sealed(self, later_bytes: int) -> None:
+        """Raise `DecodeError` unless nobody can change the size, which is that of the mapping and the tail."""
+        sealed = fcntl.fcntl(self.descriptor, _F_GET_SEALS) & _SEALS == _SEALS
+        if not sealed or os.fstat(self.descriptor).st_size != self.nbytes + later_bytes:
+            raise DecodeError(f"the descriptor received is not a sealed segment of {self.nbytes} bytes")
 
     @classmethod
     def create(
@@ -102,17 +113,18 @@ class Segment:
             CapabilityError: Too little memory is free; the text gives the needed and the free bytes. Or the kernel
                 refuses to create a memfd.
         """
-        descriptor = _create_memfd()
+        segment = cls(_create_memfd(), nbytes)
         try:
             _check_free(nbytes)
             for offset, part_bytes in [(0, nbytes)] if own_parts is None else own_parts:
-                _allocate(descriptor, offset, part_bytes)
-            os.ftruncate(descriptor, nbytes + later_bytes)
-            fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEALS)
-            return cls(descriptor, nbytes, is_reserved=own_parts is None)
+                _allocate(segment.descriptor, offset, part_bytes)
+            os.ftruncate(segment.descriptor, nbytes + later_bytes)
+            fcntl.fcntl(segment.descriptor, _F_ADD_SEALS, _SEALS)
+            segment._complete(is_reserved=own_parts is None)
         except BaseException:
-            os.close(descriptor)
+            segment.close()
             raise
+        return segment
 
     @classmethod
     def adopt(
@@ -126,15 +138,17 @@ class Segment:
         Raises:
             DecodeError: The descriptor is not a sealed memfd of this size; it is closed.
         """
+        segment = cls(descriptor, nbytes)
         try:
-            sealed = fcntl.fcntl(descriptor, _F_GET_SEALS) & _SEALS == _SEALS
-            if sealed and os.fstat(descriptor).st_size == nbytes + later_bytes:
-                return cls(descriptor, nbytes, is_reserved=is_reserved)
+            segment._check_sealed(later_bytes)
+            segment._complete(is_reserved)
         except OSError as error:
-            os.close(descriptor)
+            segment.close()
             raise DecodeError(f"the descriptor received is not a shared segment: {error}") from error
-        os.close(descriptor)
-        raise DecodeError(f"the descriptor received is not a sealed segment of {nbytes} bytes")
+        except BaseException:
+            segment.close()
+            raise
+        return segment
 
     def reserve(self, offset: int, nbytes: int) -> None:
         """Allocate zeroed pages for `nbytes` at `offset`, on the NUMA node that the calling thread's policy prefers.
@@ -158,15 +172,19 @@ class Segment:
 
     def __del__(self) -> None:
         """Close the descriptor of a segment that an exception has left without an owner."""
-        if getattr(self, "descriptor", -1) >= 0:
-            os.close(self.descriptor)
+        self._close_descriptor()
 
     def close(self) -> None:
         """Close the descriptor and drop the mapping, which lives on while views of it exist. Idempotent."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
-            del self.memory
+        self._close_descriptor()
+        # It is missing after the first `close`, and if the segment was not completed.
+        vars(self).pop("memory", None)
+
+    def _close_descriptor(self) -> None:
+        # Forgotten first: a signal handler that raises behind the system call must not let it be closed again.
+        descriptor, self.descriptor = getattr(self, "descriptor", -1), -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def _create_memfd() -> int:

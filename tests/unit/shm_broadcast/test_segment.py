@@ -1,10 +1,12 @@
 """Shared memory without a name is sealed and reserved; other memory is refused."""
 
 import fcntl
+import gc
 import mmap
 import os
 import tempfile
 import threading
+from typing import Any, NoReturn
 
 import pytest
 
@@ -166,3 +168,76 @@ def test_an_interrupted_start_of_a_handover_leaves_nothing(
     with pytest.raises(KeyboardInterrupt):
         Handover(made, bytes(32), {0}, joined)
     made.close()
+
+
+def interrupt(*_: object, **__: object) -> NoReturn:
+    """Raise as a signal handler that runs at this place."""
+    raise KeyboardInterrupt
+
+
+def without_memory(*_: object, **__: object) -> NoReturn:
+    """Fail as `mmap` does when the kernel has no memory for the page tables."""
+    raise OSError(12, "Cannot allocate memory")
+
+
+class StruckSegment(Segment):
+    """A segment in whose constructor a handler raises behind the last step."""
+
+    def __init__(self, *args: Any, **how: Any) -> None:
+        """Initialise it, then raise."""
+        super().__init__(*args, **how)
+        interrupt()
+
+
+@pytest.mark.parametrize("adopts", [True, False])
+@pytest.mark.parametrize("place", ["seals", "mapping", "memory", "end"])
+def test_a_segment_that_is_not_completed_closes_its_descriptor_once(
+    monkeypatch: pytest.MonkeyPatch, place: str, adopts: bool
+) -> None:
+    """Whatever fails, the descriptor is closed, and never again: by then its number may be somebody else's."""
+    offered = memory_file(NBYTES, NO_SHRINK | NO_GROW | NO_MORE)
+    made = StruckSegment if place == "end" else Segment
+    caught: BaseException | None = None
+    with monkeypatch.context() as patch:
+        if place == "seals":
+            patch.setattr(fcntl, "fcntl", interrupt)
+        elif place != "end":
+            patch.setattr(mmap, "mmap", without_memory if place == "memory" else interrupt)
+        try:
+            made.adopt(offered, NBYTES) if adopts else made.create(NBYTES)
+        except (OSError, DecodeError, KeyboardInterrupt) as error:
+            caught = error
+    assert caught is not None
+    if not adopts:
+        os.close(offered)
+    others = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(2)]
+    # The lowest free numbers are taken first, so these include the segment's. What strikes in the constructor holds the
+    # segment, which is closed with it.
+    assert place == "end" or segments_of() == []
+    caught = None
+    gc.collect()
+    assert segments_of() == []
+    for other in others:
+        os.fstat(other)
+        os.close(other)
+
+
+def test_an_interrupted_close_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a handler raises behind the system call, the next `close` drops the mapping and closes nothing again."""
+    made = Segment.create(NBYTES)
+    close = os.close
+
+    def interrupted(descriptor: int) -> None:
+        close(descriptor)
+        interrupt()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            made.close()
+    other = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    made.close()
+    assert segments_of() == []
+    del made
+    os.fstat(other)
+    os.close(other)

@@ -277,8 +277,7 @@ class Handover:
         self._members = set(members)
         self._joined = joined
         self._own = this_process()
-        # Peers watch this process by it, from their PID namespaces too.
-        self._watch = open_pidfd(os.getpid())
+        self._watch = -1
         self._visitors: dict[int, _Visitor] = {}
         self._poller = select.poll()
         self._stopping = False
@@ -287,9 +286,15 @@ class Handover:
         self._lock = threading.Lock()
         self.address: str = f"group-coordinator-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.setblocking(False)
-        self._listener.bind("\0" + self.address)
-        self._listener.listen(_BACKLOG)
+        try:
+            # Peers watch this process by it, from their PID namespaces too.
+            self._watch = open_pidfd(os.getpid())
+            self._listener.setblocking(False)
+            self._listener.bind("\0" + self.address)
+            self._listener.listen(_BACKLOG)
+        except BaseException:
+            self.close_descriptors()
+            raise
         _handovers.add(self)
         self._poller.register(self._listener, select.POLLIN)
         self._thread = threading.Thread(target=self._serve, name="group-coordinator-handover", daemon=True)

@@ -10,6 +10,9 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
+from shm_broadcast.errors import CapabilityError
+from shm_broadcast.interruption import raised_by_handler
+
 # How long `settle` waits before it aborts a step once more.
 _AGAIN_S: Final = 0.02
 
@@ -24,7 +27,11 @@ class Aside:
         self._error: BaseException | None = None
 
     def run(self, step: Callable[[], None]) -> None:
-        """Run `step` and wait for its end, or raise its error. If the wait is interrupted, call `settle`."""
+        """Run `step` and wait for its end, or raise its error. If the wait is interrupted, call `settle`.
+
+        Raises:
+            CapabilityError: This process can have no further thread.
+        """
         self._has_begun, self._error = False, None
 
         def body() -> None:
@@ -38,7 +45,14 @@ class Aside:
                 self._error = error
 
         self._thread = threading.Thread(target=body, name="group-coordinator-descriptors", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as refused:
+            if raised_by_handler(refused):
+                raise
+            raise CapabilityError(
+                f"no thread could be started: {refused}", requirement="a thread"
+            ) from refused
         self._thread.join()
         self._thread = None
         error, self._error = self._error, None

@@ -21,8 +21,11 @@ from device_comm.health import GroupHealth
 from shm_broadcast.errors import (
     CapabilityError,
     CommError,
+    CommTimeoutError,
     DecodeError,
+    PeerLostError,
 )
+from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import this_process
 from shm_broadcast.segment import Handover, Hello, Segment, take_descriptor
 
@@ -121,12 +124,23 @@ class Preparation:
         self.offer: bytes = b"" if rank else msgspec.msgpack.encode(_Offer())
 
     def prepare(self) -> None:
-        """On the first rank, make the memory. If that fails nothing is raised: the offer tells all ranks the reason."""
+        """On the first rank, make the memory. If that fails nothing is raised: the offer tells all ranks the reason.
+
+        What a signal handler raises meanwhile arrives as it is.
+        """
         if self._rank == 0 and self._world_size > 1:
-            self._aside.run(self._make)
+            try:
+                self._aside.run(self._make)
+            except CapabilityError as error:  # no thread could be started
+                if raised_by_handler(error):
+                    raise
+                self.offer = msgspec.msgpack.encode(_Offer(failure=str(error)))
 
     def _make(self) -> None:
-        self._handover, self._segment, offer = _offer(self._world_size)
+        try:
+            self._handover, self._segment, offer = _offer(self._world_size)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for this one
+            offer = _Offer(failure=_reason(error))
         self.offer = msgspec.msgpack.encode(offer)
 
     def map(self, health: GroupHealth, offer: bytes, timeout_s: float) -> SharedMemory:
@@ -168,7 +182,7 @@ class Preparation:
         if self._segment is None:
             try:
                 self._aside.run(lambda: self._fetch(offered, timeout_s))
-            except (CapabilityError, DecodeError) as error:
+            except CapabilityError as error:
                 text = f"rank {self._rank_in_group} of the group: {error}"
                 raise CapabilityError(text, requirement="shared memory") from error
         segment, self._segment = self._segment, None
@@ -179,7 +193,12 @@ class Preparation:
         def connecting(connection: socket.socket) -> None:
             self._connection = connection
 
-        self._segment = _take(offered, self._rank, self._world_size, timeout_s, connecting)
+        try:
+            self._segment = _take(offered, self._rank, self._world_size, timeout_s, connecting)
+        except (CapabilityError, CommTimeoutError, PeerLostError):
+            raise
+        except Exception as error:
+            raise CapabilityError(_reason(error), requirement="shared memory") from error
         self._connection = None
 
     def _hang_up(self) -> None:
@@ -306,16 +325,15 @@ def _parts(world_size: int, rank: int) -> list[tuple[int, int]]:
     return [*parts, (at.board, at.end - at.board)] if rank == 0 else parts
 
 
-def _offer(world_size: int) -> tuple[Handover | None, Segment | None, _Offer]:
+def _reason(error: Exception) -> str:
+    """Return why the memory could not be made or mapped; an error that is not ours gets its type as well."""
+    return str(error) if isinstance(error, CommError) else f"{type(error).__name__}: {error}"
+
+
+def _offer(world_size: int) -> tuple[Handover, Segment, _Offer]:
     at = _layout(world_size)
-    try:
-        segment = Segment.create(at.end, room_bytes(world_size), _parts(world_size, 0))
-    except CapabilityError as error:
-        return None, None, _Offer(failure=str(error))
+    segment = Segment.create(at.end, room_bytes(world_size), _parts(world_size, 0))
     generation = int.from_bytes(os.urandom(7))
-    with memoryview(segment.memory) as memory:
-        _core.lay_out(memory[: at.host], world_size, SLOT_BYTES, generation)
-        _core.lay_out(memory[at.host : at.board], world_size, HOST_SLOT_BYTES, generation)
     key = os.urandom(_KEY_BYTES)
 
     def joined(_hello: Hello, descriptor: int) -> None:
@@ -323,10 +341,10 @@ def _offer(world_size: int) -> tuple[Handover | None, Segment | None, _Offer]:
         os.close(descriptor)
 
     try:
+        with memoryview(segment.memory) as memory:
+            _core.lay_out(memory[: at.host], world_size, SLOT_BYTES, generation)
+            _core.lay_out(memory[at.host : at.board], world_size, HOST_SLOT_BYTES, generation)
         handover = Handover(segment, key, set(range(1, world_size)), joined)
-    except CapabilityError as error:
-        segment.close()
-        return None, None, _Offer(failure=str(error))
     except BaseException:
         segment.close()
         raise
@@ -339,12 +357,23 @@ def _take(
     """Return the segment that the first rank offers. The other ranks' slots may not be reserved yet."""
     memory, _, descriptor = take_descriptor(offer.address, offer.key, rank, timeout_s, connecting)
     os.close(descriptor)
-    nbytes = _layout(world_size).end
-    segment = Segment.adopt(memory, nbytes, room_bytes(world_size), is_reserved=False)
+    at = _layout(world_size)
+    segment = Segment.adopt(memory, at.end, room_bytes(world_size), is_reserved=False)
     try:
+        _check_regions(segment, at, rank)
         for offset, part_bytes in _parts(world_size, rank):
             segment.reserve(offset, part_bytes)
     except BaseException:
         _drop(segment)
         raise
     return segment
+
+
+def _check_regions(segment: Segment, at: _Layout, rank: int) -> None:
+    """Raise `DecodeError` unless the first rank has laid out both regions; no slot is touched."""
+    with memoryview(segment.memory) as memory:
+        for part in (memory[: at.host], memory[at.host : at.board]):
+            try:
+                _core.SharedRegion(part, rank)
+            except ValueError as error:
+                raise DecodeError(f"the memory received is not that of the group: {error}") from error

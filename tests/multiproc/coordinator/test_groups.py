@@ -371,21 +371,26 @@ def test_memory_that_one_rank_cannot_have_fails_the_creation_on_all(ranks4: Rank
     ranks4.run(lacks_memory, culprit)
 
 
-def lacks_pidfd(rank: int, world_size: int, directory: Path) -> None:
-    refusal = CapabilityError("pidfd_open failed", requirement="the system call pidfd_open")
+def lacks(rank: int, world_size: int, directory: Path, what: str) -> None:
+    """Let the first rank fail to offer its group's memory: with an error of ours, or with one of Python."""
+    no_pidfd = CapabilityError("pidfd_open failed", requirement="the system call pidfd_open")
+    refused, text = {
+        "pidfd": (mock.patch.object(shared_memory, "Handover", side_effect=no_pidfd), "pidfd_open failed"),
+        "mapping": (
+            mock.patch("mmap.mmap", side_effect=OSError(12, "Cannot allocate memory")),
+            "OSError: .*allocate",
+        ),
+    }[what]
     with world(rank, world_size, directory) as everyone:
-        refused = mock.patch.object(shared_memory, "Handover", side_effect=refusal)
-        with (
-            refused if rank == 0 else contextlib.nullcontext(),
-            pytest.raises(CapabilityError, match="pidfd_open failed"),
-        ):
+        with refused if rank == 0 else contextlib.nullcontext(), pytest.raises(CapabilityError, match=text):
             new_group(everyone)
         works(everyone)
 
 
-def test_memory_that_cannot_be_offered_fails_the_creation_on_all(ranks2: RankPool) -> None:
+@pytest.mark.parametrize("what", ["pidfd", "mapping"])
+def test_memory_that_cannot_be_offered_fails_the_creation_on_all(ranks2: RankPool, what: str) -> None:
     """The other rank hears why, and does not wait for an offer until its deadline."""
-    ranks2.run(lacks_pidfd)
+    ranks2.run(lacks, what)
 
 
 def comes_late(rank: int, world_size: int, directory: Path) -> None:

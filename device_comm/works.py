@@ -60,7 +60,8 @@ class WaiterThreads:
         self._idle: list[SimpleQueue[Callable[[], None] | None]] = []
         self._all: list[tuple[threading.Thread, threading.Event]] = []
         self._closed = False
-        self._lock = threading.Lock()
+        # A signal handler may start or close threads while this thread holds it.
+        self._lock = threading.RLock()
 
     @property
     def is_busy(self) -> bool:
@@ -70,12 +71,15 @@ class WaiterThreads:
 
     def submit(self, job: Callable[[], None]) -> None:
         """Run `job` on an idle thread, or on a new one. `job` must not raise."""
-        with self._lock:
-            inbox = self._idle.pop() if self._idle else None
-        if inbox is None:
-            self._start(job)
-        else:
+        idle = self._idle
+        # Nothing is called from here to the end of `put`, so that no signal handler leaves an idle thread without a job
+        # and no other thread takes it as well.
+        if idle:
+            inbox = idle[-1]
+            del idle[-1]
             inbox.put(job)
+        else:
+            self._start(job)
 
     def _start(self, job: Callable[[], None]) -> None:
         """Run `job` on a new thread.
@@ -93,9 +97,10 @@ class WaiterThreads:
             self._all.append((thread, ended))
             try:
                 thread.start()
-            except Exception:
+            except Exception as error:
                 # The system has no thread to give; unlike an interrupt, this leaves nothing running.
-                self._all.pop()
+                if not raised_by_handler(error) and (thread, ended) in self._all:
+                    self._all.remove((thread, ended))
                 raise
 
     def _run(self, inbox: SimpleQueue[Callable[[], None] | None], ended: threading.Event) -> None:

@@ -45,6 +45,9 @@ class Crossing(Protocol):
     def fail_corrupt(self, peer: int, error: Exception) -> NoReturn:
         """Raise for a channel with rank `peer` that holds no ring: it was closed, or else the group breaks."""
 
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run `job` on a thread of ours. CapabilityError: There is none, and none can be started."""
+
 
 class LeftError(RuntimeError):
     """The other end of a channel has left, or this one was closed; `GroupHealth.explain` finds out why."""
@@ -370,6 +373,10 @@ class Sending:
         self._tag = tag
         self._done = 0
         self._error: BaseException | None = None
+        # The thread that makes the call.
+        self.thread: int = threading.get_ident()
+        # Whether a part may be in the channel, where nothing but the rest may follow it.
+        self.has_begun: bool = False
         # Set, and the memory let go, when the channel owns the whole message.
         self.is_owned: threading.Event = threading.Event()
 
@@ -383,6 +390,7 @@ class Sending:
             return False
         if before == 0:
             sender.raise_if_deserted()
+        self.has_begun = True
         self._done = sender.endpoint.write_some(
             message.header, message.buffers, before, spin_ns, park_ns, self._tag
         )
@@ -424,8 +432,14 @@ class Sending:
         look = _Look(self._sender.crossing, slice_s)
         while not self.is_owned.wait(look.park_ns() / 1e9):
             if look.is_over(None):
+                # If a signal handler waits here, it may have interrupted the call that is about to start the thread.
+                self._sender.call_thread(again=True)
                 break
         return self.is_complete()
+
+    def withdraw(self) -> bool:
+        """Do not write it if nothing of it was written; return whether nothing more of it will be written."""
+        return self._sender.withdraw(self)
 
     def pending(self) -> tuple[int, ...]:
         """Return the receiver while there is no room."""
@@ -460,7 +474,12 @@ class Writing:
 
 
 class ChannelSender:
-    """The writing end of the channel to one rank."""
+    """The writing end of the channel to one rank.
+
+    As in `ChannelReceiver`, several threads may use it and a signal handler may interrupt any call. What waits is kept in
+    statements that call nothing before the last one. A handler that needed a thread of ours while its own thread held a
+    lock would wait for ever.
+    """
 
     def __init__(
         self, crossing: Crossing, memory: mmap.mmap, peer: int, bell: memoryview | None = None
@@ -474,10 +493,11 @@ class ChannelSender:
         )
         # What is not in the channel as a whole, in order: the first is under way.
         self._waiting: deque[Sending] = deque()
-        # Whether a thread writes what waits, until nothing does.
+        # The first one if the call that sends it writes it.
+        self._own: Sending | None = None
+        # Whether a thread of ours writes what waits, until nothing does; and whether one was called and has not come.
         self._has_thread = False
-        # A signal handler may send while this thread holds it.
-        self._lock = threading.RLock()
+        self._is_called = False
 
     def send_now(self, obj: Any, tag: int) -> codec.Message | None:
         """Send an object that fits and has nothing before it; return it encoded if it was not sent."""
@@ -490,44 +510,78 @@ class ChannelSender:
         """Send a message that fits and has nothing before it; return whether it was sent."""
         return not self._waiting and self.endpoint.write_now(message.header, message.buffers, tag)
 
-    def enqueue(
-        self, message: codec.Message, tag: int, start: Callable[[Callable[[], None]], None] | None = None
-    ) -> tuple[Sending, bool]:
-        """Add a message to those that wait.
+    def enqueue(self, sending: Sending, *, aside: bool = False) -> bool:
+        """Add a message to those that wait; return whether the caller has to write it now.
+
+        If this raises, or the caller is interrupted before it waits, the caller withdraws the message.
 
         Args:
-            message: What to send.
-            tag: Its tag.
-            start: Runs a function on a thread; None if the caller would write the message itself.
+            sending: The message.
+            aside: Whether a thread of ours shall write it in any case.
 
-        Returns:
-            The message on its way, and whether the caller has to write it now.
+        Raises:
+            UsageError: A call writes another message to this rank, which nothing overtakes and no thread of ours ends.
+            CapabilityError: No thread can be started.
         """
-        sending = Sending(self, message, tag)
-        with self._lock:
-            if self._waiting and not self._has_thread:
-                raise UsageError(
-                    f"this thread is inside of a call that sends to rank {self.peer} already, as in a signal handler "
-                    "or a finalizer"
-                )
-            # Nothing overtakes what waits.
+        # Nothing is called from here to the end of `append`.
+        own = self._own
+        is_own = not (aside or self._waiting or self._has_thread)
+        if own is None:
+            if is_own:
+                self._own = sending
             self._waiting.append(sending)
-            if self._has_thread:
-                return sending, False
-            self._has_thread = start is not None
-        if start is None:
-            return sending, True
-        start(self._write_waiting)
-        return sending, False
+            if not is_own:
+                self.call_thread()
+            return is_own
+        if own.thread == sending.thread:
+            raise UsageError(
+                f"this thread is inside of a call that sends to rank {self.peer} already, as in a signal handler "
+                "or a finalizer"
+            )
+        raise UsageError(
+            f"another thread of this process sends a long message to rank {self.peer}: the next one can be sent when "
+            "that call has returned"
+        )
+
+    def call_thread(self, *, again: bool = False) -> None:
+        """Let a thread of ours write what waits, if none does. One that was called must come, unless `again`."""
+        if self._has_thread or not self._waiting or (self._is_called and not again):
+            return
+        try:
+            self._is_called = True
+            self.crossing.submit(self._write_waiting)
+        except BaseException:
+            # If it comes all the same, it finds nothing to do, or does what the next one is called for.
+            self._is_called = False
+            raise
 
     def _write_waiting(self) -> None:
+        """Write, on a thread of ours, until nothing waits."""
+        # Nothing is called between these statements: they are one step for all threads and signal handlers.
+        self._is_called = False
+        if self._has_thread or self._own is not None:
+            return
+        self._has_thread = True
         while True:
-            with self._lock:
-                if not self._waiting:
-                    self._has_thread = False
-                    return
-                first = self._waiting[0]
+            # Nor between these: what is added behind the look is added while no thread writes, or taken here.
+            if not self._waiting:
+                self._has_thread = False
+                return
+            first = self._waiting[0]
+            first.has_begun = True
             first.run()
+
+    def withdraw(self, sending: Sending) -> bool:
+        """Take back a message of which nothing was written; return whether none of it still waits."""
+        # Nothing is called from here to the end of `remove`.
+        if sending not in self._waiting:
+            return True
+        if sending.has_begun:
+            return False
+        if self._own is sending:
+            self._own = None
+        self._waiting.remove(sending)
+        return True
 
     def raise_if_deserted(self) -> None:
         """Raise if the receiver has left."""
@@ -539,7 +593,10 @@ class ChannelSender:
 
     def done(self, sending: Sending) -> None:
         """Forget a message that is owned by the channel, or cannot be sent."""
-        with self._lock:
+        # Nothing is called from here to the end of `remove`.
+        if self._own is sending:
+            self._own = None
+        if sending in self._waiting:
             self._waiting.remove(sending)
 
     def close(self) -> None:

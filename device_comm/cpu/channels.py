@@ -33,7 +33,8 @@ from device_comm.health import GroupHealth, Operation, Pollable
 from device_comm.works import WaiterThreads
 from shm_broadcast import _core as rings
 from shm_broadcast import codec
-from shm_broadcast.errors import CommError, InternalError, UsageError
+from shm_broadcast.errors import CapabilityError, CommError, InternalError, UsageError
+from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.layout import segment_bytes
 from shm_broadcast.segment import Segment
 
@@ -155,15 +156,20 @@ class Channels:
         if not rest:
             return
         operation = self._operation(plane, name, "to", rest)
-        own: list[Sending] = []
-        for peer in rest:
-            sending, is_own = self._sender(peer, name).enqueue(message, tag)
-            if is_own:
-                own.append(sending)
-            else:
-                self._health.wait(operation, sending, timeout_s)
-        if own:
-            self._health.wait(operation, Writing(self, own), timeout_s)
+        senders = [self._sender(peer, name) for peer in rest]
+        sendings = [Sending(sender, message, tag) for sender in senders]
+        try:
+            own: list[Sending] = []
+            for sender, sending in zip(senders, sendings, strict=True):
+                if sender.enqueue(sending):
+                    own.append(sending)
+                else:
+                    self._health.wait(operation, sending, timeout_s)
+            if own:
+                self._health.wait(operation, Writing(self, own), timeout_s)
+        except BaseException as error:
+            self._withdraw(operation, sendings, error)
+            raise
 
     def isend(
         self, plane: str, name: str, obj: Any, dst: int, tag: int, timeout_s: float, copies: bool = False
@@ -182,8 +188,38 @@ class Channels:
         operation = self._operation(plane, name, "to", [dst])
         if copies and message.buffers:
             message = codec.Message(message.to_bytes(), (), message.nbytes)
-        sending, _ = sender.enqueue(message, tag, self._threads.submit)
-        return PointToPointHandle(self._health, operation, sending, timeout_s)
+        sending = Sending(sender, message, tag)
+        try:
+            sender.enqueue(sending, aside=True)
+            return PointToPointHandle(self._health, operation, sending, timeout_s)
+        except BaseException as error:
+            self._withdraw(operation, [sending], error)
+            raise
+
+    def _withdraw(self, operation: Operation, sendings: Sequence[Sending], error: BaseException) -> None:
+        """Take back the messages of a call that `error` ends. If one is halfway, an interruption breaks the group.
+
+        Its memory belongs to the caller again, and its channel can carry nothing else before it is whole.
+        """
+        halfway = [sending for sending in sendings if not sending.withdraw()]
+        if halfway and not isinstance(error, CommError) and not self._health.is_broken:
+            self._health.fail(error, str(operation))
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run `job`, which writes what waits to be sent, on a thread.
+
+        Raises:
+            CapabilityError: There is none, and none can be started.
+        """
+        try:
+            self._threads.submit(job)
+        except RuntimeError as error:
+            if raised_by_handler(error):
+                raise
+            raise CapabilityError(
+                f"{self._health.where('send')}: no thread can be started to write a message: {error}",
+                requirement="one more thread",
+            ) from error
 
     # ------------------------------------------------------------------ receiving
 

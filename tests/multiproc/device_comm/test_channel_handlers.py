@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from device_comm.cpu.channel_ends import ChannelReceiver, ChannelSender, Writing
+from device_comm.cpu.channel_ends import ChannelReceiver, ChannelSender, Sending, Writing
 from shm_broadcast import _core as rings
 from shm_broadcast import codec
 from shm_broadcast.errors import UsageError
@@ -33,6 +33,10 @@ class Crossing:
         """Fail the test."""
         raise AssertionError from error
 
+    def submit(self, _job: Callable[[], None]) -> None:
+        """Fail the test, in which calls write what they send."""
+        raise AssertionError
+
 
 def channel() -> tuple[ChannelSender, ChannelReceiver]:
     """Return both ends of a channel."""
@@ -47,7 +51,8 @@ def send(sender: ChannelSender, obj: Any, tag: int) -> None:
     """Send an object, waiting for room."""
     message = sender.send_now(obj, tag)
     if message is not None:
-        sending, _ = sender.enqueue(message, tag)
+        sending = Sending(sender, message, tag)
+        sender.enqueue(sending)
         writing = Writing(sender.crossing, [sending])
         while not writing.poll(0.1):
             pass

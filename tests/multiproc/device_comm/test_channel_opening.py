@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
@@ -41,18 +41,19 @@ def looks_for_signals(frame: FrameType) -> bool:
 
 
 class Strikes:
-    """Calls `strike` once in each run, one place later each time, where a handler could run inside of `channels.py`."""
+    """Calls `strike` once in each run, one place later each time, where a handler could run inside of `modules`."""
 
-    def __init__(self, strike: Callable[[], None]) -> None:
-        """Begin with the first place."""
+    def __init__(self, strike: Callable[[], None], *modules: ModuleType) -> None:
+        """Begin with the first place, inside of `channels.py` if no module is given."""
         self.strike = strike
+        self._files = [module.__file__ for module in modules or (opening,)]
         self.place = 0
         self.passed = 0
         self._known: dict[tuple[Any, int], bool] = {}
 
     def __call__(self, frame: FrameType, event: str, _argument: object) -> Strikes | None:
         """Trace a function."""
-        if frame.f_code.co_filename != opening.__file__:
+        if frame.f_code.co_filename not in self._files:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":

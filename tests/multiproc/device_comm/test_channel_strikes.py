@@ -1,0 +1,167 @@
+"""Signal handlers that raise, or make a call, at any step of a call on channels that are open."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from device_comm import health, works
+from device_comm.cpu import channel_ends, channels
+from device_comm.cpu.channels import Channels
+from shm_broadcast.errors import CapabilityError, CommError, GroupBrokenError, UsageError
+from tests.channels import channels_of, health_of
+from tests.multiproc.device_comm.test_channel_opening import Strikes, recv, send, strike
+from tests.queues import background
+from tests.unit.shm_broadcast.test_signal_handlers import AlarmError
+
+TAG, OTHER_TAG = 1, 2
+# Twice as long as a channel.
+LONG = bytes(2 << 20)
+LIMIT_S = 20.0
+
+
+def isend(channels_: Channels, obj: Any, dst: int) -> None:
+    """Send an object through a handle."""
+    channels_.isend("host", "isend", obj, dst, TAG, LIMIT_S).wait()
+
+
+@contextmanager
+def opened() -> Iterator[tuple[Channels, Channels]]:
+    """Yield the channels of two ranks, of which that from rank 0 to rank 1 is open."""
+    with channels_of(2) as (zero, one):
+        send(zero, "opens", 1)
+        assert recv(one, 0) == "opens"
+        yield zero, one
+
+
+@contextmanager
+def received(one: Channels, last: object) -> Iterator[list[Any]]:
+    """Receive what rank 0 sends until `last` comes, or the group breaks; yield what came."""
+    found: list[Any] = []
+
+    def receive() -> None:
+        try:
+            while not found or found[-1] != last:
+                found.append(one.recv("host", "recv", 0, TAG, LIMIT_S))
+        except CommError as error:
+            found.append(error)
+
+    with background(receive):
+        yield found
+
+
+@pytest.mark.guarantee("D15")
+@pytest.mark.parametrize("call", [send, isend])
+def test_a_strike_at_any_step_of_a_long_send_takes_it_back_or_breaks_the_group(
+    call: Callable[[Channels, Any, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind it the next message is sent at once, or raises the failure: none waits for a call that has ended."""
+    monkeypatch.setattr(health, "EXPLAIN_S", 0.01)
+    strikes = Strikes(strike, channels, channel_ends, works)
+    outcomes: list[str] = []
+    while not strikes.is_over:
+        with opened() as (zero, one), received(one, "last") as found:
+            try:
+                with strikes.run():
+                    call(zero, LONG, 1)
+                outcome = "sent"
+            except AlarmError:
+                outcome = "struck"
+            try:
+                send(zero, "last", 1)
+            except GroupBrokenError:
+                outcome = "broken"
+                assert health_of(zero).is_broken
+                zero.close()
+        outcomes.append(outcome)
+        if outcome == "broken":
+            assert isinstance(found.pop(), CommError)
+        else:
+            assert found.pop() == "last"
+        assert found in ([], [LONG])
+        assert found or outcome != "sent"
+    assert set(outcomes) == {"sent", "struck", "broken"}
+
+
+@pytest.mark.guarantee("D15", "R15")
+@pytest.mark.parametrize("outer", [send, isend])
+@pytest.mark.parametrize("inner", [send, isend])
+def test_a_handler_that_sends_at_any_step_of_a_long_send_is_refused_or_served(
+    outer: Callable[[Channels, Any, int], None], inner: Callable[[Channels, Any, int], None]
+) -> None:
+    """It never waits for the call that it has interrupted."""
+    outcomes: list[str] = []
+
+    def call() -> None:
+        try:
+            inner(zero, LONG[1:], 1)
+            outcomes.append("sent")
+        except UsageError:
+            outcomes.append("refused")
+
+    strikes = Strikes(call, channels, channel_ends, works)
+    while not strikes.is_over:
+        count = len(outcomes)
+        with opened() as (zero, one), received(one, "last") as found:
+            start = time.monotonic()
+            with strikes.run():
+                outer(zero, LONG, 1)
+            send(zero, "last", 1)
+            assert time.monotonic() - start < LIMIT_S / 2
+        lengths = sorted(len(each) for each in found)
+        assert lengths == sorted([4, len(LONG)] + [len(LONG) - 1] * (outcomes[count:] == ["sent"]))
+    # What a thread of ours writes keeps nobody from sending.
+    assert set(outcomes) == ({"sent", "refused"} if outer is send else {"sent"})
+
+
+@pytest.mark.guarantee("D15")
+def test_a_send_to_several_ranks_that_is_refused_leaves_nothing_behind() -> None:
+    """A handler sends to two ranks, and a call below it is sending to the second: the first can still be sent to."""
+    errors: list[UsageError] = []
+    with channels_of(3) as (zero, one, two):
+        send(zero, "opens", 1)
+        send(zero, "opens", 2)
+
+        def call() -> None:
+            try:
+                zero.send("host", "send", LONG, (1, 2), TAG, LIMIT_S)
+            except UsageError as error:
+                errors.append(error)
+
+        def receive() -> list[object]:
+            while not errors:
+                time.sleep(0.001)
+            return [recv(two, 0), len(recv(two, 0)), recv(one, 0), len(recv(one, 0))]
+
+        with background(receive) as outcome:
+            # In the middle of the call: the channel is full, and the thread that reads has not begun.
+            timer = threading.Timer(0.2, call)
+            timer.start()
+            send(zero, LONG, 2)
+            timer.join()
+            send(zero, LONG, 1)
+        assert outcome == [["opens", len(LONG), "opens", len(LONG)]]
+        assert "another thread of this process sends a long message to rank 2" in str(errors[0])
+
+
+@pytest.mark.guarantee("D15")
+def test_a_thread_that_cannot_be_started_leaves_the_channel_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call says so and sends nothing; the next one arrives."""
+
+    def start(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with opened() as (zero, one):
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            with pytest.raises(CapabilityError, match="no thread can be started to write a message"):
+                isend(zero, LONG, 1)
+        send(zero, "next", 1)
+        assert recv(one, 0) == "next"
+        with received(one, LONG):
+            isend(zero, LONG, 1)

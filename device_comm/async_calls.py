@@ -182,7 +182,9 @@ class CallLine:
         self.open: deque[CallHandle[Any]] = deque()
         self._inbox: SimpleQueue[CallHandle[Any] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._is_ending = False
+        # A signal handler may make a call, or destroy the group, while this thread holds it.
+        self._lock = threading.RLock()
 
     def submit(self, name: str, call: Callable[[], Result], *, at_once: bool = False) -> CallHandle[Result]:
         """Submit `call` behind all earlier ones; return its handle.
@@ -202,18 +204,37 @@ class CallLine:
                 raise interruption
             return handle
         with self._lock:
-            # Under the lock: no call may be queued behind the None that ends the thread.
             self._health.check_usable(name)
             if self._thread is None:
-                thread = threading.Thread(
-                    target=self._serve, name=f"group-coordinator-{self._health.name}-calls", daemon=True
-                )
-                thread.start()
-                # Set only after the start: if the thread cannot be started, the next call tries again.
-                self._thread = thread
-            self.open.append(handle)
-            self._inbox.put(handle)
-        return handle
+                self._start()
+            # Nothing is called from here to the end of `put`. So calls are open in the order in which the thread gets
+            # them, each of them gets there, and none is queued behind the None that ends the thread.
+            if not self._is_ending:
+                self.open += (handle,)
+                self._inbox.put(handle)
+                return handle
+        raise ClosedError(f"{self._health.where(name)}: the group was destroyed")
+
+    def _start(self) -> None:
+        """Start the thread, unless a signal handler that runs meanwhile starts one or ends them."""
+        inbox: SimpleQueue[CallHandle[Any] | None] = SimpleQueue()
+        thread = threading.Thread(
+            target=self._serve,
+            args=(inbox,),
+            name=f"group-coordinator-{self._health.name}-calls",
+            daemon=True,
+        )
+        try:
+            thread.start()
+        except BaseException:
+            # If it runs all the same, it ends. The next call tries again.
+            inbox.put(None)
+            raise
+        # Nothing is called between looking and storing.
+        if self._thread is None and not self._is_ending:
+            self._thread, self._inbox = thread, inbox
+        else:
+            inbox.put(None)
 
     def follow(self, name: str, action: Callable[[], None]) -> None:
         """Run `action`, which does not block, behind all open calls: here if there are none, else without waiting."""
@@ -243,15 +264,16 @@ class CallLine:
     def close(self, timeout_s: float) -> None:
         """End the thread, within about `timeout_s` seconds; calls that are open end with `ClosedError`. Idempotent."""
         with self._lock:
+            self._is_ending = True
             thread = self._thread
             if thread is not None:
                 self._inbox.put(None)
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout_s)
 
-    def _serve(self) -> None:
+    def _serve(self, inbox: SimpleQueue[CallHandle[Any] | None]) -> None:
         _serving.health = self._health
-        while (handle := self._inbox.get()) is not None:
+        while (handle := inbox.get()) is not None:
             handle.perform()
             # Before `finish`, so that a woken waiter no longer finds this call open.
             self.open.popleft()

@@ -195,7 +195,8 @@ class GroupHealth:
         self._numbers: dict[str, Iterator[int]] = {"host": itertools.count(1), "device": itertools.count(1)}
         self._aborts: list[Callable[[], None]] = []
         self._planes: dict[str, Plane] = {}
-        self._lock = threading.Lock()
+        # A signal handler may destroy the group while this thread holds it.
+        self._lock = threading.RLock()
 
     @property
     def is_broken(self) -> bool:
@@ -590,7 +591,8 @@ class GroupHealth:
             resources are released once.
         """
         with self._lock:
-            if self._closed or self.is_inherited:
+            # Asked first: between looking at `_closed` and setting it nothing is called, so no handler closes too.
+            if self.is_inherited or self._closed:
                 return False
             self._closed = True
         return True

@@ -153,7 +153,8 @@ class PeerWatch:
         self._peers = dict(peers)
         self._descriptors: dict[int, int] = {}
         self._lost: set[int] = set()
-        self._lock = threading.Lock()
+        # A signal handler may run while this thread holds it, and look or close too.
+        self._lock = threading.RLock()
         try:
             for rank, peer in self._peers.items():
                 if own.sees(peer):
@@ -189,14 +190,22 @@ class PeerWatch:
         with self._lock:
             if self._descriptors:
                 poller = select.poll()
-                ranks = {descriptor: rank for rank, descriptor in self._descriptors.items()}
+                ranks = {descriptor: rank for rank, descriptor in list(self._descriptors.items())}
                 for descriptor in ranks:
                     poller.register(descriptor, select.POLLIN)
                 for descriptor, _ in poller.poll(0):
-                    rank = ranks[descriptor]
-                    self._lost.add(rank)
-                    os.close(self._descriptors.pop(rank))
+                    self._lose(ranks[descriptor], descriptor)
             return tuple(sorted(self._lost))
+
+    def _lose(self, rank: int, descriptor: int) -> None:
+        """Note that `rank` has ended, unless a signal handler has closed the descriptor that says so."""
+        if self._descriptors.get(rank) != descriptor:
+            return
+        self._lost.add(rank)
+        # Nothing is called before the end of `close`: a handler finds the descriptor here and open, or neither.
+        if rank in self._descriptors:
+            del self._descriptors[rank]
+            os.close(descriptor)
 
     def watches(self, rank: int) -> bool:
         """Return whether this process notices when `rank` ends."""
@@ -226,6 +235,9 @@ class PeerWatch:
     def close(self) -> None:
         """Close the pidfds. Idempotent."""
         with self._lock:
-            for descriptor in self._descriptors.values():
-                os.close(descriptor)
-            self._descriptors.clear()
+            for rank in list(self._descriptors):
+                # As in `_lose`.
+                if rank in self._descriptors:
+                    descriptor = self._descriptors[rank]
+                    del self._descriptors[rank]
+                    os.close(descriptor)

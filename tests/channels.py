@@ -13,7 +13,7 @@ from device_comm.health import FailureRecord, GroupHealth, StatusStore
 from shm_broadcast.liveness import PeerWatch
 from shm_broadcast.segment import Segment
 
-__all__ = ["channels_of", "health_of"]
+__all__ = ["QuietStore", "QuietWatch", "channels_of", "health_of"]
 
 
 class QuietWatch:

@@ -476,9 +476,9 @@ class Writing:
 class ChannelSender:
     """The writing end of the channel to one rank.
 
-    As in `ChannelReceiver`, several threads may use it and a signal handler may interrupt any call. What waits is kept in
-    statements that call nothing before the last one. A handler that needed a thread of ours while its own thread held a
-    lock would wait for ever.
+    As in `ChannelReceiver`, several threads may use it and a signal handler may interrupt any call. What waits is kept
+    in statements that call nothing before the last one. A handler that needed a thread of ours while its own thread
+    held a lock would wait for ever.
     """
 
     def __init__(

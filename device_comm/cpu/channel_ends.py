@@ -62,7 +62,7 @@ def look_around_of(crossing: Crossing, peer: int) -> Callable[[int, Any], object
         if reason == rings.LOOK_UNDECODABLE:
             fault = codec.decode_error(detail)
             # It takes the place of the message, and is raised where the message is asked for.
-            return None if fault is None else Undecodable(fault)
+            return None if fault is None else Undecodable(peer, fault)
         if reason == rings.LOOK_UNENCODABLE:
             codec.raise_usage_error(detail)
         if reason == rings.LOOK_REENTRANT:
@@ -83,9 +83,24 @@ def _refuse_closed(_reason: int, _detail: object) -> NoReturn:
 class Undecodable:
     """Takes the place of a message that cannot be decoded, until somebody asks for it."""
 
-    def __init__(self, error: DecodeError | MemoryError) -> None:
-        """Keep the error that whoever asks for the message gets."""
-        self.error = error
+    def __init__(self, peer: int, error: DecodeError | MemoryError) -> None:
+        """Keep the error that whoever asks for the message from rank `peer` gets."""
+        self.error: CommError = error if isinstance(error, DecodeError) else _unplaced(peer, error)
+
+
+def _unplaced(peer: int, error: Exception) -> NativeError:
+    """Return what to raise for a message that has come but cannot be stored.
+
+    This is a `CommError`, because a waiting call takes any other error for a failure of the transport. The group is
+    intact.
+    """
+    unplaced = NativeError(
+        f"a message from rank {peer} came, but could not be put in its place: {error}",
+        library="torch",
+        function="copy_",
+    )
+    unplaced.__cause__ = error
+    return unplaced
 
 
 class Receiving:
@@ -124,14 +139,7 @@ class Receiving:
         except Exception as error:
             if raised_by_handler(error):
                 raise
-            # This is a `CommError`, because a waiting call takes any other error for a failure of the transport. The
-            # group is intact.
-            self._error = NativeError(
-                f"a message from rank {self.receiver.peer} came, but could not be put in its place: {error}",
-                library="torch",
-                function="copy_",
-            )
-            self._error.__cause__ = error
+            self._error = _unplaced(self.receiver.peer, error)
         self.value, self.message, self.has_landed = value, None, True
 
     def _placed(self, message: Any) -> Any:

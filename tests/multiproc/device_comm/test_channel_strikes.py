@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from device_comm import health, works
-from device_comm.cpu import channel_ends, channels
+from device_comm.cpu import channel_ends, channels, receiving_any
 from device_comm.cpu.channels import Channels
-from shm_broadcast.errors import CapabilityError, CommError, GroupBrokenError, UsageError
+from shm_broadcast import codec
+from shm_broadcast.errors import CapabilityError, CommError, GroupBrokenError, NativeError, UsageError
 from tests.channels import channels_of, health_of
 from tests.multiproc.device_comm.test_channel_opening import Strikes, recv, send, strike
 from tests.queues import background
@@ -165,3 +166,79 @@ def test_a_thread_that_cannot_be_started_leaves_the_channel_usable(monkeypatch: 
         assert recv(one, 0) == "next"
         with received(one, LONG):
             isend(zero, LONG, 1)
+
+
+def receive_from(receiver: Channels, get: str, sources: Sequence[int]) -> list[object]:
+    """Receive one message of each of `sources`, of which only `recv_each` takes several."""
+    if get == "recv_each":
+        return receiver.recv_each("host", "gather", sources, TAG, LIMIT_S)
+    if get == "recv_any":
+        return [receiver.recv_any("host", "recv", TAG, LIMIT_S)[0]]
+    if get == "recv":
+        return [recv(receiver, sources[0])]
+    found: list[object] = []
+    receiver.irecv("host", "irecv", sources[0], TAG, LIMIT_S, found.append).wait()
+    return found
+
+
+@pytest.mark.guarantee("R14")
+@pytest.mark.parametrize("get", ["recv", "recv_each", "recv_any"])
+def test_a_strike_at_any_step_of_a_receive_awaits_nothing_any_more(
+    get: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next receives get all messages in order, unless the strike has broken the group."""
+    monkeypatch.setattr(health, "EXPLAIN_S", 0.01)
+    strikes = Strikes(strike, channels, channel_ends, receiving_any)
+    sources = (1, 2) if get == "recv_each" else (1,)
+    first, second = [["first", src] for src in sources], [["second", src] for src in sources]
+    outcomes: list[str] = []
+    while not strikes.is_over:
+        with channels_of(3) as ranks:
+            found: list[list[object]] = []
+            for src in sources:
+                send(ranks[src], ["first", src], 0)
+            try:
+                with strikes.run():
+                    found.append(receive_from(ranks[0], get, sources))
+                outcome = "received"
+            except AlarmError:
+                outcome = "struck"
+            if health_of(ranks[0]).is_broken:
+                outcomes.append("broken")
+                continue
+            outcomes.append(outcome)
+            for src in sources:
+                send(ranks[src], ["second", src], 0)
+            while len(found) < 2:
+                found.append(receive_from(ranks[0], get, sources))
+        assert found == [first, second]
+    assert set(outcomes) == {"received", "struck", "broken"}
+
+
+class Unknown:
+    """None of these can be built."""
+
+
+def build(_data: object) -> Unknown:
+    """Build none."""
+    raise ValueError("none can be built")
+
+
+@pytest.mark.guarantee("D15")
+@pytest.mark.parametrize("get", ["recv", "recv_each", "recv_any", "irecv"])
+def test_a_message_for_which_there_is_no_memory_is_told_and_the_next_one_comes(
+    get: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each way to receive raises a `NativeError`, and the group is intact."""
+    codec.register_type(Unknown, encode=lambda _: 1, decode=build)
+    # Without memory the native decoder raises this. What a function of the application raises is no `MemoryError`.
+    monkeypatch.setattr(codec, "decode_error", lambda _: MemoryError("no memory"))
+    with channels_of(2) as (zero, one):
+        send(zero, Unknown(), 1)
+        send(zero, "next", 1)
+        with pytest.raises(
+            NativeError, match="a message from rank 0 came, but could not be put in its place"
+        ):
+            receive_from(one, get, (0,))
+        assert receive_from(one, get, (0,)) == ["next"]
+        assert not health_of(one).is_broken

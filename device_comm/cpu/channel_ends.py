@@ -214,8 +214,13 @@ class ChannelReceiver:
     def expect(self, tag: int, land: Callable[[Any], Any] | None) -> Receiving:
         """Await the next message of `tag` that nobody awaits yet."""
         receiving = Receiving(self, tag, land)
+        self.enlist(receiving)
+        return receiving
+
+    def enlist(self, receiving: Receiving) -> None:
+        """Await the next message of its tag that nobody awaits yet."""
         key = id(receiving)
-        awaited, arrived = self._of_tag(tag)
+        awaited, arrived = self._of_tag(receiving.tag)
         landing = self._landing
         # Nothing is called from here on.
         for number in arrived:
@@ -225,7 +230,6 @@ class ChannelReceiver:
             break
         else:
             awaited[key] = receiving
-        return receiving
 
     def abandon(self, receiving: Receiving) -> None:
         """Await it no more; if it has come, it is the next message of its tag again."""

@@ -24,6 +24,7 @@ from device_comm.cpu.channel_ends import (
     Receiving,
     ReceivingAll,
     Sending,
+    Undecodable,
     Writing,
     raise_left,
 )
@@ -252,15 +253,28 @@ class Channels:
     def recv_each(
         self, plane: str, name: str, sources: Sequence[int], tag: int, timeout_s: float
     ) -> list[Any]:
-        """Return the next object of `tag` from each of `sources`; raises as `recv`, when all have come."""
+        """Return the next object of `tag` from each of `sources`; raises as `recv`, when all have come.
+
+        If one of them cannot be decoded, all are taken: they belong to one gather. If this is interrupted, none is.
+        """
         operation = self._operation(plane, name, "from", sources)
         receivers = tuple([self._receiver(src, name) for src in sources])
         self._refuse_nested(name, receivers)
-        receivings: list[Receiving] = [receiver.expect(tag, None) for receiver in receivers]
-        self._await(operation, ReceivingAll(receivings), timeout_s, receivers)
-        for receiving in receivings:
-            receiving.is_complete()
-        return [receiving.value for receiving in receivings]
+        receivings = [Receiving(receiver, tag, None) for receiver in receivers]
+        try:
+            for receiving in receivings:
+                receiving.receiver.enlist(receiving)
+            self._await(operation, ReceivingAll(receivings), timeout_s, receivers)
+            messages = [receiving.message for receiving in receivings]
+            faults = [message.error for message in messages if isinstance(message, Undecodable)]
+        except BaseException:
+            for receiving in receivings:
+                receiving.receiver.abandon(receiving)
+            raise
+        # Nothing is called from here on, so that no signal handler drops the messages.
+        if faults:
+            raise faults[0]
+        return messages
 
     def recv_any(self, plane: str, name: str, tag: int, timeout_s: float | None) -> tuple[Any, int]:
         """Return the next object of `tag` that any other rank has sent, and that rank; as `recv` otherwise.

@@ -182,7 +182,7 @@ def receive_from(receiver: Channels, get: str, sources: Sequence[int]) -> list[o
 
 
 @pytest.mark.guarantee("R14")
-@pytest.mark.parametrize("get", ["recv", "recv_each", "recv_any"])
+@pytest.mark.parametrize("get", ["recv_each", "recv_any"])
 def test_a_strike_at_any_step_of_a_receive_awaits_nothing_any_more(
     get: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -186,6 +186,8 @@ class GroupHealth:
         self._watch = watch
         self._status_store = status_store
         self._cause: BaseException | None = None
+        # The thread that has broken the group and has not aborted all transports yet.
+        self._breaker: int | None = None
         self._failure_record: FailureRecord | None = None
         self._closed = False
         # Ranks whose process has ended after they had destroyed the group.
@@ -303,13 +305,32 @@ class GroupHealth:
         """
         try:
             self._wait(operation, work, timeout_s)
-        except CommError:
-            raise
         except BaseException as error:
-            if isinstance(error, RuntimeError) and not raised_by_handler(error):
-                raise self.explain(operation, error, work.pending()) from error
+            explained = self._explained(operation, error, work.pending)
+            if explained is None:
+                raise
+            raise explained from error
+
+    def _explained(
+        self, operation: Operation, error: BaseException, pending: Callable[[], Sequence[int] | None]
+    ) -> CommError | None:
+        """Return what to raise in place of `error`, which has ended a call, or None to raise `error` itself.
+
+        A `CommError` of the call itself has been dealt with. One that a signal handler raises is as any other exception
+        of it: the call is left halfway.
+        """
+        try:
+            if not raised_by_handler(error):
+                if isinstance(error, CommError):
+                    return None
+                if isinstance(error, RuntimeError):
+                    return self.explain(operation, error, pending())
             self._interrupted(operation, error)
+        except BaseException as second:
+            # A handler raises once more. This makes up for what is missing.
+            self._interrupted(operation, second)
             raise
+        return None
 
     def _wait(self, operation: Operation, work: Pollable, timeout_s: float | None) -> None:
         start = time.monotonic()
@@ -413,7 +434,7 @@ class GroupHealth:
     def explain(self, operation: Operation, error: Exception, pending: Sequence[int] | None) -> CommError:
         """Find the cause of a transport's error, break the group, and return the error to raise.
 
-        Blocks up to `EXPLAIN_S`.
+        Blocks up to `EXPLAIN_S`. If a signal handler raises meanwhile, the group is broken for that reason.
 
         Args:
             operation: The call in progress.
@@ -423,6 +444,13 @@ class GroupHealth:
         Returns:
             The error to raise from `error`.
         """
+        try:
+            return self._explain(operation, error, pending)
+        except BaseException as interruption:
+            self._interrupted(operation, interruption)
+            raise
+
+    def _explain(self, operation: Operation, error: Exception, pending: Sequence[int] | None) -> CommError:
         end = time.monotonic() + EXPLAIN_S
         while True:
             if self._closed:
@@ -470,19 +498,22 @@ class GroupHealth:
         """Convert an error that a transport raises while a call is posted into a `CommError`."""
         try:
             yield
-        except CommError:
-            raise
-        except RuntimeError as error:
-            if raised_by_handler(error):
-                self._interrupted(operation, error)
+        except BaseException as error:
+            explained = self._explained(operation, error, lambda: None)
+            if explained is None:
                 raise
-            raise self.explain(operation, error, None) from error
+            raise explained from error
 
-    def _interrupted(self, operation: Operation, error: BaseException) -> None:
-        """Break the group after Ctrl-C or another exception interrupted a call, which leaves its state unknown."""
+    def _interrupted(self, what: object, error: BaseException) -> None:
+        """Break the group after Ctrl-C or another exception interrupted the call `what`, whose state is unknown.
+
+        If the group is broken already, this only ends what a signal handler has interrupted in that.
+        """
+        if self._cause is None and not self._closed:
+            # Published first, as in `fail`. Ctrl-C must interrupt within 0.2 s.
+            failure_record = _interruption(error, self.rank, str(what))
+            self._failure_record = self._status_store.publish(failure_record, within_s=SLICE_S)
         self._break(error)
-        failure_record = _interruption(error, self.rank, str(operation))
-        self._failure_record = self._status_store.publish(failure_record, within_s=SLICE_S)
 
     def _failure(
         self,
@@ -534,11 +565,17 @@ class GroupHealth:
         )
 
     def _break(self, cause: BaseException) -> None:
+        thread = threading.get_ident()
         with self._lock:
-            if self._cause is not None or self._closed:
+            if self._closed:
                 return
-            self._cause = cause
+            if self._cause is None:
+                self._cause, self._breaker = cause, thread
+            if self._breaker != thread:
+                return
+        # What a signal handler raises here leaves the rest to this thread's next call of this function.
         self.abort()
+        self._breaker = None
 
     def fail(
         self, error: BaseException, what: str = "a transfer", failure_record: FailureRecord | None = None
@@ -554,12 +591,16 @@ class GroupHealth:
             failure_record = failure_of(error, self.rank, what)
             if isinstance(error, PeerLostError) and error.peers:
                 failure_record = self._failure(what, "lost", error.peers)
-        # Published first: who finds a transport closed, which the break does, looks for the reason.
-        if isinstance(error, CommError):
-            self._failure_record = self._status_store.publish(failure_record)
-        else:  # Ctrl-C must interrupt within 0.2 s
-            self._failure_record = self._status_store.publish(failure_record, within_s=SLICE_S)
-        self._break(error)
+        try:
+            # Published first: who finds a transport closed, which the break does, looks for the reason.
+            if isinstance(error, CommError):
+                self._failure_record = self._status_store.publish(failure_record)
+            else:  # Ctrl-C must interrupt within 0.2 s
+                self._failure_record = self._status_store.publish(failure_record, within_s=SLICE_S)
+            self._break(error)
+        except BaseException as interruption:
+            self._interrupted(what, interruption)
+            raise
 
     def lost(self) -> tuple[int, ...]:
         """Return the global ranks whose process has ended, ascending. Does not block; from any thread."""

@@ -149,3 +149,30 @@ def nested(rank: int, world_size: int, directory: Path) -> None:
 def test_a_collective_inside_of_a_collective_is_refused(ranks2: RankPool) -> None:
     """The outer one goes on if the handler catches the refusal; if it does not, the group is broken on every rank."""
     ranks2.run(nested)
+
+
+def cut_message(rank: int, world_size: int, directory: Path) -> None:
+    with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
+        if rank == 0:
+            with (
+                pytest.raises(UsageError, match="inside of a call that sends to rank 1 already"),
+                alarm(lambda: group.send_object("from the handler", 1), 0.2),
+            ):
+                group.send(torch.ones(1 << 20), 1)
+            with pytest.raises(GroupBrokenError) as broken:
+                group.send(torch.ones(4), 1)
+            assert isinstance(broken.value.__cause__, UsageError)
+            meet(rank, range(world_size), directory, "struck")
+        else:
+            meet(rank, range(world_size), directory, "struck")
+            start = time.monotonic()
+            with pytest.raises(PeerLostError, match=r"interrupted: rank 0 .*UsageError"):
+                group.recv((1 << 20,), torch.float32, 0)
+            assert time.monotonic() - start < 10.0
+        everyone.barrier()
+
+
+@pytest.mark.guarantee("D10")
+def test_a_refused_call_that_a_handler_lets_through_cuts_no_message_in_silence(ranks2: RankPool) -> None:
+    """The handler's error leaves the long send halfway: the receiver learns of it instead of waiting for the rest."""
+    ranks2.run(cut_message)

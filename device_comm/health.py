@@ -419,6 +419,9 @@ class GroupHealth:
             # The status store does not answer. A stopped process among the pending ranks explains the timeout.
             pending = self._stopped(pending) or pending
         missing = tuple(sorted(pending))
+        # The last rank may have come since the last look.
+        if not missing and work.poll(0.0):
+            return
         known = self._planes.get(operation.plane)
         detail = self._describe(missing, arrivals | (known.last_calls() if known is not None else {}))
         raise self._record(operation, self._failure(operation, "timeout", missing, within_s, detail))

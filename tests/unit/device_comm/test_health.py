@@ -260,6 +260,27 @@ def test_all_arrived_but_stuck_is_a_timeout_without_names(group: Group) -> None:
     assert "every rank arrived" in str(error)
 
 
+@pytest.mark.guarantee("D6")
+@pytest.mark.parametrize("pending", [(), None])
+def test_a_call_that_is_complete_when_the_missing_are_asked_for_is_no_time_out(
+    group: Group, pending: tuple[int, ...] | None
+) -> None:
+    """The last rank may come between the last look at the deadline and the question who is missing."""
+    group.others_wait(5, 6, 9)
+    work = FakeWork()
+
+    def arrive_and_ask() -> tuple[int, ...] | None:
+        if time.monotonic() - start >= 0.05:
+            work._at = 0.0
+        return pending
+
+    work.pending = arrive_and_ask  # type: ignore[method-assign]
+    start = time.monotonic()
+    group.health.wait(OPERATION, work, 0.05)
+    assert not group.health.is_broken
+    assert group.status_store.failure_records == []
+
+
 def test_without_a_status_store_a_stopped_rank_explains_the_timeout(group: Group) -> None:
     """Without a status store the stopped ranks are blamed, or all if none is stopped."""
     group.status_store.is_reachable = False

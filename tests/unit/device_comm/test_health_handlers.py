@@ -135,9 +135,10 @@ def test_a_handler_that_raises_while_a_failure_is_explained_breaks_the_group(
 ) -> None:
     """The search for the cause of a transport's error takes up to two seconds, in which signals come."""
     error = make()
-    with handler_of(error) as strike, monkeypatch.context() as patched, pytest.raises(type(error)) as caught:
+    with handler_of(error) as strike, monkeypatch.context() as patched:
         patched.setattr(time, "sleep", lambda _: strike())
-        group.health.explain(OPERATION, RuntimeError("connection reset"), None)
+        with pytest.raises(type(error)) as caught:
+            group.health.explain(OPERATION, RuntimeError("connection reset"), None)
     assert caught.value is error
     assert_interrupted(group, error)
 

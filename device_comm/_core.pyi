@@ -118,7 +118,7 @@ class SharedRegion:
     def unfinished(self) -> bool:
         """Return whether this thread has begun a call that has not ended and that nobody continues.
 
-        Ask this when an exception leaves the call. It is False for the exception of a call that was NESTED.
+        Ask this when an exception leaves the call, and not for that of another call inside of it.
         """
 
     def refuse(self, reason: bytes, /) -> None:

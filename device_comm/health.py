@@ -140,7 +140,7 @@ class Plane(Protocol):
     """What one plane of a group knows of its collectives without the status store."""
 
     def unfinished(self) -> int:
-        """Return the number of the collective that the calling thread has begun and not ended, or 0."""
+        """Return the number of the collective that the calling thread has begun, has not ended and is not in, or 0."""
 
     def last_calls(self) -> dict[int, Arrival]:
         """Return the last collective that each rank has come to, by global rank."""
@@ -284,9 +284,13 @@ class GroupHealth:
 
         An exception that a signal handler raises does so if it strikes between the beginning of a call and `wait`.
         """
+        if isinstance(error, CommError) and not raised_by_handler(error):
+            # The call's own: it was raised before a collective had begun, or `wait` has answered for it. An unfinished
+            # collective is one further out, which a handler has interrupted to make this call, and which may go on.
+            return
         for plane, known in self._planes.items():
             number = known.unfinished()
-            if number and self._cause is None and not self._closed:
+            if number:
                 self._interrupted(Operation(plane, name, number), error)
 
     def wait(self, operation: Operation, work: Pollable, timeout_s: float | None) -> None:

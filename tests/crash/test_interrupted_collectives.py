@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from coordinator import GroupBrokenError, GroupCoordinator, PeerLostError, UsageError
+from coordinator import DisagreementError, GroupBrokenError, GroupCoordinator, PeerLostError, UsageError
 from tests.harness import RankPool
+from tests.waiting import wait_until
 from tests.worlds import meet, new_group, world
 
 # A call first polls, then sleeps for 50 ms, then waits in slices of 0.1 s, each in other code.
@@ -149,6 +151,68 @@ def nested(rank: int, world_size: int, directory: Path) -> None:
 def test_a_collective_inside_of_a_collective_is_refused(ranks2: RankPool) -> None:
     """The outer one goes on if the handler catches the refusal; if it does not, the group is broken on every rank."""
     ranks2.run(nested)
+
+
+# Calls that a handler makes while its thread is in a collective, and that fail without harm to anybody.
+HARMLESS: dict[str, Callable[[GroupCoordinator], Any]] = {
+    "collective": lambda group: group.all_reduce(torch.ones(4)),
+    "no tensor": lambda group: group.all_reduce("no tensor"),  # type: ignore[call-overload]
+    "no such rank": lambda group: group.send(torch.ones(4), 99),
+    "no such rank for an object": lambda group: group.send_object("x", 99),
+    "no deadline": lambda group: group.barrier(-1.0),
+    "another shape": lambda group: group.recv((4,), torch.float32, 1),
+}
+
+
+def harmless(rank: int, world_size: int, directory: Path, is_in_turn: bool) -> None:
+    failed: list[str] = []
+    with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
+
+        def call_inside() -> None:
+            for name, call in HARMLESS.items():
+                try:
+                    call(group)
+                except (UsageError, DisagreementError):
+                    failed.append(name)
+
+        def follow(before: int) -> None:
+            # The handler must find this thread's call behind that of the main thread.
+            wait_until(lambda: begun(group) > before, "the call of the main thread")
+            assert group.all_reduce(torch.ones(4)).tolist() == [2.0] * 4
+
+        def call_in_turn() -> None:
+            with ThreadPoolExecutor(1) as other:
+                turns = [other.submit(follow, begun(group))] if is_in_turn else []
+                assert group.all_reduce(torch.ones(4)).tolist() == [2.0] * 4
+                for turn in turns:
+                    turn.result()
+
+        # In the first slice of a call, which ends before it is waited for, and in later ones.
+        for number, after_s in enumerate((0.01, 0.2, 0.06)):
+            if rank == 1:
+                group.send(torch.ones(3), 0)
+            meet(rank, range(world_size), directory, f"turn {number}")
+            if rank == 0:
+                with alarm(call_inside, after_s):
+                    call_in_turn()
+            else:
+                time.sleep(0.5)
+                call_in_turn()
+                # The refused barrier is on another plane than the sum that it interrupts, and takes its number there.
+                with pytest.raises(DisagreementError, match="rank 0 refused barrier"):
+                    group.barrier()
+        group.barrier()
+        everyone.barrier()
+    assert failed == (list(HARMLESS) * 3 if rank == 0 else [])
+
+
+@pytest.mark.guarantee("D10")
+@pytest.mark.parametrize("is_in_turn", [False, True])
+def test_no_failed_call_of_a_handler_disturbs_the_collective_that_it_interrupts(
+    ranks2: RankPool, is_in_turn: bool
+) -> None:
+    """Whatever is wrong with that call, and whether or not another thread waits for its turn meanwhile."""
+    ranks2.run(harmless, is_in_turn)
 
 
 def cut_message(rank: int, world_size: int, directory: Path) -> None:

@@ -114,15 +114,13 @@ long start(Object* object, Plan&& plan, uint64_t code) {
     }
     object->number += 1;
     object->owner = PyThread_get_thread_ident();
-    object->refused_nested = false;
     return advance(object, object->region->has_core_each() ? kLongSpinNs : kSpinNs, kFirstSliceNs);
 }
 
 long refusal(Object* object) {
     if (object->is_closed || object->born != forks) return kClosed;
     if (!object->is_busy && object->call == nullptr) return kDone;
-    object->refused_nested = object->owner == PyThread_get_thread_ident();
-    return object->refused_nested ? kNested : kBusy;
+    return object->owner == PyThread_get_thread_ident() ? kNested : kBusy;
 }
 
 bool read_unsigned(PyObject* const* args, Py_ssize_t count, uint64_t* values) {
@@ -293,14 +291,11 @@ PyObject* region_refuse(PyObject* self, PyObject* reason) {
 }
 
 // unfinished() -> whether this thread has begun a call that neither ended nor is being continued. If an exception leaves the
-// caller then, nobody will continue it. The exception of a call that was refused because it is inside of another one does not
-// count, once: the outer call may go on.
+// caller then, nobody will continue it.
 PyObject* region_unfinished(PyObject* self, PyObject*) {
     Object* object = object_of(self);
-    const bool is_nested = object->refused_nested;
-    object->refused_nested = false;
     const bool is_open = object->call != nullptr && !object->is_busy && !object->is_closed;
-    return PyBool_FromLong(is_open && !is_nested && object->owner == PyThread_get_thread_ident());
+    return PyBool_FromLong(is_open && object->owner == PyThread_get_thread_ident());
 }
 
 PyObject* region_number(PyObject* self, void*) { return PyLong_FromUnsignedLongLong(object_of(self)->number); }

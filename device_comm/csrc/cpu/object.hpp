@@ -28,7 +28,6 @@ struct Object {
     SharedRegion* region;
     Call* call;  // in progress, or nullptr
     bool is_busy;  // a thread is inside the call
-    bool refused_nested;  // the last refusal was for a call inside of `call`, on the same thread
     unsigned long owner;  // the thread that began `call`
     bool is_closed;
     uint64_t number;  // calls begun so far

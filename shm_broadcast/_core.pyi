@@ -89,11 +89,14 @@ def ring_release(mapping: Buffer, reader: int, /) -> None:
 def ring_end(mapping: Buffer, reader: int, /) -> None:
     """Leave as `reader`, or close as the writer with -1. Wakes all waiting threads."""
 
-def ring_signal(mapping: Buffer, reader: int, eventfd: int, nanoseconds: int, /) -> None:
-    """Make the eventfd of `ReadEndpoint.set_signal` readable whenever a message comes, for at most this time."""
+def ring_signal(mapping: Buffer, reader: int, eventfd: int, nanoseconds: int, stop: Buffer, /) -> None:
+    """Make the eventfd of `ReadEndpoint.set_signal` readable whenever a message comes, for at most this time.
+
+    Ends early once the first byte of `stop` is set and `ring_stir` was called then.
+    """
 
 def ring_stir(mapping: Buffer, /) -> None:
-    """Wake every thread that sleeps until something is published."""
+    """Wake every thread that sleeps until something is published, and those in `ring_signal`."""
 
 def bell_listen(
     bell: Buffer, look: Callable[[], tuple[ReadEndpoint, ...] | None], spin_ns: int, park_ns: int, /
@@ -267,7 +270,10 @@ class ReadEndpoint(_Endpoint):
         """Fetch the next object if it comes in at most `spin_ns` and then `park_ns` for each record."""
 
     def set_signal(self, eventfd: int, /) -> None:
-        """Keep the eventfd readable while a message is there. A thread must run `ring_signal` from now on."""
+        """Keep the eventfd readable while a message is there. A thread must run `ring_signal` from now on.
+
+        The endpoint duplicates the descriptor, and closes its own in `close`.
+        """
 
     def lend(self, timeout_ns: int = -1, /) -> object:
         """Wait until a record is complete. This thread then has it on loan until `end_loan`, or lets the result go."""

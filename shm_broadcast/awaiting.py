@@ -51,10 +51,27 @@ async def read(end: ReadingEnd, timeout_s: float | None, type_: Any) -> Any:
             if end.warns:
                 logger.warning("adequeue on queue %r: waiting for %.0f s", end.name, waited_s)
         until_s = warns_s if timeout_s is None else min(warns_s, timeout_s)
-        await _readable(end.fileno("adequeue"), until_s - waited_s)
+        await _readable(end, until_s - waited_s)
 
 
-async def _readable(descriptor: int, within_s: float) -> None:
+def _duplicate(end: ReadingEnd) -> int:
+    """Return a number of the descriptor that `close` leaves alone; each task and loop that waits has one."""
+    descriptor = end.fileno("adequeue")
+    try:
+        own = os.dup(descriptor)
+    except OSError:
+        end.fileno("adequeue")  # if another thread has closed this end meanwhile, it says so
+        raise
+    try:
+        # An end is closed before its descriptor. If it is not closed now, the number was not somebody else's before.
+        end.fileno("adequeue")
+    except BaseException:
+        os.close(own)
+        raise
+    return own
+
+
+async def _readable(end: ReadingEnd, within_s: float) -> None:
     """Return when the descriptor is readable, or after `within_s` seconds."""
     loop = asyncio.get_running_loop()
     woken: asyncio.Future[None] = loop.create_future()
@@ -63,8 +80,7 @@ async def _readable(descriptor: int, within_s: float) -> None:
         if not woken.done():
             woken.set_result(None)
 
-    # A number of its own: several tasks and loops may wait, and `close` may close the other one meanwhile.
-    own = os.dup(descriptor)
+    own = _duplicate(end)
     try:
         loop.add_reader(own, wake)
         timer = loop.call_later(within_s, wake)

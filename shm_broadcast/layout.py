@@ -84,7 +84,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "sequence": Field(
         88,
         "I",
-        "futex word of the readers; changes with each publication, announcement, close and leave",
+        "futex word of the readers; changes with each publication, announcement, close, leave and stir",
         "any side that wakes",
     ),
     "closed": Field(92, "I", "1 once the writer has closed the queue"),

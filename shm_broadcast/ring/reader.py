@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from shm_broadcast import _core, codec
 from shm_broadcast.errors import (
     ClosedError,
+    CommError,
     CommTimeoutError,
     DecodeError,
     GroupBrokenError,
@@ -116,15 +117,24 @@ class RingReader(RingEnd):
                 self._signal = ReadSignal(self, self._memory, self._index)
             try:
                 self._signal.begin(self.endpoint)
-            except ClosedError:
-                self._signal.end()
+            except BaseException:
+                # Another thread may have closed this end before it could see the signal.
+                if self._closing:
+                    self._signal.end()
                 raise
-            return self._signal.descriptor
+            descriptor = self._signal.descriptor
+        if descriptor < 0:
+            self.check(call)
+            raise ClosedError(f"{self._where(call)}: the process is about to exit")
+        return descriptor
 
     def notice_lost_writer(self) -> bool:
-        """Return whether the writer's process has ended; the next read that finds no message then raises."""
-        if self.lost_writer() is None:
-            return False
+        """Return whether the next read that finds no message raises, because the writer's process has ended."""
+        try:
+            if self.lost_writer() is None:
+                return False
+        except CommError:  # the ring was overwritten, or the owner has failed: the next read says so
+            return True
         self._looked_ns = 0
         return True
 

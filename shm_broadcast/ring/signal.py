@@ -20,9 +20,11 @@ from shm_broadcast.liveness import fork_count
 
 # How often the thread asks whether the writer's process has ended.
 _SLICE_NS: Final = 400_000_000
+# Owns the descriptor if no thread does.
+_ENDING: Final = object()
 # How long it waits while the ring cannot be used.
 _PAUSE_S: Final = 0.05
-# The thread ends within some microseconds once it is told to, on an idle machine.
+# The thread ends within a millisecond once it is told to, on an idle machine.
 _END_S: Final = 5.0
 
 
@@ -34,7 +36,10 @@ class Reader(Protocol):
 
 
 class ReadSignal:
-    """The descriptor and its thread. There is no lock that a signal handler could wait for."""
+    """The descriptor and its thread. There is no lock that a signal handler could wait for.
+
+    Who closes the descriptor is decided once: the thread, when it ends; or `end` if no thread serves.
+    """
 
     def __init__(self, reader: Reader, memory: mmap.mmap, index: int) -> None:
         """Prepare for place `index` of the ring in `memory`."""
@@ -43,25 +48,51 @@ class ReadSignal:
         self.index = index
         # The thread keeps no reader alive.
         self.reader: weakref.ref[Reader] = weakref.ref(reader)
-        self.is_served: bool = False
-        self.is_ended: bool = False
+        # Set to 1 once the thread is to end.
+        self.stop: bytearray = bytearray(1)
+        self._owner: dict[int, object] = {}
+        # Held by a thread that ends this.
+        self._ending = threading.RLock()
         self._forks = fork_count()
         self._has_begun = False
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     def begin(self, endpoint: _core.ReadEndpoint) -> None:
         """Start the thread, and let `endpoint` settle the descriptor. Goes on where a signal handler interrupted it."""
         if self._has_begun:
             return
         _signals.add(self)
-        if not self.is_served:
+        if not self._owner:
             # One that was started by an interrupted call serves; another one then ends at once.
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=_serve, args=(self,), name="group-coordinator-fileno", daemon=True
             )
-            self._thread.start()
+            self._threads.append(thread)
+            thread.start()
         endpoint.set_signal(self.descriptor)
         self._has_begun = True
+
+    def owns(self, who: object) -> bool:
+        """Return whether `who` was the first to ask, and so is to close the descriptor."""
+        return self._owner.setdefault(0, who) is who
+
+    def let_go(self) -> None:
+        """Wake whoever waits for the descriptor, and close it. For its owner, who may do it again if interrupted."""
+        if self.descriptor >= 0:
+            os.eventfd_write(self.descriptor, 1)
+            # No signal handler runs before the number is closed, so that it is closed once.
+            descriptor, self.descriptor = self.descriptor, -1
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def ask_to_end(self) -> None:
+        """Let the thread end, without waiting for that. Does nothing in a forked child, as `end`."""
+        memory = self.memory
+        if memory is None or self._forks != fork_count():
+            return
+        self.stop[0] = 1
+        with suppress(_core.MappingError):  # the ring was overwritten; the thread looks again soon
+            _core.ring_stir(memory)
 
     def end(self) -> None:
         """Wake whoever waits for the descriptor, and close it. Behind the closing of the endpoint.
@@ -70,38 +101,36 @@ class ReadSignal:
         """
         if self._forks != fork_count():
             return
-        self.is_ended = True
-        memory, thread = self.memory, self._thread
-        if memory is not None:
-            with suppress(_core.MappingError):  # the ring was overwritten; the thread looks again soon
-                _core.ring_stir(memory)
-        if thread is not None and thread.ident is not None:
-            thread.join(_END_S)
+        self.ask_to_end()
+        with self._ending:
+            if self.owns(_ENDING):
+                self.let_go()
+            for thread in self._threads:
+                if thread.is_alive():
+                    thread.join(_END_S)
         self.memory = None
 
 
 def _serve(signal: ReadSignal) -> None:
     memory = signal.memory
-    if signal.is_served or memory is None:
+    if memory is None or not signal.owns(object()):
         return
-    # Nothing is called between these two statements, so that one thread alone comes this far.
-    signal.is_served = True
-    descriptor = signal.descriptor
-    while not signal.is_ended:
-        try:
-            _core.ring_signal(memory, signal.index, descriptor, _SLICE_NS)
-        except _core.MappingError:
-            # The ring was overwritten: the next read says so.
-            os.eventfd_write(descriptor, 1)
-            time.sleep(_PAUSE_S)
-        reader = signal.reader()
-        if reader is None:
-            break
-        if not signal.is_ended and reader.notice_lost_writer():
-            os.eventfd_write(descriptor, 1)
-        del reader
-    os.eventfd_write(descriptor, 1)
-    os.close(descriptor)
+    try:
+        while signal.stop[0] == 0:
+            try:
+                _core.ring_signal(memory, signal.index, signal.descriptor, _SLICE_NS, signal.stop)
+            except _core.MappingError:
+                # The ring was overwritten: the next read says so.
+                os.eventfd_write(signal.descriptor, 1)
+                time.sleep(_PAUSE_S)
+            reader = signal.reader()
+            if reader is None:
+                break
+            if signal.stop[0] == 0 and reader.notice_lost_writer():
+                os.eventfd_write(signal.descriptor, 1)
+            del reader
+    finally:
+        signal.let_go()
 
 
 # A daemon thread that runs native code must not live on while the interpreter is finalized.
@@ -110,5 +139,8 @@ _signals: weakref.WeakSet[ReadSignal] = weakref.WeakSet()
 
 @atexit.register
 def _end_all() -> None:
-    for signal in list(_signals):
+    signals = list(_signals)
+    for signal in signals:
+        signal.ask_to_end()
+    for signal in signals:
         signal.end()

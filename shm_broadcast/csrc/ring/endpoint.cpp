@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <structmember.h>
 #include <sys/eventfd.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <new>
@@ -138,6 +139,11 @@ void settle_signal(Endpoint* end) {
     if (ring.is_readable(end->index) && ring.take_signal(end->index)) eventfd_write(end->signal, 1);
 }
 
+void drop_signal(Endpoint* end) {
+    if (end->signal >= 0) ::close(end->signal);
+    end->signal = -1;
+}
+
 void release_memory(Endpoint* end) {
     delete end->assembly;
     delete end->ring;
@@ -182,6 +188,7 @@ void dealloc(PyObject* self) {
     PyTypeObject* type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
     release_memory(endpoint_of(self));
+    drop_signal(endpoint_of(self));
     delete endpoint_of(self)->left;
     clear(self);
     delete endpoint_of(self)->kept;
@@ -217,6 +224,7 @@ Endpoint* make(PyTypeObject* type, PyObject* memory, PyObject* hook, const char*
     if (self == nullptr) return nullptr;
     Ref guard(self);
     Endpoint* end = endpoint_of(self);
+    end->signal = -1;
     if (!read_mode(mode, &end->mode)) return nullptr;
     end->view = new (std::nothrow) View;
     end->left = new (std::nothrow) std::atomic<uint32_t>(0);
@@ -234,7 +242,6 @@ Endpoint* make(PyTypeObject* type, PyObject* memory, PyObject* hook, const char*
     end->look_around = Py_NewRef(look_around);
     end->born = forks;
     end->timeout_ns = -1;
-    end->signal = -1;
     guard.release();
     return end;
 }
@@ -392,7 +399,7 @@ constexpr Constant constants[] = {
 PyObject* close(PyObject* self, PyObject* refusing) {
     Endpoint* end = endpoint_of(self);
     end->is_closed = true;
-    end->signal = -1;
+    drop_signal(end);
     const Ref before(end->look_around);
     end->look_around = Py_NewRef(refusing);
     if (end->owner == 0) release_memory(end);

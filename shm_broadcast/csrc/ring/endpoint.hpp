@@ -76,7 +76,7 @@ struct Endpoint {
     unsigned long long waits;
     unsigned long long waited_ns;
     long long timeout_ns;  // time-out of `exchange`; negative if there is none
-    int signal;            // the reader's: the eventfd that tells whether there is a message, or -1
+    int signal;            // the reader's: its own descriptor of the eventfd that tells whether there is a message, or -1
 };
 
 inline Endpoint* endpoint_of(PyObject* self) { return reinterpret_cast<Endpoint*>(self); }
@@ -148,6 +148,8 @@ ring::Bell* bell_in(codec::View& view, PyObject* memory);
 // The attribute `has_news`.
 PyObject* get_has_news(PyObject* self, void*);
 
+// Closes the endpoint's own descriptor of the eventfd.
+void drop_signal(Endpoint* end);
 // Frees the mapping and everything that keeps it in use.
 void release_memory(Endpoint* end);
 

@@ -1,4 +1,6 @@
 // This file implements the reading endpoint, which waits for records and turns them into objects.
+#include <fcntl.h>
+
 #include <algorithm>
 
 #include "endpoint.hpp"
@@ -381,12 +383,16 @@ PyObject* read_end_loan(PyObject* self, PyObject* taken) {
     Py_RETURN_NONE;
 }
 
-// set_signal(eventfd): from now on it is readable while a message is there. A thread must run `ring_signal`.
+// set_signal(eventfd): from now on it is readable while a message is there. A thread must run `ring_signal`. The endpoint has a
+// descriptor of its own, so that it never uses a number that others have closed.
 PyObject* read_set_signal(PyObject* self, PyObject* descriptor) {
     Endpoint* end = endpoint_of(self);
     const long value = PyLong_AsLong(descriptor);
     if (PyErr_Occurred() || !check_usable(end)) return nullptr;
-    end->signal = static_cast<int>(value);
+    const int own = fcntl(static_cast<int>(value), F_DUPFD_CLOEXEC, 0);
+    if (own < 0) return PyErr_SetFromErrno(PyExc_OSError);
+    drop_signal(end);
+    end->signal = own;
     settle_signal(end);
     Py_RETURN_NONE;
 }

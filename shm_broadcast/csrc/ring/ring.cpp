@@ -249,19 +249,23 @@ PyObject* ring_state(PyObject*, PyObject* const* args, Py_ssize_t count) {
                          writer.closed.load(std::memory_order_relaxed), readers);
 }
 
-// ring_signal(mapping, reader, eventfd, nanoseconds): sleeps, and makes the eventfd readable each time that a message comes or the
-// queue ends after the endpoint has asked for that. Also returns after a signal.
+// ring_signal(mapping, reader, eventfd, nanoseconds, stop): sleeps, and makes the eventfd readable each time that a message comes or
+// the queue ends after the endpoint has asked for that. Also returns after a signal, and once the first byte of `stop` is not 0: who
+// sets that calls `ring_stir` then.
 PyObject* ring_signal(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Mapped mapped;
     uint32_t index = 0;
     uint64_t descriptor = 0, nanoseconds = 0;
-    if (!expect_arguments("ring_signal", count, 4) || !mapped.acquire(args[0])) return nullptr;
+    View stop;
+    if (!expect_arguments("ring_signal", count, 5) || !mapped.acquire(args[0])) return nullptr;
     if (!read_reader(mapped.ring(), args[1], &index)) return nullptr;
     if (!read_unsigned(args[2], &descriptor) || !read_unsigned(args[3], &nanoseconds)) return nullptr;
+    if (!stop.acquire(args[4], PyBUF_WRITABLE)) return nullptr;
+    if (stop.size() == 0) return PyErr_Format(PyExc_ValueError, "a byte is needed that says when to stop");
     Ring& ring = mapped.ring();
     const uint64_t until = ring::now_ns() + nanoseconds;
     Py_BEGIN_ALLOW_THREADS
-    for (uint64_t now = ring::now_ns(); now < until && ring.await_readable(index, until - now); now = ring::now_ns()) {
+    for (uint64_t now = ring::now_ns(); now < until && ring.await_readable(index, until - now, stop.data()); now = ring::now_ns()) {
         if (ring.take_signal(index)) eventfd_write(static_cast<int>(descriptor), 1);
         if (ring.ended(index)) break;
     }
@@ -269,12 +273,11 @@ PyObject* ring_signal(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
-// ring_stir(mapping): wakes every thread that sleeps until something is published
+// ring_stir(mapping): wakes every thread that sleeps until something is published, and those of `ring_signal`
 PyObject* ring_stir(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Mapped mapped;
     if (!expect_arguments("ring_stir", count, 1) || !mapped.acquire(args[0])) return nullptr;
-    mapped.ring().writer().sequence.fetch_add(1, std::memory_order_relaxed);
-    ring::futex_wake_all(mapped.ring().writer().sequence);
+    mapped.ring().stir();
     Py_RETURN_NONE;
 }
 

@@ -33,12 +33,12 @@ struct alignas(kLine) Identity {
     uint64_t generation;
 };
 
-// The writer writes this line, and all processes read it. A reader that leaves changes `sequence` once.
+// The writer writes this line, and all processes read it. A reader changes `sequence` when it leaves, and to stop a thread of its own.
 struct alignas(kLine) WriterLine {
     std::atomic<uint64_t> published;  // bytes of records that readers may read; never decreases
     std::atomic<uint64_t> messages;   // number of whole messages in these bytes
     std::atomic<uint64_t> stamp_ns;   // CLOCK_MONOTONIC time of the latest publication
-    std::atomic<uint32_t> sequence;   // futex word that changes with every publication, announcement, close and leave
+    std::atomic<uint32_t> sequence;   // futex word that changes with every publication, announcement, close, leave and stir
     std::atomic<uint32_t> closed;     // 1 once the writer has closed the queue
     std::atomic<uint64_t> filled;     // position up to which the latest streamed record is filled in
 };
@@ -443,16 +443,26 @@ public:
         return has_more(index, taken) || (is_over && !has_data(index));
     }
 
-    // Sleeps until a signal is due or `nanoseconds` have passed. Returns whether it is due.
-    bool await_readable(uint32_t index, uint64_t nanoseconds) {
+    // Sleeps until a signal is due, `nanoseconds` have passed, or `stop` is not 0, which `stir` makes it look at. Returns whether a
+    // signal is due.
+    bool await_readable(uint32_t index, uint64_t nanoseconds, const unsigned char* stop) {
         const uint64_t until = now_ns() + nanoseconds;
         while (true) {
-            const uint32_t seen = writer().sequence.load(std::memory_order_relaxed);
+            // SYNC stop->signal (acquire): who sees the stir also sees that it is to stop.
+            const uint32_t seen = writer().sequence.load(std::memory_order_acquire);
             std::atomic_thread_fence(std::memory_order_seq_cst);  // SYNC sequence->parked (seq_cst)
+            if (__atomic_load_n(stop, __ATOMIC_RELAXED) != 0) return false;
             if (awaits_signal(index) && is_readable(index)) return true;
             const uint64_t now = now_ns();
             if (now >= until || !futex_wait(writer().sequence, seen, until - now)) return false;
         }
+    }
+
+    // Wakes every thread that sleeps on the sequence word. A thread of this process that is to stop then looks at its `stop`.
+    void stir() {
+        // SYNC stop->signal (release): `stop` was set before.
+        writer().sequence.fetch_add(1, std::memory_order_release);
+        futex_wake_all(writer().sequence);
     }
 
     // Finds the next record of reader `index` and skips the unused end of the data area. Returns false for an invalid header.

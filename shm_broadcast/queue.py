@@ -46,6 +46,7 @@ from shm_broadcast.settings import BroadcastSettings
 from shm_broadcast.statistics import QueueStatistics
 from shm_broadcast.timeouts import AnyTimeout, seconds
 from shm_broadcast.transports import NoRemote, NoRing, RemoteTransport, await_any
+from shm_broadcast.turn import TakenError, Turn
 
 # How long a writer may take to answer a reader that opens its end.
 OPEN_S: Final = 30.0
@@ -209,9 +210,17 @@ class QueueWriter:
                 f"enqueue on queue {self.handle.name!r} (writer): this thread is inside of a call on the queue "
                 "already, as in a signal handler or a finalizer"
             )
+        start = time.monotonic()
         try:
-            with self._turn:
-                self._enqueue_for_all(obj, timeout_s)
+            with Turn(self._turn, timeout_s):
+                left = None if timeout_s is None else max(0.0, start + timeout_s - time.monotonic())
+                self._enqueue_for_all(obj, left)
+        except TakenError:
+            raise CommTimeoutError(
+                f"enqueue on queue {self.handle.name!r} (writer): another thread is inside of a call on this end, no "
+                f"turn within {timeout_s:.1f} s",
+                missing=(),
+            ) from None
         except PeerLostError as error:
             if self._guard is not None:
                 self._guard.failed("enqueue", error)

@@ -150,7 +150,8 @@ class RemoteReader(RemoteReads):
         """Return a descriptor that is readable while there is something to read, or to raise."""
         self._refuse_nested(call)
         try:
-            with self._calls:
+            # Not `_calls`, which another thread holds while it waits for a message.
+            with self._lock:
                 self.check(call)
                 if self._signal < 0:
                     self._signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

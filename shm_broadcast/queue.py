@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from shm_broadcast import _core, awaiting, codec
 from shm_broadcast.endpoint import RemoteKeys, RemoteSettings
 from shm_broadcast.errors import (
-    ClosedError,
     CommError,
     CommTimeoutError,
     DecodeError,
@@ -468,22 +467,7 @@ class QueueReader:
 
         A read that waits for a writer on this host also asks the owner now and then whether it has failed.
         """
-        ring = self._ring
-        if isinstance(ring, RingReader):
-            ring.guard = guard
-            return
-
-        def read(timeout_s: float | None, type_: Any) -> Any:
-            # Not from within: the owner may close the queue, whose locks are held there.
-            try:
-                return ring.read(timeout_s, type_)
-            except (ClosedError, PeerLostError) as error:
-                guard.ended("dequeue")
-                if isinstance(error, PeerLostError):
-                    guard.failed("dequeue", error)
-                raise
-
-        self._read = read
+        self._ring.guard = guard
 
     def lost_writer(self) -> str | None:
         """Return which process wrote to this queue, for a log, if it ended without closing it; else None.

@@ -165,9 +165,9 @@ class RemoteReader(RemoteReads):
 
     def _settle(self) -> None:
         """Make the descriptor of `fileno` readable if there is something to read or to raise, else unreadable."""
-        if self._signal < 0:
-            return
         with self._lock:
+            if self._signal < 0:
+                return
             if not self._inbox and not self._is_closing:
                 self._drain(_BATCH)
             self._signal_state()
@@ -186,10 +186,6 @@ class RemoteReader(RemoteReads):
 
     def poll(self) -> bool:
         """Return whether a message has arrived. Does not wait."""
-        if is_held(self._lock):
-            raise UsageError(
-                f"{self._where('dequeue_any')}: this thread is inside of a call on the queue already"
-            )
         with self._lock:
             if not self._inbox and not self._is_closing:
                 with suppress(BlockingIOError):  # raised if the eventfd was not set
@@ -198,7 +194,11 @@ class RemoteReader(RemoteReads):
             return bool(self._inbox)
 
     def is_ready(self) -> bool:
-        """Return whether a reading call would return or raise at once. Does not wait."""
+        """Return whether a reading call would return or raise at once, for `dequeue_any`. Does not wait."""
+        if is_held(self._lock):
+            raise UsageError(
+                f"{self._where('dequeue_any')}: this thread is inside of a call on the queue already"
+            )
         try:
             return self.poll() or self._has_ended or self._is_closing or self._failure is not None
         finally:

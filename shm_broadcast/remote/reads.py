@@ -16,7 +16,8 @@ from typing import Any, Final
 from shm_broadcast import codec
 from shm_broadcast._core import NOTHING
 from shm_broadcast.endpoint import RemoteEndpoint
-from shm_broadcast.errors import DecodeError, UsageError
+from shm_broadcast.errors import ClosedError, DecodeError, PeerLostError, UsageError
+from shm_broadcast.guard import QueueGuard
 from shm_broadcast.interruption import is_held, raised_by_handler
 from shm_broadcast.remote.end import RemoteEnd
 from shm_broadcast.remote.ledger import Arrived, Inbox
@@ -34,6 +35,7 @@ class RemoteReads(RemoteEnd):
         """Begin with nothing received; `endpoint` is the writer's."""
         super().__init__(name, settings)
         self._endpoint = endpoint
+        self.guard: QueueGuard | None = None
         # Every reading call holds `_calls`, so `close` from another thread frees the socket only after the call has
         # returned.
         self._calls = threading.RLock()
@@ -148,10 +150,19 @@ class RemoteReads(RemoteEnd):
                 with self._lock:
                     self._inbox.put_back(message, before)
                 self._settle()
+            if isinstance(error, ClosedError | PeerLostError) and not raised_by_handler(error):
+                self._tell_owner(call, error)
             raise
         finally:
             if self._is_deferred:
                 self._close()
+
+    def _tell_owner(self, call: str, error: ClosedError | PeerLostError) -> None:
+        """Tell the owner why a read ends; this thread holds no lock, as the owner may close this end."""
+        if self.guard is not None:
+            self.guard.ended(call)
+            if isinstance(error, PeerLostError):
+                self.guard.failed(call, error)
 
     def _decoded(self, frame: memoryview | bytearray, type_: Any, *, lends: bool) -> Any:
         """Return the object in `frame`; if there is none the message counts as read."""

@@ -1,19 +1,23 @@
 """The queue's transport to readers on other hosts: processes that die or stop, and broken connections."""
 
+import asyncio
 import ctypes
 import os
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 import zmq
 
+from shm_broadcast import codec
 from shm_broadcast.endpoint import RemoteKeys
-from shm_broadcast.errors import ClosedError, GroupBrokenError
+from shm_broadcast.errors import ClosedError, CommTimeoutError, GroupBrokenError, PeerLostError
 from shm_broadcast.queue import QueueReader, QueueWriter
 from shm_broadcast.remote.wire import Kind, pack, unpack
 from tests.harness import RankPool, run_ranks
@@ -273,3 +277,88 @@ def test_a_reader_that_has_failed_takes_no_processor_time() -> None:
             time.sleep(0.5)
             shares.append((time.process_time() - before) / 0.5)
         assert min(shares) < 0.1, shares
+
+
+class Owner:
+    """Stand for the owner of an end; remember what it is told, and close the end when that has failed."""
+
+    def __init__(self, reader: QueueReader) -> None:
+        self._reader = reader
+        self.told: list[str] = []
+
+    def look(self, call: str) -> None:
+        """Do nothing."""
+
+    def ended(self, call: str) -> None:
+        """Remember that the end of the queue was found."""
+        self.told.append(f"ended {call}")
+
+    def failed(self, call: str, error: PeerLostError) -> None:
+        """Remember the failure, and close the end."""
+        self.told.append(f"failed {call}")
+        self._reader.close()
+
+
+def lend(reader: QueueReader) -> Any:
+    """Return the next object by a loan."""
+    with reader.loan(DEADLINE_S) as value:
+        return value
+
+
+READS: dict[str, Callable[[QueueReader], Any]] = {
+    "dequeue": lambda reader: reader.dequeue(DEADLINE_S),
+    "try_dequeue": lambda reader: reader.try_dequeue(),
+    "adequeue": lambda reader: asyncio.run(reader.adequeue(DEADLINE_S)),
+    "loan": lend,
+}
+
+
+@pytest.mark.guarantee("R1", "R4")
+@pytest.mark.parametrize("call", READS)
+def test_every_read_tells_the_owner_of_a_lost_writer(call: str) -> None:
+    """The owner learns of it from whichever call finds it, may close the end, and is not told by a time-out."""
+    keys = RemoteKeys.generate()
+    with (
+        QueueWriter.create("steps", remote_readers={1: keys.public}, bind_address=HERE, writer=0) as writer,
+        Cable(writer.handle.remote.port if writer.handle.remote else 0) as cable,
+        QueueReader.open(over(cable, writer.handle), writer.key, 1, DEADLINE_S, remote_keys=keys) as reader,
+    ):
+        owner = Owner(reader)
+        reader.guard(owner)
+        with pytest.raises(CommTimeoutError):
+            reader.dequeue(0.01)
+        assert owner.told == []
+        cable.block()
+        far: Any = reader._ring
+        wait_until(lambda: far._failure is not None, "the failure")
+        with pytest.raises(PeerLostError):
+            READS[call](reader)
+        assert owner.told == [f"ended {call}", f"failed {call}"]
+        assert far._is_closed
+
+
+@pytest.mark.guarantee("R14")
+def test_a_time_out_that_a_handler_raises_passes_a_remote_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`try_dequeue` does not take it for its own, and the message stays the next one."""
+    error = CommTimeoutError("the application's")
+
+    def handler(_number: int, _frame: FrameType | None) -> None:
+        raise error
+
+    def decode(frame: Any, *_: Any) -> Any:
+        signal.raise_signal(signal.SIGALRM)
+
+    with remote_queue() as (writer, readers):
+        writer.enqueue("message")
+        far: Any = readers[1]._ring
+        wait_until(far.is_ready, "the message")
+        before = signal.signal(signal.SIGALRM, handler)
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(codec, "decode", decode)
+                with pytest.raises(CommTimeoutError) as raised:
+                    readers[1].try_dequeue()
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert raised.value is error
+        assert readers[1].try_dequeue() == (True, "message")

@@ -151,7 +151,7 @@ def test_a_handler_may_close_a_remote_reader_in_every_place_of_a_call(call: str,
             if not has_come:
                 break
             assert not threads_of(far), step
-            assert far._is_closed, step
+            assert far._context.closed, step
             with pytest.raises(ClosedError):
                 reader.dequeue(DEADLINE_S)
         assert descriptors() == before, step
@@ -182,7 +182,7 @@ def test_a_handler_may_close_a_writer_in_every_place_of_a_call(full: bool, local
                 break
             end: Any = writer._remote
             assert not threads_of(end), step
-            assert end._is_closed, step
+            assert end._context.closed, step
             counts = {rank: read_all(reader) for rank, reader in readers.items()}
             assert set(counts.values()) == {sent + (results[0] is None)}, (step, results, counts)
         assert descriptors() == before, step

@@ -334,7 +334,7 @@ def test_every_read_tells_the_owner_of_a_lost_writer(call: str) -> None:
         with pytest.raises(PeerLostError):
             READS[call](reader)
         assert owner.told == [f"ended {call}", f"failed {call}"]
-        assert far._is_closed
+        assert far._context.closed
 
 
 @pytest.mark.guarantee("R14")

@@ -358,7 +358,7 @@ class Channels:
         return self._health.begin_point_to_point(plane, f"{name} {direction} {ranks}")
 
     def _left(
-        self, plane: str, name: str, direction: str, peers: Sequence[int], error: LeftError
+        self, plane: str, name: str, direction: str, peers: Sequence[int], error: Exception
     ) -> CommError:
         """Return what to raise for a channel that was closed."""
         operation = self._operation(plane, name, direction, peers)
@@ -390,10 +390,20 @@ class Channels:
             try:
                 self._opening.add(pair)
                 memory = self._open(pair, peer, name)
-                ends[peer] = end = kind(self, memory, self._health.ranks[peer], self._bells[pair[1]])
+                end = kind(self, memory, self._health.ranks[peer], self._bells[pair[1]])
+                # A signal handler may have closed all channels. From the look to the storing nothing is called.
+                if not self.is_closed:
+                    ends[peer] = end
+                    return end
+                end.close()
+                raise_left()
+            except Exception as error:
+                if not self.is_closed or isinstance(error, CommError) or raised_by_handler(error):
+                    raise
+                # The table and the bells are gone: whatever failed, this is why.
+                raise self._left("host", name, "with", [peer], error) from error
             finally:
                 self._opening.discard(pair)
-        return end
 
     def _open_if_made(self, peer: int) -> ChannelReceiver | None:
         with self._lock:
@@ -403,7 +413,10 @@ class Channels:
             return self._receiver(peer, "recv")
 
     def state(self, src: int, dst: int) -> int:
-        """Return what the table says of the channel from `src` to `dst`."""
+        """Return what the table says of the channel from `src` to `dst`. LeftError: The channels were closed."""
+        # Nothing is called between this and the native call.
+        if self.is_closed:
+            raise_left()
         return _core.channel_state(self._table, self._world_size, src, dst)
 
     def _open(self, pair: tuple[int, int], peer: int, name: str) -> mmap.mmap:
@@ -414,6 +427,9 @@ class Channels:
             self._segment.reserve(self._place(*pair), _stride())
             memory = self._map(*pair)
             rings.ring_format(memory, 1, int.from_bytes(os.urandom(7)))
+            # A signal handler may have closed the segment: then this is not its memory, and the channel is not ready.
+            if self.is_closed:
+                raise_left()
             return memory
 
         # One call claims the channel, makes it and says that it is made, or missing again. Between these steps a signal
@@ -463,15 +479,18 @@ class Channels:
                 receiver.close()
             # Tell the ranks that made channels which this one has not used that it never will.
             for peer in self._others:
-                if peer not in self._receivers and self.state(peer, self._rank) == _core.CHANNEL_READY:
+                if peer not in self._receivers and self._is_ready(peer, self._rank):
                     rings.ring_end(self._map(peer, self._rank), 0)
-                if peer not in self._senders and self.state(self._rank, peer) == _core.CHANNEL_READY:
+                if peer not in self._senders and self._is_ready(self._rank, peer):
                     rings.ring_end(self._map(self._rank, peer), -1)
             # Those who wait for any of several ranks, also other threads of this one, look at all rings again.
             for bell in self._bells:
                 rings.bell_sound(bell)
             self._bells = []
             self._table = _NO_TABLE
+
+    def _is_ready(self, src: int, dst: int) -> bool:
+        return _core.channel_state(self._table, self._world_size, src, dst) == _core.CHANNEL_READY
 
     def end_threads(self, timeout_s: float) -> None:
         """Wait until the threads have ended; behind `close`."""

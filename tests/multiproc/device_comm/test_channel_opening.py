@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import dis
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
 
+from device_comm import _core, health
 from device_comm.cpu import channels as opening
 from device_comm.cpu.channels import Channels
-from shm_broadcast.errors import UsageError
-from tests.channels import channels_of
+from shm_broadcast.errors import (
+    ClosedError,
+    CommError,
+    GroupBrokenError,
+    NativeError,
+    PeerLostError,
+    UsageError,
+)
+from tests.channels import channels_of, health_of
+from tests.queues import background
 from tests.unit.shm_broadcast.test_signal_handlers import AlarmError, alarms
+from tests.waiting import wait_until
 
 TAG = 1
 # The interpreter looks for signals behind a call, at the beginning of a function, and at the end of a loop's turn.
@@ -161,3 +173,89 @@ def test_alarms_in_hundreds_of_first_sends_leave_no_claim() -> None:
                 assert found in {"sent", "struck"}
         struck = handler.count
     assert struck > 20
+
+
+def outcome_of(call: Callable[[], object]) -> object:
+    """Return what a call returns or raises."""
+    try:
+        return call()
+    except CommError as error:
+        return error
+
+
+def end_group(channels: Channels, ending: str) -> None:
+    """Destroy the group of a rank, or break it."""
+    if ending == "destroys":
+        health_of(channels).close()
+        channels.close()
+    else:
+        health_of(channels).fail(PeerLostError("lost", peers=(1,)))
+
+
+CALLS: dict[str, Callable[[Channels], object]] = {
+    "send": lambda channels: send(channels, "sent", 1),
+    "isend": lambda channels: channels.isend("host", "isend", "sent", 1, TAG, 5.0).wait(),
+    "recv": lambda channels: recv(channels, 1),
+    "recv_each": lambda channels: channels.recv_each("host", "gather", (1,), TAG, 5.0),
+    "recv_any": lambda channels: channels.recv_any("host", "recv", TAG, 5.0),
+    "irecv": lambda channels: channels.irecv("host", "irecv", 1, TAG, 5.0, id).wait(),
+}
+
+
+@pytest.mark.guarantee("D74")
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+@pytest.mark.parametrize("ending", ["destroys", "breaks"])
+def test_a_handler_that_ends_the_group_at_any_step_of_opening_is_told(
+    call: Callable[[Channels], object], ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call raises that the group was destroyed, or is broken, and nothing else; the other rank's call ends too."""
+    monkeypatch.setattr(health, "EXPLAIN_S", 0.01)
+    outcomes: list[str] = []
+    kinds = ClosedError if ending == "destroys" else (GroupBrokenError, NativeError)
+    strikes = Strikes(strike)
+    while not strikes.is_over:
+        with channels_of(2) as (zero, one):
+            strikes.strike = partial(end_group, zero, ending)
+            if call not in (CALLS["send"], CALLS["isend"]):
+                send(one, "sent", 0)
+            try:
+                with strikes.run():
+                    call(zero)
+                outcomes.append("returned")
+            except kinds:
+                outcomes.append("raised")
+            if zero.is_closed:
+                start = time.monotonic()
+                found: object = None
+                while not isinstance(found, NativeError):
+                    found = outcome_of(partial(recv, one, 0))
+                assert "left the group" in str(found)
+                assert time.monotonic() - start < 4.0
+    assert set(outcomes) == {"returned", "raised"}
+
+
+@pytest.mark.guarantee("D74")
+@pytest.mark.parametrize("ending", ["destroys", "breaks"])
+def test_a_handler_that_ends_the_group_while_the_other_rank_makes_the_channel_is_told(
+    ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call, which waits for the other rank, raises that the group was destroyed, or is broken."""
+    monkeypatch.setattr(health, "EXPLAIN_S", 0.01)
+    kinds = ClosedError if ending == "destroys" else CommError
+    strikes = Strikes(strike)
+    for _ in range(120):
+        with channels_of(2) as (zero, one):
+            is_over = threading.Event()
+            strikes.strike = partial(end_group, zero, ending)
+            table = getattr(one, "_table")  # noqa: B009 - a test looks inside
+
+            def make(is_over: threading.Event = is_over) -> object:
+                is_over.wait(20.0)
+                raise AlarmError("not made")
+
+            with background(partial(_core.channel_open, table, 2, 0, 1, make)):
+                wait_until(lambda: one.state(0, 1) == _core.CHANNEL_MAKING, "the channel is being made")
+                with pytest.raises(kinds), strikes.run():
+                    send(zero, "never", 1)
+                is_over.set()
+    assert not strikes.is_over

@@ -86,7 +86,10 @@ class _Making:
 class Channels:
     """The channels of one rank. Ranks here are ranks in the group.
 
-    Only one thread at a time may call it. The handles that it returns may be waited for in any thread.
+    Several threads may call it, and signal handlers that run inside of a call. A message that is longer than a channel,
+    or finds it full, is written by the call that sends it: until that is done, other calls that send to the same rank
+    are refused. What `isend` leaves is written by a thread of ours, and other messages queue behind it. The handles may
+    be waited for in any thread.
     """
 
     def __init__(

@@ -124,26 +124,24 @@ class SharedRegion:
     def refuse(self, reason: bytes, /) -> None:
         """Refuse the next call, which takes a number all the same; the other ranks' call is DISAGREE.
 
-        It does not wait for them. Does nothing during a call and after `close`.
+        It does not wait for them. During a call of another thread this is the call behind it. Does nothing during a
+        call of the same thread and after `close`.
         """
 
-    def reasons(self) -> list[bytes]:
-        """Return for each rank why it refused its call, after DISAGREE; b"" for a rank that made one."""
+    def disagreement(
+        self,
+    ) -> list[tuple[tuple[int, int, int, int], tuple[tuple[int, ...], tuple[int, ...]] | None, bytes]]:
+        """Return, once, what each rank has posted for this thread's latest call that was DISAGREE.
+
+        For each rank: number, code, count and detail of its call; of an exchange the bytes per row that it sends to and
+        expects from each rank; why it refused the call, b"" if it made one. Empty if there is nothing left to return.
+        """
 
     def last_calls(self) -> list[tuple[int, int] | None]:
         """Return for each rank (number, kind) of the last call in which it has posted a step; None if there is none."""
 
     def missing(self) -> list[int]:
         """Return the ranks in the group that have not arrived at the current step."""
-
-    def views(self) -> list[tuple[int, int, int, int]]:
-        """Return each rank's description of its call: number, code, count, detail."""
-
-    def widths(self) -> list[tuple[tuple[int, ...], tuple[int, ...]] | None]:
-        """Return, after a refused exchange, the bytes per row that each rank sends to and expects from each rank.
-
-        The entry is None for a rank that made another call.
-        """
 
     def close(self, breaks: bool, /) -> None:
         """End waiting calls and release the mapping. With `breaks`, the other ranks' calls fail from now on too."""

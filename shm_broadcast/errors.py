@@ -35,7 +35,7 @@ class UsageError(CommError, ValueError):
     share memory, the others raise `DisagreementError` with the reason in theirs, and the next calls belong together.
 
     Attributes:
-        is_told: Whether a group has told its other ranks.
+        is_told: Whether a group has told its other ranks, or has nothing to tell them.
     """
 
     is_told: bool = False

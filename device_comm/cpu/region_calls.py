@@ -22,6 +22,11 @@ _KINDS: Final = (
 )
 _REDUCING: Final = frozenset({"all_reduce", "reduce_scatter", "reduce"})
 _ROOTED: Final = frozenset({"broadcast", "gather", "scatter", "reduce"})
+# Calls that are refused before they have a place in the order of calls.
+_WITHOUT_PLACE: Final = {
+    _core.BUSY: "another thread of this rank is in a collective, and was until the deadline",
+    _core.NESTED: "called by a signal handler or a finalizer inside of a collective of this group on the same thread",
+}
 
 
 class RegionCalls:
@@ -123,32 +128,28 @@ class RegionCalls:
         if status == _core.DISAGREE:
             raise self._disagreement(name)
         self._health.check_usable(name)
-        if status == _core.BUSY:
-            raise UsageError(
-                f"{self._health.where(name)}: another thread of this rank is in a collective, and was until the "
-                "deadline"
-            )
-        if status == _core.NESTED:
-            raise UsageError(
-                f"{self._health.where(name)}: called by a signal handler or a finalizer inside of a collective of this "
-                "group on the same thread"
-            )
+        if status in _WITHOUT_PLACE:
+            refusal = UsageError(f"{self._health.where(name)}: {_WITHOUT_PLACE[status]}")
+            # It has no place among the calls, so the other ranks make none for it: there is nothing to tell them.
+            refusal.is_told = True
+            raise refusal
         raise ClosedError(f"{self._health.where(name)}: the group was destroyed while the call waited")
 
     def refuse(self, reason: str) -> None:
-        """Take the number of a call that this rank refuses, and tell the others why; see `Plane`."""
+        """Take the number of a call that this rank refuses, and tell the others why; see `Plane`.
+
+        If another thread is in a call, it is the number behind that one.
+        """
         self.core.refuse(reason.encode()[: _core.REASON_BYTES])
 
     def _disagreement(self, name: str) -> DisagreementError:
         """Return the error for ranks that made different calls, or of which some refused theirs."""
-        calls = zip(self.core.views(), self.core.widths(), strict=True)
-        views = {
-            rank: _describe(*view, widths) for rank, (view, widths) in zip(self._ranks, calls, strict=False)
-        }
+        posts = dict(zip(self._ranks, self.core.disagreement(), strict=False))
+        views = {rank: _describe(*view, widths) for rank, (view, widths, _) in posts.items()}
         what = "the ranks made different calls: " + _listed(views)
         refusals = {
             rank: f"refused {reason.decode(errors='replace')}"
-            for rank, reason in zip(self._ranks, self.core.reasons(), strict=False)
+            for rank, (_, _, reason) in posts.items()
             if reason
         }
         if refusals:

@@ -432,19 +432,18 @@ def region_target() -> Target:
         changed[:640] = data
         end = device_core.SharedRegion(changed, 0)
         end.missing()
-        end.views()
+        end.last_calls()
         if next(turn) % 20_000:
             return
         # A call that lacks the other rank's post returns after 50 ms.
         end.barrier()
         end.resume(0)
         end.missing()
-        end.views()
+        end.last_calls()
         other = device_core.SharedRegion(changed, 0)
         other.reduce(device_core.ALL_REDUCE_ONE_SHOT, source.data_ptr(), result.data_ptr(), 100, 6, 0, 0)
         other.resume(0)
-        other.views()
-        other.widths()
+        other.disagreement()
 
     return Target("region", seeds, run, (ValueError,), is_fixed=True)
 

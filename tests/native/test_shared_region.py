@@ -227,7 +227,7 @@ def test_an_exchange_whose_sizes_do_not_match_moves_nothing(
         addresses = (source.data_ptr(), result.data_ptr())
         received = (sent[rank],) * 3
         status = finish(end, end.move(_core.ALL_TO_ALL, *addresses, rows, (*table[rank], *received), 0, 0, 0))
-        widths = end.widths() if status == _core.DISAGREE else None
+        widths = [each[1] for each in end.disagreement()] if status == _core.DISAGREE else None
         after = torch.full((3,), rank, dtype=torch.uint8)
         answer = torch.zeros(3, dtype=torch.uint8)
         addresses = (after.data_ptr(), answer.data_ptr())
@@ -253,7 +253,7 @@ def test_widths_are_told_of_exchanges_alone() -> None:
         exchange = (_core.ALL_TO_ALL, address, address, 1, (0, 4, 0, 4), 0, 0, 0)
         begun = end.move(*exchange) if rank else end.barrier()
         assert finish(end, begun) == _core.DISAGREE
-        return end.widths()
+        return [widths for _, widths, _ in end.disagreement()]
 
     assert everybody(ends, call) == [[None, ((0, 4), (0, 4))]] * 2
 
@@ -329,8 +329,9 @@ def test_ranks_that_make_different_calls_all_learn_of_it_and_go_on() -> None:
     def call(rank: int, end: _core.SharedRegion) -> tuple[int, list[tuple[int, int, int, int]], torch.Tensor]:
         tensor = torch.full((10 + rank,), float(rank))
         status = finish(end, end.broadcast(tensor.data_ptr(), tensor.nbytes, TYPE_CODES[torch.float32], 0))
-        views = end.views()
         assert finish(end, end.barrier()) == _core.DONE
+        views = [view for view, _, _ in end.disagreement()]
+        assert end.disagreement() == []
         return status, views, tensor
 
     (first, views, _), (second, others, tensor) = everybody(ends, call)
@@ -371,7 +372,7 @@ def test_closing_ends_a_call_that_waits_in_another_thread() -> None:
     assert outcome == [_core.CLOSED]
     ends[0].close(False)
     assert ends[0].barrier() == ends[0].resume(0) == _core.CLOSED
-    assert (ends[0].missing(), ends[0].views()) == ([], [])
+    assert (ends[0].missing(), ends[0].disagreement()) == ([], [])
 
 
 def test_a_rank_that_left_ends_the_waiting_for_it_and_for_no_other() -> None:

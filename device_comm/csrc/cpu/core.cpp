@@ -26,8 +26,10 @@ void count_fork() { ++forks; }
 void release(Object* object) {
     delete object->call;
     delete object->region;
+    delete object->deferred;
     object->call = nullptr;
     object->region = nullptr;
+    object->deferred = nullptr;
     if (object->has_view) PyBuffer_Release(&object->view);
     object->has_view = false;
 }
@@ -35,6 +37,7 @@ void release(Object* object) {
 void region_dealloc(PyObject* self) {
     PyTypeObject* type = Py_TYPE(self);
     release(object_of(self));
+    delete object_of(self)->disagreements;
     reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
@@ -52,9 +55,12 @@ PyObject* region_new(PyTypeObject* type, PyObject* args, PyObject*) {
     if (object->has_view) {
         auto* base = static_cast<unsigned char*>(object->view.buf);
         object->region = new (std::nothrow) SharedRegion(base, static_cast<size_t>(object->view.len), rank);
-        if (object->region == nullptr) PyErr_NoMemory();
         if (object->region != nullptr && object->region->valid()) return self;
-        PyErr_SetString(PyExc_ValueError, "the mapping holds no shared region of this version with this rank");
+        if (object->region == nullptr) {
+            PyErr_NoMemory();
+        } else {
+            PyErr_SetString(PyExc_ValueError, "the mapping holds no shared region of this version with this rank");
+        }
     }
     Py_DECREF(self);
     return nullptr;
@@ -73,6 +79,24 @@ PyObject* region_close(PyObject* self, PyObject* breaks) {
     Py_RETURN_NONE;
 }
 
+// Gives refusals the next numbers and posts them.
+void post_refusals(Object* object, SharedRegion::Refusals& refused) {
+    for (auto& [number, reason] : refused) number = ++object->number;
+    object->region->refuse(refused);
+}
+
+// Ends a call that is complete, or that was refused on all ranks; returns its status.
+long end_call(Object* object) {
+    const bool disagrees = object->call->disagrees();
+    delete object->call;
+    object->call = nullptr;
+    // Before a refusal is posted, because that begins the next step.
+    const bool is_kept = !disagrees || keep_posts(object);
+    if (object->deferred != nullptr && !object->deferred->empty()) post_refusals(object, *object->deferred);
+    if (!is_kept) return -1;
+    return disagrees ? kDisagree : kDone;
+}
+
 // Continues the call in progress for at most `slice_ns`; returns its status.
 long advance(Object* object, uint64_t spin_ns, uint64_t slice_ns) {
     object->is_busy = true;
@@ -84,16 +108,11 @@ long advance(Object* object, uint64_t spin_ns, uint64_t slice_ns) {
         Py_END_ALLOW_THREADS
     }
     object->is_busy = false;
-    const bool disagrees = object->call->disagrees();
-    if (wait == Wait::kDone) {
-        delete object->call;
-        object->call = nullptr;
-    }
     if (object->is_closed) {
         release(object);
         return kClosed;
     }
-    if (wait == Wait::kDone) return disagrees ? kDisagree : kDone;
+    if (wait == Wait::kDone) return end_call(object);
     if (wait == Wait::kLeft) return kLeft;
     return wait == Wait::kClosed ? kClosed : kPending;
 }
@@ -274,19 +293,27 @@ PyObject* region_resume(PyObject* self, PyObject* slice) {
     return answer(advance(object, 0, slice_ns));
 }
 
-// refuse(reason): this rank refuses its next call, which takes a number all the same. Does nothing during a call.
+// refuse(reason): this rank refuses its next call, which takes a number all the same: behind the call that another thread is in,
+// if there is one. Does nothing during a call of the same thread.
 PyObject* region_refuse(PyObject* self, PyObject* reason) {
     Object* object = object_of(self);
     char* text = nullptr;
     Py_ssize_t bytes = 0;
     if (PyBytes_AsStringAndSize(reason, &text, &bytes) < 0) return nullptr;
-    if (object->is_closed || object->born != forks || object->is_busy || object->call != nullptr) Py_RETURN_NONE;
+    if (object->is_closed || object->born != forks) Py_RETURN_NONE;
+    if (object->call != nullptr && object->owner == PyThread_get_thread_ident()) Py_RETURN_NONE;
     try {
-        object->region->refuse(object->number + 1, std::string(text, static_cast<size_t>(bytes)));
+        SharedRegion::Refusals refused;
+        refused.emplace_back(0, std::string(text, static_cast<size_t>(bytes)));
+        if (object->call == nullptr) {
+            post_refusals(object, refused);
+            Py_RETURN_NONE;
+        }
+        if (object->deferred == nullptr) object->deferred = new SharedRegion::Refusals();
+        object->deferred->splice(object->deferred->end(), refused);
     } catch (const std::bad_alloc&) {
         return PyErr_NoMemory();
     }
-    object->number += 1;
     Py_RETURN_NONE;
 }
 
@@ -335,10 +362,9 @@ PyMethodDef methods[] = {
     METHOD("reduce", region_reduce, METH_FASTCALL),   METHOD("barrier", region_barrier, METH_NOARGS),
     METHOD("broadcast", region_broadcast, METH_FASTCALL), METHOD("move", region_move, METH_FASTCALL),
     METHOD("resume", region_resume, METH_O),   METHOD("unfinished", region_unfinished, METH_NOARGS),
-    METHOD("refuse", region_refuse, METH_O),   METHOD("reasons", reasons, METH_NOARGS),
-    METHOD("missing", missing, METH_NOARGS),   METHOD("views", views, METH_NOARGS),
-    METHOD("last_calls", last_calls, METH_NOARGS),
-    METHOD("widths", widths, METH_NOARGS),     METHOD("close", region_close, METH_O),
+    METHOD("refuse", region_refuse, METH_O),   METHOD("disagreement", disagreement, METH_NOARGS),
+    METHOD("missing", missing, METH_NOARGS),   METHOD("last_calls", last_calls, METH_NOARGS),
+    METHOD("close", region_close, METH_O),
     {nullptr, nullptr, 0, nullptr},
 };
 

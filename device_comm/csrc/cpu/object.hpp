@@ -20,6 +20,19 @@ namespace region {
 
 using codec::Ref;
 
+// What a rank has posted for a call for which the ranks disagree.
+struct Posted {
+    View view;
+    std::vector<uint64_t> widths;  // of an exchange: sent to each rank, then expected from each rank
+    std::string reason;            // why it refused the call, or empty
+};
+
+// The posts of all ranks, kept for the thread of this rank that made the call.
+struct Disagreement {
+    unsigned long thread;
+    std::vector<Posted> posts;
+};
+
 struct Object {
     PyObject_HEAD
     uint64_t born;  // value of `forks` when it was created
@@ -31,6 +44,9 @@ struct Object {
     unsigned long owner;  // the thread that began `call`
     bool is_closed;
     uint64_t number;  // calls begun so far
+    // The two following are used under the GIL, and null while there is none.
+    SharedRegion::Refusals* deferred;  // refusals during the call of another thread; they get their numbers at its end
+    std::list<Disagreement>* disagreements;  // which their threads have not read
 };
 
 inline Object* object_of(PyObject* self) { return reinterpret_cast<Object*>(self); }
@@ -45,6 +61,10 @@ long start(Object* object, Plan&& plan, uint64_t code);
 
 // Returns kDone if a new call may begin, otherwise the status to return.
 long refusal(Object* object);
+
+// Keeps what the ranks have posted in the current step for the thread that made the call; returns false with an exception set
+// if there is no memory.
+bool keep_posts(Object* object);
 
 // Sets the kernel of a plan; returns false with an exception set if there is none.
 bool find_kernel(uint64_t type, uint64_t op, bool streaming, Plan* plan);
@@ -64,8 +84,6 @@ PyObject* all_reduce_in_place(PyObject* self, PyObject* const* args, Py_ssize_t 
 PyObject* all_gather(PyObject* self, PyObject* const* args, Py_ssize_t count);
 PyObject* missing(PyObject* self, PyObject*);
 PyObject* last_calls(PyObject* self, PyObject*);
-PyObject* reasons(PyObject* self, PyObject*);
-PyObject* views(PyObject* self, PyObject*);
-PyObject* widths(PyObject* self, PyObject*);
+PyObject* disagreement(PyObject* self, PyObject*);
 
 }  // namespace region

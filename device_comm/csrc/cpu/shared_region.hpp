@@ -7,7 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <deque>
+#include <list>
 #include <string>
 #include <utility>
 
@@ -114,10 +114,13 @@ public:
     // Begins a step; from now on `slot` returns slots of the new step.
     void begin() { next_ = step_ + 1; }
 
-    // Posts that this rank refuses its call `number`, as soon as the step before is complete on all ranks: at once, or in
-    // its next call. It does not wait for the others, which find a view unlike theirs.
-    void refuse(uint64_t number, std::string reason) {
-        refusals_.emplace_back(number, std::move(reason));
+    // Numbers of calls that this rank refuses, and why.
+    using Refusals = std::list<std::pair<uint64_t, std::string>>;
+
+    // Posts that this rank refuses these calls, each as soon as the step before is complete on all ranks: at once, or in its
+    // next call. It does not wait for the others, which find a view unlike theirs. This allocates nothing.
+    void refuse(Refusals& refused) {
+        refusals_.splice(refusals_.end(), refused);
         catch_up();
     }
 
@@ -341,7 +344,7 @@ private:
     Identity identity_{};
     uint64_t step_ = 0;  // the last step that this rank posted
     uint64_t next_ = 0;  // the step whose slots `slot` returns
-    std::deque<std::pair<uint64_t, std::string>> refusals_;  // numbers and reasons that are not posted yet
+    Refusals refusals_;        // those that are not posted yet
     bool owes_ = false;        // the last step was a refusal, and was not complete when this rank last looked
     uint64_t moved_ns_ = 0;    // when this rank last slept to get another core
     uint64_t refused_until_ns_ = 0;  // until then this rank sleeps where it would yield

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from coordinator import GroupCoordinator, UsageError
+from coordinator import DisagreementError, GroupCoordinator, UsageError
 from tests.harness import RankPool
 from tests.waiting import wait_until
 from tests.worlds import meet, new_group, tell_when_waiting, world
@@ -64,6 +64,50 @@ def in_turn(rank: int, world_size: int, directory: Path, name: str) -> None:
 def test_a_call_of_a_second_thread_waits_for_its_turn(ranks2: RankPool, name: str) -> None:
     """It is made when the first thread's call is done; its deadline passes meanwhile, and leaves the group intact."""
     ranks2.run(in_turn, name)
+
+
+REFUSED: dict[str, Callable[[GroupCoordinator], Any]] = {
+    "all_reduce": lambda group: group.all_reduce("tensor"),  # type: ignore[call-overload]
+    "barrier": lambda group: group.barrier(-1.0),
+}
+
+
+def refuse_beside(rank: int, world_size: int, directory: Path, name: str) -> None:
+    """Let a second thread of rank 0 refuse two calls while the first is in one; then rank 1 makes all three."""
+    with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
+        if rank == 1:
+            meet(rank, range(world_size), directory, "refused")
+            assert CALLS[name](group, None) == RESULTS[name]
+            for _ in range(2):
+                with pytest.raises(DisagreementError, match=f"rank 0 refused {name}: ") as told:
+                    CALLS[name](group, None)
+                assert list(told.value.views) == [0, 1]
+        else:
+            first: list[Any] = []
+            tell_when_waiting(group, directory, "first waits")
+            thread = threading.Thread(target=lambda: first.append(CALLS[name](group, None)))
+            thread.start()
+            wait_until((directory / "first waits-0").exists, "the first thread waits")
+            for _ in range(2):
+                with pytest.raises(UsageError):
+                    REFUSED[name](group)
+            # A turn that did not come is no call: it takes no number.
+            with pytest.raises(UsageError, match="another thread of this rank is in a collective"):
+                CALLS[name](group, 0.1)
+            meet(rank, range(world_size), directory, "refused")
+            thread.join()
+            assert first == [RESULTS[name]]
+        for step in range(3):
+            assert group.all_reduce(torch.tensor(float(step))).item() == 2.0 * step
+            assert group.all_gather_object(step) == [step] * world_size
+
+
+@pytest.mark.guarantee("D66")
+@pytest.mark.guarantee("D69")
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_beside_a_call_of_another_thread_takes_the_next_number(ranks2: RankPool, name: str) -> None:
+    """The other rank raises in the same calls, with the reason; every later call has the right result."""
+    ranks2.run(refuse_beside, name)
 
 
 def one_after_the_other(rank: int, world_size: int, directory: Path) -> None:

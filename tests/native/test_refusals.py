@@ -1,0 +1,70 @@
+"""What a rank's native end keeps of calls that were refused, for its threads and for the other ranks."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from device_comm import _core
+from tests.native.test_shared_region import GIVE_UP_S, everybody, finish, regions
+
+
+@pytest.mark.guarantee("D13")
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_thread_learns_of_its_own_disagreement(closes: bool) -> None:
+    """Another thread may have made the next call, or destroyed the group, before it reads what the ranks posted."""
+    ends = regions(2)
+    tensor = torch.zeros(16, dtype=torch.uint8)
+
+    def disagree(end: _core.SharedRegion, nbytes: int) -> None:
+        assert finish(end, end.broadcast(tensor.data_ptr(), nbytes, 9, 0)) == _core.DISAGREE
+
+    def sizes(end: _core.SharedRegion) -> list[tuple[int, int]]:
+        return [(view[0], view[2]) for view, _, _ in end.disagreement()]
+
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second, ThreadPoolExecutor(1) as other:
+        for pool, nbytes in ((first, 1), (second, 2)):
+            own, theirs = pool.submit(disagree, ends[0], nbytes), other.submit(disagree, ends[1], 8 * nbytes)
+            own.result(GIVE_UP_S)
+            theirs.result(GIVE_UP_S)
+        if closes:
+            ends[0].close(False)
+        assert first.submit(sizes, ends[0]).result(GIVE_UP_S) == [(1, 1), (1, 8)]
+        assert second.submit(sizes, ends[0]).result(GIVE_UP_S) == [(2, 2), (2, 16)]
+        assert sizes(ends[0]) == []
+
+
+@pytest.mark.guarantee("D69")
+def test_a_refusal_during_a_call_is_posted_at_its_end() -> None:
+    """It does so also if the ranks of that call disagree, who still learn of each other's views."""
+    ends = regions(2)
+    tensor = torch.zeros(16, dtype=torch.uint8)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(ends[0].broadcast, tensor.data_ptr(), 1, 9, 0).result(GIVE_UP_S) == _core.PENDING
+        ends[0].refuse(b"first")
+        ends[0].refuse(b"second")
+        assert ends[0].number == 1
+        assert ends[1].broadcast(tensor.data_ptr(), 8, 9, 0) == _core.DISAGREE
+        assert pool.submit(ends[0].resume, 10_000_000).result(GIVE_UP_S) == _core.DISAGREE
+        assert [view[2] for view, _, _ in pool.submit(ends[0].disagreement).result(GIVE_UP_S)] == [1, 8]
+        assert ends[0].number == 3
+        # The second one is posted in the next call, because the ranks meet in each step.
+        after = pool.submit(lambda: finish(ends[0], ends[0].barrier()))
+        for reason in (b"first", b"second"):
+            assert finish(ends[1], ends[1].barrier()) == _core.DISAGREE
+            ((number, *_), _, told), (_, _, own) = ends[1].disagreement()
+            assert (number, told, own) == (ends[1].number, reason, b"")
+        assert finish(ends[1], ends[1].barrier()) == after.result(GIVE_UP_S) == _core.DONE
+
+
+def test_a_refusal_inside_of_a_call_of_the_same_thread_takes_no_number() -> None:
+    """Only a signal handler or a finalizer can make it; the other ranks know nothing of it."""
+    ends = regions(2)
+    assert ends[0].barrier() == _core.PENDING
+    ends[0].refuse(b"by a handler")
+    assert ends[1].barrier() == _core.DONE
+    assert finish(ends[0], ends[0].resume(0)) == _core.DONE
+    assert ends[0].number == 1
+    assert everybody(ends, lambda _rank, end: finish(end, end.barrier())) == [_core.DONE] * 2

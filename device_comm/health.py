@@ -90,6 +90,11 @@ def _interruption(error: BaseException, rank: int, what: str) -> FailureRecord:
     return FailureRecord("interrupted", (rank,), rank, what, detail=f"{rank} ({type(error).__name__})")
 
 
+def _is_own(error: BaseException) -> bool:
+    """Return whether a call has raised `error` itself: it is an error of this package, and of no signal handler."""
+    return isinstance(error, CommError) and not raised_by_handler(error)
+
+
 class Arrival(msgspec.Struct, frozen=True):
     """The call in which a rank waits: the operation and its number among the collectives of its plane."""
 
@@ -284,14 +289,19 @@ class GroupHealth:
 
         An exception that a signal handler raises does so if it strikes between the beginning of a call and `wait`.
         """
-        if isinstance(error, CommError) and not raised_by_handler(error):
-            # The call's own: it was raised before a collective had begun, or `wait` has answered for it. An unfinished
-            # collective is one further out, which a handler has interrupted to make this call, and which may go on.
+        if _is_own(error):
+            # It was raised before a collective had begun, or `wait` has answered for it. An unfinished collective is
+            # one further out, which a handler has interrupted to make this call, and which may go on.
             return
         for plane, known in self._planes.items():
             number = known.unfinished()
             if number:
                 self._interrupted(Operation(plane, name, number), error)
+
+    def left_halfway(self, operation: Operation, error: BaseException) -> None:
+        """Break the group because `error` has ended a call between two of its stages; not for the call's own errors."""
+        if not _is_own(error):
+            self._interrupted(operation, error)
 
     def wait(self, operation: Operation, work: Pollable, timeout_s: float | None) -> None:
         """Wait for `work`; check signals, dead peers, failure records and `close` meanwhile.
@@ -324,11 +334,10 @@ class GroupHealth:
         of it: the call is left halfway.
         """
         try:
-            if not raised_by_handler(error):
-                if isinstance(error, CommError):
-                    return None
-                if isinstance(error, RuntimeError):
-                    return self.explain(operation, error, pending())
+            if _is_own(error):
+                return None
+            if isinstance(error, RuntimeError) and not raised_by_handler(error):
+                return self.explain(operation, error, pending())
             self._interrupted(operation, error)
         except BaseException as second:
             # A handler raises once more. This makes up for what is missing.
@@ -505,6 +514,9 @@ class GroupHealth:
         """Convert an error that a transport raises while a call is posted into a `CommError`."""
         try:
             yield
+        except GeneratorExit:
+            # A signal handler has raised before the block began.
+            raise
         except BaseException as error:
             explained = self._explained(operation, error, lambda: None)
             if explained is None:

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import TracebackType
 from typing import Final, TypeAlias
 
 import torch
@@ -21,7 +22,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from device_comm import checks
 from device_comm.base import CallPath, CommunicatorContext, DeviceCommunicator, Sizes, Timeout
 from device_comm.handles import Handle, PointToPointHandle, StreamHandle
-from device_comm.health import FOREVER_S, GRACE_S, Operation
+from device_comm.health import FOREVER_S, GRACE_S, GroupHealth, Operation
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from device_comm.works import CollectiveWork, PointToPointWorks, WaiterThreads
 from shm_broadcast.errors import ClosedError, InternalError
@@ -78,6 +79,52 @@ def backend_timeout(timeout_s: float | None) -> timedelta:
     return timedelta(seconds=FOREVER_S if timeout_s is None else min(timeout_s + BACKEND_MARGIN_S, FOREVER_S))
 
 
+class Stages:
+    """All stages of a call, as a block. What is raised in it breaks the group, except for the call's own errors.
+
+    A process group does not know which of its operations belong to one call: behind a stage that was left out, the next
+    operation of this rank would meet the next stage of the others. Calls over shared memory have numbers instead.
+    """
+
+    __slots__ = ("_health", "_operation")
+
+    def __init__(self, health: GroupHealth, operation: Operation) -> None:
+        """Do nothing yet."""
+        self._health = health
+        self._operation = operation
+
+    def __enter__(self) -> Operation:
+        """Return the operation."""
+        return self._operation
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Break the group if the block was left halfway."""
+        if error is not None:
+            self._health.left_halfway(self._operation, error)
+
+
+class Collective(Stages):
+    """All stages of a collective, which begins with the block. Raises as `GroupHealth.begin`."""
+
+    __slots__ = ()
+
+    def __init__(self, health: GroupHealth, plane: str, name: str) -> None:
+        """Do nothing yet; the arguments are those of `GroupHealth.begin`."""
+        super().__init__(health, Operation(plane, name, 0))
+
+    def __enter__(self) -> Operation:
+        """Begin the collective and return it."""
+        try:
+            self._operation = self._health.begin(self._operation.plane, self._operation.name)
+        except BaseException as error:
+            # It may have taken its number.
+            self._health.left_halfway(self._operation, error)
+            raise
+        return self._operation
+
+
 class ProcessGroupCommunicator(DeviceCommunicator):
     """Collectives over a torch process group; on accelerators the results are queued on the stream."""
 
@@ -124,42 +171,42 @@ class ProcessGroupCommunicator(DeviceCommunicator):
     # ------------------------------------------------------------------ collectives
 
     def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None) -> torch.Tensor:
-        operation = self._health.begin("device", "all_reduce")
-        source = dense(input_)
-        if source.numel() == 0:
-            return torch.empty_like(source)
-        if source.nbytes <= ONE_SHOT_BYTES:
-            gathered = self._gather_bytes(operation, as_bytes(source), timeout_s)
-            parts = list(gathered.view(source.dtype).view(self.world_size, *source.shape))
-            return reduce_in_rank_order(parts, op)
-        # Each rank combines its share of the flat tensor, then the shares are gathered.
-        flat = source.view(-1)
-        counts = self._shares(flat.numel())
-        own = flat.new_empty(counts[0])
-        own[: counts[self.rank_in_group]] = self._combine(operation, flat, counts, op, timeout_s)
-        gathered = self._gather_bytes(operation, as_bytes(own), timeout_s)
-        return gathered.view(source.dtype)[: flat.numel()].view(source.shape)
+        with Collective(self._health, "device", "all_reduce") as operation:
+            source = dense(input_)
+            if source.numel() == 0:
+                return torch.empty_like(source)
+            if source.nbytes <= ONE_SHOT_BYTES:
+                gathered = self._gather_bytes(operation, as_bytes(source), timeout_s)
+                parts = list(gathered.view(source.dtype).view(self.world_size, *source.shape))
+                return reduce_in_rank_order(parts, op)
+            # Each rank combines its share of the flat tensor, then the shares are gathered.
+            flat = source.view(-1)
+            counts = self._shares(flat.numel())
+            own = flat.new_empty(counts[0])
+            own[: counts[self.rank_in_group]] = self._combine(operation, flat, counts, op, timeout_s)
+            gathered = self._gather_bytes(operation, as_bytes(own), timeout_s)
+            return gathered.view(source.dtype)[: flat.numel()].view(source.shape)
 
     def _reduce(
         self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
     ) -> torch.Tensor | None:
-        operation = self._health.begin("device", "reduce")
-        source = dense(input_)
-        if source.nbytes <= ONE_SHOT_BYTES or self.world_size == 2:
-            # The root combines what it gathers: one transfer instead of an exchange and a transfer.
-            parts = self._gather_parts(operation, source, dst, timeout_s)
-            return None if parts is None else reduce_in_rank_order(list(parts), op)
-        flat = source.view(-1)
-        counts = self._shares(flat.numel())
-        own = self._combine(operation, flat, counts, op, timeout_s)
-        if self.rank_in_group != dst:
-            self._transfer(operation, self.process_group.send, {dst: own}, timeout_s)
-            return None
-        result = torch.empty_like(flat)
-        shares = dict(enumerate(result.split_with_sizes(counts)))
-        shares.pop(dst).copy_(own)
-        self._transfer(operation, self.process_group.recv, shares, timeout_s)
-        return result.view(source.shape)
+        with Collective(self._health, "device", "reduce") as operation:
+            source = dense(input_)
+            if source.nbytes <= ONE_SHOT_BYTES or self.world_size == 2:
+                # The root combines what it gathers: one transfer instead of an exchange and a transfer.
+                parts = self._gather_parts(operation, source, dst, timeout_s)
+                return None if parts is None else reduce_in_rank_order(list(parts), op)
+            flat = source.view(-1)
+            counts = self._shares(flat.numel())
+            own = self._combine(operation, flat, counts, op, timeout_s)
+            if self.rank_in_group != dst:
+                self._transfer(operation, self.process_group.send, {dst: own}, timeout_s)
+                return None
+            result = torch.empty_like(flat)
+            shares = dict(enumerate(result.split_with_sizes(counts)))
+            shares.pop(dst).copy_(own)
+            self._transfer(operation, self.process_group.recv, shares, timeout_s)
+            return result.view(source.shape)
 
     def _shares(self, elements: int) -> list[int]:
         """Return how many elements of a flat tensor each rank combines; no rank has more than the first."""
@@ -169,9 +216,9 @@ class ProcessGroupCommunicator(DeviceCommunicator):
     def _reduce_scatter(
         self, input_: torch.Tensor, dim: int, sizes: Sizes, op: ReduceOperation, timeout_s: Timeout
     ) -> torch.Tensor:
-        operation = self._health.begin("device", "reduce_scatter")
-        rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
-        return self._combine(operation, rows, sizes, op, timeout_s).movedim(0, dim).contiguous()
+        with Collective(self._health, "device", "reduce_scatter") as operation:
+            rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
+            return self._combine(operation, rows, sizes, op, timeout_s).movedim(0, dim).contiguous()
 
     def _combine(
         self,
@@ -195,30 +242,30 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         if dim or len(set(sizes)) > 1 or not output.numel() or not is_plain(output):
             super()._all_gather_into(output, input_, dim, sizes, timeout_s)
             return
-        operation = self._health.begin("device", "all_gather")
-        self._gather_bytes(operation, as_bytes(dense(input_)), timeout_s, as_bytes(output))
+        with Collective(self._health, "device", "all_gather") as operation:
+            self._gather_bytes(operation, as_bytes(dense(input_)), timeout_s, as_bytes(output))
 
     def _all_gather(self, input_: torch.Tensor, dim: int, sizes: Sizes, timeout_s: Timeout) -> torch.Tensor:
-        operation = self._health.begin("device", "all_gather")
-        source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
-        shapes = [(*source.shape[:dim], size, *source.shape[dim + 1 :]) for size in sizes]
-        if all(0 in shape for shape in shapes):
-            return source.new_empty((*source.shape[:dim], sum(sizes), *source.shape[dim + 1 :]))
-        if len(set(sizes)) == 1:
-            gathered = self._gather_bytes(operation, as_bytes(source), timeout_s).view(source.dtype)
-            return _concatenate(gathered.view(self.world_size, *source.shape), dim)
-        padded = source.new_empty(max(math.prod(shape) for shape in shapes))
-        padded[: source.numel()] = source.view(-1)
-        gathered = self._gather_bytes(operation, as_bytes(padded), timeout_s).view(source.dtype)
-        rows = gathered.view(self.world_size, -1)
-        parts = [row[: math.prod(shape)].view(shape) for row, shape in zip(rows, shapes, strict=True)]
-        return torch.cat(parts, dim)
+        with Collective(self._health, "device", "all_gather") as operation:
+            source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
+            shapes = [(*source.shape[:dim], size, *source.shape[dim + 1 :]) for size in sizes]
+            if all(0 in shape for shape in shapes):
+                return source.new_empty((*source.shape[:dim], sum(sizes), *source.shape[dim + 1 :]))
+            if len(set(sizes)) == 1:
+                gathered = self._gather_bytes(operation, as_bytes(source), timeout_s).view(source.dtype)
+                return _concatenate(gathered.view(self.world_size, *source.shape), dim)
+            padded = source.new_empty(max(math.prod(shape) for shape in shapes))
+            padded[: source.numel()] = source.view(-1)
+            gathered = self._gather_bytes(operation, as_bytes(padded), timeout_s).view(source.dtype)
+            rows = gathered.view(self.world_size, -1)
+            parts = [row[: math.prod(shape)].view(shape) for row, shape in zip(rows, shapes, strict=True)]
+            return torch.cat(parts, dim)
 
     def _gather(self, input_: torch.Tensor, dst: int, dim: int, timeout_s: Timeout) -> torch.Tensor | None:
-        operation = self._health.begin("device", "gather")
-        source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
-        parts = self._gather_parts(operation, source, dst, timeout_s)
-        return None if parts is None else _concatenate(parts, dim)
+        with Collective(self._health, "device", "gather") as operation:
+            source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
+            parts = self._gather_parts(operation, source, dst, timeout_s)
+            return None if parts is None else _concatenate(parts, dim)
 
     def _gather_parts(
         self, operation: Operation, source: torch.Tensor, dst: int, timeout_s: Timeout
@@ -242,24 +289,25 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         sizes: tuple[int, ...],
         timeout_s: float | None,
     ) -> None:
-        operation = self._health.begin("device", "scatter")
-        if input_ is None:
-            self._receive(operation, output, src, timeout_s or self.context.timeout_s).wait()
-            return
-        whole = input_.reshape(1) if input_.dim() == 0 else input_.detach()
-        parts = whole.split_with_sizes(list(sizes), dim)
-        others = {rank: dense(part) for rank, part in enumerate(parts) if rank != src}
-        output.detach().copy_(parts[src].reshape(output.shape))
-        self._transfer(operation, self.process_group.send, others, timeout_s)
+        with Collective(self._health, "device", "scatter") as operation:
+            if input_ is None:
+                self._receive(operation, output, src, timeout_s or self.context.timeout_s).wait()
+                return
+            whole = input_.reshape(1) if input_.dim() == 0 else input_.detach()
+            parts = whole.split_with_sizes(list(sizes), dim)
+            others = {rank: dense(part) for rank, part in enumerate(parts) if rank != src}
+            output.detach().copy_(parts[src].reshape(output.shape))
+            self._transfer(operation, self.process_group.send, others, timeout_s)
 
     def _all_to_all(
         self, input_: torch.Tensor, dim: int, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
     ) -> torch.Tensor:
-        operation = self._begin_exchange(send_sizes, recv_sizes, timeout_s)
-        rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
-        result = rows.new_empty((sum(recv_sizes), *rows.shape[1:]))
-        self._exchange(operation, rows, result, send_sizes, recv_sizes, timeout_s)
-        return result.movedim(0, dim).contiguous()
+        with Collective(self._health, "device", "all_to_all") as operation:
+            self._compare_sizes(operation, send_sizes, recv_sizes, timeout_s)
+            rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
+            result = rows.new_empty((sum(recv_sizes), *rows.shape[1:]))
+            self._exchange(operation, rows, result, send_sizes, recv_sizes, timeout_s)
+            return result.movedim(0, dim).contiguous()
 
     def _all_to_all_into(
         self,
@@ -273,30 +321,31 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         if dim or not is_plain(output):
             super()._all_to_all_into(output, input_, dim, send_sizes, recv_sizes, timeout_s)
             return
-        operation = self._begin_exchange(send_sizes, recv_sizes, timeout_s)
-        rows = dense(input_.reshape(1) if input_.dim() == 0 else input_)
-        self._exchange(operation, rows, output, send_sizes, recv_sizes, timeout_s)
+        with Collective(self._health, "device", "all_to_all") as operation:
+            self._compare_sizes(operation, send_sizes, recv_sizes, timeout_s)
+            rows = dense(input_.reshape(1) if input_.dim() == 0 else input_)
+            self._exchange(operation, rows, output, send_sizes, recv_sizes, timeout_s)
 
-    def _begin_exchange(self, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout) -> Operation:
-        """Begin an all-to-all; on the CPU, raise on every rank unless what is sent is what is expected."""
-        operation = self._health.begin("device", "all_to_all")
+    def _compare_sizes(
+        self, operation: Operation, send_sizes: Sizes, recv_sizes: Sizes, timeout_s: Timeout
+    ) -> None:
+        """On the CPU, raise on every rank unless what is sent in an all-to-all is what is expected."""
         if self._on_host:
             # Gloo would end a process that receives other sizes than it expects. This raises on every rank instead.
             own = torch.tensor([*send_sizes, *recv_sizes], dtype=torch.int64)
             gathered = self._gather_bytes(operation, as_bytes(own), timeout_s).view(torch.int64)
             table = gathered.view(self.world_size, -1).tolist()
             checks.check_exchange_table(self._health.where("all_to_all"), self.context.ranks, table)
-        return operation
 
     def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
-        operation = self._health.begin("device", "broadcast")
-        if self.rank_in_group == src:
-            source = dense(tensor)
-            others = {rank: source for rank in range(self.world_size) if rank != src}
-            self._transfer(operation, self.process_group.send, others, timeout_s)
-        else:
-            self._receive(operation, tensor, src, timeout_s or self.context.timeout_s).wait()
-        return tensor
+        with Collective(self._health, "device", "broadcast") as operation:
+            if self.rank_in_group == src:
+                source = dense(tensor)
+                others = {rank: source for rank in range(self.world_size) if rank != src}
+                self._transfer(operation, self.process_group.send, others, timeout_s)
+            else:
+                self._receive(operation, tensor, src, timeout_s or self.context.timeout_s).wait()
+            return tensor
 
     # ------------------------------------------------------------------ point to point
 
@@ -327,14 +376,15 @@ class ProcessGroupCommunicator(DeviceCommunicator):
         """Post one transfer for each peer that is a key of `tensors`, unless its tensor is empty."""
         tag = COLLECTIVE_TAG if operation.number else TENSOR_TAG
         works: list[tuple[int, dist.Work]] = []
-        with self._health.transport(operation):
-            for peer, tensor in tensors.items():
-                if tensor.numel():
-                    works.append((self.context.ranks[peer], post([as_bytes(tensor)], peer, tag)))
-        if not self._on_host:
-            return StreamHandle(self._health, operation, works, tensors, landing)
-        transfer = PointToPointWorks(self.threads, works, tensors)
-        return PointToPointHandle(self._health, operation, transfer, timeout_s, landing)
+        with Stages(self._health, operation):
+            with self._health.transport(operation):
+                for peer, tensor in tensors.items():
+                    if tensor.numel():
+                        works.append((self.context.ranks[peer], post([as_bytes(tensor)], peer, tag)))
+            if not self._on_host:
+                return StreamHandle(self._health, operation, works, tensors, landing)
+            transfer = PointToPointWorks(self.threads, works, tensors)
+            return PointToPointHandle(self._health, operation, transfer, timeout_s, landing)
 
     def _transfer(
         self, operation: Operation, post: Post, tensors: dict[int, torch.Tensor], timeout_s: Timeout

@@ -22,7 +22,7 @@ from coordinator.host.tags import BROADCAST_TAG, BROADCAST_TENSOR_TAG
 from coordinator.host.tensor_dict_format import PackedDict, Slicing, split
 from device_comm.handles import CompletedHandle, Handle, PointToPointHandle
 from device_comm.health import GroupHealth, Operation
-from device_comm.process_group import as_bytes, backend_timeout, is_plain
+from device_comm.process_group import Collective, Stages, as_bytes, backend_timeout, is_plain
 from device_comm.works import CollectiveWork, PointToPointWorks, WaiterThreads
 from shm_broadcast import codec
 from shm_broadcast.errors import CapabilityError, ClosedError
@@ -99,24 +99,25 @@ class GlooHostPlane(GatheringHostPlane):
 
     def barrier(self, timeout_s: float | None = None) -> None:
         """Return once every rank has called this."""
-        operation = self._health.begin("host", "barrier")
         limit_s = timeout_s or self._timeout_s
         options = dist.BarrierOptions()
         options.timeout = backend_timeout(limit_s)
-        with self._health.transport(operation):
-            work = self._backend.barrier(options)
-        self._health.wait(operation, CollectiveWork(work), limit_s)
+        with Collective(self._health, "host", "barrier") as operation:
+            with self._health.transport(operation):
+                work = self._backend.barrier(options)
+            self._health.wait(operation, CollectiveWork(work), limit_s)
 
     def _all_gather(self, name: str, timeout_s: float | None, data: bytes) -> list[memoryview]:
-        operation = self._health.begin("host", name)
         limit_s = timeout_s or self._timeout_s
         options = AllgatherOptions()
         options.timeout = backend_timeout(limit_s)
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         result = bytearray(len(data) * len(self._ranks))
-        with self._health.transport(operation):
-            work = self._backend._allgather_base(torch.frombuffer(result, dtype=torch.uint8), own, options)
-        self._health.wait(operation, CollectiveWork(work), limit_s)
+        into = torch.frombuffer(result, dtype=torch.uint8)
+        with Collective(self._health, "host", name) as operation:
+            with self._health.transport(operation):
+                work = self._backend._allgather_base(into, own, options)
+            self._health.wait(operation, CollectiveWork(work), limit_s)
         rows = memoryview(result)
         return [rows[start : start + len(data)] for start in range(0, len(result), len(data))]
 
@@ -169,9 +170,11 @@ class GlooHostPlane(GatheringHostPlane):
         """Receive an object from each of `sources`."""
         limit_s = timeout_s or self._timeout_s
         operation = self._health.begin_point_to_point("host", f"{name} from {self._global(sources)}")
-        firsts = self._receive_first(operation, sources, tag, limit_s)
-        # Receive all frames before decoding any: if one cannot be decoded, nothing of the others may be left behind.
-        frames = [self._complete_frame(operation, src, tag, firsts[src], limit_s) for src in sources]
+        with Stages(self._health, operation):
+            firsts = self._receive_first(operation, sources, tag, limit_s)
+            # Receive all frames before decoding any: if one cannot be decoded, nothing of the others may be left
+            # behind.
+            frames = [self._complete_frame(operation, src, tag, firsts[src], limit_s) for src in sources]
         return [codec.decode(frame) for frame in frames]
 
     def isend_tensor(self, tensor: torch.Tensor, dst: int, timeout_s: float | None, tag: int) -> Handle:
@@ -183,9 +186,10 @@ class GlooHostPlane(GatheringHostPlane):
     ) -> Handle:
         operation = self._health.begin_point_to_point("host", f"send to {self._global(peers)}")
         data = [as_bytes(tensor)]
-        with self._health.transport(operation):
-            works = [(self._ranks[peer], self._backend.send(data, peer, tag)) for peer in peers]
-        return self._handle(operation, works, tensor, timeout_s or self._timeout_s)
+        with Stages(self._health, operation):
+            with self._health.transport(operation):
+                works = [(self._ranks[peer], self._backend.send(data, peer, tag)) for peer in peers]
+            return self._handle(operation, works, tensor, timeout_s or self._timeout_s)
 
     def irecv_tensor(self, tensor: torch.Tensor, src: int, timeout_s: float | None, tag: int) -> Handle:
         """Start to receive into a tensor of any layout and device."""
@@ -193,9 +197,10 @@ class GlooHostPlane(GatheringHostPlane):
         into = tensor.detach()
         is_direct = is_plain(into) and into.device.type == "cpu"
         landing = into if is_direct else torch.empty(into.shape, dtype=into.dtype)
-        with self._health.transport(operation):
-            works = [(self._ranks[src], self._backend.recv([as_bytes(landing)], src, tag))]
-        return self._handle(operation, works, landing, timeout_s, None if is_direct else (into, landing))
+        with Stages(self._health, operation):
+            with self._health.transport(operation):
+                works = [(self._ranks[src], self._backend.recv([as_bytes(landing)], src, tag))]
+            return self._handle(operation, works, landing, timeout_s, None if is_direct else (into, landing))
 
     def recv_any(
         self, shape: Sequence[int], dtype: torch.dtype, tag: int, timeout_s: float | None
@@ -221,18 +226,19 @@ class GlooHostPlane(GatheringHostPlane):
         data = torch.frombuffer(frame, dtype=torch.uint8)
         first, rest = data[:FIRST_BYTES], data[FIRST_BYTES:]
         works: list[tuple[int, dist.Work]] = []
-        with self._health.transport(operation):
-            for peer in peers:
-                sent = self._backend.send([first], peer, tag)
-                if rest.numel():
-                    # Keep both works: Gloo drops a send whose work is released before the receiver is ready.
-                    works.append((self._ranks[peer], sent))
-                    works.append((self._ranks[peer], self._backend.send([rest], peer, tag)))
-                else:
-                    self._eager.setdefault((peer, tag), _EagerSends()).add(sent, data)
-            for peer in peers:
-                self._settle(operation, peer, tag, timeout_s)
-        return self._handle(operation, works, data, timeout_s) if works else CompletedHandle()
+        with Stages(self._health, operation):
+            with self._health.transport(operation):
+                for peer in peers:
+                    sent = self._backend.send([first], peer, tag)
+                    if rest.numel():
+                        # Keep both works: Gloo drops a send whose work is released before the receiver is ready.
+                        works.append((self._ranks[peer], sent))
+                        works.append((self._ranks[peer], self._backend.send([rest], peer, tag)))
+                    else:
+                        self._eager.setdefault((peer, tag), _EagerSends()).add(sent, data)
+                for peer in peers:
+                    self._settle(operation, peer, tag, timeout_s)
+            return self._handle(operation, works, data, timeout_s) if works else CompletedHandle()
 
     def _settle(self, operation: Operation, peer: int, tag: int, timeout_s: float) -> None:
         """Account for eager sends; wait only if the receiver is too far behind."""
@@ -250,8 +256,10 @@ class GlooHostPlane(GatheringHostPlane):
     def _receive_frame(
         self, operation: Operation, src: int, tag: int, timeout_s: float | None, type_: Any = None
     ) -> Any:
-        first = self._receive_first(operation, [src], tag, timeout_s)[src]
-        return codec.decode(self._complete_frame(operation, src, tag, first, timeout_s), type_)
+        with Stages(self._health, operation):
+            first = self._receive_first(operation, [src], tag, timeout_s)[src]
+            frame = self._complete_frame(operation, src, tag, first, timeout_s)
+        return codec.decode(frame, type_)
 
     def _receive_first(
         self, operation: Operation, peers: Sequence[int], tag: int, timeout_s: float | None

@@ -23,7 +23,9 @@ from device_comm.cpu.leaders import Call, Leaders, Swap
 from device_comm.cpu.native_codes import TYPE_CODES, copy_code
 from device_comm.cpu.shared_memory import SharedPart
 from device_comm.handles import Handle
+from device_comm.health import Operation
 from device_comm.process_group import (
+    Collective,
     ProcessGroupCommunicator,
     as_bytes,
     dense,
@@ -110,18 +112,22 @@ class HierarchicalCommunicator(DeviceCommunicator):
             return super().all_reduce_(tensor, op, timeout_s=timeout_s)
         op = self._check_reduction("all_reduce_", tensor, op, timeout_s)
         into = tensor.detach()
-        self._levels.all_reduce(self._start_call("all_reduce", timeout_s), into, into, op)
+        with self._begin("all_reduce") as operation:
+            self._levels.all_reduce(self._call(operation, timeout_s), into, into, op)
         return tensor
 
-    def _start_call(self, name: str, timeout_s: float | None) -> Call:
-        operation = self._health.begin("device", name)
+    def _begin(self, name: str) -> Collective:
+        return Collective(self._health, "device", name)
+
+    def _call(self, operation: Operation, timeout_s: float | None) -> Call:
         end = time.monotonic() + (timeout_s or self.context.timeout_s)
         return Call(operation, self._general.process_group, end)
 
     def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None) -> torch.Tensor:
         source = dense(input_)
         result = torch.empty_like(source)
-        self._levels.all_reduce(self._start_call("all_reduce", timeout_s), source, result, op)
+        with self._begin("all_reduce") as operation:
+            self._levels.all_reduce(self._call(operation, timeout_s), source, result, op)
         return result
 
     def _all_reduce_into(
@@ -130,7 +136,8 @@ class HierarchicalCommunicator(DeviceCommunicator):
         if not is_plain(output):
             super()._all_reduce_into(output, input_, op, timeout_s)
             return
-        self._levels.all_reduce(self._start_call("all_reduce", timeout_s), dense(input_), output, op)
+        with self._begin("all_reduce") as operation:
+            self._levels.all_reduce(self._call(operation, timeout_s), dense(input_), output, op)
 
     def _reduce(
         self, input_: torch.Tensor, dst: int, op: ReduceOperation, timeout_s: float | None
@@ -138,9 +145,10 @@ class HierarchicalCommunicator(DeviceCommunicator):
         # The all-reduce gives the same bits, and finds late ranks by the same rules.
         source = dense(input_)
         result = torch.empty_like(source)
-        call = self._start_call("reduce", timeout_s)
-        call.view = f", root {dst}"
-        self._levels.all_reduce(call, source, result, op)
+        with self._begin("reduce") as operation:
+            call = self._call(operation, timeout_s)
+            call.view = f", root {dst}"
+            self._levels.all_reduce(call, source, result, op)
         return result if self.rank_in_group == dst else None
 
     def _reduce_scatter(
@@ -170,11 +178,12 @@ class HierarchicalCommunicator(DeviceCommunicator):
         self, rows: torch.Tensor, result: torch.Tensor, sizes: Sizes, op: ReduceOperation, timeout_s: Timeout
     ) -> None:
         """Put this rank's part of the combined rows into the contiguous `result`."""
-        call = self._start_call("reduce_scatter", timeout_s)
-        if rows.numel():
-            per_row = rows[0].numel()
-            counts = [size * per_row for size in sizes]
-            self._levels.reduce_scatter(call, rows.view(-1), counts, result.view(-1), op)
+        with self._begin("reduce_scatter") as operation:
+            if rows.numel():
+                per_row = rows[0].numel()
+                counts = [size * per_row for size in sizes]
+                call = self._call(operation, timeout_s)
+                self._levels.reduce_scatter(call, rows.view(-1), counts, result.view(-1), op)
 
     def _all_gather(self, input_: torch.Tensor, dim: int, sizes: Sizes, timeout_s: Timeout) -> torch.Tensor:
         source = dense(input_.reshape(1) if input_.dim() == 0 else input_)
@@ -195,24 +204,26 @@ class HierarchicalCommunicator(DeviceCommunicator):
         self, source: torch.Tensor, result: torch.Tensor, dim: int, sizes: Sizes, timeout_s: Timeout
     ) -> None:
         """Concatenate the ranks' contiguous tensors in the contiguous `result`."""
-        call = self._start_call("all_gather", timeout_s)
-        if result.numel():
-            rows = math.prod(source.shape[:dim])
-            inner = math.prod(source.shape[dim + 1 :]) * source.itemsize
-            widths = [size * inner for size in sizes]
-            self._levels.all_gather(
-                call, as_bytes(source), as_bytes(result), rows, widths, copy_code(source.dtype)
-            )
+        with self._begin("all_gather") as operation:
+            if result.numel():
+                call = self._call(operation, timeout_s)
+                rows = math.prod(source.shape[:dim])
+                inner = math.prod(source.shape[dim + 1 :]) * source.itemsize
+                widths = [size * inner for size in sizes]
+                self._levels.all_gather(
+                    call, as_bytes(source), as_bytes(result), rows, widths, copy_code(source.dtype)
+                )
 
     def _broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None) -> torch.Tensor:
-        call = self._start_call("broadcast", timeout_s)
-        if tensor.numel() == 0:
-            return tensor
-        into = tensor.detach()
-        landing = into if is_plain(into) else dense(into)
-        self._levels.broadcast(call, as_bytes(landing), copy_code(tensor.dtype), src)
-        if landing is not into and self.rank_in_group != src:
-            into.copy_(landing)
+        with self._begin("broadcast") as operation:
+            if tensor.numel() == 0:
+                return tensor
+            call = self._call(operation, timeout_s)
+            into = tensor.detach()
+            landing = into if is_plain(into) else dense(into)
+            self._levels.broadcast(call, as_bytes(landing), copy_code(tensor.dtype), src)
+            if landing is not into and self.rank_in_group != src:
+                into.copy_(landing)
         return tensor
 
     # ------------------------------------------------------------------ over the process group

@@ -1,0 +1,172 @@
+"""Signal handlers that raise at any step of a collective over a process group, which consists of several stages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from coordinator import GroupBrokenError, GroupCoordinator, PeerLostError
+from coordinator.host import gloo
+from device_comm import process_group
+from device_comm.cpu import hierarchical, leaders
+from tests.harness import RankPool
+from tests.multiproc.device_comm.test_channel_opening import Strikes, strike
+from tests.unit.shm_broadcast.test_signal_handlers import AlarmError
+from tests.waiting import wait_until
+from tests.worlds import ApartPool, HostsPool, meet, new_group, world
+
+# What every rank gets for a deterministic input is compared with `SUMS`.
+COUNT = 3 * process_group.ONE_SHOT_BYTES // 4
+
+Call = Callable[[GroupCoordinator], Any]
+
+
+def filled(group: GroupCoordinator, elements: int = 12) -> torch.Tensor:
+    """Return a tensor of ones on the first rank, twos on the second, and so on."""
+    return torch.full((elements,), 1.0 + group.rank_in_group)
+
+
+def total(group: GroupCoordinator) -> float:
+    """Return what the ranks' elements add up to."""
+    return sum(1.0 + rank for rank in range(group.world_size))
+
+
+CALLS: dict[str, Call] = {
+    # Beyond one shot, and in several pieces.
+    "large all_reduce": lambda group: (
+        group.all_reduce(filled(group, COUNT)).unique().tolist() == [total(group)]
+    ),
+    "all_gather": lambda group: group.all_gather(filled(group)).unique().numel() == group.world_size,
+    "all_to_all": lambda group: group.all_to_all(filled(group)).unique().numel() == group.world_size,
+    "broadcast": lambda group: group.broadcast(filled(group), 1).unique().tolist() == [2.0],
+    "barrier": lambda group: group.barrier() is None,
+    "all_gather_object": lambda group: (
+        group.all_gather_object(group.rank_in_group) == list(range(group.world_size))
+    ),
+}
+
+
+def numbers(group: GroupCoordinator) -> str:
+    """Return how many collectives this rank has begun on both planes."""
+    return repr(group._health._numbers)
+
+
+def struck_call(group: GroupCoordinator, call: Call, strikes: Strikes) -> str:
+    """Make the call with a strike in it; return what this rank regards as its outcome."""
+    before = numbers(group)
+    struck: AlarmError | None = None
+    try:
+        with strikes.run():
+            assert call(group)
+    except AlarmError as error:
+        struck = error
+    if group._health.is_broken:
+        with pytest.raises(GroupBrokenError) as broken:
+            call(group)
+        assert broken.value.__cause__ is struck
+        return "broken"
+    if struck is not None and numbers(group) == before:
+        # Nothing has begun, so the call can be made again.
+        assert call(group)
+    return "over" if strikes.is_over else "whole"
+
+
+def awaited_call(group: GroupCoordinator, call: Call, struck: int) -> str:
+    """Make the call on a rank whose peer is struck; return "whole", or "broken" if the peer's handler ended it."""
+    start = time.monotonic()
+    lost: PeerLostError | None = None
+    try:
+        assert call(group)
+    except PeerLostError as error:
+        lost = error
+    if lost is None:
+        return "whole"
+    assert f"interrupted: rank {struck}" in str(lost)
+    assert "AlarmError" in str(lost)
+    assert time.monotonic() - start < 10.0
+    return "broken"
+
+
+def struck_at_any_step(
+    rank: int, world_size: int, directory: Path, name: str, modules: list[str], struck: int = 0
+) -> int:
+    known: dict[str, ModuleType] = {
+        each.__name__: each for each in (process_group, hierarchical, leaders, gloo)
+    }
+    strikes = Strikes(strike, *(known[each] for each in modules))
+    call, ranks = CALLS[name], range(world_size)
+    outcome, number, broken = "", 0, 0
+    with (
+        world(rank, world_size, directory) as everyone,
+        mock.patch.object(hierarchical, "PIECE_BYTES", COUNT * 2),
+    ):
+        while outcome != "over":
+            told = directory / f"outcome-{number}"
+            with new_group(everyone, f"g{number}") as group:
+                # A rank whose creation still connects would find the group broken.
+                meet(rank, ranks, directory, f"created-{number}")
+                if rank == struck:
+                    outcome = struck_call(group, call, strikes)
+                    told.with_suffix(".part").write_text(outcome)
+                    told.with_suffix(".part").rename(told)
+                else:
+                    own = awaited_call(group, call, struck)
+                    wait_until(told.exists, "the struck rank")
+                    outcome = told.read_text()
+                    if outcome == "broken" and own == "whole":
+                        # This rank has done its part before, and learns of it by its next call.
+                        own = awaited_call(group, lambda group: group.barrier() is None, struck)
+                    assert (own == "broken") == (outcome == "broken"), (own, outcome, number)
+                broken += outcome == "broken"
+                meet(rank, ranks, directory, f"seen-{number}")
+            number += 1
+    return broken
+
+
+@pytest.mark.guarantee("D10")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["large all_reduce", "all_gather", "all_to_all", "broadcast"])
+def test_a_strike_between_the_stages_over_a_process_group_is_told(ranks2: RankPool, name: str) -> None:
+    """The struck call has not begun, is complete, or has broken the group: never do calls pair wrongly."""
+    found = ApartPool(ranks2).run(struck_at_any_step, name, [process_group.__name__])
+    assert min(found) > 5
+
+
+@pytest.mark.guarantee("D10")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["barrier", "all_gather_object"])
+def test_a_strike_between_the_stages_of_objects_over_gloo_is_told(ranks2: RankPool, name: str) -> None:
+    """As over a process group, on the plane of objects."""
+    found = ApartPool(ranks2).run(struck_at_any_step, name, [gloo.__name__])
+    assert min(found) > 5
+
+
+@pytest.mark.guarantee("D10")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "struck"),
+    [("large all_reduce", 0), ("large all_reduce", 1), ("broadcast", 0)],
+)
+def test_a_strike_between_the_stages_over_several_hosts_is_told(
+    ranks3: RankPool, name: str, struck: int
+) -> None:
+    """Also to the ranks that wait for the leader of their host, and to those behind another leader."""
+    pool = HostsPool(ranks3, ["A", "A", "B"])
+    found = pool.run(struck_at_any_step, name, [hierarchical.__name__], struck, timeout_s=200.0)
+    assert min(found) > 5
+
+
+@pytest.mark.guarantee("D10")
+@pytest.mark.slow
+def test_a_strike_between_the_frames_of_leaders_is_told(ranks3: RankPool) -> None:
+    """As in the rest of a call: frames and data are posted one after the other."""
+    pool = HostsPool(ranks3, ["A", "A", "B"])
+    found = pool.run(struck_at_any_step, "all_gather", [leaders.__name__], timeout_s=200.0)
+    assert min(found) > 5

@@ -263,8 +263,11 @@ class ReadEndpoint(_Endpoint):
     def receive_within(self, spin_ns: int, park_ns: int, /) -> Any:
         """Return the next object, or NOTHING if none came in at most `spin_ns` and then `park_ns` for each record."""
 
-    def fetch(self, timeout_ns: int = -1, /) -> None:
-        """Wait for the next object, which `message` takes out, unless one was fetched already."""
+    def fetch(self, timeout_ns: int = -1, until_ns: int = -1, /) -> None:
+        """Wait for the next object, which `message` takes out, unless one was fetched already.
+
+        A time-out that began before this call ends at `until_ns` of `time.monotonic_ns`.
+        """
 
     def fetch_within(self, spin_ns: int, park_ns: int, /) -> None:
         """Fetch the next object if it comes in at most `spin_ns` and then `park_ns` for each record."""

@@ -64,19 +64,25 @@ class RingReader(RingEnd):
 
     def read(self, timeout_s: float | None = None, type_: Any = None) -> Any:
         """Wait for the next message, copy it out and return its object."""
-        endpoint, within_ns = self.endpoint, nanoseconds(timeout_s)
-        endpoint.fetch(within_ns)
+        endpoint = self.endpoint
+        if timeout_s is None:
+            within_ns = until_ns = -1
+            endpoint.fetch()
+        else:
+            within_ns = nanoseconds(timeout_s)
+            until_ns = time.monotonic_ns() + within_ns
+            endpoint.fetch(within_ns, until_ns)
         # A signal handler that runs here may read the message, or raise; then it stays for the next call.
         while (value := endpoint.message) is _core.NOTHING:
-            endpoint.fetch(within_ns)
+            endpoint.fetch(within_ns, until_ns)
         if type_ is None:
             return value
         try:
             return codec.convert(value, type_)
-        except DecodeError:
-            raise
-        except BaseException:
-            endpoint.message = value
+        except BaseException as error:
+            # A message that is not of the type is gone; but not one whose conversion a handler has interrupted.
+            if not isinstance(error, DecodeError) or raised_by_handler(error):
+                endpoint.message = value
             raise
 
     def try_read(self, call: str = "try_dequeue", looks: bool = False, type_: Any = None) -> tuple[bool, Any]:
@@ -92,10 +98,9 @@ class RingReader(RingEnd):
                 return True, value
             try:
                 return True, codec.convert(value, type_)
-            except DecodeError:
-                raise
-            except BaseException:
-                endpoint.message = value
+            except BaseException as error:
+                if not isinstance(error, DecodeError) or raised_by_handler(error):
+                    endpoint.message = value
                 raise
         self._begin_wait(call)
         # Look for a lost writer only once in a slice, because a caller may ask a million times a second.

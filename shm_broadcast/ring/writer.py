@@ -35,7 +35,7 @@ from shm_broadcast.statistics import QueueStatistics, ReaderStatistics
 logger: logging.Logger = logging.getLogger(__name__)
 
 # This is the longest time-out that the native core can count, 146 years.
-_LONGEST_NS: Final = 1 << 62
+_LONGEST_NS: Final = float(1 << 62)
 
 # This replaces the mapping of a closed endpoint. Every native function refuses it.
 _NOTHING: Final = mmap.mmap(-1, mmap.PAGESIZE)
@@ -43,7 +43,12 @@ _NOTHING: Final = mmap.mmap(-1, mmap.PAGESIZE)
 
 def nanoseconds(timeout_s: float | None) -> int:
     """Return a time-out in the form that native endpoints take; -1 means that there is none."""
-    return -1 if timeout_s is None else max(0, int(min(timeout_s * 1e9, _LONGEST_NS)))
+    if timeout_s is None:
+        return -1
+    timeout_ns = timeout_s * 1e9
+    if 0.0 <= timeout_ns < _LONGEST_NS:
+        return int(timeout_ns)
+    return 0 if timeout_ns < 0.0 else int(_LONGEST_NS)
 
 
 class RingEnd(ABC):

@@ -266,23 +266,25 @@ bool keep(Endpoint* end, Get get) {
     }
 }
 
-bool fetch(Endpoint* end, long long timeout_ns) {
-    const Deadline within = deadline(timeout_ns);
+bool fetch(Endpoint* end, const Deadline& within) {
     const Turn turn(end, within.until);
     return came(end, turn, within) && keep(end, [&] { return receive(end, within); });
 }
 
-// fetch([timeout_ns]): waits for the next object, which can then be taken out by `message`
+// fetch([timeout_ns[, until_ns]]): waits for the next object, which can then be taken out by `message`. The time-out ends at
+// `until_ns` of CLOCK_MONOTONIC, if it began before this call.
 PyObject* read_fetch(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-    long long timeout_ns = -1;
-    if (!expect_arguments("fetch", count == 0 ? 1 : count, 1) || !read_timeout(args, count, 0, &timeout_ns)) return nullptr;
-    if (!fetch(endpoint_of(self), timeout_ns)) return nullptr;
+    long long timeout_ns = -1, until_ns = -1;
+    if (!expect_arguments("fetch", count < 2 ? 2 : count, 2) || !read_timeout(args, count, 0, &timeout_ns)) return nullptr;
+    if (!read_timeout(args, count, 1, &until_ns)) return nullptr;
+    const Deadline within = until_ns < 0 ? deadline(timeout_ns) : Deadline{timeout_ns, static_cast<uint64_t>(until_ns)};
+    if (!fetch(endpoint_of(self), within)) return nullptr;
     Py_RETURN_NONE;
 }
 
 // exchange(ignored) -> NOTHING: fetches the next object
 PyObject* read_exchange(PyObject* self, PyObject*) {
-    return fetch(endpoint_of(self), endpoint_of(self)->timeout_ns) ? none_yet() : nullptr;
+    return fetch(endpoint_of(self), deadline(endpoint_of(self)->timeout_ns)) ? none_yet() : nullptr;
 }
 
 bool read_times(PyObject* const* args, uint64_t* times) {

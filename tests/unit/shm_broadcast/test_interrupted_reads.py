@@ -1,15 +1,17 @@
 """Reads that are interrupted, overtaken by another thread, or met by an overwritten ring."""
 
 import copy
+import signal
 import time
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 
 from shm_broadcast import codec
-from shm_broadcast.errors import CommTimeoutError, GroupBrokenError, InternalError, UsageError
+from shm_broadcast.errors import CommTimeoutError, DecodeError, GroupBrokenError, InternalError, UsageError
 from shm_broadcast.layout import FIELDS
 from shm_broadcast.queue import QueueReader, dequeue_any
 from shm_broadcast.settings import MIN_RING_BYTES
@@ -130,6 +132,69 @@ def test_waiting_for_a_turn_counts_towards_the_deadline(*, lends: bool) -> None:
                 reader.dequeue(0.8)
         # With a fresh deadline after the other thread's it would take 1.4 s.
         assert 0.8 <= time.monotonic() - start < 1.3
+
+
+@pytest.mark.guarantee("B4")
+def test_a_message_that_is_taken_away_does_not_prolong_a_read() -> None:
+    """A signal handler that reads the message before the interrupted call takes it leaves that call its deadline."""
+    with queue() as (writer, [reader]):
+        ring: Any = reader._ring
+        endpoint, fetched = ring.endpoint, list[tuple[int, ...]]()
+
+        class Overtaken:
+            """The endpoint, whose first three messages a handler takes after 0.2 s each."""
+
+            def fetch(self, *times_ns: int) -> None:
+                fetched.append(times_ns)
+                if len(fetched) <= 3:
+                    time.sleep(0.2)
+                    writer.enqueue("taken away")
+                endpoint.fetch(*times_ns)
+                if len(fetched) <= 3:
+                    assert endpoint.message == "taken away"
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(endpoint, name)
+
+        ring.endpoint = Overtaken()
+        start = time.monotonic()
+        with pytest.raises(CommTimeoutError, match=r"within 0\.7 s"):
+            reader.dequeue(0.7)
+        assert time.monotonic() - start < 0.9
+        ring.endpoint = endpoint
+        writer.enqueue("next")
+        assert reader.dequeue(1.0) == "next"
+
+
+@pytest.mark.guarantee("R14")
+@pytest.mark.parametrize("call", ["dequeue", "try_dequeue"])
+def test_what_a_handler_raises_in_a_conversion_leaves_the_message(
+    monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Also if it is a `DecodeError`, which otherwise means that the message is not of the type."""
+
+    def handler(_number: int, _frame: FrameType | None) -> None:
+        raise DecodeError("of a handler")
+
+    def interrupted(*_: object) -> Any:
+        signal.raise_signal(signal.SIGALRM)
+
+    with queue() as (writer, [reader]):
+        ring: Any = reader._ring
+        read = (lambda: ring.read(1.0, list)) if call == "dequeue" else (lambda: ring.try_read(type_=list)[1])
+        writer.enqueue([1])
+        writer.enqueue({})
+        before = signal.signal(signal.SIGALRM, handler)
+        try:
+            with monkeypatch.context() as patch, pytest.raises(DecodeError, match="of a handler"):
+                patch.setattr(codec, "convert", interrupted)
+                read()
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert read() == [1]
+        with pytest.raises(DecodeError):
+            read()
+        assert reader.try_dequeue() == (False, None)
 
 
 def test_a_time_out_names_the_deadline_of_its_own_call() -> None:

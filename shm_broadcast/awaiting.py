@@ -6,9 +6,12 @@ import asyncio
 import logging
 import os
 import time
-from typing import Any, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 logger: logging.Logger = logging.getLogger(__name__)
+
+# How long a call waits for another thread before it looks again. A thousand looks a second take some percent of a core.
+_PAUSE_S: Final = 0.001
 
 
 class ReadingEnd(Protocol):
@@ -20,6 +23,10 @@ class ReadingEnd(Protocol):
     @property
     def warn_after_s(self) -> float:
         """How long a call waits before it warns, in seconds."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a thread is inside of a call that keeps `try_read` from what is there, as with a message on loan."""
 
     def fileno(self, call: str = ...) -> int:
         """Return a descriptor that is readable while `try_read` may find something or raise."""
@@ -52,6 +59,9 @@ async def read(end: ReadingEnd, timeout_s: float | None, type_: Any) -> Any:
                 logger.warning("adequeue on queue %r: waiting for %.0f s", end.name, waited_s)
         until_s = warns_s if timeout_s is None else min(warns_s, timeout_s)
         await _readable(end, until_s - waited_s)
+        if end.is_busy:
+            # The descriptor may stay readable for as long as the other thread likes.
+            await asyncio.sleep(_PAUSE_S)
 
 
 def _duplicate(end: ReadingEnd) -> int:

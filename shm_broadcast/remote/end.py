@@ -124,6 +124,11 @@ class RemoteEnd(ABC):
         """How long a call waits before it warns, in seconds."""
         return self._settings.warn_after_s
 
+    @property
+    def is_busy(self) -> bool:
+        """False: a message on loan keeps no other thread from reading the next one."""
+        return False
+
     @abstractmethod
     def _sleep(self, seconds: float) -> None:
         """Sleep until something may have changed, or for about `seconds`."""

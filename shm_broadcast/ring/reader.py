@@ -148,6 +148,11 @@ class RingReader(RingEnd):
         """How long a call waits before it warns, in seconds."""
         return self._settings.warn_after_s
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a thread is inside of a call, or has a message on loan."""
+        return self.endpoint.is_busy
+
     def loan(self, timeout_s: float | None) -> AbstractContextManager[Any]:
         """Yield the next object without copying its arrays and tensors, which alias the ring until the loan ends."""
         return _Loan(self, timeout_s)

@@ -320,6 +320,31 @@ def test_several_tasks_share_the_messages(kind: str) -> None:
         asyncio.run(reading(writer, reader))
 
 
+@pytest.mark.guarantee("R18")
+def test_adequeue_beside_a_loan_of_another_thread_lets_the_processor_sleep() -> None:
+    """The message on loan keeps the descriptor readable; the call looks once in a millisecond until it may read."""
+    with queue("local") as (writer, reader):
+        lent, is_over = threading.Event(), threading.Event()
+
+        def lend() -> None:
+            with reader.loan(LONG_S):
+                lent.set()
+                is_over.wait(LONG_S)
+
+        writer.enqueue("lent")
+        writer.enqueue("next")
+        thread = threading.Thread(target=lend)
+        thread.start()
+        assert lent.wait(LONG_S)
+        looks = mock.Mock(side_effect=reader._ring.try_read)
+        with mock.patch.object(reader._ring, "try_read", looks):
+            threading.Timer(0.3, is_over.set).start()
+            start = time.monotonic()
+            assert asyncio.run(reader.adequeue(LONG_S)) == "next"
+            assert looks.call_count <= (time.monotonic() - start) * 1000 + 2
+        thread.join()
+
+
 @both
 @pytest.mark.guarantee("R18")
 def test_close_wakes_who_awaits(kind: str) -> None:

@@ -186,11 +186,12 @@ def test_what_a_handler_raises_in_a_conversion_leaves_the_message(
         writer.enqueue({})
         before = signal.signal(signal.SIGALRM, handler)
         try:
-            with monkeypatch.context() as patch, pytest.raises(DecodeError, match="of a handler"):
-                patch.setattr(codec, "convert", interrupted)
+            monkeypatch.setattr(codec, "convert", interrupted)
+            with pytest.raises(DecodeError, match="of a handler"):
                 read()
         finally:
             signal.signal(signal.SIGALRM, before)
+            monkeypatch.undo()
         assert read() == [1]
         with pytest.raises(DecodeError):
             read()

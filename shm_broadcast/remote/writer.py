@@ -13,8 +13,9 @@ import os
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import zmq
 
@@ -32,6 +33,10 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 # At most 4 zmq threads encrypt: that many already outrun one network card.
 _MOST_IO_THREADS: Final = 4
+
+# How the two frames of a record are sent: the name of its connection, and what zmq owns already.
+_FLAGS: Final = (int(zmq.SNDMORE | zmq.NOBLOCK), int(zmq.NOBLOCK))
+_COPIES: Final = (True, False)
 
 
 class RemoteWriter(RemoteEnd):
@@ -70,6 +75,8 @@ class RemoteWriter(RemoteEnd):
             self._gatekeeper.socket.close(0)
             self._context.term()
             raise
+        # The native method behind `send`.
+        self._send: Callable[[Any, int, bool], Any] = super(zmq.Socket, self._router).send
         self.endpoint: RemoteEndpoint = RemoteEndpoint(
             VERSION, place[0], port, keys.public, secrets.randbits(63), tuple(readers), remote
         )
@@ -349,8 +356,9 @@ class RemoteWriter(RemoteEnd):
     def _say(self, route: bytes, frame: zmq.Frame) -> bool:
         """Queue a record for one connection; return whether the connection exists."""
         try:
-            self._router.send(route, zmq.SNDMORE | zmq.NOBLOCK)
-            self._router.send(frame, zmq.NOBLOCK, copy=False)
+            # All of it is native, so that no signal handler raises between the two: what is sent next would be taken
+            # for the second half of this record.
+            deque(map(self._send, (route, frame), _FLAGS, _COPIES), maxlen=0)
         except zmq.ZMQError as error:
             # EAGAIN: the connection is being torn down and accepts no more records.
             if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
@@ -365,6 +373,8 @@ class RemoteWriter(RemoteEnd):
                 frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            if len(frames) != 2:  # a signal handler has raised between the two; the reader says it again
+                continue
             try:
                 link = self._ledger.links[int(frames[-1].get("User-Id"))]
                 self._hear(link, frames[0].bytes, unpack(frames[-1]))

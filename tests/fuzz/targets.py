@@ -322,7 +322,7 @@ def _writer(endpoint: RemoteEndpoint) -> Any:
     end: Any = writer.RemoteWriter.__new__(writer.RemoteWriter)
     end.endpoint, end._router, end._identity, end.name = endpoint, _Socket(), b"", "q"
     end._changed = SimpleNamespace(notify_all=lambda: None)
-    end._is_ended = False
+    end._is_ended, end._send = False, end._router.send
     messages = [encode({"step": number}) for number in range(3)]
 
     def begin() -> None:

@@ -24,6 +24,7 @@ GATHER: int
 SCATTER: int
 ALL_TO_ALL: int
 REDUCE: int
+REFUSED: int
 
 def lay_out(mapping: Buffer, ranks: int, slot_bytes: int, generation: int, /) -> None:
     """Initialise a shared region in a zeroed mapping.

@@ -39,7 +39,9 @@ def columns(tensor: torch.Tensor, dim: int, sizes: tuple[int, ...]) -> tuple[int
 
 
 def _teach_core() -> None:
-    """Let `SharedRegion.all_reduce` take contiguous tensors of the dtypes that DLPack carries. Once per process.
+    """Let `SharedRegion` itself take contiguous tensors of the dtypes that DLPack carries. Once per process.
+
+    Its methods `all_reduce`, `all_reduce_in_place` and `all_gather` do.
 
     Complex tensors are left out because DLPack does not tell whether they are conjugated. So are bool tensors.
     """

@@ -47,6 +47,7 @@ class RegionCalls:
         self._plane = plane
         self._health = health
         self._ranks = health.ranks if ranks is None else tuple(ranks)
+        self._is_part = ranks is not None
         health.on_abort(self.close)
         health.attach(plane, self)
 
@@ -55,7 +56,12 @@ class RegionCalls:
         return self.core.number if self.core.unfinished() else 0
 
     def last_calls(self) -> dict[int, Arrival]:
-        """Return the last call that each rank has come to, by global rank; see `Plane`."""
+        """Return the last call that each rank has come to, by global rank; see `Plane`.
+
+        Nothing for the memory of one of several hosts, which knows only the steps of which the group's calls are made.
+        """
+        if self._is_part:
+            return {}
         calls = zip(self._ranks, self.core.last_calls(), strict=False)
         return {rank: Arrival(_name(call[1]), call[0]) for rank, call in calls if call is not None}
 
@@ -195,6 +201,8 @@ def _listed(views: Mapping[int, str]) -> str:
 
 
 def _name(kind: int) -> str:
+    if kind == _core.REFUSED:
+        return "a refused call"
     return _KINDS[kind] if kind < len(_KINDS) else f"call {kind}"
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from coordinator import DisagreementError, UsageError
 from coordinator.parallel_state import (
     destroy_distributed_environment,
     get_world_group,
@@ -90,3 +92,26 @@ def test_a_time_out_says_where_the_missing_rank_was_last_and_keeps_its_deadline(
     assert (
         "the other ranks had given up before this rank came: no answer from it within 0.6 s" in late["text"]
     ), late
+
+
+def refuse_and_stay_away(rank: int, world_size: int, directory: Path) -> str:
+    with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
+        group.barrier()
+        if rank:
+            with pytest.raises(UsageError):
+                group.barrier(-1.0)
+        else:
+            with pytest.raises(DisagreementError):
+                group.barrier()
+        text = "" if rank else str(outcome_of(lambda: group.barrier(0.6))["text"])
+        meet(rank, range(world_size), directory, "expired")
+        return text
+
+
+@pytest.mark.guarantee("D68")
+def test_a_time_out_says_that_the_missing_rank_has_refused_its_last_call(ranks2: RankPool) -> None:
+    """A refused call has a number and no name of its own."""
+    text, _ = ranks2.run(refuse_and_stay_away)
+    assert re.search(r"no answer from rank 1 \(pid .*, last at a refused call #\d+\) within 0.6 s", text), (
+        text
+    )

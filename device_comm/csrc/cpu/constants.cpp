@@ -45,6 +45,7 @@ bool add_constants(PyObject* self) {
         {"SCATTER", static_cast<long>(Kind::kScatter)},
         {"ALL_TO_ALL", static_cast<long>(Kind::kAllToAll)},
         {"REDUCE", static_cast<long>(Kind::kReduce)},
+        {"REFUSED", static_cast<long>(region::kRefused)},
         {"REASON_BYTES", static_cast<long>(region::kReasonBytes)},
         {"BOARD_RECORD_BYTES", static_cast<long>(status::kRecordBytes)},
         {"BELL_BYTES", static_cast<long>(channels::kBellBytes)},

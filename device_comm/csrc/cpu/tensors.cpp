@@ -16,7 +16,7 @@ struct {
 } dtypes[kMostDtypes];  // not a container: no destructor of ours may run at exit
 size_t known = 0;
 
-// ordinary_tensors(Tensor, to_dlpack, from_dlpack, {dtype: type, ...}): registers what `all_reduce` accepts
+// ordinary_tensors(Tensor, to_dlpack, from_dlpack, {dtype: type, ...}): registers what the methods of this file accept
 PyObject* ordinary_tensors(PyObject*, PyObject* args) {
     PyObject *tensor = nullptr, *exports = nullptr, *imports = nullptr, *types = nullptr;
     if (!PyArg_ParseTuple(args, "OOOO!:ordinary_tensors", &tensor, &exports, &imports, &PyDict_Type, &types)) return nullptr;
@@ -113,7 +113,7 @@ long begin(Object* object, Plan&& plan, uint64_t type) {
     return start(object, std::move(plan), code);
 }
 
-// The result of both methods if the tensor is not ordinary: None, or nullptr with an exception set.
+// The result of each method if the tensor is not ordinary: None, or nullptr with an exception set.
 PyObject* left_to_python() { return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None); }
 
 }  // namespace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -279,3 +280,27 @@ def test_one_host_without_memory_raises_on_all_ranks(ranks4: RankPool) -> None:
     """If the second host's leader cannot create its memory, every rank raises a `CapabilityError`."""
     for text in HostsPool(ranks4, "AABB").run(without_memory, 2):
         assert "no memory here" in text
+
+
+def stay_away(rank: int, world_size: int, directory: Path) -> str:
+    """Make three calls, each of several steps on each host; then rank 1 stays away, which rank 0 finds first."""
+    with world(rank, world_size, directory) as group:
+        for _ in range(3):
+            group.all_reduce(torch.ones(8))
+        limit_s = 30.0 if rank else 1.0
+        found = (
+            outcome_of(lambda: group.all_reduce(torch.ones(8), timeout_s=limit_s))
+            if rank != 1
+            else {"text": ""}
+        )
+        meet(rank, range(world_size), directory, "expired")
+        return str(found["text"])
+
+
+def test_a_time_out_gives_no_numbers_of_the_steps_on_one_host(ranks4: RankPool) -> None:
+    """Ranks of the group count its calls; the shared memory of a host counts the steps of which they are made."""
+    for rank, text in enumerate(HostsPool(ranks4, "AABB").run(stay_away)):
+        if rank != 1:
+            assert "no answer from rank 1 " in text, text
+            # It has reported a call only if it had to wait in one for half a second.
+            assert all(int(number) <= 3 for number in re.findall(r"last at \w+ #(\d+)", text)), text

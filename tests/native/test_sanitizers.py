@@ -37,7 +37,12 @@ QUEUE_TESTS = (
     ),
 )
 DEVICE_TESTS = (
-    ("tests/native/test_shared_region.py", "tests/native/test_ordinary_tensors.py", SWEEP),
+    (
+        "tests/native/test_shared_region.py",
+        "tests/native/test_refusals.py",
+        "tests/native/test_ordinary_tensors.py",
+        SWEEP,
+    ),
     (REDUCE_TESTS, f"--deselect={SWEEP}"),
 )
 # These tests measure memory, and the sanitizer keeps memory that was freed.

@@ -380,7 +380,7 @@ class Sending:
 
     def __init__(self, sender: ChannelSender, message: codec.Message, tag: int) -> None:
         """Write nothing yet."""
-        self._sender = sender
+        self.sender: ChannelSender = sender
         self._message: codec.Message | None = message
         self._tag = tag
         self._done = 0
@@ -397,7 +397,7 @@ class Sending:
 
         RuntimeError: The receiver has left.
         """
-        message, sender, before = self._message, self._sender, self._done
+        message, sender, before = self._message, self.sender, self._done
         if message is None:
             return False
         if before == 0:
@@ -415,7 +415,7 @@ class Sending:
     def _finish(self, error: BaseException | None) -> None:
         self._error = error
         self._message = None
-        self._sender.done(self)
+        self.sender.done(self)
         self.is_owned.set()
 
     def run(self) -> None:
@@ -423,7 +423,7 @@ class Sending:
         try:
             spin_ns = SPIN_NS
             while not self.is_owned.is_set():
-                if self._sender.crossing.is_closed:
+                if self.sender.crossing.is_closed:
                     raise_left()
                 spin_ns = SPIN_NS if self.advance(spin_ns, _BACKGROUND_SLICE_NS) else 0
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
@@ -436,26 +436,22 @@ class Sending:
         if self.is_owned.is_set():
             return True
         # The thread that writes may not have noticed yet.
-        self._sender.raise_if_deserted()
+        self.sender.raise_if_deserted()
         return False
 
     def poll(self, slice_s: float) -> bool:
         """Wait for the thread that writes."""
-        look = _Look(self._sender.crossing, slice_s)
+        look = _Look(self.sender.crossing, slice_s)
         while not self.is_owned.wait(look.park_ns() / 1e9):
             if look.is_over(None):
                 # If a signal handler waits here, it may have interrupted the call that is about to start the thread.
-                self._sender.call_thread(again=True)
+                self.sender.call_thread(again=True)
                 break
         return self.is_complete()
 
-    def withdraw(self) -> bool:
-        """Do not write it if nothing of it was written; return whether nothing more of it will be written."""
-        return self._sender.withdraw(self)
-
     def pending(self) -> tuple[int, ...]:
         """Return the receiver while there is no room."""
-        return () if self.is_owned.is_set() else (self._sender.peer,)
+        return () if self.is_owned.is_set() else (self.sender.peer,)
 
 
 class Writing:
@@ -545,14 +541,11 @@ class ChannelSender:
             if not is_own:
                 self.call_thread()
             return is_own
+        where = f"inside of a call that sends to rank {self.peer} already"
         if own.thread == sending.thread:
-            raise UsageError(
-                f"this thread is inside of a call that sends to rank {self.peer} already, as in a signal handler "
-                "or a finalizer"
-            )
+            raise UsageError(f"this thread is {where}, as in a signal handler or a finalizer")
         raise UsageError(
-            f"another thread of this process sends a long message to rank {self.peer}: the next one can be sent when "
-            "that call has returned"
+            f"another thread of this process is {where}, and its message is not in the channel yet"
         )
 
     def call_thread(self, *, again: bool = False) -> None:

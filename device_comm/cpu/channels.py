@@ -205,7 +205,7 @@ class Channels:
 
         Its memory belongs to the caller again, and its channel can carry nothing else before it is whole.
         """
-        halfway = [sending for sending in sendings if not sending.withdraw()]
+        halfway = [sending for sending in sendings if not sending.sender.withdraw(sending)]
         if halfway and not isinstance(error, CommError) and not self._health.is_broken:
             self._health.fail(error, str(operation))
 
@@ -245,8 +245,9 @@ class Channels:
         if value is not rings.NOTHING:
             return value
         operation = self._operation(plane, name, "from", [src])
-        receiving = receiver.expect(tag, None)
+        receiving = Receiving(receiver, tag, None)
         try:
+            receiver.enlist(receiving)
             self._await(operation, receiving, timeout_s, (receiver,))
         except BaseException:
             receiver.abandon(receiving)

@@ -147,7 +147,7 @@ def test_a_send_to_several_ranks_that_is_refused_leaves_nothing_behind() -> None
             timer.join()
             send(zero, LONG, 1)
         assert outcome == [["opens", len(LONG), "opens", len(LONG)]]
-        assert "another thread of this process sends a long message to rank 2" in str(errors[0])
+        assert "another thread of this process is inside of a call that sends to rank 2" in str(errors[0])
 
 
 @pytest.mark.guarantee("D15")

@@ -17,8 +17,9 @@ def raised_by_handler(error: BaseException) -> bool:
 
     Only the main thread runs handlers. Python calls one with the frame that it interrupts, on top of that very frame;
     no other function is given the frame that calls it. A handler that has let this argument go is recognised as long as
-    it is installed. If other code has caught the exception meanwhile and raised another one, that is the code's own. An
-    exception of a handler that is not written in Python is not recognised.
+    it is installed. If other code has caught the exception meanwhile and raised another one, that is the code's own. So
+    is one that the handler itself has caught and that is raised here again. An exception of a handler that is not
+    written in Python is not recognised.
     """
     if threading.get_ident() != threading.main_thread().ident:
         return False
@@ -29,12 +30,14 @@ def raised_by_handler(error: BaseException) -> bool:
         running.add(frame)
         frame = frame.f_back
     installed = _installed()
-    traceback = error.__traceback__
+    traceback, before = error.__traceback__, None
     while traceback is not None:
         frame = traceback.tb_frame
-        if frame not in running and (frame.f_code in installed or _is_handler(frame)):
+        # What leaves a handler passes into the frame that it has interrupted. Native code may ask before that.
+        has_left = before is None or before is frame.f_back
+        if has_left and frame not in running and (frame.f_code in installed or _is_handler(frame)):
             return True
-        traceback = traceback.tb_next
+        traceback, before = traceback.tb_next, frame
     return False
 
 

@@ -120,6 +120,27 @@ def test_an_error_that_a_handler_catches_is_the_calls_own_business(group: Group)
     assert group.status_store.failure_records == []
 
 
+def test_an_error_that_a_handler_has_met_before_is_the_calls_own(group: Group) -> None:
+    """A handle raises the same error again in each wait, also if a handler was the first to wait for it."""
+    work = FakeWork(0.0, UsageError("of the message"))
+    met: list[BaseException] = []
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        with pytest.raises(UsageError) as caught:
+            group.health.wait(OPERATION, work, LONG_S)
+        met.append(caught.value)
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        signal.raise_signal(signal.SIGALRM)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(UsageError, match="of the message") as again:
+        group.health.wait(OPERATION, work, LONG_S)
+    assert met == [again.value]
+    assert not group.health.is_broken
+
+
 class EndingWork(StruckWork):
     """Work during whose first wait a handler runs, and that then ends with an error of its own."""
 

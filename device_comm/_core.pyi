@@ -129,6 +129,9 @@ class SharedRegion:
         call of the same thread and after `close`.
         """
 
+    def catch_up(self) -> None:
+        """Post refusals whose turn has come. The next call does so too, and others may wait for them before that."""
+
     def disagreement(
         self,
     ) -> list[tuple[tuple[int, int, int, int], tuple[tuple[int, ...], tuple[int, ...]] | None, bytes]]:

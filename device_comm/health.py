@@ -153,6 +153,9 @@ class Plane(Protocol):
     def refuse(self, reason: str) -> None:
         """Take the number of a collective that this rank refuses. The others' call raises `reason`."""
 
+    def catch_up(self) -> None:
+        """Tell the others of refusals that had to wait for earlier ones to be seen."""
+
 
 class Operation(msgspec.Struct, frozen=True):
     """One call in progress: `number` counts the collectives of a plane and is 0 for point to point."""
@@ -355,6 +358,9 @@ class GroupHealth:
         while not work.poll(min(SLICE_S, max((last_part if waited < last_part else deadline) - waited, 0.0))):
             waited = time.monotonic() - start
             self._raise_if_ended(operation)
+            # The rank that this call waits for may itself wait for a refusal by this rank.
+            for plane in list(self._planes.values()):
+                plane.catch_up()
             if waited >= deadline or (waited >= last_part and operation.number and work.pending() is None):
                 self._expire(operation, work, start + deadline, deadline)
                 return

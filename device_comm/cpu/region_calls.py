@@ -148,6 +148,10 @@ class RegionCalls:
         """
         self.core.refuse(reason.encode()[: _core.REASON_BYTES])
 
+    def catch_up(self) -> None:
+        """Tell the others of refusals whose turn has come; see `Plane`."""
+        self.core.catch_up()
+
     def _disagreement(self, name: str) -> DisagreementError:
         """Return the error for ranks that made different calls, or of which some refused theirs."""
         posts = dict(zip(self._ranks, self.core.disagreement(), strict=False))

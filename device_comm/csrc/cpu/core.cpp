@@ -317,6 +317,13 @@ PyObject* region_refuse(PyObject* self, PyObject* reason) {
     Py_RETURN_NONE;
 }
 
+// catch_up(): posts what the next call would post first, refusals whose turn has come. Does nothing during a call, which does so.
+PyObject* region_catch_up(PyObject* self, PyObject*) {
+    Object* object = object_of(self);
+    if (!object->is_closed && object->born == forks && object->call == nullptr) object->region->catch_up();
+    Py_RETURN_NONE;
+}
+
 // unfinished() -> whether this thread has begun a call that neither ended nor is being continued. If an exception leaves the
 // caller then, nobody will continue it.
 PyObject* region_unfinished(PyObject* self, PyObject*) {
@@ -362,7 +369,8 @@ PyMethodDef methods[] = {
     METHOD("reduce", region_reduce, METH_FASTCALL),   METHOD("barrier", region_barrier, METH_NOARGS),
     METHOD("broadcast", region_broadcast, METH_FASTCALL), METHOD("move", region_move, METH_FASTCALL),
     METHOD("resume", region_resume, METH_O),   METHOD("unfinished", region_unfinished, METH_NOARGS),
-    METHOD("refuse", region_refuse, METH_O),   METHOD("disagreement", disagreement, METH_NOARGS),
+    METHOD("refuse", region_refuse, METH_O),   METHOD("catch_up", region_catch_up, METH_NOARGS),
+    METHOD("disagreement", disagreement, METH_NOARGS),
     METHOD("missing", missing, METH_NOARGS),   METHOD("last_calls", last_calls, METH_NOARGS),
     METHOD("close", region_close, METH_O),
     {nullptr, nullptr, 0, nullptr},

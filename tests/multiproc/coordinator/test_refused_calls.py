@@ -72,6 +72,29 @@ def test_a_refused_call_is_refused_on_all_ranks(ranks2: RankPool, name: str) -> 
     ranks2.run(refuse_one, name)
 
 
+def refuse_often(rank: int, world_size: int, directory: Path) -> None:
+    """Let rank 0 refuse three calls of one plane and go on with the other, to which rank 1 comes later."""
+    with world(rank, world_size, directory) as everyone, new_group(everyone) as group:
+        for _ in range(3):
+            with pytest.raises(UsageError if rank == 0 else DisagreementError):
+                group.barrier(-1.0 if rank == 0 else None)
+        assert group.all_reduce(torch.ones(2)).tolist() == [world_size] * 2
+        for _ in range(3):
+            with pytest.raises(UsageError if rank == 0 else DisagreementError):
+                CALLS["all_reduce"][rank == 0](group)
+        if rank == 0:
+            assert group.recv([1], torch.float32, src=1).item() == 7.0
+        elif rank == 1:
+            group.send(torch.tensor([7.0]), dst=0)
+        group.barrier()
+
+
+@pytest.mark.guarantee("D69")
+def test_refusals_come_while_their_rank_waits_for_something_else(ranks2: RankPool) -> None:
+    """Several refusals of one plane reach the others while the refusing rank waits in a call of another plane."""
+    ranks2.run(refuse_often)
+
+
 def refuse_in_turn(rank: int, world_size: int, directory: Path) -> None:
     """Let each rank refuse several calls in a row, long before the others come to them."""
     with world(rank, world_size, directory) as everyone, new_group(everyone) as group:

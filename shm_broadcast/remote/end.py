@@ -143,9 +143,8 @@ class RemoteEnd(ABC):
 
     def _serve(self) -> None:
         with self._lock:
-            if (
-                self._is_stopping
-            ):  # the call that started this thread was interrupted, and has closed this end
+            # The call that started this thread may have been interrupted, and have closed this end.
+            if self._is_stopping:
                 return
             self._is_serving = True
         try:
@@ -174,8 +173,12 @@ class RemoteEnd(ABC):
         """Close this end."""
 
     def _is_inside(self) -> bool:
-        """Return whether this thread is inside of a call on this end, as a signal handler is that interrupts one."""
-        return is_held(self._lock) or is_held(self._finishing)
+        """Return whether this thread is inside of a call on this end, as a signal handler is that interrupts one.
+
+        The end's own thread always is: a finalizer that runs there cannot wait for it.
+        """
+        is_own = threading.get_ident() == self._thread.ident
+        return is_own or is_held(self._lock) or is_held(self._finishing)
 
     def _close(self) -> None:
         """Do what `close` has to do, or go on with it if a signal handler has interrupted that.

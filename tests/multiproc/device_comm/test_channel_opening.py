@@ -160,6 +160,7 @@ def test_a_handler_that_uses_the_channel_that_it_finds_being_opened_is_refused_o
 def test_alarms_in_hundreds_of_first_sends_leave_no_claim() -> None:
     """Alarms of the clock, 0.1 ms apart, strike first sends of fresh groups, of which each is then repeated."""
     with alarms(0.0001) as handler:
+        handler.driver = sys._getframe().f_code
         for _ in range(400):
             with channels_of(2) as (zero, one):
                 try:

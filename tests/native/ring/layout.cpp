@@ -1,5 +1,6 @@
 // Prints each word of the ring's layout as the native core has it: table, name, offset, bytes.
 #include <cstdio>
+#include <initializer_list>
 
 #include RING_HEADER
 

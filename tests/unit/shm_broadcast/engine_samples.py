@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import enum
+import sys
 import threading
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, namedtuple
 from functools import cached_property
@@ -363,7 +364,13 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "hidden slot": (Slotted(), "its slot 'hidden' is no field"),
     "native base": (Local(), "_local defines __new__"),
-    "defaultdict": (Defaults(int), "its base defaultdict is not supported"),
+    # Native classes have become ordinary ones in later versions of Python.
+    "defaultdict": (
+        Defaults(int),
+        "defaultdict defines __reduce__"
+        if sys.version_info >= (3, 13)
+        else "its base defaultdict is not supported",
+    ),
     "counter": (Tally("a"), "Counter defines __reduce__"),
     "dataclass and dict": (Output(), "it is no dataclass"),
     "metaclass": (Called(), "its metaclass Meta may run code"),

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import re
+import sys
 from array import array
 from collections import OrderedDict, defaultdict, deque
 from functools import partial
@@ -79,7 +80,7 @@ REMEDIES: dict[str, tuple[Any, str]] = {
     "mapping proxy": (MappingProxyType({}), "send a dict of it"),
     "generator": ((n for n in range(2)), "send what it yields, as a list"),
     "module": (re, r"builtins\.module: .*send the name"),
-    "array of characters": (array("u", "ab"), "tounicode"),
+    "array of characters": (array("w" if sys.version_info >= (3, 13) else "u", "ab"), "tounicode"),
     "random generator": (torch.Generator(), "send its seed"),
     "subclass of a parameter": (type("Own", (torch.nn.Parameter,), {})(torch.ones(1)), "send a plain tensor"),
 }

@@ -84,16 +84,17 @@ class Part:
         self.marks_later = False  # whether the wait itself says when it has begun
         self.peer = victims[0] if not self.is_victim else (self.rank + 1) % RANKS
 
-    def settings(self) -> CoordinatorSettings:
-        """Return settings with short deadlines for the groups of this cell."""
-        seconds = {"create_timeout_s": 4 * STOP_S} if self.has_late else {}
+    def settings(self, *, soon: bool = False) -> CoordinatorSettings:
+        """Return the settings of this cell's groups; with `soon` their creation waits shortly for a late rank."""
+        seconds = {"create_timeout_s": 4 * STOP_S} if soon and self.has_late else {}
         return CoordinatorSettings.resolve({}, broadcast=BroadcastSettings(ring_bytes=1 << 17), **seconds)
 
-    def new_group(self, name: str = "cell") -> GroupCoordinator:
+    def new_group(self, name: str = "cell", *, soon: bool = False) -> GroupCoordinator:
         """Create a group of all ranks."""
         everyone = self.everyone
+        settings = self.settings(soon=soon)
         made = GroupCoordinator(
-            [everyone.ranks], everyone.local_rank, "gloo", True, group_name=name, settings=self.settings()
+            [everyone.ranks], everyone.local_rank, "gloo", True, group_name=name, settings=settings
         )
         self.groups.append(made)
         return made
@@ -187,7 +188,7 @@ def _queue(part: Part) -> None:
 
 def _creation(part: Part) -> None:
     def create() -> None:
-        group = part.new_group()
+        group = part.new_group(soon=True)
         while True:
             group.barrier(part.limit or 60.0)
 

@@ -17,17 +17,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn, TypeVar
 
 from device_comm import _core
-from device_comm.cpu.channel_ends import (
-    ChannelReceiver,
-    ChannelSender,
-    LeftError,
-    Receiving,
-    ReceivingAll,
-    Sending,
-    Undecodable,
-    Writing,
-    raise_left,
-)
+from device_comm.cpu.channel_ends import LeftError, Undecodable, raise_left
+from device_comm.cpu.channel_receiver import ChannelReceiver, Receiving, ReceivingAll
+from device_comm.cpu.channel_sender import ChannelSender, Sending, Writing
 from device_comm.cpu.receiving_any import ReceivingAny
 from device_comm.handles import CompletedHandle, Handle, PointToPointHandle
 from device_comm.health import GroupHealth, Operation, Pollable
@@ -87,9 +79,9 @@ class Channels:
     """The channels of one rank. Ranks here are ranks in the group.
 
     Several threads may call it, and signal handlers that run inside of a call. A message that is longer than a channel,
-    or finds it full, is written by the call that sends it: until that is done, other calls that send to the same rank
-    are refused. What `isend` leaves is written by a thread of ours, and other messages queue behind it. The handles may
-    be waited for in any thread.
+    or finds it full, is written by the call that sends it. Until that is done, what other threads send to the same rank
+    queues behind it, and a call of the same thread, as in a signal handler, is refused. A thread of ours writes what
+    queues, and what `isend` leaves. The handles may be waited for in any thread.
     """
 
     def __init__(
@@ -163,14 +155,13 @@ class Channels:
         senders = [self._sender(peer, name) for peer in rest]
         sendings = [Sending(sender, message, tag) for sender in senders]
         try:
-            own: list[Sending] = []
-            for sender, sending in zip(senders, sendings, strict=True):
-                if sender.enqueue(sending):
-                    own.append(sending)
-                else:
-                    self._health.wait(operation, sending, timeout_s)
+            own = [sending for sending in sendings if sending.sender.enqueue(sending)]
+            # First: another thread may wait for one of these, and what is queued here for that thread.
             if own:
                 self._health.wait(operation, Writing(self, own), timeout_s)
+            for sending in sendings:
+                if sending not in own:
+                    self._health.wait(operation, sending, timeout_s)
         except BaseException as error:
             self._withdraw(operation, sendings, error)
             raise
@@ -345,8 +336,8 @@ class Channels:
         receiving = self._receiver(src, name).expect(tag, land)
         return PointToPointHandle(self._health, operation, receiving, timeout_s)
 
-    def drain(self, busy: ChannelReceiver | None) -> bool:
-        """Take in what others send, except through `busy`; return whether something came or is under way."""
+    def drain(self, busy: object) -> bool:
+        """Take in what others send, except through the receiver `busy`; tell whether something came or is under way."""
         found = False
         for rank in self._others:
             receiver = self._receivers.get(rank) or self._open_if_made(rank)

@@ -5,14 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from device_comm.cpu.channel_ends import (
-    SPIN_NS,
-    ChannelReceiver,
-    Crossing,
-    Receiving,
-    Undecodable,
-    raise_left,
-)
+from device_comm.cpu.channel_ends import SPIN_NS, Crossing, Undecodable, raise_left
+from device_comm.cpu.channel_receiver import ChannelReceiver, Receiving
 from shm_broadcast import _core as rings
 
 

@@ -38,6 +38,8 @@ BELOW_DEVICE_COMM = {"errors", "interruption", "liveness", "segment", "timeouts"
 RING_USERS = {
     "channels.py": {"_core", "codec", "layout"},
     "channel_ends.py": {"_core", "codec"},
+    "channel_receiver.py": {"_core", "codec"},
+    "channel_sender.py": {"_core", "codec"},
     "receiving_any.py": {"_core"},
     "communicator.py": {"_core"},
 }

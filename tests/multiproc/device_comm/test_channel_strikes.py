@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from device_comm import health, works
-from device_comm.cpu import channel_ends, channels, receiving_any
+from device_comm.cpu import channel_ends, channel_receiver, channel_sender, channels, receiving_any
 from device_comm.cpu.channels import Channels
 from shm_broadcast import codec
 from shm_broadcast.errors import CapabilityError, CommError, GroupBrokenError, NativeError, UsageError
 from tests.channels import channels_of, health_of
+from tests.crash.test_interrupted_collectives import alarm
 from tests.multiproc.device_comm.test_channel_opening import Strikes, recv, send, strike
 from tests.queues import background
 from tests.unit.shm_broadcast.test_signal_handlers import AlarmError
@@ -63,7 +64,7 @@ def test_a_strike_at_any_step_of_a_long_send_takes_it_back_or_breaks_the_group(
 ) -> None:
     """Behind it the next message is sent at once, or raises the failure: none waits for a call that has ended."""
     monkeypatch.setattr(health, "EXPLAIN_S", 0.01)
-    strikes = Strikes(strike, channels, channel_ends, works)
+    strikes = Strikes(strike, channels, channel_ends, channel_sender, works)
     outcomes: list[str] = []
     while not strikes.is_over:
         with opened() as (zero, one), received(one, "last") as found:
@@ -105,7 +106,7 @@ def test_a_handler_that_sends_at_any_step_of_a_long_send_is_refused_or_served(
         except UsageError:
             outcomes.append("refused")
 
-    strikes = Strikes(call, channels, channel_ends, works)
+    strikes = Strikes(call, channels, channel_ends, channel_sender, works)
     while not strikes.is_over:
         count = len(outcomes)
         with opened() as (zero, one), received(one, "last") as found:
@@ -120,9 +121,9 @@ def test_a_handler_that_sends_at_any_step_of_a_long_send_is_refused_or_served(
     assert set(outcomes) == ({"sent", "refused"} if outer is send else {"sent"})
 
 
-@pytest.mark.guarantee("D15")
+@pytest.mark.guarantee("D15", "R15")
 def test_a_send_to_several_ranks_that_is_refused_leaves_nothing_behind() -> None:
-    """A handler sends to two ranks, and a call below it is sending to the second: the first can still be sent to."""
+    """A handler sends to two ranks, and the call below it is sending to the second: the first can still be sent to."""
     errors: list[UsageError] = []
     with channels_of(3) as (zero, one, two):
         send(zero, "opens", 1)
@@ -139,15 +140,98 @@ def test_a_send_to_several_ranks_that_is_refused_leaves_nothing_behind() -> None
                 time.sleep(0.001)
             return [recv(two, 0), len(recv(two, 0)), recv(one, 0), len(recv(one, 0))]
 
-        with background(receive) as outcome:
-            # In the middle of the call: the channel is full, and the thread that reads has not begun.
-            timer = threading.Timer(0.2, call)
-            timer.start()
+        # In the middle of the call: the channel is full, and the thread that reads has not begun.
+        with background(receive) as outcome, alarm(call, 0.2):
             send(zero, LONG, 2)
-            timer.join()
             send(zero, LONG, 1)
         assert outcome == [["opens", len(LONG), "opens", len(LONG)]]
-        assert "another thread of this process is inside of a call that sends to rank 2" in str(errors[0])
+        assert "this thread is inside of a call that sends to rank 2 already" in str(errors[0])
+
+
+@pytest.mark.guarantee("D15")
+@pytest.mark.parametrize("call", [send, isend])
+def test_what_another_thread_sends_queues_behind_a_call_that_is_sending(
+    call: Callable[[Channels, Any, int], None],
+) -> None:
+    """Three messages, of which none fits into the channel, arrive whole and in order, and so does a later one."""
+    with opened() as (zero, one):
+        queued = threading.Event()
+
+        def receive() -> list[object]:
+            queued.wait(LIMIT_S)
+            time.sleep(0.2)
+            return [len(recv(one, 0)) for _ in range(4)]
+
+        def send_others() -> None:
+            time.sleep(0.2)
+            queued.set()
+            call(zero, LONG[1:], 1)
+            call(zero, LONG[2:], 1)
+
+        with background(receive) as outcome:
+            with background(send_others):
+                send(zero, LONG, 1)
+            send(zero, "last", 1)
+        assert outcome == [[len(LONG), len(LONG) - 1, len(LONG) - 2, len("last")]]
+
+
+@pytest.mark.guarantee("D15")
+def test_two_threads_that_send_to_the_same_ranks_in_different_order_do_not_wait_for_each_other() -> None:
+    """Each writes what it is first to send, also while its other message waits for the other thread."""
+    with channels_of(3) as (zero, one, two):
+        send(zero, "opens", 1)
+        send(zero, "opens", 2)
+        meet = threading.Barrier(2)
+
+        def send_to(ranks: tuple[int, int], message: bytes) -> None:
+            meet.wait(LIMIT_S)
+            zero.send("host", "send", message, ranks, TAG, LIMIT_S)
+
+        def receive(receiver: Channels) -> list[int]:
+            time.sleep(0.3)
+            return sorted(len(recv(receiver, 0)) for _ in range(3))
+
+        start = time.monotonic()
+        with (
+            background(lambda: receive(one)) as at_one,
+            background(lambda: receive(two)) as at_two,
+            background(lambda: send_to((1, 2), LONG)),
+        ):
+            send_to((2, 1), LONG[1:])
+        assert at_one == at_two == [[len("opens"), len(LONG) - 1, len(LONG)]]
+        assert time.monotonic() - start < LIMIT_S / 2
+
+
+@pytest.mark.guarantee("D15")
+def test_what_queues_behind_a_call_goes_on_when_that_call_takes_its_message_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if no thread can be started then: whoever waits for the message raises that, or starts one later."""
+
+    def start(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    for can_start in (True, False):
+        with opened() as (zero, one), received(one, LONG) as found:
+            sender = zero._sender(1, "send")
+            message = codec.encode(LONG)
+            first = channel_sender.Sending(sender, message, TAG)
+            assert sender.enqueue(first)
+            with background(lambda: channel_sender.Sending(sender, message, TAG)) as other:  # noqa: B023
+                pass
+            second = other[0]
+            assert not sender.enqueue(second)
+            with monkeypatch.context() as patch:
+                if not can_start:
+                    patch.setattr(threading.Thread, "start", start)
+                assert sender.withdraw(first)
+                if not can_start:
+                    with pytest.raises(CapabilityError, match="no thread can be started"):
+                        second.poll(0.01)
+            if not can_start:
+                assert not second.poll(0.0)
+            assert second.is_owned.wait(LIMIT_S)
+        assert found == [LONG]
 
 
 @pytest.mark.guarantee("D15")
@@ -188,7 +272,7 @@ def test_a_strike_at_any_step_of_a_receive_awaits_nothing_any_more(
 ) -> None:
     """The next receives get all messages in order, unless the strike has broken the group."""
     monkeypatch.setattr(health, "EXPLAIN_S", 0.01)
-    strikes = Strikes(strike, channels, channel_ends, receiving_any)
+    strikes = Strikes(strike, channels, channel_ends, channel_receiver, receiving_any)
     sources = (1, 2) if get == "recv_each" else (1,)
     first, second = [["first", src] for src in sources], [["second", src] for src in sources]
     outcomes: list[str] = []

@@ -1,0 +1,282 @@
+"""The reading end of a channel between two ranks of one host, and the messages that are awaited from it."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from device_comm.cpu.channel_ends import (
+    NO_RING,
+    SPIN_NS,
+    Crossing,
+    Look,
+    Undecodable,
+    look_around_of,
+    raise_left,
+    refuse_closed,
+    unplaced,
+)
+from shm_broadcast import _core as rings
+from shm_broadcast import codec
+from shm_broadcast.errors import CommError
+from shm_broadcast.interruption import raised_by_handler
+
+# How many messages a waiting call takes in before it goes on with its own.
+_MOST_AT_ONCE: Final = 64
+# The shortest wait. Without any, `receive_within` would not go on with a message that comes in parts.
+_BARELY_NS: Final = 1
+
+_ENDED: Final = 2  # of ring_wait
+
+
+class Receiving:
+    """A message that is awaited; see `Pollable`."""
+
+    def __init__(self, receiver: ChannelReceiver, tag: int, land: Callable[[Any], Any] | None) -> None:
+        """Await a message of `tag`. `value` becomes what `land` returns for it; without `land`, the message itself."""
+        self.receiver = receiver
+        self.tag = tag
+        self._land = land
+        self._error: Exception | None = None
+        # Whether the message was put in its place, or cannot be.
+        self.has_landed: bool = False
+        self.value: Any = None
+        # The receiver sets these when the message comes.
+        self.message: Any = None
+        self.number: int = 0
+        self.has_come: bool = False
+
+    @property
+    def has_place(self) -> bool:
+        """Return whether the message has a place of its own, which it must reach also if nobody polls any more."""
+        return self._land is not None
+
+    def finish(self) -> None:
+        """Put the message in its place. What a signal handler raises meanwhile leaves it to the next call."""
+        # Nothing is called between these two: another thread may finish this at the same time.
+        message, has_landed = self.message, self.has_landed
+        if has_landed:
+            return
+        value = None
+        try:
+            value = self._placed(message)
+        except CommError as error:
+            self._error = error
+        except Exception as error:
+            if raised_by_handler(error):
+                raise
+            self._error = unplaced(self.receiver.peer, error)
+        self.value, self.message, self.has_landed = value, None, True
+
+    def _placed(self, message: Any) -> Any:
+        if isinstance(message, Undecodable):
+            raise message.error
+        return message if self._land is None else self._land(message)
+
+    def poll(self, slice_s: float) -> bool:
+        """Wait for up to `slice_s` seconds."""
+        if not self.has_come:
+            self.receiver.await_arrival(self, slice_s)
+        if self.has_come and not self.has_landed:
+            self.receiver.land()
+            self.finish()
+        if self._error is not None:
+            raise self._error
+        return self.has_come
+
+    def is_complete(self) -> bool:
+        """Return whether it is there, taking in what is. Raises what is wrong with it."""
+        return self.poll(0.0)
+
+    def pending(self) -> tuple[int, ...]:
+        """Return the sender while it is awaited."""
+        return () if self.has_come else (self.receiver.peer,)
+
+
+class ChannelReceiver:
+    """The reading end of the channel from one rank.
+
+    Several threads may use it, and a signal handler may interrupt any call. A message is therefore always in one place:
+    the ring, the endpoint, `_arrived`, or the `Receiving` that awaits it. It moves in statements that call nothing:
+    between these the interpreter runs neither a handler nor another thread. A lock would not keep out a handler.
+    """
+
+    def __init__(
+        self, crossing: Crossing, memory: mmap.mmap, peer: int, bell: memoryview | None = None
+    ) -> None:
+        """Attach to a ring, into which global rank `peer` writes. It sounds `bell`, that of this rank."""
+        self.peer = peer
+        self._crossing = crossing
+        self._memory = memory
+        self._look_around = look_around_of(crossing, peer)
+        self.endpoint: rings.ReadEndpoint = rings.ReadEndpoint(
+            memory, 0, codec.build_owned, "adaptive", self._judge, bell
+        )
+        rings.ring_attach(memory, 0)
+        # By tag, the messages that came by their numbers, and those that are awaited; the oldest first.
+        self._arrived: dict[int, dict[int, Any]] = {}
+        self._awaited: dict[int, dict[int, Receiving]] = {}
+        # Those that have come and may not be in their places yet, by the numbers of the messages.
+        self._landing: dict[int, Receiving] = {}
+        self._undecodable = 0
+
+    def _judge(self, reason: int, detail: Any) -> object:
+        instead = self._look_around(reason, detail)
+        if instead is not None:
+            self._undecodable = self.endpoint.messages + 1
+        return instead
+
+    def receive_now(self, tag: int) -> Any:
+        """Return the next message of `tag` if it is there, else NOTHING."""
+        endpoint = self.endpoint
+        endpoint.fetch_within(0, 0)
+        awaited, arrived = self._of_tag(tag)
+        # Nothing is called from here to the end of the `if`.
+        if endpoint.tag == tag and not awaited and not arrived and endpoint.messages != self._undecodable:
+            return endpoint.message
+        self._sort()
+        return rings.NOTHING
+
+    def expect(self, tag: int, land: Callable[[Any], Any] | None) -> Receiving:
+        """Await the next message of `tag` that nobody awaits yet."""
+        receiving = Receiving(self, tag, land)
+        self.enlist(receiving)
+        return receiving
+
+    def enlist(self, receiving: Receiving) -> None:
+        """Await the next message of its tag that nobody awaits yet."""
+        key = id(receiving)
+        awaited, arrived = self._of_tag(receiving.tag)
+        landing = self._landing
+        # Nothing is called from here on.
+        for number in arrived:
+            receiving.message, receiving.number, receiving.has_come = arrived[number], number, True
+            landing[number] = receiving
+            del arrived[number]
+            break
+        else:
+            awaited[key] = receiving
+
+    def abandon(self, receiving: Receiving) -> None:
+        """Await it no more; if it has come, it is the next message of its tag again."""
+        awaited, arrived = self._of_tag(receiving.tag)
+        awaited.pop(id(receiving), None)
+        if receiving.has_come and not receiving.has_landed:
+            # Nothing is called here. Its place is before those that came later.
+            self._arrived[receiving.tag] = {receiving.number: receiving.message, **arrived}
+
+    def land(self) -> None:
+        """Put what has come for handles in its place, also if the handles were dropped."""
+        for number in list(self._landing):
+            receiving = self._landing.get(number)
+            # One without a place of its own can still be abandoned.
+            if receiving is not None and receiving.has_place:
+                receiving.finish()
+            self._landing.pop(number, None)
+
+    def await_arrival(self, receiving: Receiving, slice_s: float) -> None:
+        """Take in messages for up to `slice_s` seconds, or until the one of `receiving` has come."""
+        look = Look(self._crossing, slice_s)
+        spin_ns = SPIN_NS if slice_s > 0 else 0
+        while not receiving.has_come:
+            if self._take_in(spin_ns, look.park_ns()):
+                continue
+            # This may be in the middle of a message, whose rest will not come.
+            if self.has_ended() and not receiving.has_come:
+                raise_left()
+            spin_ns = 0
+            if look.is_over(self):
+                return
+
+    def has_news(self, tag: int) -> bool:
+        """Return whether `take_arrived` may find something, or that nothing will come."""
+        return self.endpoint.has_news or bool(self._arrived.get(tag))
+
+    def take_arrived(self, tag: int) -> Receiving | None:
+        """Take the oldest message of `tag` that is there and that nobody awaits; `abandon` puts it back."""
+        self.drain()
+        receiving = Receiving(self, tag, None)
+        _, arrived = self._of_tag(tag)
+        # Nothing is called from here on.
+        for number in arrived:
+            receiving.message, receiving.number, receiving.has_come = arrived[number], number, True
+            del arrived[number]
+            return receiving
+        return None
+
+    def has_ended(self) -> bool:
+        """Return whether nothing will come any more, and all that came was taken in."""
+        try:
+            return rings.ring_wait(self._memory, 0, 0, 0) == _ENDED and not self.endpoint.has_message
+        except rings.MappingError as error:
+            self._crossing.fail_corrupt(self.peer, error)
+
+    def drain(self) -> bool:
+        """Take in what is there without waiting; return whether that was something, or is still under way."""
+        for count in range(_MOST_AT_ONCE):
+            if self.endpoint.is_busy:
+                # Another thread takes in what comes, or this one does and runs a signal handler meanwhile.
+                return False
+            if not self._take_in(_BARELY_NS, 0):
+                return count > 0 or self.endpoint.is_assembling
+        return True
+
+    def _of_tag(self, tag: int) -> tuple[dict[int, Receiving], dict[int, Any]]:
+        return self._awaited.setdefault(tag, {}), self._arrived.setdefault(tag, {})
+
+    def _take_in(self, spin_ns: int, park_ns: int) -> bool:
+        """Take in a message if one comes within these times; return whether one came."""
+        self.endpoint.fetch_within(spin_ns, park_ns)
+        has_come = self._sort()
+        if self._landing:
+            self.land()
+        return has_come
+
+    def _sort(self) -> bool:
+        """Put the message that the endpoint keeps where it belongs; return whether it was still there."""
+        endpoint = self.endpoint
+        while endpoint.has_message:
+            number, tag = endpoint.messages, endpoint.tag
+            awaited, arrived = self._of_tag(tag)
+            landing = self._landing
+            # Nothing is called from here on, except for the next turn.
+            if endpoint.messages != number or not endpoint.has_message:
+                continue
+            for key in awaited:
+                receiving = awaited[key]
+                del awaited[key]
+                receiving.message, receiving.number, receiving.has_come = endpoint.message, number, True
+                landing[number] = receiving
+                return True
+            arrived[number] = endpoint.message
+            return True
+        return False
+
+    def close(self) -> None:
+        """Tell the sender that nobody reads any more."""
+        # First: ending the ring wakes a thread that waits, whose next call must find the endpoint closed.
+        self.endpoint.close(refuse_closed)
+        rings.ring_end(self._memory, 0)
+        self._memory = NO_RING
+
+
+class ReceivingAll:
+    """Messages that are awaited from several ranks; see `Pollable`."""
+
+    def __init__(self, receivings: Sequence[Receiving]) -> None:
+        """Await all of them. Each one raises what is wrong with it when it is polled by itself."""
+        self._receivings = list(receivings)
+
+    def poll(self, slice_s: float) -> bool:
+        """Wait for up to `slice_s` seconds; the others' messages are taken in meanwhile."""
+        until = time.monotonic() + slice_s
+        for receiving in self._receivings:
+            if not receiving.has_come:
+                receiving.receiver.await_arrival(receiving, max(until - time.monotonic(), 0.0))
+        return all(receiving.has_come for receiving in self._receivings)
+
+    def pending(self) -> tuple[int, ...]:
+        """Return the senders that are still awaited."""
+        return tuple(sorted(peer for receiving in self._receivings for peer in receiving.pending()))

@@ -199,6 +199,21 @@ def over(cable: Cable, handle: QueueHandle) -> QueueHandle:
     return msgspec.structs.replace(handle, remote=msgspec.structs.replace(handle.remote, port=cable.port))
 
 
+@contextmanager
+def out_of_reach() -> Iterator[QueueWriter]:
+    """Yield a writer whose only reader has two minutes, and from which nothing reaches that reader any more."""
+    keys = RemoteKeys.generate()
+    patient = RemoteSettings(lost_after_s=120.0)
+    writer = QueueWriter.create("steps", remote_readers={1: keys.public}, bind_address=HERE, remote=patient)
+    with (
+        Cable(writer.handle.remote.port if writer.handle.remote else 0) as cable,
+        QueueReader.open(over(cable, writer.handle), writer.key, 1, DEADLINE_S, remote_keys=keys),
+    ):
+        cable.block()
+        writer.enqueue("lost")
+        yield writer
+
+
 def be_a_host(rank: int, directory: Path) -> None:
     """Be the writer, or the reader on another host, which is killed at the end."""
     marks = Marks(directory)

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from shm_broadcast.endpoint import RemoteKeys, RemoteSettings
+from shm_broadcast.endpoint import RemoteKeys
 from shm_broadcast.errors import ClosedError, CommTimeoutError, PeerLostError
 from shm_broadcast.queue import QueueReader, QueueWriter
 from tests.handlers import Interrupt, handling_at, raising_at
 from tests.queue_ranks import DEADLINE_S
 from tests.queues import background
-from tests.remotes import HERE, Cable, over, remote_queue
+from tests.remotes import HERE, out_of_reach, remote_queue
 from tests.waiting import wait_until
 
 
@@ -81,15 +81,7 @@ def test_a_readers_close_that_a_handler_interrupts_is_finished() -> None:
 def test_ctrl_c_ends_the_close_of_a_writer_whose_reader_is_out_of_reach() -> None:
     """It ends the wait for the reader soon, though the reader has two minutes, and nothing is left."""
     before = descriptors()
-    keys = RemoteKeys.generate()
-    patient = RemoteSettings(lost_after_s=120.0)
-    writer = QueueWriter.create("steps", remote_readers={1: keys.public}, bind_address=HERE, remote=patient)
-    with (
-        Cable(writer.handle.remote.port if writer.handle.remote else 0) as cable,
-        QueueReader.open(over(cable, writer.handle), writer.key, 1, DEADLINE_S, remote_keys=keys),
-    ):
-        cable.block()
-        writer.enqueue("lost")
+    with out_of_reach() as writer:
         handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         start = time.monotonic()

@@ -10,27 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shm_broadcast.endpoint import RemoteKeys, RemoteSettings
+from shm_broadcast.endpoint import RemoteKeys
 from shm_broadcast.errors import ClosedError, UsageError
-from shm_broadcast.queue import QueueReader, QueueWriter
+from shm_broadcast.queue import QueueWriter
 from tests.queue_ranks import DEADLINE_S, blob
 from tests.queues import background
-from tests.remotes import HERE, Cable, counted, over, remote_queue, until_full
+from tests.remotes import HERE, counted, out_of_reach, remote_queue, until_full
 from tests.waiting import sleeping_in, wait_until
 
 
 @pytest.mark.guarantee("R7")
 def test_close_waits_no_longer_than_its_timeout() -> None:
     """A reader that cannot receive the messages delays `close` for `timeout_s`, not for `lost_after_s`."""
-    keys = RemoteKeys.generate()
-    patient = RemoteSettings(lost_after_s=120.0)
-    writer = QueueWriter.create("steps", remote_readers={1: keys.public}, bind_address=HERE, remote=patient)
-    with (
-        Cable(writer.handle.remote.port if writer.handle.remote else 0) as cable,
-        QueueReader.open(over(cable, writer.handle), writer.key, 1, DEADLINE_S, remote_keys=keys),
-    ):
-        cable.block()
-        writer.enqueue("lost")
+    with out_of_reach() as writer:
         start = time.monotonic()
         writer.close(0.2)
         assert 0.2 <= time.monotonic() - start < 30.0

@@ -77,8 +77,13 @@ class SharedRegion:
             tensor is not ordinary or too long, and then no call was begun.
         """
 
-    def all_reduce_in_place(self, tensor: object, most_bytes: int, one_shot_bytes: int, /) -> int | None:
-        """Sum like `all_reduce`, but into the tensor itself; return the status, or None as there."""
+    def all_reduce_into(
+        self, tensor: object, output: object, most_bytes: int, one_shot_bytes: int, /
+    ) -> int | None:
+        """Sum like `all_reduce`, but into `output`, which may be the tensor itself; return the status or None.
+
+        It is also None if the output is not ordinary, has another dtype or shape, or shares a part of the memory.
+        """
 
     def all_gather(
         self, tensor: object, dim: object, most_bytes: int, /

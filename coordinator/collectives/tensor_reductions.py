@@ -65,20 +65,25 @@ class TensorReductions(GroupPlanes):
             `out`, or a new tensor of the input's shape and dtype. It has the same bits on every rank, and the input
             does not change. A group of one returns the input itself.
         """
-        if out is not None:
+        is_special = is_dynamo_compiling() or (
+            is_grad_enabled()
+            and (getattr(input_, "requires_grad", False) or getattr(out, "requires_grad", False))
+        )
+        if out is not None and (is_special or async_op or op is not SUM):
             return self._into("all_reduce_into_output", input_, out, timeout_s, async_op, op=op)
-        if not async_op and (
-            is_dynamo_compiling() or (is_grad_enabled() and getattr(input_, "requires_grad", False))
-        ):
+        if is_special and not async_op:
             return compile_ops.trace("all_reduce", self, input_, timeout_s, op=op)
         if op is SUM and not async_op:
-            # Packing the arguments for `run` would take 0.15 us of the 2 us of a small sum.
-            self._calls.enter("all_reduce")
+            # The way through `run` would take 0.15 us of the 2 us of a small sum, or 5 us of one into an output.
+            name = "all_reduce" if out is None else "all_reduce_into_output"
+            self._calls.enter(name)
             try:
                 limit_s = None if timeout_s is None else seconds(timeout_s)
-                return self.device_communicator.all_reduce(input_, timeout_s=limit_s)
+                if out is None:
+                    return self.device_communicator.all_reduce(input_, timeout_s=limit_s)
+                return self.device_communicator.all_reduce_into_output(input_, out, timeout_s=limit_s)
             except BaseException as error:
-                self._calls.unwind("all_reduce", error, "device")
+                self._calls.unwind(name, error, "device")
                 raise
         make = reducer(op, self.device_communicator).all_reduce
         return self._calls.run("all_reduce", make, input_, op, timeout_s=timeout_s, async_op=async_op)

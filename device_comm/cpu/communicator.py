@@ -151,12 +151,31 @@ class SharedMemoryCommunicator(DeviceCommunicator):
             return
         self._reduce_into("all_reduce", input_ if is_plain(input_) else dense(input_), output, op, timeout_s)
 
+    def all_reduce_into_output(
+        self,
+        input_: torch.Tensor,
+        output: torch.Tensor,
+        op: ReduceOperation = SUM,
+        *,
+        timeout_s: float | None = None,
+    ) -> torch.Tensor:
+        """As `all_reduce`, into `output`, which is returned; it may be the memory of the input.
+
+        The ordinary small call is one native call.
+        """
+        if op is SUM and timeout_s is None:
+            status = self._core.all_reduce_into(input_, output, *self._limits)
+            if status is not None and status != _core.BUSY:
+                self._settle("all_reduce_into_output", status, None)
+                return output
+        return super().all_reduce_into_output(input_, output, op, timeout_s=timeout_s)
+
     def all_reduce_(
         self, tensor: torch.Tensor, op: ReduceOperation = SUM, *, timeout_s: float | None = None
     ) -> torch.Tensor:
         """Combine the ranks' tensors in place; return `tensor`, which must not overlap itself."""
         if op is SUM and timeout_s is None:
-            status = self._core.all_reduce_in_place(tensor, *self._limits)
+            status = self._core.all_reduce_into(tensor, tensor, *self._limits)
             if status is not None and status != _core.BUSY:
                 self._settle("all_reduce_", status, None)
                 return tensor

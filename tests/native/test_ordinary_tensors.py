@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,20 +64,22 @@ def summed(end: _core.SharedRegion, tensor: torch.Tensor, one_shot_bytes: int = 
 def test_a_sum_has_the_bits_of_the_rank_order_reference(
     ranks: int, shape: list[int], dtype: torch.dtype, offset: int, one_shot: int, seed: int
 ) -> None:
-    """A sum in new memory or in place, of any shape and alignment, by either algorithm equals the reference."""
+    """A sum in new memory, into an output or in place, of any shape, by either algorithm equals the reference."""
     elements = torch.Size(shape).numel()
     inputs = [filled(rank, elements + offset, dtype, seed)[offset:].view(shape) for rank in range(ranks)]
     expected = reduce_in_rank_order(inputs, ReduceOperation.SUM)
 
-    def call(rank: int, end: _core.SharedRegion) -> tuple[torch.Tensor, torch.Tensor]:
+    def call(rank: int, end: _core.SharedRegion) -> tuple[torch.Tensor, ...]:
         source = inputs[rank].clone()
         apart = summed(end, source, one_shot)
         assert same_bits(source.reshape(-1), inputs[rank].reshape(-1))
         assert apart.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
-        status = end.all_reduce_in_place(source, MOST, one_shot)
-        assert status is not None
-        assert finish(end, status) == _core.DONE
-        return apart, source
+        output = torch.empty(offset + elements, dtype=dtype)[offset:].view(shape)
+        for target in (output, source):
+            status = end.all_reduce_into(source, target, MOST, one_shot)
+            assert status is not None
+            assert finish(end, status) == _core.DONE
+        return apart, output, source
 
     for pair in everybody(regions(ranks), call):
         for result in pair:
@@ -203,8 +206,28 @@ def test_an_argument_that_is_no_ordinary_tensor_begins_no_call(make: Callable[[]
     end = regions(2)[0]
     value = make()
     assert end.all_reduce(value, 4096, 4096) is None
-    assert end.all_reduce_in_place(value, 4096, 4096) is None
+    assert end.all_reduce_into(value, value, 4096, 4096) is None
     assert end.all_gather(value, 0, 4096) is None
+    assert end.number == 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda tensor: tensor[:8],
+        lambda tensor: torch.ones(3, 3),
+        lambda tensor: torch.ones(9, dtype=torch.int32),
+        lambda tensor: torch.ones(18)[::2],
+        lambda tensor: tensor.as_strided((9,), (1,), tensor.storage_offset() + 1),
+        lambda tensor: tensor.as_strided((9,), (1,), tensor.storage_offset() - 1),
+        lambda tensor: None,
+    ],
+)
+def test_an_output_that_is_no_place_for_the_sum_begins_no_call(make: Callable[[torch.Tensor], Any]) -> None:
+    """The core leaves it to Python: another shape or dtype, no ordinary tensor, or a part of the input's memory."""
+    end = regions(2)[0]
+    tensor = torch.ones(16)[4:13]
+    assert end.all_reduce_into(tensor, make(tensor), MOST, MOST) is None
     assert end.number == 0
 
 
@@ -218,7 +241,7 @@ def test_a_pending_sum_is_complete_when_the_last_rank_has_come() -> None:
     assert status == _core.PENDING
     refused = ends[0].all_reduce(torch.ones(9), MOST, MOST)
     assert isinstance(refused, tuple)
-    assert refused[1] == ends[0].all_reduce_in_place(torch.ones(9), MOST, MOST) == _core.NESTED
+    assert refused[1] == ends[0].all_reduce_into(torch.ones(9), torch.ones(9), MOST, MOST) == _core.NESTED
     assert ends[0].all_gather(torch.ones(9), 0, MOST) == (None, _core.NESTED)
     other = ends[1].all_reduce(torch.full((9,), 2.0), MOST, MOST)
     assert finish(ends[0], status) == _core.DONE
@@ -234,7 +257,7 @@ def test_ranks_that_sum_different_tensors_all_learn_of_it(other: torch.Tensor) -
 
     def call(rank: int, end: _core.SharedRegion) -> int:
         tensor = other.clone() if rank else torch.ones(9)
-        status = end.all_reduce_in_place(tensor, MOST, MOST)
+        status = end.all_reduce_into(tensor, tensor, MOST, MOST)
         assert status is not None
         status = finish(end, status)
         assert bool((tensor == 1).all())
@@ -280,7 +303,7 @@ def test_code_of_the_application_that_runs_meanwhile_does_no_harm() -> None:
     assert answer[1] == _core.NESTED
     assert end.number == 1
     with Intruder(lambda: end.close(False)):
-        assert end.all_reduce_in_place(tensor, MOST, MOST) == _core.CLOSED
+        assert end.all_reduce_into(tensor, tensor, MOST, MOST) == _core.CLOSED
     end = regions(2)[0]
     with Intruder(end.barrier):
         gathered = end.all_gather(tensor, 0, MOST)
@@ -326,7 +349,7 @@ def test_results_can_be_dropped_by_another_thread() -> None:
 def test_wrong_arguments_are_refused(arguments: tuple[Any, ...]) -> None:
     """A missing argument, a negative number or an argument of another type raises."""
     end = regions(1)[0]
-    for method in (end.all_reduce, end.all_reduce_in_place):
+    for method in (end.all_reduce, partial(end.all_reduce_into, torch.ones(2))):
         with pytest.raises((TypeError, OverflowError)):
             method(*arguments)
     with pytest.raises((TypeError, OverflowError)):
@@ -342,7 +365,7 @@ def test_the_limit_of_one_shot_decides_the_algorithm() -> None:
         addresses = (tensor.data_ptr(), result.data_ptr(), 100)
         for limit, kind in ((400, _core.ALL_REDUCE_ONE_SHOT), (399, _core.ALL_REDUCE_TWO_SHOT)):
             if rank == 0:
-                status = end.all_reduce_in_place(tensor, MOST, limit)
+                status = end.all_reduce_into(tensor, tensor, MOST, limit)
                 assert status is not None
             else:
                 status = end.reduce(kind, *addresses, *codes)

@@ -364,7 +364,7 @@ PyObject* level(PyObject*, PyObject*) { return PyUnicode_FromString(reduce::leve
     {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)), flags, nullptr}
 
 PyMethodDef methods[] = {
-    METHOD("all_reduce", all_reduce, METH_FASTCALL), METHOD("all_reduce_in_place", all_reduce_in_place, METH_FASTCALL),
+    METHOD("all_reduce", all_reduce, METH_FASTCALL), METHOD("all_reduce_into", all_reduce_into, METH_FASTCALL),
     METHOD("all_gather", all_gather, METH_FASTCALL),
     METHOD("reduce", region_reduce, METH_FASTCALL),   METHOD("barrier", region_barrier, METH_NOARGS),
     METHOD("broadcast", region_broadcast, METH_FASTCALL), METHOD("move", region_move, METH_FASTCALL),

@@ -80,7 +80,7 @@ bool expect(const char* name, Py_ssize_t got, Py_ssize_t wanted);
 
 // The object's methods that are defined outside of core.cpp.
 PyObject* all_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count);
-PyObject* all_reduce_in_place(PyObject* self, PyObject* const* args, Py_ssize_t count);
+PyObject* all_reduce_into(PyObject* self, PyObject* const* args, Py_ssize_t count);
 PyObject* all_gather(PyObject* self, PyObject* const* args, Py_ssize_t count);
 PyObject* missing(PyObject* self, PyObject*);
 PyObject* last_calls(PyObject* self, PyObject*);

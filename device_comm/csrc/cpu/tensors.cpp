@@ -105,6 +105,12 @@ PyObject* made_alike(PyObject* capsule, size_t bytes, unsigned char** data, int 
     return torch.imported(managed);
 }
 
+// Returns whether the tensors of two capsules have the same shape.
+bool are_alike(PyObject* one, PyObject* other) {
+    const dlpack::Tensor &left = dlpack::managed_of(one)->tensor, &right = dlpack::managed_of(other)->tensor;
+    return left.ndim == right.ndim && std::equal(left.shape, left.shape + left.ndim, right.shape);
+}
+
 // Begins the call unless a call is in progress by now: reading or creating a tensor may run the application's code, such as
 // a finalizer, which may have begun one. Returns as `start`.
 long begin(Object* object, Plan&& plan, uint64_t type) {
@@ -133,14 +139,25 @@ PyObject* all_reduce(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     return status == kDone ? result.release() : Py_BuildValue("(Nl)", result.release(), status);
 }
 
-// all_reduce_in_place(tensor, most_bytes, one_shot_bytes) -> status, or None if the tensor is not ordinary and no call was begun
-PyObject* all_reduce_in_place(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+// all_reduce_into(tensor, output, most_bytes, one_shot_bytes) -> status, or None if the tensors are not ordinary, not alike or
+// overlap without being one, and no call was begun
+PyObject* all_reduce_into(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     uint64_t limits[2], type = 0;
-    if (!expect("all_reduce_in_place", count, 3) || !read_unsigned(args + 1, 2, limits)) return nullptr;
+    if (!expect("all_reduce_into", count, 4) || !read_unsigned(args + 2, 2, limits)) return nullptr;
     Plan plan;
     Ref capsule = read(args[0], {limits[0], limits[1]}, &plan, &type);
     if (!capsule) return left_to_python();
+    Ref output(nullptr);  // keeps what is written to while the call is begun
     plan.out = const_cast<unsigned char*>(plan.in);
+    if (args[1] != args[0]) {
+        uint64_t output_type = 0;
+        Plan to;
+        output = read_ordinary(args[1], &output_type, &to);
+        if (!output || output_type != type || !are_alike(capsule.get(), output.get())) return left_to_python();
+        const bool is_apart = to.in + plan.bytes <= plan.in || plan.in + plan.bytes <= to.in;
+        if (!is_apart && to.in != plan.in) return left_to_python();
+        plan.out = const_cast<unsigned char*>(to.in);
+    }
     const long status = begin(object_of(self), std::move(plan), type);
     return status < 0 ? nullptr : PyLong_FromLong(status);
 }

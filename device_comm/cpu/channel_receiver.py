@@ -128,10 +128,10 @@ class ChannelReceiver:
             self._undecodable = self.endpoint.messages + 1
         return instead
 
-    def receive_now(self, tag: int) -> Any:
-        """Return the next message of `tag` if it is there, else NOTHING."""
+    def receive_soon(self, tag: int, spin_ns: int) -> Any:
+        """Return the next message of `tag` if it comes while this polls for `spin_ns`, else NOTHING."""
         endpoint = self.endpoint
-        endpoint.fetch_within(0, 0)
+        endpoint.fetch_within(spin_ns, 0)
         awaited, arrived = self._of_tag(tag)
         # Nothing is called from here to the end of the `if`.
         if endpoint.tag == tag and not awaited and not arrived and endpoint.messages != self._undecodable:

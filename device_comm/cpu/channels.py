@@ -38,6 +38,10 @@ CHANNEL_BYTES: Final = 1 << 20
 # Making a channel takes less than 1 ms. The other rank checks this often whether it is ready.
 _MAKING_S: Final = 0.0001
 _MAKING_DEADLINE_S: Final = 30.0
+# Where the host has a core for each rank, a receive polls for this long in one native call, before it makes what a
+# longer wait needs. Two ranks that answer each other then take 2.5 us for a small object in place of 5.9, and 14 us in
+# place of 18 for 128 KB of tensors. With 8 ranks on two cores a message would take 125 us in place of 80.
+_FIRST_SPIN_NS: Final = 60_000
 
 
 _End = TypeVar("_End", ChannelSender, ChannelReceiver)
@@ -102,6 +106,7 @@ class Channels:
         self._health = health
         self._rank = rank_in_group
         self._world_size = len(health.ranks)
+        self._first_spin_ns = _FIRST_SPIN_NS if self._world_size <= (os.cpu_count() or 1) else 0
         self._others = [rank for rank in range(self._world_size) if rank != rank_in_group]
         self._names = [f"rank {rank}" for rank in health.ranks]
         self._places = {rank: place for place, rank in enumerate(health.ranks)}
@@ -230,7 +235,7 @@ class Channels:
         if self._waits:
             self._refuse_nested(name, [receiver])
         try:
-            value = receiver.receive_now(tag)
+            value = receiver.receive_soon(tag, self._first_spin_ns)
         except LeftError as error:
             raise self._left(plane, name, "from", [src], error) from error
         if value is not rings.NOTHING:

@@ -62,7 +62,7 @@ def send(sender: ChannelSender, obj: Any, tag: int) -> None:
 
 def receive(receiver: ChannelReceiver, tag: int, seen: list[int]) -> None:
     """Receive as `Channels.recv` does, of whose steps each can be interrupted."""
-    value = receiver.receive_now(tag)
+    value = receiver.receive_soon(tag, 0)
     if value is rings.NOTHING:
         receiving = receiver.expect(tag, None)
         try:

@@ -90,8 +90,9 @@ class Sending:
             raise self._error
         if self.is_owned.is_set():
             return True
-        # The thread that writes may not have noticed yet.
+        # The thread that writes may not have noticed yet, or could not be started before.
         self.sender.raise_if_deserted()
+        self.sender.call_thread()
         return False
 
     def poll(self, slice_s: float) -> bool:
@@ -173,44 +174,51 @@ class ChannelSender:
         """Send a message that fits and has nothing before it; return whether it was sent."""
         return not self._waiting and self.endpoint.write_now(message.header, message.buffers, tag)
 
+    def refuse_nested(self) -> None:
+        """Raise `UsageError` if this thread is inside of a call that writes to this rank.
+
+        That call goes on only behind this one, which would wait for it.
+        """
+        own = self._own
+        if own is not None and own.thread == threading.get_ident():
+            raise UsageError(
+                f"this thread is inside of a call that sends to rank {self.peer} already, "
+                "as in a signal handler or a finalizer"
+            )
+
     def enqueue(self, sending: Sending, *, aside: bool = False) -> bool:
         """Add a message to those that wait; return whether the caller has to write it now.
 
-        If this raises, or the caller is interrupted before it waits, the caller withdraws the message.
+        The caller asks `refuse_nested` before. If this raises, or the caller is interrupted before it waits, the caller
+        withdraws the message.
 
         Args:
             sending: The message.
             aside: Whether a thread of ours shall write it in any case.
 
         Raises:
-            UsageError: This thread is inside of a call that writes to this rank, which goes on only behind this one.
             CapabilityError: No thread can be started.
         """
         # Nothing is called from here to the end of `append`.
         own = self._own
         is_own = not (aside or self._waiting or self._has_thread)
-        if own is None or own.thread != sending.thread:
-            if is_own:
-                self._own = sending
-            self._waiting.append(sending)
-            # What waits behind a call's own message goes on when that call is done.
-            if own is None and not is_own:
-                self.call_thread()
-            return is_own
-        raise UsageError(
-            f"this thread is inside of a call that sends to rank {self.peer} already, "
-            "as in a signal handler or a finalizer"
-        )
+        if is_own:
+            self._own = sending
+        self._waiting.append(sending)
+        # What waits behind a call's own message goes on when that call is done.
+        if own is None and not is_own:
+            self.call_thread()
+        return is_own
 
     def go_on(self) -> None:
         """Let a thread of ours write what waits behind a call that is done."""
-        # Calls that wait for their messages ask for the thread again, and raise why there is none.
+        # Whoever waits for such a message, or asks about it, calls the thread again, and raises why there is none.
         with suppress(CapabilityError):
             self.call_thread()
 
     def call_thread(self, *, again: bool = False) -> None:
-        """Let a thread of ours write what waits, if none does. One that was called must come, unless `again`."""
-        if self._has_thread or not self._waiting or (self._is_called and not again):
+        """Let a thread of ours write what waits, if nobody does. One that was called must come, unless `again`."""
+        if self._has_thread or self._own is not None or not self._waiting or (self._is_called and not again):
             return
         try:
             self._is_called = True

@@ -166,7 +166,7 @@ class SharedMemoryCommunicator(DeviceCommunicator):
         if op is SUM and timeout_s is None:
             status = self._core.all_reduce_into(input_, output, *self._limits)
             if status is not None and status != _core.BUSY:
-                self._settle("all_reduce_into_output", status, None)
+                self._settle("all_reduce", status, None)
                 return output
         return super().all_reduce_into_output(input_, output, op, timeout_s=timeout_s)
 

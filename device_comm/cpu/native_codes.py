@@ -41,7 +41,7 @@ def columns(tensor: torch.Tensor, dim: int, sizes: tuple[int, ...]) -> tuple[int
 def _teach_core() -> None:
     """Let `SharedRegion` itself take contiguous tensors of the dtypes that DLPack carries. Once per process.
 
-    Its methods `all_reduce`, `all_reduce_in_place` and `all_gather` do.
+    Its methods `all_reduce`, `all_reduce_into` and `all_gather` do.
 
     Complex tensors are left out because DLPack does not tell whether they are conjugated. So are bool tensors.
     """

@@ -53,6 +53,7 @@ def send(sender: ChannelSender, obj: Any, tag: int) -> None:
     """Send an object, waiting for room."""
     message = sender.send_now(obj, tag)
     if message is not None:
+        sender.refuse_nested()
         sending = Sending(sender, message, tag)
         sender.enqueue(sending)
         writing = Writing(sender.crossing, [sending])

@@ -176,15 +176,25 @@ def test_what_another_thread_sends_queues_behind_a_call_that_is_sending(
 
 
 @pytest.mark.guarantee("D15")
-def test_two_threads_that_send_to_the_same_ranks_in_different_order_do_not_wait_for_each_other() -> None:
+def test_two_threads_that_send_to_the_same_ranks_in_different_order_do_not_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each writes what it is first to send, also while its other message waits for the other thread."""
+    both_are_first = threading.Barrier(2)
+    enqueue = channel_sender.ChannelSender.enqueue
+
+    def enqueue_and_meet(self: channel_sender.ChannelSender, sending: channel_sender.Sending) -> bool:
+        is_own = enqueue(self, sending)
+        if is_own:
+            both_are_first.wait(LIMIT_S)
+        return is_own
+
+    monkeypatch.setattr(channel_sender.ChannelSender, "enqueue", enqueue_and_meet)
     with channels_of(3) as (zero, one, two):
         send(zero, "opens", 1)
         send(zero, "opens", 2)
-        meet = threading.Barrier(2)
 
         def send_to(ranks: tuple[int, int], message: bytes) -> None:
-            meet.wait(LIMIT_S)
             zero.send("host", "send", message, ranks, TAG, LIMIT_S)
 
         def receive(receiver: Channels) -> list[int]:
@@ -206,7 +216,7 @@ def test_two_threads_that_send_to_the_same_ranks_in_different_order_do_not_wait_
 def test_what_queues_behind_a_call_goes_on_when_that_call_takes_its_message_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also if no thread can be started then: whoever waits for the message raises that, or starts one later."""
+    """Also if no thread can be started then: who waits for the message or asks about it raises that, or starts one."""
 
     def start(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -228,10 +238,87 @@ def test_what_queues_behind_a_call_goes_on_when_that_call_takes_its_message_back
                 if not can_start:
                     with pytest.raises(CapabilityError, match="no thread can be started"):
                         second.poll(0.01)
+                    with pytest.raises(CapabilityError, match="no thread can be started"):
+                        second.is_complete()
             if not can_start:
-                assert not second.poll(0.0)
+                second.is_complete()
             assert second.is_owned.wait(LIMIT_S)
         assert found == [LONG]
+
+
+@pytest.mark.guarantee("D15")
+def test_a_send_whose_message_to_another_rank_has_begun_breaks_the_group_for_want_of_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread has begun to write the caller's memory to the second rank when none can be had for the first."""
+    monkeypatch.setattr(health, "EXPLAIN_S", 0.01)
+    with channels_of(3) as (zero, _one, _two):
+        send(zero, "opens", 1)
+        send(zero, "opens", 2)
+        senders = [zero._sender(peer, "send") for peer in (1, 2)]
+        firsts = [channel_sender.Sending(sender, codec.encode(LONG), OTHER_TAG) for sender in senders]
+        assert all(first.sender.enqueue(first) for first in firsts)
+        errors: list[CommError] = []
+
+        def send_to_both() -> None:
+            try:
+                zero.send("host", "send", LONG, (1, 2), TAG, LIMIT_S)
+            except CommError as error:
+                errors.append(error)
+
+        def start(_thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with background(send_to_both):
+            until = time.monotonic() + LIMIT_S
+            while not all(len(sender._waiting) == 2 for sender in senders) and time.monotonic() < until:
+                time.sleep(0.001)
+            assert senders[1].withdraw(firsts[1])
+            while not senders[1]._waiting[0].has_begun and time.monotonic() < until:
+                time.sleep(0.001)
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", start)
+                assert senders[0].withdraw(firsts[0])
+                while not errors and time.monotonic() < until:
+                    time.sleep(0.001)
+        assert isinstance(errors[0], CapabilityError)
+        with pytest.raises(GroupBrokenError, match="no thread can be started"):
+            send(zero, "next", 2)
+
+
+@pytest.mark.guarantee("D15", "R15")
+def test_a_send_from_a_handler_does_not_wait_for_a_channel_that_its_thread_is_opening(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It waits for another thread's message to the same rank, and that thread looks for channels that others made."""
+    with channels_of(4) as (zero, one, two, three):
+        send(zero, "opens", 1)
+        send(two, "opens", 0)
+        reserve = zero._segment.reserve
+
+        def send_here(_offset: int, _nbytes: int) -> None:
+            monkeypatch.setattr(zero._segment, "reserve", reserve)
+            started.wait(LIMIT_S)
+            send(zero, LONG[1:], 1)
+            reserve(_offset, _nbytes)
+
+        started = threading.Event()
+        received_: list[int] = []
+
+        def receive() -> None:
+            while not zero._senders[1]._waiting:
+                time.sleep(0.001)
+            started.set()
+            time.sleep(0.3)
+            received_.extend(len(recv(one, 0)) for _ in range(3))
+
+        monkeypatch.setattr(zero._segment, "reserve", send_here)
+        start = time.monotonic()
+        with background(receive), background(lambda: send(zero, LONG, 1)):
+            send(zero, "opens", 3)
+        assert received_ == [len("opens"), len(LONG), len(LONG) - 1]
+        assert recv(three, 0) == recv(zero, 2) == "opens"
+        assert time.monotonic() - start < LIMIT_S / 2
 
 
 @pytest.mark.guarantee("D15")

@@ -106,8 +106,9 @@ def test_waiting_for_64_ranks_costs_next_to_nothing() -> None:
                 time.sleep(1.5)
                 send(ranks[src], "found", 0)
         assert outcome == [[7, 1, 64]]
-        # A busy machine makes each of the few wake-ups dearer, so the best of three counts.
-        assert min(shares) < 0.005
+        # Quiet, this is 0.002; to look at the rings in turn took 0.2. A busy machine makes each of the few wake-ups
+        # dearer, so the best of three counts.
+        assert min(shares) < 0.02
 
 
 @pytest.mark.guarantee("D73")
@@ -241,6 +242,34 @@ def test_a_handler_that_receives_inside_of_a_wait_for_the_same_rank_is_refused(
         # Nothing of the refused calls stays.
         send(ranks[1], 4, 0, OTHER_TAG)
         assert recv_any(ranks[0], OTHER_TAG) == (4, 1)
+
+
+@pytest.mark.guarantee("R15")
+@pytest.mark.parametrize("inner", ["recv", "recv_any"])
+def test_a_handler_that_receives_inside_of_the_first_poll_of_a_receive_is_refused(inner: str) -> None:
+    """A receive polls before it waits; also then a handler gets an error at once, and the receive goes on."""
+    errors: list[UsageError] = []
+    with channels_of(2) as ranks:
+        call = recv_any if inner == "recv_any" else lambda channels, tag: recv(channels, 1, tag)
+
+        def handler(_number: int, _frame: FrameType | None) -> None:
+            # If it were not refused it would end with this, and not before the poll is over.
+            send(ranks[1], "late", 0, OTHER_TAG)
+            try:
+                call(ranks[0], OTHER_TAG)
+            except UsageError as error:
+                errors.append(error)
+            send(ranks[1], "next", 0)
+
+        ranks[0]._first_spin_ns = 300_000_000
+        before = signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        try:
+            assert recv(ranks[0], 1) == "next"
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert "inside of a call on the channel with rank 1" in str(errors[0])
+        assert recv_any(ranks[0], OTHER_TAG) == ("late", 1)
 
 
 @pytest.mark.guarantee("D73")

@@ -14,6 +14,7 @@ from coordinator.group import GroupCoordinator
 from tests.stress import collective_steps, message_steps
 from tests.stress.message_steps import Queues
 from tests.stress.model import Model
+from tests.waiting import wait_until
 from tests.worlds import join_world, meet, world
 
 __all__ = ["StressError", "live"]
@@ -171,10 +172,11 @@ def live(
     from coordinator.parallel_state import destroy_distributed_environment, get_world_group
 
     found: dict[str, Any] = {"end": "done"}
+    hits: list[int] = []
     life = Life(get_world_group(), seed, one_group=True, renews=renews)
     (Path(marks) / f"ready-{rank}").touch()
     try:
-        _take_steps(life, alarms, LONGEST_S, seed, rank)
+        _take_steps_until_hit(life, alarms, seed, rank, hits)
     except KeyboardInterrupt as error:
         found = _ending(error)
     except StressError as error:
@@ -190,6 +192,10 @@ def live(
             found = after
     finally:
         alarms.end()
+    if rank in culprits and found["end"] != "KeyboardInterrupt":
+        # Another culprit was hit first, and this rank learned of that before its own signal came.
+        wait_until(lambda: hits, "the signal that is to hit this rank")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if rank not in culprits:
         # Whoever leaves at once could be taken for the culprit by a rank that has not yet looked.
         meet(rank, [other for other in range(world_size) if other not in culprits], Path(marks), "told")
@@ -208,6 +214,14 @@ def _take_steps(life: Life, alarms: Alarms, seconds: float, seed: str, rank: int
         raise StressError(
             f"life {seed}, step {life.step} ({life.doing}), rank {rank}: {type(error).__name__}: {error}"
         ) from error
+
+
+def _take_steps_until_hit(life: Life, alarms: Alarms, seed: str, rank: int, hits: list[int]) -> None:
+    """Take steps; an interrupt that comes behind them is added to `hits` and raises nothing."""
+    try:
+        _take_steps(life, alarms, LONGEST_S, seed, rank)
+    finally:
+        signal.signal(signal.SIGINT, lambda number, _: hits.append(number))
 
 
 def _error_of(call: Callable[[], object]) -> BaseException:

@@ -8,6 +8,8 @@ NATIVE := $(wildcard shm_broadcast/csrc/* shm_broadcast/csrc/*/* device_comm/csr
 TEST_WORKERS ?= 4
 # Fast tests do not wait: one process per core.
 FAST_WORKERS ?= $(shell nproc)
+# A process in which a test hangs ends; the run names the test and goes on.
+END_HANGING := -o faulthandler_exit_on_timeout=true
 PIP := $(PY) -m pip --disable-pip-version-check
 # Python keeps the bytecode of tests and product even if the environment says otherwise: hundreds of test processes read it.
 export PYTHONDONTWRITEBYTECODE :=
@@ -57,16 +59,16 @@ api: $(STAMP) ## Update the snapshot of the public API after an intended change
 	$(PY) -m tests.api_snapshot
 
 test: $(STAMP) ## Run the whole test suite (no GPU needed)
-	$(PY) -m pytest -q -n $(TEST_WORKERS) -m "not thorough and not engine"
+	$(PY) -m pytest -q -n $(TEST_WORKERS) $(END_HANGING) -m "not thorough and not engine"
 
 test-fast: $(STAMP) ## Run unit and architecture tests without the slow ones, in under a minute
 	$(PY) -m pytest -q -n $(FAST_WORKERS) -m "not slow and not thorough" tests/unit tests/architecture
 
 test-native: $(STAMP) ## Run the slow tests: the cores under sanitizers, kernels with injected bugs, larger worlds
-	$(PY) -m pytest -q -n 2 -m "thorough and not proof" tests
+	$(PY) -m pytest -q -n 2 $(END_HANGING) -m "thorough and not proof" tests
 
 test-thorough: $(STAMP) ## Run the slow tests and all of stress, fuzzing, the matrix of failures and ten thousand cycles, in under an hour
-	$(PY) -m pytest -q -n 2 -o faulthandler_timeout=2400 -m thorough tests
+	$(PY) -m pytest -q -n 2 -o faulthandler_timeout=2400 $(END_HANGING) -m thorough tests
 
 stress: $(STAMP) ## Let ranks make random calls under signals, stops, kills and Ctrl-C, and check every byte (MINUTES=1 RANKS=4 SEED=…)
 	$(PY) -m tests.stress --minutes $(or $(MINUTES),1) --ranks $(or $(RANKS),4) $(if $(SEED),--seed $(SEED))

@@ -249,7 +249,10 @@ class ReadEndpoint(_Endpoint):
         """Whether a message was fetched and not taken out."""
     @property
     def has_news(self) -> bool:
-        """Whether a read would find something: a message or more of it, or that none will come."""
+        """Whether a read would find something: a message or more of it, or that none will come.
+
+        It refuses, as a read does, a thread that is inside of a call already.
+        """
     @property
     def is_assembling(self) -> bool:
         """Whether only a part of a message has come."""

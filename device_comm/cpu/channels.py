@@ -172,7 +172,11 @@ class Channels:
                 if sending not in own:
                     self._health.wait(operation, sending, timeout_s)
         except BaseException as error:
-            self._withdraw(operation, sendings, error)
+            try:
+                self._withdraw(operation, sendings, error)
+            except BaseException as second:
+                self._health.left_halfway(operation, second)
+                raise
             raise
 
     def isend(
@@ -198,21 +202,21 @@ class Channels:
             sender.enqueue(sending, aside=True)
             return PointToPointHandle(self._health, operation, sending, timeout_s)
         except BaseException as error:
-            self._withdraw(operation, [sending], error)
+            try:
+                self._withdraw(operation, [sending], error)
+            except BaseException as second:
+                self._health.left_halfway(operation, second)
+                raise
             raise
 
     def _withdraw(self, operation: Operation, sendings: Sequence[Sending], error: BaseException) -> None:
         """Take back the messages of a call that `error` ends. If one is halfway, the group breaks.
 
-        Its memory belongs to the caller again, and its channel can carry nothing else before it is whole.
+        Its memory belongs to the caller again, and its channel can carry nothing else before it is whole. If a signal
+        handler raises meanwhile, the caller breaks the group: what has not been taken back would be written later, from
+        memory that has changed.
         """
-        try:
-            halfway = [sending for sending in sendings if not sending.sender.withdraw(sending)]
-        except BaseException as second:
-            # A signal handler raises once more. What has not been taken back would be written later, from memory that
-            # the caller may have changed by then.
-            self._health.left_halfway(operation, second)
-            raise
+        halfway = [sending for sending in sendings if not sending.sender.withdraw(sending)]
         if halfway and not (self._health.is_broken or self._health.is_closed):
             self._health.fail(error, str(operation))
 
@@ -426,13 +430,12 @@ class Channels:
                 self._opening.discard(pair)
 
     def _open_if_made(self, peer: int) -> ChannelReceiver | None:
-        # A thread that opens a channel may be in a signal handler, which waits for what this thread sends. Nothing is
-        # called between this look and the lock.
-        if self._opening:
+        # The lock is taken only for a channel that is there. A thread that opens one may be in a signal handler, which
+        # waits for what this thread sends: then it is left for later. Nothing is called between that look and the lock.
+        if self.is_closed or self.state(peer, self._rank) != _core.CHANNEL_READY or self._opening:
             return None
         with self._lock:
-            pair = (peer, self._rank)
-            if self.is_closed or pair in self._opening or self.state(*pair) != _core.CHANNEL_READY:
+            if self.is_closed or (peer, self._rank) in self._opening:
                 return None
             return self._receiver(peer, "recv")
 

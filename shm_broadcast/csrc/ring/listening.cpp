@@ -16,10 +16,15 @@ uint64_t copied(const Endpoint* end) {
     return end->assembly->active() ? end->assembly->total() - end->assembly->missing() : 0;
 }
 
-// A closed endpoint has news: whoever reads it learns that it is closed. One with an owner has none for others.
+// A closed endpoint has news: whoever reads it learns that it is closed. One with an owner has none for others, and never would
+// for a signal handler of the owner's thread, behind which alone the owner goes on.
 PyObject* get_has_news(PyObject* self, void*) {
-    const Endpoint* end = endpoint_of(self);
+    Endpoint* end = endpoint_of(self);
     if (end->is_closed || end->kept == nullptr || !end->kept->empty()) Py_RETURN_TRUE;
+    if (end->owner == PyThread_get_thread_ident()) {
+        refuse(end, end->is_lent ? kLent : kReentrant);
+        return nullptr;
+    }
     if (end->owner != 0) Py_RETURN_FALSE;
     return PyBool_FromLong(end->ring->has_news(end->index, copied(end)));
 }

@@ -3,9 +3,8 @@
 import mmap
 import signal
 import sys
-import threading
+import time
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, NoReturn
 
 import pytest
@@ -16,10 +15,14 @@ from shm_broadcast import _core as rings
 from shm_broadcast import codec
 from shm_broadcast.errors import UsageError
 from shm_broadcast.layout import segment_bytes
+from tests.crash.test_interrupted_collectives import alarm
 from tests.queues import background
 from tests.unit.shm_broadcast.test_signal_handlers import AlarmError, Numbered, alarms
+from tests.waiting import wait_until
 
 TAGS = (1, 2)
+# No wait of these tests may take so long, on any machine.
+HANG_S = 120.0
 
 
 class Crossing:
@@ -57,18 +60,20 @@ def send(sender: ChannelSender, obj: Any, tag: int) -> None:
         sending = Sending(sender, message, tag)
         sender.enqueue(sending)
         writing = Writing(sender.crossing, [sending])
+        until = time.monotonic() + HANG_S
         while not writing.poll(0.1):
-            pass
+            assert time.monotonic() < until
 
 
 def receive(receiver: ChannelReceiver, tag: int, seen: list[int]) -> None:
     """Receive as `Channels.recv` does, of whose steps each can be interrupted."""
     value = receiver.receive_soon(tag, 0)
     if value is rings.NOTHING:
+        until = time.monotonic() + HANG_S
         receiving = receiver.expect(tag, None)
         try:
             while not receiving.poll(0.1):
-                pass
+                assert time.monotonic() < until
         except BaseException:
             receiver.abandon(receiving)
             raise
@@ -108,7 +113,9 @@ def test_no_alarm_loses_or_repeats_a_message_of_a_channel(
 
     with background(send_all), alarms(0.0002) as handler:
         handler.driver = sys._getframe().f_code
+        end = time.monotonic() + HANG_S
         while any(len(numbers) < count for numbers in seen.values()):
+            assert time.monotonic() < end
             try:
                 handler.is_armed = True
                 for tag in (*TAGS, *reversed(TAGS)):
@@ -129,28 +136,23 @@ def test_a_handler_that_sends_inside_of_a_long_message_to_the_same_rank_is_refus
     sender, receiver = channel()
     errors: list[str] = []
 
-    def handler(_number: int, _frame: FrameType | None) -> None:
+    def handler() -> None:
+        if sender._own is None:
+            # The call has not come so far.
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            return
         try:
             send(sender, [Numbered(4)], 1)
         except UsageError as error:
             errors.append(str(error))
 
     seen: list[int] = []
-    begin = threading.Event()
 
     def receive_later() -> None:
-        assert begin.wait(20.0)
+        wait_until(lambda: errors, "the handler's refusal")
         receive(receiver, 1, seen)
 
-    before = signal.signal(signal.SIGALRM, handler)
-    with background(receive_later):
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        timer = threading.Timer(0.4, begin.set)
-        timer.start()
-        try:
-            send(sender, [Numbered(5), bytes(1 << 20)], 1)
-        finally:
-            signal.signal(signal.SIGALRM, before)
-            timer.join()
+    with background(receive_later), alarm(handler, 0.1):
+        send(sender, [Numbered(5), bytes(1 << 20)], 1)
     assert seen == [5]
     assert len(errors) == 1

@@ -228,7 +228,7 @@ def test_a_handler_that_ends_the_group_at_any_step_of_opening_is_told(
             if zero.is_closed:
                 start = time.monotonic()
                 found: object = None
-                while not isinstance(found, NativeError):
+                while not isinstance(found, CommError):
                     found = outcome_of(partial(recv, one, 0))
                 assert "left the group" in str(found)
                 assert time.monotonic() - start < 4.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from tests.crash.test_interrupted_collectives import alarm
 from tests.multiproc.device_comm.test_channel_opening import Strikes, recv, send, strike
 from tests.queues import background
 from tests.unit.shm_broadcast.test_signal_handlers import AlarmError
+from tests.waiting import wait_until
 
 TAG, OTHER_TAG = 1, 2
 # Twice as long as a channel.
@@ -90,6 +92,26 @@ def test_a_strike_at_any_step_of_a_long_send_takes_it_back_or_breaks_the_group(
     assert set(outcomes) == {"sent", "struck", "broken"}
 
 
+@pytest.mark.guarantee("D15")
+@pytest.mark.parametrize("call", [send, isend])
+def test_a_second_strike_while_a_message_is_taken_back_breaks_the_group(
+    call: Callable[[Channels, Any, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has taken it back then, and its memory is the caller's again."""
+
+    def strike_twice(*_: object) -> None:
+        raise AlarmError("struck")
+
+    with opened() as (zero, _):
+        # The first strikes between the queue and the wait, the second where the function begins that takes it back.
+        monkeypatch.setattr(channels, "Writing", strike_twice)
+        monkeypatch.setattr(channels, "PointToPointHandle", strike_twice)
+        monkeypatch.setattr(Channels, "_withdraw", strike_twice)
+        with pytest.raises(AlarmError):
+            call(zero, LONG, 1)
+        assert health_of(zero).is_broken
+
+
 @pytest.mark.guarantee("D15", "R15")
 @pytest.mark.parametrize("outer", [send, isend])
 @pytest.mark.parametrize("inner", [send, isend])
@@ -130,14 +152,17 @@ def test_a_send_to_several_ranks_that_is_refused_leaves_nothing_behind() -> None
         send(zero, "opens", 2)
 
         def call() -> None:
+            if zero._senders[2]._own is None:
+                # The call has not come so far.
+                signal.setitimer(signal.ITIMER_REAL, 0.01)
+                return
             try:
                 zero.send("host", "send", LONG, (1, 2), TAG, LIMIT_S)
             except UsageError as error:
                 errors.append(error)
 
         def receive() -> list[object]:
-            while not errors:
-                time.sleep(0.001)
+            wait_until(lambda: errors, "the handler's refusal")
             return [recv(two, 0), len(recv(two, 0)), recv(one, 0), len(recv(one, 0))]
 
         # In the middle of the call: the channel is full, and the thread that reads has not begun.
@@ -270,17 +295,13 @@ def test_a_send_whose_message_to_another_rank_has_begun_breaks_the_group_for_wan
             raise RuntimeError("can't start new thread")
 
         with background(send_to_both):
-            until = time.monotonic() + LIMIT_S
-            while not all(len(sender._waiting) == 2 for sender in senders) and time.monotonic() < until:
-                time.sleep(0.001)
+            wait_until(lambda: all(len(sender._waiting) == 2 for sender in senders), "both messages")
             assert senders[1].withdraw(firsts[1])
-            while not senders[1]._waiting[0].has_begun and time.monotonic() < until:
-                time.sleep(0.001)
+            wait_until(lambda: senders[1]._waiting[0].has_begun, "the thread that writes")
             with monkeypatch.context() as patch:
                 patch.setattr(threading.Thread, "start", start)
                 assert senders[0].withdraw(firsts[0])
-                while not errors and time.monotonic() < until:
-                    time.sleep(0.001)
+                wait_until(lambda: errors, "the refusal")
         assert isinstance(errors[0], CapabilityError)
         with pytest.raises(GroupBrokenError, match="no thread can be started"):
             send(zero, "next", 2)
@@ -298,23 +319,29 @@ def test_a_send_from_a_handler_does_not_wait_for_a_channel_that_its_thread_is_op
 
         def send_here(_offset: int, _nbytes: int) -> None:
             monkeypatch.setattr(zero._segment, "reserve", reserve)
+            is_opening.set()
             started.wait(LIMIT_S)
+            # The other thread has still to look at this channel.
+            assert 2 not in zero._receivers
             send(zero, LONG[1:], 1)
             reserve(_offset, _nbytes)
 
-        started = threading.Event()
+        def send_beside() -> None:
+            is_opening.wait(LIMIT_S)
+            send(zero, LONG, 1)
+
+        is_opening, started = threading.Event(), threading.Event()
         received_: list[int] = []
 
         def receive() -> None:
-            while not zero._senders[1]._waiting:
-                time.sleep(0.001)
+            wait_until(lambda: zero._senders[1]._waiting, "the other thread's message")
             started.set()
             time.sleep(0.3)
             received_.extend(len(recv(one, 0)) for _ in range(3))
 
         monkeypatch.setattr(zero._segment, "reserve", send_here)
         start = time.monotonic()
-        with background(receive), background(lambda: send(zero, LONG, 1)):
+        with background(receive), background(send_beside):
             send(zero, "opens", 3)
         assert received_ == [len("opens"), len(LONG), len(LONG) - 1]
         assert recv(three, 0) == recv(zero, 2) == "opens"

@@ -49,8 +49,13 @@ def test_processes_that_publish_at_once_agree(memory: mmap.mmap) -> None:
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
-            os.write(writer, msgspec.json.encode(board(memory, rank).publish(lost(rank, "x" * rank * 100))))
-            os._exit(0)
+            try:
+                os.write(
+                    writer, msgspec.json.encode(board(memory, rank).publish(lost(rank, "x" * rank * 100)))
+                )
+                os._exit(0)
+            finally:
+                os._exit(1)
         os.close(writer)
         children.append(child)
         readers.append(reader)

@@ -13,7 +13,7 @@ import contextvars
 import dataclasses
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from shm_broadcast.errors import CapabilityError
+from shm_broadcast.interruption import raised_by_handler
 from shm_broadcast.liveness import fork_count
 
 GLOO: Final = "gloo"
@@ -233,8 +234,12 @@ def abort_gloo(backend: GlooBackend) -> None:
         return
     buffer = torch.empty(1, dtype=torch.uint8)
     peer = (backend.rank() + 1) % backend.size()
-    with suppress(RuntimeError):  # the intended timeout, or the connections were closed already
+    try:
         backend.recv([buffer], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+    except RuntimeError as error:
+        # Otherwise it is the intended timeout, or the connections were closed already.
+        if raised_by_handler(error):
+            raise
 
 
 _ABORT_TAG: Final = 0x7FFF

@@ -256,7 +256,9 @@ class ChannelReceiver:
         return False
 
     def close(self) -> None:
-        """Tell the sender that nobody reads any more."""
+        """Tell the sender that nobody reads any more. Idempotent."""
+        if self._memory is NO_RING:
+            return
         # First: ending the ring wakes a thread that waits, whose next call must find the endpoint closed.
         self.endpoint.close(refuse_closed)
         rings.ring_end(self._memory, 0)

@@ -274,7 +274,9 @@ class ChannelSender:
             self._waiting.remove(sending)
 
     def close(self) -> None:
-        """Tell the receiver that nothing follows; what was written can still be read."""
+        """Tell the receiver that nothing follows; what was written can still be read. Idempotent."""
+        if self.memory is NO_RING:
+            return
         # First: ending the ring wakes a thread that waits, whose next call must find the endpoint closed.
         self.endpoint.close(refuse_closed)
         rings.ring_end(self.memory, -1)

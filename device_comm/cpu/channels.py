@@ -122,6 +122,8 @@ class Channels:
         # Held while channels are opened or all are closed; a wait for one may break the group, which closes all.
         self._lock = threading.RLock()
         self.is_closed: bool = False
+        # Whether `close` has come to its end.
+        self._has_left = False
 
     # ------------------------------------------------------------------ sending
 
@@ -492,11 +494,14 @@ class Channels:
         raise corrupt from error
 
     def close(self) -> None:
-        """Leave all channels; calls that wait, here and for this rank elsewhere, end. Idempotent."""
+        """Leave all channels; calls that wait, here and for this rank elsewhere, end. Idempotent.
+
+        If a signal handler raises meanwhile, the next call does the rest.
+        """
         if self._health.is_inherited:
             return
         with self._lock:
-            if self.is_closed:
+            if self._has_left:
                 return
             self.is_closed = True
             _core.channel_leave(self._table, self._world_size, self._rank)
@@ -515,6 +520,7 @@ class Channels:
                 rings.bell_sound(bell)
             self._bells = []
             self._table = _NO_TABLE
+            self._has_left = True
 
     def _is_ready(self, src: int, dst: int) -> bool:
         return _core.channel_state(self._table, self._world_size, src, dst) == _core.CHANNEL_READY

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -110,6 +110,24 @@ def test_a_second_strike_while_a_message_is_taken_back_breaks_the_group(
         with pytest.raises(AlarmError):
             call(zero, LONG, 1)
         assert health_of(zero).is_broken
+
+
+@pytest.mark.guarantee("D74")
+def test_a_strike_at_any_step_of_closing_leaves_the_rest_to_the_next_close() -> None:
+    """The other rank's receive, and its send on a channel that this rank has not used, end behind that."""
+    strikes = Strikes(strike, channels, channel_sender, channel_receiver)
+    while not strikes.is_over:
+        with opened() as (zero, one):
+            send(one, "not received", 0)
+            with suppress(AlarmError), strikes.run():
+                zero.close()
+            zero.close()
+            receiver, sender = one._receivers[0], one._senders[0]
+            assert receiver.has_ended()
+            with pytest.raises(channel_ends.LeftError):
+                sender.raise_if_deserted()
+            assert zero._bells == []
+    assert strikes.place > 10
 
 
 @pytest.mark.guarantee("D15", "R15")

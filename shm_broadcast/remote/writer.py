@@ -34,6 +34,10 @@ logger: logging.Logger = logging.getLogger(__name__)
 # At most 4 zmq threads encrypt: that many already outrun one network card.
 _MOST_IO_THREADS: Final = 4
 
+# How long `close` waits for another thread inside of `enqueue`, whose ring it has closed. That thread needs some
+# microseconds, and a core.
+_LAST_WRITE_S: Final = 1.0
+
 # How the two frames of a record are sent: the name of its connection, and what zmq owns already.
 _FLAGS: Final = (int(zmq.SNDMORE | zmq.NOBLOCK), int(zmq.NOBLOCK))
 _COPIES: Final = (True, False)
@@ -65,6 +69,7 @@ class RemoteWriter(RemoteEnd):
         self._ledger = Ledger(readers, remote.high_water_bytes)
         # The parts of a message that goes to the readers on the writer's host first, and how many messages those have.
         self._ready: list[Part] = []
+        self._reserver = 0  # the thread that has reserved for them
         self._written: Callable[[], int] = _nothing_written
         self._is_waiting = False
         self._context = zmq.Context(io_threads=min(len(readers), _MOST_IO_THREADS))
@@ -153,7 +158,7 @@ class RemoteWriter(RemoteEnd):
             if self._is_deferred:
                 self._close()
         # Without the lock: the thread must answer while a long message is copied. Nobody else adds parts.
-        self._ready = self._ledger.cut(message)
+        self._reserver, self._ready = threading.get_ident(), self._ledger.cut(message)
         return left
 
     def publish(self) -> None:
@@ -167,6 +172,8 @@ class RemoteWriter(RemoteEnd):
             with self._lock:
                 self._send_ready()
                 is_sent, self._ready = not self._ready, []
+                if self._is_closing:
+                    self._changed.notify_all()
                 return is_sent
         finally:
             if self._is_deferred:
@@ -471,6 +478,10 @@ class RemoteWriter(RemoteEnd):
 
     def _send_end(self, within_s: float) -> None:
         """Send END and wait until every reader has received everything; the caller holds the lock."""
+        deadline = time.monotonic() + within_s
+        if self._reserver != threading.get_ident():
+            # The local readers may have the message already, whose writer has not come so far as to count it.
+            self._changed.wait_for(lambda: not self._ready, min(within_s, _LAST_WRITE_S))
         self._send_ready()
         self._is_ended = True
         self._push_to_all(self._end())
@@ -478,7 +489,7 @@ class RemoteWriter(RemoteEnd):
         # A thread that has failed receives no more acknowledgements.
         self._changed.wait_for(
             lambda: isinstance(self._cause, InternalError) or self._ledger.has_everybody_everything(),
-            within_s,
+            max(deadline - time.monotonic(), 0.0),
         )
 
     def __repr__(self) -> str:

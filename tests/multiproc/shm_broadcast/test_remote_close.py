@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from shm_broadcast import codec
 from shm_broadcast.endpoint import RemoteKeys
 from shm_broadcast.errors import ClosedError, CommTimeoutError, PeerLostError
 from shm_broadcast.queue import QueueReader, QueueWriter
+from shm_broadcast.remote.writer import RemoteWriter
 from tests.handlers import Interrupt, handling_at, raising_at
 from tests.queue_ranks import DEADLINE_S
 from tests.queues import background
@@ -75,6 +77,32 @@ def test_a_readers_close_that_a_handler_interrupts_is_finished() -> None:
         if not is_interrupted:
             break
     assert step > 10
+
+
+@pytest.mark.guarantee("R7", "R14")
+@pytest.mark.parametrize("is_written", [True, False])
+def test_a_close_beside_an_enqueue_waits_for_what_the_local_readers_have(is_written: bool) -> None:
+    """The other thread has published a message in the ring and is about to count it; or its ring was closed before."""
+    with remote_queue(local=[2]) as (writer, readers):
+        remote = writer._remote
+        assert isinstance(remote, RemoteWriter)
+        local_messages = 0
+        remote.reserve(codec.encode("last"), DEADLINE_S, lambda: local_messages)
+        start = time.monotonic()
+        with background(writer.close):
+            wait_until(lambda: remote._is_closing, "the close of the other transport")
+            time.sleep(0.1)
+            if is_written:
+                local_messages = 1
+                remote.publish()
+            else:
+                assert not remote.complete()
+            if is_written:
+                assert readers[1].dequeue(DEADLINE_S) == "last"
+            with pytest.raises(ClosedError, match="the writer closed"):
+                readers[1].dequeue(DEADLINE_S)
+        # As soon as the other thread has told, not when the wait for it ends.
+        assert time.monotonic() - start < 0.9
 
 
 @pytest.mark.guarantee("R7")

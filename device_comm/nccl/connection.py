@@ -23,6 +23,7 @@ import msgspec
 
 from device_comm.base import CommunicatorContext
 from device_comm.health import ANNOUNCE_AFTER_S, Operation
+from device_comm.nccl.background import Finalizing, Joining
 from device_comm.nccl.library import IN_PROGRESS, NcclLibrary, new_config
 from device_comm.nccl.streams import Progress, Streams
 from shm_broadcast.errors import (
@@ -38,8 +39,9 @@ logger: logging.Logger = logging.getLogger(__name__)
 # Interval of the keeper's checks. A dead peer is noticed in under a second, and an idle group costs four checks of
 # about 10 us per second.
 KEEP_EVERY_S: Final = 0.25
-# While NCCL works in the background, the caller polls it with a pause that doubles from the first to the last value.
-# `settle` waits in slices of 0.1 s, and in each of them the pause begins with the first value again: 15 polls a slice.
+# If NCCL_COMM_BLOCKING=0 makes communicators non-blocking, NCCL works in the background, and the caller polls it with a
+# pause that doubles from the first to the last value. `settle` waits in slices of 0.1 s, and in each of them the pause
+# begins with the first value again: 15 polls a slice.
 FIRST_POLL_S: Final = 0.0002
 LAST_POLL_S: Final = 0.01
 # `close` waits this long for queued calls, and then this long for the abort of a communicator that was not flushed.
@@ -136,21 +138,30 @@ class NcclConnection:
         if self.is_connected:
             return
         unique_id = self._agree()
-        with self._streams.on_device(), self.calling(Call("connect", None, self.context.timeout_s)):
-            try:
-                comm, status = self.library.init_rank(
-                    self.context.world_size, unique_id, self.context.rank_in_group, new_config()
-                )
-            except NcclError as error:
-                raise self._health.explain(self._operation(), error, None) from error
-            self._comm = comm
+        with self.calling(Call("connect", None, self.context.timeout_s)):
+            status = self._join(unique_id)
             self._keeper = threading.Thread(
                 target=self._keep, name=f"group-coordinator-nccl {self.context.name}", daemon=True
             )
             self._keeper.start()
             self.settle("ncclCommInitRankConfig", status)
-        self._handle = ctypes.c_void_p(comm)
+        self._handle = ctypes.c_void_p(self._comm)
         self.rearm()
+
+    def _join(self, unique_id: bytes) -> int:
+        """Join the communicator of `unique_id` on a thread, and keep it; return the library's status."""
+        size, rank = self.context.world_size, self.context.rank_in_group
+        join = partial(self.library.init_rank, size, unique_id, rank, new_config())
+        operation = self._operation()
+        joining = Joining(self.library, self._streams, join, partial(self._health.check_leavers, operation))
+        try:
+            self._health.wait(operation, joining, self.context.timeout_s)
+            joining.raise_error(lambda error: self._health.explain(operation, error, None))
+            self._comm = joining.take()
+        except BaseException:
+            joining.give_up()
+            raise
+        return joining.status
 
     def _agree(self) -> bytes:
         """Return the id that rank 0 created. All ranks raise if it could not, or if their versions differ."""
@@ -326,8 +337,7 @@ class NcclConnection:
         # that blocks in NCCL is ended by the abort, so do not wait for it longer than 0.2 s.
         while self.returned != self.entered and not self._settling and time.monotonic() < deadline:
             time.sleep(0.001)
-        with self._asking:
-            comm, self._comm = self._comm, 0
+        comm = self._take()
         if comm:
             try:
                 self.library.call("ncclCommAbort", comm)
@@ -359,25 +369,29 @@ class NcclConnection:
 
     def _flush(self) -> bool:
         """Finalize and destroy the communicator; return whether that succeeded within `FLUSH_S`."""
+        if self._handle is None or self.returned != self.entered:
+            return False
         deadline = time.monotonic() + FLUSH_S
-        pause = FIRST_POLL_S
+        finalizing = Finalizing(self.library, self._streams, self._comm, self._take, self.context.name)
         try:
-            if self._handle is None or self.returned != self.entered:
-                return False
-            self.library.call("ncclCommFinalize", self._comm, comm=self._comm)
-            while self.library.async_error(self._comm) == IN_PROGRESS:
+            while not finalizing.wait(LAST_POLL_S):
                 if time.monotonic() >= deadline or self._health.is_broken:
                     logger.warning("%s: not flushed within %.0f s", self._health.where("destroy"), FLUSH_S)
-                    return False
+                    break
                 self._health.check_peers(Operation("nccl", "destroy", 0))
-                time.sleep(pause)
-                pause = min(pause * 2, LAST_POLL_S)
-            comm, self._comm = self._comm, 0
-            self.library.call("ncclCommDestroy", comm)
         except CommError as error:
             logger.warning("%s: %s", self._health.where("destroy"), error)
-            return False
-        return True
+        finally:
+            finalizing.give_up()
+        if finalizing.error is not None:
+            logger.warning("%s: %s", self._health.where("destroy"), finalizing.error)
+        return finalizing.is_freed
+
+    def _take(self) -> int:
+        """Return the communicator, which only the caller may free from now on; 0 if another one is freeing it."""
+        with self._asking:
+            comm, self._comm = self._comm, 0
+        return comm
 
 
 class _Polled:

@@ -58,8 +58,8 @@ class Config(ctypes.Structure):
 
 
 def new_config() -> Config:
-    """Return the configuration of a nonblocking communicator, whose calls never wait for a peer in the library."""
-    config = Config(blocking=0, netName=None, splitShare=0)
+    """Return the configuration of a blocking communicator: `background` tells why. NCCL_COMM_BLOCKING overrides it."""
+    config = Config(blocking=1, netName=None, splitShare=0)
     config.size, config.magic, config.version = ctypes.sizeof(Config), _CONFIG_MAGIC, OLDEST_VERSION
     config.cgaClusterSize = config.minCTAs = config.maxCTAs = _UNDEFINED
     return config

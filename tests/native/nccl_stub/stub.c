@@ -36,7 +36,7 @@ typedef struct {
 } Shared;
 typedef struct Comm {
   Shared *shared;
-  int rank, size, state, aborting, linger;
+  int rank, size, state, aborting, linger, blocking;
   int finalizing;
 } Comm;
 typedef struct { char internal[128]; } Id;
@@ -45,7 +45,7 @@ typedef struct { size_t size; unsigned magic, version; int blocking; } Config;
 static __thread char last_error[256];
 static char next_function[64];
 static int next_code, next_left;
-static _Atomic int async_error, endless, calls[4];
+static _Atomic int async_error, endless, calls[5];
 
 /* --- functions with which tests control the stub */
 void stub_fail(const char *function, int code, int times) {
@@ -54,7 +54,7 @@ void stub_fail(const char *function, int code, int times) {
 }
 void stub_async_error(int code) { async_error = code; }
 void stub_never_finishes(int yes) { endless = yes; }
-int stub_calls(int which) { return calls[which]; } /* 0 aborts, 1 destroys, 2 finalizes, 3 group ends */
+int stub_calls(int which) { return calls[which]; } /* 0 aborts, 1 destroys, 2 finalizes, 3 group ends, 4 calls in progress */
 
 static int complain(const char *function) {
   if (next_left > 0 && !strcmp(function, next_function)) {
@@ -274,6 +274,14 @@ static int run(Op *all, int many) {
   return OK;
 }
 
+/* Every call of a non-blocking communicator is finished by a thread, as NCCL 2.23 and later do (2.28.9, group.cc:703-738). */
+static int in_progress(Comm *comm) {
+  if (comm->blocking) return OK;
+  comm->linger = 2;
+  calls[4]++;
+  return IN_PROGRESS;
+}
+
 static int post(Op it) {
   if (!it.comm) {
     snprintf(last_error, sizeof last_error, "there is no communicator");
@@ -286,8 +294,7 @@ static int post(Op it) {
     return OK;
   }
   TRY(run(&it, 1));
-  if (it.comm->linger) return IN_PROGRESS; /* the first call of each communicator */
-  return OK;
+  return in_progress(it.comm);
 }
 
 #define EXPORT __attribute__((visibility("default")))
@@ -295,13 +302,13 @@ EXPORT int ncclGroupStart(void) { MAY_FAIL; depth++; return OK; }
 EXPORT int ncclGroupEnd(void) {
   if (depth == 0) return INVALID_USAGE;
   if (--depth) return OK;
-  int many = queued, lingers = 0;
+  int many = queued, status = OK;
   queued = 0;
   MAY_FAIL;
   calls[3]++;
   TRY(run(queue, many));
-  for (int i = 0; i < many; i++) lingers |= queue[i].comm->linger;
-  return lingers ? IN_PROGRESS : OK;
+  for (int i = 0; i < many; i++) status |= in_progress(queue[i].comm);
+  return status;
 }
 EXPORT int ncclAllReduce(const void *in, void *out, size_t count, int type, int op, Comm *comm, void *stream) {
   MAY_FAIL;
@@ -349,7 +356,7 @@ static int attach(Comm **into, int size, const Id *id, int rank) {
   Comm *comm = calloc(1, sizeof *comm);
   comm->shared = mmap(NULL, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   close(file);
-  comm->rank = rank, comm->size = size, comm->linger = 2;
+  comm->rank = rank, comm->size = size, comm->linger = 2, comm->blocking = 1;
   if (atomic_fetch_add(&comm->shared->attached, 1) + 1 == size) unlink(id->internal);
   *into = comm;
   return OK;
@@ -358,15 +365,17 @@ EXPORT int ncclCommInitRankConfig(Comm **into, int size, Id id, int rank, Config
   MAY_FAIL;
   if (size < 1 || size > MAX_RANKS || config->magic != 0xcafebeef) return INVALID_ARGUMENT;
   TRY(attach(into, size, &id, rank));
-  if (config->blocking == 0) return IN_PROGRESS;
+  const char *told = getenv("NCCL_COMM_BLOCKING");
+  (*into)->blocking = told ? atoi(told) : config->blocking;
+  if (!(*into)->blocking) return IN_PROGRESS;
   WAIT_UNTIL(*into, (*into)->shared->attached == size);
   return OK;
 }
 EXPORT int ncclCommGetAsyncError(Comm *comm, int *state) {
-  *state = endless ? IN_PROGRESS : async_error;
+  *state = endless && !comm->blocking ? IN_PROGRESS : async_error;
   if (*state) return OK;
   if (comm->shared->attached < comm->size) { *state = IN_PROGRESS; return OK; }
-  if (comm->linger > 0) { comm->linger--; *state = IN_PROGRESS; return OK; }
+  if (!comm->blocking && comm->linger > 0) { comm->linger--; *state = IN_PROGRESS; return OK; }
   if (comm->finalizing && comm->shared->finalized < comm->size) *state = IN_PROGRESS;
   return OK;
 }
@@ -375,7 +384,9 @@ EXPORT int ncclCommFinalize(Comm *comm) {
   calls[2]++;
   comm->finalizing = 1;
   atomic_fetch_add(&comm->shared->finalized, 1);
-  return IN_PROGRESS;
+  if (!comm->blocking) return IN_PROGRESS;
+  WAIT_UNTIL(comm, !endless && comm->shared->finalized == comm->size);
+  return OK;
 }
 EXPORT int ncclCommDestroy(Comm *comm) {
   calls[1]++;

@@ -26,6 +26,7 @@ import torch
 
 from device_comm.cuda.driver import PreparedLaunch
 from tests.fake_device import (
+    CAPTURE_ISOLATION,
     INVALID_HANDLE,
     INVALID_VALUE,
     LAUNCH_FAILED,
@@ -51,9 +52,10 @@ _CUBIN_MAGIC = b"host-library:"
 
 
 class FakeGraph:
-    """The calls recorded on a stream."""
+    """The calls recorded on the streams of one capture."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
         self.steps: list[Callable[[], None]] = []
         self.launches: list[str] = []
 
@@ -106,6 +108,9 @@ class FakeDriver(FakeMemory):
         self._functions: dict[int, tuple[int, str, Any]] = {}
         self._streams: set[int] = set()
         self._events: set[int] = set()
+        self._recorded: dict[int, tuple[int, FakeGraph | None]] = {}
+        # Pairs of streams of which the second waits for what was queued on the first.
+        self.orders: list[tuple[int, int]] = []
 
     # --- for tests --------------------------------------------------------------------------------------------
 
@@ -129,11 +134,12 @@ class FakeDriver(FakeMemory):
         """Record the calls on `stream` from now on instead of running them."""
         if stream in self._capturing:
             raise self._error("begin_capture", INVALID_VALUE)
-        self._capturing[stream] = FakeGraph()
+        self._capturing[stream] = FakeGraph(self._number())
 
     def end_capture(self, stream: int) -> FakeGraph:
-        """Stop recording and return the graph."""
-        graph: FakeGraph = self._capturing.pop(stream)
+        """Stop recording, on this stream and those that have joined, and return the graph."""
+        graph: FakeGraph = self._capturing[stream]
+        self._capturing = {each: other for each, other in self._capturing.items() if other is not graph}
         return graph
 
     def replay(self, graph: FakeGraph) -> None:
@@ -240,9 +246,19 @@ class FakeDriver(FakeMemory):
 
     def stream_wait_event(self, stream: int, event: int) -> None:
         self._enter("stream_wait_event")
+        before, graph = self._recorded.get(event, (0, None))
+        own = self._capturing.get(stream)
+        if graph is not own and (own is not None or graph is None):
+            raise self._error("stream_wait_event", CAPTURE_ISOLATION)
+        if graph is not None:
+            self._capturing[stream] = graph
+        self.orders.append((before, stream))
 
     def stream_is_capturing(self, stream: int) -> bool:
         return stream in self._capturing
+
+    def capture_id(self, stream: int) -> int:
+        return self._capturing[stream].number if stream in self._capturing else 0
 
     def event_create(self) -> int:
         self._enter("event_create")
@@ -254,6 +270,7 @@ class FakeDriver(FakeMemory):
         self._enter("event_record")
         if event not in self._events:
             raise self._error("event_record", INVALID_HANDLE)
+        self._recorded[event] = (stream, self._capturing.get(stream))
 
     def event_query(self, event: int) -> bool:
         self._enter("event_query")

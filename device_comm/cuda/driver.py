@@ -196,6 +196,9 @@ class Driver(Protocol):
     def stream_is_capturing(self, stream: int) -> bool:
         """Return whether `stream` is being captured into a graph."""
 
+    def capture_id(self, stream: int) -> int:
+        """Return the number of the capture that `stream` takes part in, unique in this process; 0 if in none."""
+
     def event_create(self) -> int:
         """Return a new event without timing."""
 

@@ -92,6 +92,7 @@ class CudaDriver(Driver):
         self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
         self._launch_kernel = self._api.cuLaunchKernel
         self._is_capturing = self._api.cuStreamIsCapturing
+        self._capture_info = self._api.cuStreamGetCaptureInfo
 
     # --- calls ------------------------------------------------------------------------------------------------
 
@@ -411,6 +412,13 @@ class CudaDriver(Driver):
         if status:
             capturing = self._again(status, "cuStreamIsCapturing", self._stream(stream))
         return int(capturing) != 0
+
+    def capture_id(self, stream: int) -> int:
+        # What follows the id differs between the versions of the bindings.
+        status, *facts = self._capture_info(self._streams.get(stream) or self._stream(stream))
+        if status:
+            facts = self._again(status, "cuStreamGetCaptureInfo", self._stream(stream))
+        return int(facts[1]) if int(facts[0]) else 0
 
     def event_create(self) -> int:
         without_timing = 2

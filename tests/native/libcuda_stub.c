@@ -101,6 +101,16 @@ int cuStreamDestroy_v2(void *stream) { CALL("cuStreamDestroy", " %p", stream); r
 int cuStreamSynchronize(void *stream) { CALL("cuStreamSynchronize", " %p", stream); return 0; }
 int cuStreamWaitEvent(void *stream, void *event, unsigned flags) { CALL("cuStreamWaitEvent", " %p %p", stream, event); return 0; }
 int cuStreamIsCapturing(void *stream, int *status) { CALL("cuStreamIsCapturing", " %p", stream); *status = stream == (void *)700; return 0; }
+int cuStreamGetCaptureInfo_v3(void *stream, int *status, u64 *id, void **graph, void ***dependencies, void **edges, size_t *count) {
+    CALL("cuStreamGetCaptureInfo", " %p", stream);
+    *status = stream == (void *)700;
+    if (id) *id = 55;
+    if (graph) *graph = 0;
+    if (dependencies) *dependencies = 0;
+    if (edges) *edges = 0;
+    if (count) *count = 0;
+    return 0;
+}
 int cuEventCreate(void **event, unsigned flags) { CALL("cuEventCreate", " %u", flags); *event = (void *)800; return 0; }
 int cuEventRecord(void *event, void *stream) { CALL("cuEventRecord", " %p %p", event, stream); return 0; }
 int cuThreadExchangeStreamCaptureMode(int *mode) {
@@ -121,7 +131,8 @@ int cuGetProcAddress_v2(const char *name, void **function, int version, u64 flag
     Dl_info own;
     dladdr((void *)cuInit, &own);
     void *library = dlopen(own.dli_fname, RTLD_NOW | RTLD_NOLOAD);
-    snprintf(versioned, sizeof versioned, "%s_v2", name);
+    const int newest = strcmp(name, "cuStreamGetCaptureInfo") ? 2 : 3;
+    snprintf(versioned, sizeof versioned, "%s_v%d", name, newest);
     *function = !strcmp(name, "cuGetProcAddress") ? (void *)cuGetProcAddress_v2 : dlsym(library, versioned);
     if (!*function) *function = dlsym(library, name);
     if (found) *found = *function ? 0 : 1;

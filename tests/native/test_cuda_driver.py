@@ -66,6 +66,7 @@ driver.launch(function, 32, 256, stream, arguments)
 arguments.words[arguments.word_of[1]] = 8
 driver.launch(function, 33, 256, 0, arguments)
 captures = [driver.stream_is_capturing(stream), driver.stream_is_capturing(0)]
+captures += [driver.capture_id(stream), driver.capture_id(0)]
 event = driver.event_create()
 driver.event_record(event, stream)
 driver.stream_wait_event(0, event)
@@ -132,7 +133,7 @@ def test_every_call_reaches_the_driver_as_it_should(run: Callable[..., tuple[Any
     assert (same, zeroed, ranges, capable) == (True, "00" * 16, [100, 4096], True)
     assert (handle, opened, short) == (list(range(64)), 4096, "UsageError")
     assert (exported, imported, mapped) == (33, 78, 8192)
-    assert values[12:] == [[True, False], False, "UsageError", "ClosedError", 0]
+    assert values[12:] == [[True, False, 55, 0], False, "UsageError", "ClosedError", 0]
     granule = 2 << 20
     for line in (
         "cuDevicePrimaryCtxRetain 41",

@@ -18,7 +18,7 @@ import torch
 
 from device_comm.cuda.custom.launches import Launch, Launches
 from device_comm.cuda.custom.resources import CustomContext, CustomResources, agree_on_policy
-from device_comm.cuda.custom.streams import StreamBinding
+from device_comm.cuda.custom.streams import StreamOrder
 from device_comm.cuda.kernel_layout import MAX_BLOCKS, NORM_LANES
 from device_comm.cuda.policy.decision import Algorithm, CallFacts, GroupFacts, Plan, choose
 from device_comm.cuda.policy.table import Operation, PolicyTable
@@ -61,9 +61,9 @@ class CustomAllReduce:
     A method that returns False has queued nothing: the policy chose another algorithm, equally on all ranks (`plan`
     says which and why). Use the object from one thread at a time, like the group.
 
-    *One stream*: two calls in flight at once would share epochs and memory. All calls are therefore queued on the
-    stream of the first call, until `use_stream`. Calls on a stream that is being captured are also allowed; replays
-    must be ordered with other calls, as with any communicator.
+    *Streams*: two calls in flight at once would share epochs and memory, so calls on different streams run one after
+    the other, and so do calls in different branches of one capture. Replays must be ordered with other calls, as with
+    any communicator.
 
     Attributes:
         facts: The facts that the policy uses; equal on all ranks.
@@ -82,7 +82,7 @@ class CustomAllReduce:
         self._words: Sequence[int] = resources.record.words
         self._launches: Launches = resources.launches
         self._inputs = resources.inputs
-        self._bound = StreamBinding(context.driver, context.health.where)
+        self._order = StreamOrder(context.driver, context.health.where)
         self._capture_stream: int | None = None
         self._is_open = True
         self._was_raised = False
@@ -181,14 +181,14 @@ class CustomAllReduce:
             Whether the call was queued; False if the policy chose another algorithm.
 
         Raises:
-            UsageError: Another stream is in use, or an address is not a multiple of 16. Nothing was queued, the group
-                is intact.
+            UsageError: The last call was on another stream, which is being captured now, or an address is not a
+                multiple of 16. Nothing was queued, the group is intact.
             CommTimeoutError, PeerLostError: A kernel of an earlier call gave up; the group is broken.
         """
         words = self._words
         if words[0] or words[8]:
             raise self._failed("all_reduce")
-        if stream != self._bound.stream or self._capture_stream is not None:
+        if stream != self._order.hot or self._capture_stream is not None:
             self._admit(stream, "all_reduce")
             route = self._route("all_reduce", dtype, count * _SIZES.get(dtype, dtype.itemsize), stream)
         else:
@@ -262,7 +262,7 @@ class CustomAllReduce:
         words = self._words
         if words[0] or words[8]:
             raise self._failed(operation)
-        if stream != self._bound.stream or self._capture_stream is not None:
+        if stream != self._order.hot or self._capture_stream is not None:
             self._admit(stream, operation)
         route = self._routes.get((operation, dtype, nbytes, False)) if self._capture_stream is None else None
         if route is None:
@@ -310,7 +310,7 @@ class CustomAllReduce:
         words = self._words
         if words[0] or words[8]:
             raise self._failed("all_reduce_add_rms_norm")
-        if stream != self._bound.stream or self._capture_stream is not None:
+        if stream != self._order.hot or self._capture_stream is not None:
             self._admit(stream, "all_reduce_add_rms_norm")
         if not self.can_fuse(rows, hidden, dtype, stream):
             return False
@@ -369,27 +369,27 @@ class CustomAllReduce:
             UsageError: One of the two streams is being captured, so the ordering would become part of the graph.
         """
         self._check_open("use_stream")
-        self._bound.use(stream)
+        self._order.use(stream)
 
     @property
     def stream(self) -> int | None:
-        """Return the stream that calls are bound to; None before the first call."""
-        return self._bound.stream
+        """Return the stream of the last call that was not captured; None before the first one."""
+        return self._order.stream
 
     def restore_stream(self, stream: int | None) -> None:
-        """Undo `use_stream`: bind to `stream` again, or to none. Later calls run after all work queued so far."""
+        """Undo `use_stream`: go back to `stream`, or to none. Later calls run after all work queued so far."""
         if self._is_open:
-            self._bound.restore(stream)
+            self._order.restore(stream)
 
     def _is_captured(self, stream: int) -> bool:
         """Return whether `stream` is captured after `begin_capture`: only then captured inputs can be recorded."""
         return stream == self._capture_stream and self._driver.stream_is_capturing(stream)
 
     def _admit(self, stream: int, operation: str) -> None:
-        """Bind to the first stream and refuse a second one."""
+        """Order a call behind those on other streams."""
         if self._capture_stream is None:
             self._refuse_unfinished(operation)
-        self._bound.admit(stream, operation)
+        self._order.admit(stream, operation)
 
     # ------------------------------------------------------------------ capture
 
@@ -516,14 +516,14 @@ class CustomAllReduce:
         self._is_open = False
         # From now on every call finds nonzero words and raises.
         self._words = _CLOSED
-        self._bound.close()
+        self._order.close()
         if not self._health.is_broken and self._record.is_clear:
             self._flush(timeout_s)
         self._resources.destroy(None if self._health.is_broken else barrier)
 
     def _flush(self, timeout_s: float) -> None:
         """Wait until the calls on our stream are done, a kernel fails, or `timeout_s` has passed."""
-        stream, driver = self._bound.stream, self._driver
+        stream, driver = self._order.stream, self._driver
         if stream is None:
             return
         deadline = time.monotonic() + timeout_s

@@ -224,35 +224,91 @@ def streams(rank: int, world_size: int, directory: Path, libraries: str) -> list
     me = CustomRank(rank, world_size, directory, libraries, policy=SMALL_POLICY)
     seen = []
     with me.made() as custom:
-        custom.use_stream(1)
+        orders = me.driver.orders
         assert me.all_reduce(1, 64, BF16, stream=1)
-        seen.append(outcome_of(lambda: me.all_reduce(1, 64, BF16, stream=2)))
-        custom.use_stream(2)
+        assert orders == []
+        # A call on another stream waits for what the last one had queued; a second call there waits for nothing.
         assert me.all_reduce(2, 64, BF16, stream=2)
-        assert me.driver.calls["stream_wait_event"] == 1
-        seen.append(outcome_of(lambda: me.all_reduce(1, 64, BF16, stream=1)))
+        assert me.all_reduce(3, 64, BF16, stream=2)
+        assert orders == [(1, 2)]
+        custom.use_stream(1)
+        custom.use_stream(2)
+        assert orders == [(1, 2), (2, 1), (1, 2)]
         # Pushes may be captured on any stream, without `begin_capture`, once their kernels are loaded.
         assert me.all_reduce(3, 2048, BF16, stream=2)
         graph = Graph(me, [64, 2048], 3)
         graph.replay(3)
+        assert len(orders) == 3
         me.driver.begin_capture(3)
         seen.append(outcome_of(lambda: custom.use_stream(3)))
         late = me.buffer(64, torch.float16).data_ptr()
         seen.append(outcome_of(lambda: custom.all_reduce(late, late, 64, torch.float16, 3)))
         me.driver.end_capture(3)
         seen.append(outcome_of(lambda: custom.all_reduce(late + 2, late, 4, BF16, 2)))
+        # What was queued on a stream that is captured by now cannot be waited for.
+        me.driver.begin_capture(2)
+        seen.append(outcome_of(lambda: me.all_reduce(1, 64, BF16, stream=1)))
+        me.driver.end_capture(2)
+        assert me.all_reduce(4, 64, BF16, stream=1)
     return seen
 
 
 @pytest.mark.guarantee("D55")
-def test_one_stream_at_a_time(ranks2: RankPool, libraries: str) -> None:
-    """A call on a second stream raises and names both. `use_stream` changes the stream; a captured one is allowed."""
-    for second, first, captured, late, misaligned in ranks2.run(streams, libraries):
-        everything = (second, first, captured, late, misaligned)
-        assert [each["kind"] for each in everything] == ["UsageError"] * 5
-        assert "on stream 0x2" in second["text"]
-        assert "in use on stream 0x1" in second["text"]
-        assert "in use on stream 0x2" in first["text"]
-        assert "is being captured" in captured["text"]
+def test_calls_on_several_streams_run_one_after_the_other(ranks2: RankPool, libraries: str) -> None:
+    """A change of stream waits for the earlier stream, except between one that is captured and one that is not."""
+    for captured, late, misaligned, behind in ranks2.run(streams, libraries):
+        everything = (captured, late, misaligned, behind)
+        assert [each["kind"] for each in everything] == ["UsageError"] * 4
+        assert "stream 0x3 is being captured" in captured["text"]
+        assert "stream 0x1 cannot be ordered behind stream 0x2" in behind["text"]
         assert "call begin_capture before" in late["text"]
         assert "no multiple of 16" in misaligned["text"]
+
+
+def forked(rank: int, world_size: int, directory: Path, libraries: str) -> list[list[int]]:
+    me = CustomRank(rank, world_size, directory, libraries, policy=SMALL_POLICY)
+    with me.made() as custom:
+        driver = me.driver
+        tensors = [me.buffer(64, BF16) for _ in range(4)]
+
+        def call(index: int, stream: int) -> None:
+            address = tensors[index].data_ptr()
+            assert custom.all_reduce(address, address, 64, BF16, stream)
+
+        def fork(stream: int, into: int) -> None:
+            event = driver.event_create()
+            driver.event_record(event, stream)
+            driver.stream_wait_event(into, event)
+            driver.event_destroy(event)
+
+        # On the stream of the last call, which is captured from here on, and on two branches of the same graph.
+        call(0, 5)
+        driver.begin_capture(5)
+        call(0, 5)
+        fork(5, 6)
+        fork(5, 8)
+        driver.orders.clear()
+        call(1, 6)
+        call(2, 6)
+        call(3, 8)
+        call(1, 5)
+        in_graph = list(driver.orders)
+        fork(6, 5)
+        fork(8, 5)
+        graph = driver.end_capture(5)
+        assert graph.launches == ["push_one_shot"] * 5
+        # Another graph, and calls beside it, have an order of their own.
+        driver.orders.clear()
+        driver.begin_capture(6)
+        call(1, 6)
+        driver.end_capture(6)
+        call(0, 5)
+        call(0, 7)
+        return [list(pair) for pair in in_graph + driver.orders]
+
+
+@pytest.mark.guarantee("D55")
+def test_branches_of_one_capture_are_chained(ranks2: RankPool, libraries: str) -> None:
+    """Two kernels of one group in different branches would run at once in each replay, with one epoch and one arena."""
+    for orders in ranks2.run(forked, libraries):
+        assert orders == [[5, 6], [6, 8], [8, 5], [5, 7]]

@@ -11,8 +11,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -25,10 +26,41 @@ logger: logging.Logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
+class Mark(Protocol):
+    """A place in the order of an accelerator's stream, behind the work that a call has queued."""
+
+    def wait(self) -> None:
+        """Make later work on the caller's current stream wait for it; does not block."""
+
+    def is_reached(self) -> bool:
+        """Return whether the work is complete. Not allowed while a stream is being captured."""
+
+
+class StreamMark:
+    """A mark on the current stream of a device; see `Mark`."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Record an event."""
+        self._device = device
+        self._streams = torch.get_device_module(device)
+        self._event = self._streams.Event()
+        self._event.record(self._streams.current_stream(device))
+
+    def wait(self) -> None:
+        """Make the current stream wait for the event."""
+        self._event.wait(self._streams.current_stream(self._device))
+
+    def is_reached(self) -> bool:
+        """Query the event."""
+        return bool(self._event.query())
+
+
 class CallHandle(Generic[Result]):
     """A collective in progress; owns the memory that it reads and writes.
 
     Any thread may wait for it, more than once. A handle that is dropped does not end the call: the group keeps it.
+    On an accelerator the call queues work on the stream that is current when it is made. To wait for it orders the
+    stream that is current then behind that work, and does not block for it.
     """
 
     def __init__(
@@ -47,10 +79,14 @@ class CallHandle(Generic[Result]):
         self._is_done = False
         self._value: Any = None
         self._error: Exception | None = None
+        # Behind the call's work on an accelerator; None elsewhere.
+        self._mark: Mark | None = None
         self._future: torch.futures.Future[Result] | None = None
 
     def wait(self, timeout_s: AnyTimeout = None) -> Result:
         """Wait for the result and return it; raise what the blocking call would have raised.
+
+        On an accelerator the caller's current stream waits, and later work on it finds the result.
 
         Args:
             timeout_s: How long this wait may take, in seconds. The call has its own deadline, given when it was made.
@@ -71,7 +107,10 @@ class CallHandle(Generic[Result]):
                 f"{self._health.where(self._name)}: not complete within {timeout_s:.1f} s of waiting; it goes on",
                 missing=(),
             )
-        return self._outcome()
+        result = self._outcome()
+        if self._mark is not None:
+            self._mark.wait()
+        return result
 
     def join(self, timeout_s: AnyTimeout = None) -> bool:
         """Wait until the call has succeeded or failed; return whether it did within `timeout_s` seconds."""
@@ -91,11 +130,20 @@ class CallHandle(Generic[Result]):
         return True
 
     def is_completed(self) -> bool:
-        """Return, without waiting, whether the call has succeeded. Raises as `wait` if it has failed."""
+        """Return, without waiting, whether the call has succeeded. Raises as `wait` if it has failed.
+
+        On an accelerator this is whether the device is done, and is not allowed while a stream is being captured.
+        """
         self._health.check_owner(self._name)
-        if self._is_done:
-            self._outcome()
-        return self._is_done
+        if not self._is_done:
+            return False
+        self._outcome()
+        return self._mark is None or self._mark.is_reached()
+
+    @property
+    def devices(self) -> list[int | str | torch.device]:
+        """The devices of which a torch future for this call must order the streams."""
+        return [] if self._device.type == "cpu" else [self._device]
 
     def get_future(self) -> torch.futures.Future[Result]:
         """Return a torch future for the result. Its callbacks run on the group's own thread and must not wait."""
@@ -103,21 +151,25 @@ class CallHandle(Generic[Result]):
         with self._guard:
             if self._future is not None:
                 return self._future
-            devices: list[int | str | torch.device] = [] if self._device.type == "cpu" else [self._device]
-            future = self._future = torch.futures.Future(devices=devices)
+            future = self._future = torch.futures.Future(devices=self.devices)
             is_done = self._is_done
         if is_done:
             self._resolve(future)
         return future
 
-    def perform(self) -> BaseException | None:
-        """Make the call; return the exception that interrupted it, if any. Waiters see the end after `finish`."""
+    def perform(self, mark: Callable[[], Mark] | None = None) -> BaseException | None:
+        """Make the call; return the exception that interrupted it, if any. Waiters see the end after `finish`.
+
+        `mark` marks what the call has queued on an accelerator.
+        """
         call, self._call = self._call, None
         try:
             self._health.check_usable(self._name)
             if call is not None:
                 with torch.inference_mode(self._inference):
                     self._value = call()
+                if mark is not None:
+                    self._mark = mark()
         except Exception as error:  # noqa: BLE001 - `wait` raises it
             self._error = error
             if self._health.is_closed and not isinstance(error, CommError):
@@ -145,6 +197,9 @@ class CallHandle(Generic[Result]):
             if self._error is not None:
                 future.set_exception(self._error)  # type: ignore[arg-type] # its stub says the type of a result
             else:
+                if self._mark is not None:
+                    # The future records the streams that are current here.
+                    self._mark.wait()
                 future.set_result(self._value)
         except RuntimeError as error:
             # The application has completed the future itself. The other calls of the group must continue.
@@ -168,16 +223,25 @@ class CallLine:
         open: Calls that are not complete, oldest first. A blocking call only checks whether it is empty.
     """
 
-    def __init__(self, health: GroupHealth, device: torch.device, *, is_alone: bool = False) -> None:
+    def __init__(
+        self,
+        health: GroupHealth,
+        device: torch.device,
+        *,
+        is_alone: bool = False,
+        mark: Callable[[], Mark] | None = None,
+    ) -> None:
         """Start no thread yet.
 
         Args:
             health: The group's shared state.
             device: The device of the group's tensors.
             is_alone: Whether this is a group of one: `submit` then makes every call itself.
+            mark: Marks what the calling thread has queued on the device; by default an event of an accelerator.
         """
         self._health = health
         self._device = device
+        self._mark = mark or (None if device.type == "cpu" else partial(StreamMark, device))
         self._is_alone = is_alone
         self.open: deque[CallHandle[Any]] = deque()
         self._inbox: SimpleQueue[CallHandle[Any] | None] = SimpleQueue()
@@ -198,7 +262,7 @@ class CallLine:
         if at_once or self._is_alone:
             self.settle(name)
             self._health.check_usable(name)
-            interruption = handle.perform()
+            interruption = handle.perform(self._mark if at_once else None)
             handle.finish()
             if interruption is not None:
                 raise interruption

@@ -102,10 +102,12 @@ class CallWork(dist.Work):
 
         With `threads` a callback may start a further collective and wait for it, as communication hooks of DDP do.
         """
-        future: torch.futures.Future[Any] = torch.futures.Future()
         if self._handle is None:
-            future.set_result(self._outputs)
-            return future
+            done: torch.futures.Future[Any] = torch.futures.Future()
+            done.set_result(self._outputs)
+            return done
+        # The callback below orders the streams of these devices behind the call.
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=self._handle.devices)
         complete = partial(future.set_result, None)
         threads = self._threads
         self._handle.get_future().add_done_callback(

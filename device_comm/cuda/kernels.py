@@ -52,6 +52,9 @@ MOST_FILES: Final = 512
 """Most files in the cache, about 20 MB. A group needs one file per family and dtype; upgrades and other world sizes
 leave more."""
 
+# Systems on a chip: 7.2 Xavier, 8.7 Orin, 10.1 and 11.0 Thor.
+_JETSON: Final = frozenset({72, 87, 101, 110})
+
 _MAGIC: Final = b"GCCUBIN1"
 _CHECKSUM_BYTES: Final = 32
 _OPTIONS: Final = ("--std=c++17", "-fmad=false", "--ptxas-options=-v")
@@ -162,6 +165,28 @@ def _text(program: Any, size: str, get: str) -> bytes:
     return buffer
 
 
+def _target_of(arch: int) -> int:
+    """Return the architecture to compile for: a device's own, or the next older one whose machine code it runs.
+
+    Machine code runs on later minors of its major version, but not between the devices of Jetson boards and others
+    (CUDA C++ Programming Guide, section Binary Compatibility).
+
+    Raises:
+        CapabilityError: The compiler knows none.
+    """
+    known: list[int] = list(_call("nvrtcGetSupportedArchs"))
+    if arch in known:
+        return arch
+    older = [each for each in known if each // 10 == arch // 10 and each < arch and each not in _JETSON]
+    if not older or arch in _JETSON:
+        raise CapabilityError(
+            f"NVRTC {compiler_version()} compiles nothing for sm_{arch}, only for {known}",
+            requirement=f"an NVRTC that knows sm_{arch}",
+        )
+    logger.info("NVRTC %s does not know sm_%d: compiling for sm_%d", compiler_version(), arch, max(older))
+    return max(older)
+
+
 def compile_kernels(variant: KernelVariant) -> Compiled:
     """Compile a module; takes 0.2 to 0.4 s of CPU time.
 
@@ -169,15 +194,10 @@ def compile_kernels(variant: KernelVariant) -> Compiled:
         CapabilityError: cuda-bindings or NVRTC is missing, or does not support this architecture.
         CudaError: The compiler refused the source; the text contains its log.
     """
-    known = _call("nvrtcGetSupportedArchs")
-    if variant.arch not in known:
-        raise CapabilityError(
-            f"NVRTC {compiler_version()} compiles nothing for sm_{variant.arch}, only for {list(known)}",
-            requirement=f"an NVRTC that knows sm_{variant.arch}",
-        )
+    target = _target_of(variant.arch)
     program = _call("nvrtcCreateProgram", kernel_source().encode(), b"all_reduce.cu", 0, None, None)
     try:
-        options = [option.encode() for option in variant.options]
+        options = [option.encode() for option in dataclasses.replace(variant, arch=target).options]
         (code,) = bindings("nvrtc").nvrtcCompileProgram(program, len(options), options)
         log = (
             _text(program, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog")

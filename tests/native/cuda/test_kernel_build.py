@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import re
@@ -194,8 +195,8 @@ def test_what_cannot_be_right_is_refused() -> None:
         KernelVariant(90, 2, "float64", "one_shot")
     with pytest.raises(CapabilityError, match=r"7\.5"):
         KernelVariant(70, 2, "float32", "pull")
-    with pytest.raises(CapabilityError, match="sm_79"):
-        compile_kernels(KernelVariant(79, 2, "float32", "one_shot"))
+    with pytest.raises(CapabilityError, match="sm_999"):
+        compile_kernels(KernelVariant(999, 2, "float32", "one_shot"))
 
 
 # --- cache ----------------------------------------------------------------------------------------------------
@@ -295,6 +296,27 @@ def test_every_fact_is_in_the_key(cache_directory: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(kernels, "_compiler_identity", lambda: "other")
     paths.add(cache_.path_of(variants[0]))
     assert len(paths) == len(variants) + 2
+
+
+@pytest.mark.parametrize(
+    ("arch", "target"), [(103, 100), (121, 120), (89, 86), (90, 90), (87, 87), (110, 110)]
+)
+def test_an_architecture_that_the_compiler_does_not_know_gets_the_next_older_code(
+    arch: int, target: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its device runs that, so it does not lose our kernels to an older compiler."""
+    call = kernels._call
+
+    def older(function: str, *arguments: object) -> object:
+        return known if function == "nvrtcGetSupportedArchs" else call(function, *arguments)
+
+    known = [75, 80, 86, 87, 90, 100, 110, 120]
+    monkeypatch.setattr(kernels, "_call", older)
+    variant = KernelVariant(arch, 2, "float32", "norm")
+    assert compile_kernels(variant).cubin == compile_kernels(dataclasses.replace(variant, arch=target)).cubin
+    for other in (101, 112):
+        with pytest.raises(CapabilityError, match=f"compiles nothing for sm_{other}"):
+            compile_kernels(dataclasses.replace(variant, arch=other))
 
 
 def test_the_error_contains_the_compilers_messages(monkeypatch: pytest.MonkeyPatch) -> None:

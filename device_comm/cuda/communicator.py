@@ -421,7 +421,8 @@ class CudaCommunicator(NcclCommunicator):
         """Allow captured calls on `stream` within the context. Collective on entry and on exit.
 
         Entering builds and loads what cannot be made during a capture. Leaving tells all ranks the captured inputs;
-        the graph must not be replayed before that. If the body raises, drop its graphs.
+        the graph must not be replayed before that. If the body raises an `Exception`, the other ranks raise
+        `CapabilityError` where they leave; drop the graphs, the group is intact.
         """
         number = stream if isinstance(stream, int) else stream.cuda_stream
         custom = self._own("graph_capture")
@@ -436,6 +437,9 @@ class CudaCommunicator(NcclCommunicator):
             self._is_capturing = True
             try:
                 yield
+            except Exception as error:
+                custom.fail_capture(error)
+                raise
             finally:
                 self._is_capturing = False
             custom.finish_capture()

@@ -6,6 +6,7 @@ about streams, graphs, failures and teardown is there under "Policy and custom a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import struct
@@ -22,7 +23,7 @@ from device_comm.cuda.custom.streams import StreamOrder
 from device_comm.cuda.kernel_layout import MAX_BLOCKS, NORM_LANES
 from device_comm.cuda.policy.decision import Algorithm, CallFacts, GroupFacts, Plan, choose
 from device_comm.cuda.policy.table import Operation, PolicyTable
-from shm_broadcast.errors import CapabilityError, ClosedError, CommError, UsageError
+from shm_broadcast.errors import CapabilityError, ClosedError, CommError, CudaError, UsageError
 
 __all__ = ["CustomAllReduce"]
 
@@ -37,6 +38,8 @@ _FLUSH_PAUSE_S: Final = 0.001
 
 # Replaces the words of the error record after `destroy`, so that every call takes its failure branch.
 _CLOSED: Final = (1,) * 16
+# CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED to CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD: other code has ended a capture.
+_CAPTURE_ERRORS: Final = range(900, 909)
 _FLOAT_WORD: Final = struct.Struct("<fI")
 _WORD: Final = struct.Struct("<Q")
 
@@ -160,8 +163,12 @@ class CustomAllReduce:
             raise self._broken(error) from None
 
     def _broken(self, error: CommError) -> CommError:
-        """Break the group and return `error`: without this rank's launch, peers would match its next call with this."""
-        self._health.fail(error)
+        """Break the group and return `error`: without this rank's launch, peers would match its next call with this.
+
+        A capture that other code has made invalid runs nothing. The group is intact; `fail_capture` tells the peers.
+        """
+        if not (isinstance(error, CudaError) and error.code in _CAPTURE_ERRORS):
+            self._health.fail(error)
         return error
 
     def carries(self, operation: Operation, dtype: torch.dtype, nbytes: int, stream: int) -> bool:
@@ -183,6 +190,8 @@ class CustomAllReduce:
         Raises:
             UsageError: The last call was on another stream, which is being captured now, or an address is not a
                 multiple of 16. Nothing was queued, the group is intact.
+            CudaError: Other code has made the capture invalid. Its graph cannot be used, the group is intact. Any other
+                error of a launch breaks the group.
             CommTimeoutError, PeerLostError: A kernel of an earlier call gave up; the group is broken.
         """
         words = self._words
@@ -447,6 +456,17 @@ class CustomAllReduce:
         self._check_open("finish_capture")
         self._capture_stream = None
         self._inputs.finish()
+
+    def fail_capture(self, error: Exception) -> None:
+        """Tell the other ranks in their `finish_capture` that this rank's capture has failed. Collective with that.
+
+        Their calls raise `CapabilityError`, the group is intact. *Blocks* for an exchange. Nothing is told if the group
+        is broken, as the peers know that by themselves.
+        """
+        self._capture_stream = None
+        if self._is_open and not self._health.is_broken:
+            with contextlib.suppress(CapabilityError):
+                self._inputs.finish(f"{type(error).__name__}: {error}")
 
     def abandon_capture(self) -> None:
         """Discard a capture that an exception left; its graphs must not be replayed. Not collective, idempotent."""

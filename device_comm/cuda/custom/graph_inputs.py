@@ -122,17 +122,21 @@ class GraphInputs:
         self._used += 1
         return self._table + (self._used - 1) * _SLOT_BYTES
 
-    def finish(self) -> None:
+    def finish(self, failure: str = "") -> None:
         """Exchange the recorded inputs, map those of the other ranks, and fill the slots. Collective.
 
+        Args:
+            failure: Why this rank's capture has failed; empty if it has not.
+
         Raises:
-            CapabilityError: A rank could not export or map an input. All ranks raise; the graph cannot be used, the
-                group is intact.
+            CapabilityError: The capture of a rank has failed, or it could not export or map an input. All ranks raise;
+                the graph cannot be used, the group is intact.
             DisagreementError: The ranks captured different calls, with the same consequence.
         """
         notes, self._notes = self._notes, []
         first = self._used - len(notes)
-        messages = self._peers.gather(self._message(notes))
+        own = CaptureMessage(failure[:MAX_TEXT_CHARS]) if failure else self._message(notes)
+        messages = self._peers.gather(own)
         self._raise_for(self._peers.named([message.failure for message in messages]))
         # The slots are not compared: they are local to a rank and differ after a capture that failed on some.
         shapes = [message.sizes for message in messages]
@@ -141,12 +145,12 @@ class GraphInputs:
                 f"{self._where('graph capture')}: ranks captured different calls",
                 [f"{len(sizes)} pulls, of {list(sizes)[:20]} bytes" for sizes in shapes],
             )
-        failure = ""
+        trouble = ""
         try:
             self._fill(first, notes, messages)
         except CommError as error:
-            failure = str(error)
-        self._raise_for(self._peers.failures(failure))
+            trouble = str(error)
+        self._raise_for(self._peers.failures(trouble))
 
     def drop(self) -> None:
         """Discard the recorded inputs of a failed capture. Their slots stay zero, which a replay reports."""
@@ -171,9 +175,9 @@ class GraphInputs:
     def _raise_for(self, failure: str) -> None:
         if failure:
             raise CapabilityError(
-                f"{self._where('graph capture')}: an input could not be shared ({failure}); "
+                f"{self._where('graph capture')}: it has failed, or an input could not be shared ({failure}); "
                 "drop the graph, replaying it would break the group",
-                requirement="inputs that peers can map",
+                requirement="a capture on all ranks, of inputs that peers can map",
             )
 
     def _fill(self, first: int, notes: Sequence[_Note], messages: Sequence[CaptureMessage]) -> None:

@@ -24,7 +24,7 @@ from tests.native.cuda.host_build import build_host_library, shared_folder
 from tests.native.nccl_stub.build import build_stub
 from tests.nccl_ranks import HostStreams, context_of, stub_of
 from tests.waiting import wait_until
-from tests.worlds import meet, world
+from tests.worlds import meet, outcome_of, world
 
 STREAM = 7
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
@@ -229,6 +229,31 @@ def test_a_capture_that_is_left_by_an_exception_leaves_the_group_as_it_was(
 ) -> None:
     """Calls then use the earlier stream, and the next capture begins anew."""
     ranks2.run(left_by_an_exception, native)
+
+
+def left_on_one_rank(rank: int, world_size: int, directory: Path, native: str) -> dict[str, Any]:
+    with cuda_world(rank, world_size, directory, native) as (_, it, _driver):
+        own = torch.full((100,), float(rank + 1))
+        assert it.all_reduce(own)[0] == 3.0
+
+        def capture() -> None:
+            with it.capture(9):
+                if rank == 1:
+                    raise _Left("no memory for the graph")
+
+        found = outcome_of(capture) if rank == 0 else {}
+        if rank == 1:
+            with pytest.raises(_Left):
+                capture()
+        assert it.all_reduce(own)[0] == 3.0
+        return found
+
+
+def test_a_capture_that_one_rank_leaves_ends_on_all(ranks2: RankPool, native: str) -> None:
+    """The other rank does not wait for it until the deadline, and the group is intact."""
+    found, _ = ranks2.run(left_on_one_rank, native)
+    assert found["kind"] == "CapabilityError"
+    assert "_Left: no memory for the graph" in found["text"]
 
 
 def replays_alone(rank: int, world_size: int, directory: Path, native: str) -> str:

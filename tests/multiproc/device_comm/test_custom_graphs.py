@@ -197,6 +197,36 @@ def test_captures_that_differ(ranks2: RankPool, libraries: str) -> None:
         assert "16400" in result["text"]
 
 
+def invalid_capture(rank: int, world_size: int, directory: Path, libraries: str) -> list[dict[str, Any]]:
+    me = CustomRank(rank, world_size, directory, libraries, policy=SMALL_POLICY)
+    with me.made() as custom:
+        custom.begin_capture(7)
+        if rank == 1:
+            me.driver.faults.fail["launch"] = (me.driver.calls.get("launch", 0) + 1, 901)
+            seen = [outcome_of(lambda: Graph(me, [512, 8192], 7))]
+            me.driver.end_capture(7)
+            custom.fail_capture(RuntimeError("another library has synchronized"))
+        else:
+            Graph(me, [512, 8192], 7)
+            seen = [outcome_of(custom.finish_capture)]
+        assert me.all_reduce(1, 64, BF16, stream=7)
+        custom.begin_capture(7)
+        graph = Graph(me, [512, 8192], 7)
+        custom.finish_capture()
+        graph.replay(3)
+    return seen
+
+
+@pytest.mark.guarantee("D53")
+def test_a_capture_that_other_code_has_made_invalid_breaks_no_group(ranks2: RankPool, libraries: str) -> None:
+    """The rank raises the driver's error, the other one learns of it at once, and the next capture works."""
+    (other,), (own,) = ranks2.run(invalid_capture, libraries)
+    assert own["kind"] == "CudaError"
+    assert other["kind"] == "CapabilityError"
+    assert "rank 5: RuntimeError: another library has synchronized" in other["text"]
+    assert other["seconds"] < 5.0
+
+
 def failing_open(rank: int, world_size: int, directory: Path, libraries: str) -> dict[str, Any]:
     me = CustomRank(rank, world_size, directory, libraries, policy=SMALL_POLICY)
     with me.made() as custom:

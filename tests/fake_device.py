@@ -92,6 +92,7 @@ class FakeFaults:
         memory_bytes: Bytes that can be allocated.
         fail: Method name -> (number of the call that fails, from 1; error code).
         version: The driver version that is reported.
+        hidden: UUID of a device that the process does not see -> (whether it has access, whether over NVLink).
     """
 
     ipc: bool = True
@@ -103,6 +104,7 @@ class FakeFaults:
     memory_bytes: int = 1 << 30
     fail: dict[str, tuple[int, int]] = field(default_factory=dict)
     version: int = 13000
+    hidden: dict[str, tuple[bool, bool]] = field(default_factory=dict)
 
 
 @dataclass
@@ -226,6 +228,10 @@ class FakeMemory(Driver):
     def native_atomics(self, other: int) -> bool:
         self._enter("native_atomics")
         return other == self._index or not self.faults.no_nvlink
+
+    def all_links(self) -> dict[str, tuple[bool, bool]]:
+        self._enter("all_links")
+        return dict(self.faults.hidden)
 
     def enable_peer_access(self, other: int) -> None:
         self._enter("enable_peer_access")

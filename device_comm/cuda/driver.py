@@ -107,6 +107,12 @@ class Driver(Protocol):
     def native_atomics(self, other: int) -> bool:
         """Return whether atomics work on `other`'s memory: they do over NVLink, not over PCIe."""
 
+    def all_links(self) -> dict[str, tuple[bool, bool]]:
+        """Return, by UUID, whether this device can access each other one of the host, and whether that is over NVLink.
+
+        Unlike the two questions above it is also about devices that are hidden from this process.
+        """
+
     def enable_peer_access(self, other: int) -> None:
         """Let this device access memory of `other` that was allocated in this process. Idempotent."""
 

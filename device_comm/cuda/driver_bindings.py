@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from device_comm.cuda.driver import IPC_HANDLE_BYTES, Driver, PreparedLaunch
+from device_comm.cuda.nvml import links_of
 from shm_broadcast.errors import CapabilityError, ClosedError, CudaError, UsageError
 
 __all__ = ["CudaDriver", "Driver", "PreparedLaunch", "bindings"]
@@ -240,6 +241,9 @@ class CudaDriver(Driver):
         kind = self._api.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
         peer = self._call("cuDeviceGet", other)
         return bool(self._call("cuDeviceGetP2PAttribute", kind, self._device, peer))
+
+    def all_links(self) -> dict[str, tuple[bool, bool]]:
+        return links_of(bindings("nvml"), self.uuid())
 
     def enable_peer_access(self, other: int) -> None:
         if other == self._index:

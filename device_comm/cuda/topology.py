@@ -3,9 +3,9 @@
 `probe` does not raise: a query that fails is recorded as a problem with its reason. `GroupTopology` is a pure function
 of the exchanged facts, so it is equal on all ranks.
 
-NVLink is detected without NVML: the driver's CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED says whether atomics work
-over the link between two devices. They do over NVLink, and they do not over PCIe between GPUs. A link to a device that
-CUDA_VISIBLE_DEVICES hides from this process cannot be queried and counts as unknown.
+Between two devices that this process sees, the driver's CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED says whether
+atomics work over the link. They do over NVLink, and they do not over PCIe between GPUs. CUDA tells nothing of a device
+that CUDA_VISIBLE_DEVICES hides, so NVML is asked for these. A link of which neither tells counts as unknown.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Link(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
     Attributes:
         access: Whether the driver reports that the device can access the other's memory.
-        native_atomics: Whether atomics work over the link.
+        native_atomics: Whether atomics work over the link, which is NVLink then.
     """
 
     access: bool
@@ -59,7 +59,7 @@ class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         driver_version: 13000 is CUDA 13.0.
         ipc: Whether other processes can map its memory by CUDA IPC.
         vmm: Whether other processes can map its memory by descriptors.
-        links: Links to every device that this process sees, by UUID.
+        links: Links to every device of the host that CUDA or NVML shows to this process, by UUID.
         problems: Why a fact is missing, by the fact's name.
     """
 
@@ -113,6 +113,9 @@ def _links(driver: Driver, ask: Callable[..., object]) -> dict[str, Link]:
         atomics = ask(f"atomics on {uuid}", lambda index=index: driver.native_atomics(index), False)
         if isinstance(access, bool):
             links[uuid] = Link(access, bool(atomics))
+    hidden = ask("links to hidden devices", driver.all_links, {})
+    for uuid, (access, is_nvlink) in (hidden if isinstance(hidden, dict) else {}).items():
+        links.setdefault(uuid, Link(access, is_nvlink))
     return links
 
 

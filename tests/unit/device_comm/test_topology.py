@@ -43,6 +43,30 @@ def test_facts_are_what_the_driver_says(tmp_path: Path) -> None:
     assert topology.why_not_peers() == ""
 
 
+def test_links_to_devices_that_a_process_does_not_see_come_from_nvml(tmp_path: Path) -> None:
+    """Engines give each worker one device: our kernels are chosen by links that CUDA cannot tell then."""
+    devices = fake_devices(3)
+    uuids = [device.uuid for device in devices]
+
+    def alone(index: int, is_nvlink: bool) -> DeviceFacts:
+        hidden = {uuid: (True, is_nvlink) for uuid in uuids if uuid != uuids[index]}
+        faults = FakeFaults(hidden=hidden)
+        return probe(FakeDriver(tmp_path, index, devices=[devices[index]], device_index=0, faults=faults))
+
+    fast = group([alone(index, is_nvlink=True) for index in range(3)])
+    assert fast.has_nvlink
+    slow = group([alone(index, is_nvlink=False) for index in range(3)])
+    assert slow.link(0, 2) == "pcie"
+    assert not slow.has_nvlink
+    # What CUDA sees itself counts.
+    seen = probe(
+        FakeDriver(
+            tmp_path, 0, devices=devices, faults=FakeFaults(no_nvlink=True, hidden={uuids[1]: (True, True)})
+        )
+    )
+    assert seen.links[uuids[1]] == Link(access=True, native_atomics=False)
+
+
 @pytest.mark.parametrize(
     "method",
     [
@@ -56,6 +80,7 @@ def test_facts_are_what_the_driver_says(tmp_path: Path) -> None:
         "ipc_supported",
         "vmm_supported",
         "device_uuids",
+        "all_links",
         "can_access_peer",
         "native_atomics",
     ],

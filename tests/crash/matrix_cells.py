@@ -177,6 +177,9 @@ def _queue(part: Part) -> None:
             lambda: end.enqueue(bytes(40_000), timeout_s=part.limit),
         )
     elif part.is_victim or part.victims == [0] or part.place == "mid-copy":
+        if part.victims == [2]:
+            # The other reader is no witness. It must not give up before the writer, which would then lose it first.
+            part.limit = None
         part.play(end.dequeue, lambda: end.dequeue(part.limit))
     else:
         # This reader is no witness: it makes room, so that the writer waits for the victim alone.

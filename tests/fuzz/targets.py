@@ -225,7 +225,7 @@ def handover_target() -> Target:
         answer = segment._proof(KEY, b"owner", proof + body) if number % 16 else bytes(32)
         given = [os.dup(null) for _ in range(2 if number % 3 else 1)]
         there.append(_Peer(challenge, answer + body if number % 50 else b"", descriptors=given))
-        memory, _, watch = segment.take_descriptor("address", KEY, 1, 1.0)
+        memory, _, watch = segment.take_descriptor("address", KEY, 1, 1.0, connecting=_ignore)
         os.close(memory)
         os.close(watch)
 

@@ -58,7 +58,11 @@ for pair in zmq:pyzmq msgspec:msgspec; do
 done
 
 echo "building the native cores ..."
-timeout 150 "$python" setup.py -q build_ext --inplace --parallel 2
+# The first import of torch reads gigabytes from a cold disk. It must not take the time of the first test.
+timeout 150 "$python" -c 'import torch; torch.cuda.is_available() and torch.zeros(1, device="cuda")' &
+warm_up=$!
+timeout 150 "$python" setup.py -q build_ext --inplace --parallel "$(nproc)"
+wait "$warm_up" || echo "torch cannot be imported, or its first use of the GPU failed: the tests will tell" >&2
 # pytest needs its settings. The build goes without them: they ask for newer tools than a machine may have.
 cp "$tree/pyproject.toml" .
 

@@ -32,6 +32,8 @@ class CudaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             `deterministic` it only moves data, and floats are summed in rank order afterwards.
         deterministic: Sum floats of any size in rank order with one rounding, so that the result for one row of a
             batch does not depend on the other rows. NCCL then never sums floats.
+        dependent_launch: Whether our kernels may begin while the kernel before them on the stream ends (programmatic
+            dependent launch, from sm_90 on). It changes no result.
         arena_bytes: Bytes for one phase of a push; every group holds two arenas on each device. A larger message
             is split or goes through NCCL. A multiple of 4096.
         staging_bytes: Bytes, per group and device, for inputs that peers cannot map and for the results of pulls.
@@ -50,6 +52,7 @@ class CudaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     custom_all_reduce: bool = True
     deterministic: bool = False
+    dependent_launch: bool = True
     arena_bytes: int = 16 << 20
     staging_bytes: int = 32 << 20
     deadline_s: float | None = None
@@ -59,7 +62,7 @@ class CudaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         """Check every field."""
-        for field in ("custom_all_reduce", "deterministic"):
+        for field in ("custom_all_reduce", "deterministic", "dependent_launch"):
             if type(getattr(self, field)) is not bool:
                 raise SettingsError(f"cuda.{field} is {getattr(self, field)!r}, but must be True or False")
         _check_bytes("arena_bytes", self.arena_bytes, MIN_ARENA_BYTES)

@@ -14,8 +14,10 @@ import torch
 from device_comm import checks
 from shm_broadcast.errors import UsageError
 
-# A row's sum of squares is split over this many lanes on all hardware, because the bits depend on it.
-LANES: Final = 256
+# A row's sum of squares is split over 4 groups of 256 lanes on all hardware: the bits depend on it. One group is
+# the work of a GPU's block with one lane per thread; the groups are that of a cluster of up to 4 blocks.
+GROUPS: Final = 4
+GROUP_LANES: Final = 256
 # A lane takes this many bytes at a time.
 VECTOR_BYTES: Final = 16
 
@@ -123,17 +125,21 @@ def sum_of_squares(rows: torch.Tensor, vector: int) -> torch.Tensor:
     """
     tokens, hidden = rows.shape
     squares = rows * rows
-    width = LANES * vector
-    turns = -(-hidden // width)
+    # Groups beyond a short row would only add +0.
+    groups = min(GROUPS, -(-hidden // (GROUP_LANES * vector)))
+    lanes = groups * GROUP_LANES
+    turns = -(-hidden // (lanes * vector))
     # A square is never -0, so padding with zeros does not change a sum's bits.
-    padded = torch.nn.functional.pad(squares, (0, turns * width - hidden))
+    padded = torch.nn.functional.pad(squares, (0, turns * lanes * vector - hidden))
     # [turn, element of the vector, token, lane]: terms that are added together are contiguous.
-    terms = padded.view(tokens, turns, LANES, vector).permute(1, 3, 0, 2).reshape(-1, tokens, LANES)
-    lanes = torch.zeros_like(terms[0])
+    terms = padded.view(tokens, turns, lanes, vector).permute(1, 3, 0, 2).reshape(-1, tokens, lanes)
+    total = torch.zeros_like(terms[0])
     for term in terms:
-        lanes += term
-    step = LANES // 2
+        total += term
+    total = total.view(tokens, groups, GROUP_LANES)
+    step = GROUP_LANES // 2
     while step:
-        lanes = lanes[:, :step] + lanes[:, step : 2 * step]
+        total = total[:, :, :step] + total[:, :, step : 2 * step]
         step //= 2
-    return lanes[:, 0]
+    sums = torch.nn.functional.pad(total[:, :, 0], (0, GROUPS - groups))
+    return (sums[:, 0] + sums[:, 2]) + (sums[:, 1] + sums[:, 3])

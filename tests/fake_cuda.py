@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from device_comm.cuda.driver import PreparedLaunch
+from device_comm.cuda.driver import LaunchConfiguration, PreparedLaunch
 from tests.fake_device import (
     CAPTURE_ISOLATION,
     INVALID_HANDLE,
@@ -111,6 +111,8 @@ class FakeDriver(FakeMemory):
         self._recorded: dict[int, tuple[int, FakeGraph | None]] = {}
         # Pairs of streams of which the second waits for what was queued on the first.
         self.orders: list[tuple[int, int]] = []
+        # The configurations of all launches, in order.
+        self.configured: list[LaunchConfiguration] = []
 
     # --- for tests --------------------------------------------------------------------------------------------
 
@@ -178,8 +180,8 @@ class FakeDriver(FakeMemory):
         elif self._library_of is not None:
             library = ctypes.CDLL(str(self._library_of(cubin)))
         if library is not None:
-            library.launch.argtypes = [ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p]
-            library.launch.restype = ctypes.c_int
+            library.launch_clusters.argtypes = [ctypes.c_char_p, *[ctypes.c_uint] * 3, ctypes.c_void_p]
+            library.launch_clusters.restype = ctypes.c_int
         module = self._number()
         self._modules[module] = library
         return module
@@ -194,13 +196,19 @@ class FakeDriver(FakeMemory):
     def module_function(self, module: int, name: str) -> int:
         self._enter("module_function")
         library = self._modules[module]
+        call: Any = None
         if name in self._kernels:
-            call: Any = self._kernels[name]
-        elif library is not None:
-            entry, label = library.launch, name.encode()
+            kernel = self._kernels[name]
+            if kernel is not None:
 
-            def call(grid_x: int, block_x: int, arguments: PreparedLaunch) -> None:
-                status = entry(label, grid_x, block_x, arguments.pointers)
+                def call(grid: int, threads: int, _cluster: int, arguments: PreparedLaunch) -> None:
+                    kernel(grid, threads, arguments)
+
+        elif library is not None:
+            entry, label = library.launch_clusters, name.encode()
+
+            def call(grid: int, threads: int, cluster: int, arguments: PreparedLaunch) -> None:
+                status = entry(label, grid, threads, cluster, arguments.pointers)
                 if status:
                     raise self._error("launch", LAUNCH_FAILED, f"{name} returned {status}")
 
@@ -213,6 +221,11 @@ class FakeDriver(FakeMemory):
     def launch(
         self, function: int, grid_x: int, block_x: int, stream: int, arguments: PreparedLaunch
     ) -> None:
+        self._launch(function, (grid_x, block_x, 1), stream, arguments)
+
+    def _launch(
+        self, function: int, shape: tuple[int, int, int], stream: int, arguments: PreparedLaunch
+    ) -> None:
         if self.faults.fail or self._closed:
             self._enter("launch")
         known = self._functions.get(function)
@@ -223,9 +236,29 @@ class FakeDriver(FakeMemory):
             graph, then = self._capturing[stream], _copy_of(arguments)
             graph.launches.append(known[1])
             if call is not None:
-                graph.steps.append(lambda: call(grid_x, block_x, then))
+                graph.steps.append(lambda: call(*shape, then))
         elif call is not None:
-            call(grid_x, block_x, arguments)
+            call(*shape, arguments)
+
+    def configure(
+        self, function: int, grid: int, threads: int, *, cluster: int = 1, is_dependent: bool = False
+    ) -> LaunchConfiguration:
+        self._enter("configure")
+        if function not in self._functions:
+            raise self._error("configure", INVALID_HANDLE)
+        if grid % cluster:
+            raise self._error("configure", INVALID_VALUE)
+        return LaunchConfiguration(function, grid, threads, cluster, is_dependent)
+
+    def launch_configured(
+        self, configuration: LaunchConfiguration, stream: int, arguments: PreparedLaunch
+    ) -> None:
+        self.configured.append(configuration)
+        shape = configuration.grid, configuration.threads, configuration.cluster
+        self._launch(configuration.function, shape, stream, arguments)
+
+    def supports_dependent_launch(self) -> bool:
+        return True
 
     # --- streams and events -----------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from device_comm.cuda.kernel_layout import _PARAMS, KERNEL_NAMES, LINE_BYTES, VE
 __all__ = ["ALGORITHMS", "PARAMS_BYTES", "required_arena", "required_staging"]
 
 # The kernels that communicate with peers and therefore use a workspace.
-ALGORITHMS: Final = KERNEL_NAMES[1:8]
+ALGORITHMS: Final = KERNEL_NAMES[1:9]
 PARAMS_BYTES: Final = _PARAMS.size
 
 
@@ -20,6 +20,8 @@ def required_arena(kernel: str, nbytes: int, world_size: int) -> int:
     slots = {
         "push_one_shot": world_size * vectors,
         "push_add_rms_norm": world_size * vectors,
+        # One row.
+        "push_two_shot_add_rms_norm": world_size * 32 * -(-vectors // (32 * world_size)) + vectors,
         "push_reduce_scatter": world_size * vectors,
         "push_two_shot": 2 * world_size * -(-vectors // world_size),
         "push_all_gather": world_size * max(1, -(-nbytes // 8)),

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from shm_broadcast.errors import UsageError
 
-__all__ = ["IPC_HANDLE_BYTES", "Driver", "PreparedLaunch"]
+__all__ = ["IPC_HANDLE_BYTES", "Driver", "LaunchConfiguration", "PreparedLaunch"]
 
 IPC_HANDLE_BYTES: Final = 64
 """CU_IPC_HANDLE_SIZE in cuda.h: the bytes of a CUDA IPC handle."""
@@ -55,6 +55,32 @@ class PreparedLaunch:
         self.word_of: tuple[int, ...] = tuple(places)
         self.words: memoryview[int] = memoryview(self._storage).cast("B").cast("Q")
         self.pointers: int = ctypes.addressof(self._array)
+
+
+class LaunchConfiguration:
+    """A kernel with the shape and the attributes of its launches, made once by `Driver.configure`.
+
+    Attributes:
+        function: The driver's handle of the kernel.
+        grid: Blocks of the grid.
+        threads: Threads of a block.
+        cluster: Blocks of a cluster.
+        is_dependent: Whether the kernel may begin while the one before it on the stream still runs.
+        stream: The stream of the last launch, or -1. Only the driver uses this and the next attribute.
+        native: What the driver needs for a launch.
+    """
+
+    __slots__ = ("cluster", "function", "grid", "is_dependent", "native", "stream", "threads")
+
+    def __init__(self, function: int, grid: int, threads: int, cluster: int, is_dependent: bool) -> None:
+        """Use `Driver.configure`."""
+        self.function: int = function
+        self.grid: int = grid
+        self.threads: int = threads
+        self.cluster: int = cluster
+        self.is_dependent: bool = is_dependent
+        self.stream: int = -1
+        self.native: Any = None
 
 
 class Driver(Protocol):
@@ -193,6 +219,29 @@ class Driver(Protocol):
         self, function: int, grid_x: int, block_x: int, stream: int, arguments: PreparedLaunch
     ) -> None:
         """Launch a one-dimensional grid on `stream`; allowed during capture."""
+
+    def configure(
+        self, function: int, grid: int, threads: int, *, cluster: int = 1, is_dependent: bool = False
+    ) -> LaunchConfiguration:
+        """Return a configuration for `launch_configured`.
+
+        Args:
+            function: The kernel.
+            grid: Blocks of the one-dimensional grid, a multiple of `cluster`.
+            threads: Threads of a block.
+            cluster: Blocks that run at the same time and reach each other's shared memory; above 1 from sm_90 on.
+            is_dependent: Let the kernel begin before the previous one on its stream has ended: programmatic dependent
+                launch. The kernel waits for that end itself (`griddepcontrol.wait`). Ignored where
+                `supports_dependent_launch` is false.
+        """
+
+    def launch_configured(
+        self, configuration: LaunchConfiguration, stream: int, arguments: PreparedLaunch
+    ) -> None:
+        """Launch a kernel as it was configured, on `stream`; allowed during capture. For one thread at a time."""
+
+    def supports_dependent_launch(self) -> bool:
+        """Return whether device and driver know programmatic dependent launch, also in captures."""
 
     # --- streams and events -----------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any, Final
 
-from device_comm.cuda.driver import IPC_HANDLE_BYTES, Driver, PreparedLaunch
+from device_comm.cuda.driver import IPC_HANDLE_BYTES, Driver, LaunchConfiguration, PreparedLaunch
 from device_comm.cuda.nvml import links_of
 from shm_broadcast.errors import CapabilityError, ClosedError, CudaError, UsageError
 
@@ -32,6 +32,10 @@ _NO_DEVICE: Final = 100
 _OTHER_CONTEXT: Final = (201, 400)
 _NOT_READY: Final = 600
 _PEER_ACCESS_ALREADY_ENABLED: Final = 704
+
+# Hopper is the first with programmatic dependent launch; CUDA 12.3 the first driver that captures it into a graph.
+_DEPENDENT_MAJOR: Final = 9
+_DEPENDENT_DRIVER: Final = 12030
 
 # Bounds the kept stream objects, for applications that keep creating streams. An engine uses a few.
 _MOST_STREAMS: Final = 256
@@ -92,6 +96,7 @@ class CudaDriver(Driver):
         self._device = self._call("cuDeviceGet", device_index)
         self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
         self._launch_kernel = self._api.cuLaunchKernel
+        self._launch_configured = self._api.cuLaunchKernelEx
         self._is_capturing = self._api.cuStreamIsCapturing
         self._capture_info = self._api.cuStreamGetCaptureInfo
 
@@ -403,6 +408,51 @@ class CudaDriver(Driver):
         if status:
             sizes = (grid_x, 1, 1, block_x, 1, 1, 0)
             self._again(status, "cuLaunchKernel", kernel, *sizes, queue, arguments.pointers, 0)
+
+    def configure(
+        self, function: int, grid: int, threads: int, *, cluster: int = 1, is_dependent: bool = False
+    ) -> LaunchConfiguration:
+        if function not in self._functions:
+            raise UsageError(f"{function} is not a function of a module that is loaded here")
+        is_dependent = is_dependent and self.supports_dependent_launch()
+        made = LaunchConfiguration(function, grid, threads, cluster, is_dependent)
+        native = self._api.CUlaunchConfig()
+        native.gridDimX, native.gridDimY, native.gridDimZ = grid, 1, 1
+        native.blockDimX, native.blockDimY, native.blockDimZ = threads, 1, 1
+        attributes = []
+        if cluster > 1:
+            attributes.append(self._attribute_of("CLUSTER_DIMENSION"))
+            dimension = attributes[-1].value.clusterDim
+            dimension.x, dimension.y, dimension.z = cluster, 1, 1
+        if is_dependent:
+            attributes.append(self._attribute_of("PROGRAMMATIC_STREAM_SERIALIZATION"))
+            attributes[-1].value.programmaticStreamSerializationAllowed = 1
+        native.attrs = attributes
+        native.numAttrs = len(attributes)
+        made.native = native, self._functions[function]
+        return made
+
+    def _attribute_of(self, name: str) -> Any:
+        attribute = self._api.CUlaunchAttribute()
+        attribute.id = getattr(self._api.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}")
+        return attribute
+
+    def launch_configured(
+        self, configuration: LaunchConfiguration, stream: int, arguments: PreparedLaunch
+    ) -> None:
+        native, kernel = configuration.native
+        if stream != configuration.stream:
+            native.hStream = self._stream(stream)
+            configuration.stream = stream
+        try:
+            (status,) = self._launch_configured(native, kernel, arguments.pointers, 0)
+        except ValueError as error:
+            raise self._newer_error("cuLaunchKernelEx", error) from error
+        if status:
+            self._again(status, "cuLaunchKernelEx", native, kernel, arguments.pointers, 0)
+
+    def supports_dependent_launch(self) -> bool:
+        return self.compute_capability()[0] >= _DEPENDENT_MAJOR and self.driver_version() >= _DEPENDENT_DRIVER
 
     # --- streams and events -----------------------------------------------------------------------------------
 

@@ -17,18 +17,21 @@ __all__ = [
     "ABORT_OFFSET",
     "ERROR_RECORD_BYTES",
     "FLAGS_BYTES",
+    "GROUP_LANES",
     "KERNEL_NAMES",
     "MAX_BLOCKS",
     "MAX_WORLD_SIZE",
     "MIN_WORLD_SIZE",
-    "NORM_LANES",
+    "NORM_GROUPS",
     "SENTINEL",
     "STATE_BYTES",
     "VECTOR_BYTES",
+    "WARP",
     "KernelFailure",
     "WorkspaceLayout",
     "blocks_for",
     "largest_input",
+    "norm_arena",
     "pack_params",
     "read_failure",
     "work_items",
@@ -44,8 +47,12 @@ LINE_BYTES: Final = 128
 that another block polls."""
 FLAGS_BYTES: Final = MAX_BLOCKS * LINE_BYTES
 SENTINEL: Final = 0xFFFFFFFF
-NORM_LANES: Final = 256
-"""Lanes of the norm's sum for any number of threads: see "The order of the norm's sum" in DESIGN.md."""
+GROUP_LANES: Final = 256
+"""Lanes of one of the norm's groups, and the threads of a block of its kernels."""
+NORM_GROUPS: Final = 4
+"""Groups of lanes of the norm's sum for any number of threads: see "The order of the norm's sum" in DESIGN.md."""
+WARP: Final = 32
+"""Threads of a warp. In the two-shot norm the ranks own this many vectors of a row in turn."""
 
 STATE_BYTES: Final = 4096
 """Bytes of a rank's own state: each block's epoch and barrier number, and whether the communicator has failed."""
@@ -64,6 +71,7 @@ KERNEL_NAMES: Final = (
     "pull_one_shot",
     "pull_two_shot",
     "push_add_rms_norm",
+    "push_two_shot_add_rms_norm",
     "add_rms_norm",
 )
 """Every kernel. Its index is the number that it writes into an error record."""
@@ -203,6 +211,12 @@ def largest_input(algorithm: str, layout: WorkspaceLayout) -> int:
         return layout.arena_bytes // (2 * world_size * VECTOR_BYTES) * world_size * VECTOR_BYTES
     vectors = layout.arena_bytes // (world_size * VECTOR_BYTES)
     return vectors * (8 if algorithm == "push_all_gather" else VECTOR_BYTES)
+
+
+def norm_arena(rows: int, row_vectors: int, world_size: int) -> int:
+    """Return the bytes of an arena that a two-shot norm takes: every rank's share of each row, and the sums of all."""
+    share = -(-row_vectors // (WARP * world_size)) * WARP
+    return rows * (world_size * share + row_vectors) * VECTOR_BYTES
 
 
 def work_items(algorithm: str, nbytes: int, world_size: int) -> int:

@@ -149,7 +149,7 @@ class Emulation:
         ]
         arguments = [u64(memory.table(each)) for each in tables]
         arguments += [u32(rows), u32(hidden), struct.pack("<f", _EPS)]
-        self._launch("push_add_rms_norm", rows * kernel_layout.NORM_LANES, arguments)
+        self._launch("push_add_rms_norm", rows * kernel_layout.GROUP_LANES, arguments)
         normed, total = ([memory.get(each, count, self.dtype) for each in table] for table in tables[3:])
         return list(zip(normed, total, strict=True))
 

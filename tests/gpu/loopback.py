@@ -25,10 +25,10 @@ from device_comm.cuda.kernel_layout import (
     FLAGS_BYTES,
     STATE_BYTES,
     WorkspaceLayout,
-    blocks_for,
-    work_items,
 )
 from device_comm.cuda.kernels import family_of
+from device_comm.cuda.policy.shapes import all_reduce_shape, most_blocks, norm_shape
+from device_comm.cuda.policy.table import family_of as family_of_arch
 from tests.gpu.device import Gpu, GpuDriver, Memory, measured_us, u32, u64
 from tests.gpu.values import DTYPES, expect_equal, expected_sum, raw
 from tests.kernel_memory import required_arena
@@ -83,13 +83,16 @@ class Loopback:
         self._module = driver.module_load(cubin(family_of(kernel)))
         self._function = driver.module_function(self._module, kernel)
         # One rank has the whole device, as in a real group.
-        most = min(driver.multiprocessors(), kernel_layout.MAX_BLOCKS)
+        processors, cluster = driver.multiprocessors(), 1
+        major, minor = driver.compute_capability()
         if norm is not None:
-            self._shape = max(1, min(norm[0], most)), kernel_layout.NORM_LANES
+            row_vectors = norm[1] * self.dtype.itemsize // 16
+            arch = f"sm_{10 * major + minor}"
+            grid, threads, cluster = norm_shape(arch, most_blocks(processors), norm[0], row_vectors)
         else:
-            items = work_items(kernel, nbytes, world_size)
-            threads = next((each for each in (128, 256, 512) if items <= each * most), 512)
-            self._shape = blocks_for(items, threads, most), threads
+            family = family_of_arch(f"sm_{10 * major + minor}")
+            grid, threads = all_reduce_shape(kernel, family, processors, nbytes, world_size)
+        self._configured = driver.configure(self._function, grid, threads, cluster=cluster, is_dependent=True)
         self._sinks = [memory.room(layout.total_bytes) for _ in range(world_size - 1)]
         self._error = memory.put(bytes(kernel_layout.ERROR_RECORD_BYTES))
         # All states lie together: one memset resets them.
@@ -143,7 +146,7 @@ class Loopback:
 
     def launch_one(self, lane: int) -> None:
         """Launch one lane; each must be launched once between two refills."""
-        self.driver.launch(self._function, *self._shape, self.stream, self._arguments[lane])
+        self.driver.launch_configured(self._configured, self.stream, self._arguments[lane])
 
     def expected(self) -> torch.Tensor:
         """Return the bits of an all-reduce with the peers' data."""

@@ -19,6 +19,7 @@ import pytest
 
 from device_comm.cuda.driver import PreparedLaunch
 from device_comm.cuda.kernels import KernelCache, KernelVariant, kernel_source
+from device_comm.cuda.policy.shapes import norm_shape
 from tests.gpu.device import (
     GpuDriver,
     Memory,
@@ -145,7 +146,10 @@ def fusion(notes: Notes, timer: Timer, cubin: Cubin) -> None:
     together = timed(timer, cubin, "push_add_rms_norm", ONE_WORLD, size, norm=NORM_SHAPE)
     parts = Loopback(driver, "push_one_shot", ONE_WORLD, "bfloat16", size, source, lanes=LANES, stream=stream)
     module = driver.module_load(source("norm"))
-    function = driver.module_function(module, "add_rms_norm")
+    shape = norm_shape("sm_90", driver.multiprocessors(), rows, hidden * 2 // 16)
+    configured = driver.configure(
+        driver.module_function(module, "add_rms_norm"), *shape[:2], cluster=shape[2], is_dependent=True
+    )
     memory = Memory(driver, 8 * (size + 4096))
     residual, weight = memory.put(bytes(size)), memory.put(bytes(hidden * 2))
     out, total = memory.room(size), memory.room(size)
@@ -164,7 +168,7 @@ def fusion(notes: Notes, timer: Timer, cubin: Cubin) -> None:
     def record() -> None:
         for lane, norm in enumerate(norms):
             parts.launch_one(lane)
-            driver.launch(function, rows, 256, stream, norm)
+            driver.launch_configured(configured, stream, norm)
 
     apart = timer.per_launch_us(LANES, record, parts.refill)
     driver.module_unload(module)

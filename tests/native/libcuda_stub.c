@@ -92,6 +92,20 @@ int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsign
     CALL("cuLaunchKernel", " %p %u %u %u %u %u %u %u %p %llu %u %p depth %d", function, gx, gy, gz, bx, by, bz, shared, stream, *(u64 *)arguments[0], *(unsigned *)arguments[1], (void *)extra, depth);
     return 0;
 }
+typedef struct { int id; char pad[4]; union { char bytes[64]; struct { unsigned x, y, z; } cluster; int programmatic; } value; } Attribute;
+typedef struct { unsigned gx, gy, gz, bx, by, bz, shared; void *stream; Attribute *attributes; unsigned count; } Launch;
+int cuLaunchKernelEx(const Launch *l, void *function, void **arguments, void **extra) {
+    char text[200] = "";
+    for (unsigned i = 0; i < l->count; ++i) {
+        const Attribute *a = l->attributes + i;
+        char one[64];
+        if (a->id == 4) snprintf(one, sizeof one, " cluster %u %u %u", a->value.cluster.x, a->value.cluster.y, a->value.cluster.z);
+        else snprintf(one, sizeof one, " attribute %d %d", a->id, a->value.programmatic);
+        strcat(text, one);
+    }
+    CALL("cuLaunchKernelEx", " %p %u %u %u %u %u %u %u %p %llu %u %p%s", function, l->gx, l->gy, l->gz, l->bx, l->by, l->bz, l->shared, l->stream, *(u64 *)arguments[0], *(unsigned *)arguments[1], (void *)extra, text);
+    return 0;
+}
 int cuLaunchCooperativeKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void *stream, void **arguments) {
     CALL("cuLaunchCooperativeKernel", " %p %u %u %u %u %p %llu", function, gx, gy, gz, bx, stream, *(u64 *)arguments[0]);
     return 0;

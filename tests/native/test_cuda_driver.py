@@ -65,6 +65,11 @@ stream = 700
 driver.launch(function, 32, 256, stream, arguments)
 arguments.words[arguments.word_of[1]] = 8
 driver.launch(function, 33, 256, 0, arguments)
+plain = driver.configure(function, 34, 128)
+driver.launch_configured(plain, stream, arguments)
+driver.launch_configured(plain, 9, arguments)
+full = driver.configure(function, 36, 256, cluster=4, is_dependent=True)
+driver.launch_configured(full, 9, arguments)
 captures = [driver.stream_is_capturing(stream), driver.stream_is_capturing(0)]
 captures += [driver.capture_id(stream), driver.capture_id(0)]
 event = driver.event_create()
@@ -75,6 +80,7 @@ driver.event_destroy(event)
 driver.context_synchronize()
 driver.module_unload(module)
 unloaded = outcome(lambda: driver.launch(function, 1, 1, 0, arguments))[0]
+assert outcome(lambda: driver.configure(function, 1, 1))[0] == unloaded
 driver.close()
 driver.close()
 closed = outcome(lambda: driver.mem_alloc(1))[0]
@@ -154,6 +160,9 @@ def test_every_call_reaches_the_driver_as_it_should(run: Callable[..., tuple[Any
         "cuModuleGetFunction 0x1f4 push",
         f"cuLaunchKernel 0x258 32 1 1 256 1 1 0 0x2bc {1 << 40} 7 (nil) depth 0",
         f"cuLaunchKernel 0x258 33 1 1 256 1 1 0 (nil) {1 << 40} 8 (nil) depth 0",
+        f"cuLaunchKernelEx 0x258 34 1 1 128 1 1 0 0x2bc {1 << 40} 8 (nil)",
+        f"cuLaunchKernelEx 0x258 34 1 1 128 1 1 0 0x9 {1 << 40} 8 (nil)",
+        f"cuLaunchKernelEx 0x258 36 1 1 256 1 1 0 0x9 {1 << 40} 8 (nil) cluster 4 1 1 attribute 6 1",
         "cuEventCreate 2",
     ):
         assert line in log
@@ -206,6 +215,11 @@ print(json.dumps(library.stub_depth()))
     depth, log = run(code, "cuLaunchKernel:201:1")
     assert depth == 0
     assert [line.rpartition(" ")[2] for line in log if line.startswith("cuLaunchKernel")] == ["0", "1"]
+    code = code.replace("driver.launch(function, 1, 32, 0, ", "driver.launch_configured(plain, 0, ").replace(
+        "driver.launch_", "plain = driver.configure(function, 1, 32)\ndriver.launch_"
+    )
+    depth, log = run(code, "cuLaunchKernelEx:201:1")
+    assert (depth, len([line for line in log if line.startswith("cuLaunchKernelEx")])) == (0, 2)
     undone, log = run(
         "print(json.dumps(outcome(lambda: CudaDriver(1).vmm_map(5, 4096))[0]))", "cuMemSetAccess:700:1"
     )

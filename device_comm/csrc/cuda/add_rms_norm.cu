@@ -1,16 +1,46 @@
-// residual + x, then RMSNorm; alone, and fused behind a one-shot push all-reduce. Both give the same bits.
+// residual + x, then RMSNorm; alone, and fused behind a push all-reduce. All forms give the same bits.
 //
-// The order of the norm's sum is a contract (DESIGN.md, "The order of the norm's sum"): of 256 lanes, lane l adds the
-// squares of the elements of vectors l, l + 256, ... in order, and a tree adds the lanes. The order does not depend on
-// the grid or the number of threads. 256 threads are the fastest, with one lane each.
+// The order of the norm's sum is a contract (DESIGN.md, "The order of the norm's sum"): of 1024 lanes, lane l adds the
+// squares of the elements of vectors l, l + 1024, ... in order, and a tree adds the lanes. The order does not depend on
+// the grid, the cluster or the number of threads.
 
 #if HAS(FAMILY_NORM)
-// Adds lanes 0 and 128, 1 and 129, ...; then 0 and 64, ...; finally 0 and 1. Every thread computes the whole tree.
-DEVICE float sum_of_lanes(const float* lanes) {
+// The shared memory of a block. There are two sets of sums, used in turn: a block may still read one when another block of
+// its cluster fills the next. That block fills the first one again only after it has read this block's second sums, which
+// this block sends when all its threads have read the first.
+struct NormShared {
+    u64 barriers[2];
+    float groups[2][NORM_GROUPS];
+    float lanes[NORM_LANES];
+};
+
+// The lanes of a block: in a cluster of C blocks, block c has the groups c, c + C, ... of GROUP_LANES lanes each.
+struct Share {
+    u32 blocks, block, lanes;
+    u64 row, rows;  // its cluster handles rows row, row + rows, ...
+};
+
+DEVICE Share share_of_block() {
+    Share share;
+    share.blocks = cluster_blocks();
+    share.block = block_in_cluster();
+    share.lanes = NORM_LANES / share.blocks;
+    share.row = blockIdx.x / share.blocks;
+    share.rows = gridDim.x / share.blocks;
+    return share;
+}
+
+// The k-th lane of the block.
+DEVICE u32 lane_of(const Share& share, u32 k) {
+    return (share.block + k / GROUP_LANES * share.blocks) * GROUP_LANES + k % GROUP_LANES;
+}
+
+// Adds lanes 0 and 128, 1 and 129, ... of a group; then 0 and 64, ...; finally 0 and 1. All threads of a warp compute it.
+DEVICE float sum_of_group(const float* lanes) {
 #ifdef GC_HOST_BUILD
-    float part[NORM_LANES];
-    for (u32 l = 0; l < NORM_LANES; ++l) part[l] = lanes[l];
-    for (u32 half = NORM_LANES / 2; half; half /= 2) {
+    float part[GROUP_LANES];
+    for (u32 l = 0; l < GROUP_LANES; ++l) part[l] = lanes[l];
+    for (u32 half = GROUP_LANES / 2; half; half /= 2) {
         for (u32 l = 0; l < half; ++l) part[l] = add_rn(part[l], part[l + half]);
     }
     return part[0];
@@ -31,99 +61,217 @@ DEVICE float sum_of_lanes(const float* lanes) {
 #endif
 }
 
-// Adds vector i of the residual, stores the rounded sum, and adds its squares to `squares`, element by element.
-DEVICE void add_residual(const Vector& x, const char* residual, char* residual_out, u64 i, float& squares) {
+// Returns the sum of a row's squares to every thread of the cluster. `turn`: number of the row among those of the cluster.
+DEVICE float sum_of_row(const Share& share, NormShared& shared, u32 turn) {
+    u64* barrier = shared.barriers + turn % 2;
+    float* groups = shared.groups[turn % 2];
+    __syncthreads();
+    for (u32 k = threadIdx.x / WARP; k * GROUP_LANES < share.lanes; k += blockDim.x / WARP) {
+        const float sum = sum_of_group(shared.lanes + k * GROUP_LANES);
+        for (u32 b = threadIdx.x % WARP; b < share.blocks; b += WARP) {
+            send_float(barrier, groups + share.block + k * share.blocks, b, sum);
+        }
+    }
+    await_mail(barrier, sizeof shared.groups[0], turn / 2);
+    return add_rn(add_rn(groups[0], groups[2]), add_rn(groups[1], groups[3]));
+}
+
+struct Rows {
+    const char *in, *residual, *weight;
+    char *out, *residual_out;
+    u64 rows;
+    u32 vectors;  // of a row
+    float hidden, eps;
+};
+
+// The last vector of a row that a thread added: most rows have one for each thread, which stays in registers.
+struct Kept {
+    u64 i;
+    Vector sum, weight;
+};
+
+// Adds vector i of the residual, rounds, and adds the squares of the result to `squares`, element by element.
+DEVICE Vector add_residual(const Vector& x, const Vector& residual, float& squares) {
     float values[ELEMENTS], addend[ELEMENTS];
     unpack(x, values);
-    unpack(ld_vector(residual + i * 16), addend);
+    unpack(residual, addend);
 #pragma unroll
     for (u32 e = 0; e < ELEMENTS; ++e) values[e] = add_rn(values[e], addend[e]);
     const Vector sum = pack(values);
-    st_vector(residual_out + i * 16, sum);
     unpack(sum, values);
 #pragma unroll
     for (u32 e = 0; e < ELEMENTS; ++e) squares = add_rn(squares, multiply_rn(values[e], values[e]));
+    return sum;
 }
 
-// The second pass over a row: each thread reads the vectors that it wrote itself.
-DEVICE void scale_row(const char* residual_out, const char* weight, char* out, u64 row, u32 hidden, float squares,
-                      float eps) {
-    const u32 row_vectors = hidden / ELEMENTS;
-    const u64 row_bytes = static_cast<u64>(hidden) * ELEMENT_BYTES;
-    const float mean = divide_rn(squares, static_cast<float>(hidden));
-    const float scale = divide_rn(1.0f, square_root_rn(add_rn(mean, eps)));
-    for (u32 lane = threadIdx.x; lane < NORM_LANES; lane += blockDim.x) {
-        for (u32 i = lane; i < row_vectors; i += NORM_LANES) {
+// Scales a row; each thread reads what it has kept, or wrote itself.
+DEVICE void scale_row(const Share& share, const Rows& t, u64 row, float squares, const Kept& kept) {
+    const float scale = divide_rn(1.0f, square_root_rn(add_rn(divide_rn(squares, t.hidden), t.eps)));
+    for (u32 k = threadIdx.x; k < share.lanes; k += blockDim.x) {
+        for (u64 i = lane_of(share, k); i < t.vectors; i += NORM_LANES) {
+            const u64 at = (row * t.vectors + i) * 16;
             float values[ELEMENTS], factor[ELEMENTS];
-            unpack(ld_vector(residual_out + row * row_bytes + i * 16ull), values);
-            unpack(ld_vector(weight + i * 16ull), factor);
+            unpack(i == kept.i ? kept.sum : ld_vector(t.residual_out + at), values);
+            unpack(i == kept.i ? kept.weight : ld_vector(t.weight + i * 16), factor);
 #pragma unroll
             for (u32 e = 0; e < ELEMENTS; ++e) {
                 values[e] = multiply_rn(multiply_rn(values[e], scale), factor[e]);
             }
-            st_vector(out + row * row_bytes + i * 16ull, pack(values));
+            st_vector(t.out + at, pack(values));
+        }
+    }
+}
+
+// Adds and normalises the rows of the block. reduced(row, i, x) sets x to vector i of a row of the sum over the ranks, or
+// returns false; it may wait for peers, so residual and weight are loaded before.
+template <class Reduced>
+DEVICE void norm_rows(const Share& share, const Rows& t, NormShared& shared, Reduced reduced) {
+    bool alive = true;
+    u32 turn = 0;
+    for (u64 row = share.row; row < t.rows; row += share.rows, ++turn) {
+        Kept kept = {~0ull, {}, {}};
+        for (u32 k = threadIdx.x; k < share.lanes; k += blockDim.x) {
+            float squares = 0.0f;
+            for (u64 i = lane_of(share, k); alive && i < t.vectors; i += NORM_LANES) {
+                const u64 at = (row * t.vectors + i) * 16;
+                const Vector residual = ld_vector(t.residual + at), weight = ld_vector(t.weight + i * 16);
+                Vector x;
+                alive = reduced(row, i, x);
+                if (!alive) break;
+                kept = {i, add_residual(x, residual, squares), weight};
+                st_vector(t.residual_out + at, kept.sum);
+            }
+            shared.lanes[k] = squares;
+        }
+        scale_row(share, t, row, sum_of_row(share, shared, turn), kept);
+    }
+}
+
+#define ROWS                                                                                              \
+    const Rows t = {static_cast<const char*>(OWN(inputs)),  static_cast<const char*>(OWN(residuals)),     \
+                    static_cast<const char*>(OWN(weights)), static_cast<char*>(OWN(outputs)),             \
+                    static_cast<char*>(OWN(residual_outputs)), rows, hidden / ELEMENTS,                   \
+                    static_cast<float>(hidden), eps}
+#define ROW_ARGUMENTS                                                                                     \
+    EACH(const void*) inputs, EACH(const void*) residuals, EACH(const void*) weights, EACH(void*) outputs, \
+        EACH(void*) residual_outputs, u32 rows, u32 hidden, float eps
+
+// The first vector that the thread pushes, loaded before order_pushes().
+DEVICE Vector first_vector(const Share& share, const Rows& t) {
+    const u32 lane = lane_of(share, threadIdx.x);
+    const bool has_one = threadIdx.x < share.lanes && lane < t.vectors && share.row < t.rows;
+    return has_one ? ld_vector(t.in + (share.row * t.vectors + lane) * 16) : Vector();
+}
+
+// Calls push(row, i, v) for each vector of the block's rows.
+template <class Push>
+DEVICE void push_rows(const Share& share, const Rows& t, const Vector& ahead, Push push) {
+    for (u64 row = share.row; row < t.rows; row += share.rows) {
+#pragma unroll 1
+        for (u32 k = threadIdx.x; k < share.lanes; k += blockDim.x) {
+#pragma unroll 1
+            for (u64 i = lane_of(share, k); i < t.vectors; i += NORM_LANES) {
+                const bool is_first = row == share.row && i == lane_of(share, threadIdx.x);
+                push(row, i, is_first ? ahead : ld_vector(t.in + (row * t.vectors + i) * 16));
+            }
         }
     }
 }
 
 // hidden: a multiple of a vector's elements. All tensors are aligned to 16 bytes. residual_out may be residual, and out
-// may be in. A block handles one row at a time.
-KERNEL push_add_rms_norm(PARAMS, EACH(const void*) inputs, EACH(const void*) residuals, EACH(const void*) weights,
-                         EACH(void*) outputs, EACH(void*) residual_outputs, u32 rows, u32 hidden, float eps) {
+// may be in. A cluster handles one row at a time.
+KERNEL push_add_rms_norm(PARAMS, ROW_ARGUMENTS) {
     OWN_PARAMS;
-    SHARED_FLOATS(lanes);
+    SHARED(NormShared, shared);
+    open_mailboxes(shared.barriers, 2);
     Call call = enter_push(p, PUSH_ADD_RMS_NORM);
-    const char* in = static_cast<const char*>(OWN(inputs));
-    const char* residual = static_cast<const char*>(OWN(residuals));
-    char* residual_out = static_cast<char*>(OWN(residual_outputs));
-    const u64 row_vectors = hidden / ELEMENTS, stride = rows * row_vectors * 16, bytes = stride;
-    for (u64 row = blockIdx.x; call.alive && row < rows; row += gridDim.x) {
-        for (u32 lane = threadIdx.x; lane < NORM_LANES; lane += blockDim.x) {
-            push_range(p, call.arena + p.rank * stride, in, bytes, row * row_vectors + lane,
-                       (row + 1) * row_vectors, NORM_LANES);
-        }
+    ROWS;
+    const Share share = share_of_block();
+    const u64 stride = t.rows * t.vectors * 16, slot = call.arena + p.rank * stride;
+    const Vector ahead = first_vector(share, t);
+    order_pushes();
+    if (call.alive) {
+        push_rows(share, t, ahead,
+                  [&](u64 row, u64 i, const Vector& v) { push_to_all(p, slot + (row * t.vectors + i) * 16, v); });
     }
-    for (u64 row = blockIdx.x; row < rows; row += gridDim.x) {
-        for (u32 lane = threadIdx.x; lane < NORM_LANES; lane += blockDim.x) {
-            float squares = 0.0f;
-            for (u64 i = row * row_vectors + lane; call.alive && i < (row + 1) * row_vectors; i += NORM_LANES) {
-                Vector received[WORLD_SIZE];
-                const Vector own = ld_vector(in + i * 16);
-                if (!receive(p, call, call.own + call.arena + i * 16, stride, own, received)) break;
-                add_residual(sum_in_rank_order(received), residual, residual_out, i, squares);
-            }
-            lanes[lane] = squares;
-        }
-        __syncthreads();
-        const float squares = sum_of_lanes(lanes);
-        scale_row(residual_out, static_cast<const char*>(OWN(weights)), static_cast<char*>(OWN(outputs)), row, hidden,
-                  squares, eps);
-        __syncthreads();
-    }
+    join_cluster();
+    norm_rows(share, t, shared, [&](u64 row, u64 i, Vector& x) {
+        const u64 at = (row * t.vectors + i) * 16;
+        Vector received[WORLD_SIZE];
+        const Vector own = ld_vector(t.in + at);
+        if (!call.alive || !receive(p, call, call.own + call.arena + at, stride, own, received)) return false;
+        x = sum_in_rank_order(received);
+        return true;
+    });
     leave_push(p, call);
 }
 
-KERNEL add_rms_norm(EACH(const void*) inputs, EACH(const void*) residuals, EACH(const void*) weights,
-                    EACH(void*) outputs, EACH(void*) residual_outputs, u32 rows, u32 hidden, float eps) {
-    SHARED_FLOATS(lanes);
-    wait_for_the_stream();
-    const char* in = static_cast<const char*>(OWN(inputs));
-    const char* residual = static_cast<const char*>(OWN(residuals));
-    char* residual_out = static_cast<char*>(OWN(residual_outputs));
-    const u64 row_vectors = hidden / ELEMENTS;
-    for (u64 row = blockIdx.x; row < rows; row += gridDim.x) {
-        for (u32 lane = threadIdx.x; lane < NORM_LANES; lane += blockDim.x) {
-            float squares = 0.0f;
-            for (u64 i = row * row_vectors + lane; i < (row + 1) * row_vectors; i += NORM_LANES) {
-                add_residual(ld_vector(in + i * 16), residual, residual_out, i, squares);
-            }
-            lanes[lane] = squares;
-        }
-        __syncthreads();
-        const float squares = sum_of_lanes(lanes);
-        scale_row(residual_out, static_cast<const char*>(OWN(weights)), static_cast<char*>(OWN(outputs)), row, hidden,
-                  squares, eps);
-        __syncthreads();
+// Ranks own a row's vectors in turn, WARP at a time, so that a warp's threads do alike and every block has some.
+DEVICE u32 owner_of(u64 i) { return static_cast<u32>(i / WARP % WORLD_SIZE); }
+DEVICE u64 place_in_shard(u64 i) { return i / (WARP * WORLD_SIZE) * WARP + i % WARP; }
+
+// Waits for the vector that its owner stores at `address`, and clears it.
+DEVICE bool receive_from(const Params& p, Call& call, u64 address, u32 owner, Vector& received) {
+    Spin spin = {0, 0};
+    for (;;) {
+        received = ld_relaxed_sys_v4(address);
+        if (is_complete(received)) break;
+        if (!may_wait(p, call, spin, 1u << owner)) return false;
     }
+    st_relaxed_sys_v4(address, {{SENTINEL, SENTINEL, SENTINEL, SENTINEL}});
+    return true;
+}
+
+// The same with 2 (n - 1) / n of the input over the links instead of n - 1 times the input. A rank sums the vectors that
+// it owns, keeps the sums in `out` and pushes them; all ranks normalise whole rows. A row has at least WARP * WORLD_SIZE
+// vectors, so every rank owns some. Before a cluster waits for sums it therefore has heard from all peers, and a failure
+// names the missing rank and not a rank that waits for it.
+KERNEL push_two_shot_add_rms_norm(PARAMS, ROW_ARGUMENTS) {
+    OWN_PARAMS;
+    SHARED(NormShared, shared);
+    open_mailboxes(shared.barriers, 2);
+    Call call = enter_push(p, PUSH_TWO_SHOT_ADD_RMS_NORM);
+    ROWS;
+    const Share share = share_of_block();
+    const u64 shard = (t.vectors + WARP * WORLD_SIZE - 1) / (WARP * WORLD_SIZE) * WARP, stride = t.rows * shard * 16;
+    const u64 results = call.arena + WORLD_SIZE * stride;
+    const Vector ahead = first_vector(share, t);
+    order_pushes();
+    if (call.alive) {
+        push_rows(share, t, ahead, [&](u64 row, u64 i, const Vector& v) {
+            const u64 offset = call.arena + p.rank * stride + (row * shard + place_in_shard(i)) * 16;
+            if (owner_of(i) != p.rank) st_relaxed_sys_v4(p.workspace[owner_of(i)] + offset, sendable(v));
+        });
+        push_rows(share, t, ahead, [&](u64 row, u64 i, const Vector& own) {
+            Vector received[WORLD_SIZE];
+            const u64 first = call.own + call.arena + (row * shard + place_in_shard(i)) * 16;
+            if (!call.alive || owner_of(i) != p.rank || !receive(p, call, first, stride, own, received)) return;
+            const Vector sum = sum_in_rank_order(received);
+            push_to_all(p, results + (row * t.vectors + i) * 16, sum);
+            st_vector(t.out + (row * t.vectors + i) * 16, sum);
+        });
+    }
+    join_cluster();
+    meet_cluster();
+    norm_rows(share, t, shared, [&](u64 row, u64 i, Vector& x) {
+        const u64 at = (row * t.vectors + i) * 16;
+        if (owner_of(i) != p.rank) return call.alive && receive_from(p, call, call.own + results + at, owner_of(i), x);
+        x = ld_vector(t.out + at);
+        return call.alive;
+    });
+    leave_push(p, call);
+}
+
+KERNEL add_rms_norm(ROW_ARGUMENTS) {
+    SHARED(NormShared, shared);
+    open_mailboxes(shared.barriers, 2);
+    wait_for_the_stream();
+    let_the_next_kernel_begin();
+    ROWS;
+    join_cluster();
+    norm_rows(share_of_block(), t, shared, [&](u64 row, u64 i, Vector& x) {
+        x = ld_vector(t.in + (row * t.vectors + i) * 16);
+        return true;
+    });
 }
 #endif

@@ -71,10 +71,14 @@ KERNEL push_one_shot(PARAMS, EACH(const void*) inputs, EACH(void*) outputs, u64 
     const char* in = static_cast<const char*>(OWN(inputs));
     char* out = static_cast<char*>(OWN(outputs));
     const u64 bytes = count * ELEMENT_BYTES, vectors = vectors_of(bytes), stride = vectors * 16;
-    if (call.alive) {
-        push_range(p, call.arena + p.rank * stride, in, bytes, thread_index(), vectors, all_threads());
+    const u64 first = thread_index(), slot = call.arena + p.rank * stride;
+    const Vector ahead = first < vectors ? load(in, first, bytes, true) : Vector();
+    order_pushes();
+    if (call.alive && first < vectors) {
+        push_to_all(p, slot + first * 16, ahead);
+        push_range(p, slot, in, bytes, first + all_threads(), vectors, all_threads());
     }
-    for (u64 i = thread_index(); call.alive && i < vectors; i += all_threads()) {
+    for (u64 i = first; call.alive && i < vectors; i += all_threads()) {
         Vector received[WORLD_SIZE];
         const Vector own = load(in, i, bytes, true);
         if (!receive(p, call, call.own + call.arena + i * 16, stride, own, received)) break;
@@ -84,22 +88,32 @@ KERNEL push_one_shot(PARAMS, EACH(const void*) inputs, EACH(void*) outputs, u64 
 }
 #endif
 
+// Loads vector i of every peer's shard.
+DEVICE void load_shards(const Params& p, const char* in, u64 shard_bytes, u64 bytes, u64 i, bool aligned,
+                        Vector (&v)[WORLD_SIZE]) {
+#pragma unroll
+    for (u32 k = 1; k < WORLD_SIZE; ++k) {
+        const u64 begin = peer(p, k) * shard_bytes;
+        const u64 left = begin < bytes ? bytes - begin : 0;
+        v[k] = load(in + begin, i, left < shard_bytes ? left : shard_bytes, aligned);
+    }
+}
+
 // Sends vector i of every peer's shard to that peer. The same thread later stores the result that returns.
 DEVICE void scatter(const Params& p, const Call& call, const char* in, u64 shard_bytes, u64 bytes, u64 shard,
                     bool aligned) {
-    for (u64 i = thread_index(); i < shard; i += all_threads()) {
-        Vector v[WORLD_SIZE];
-#pragma unroll
-        for (u32 k = 1; k < WORLD_SIZE; ++k) {
-            const u64 begin = peer(p, k) * shard_bytes;
-            const u64 left = begin < bytes ? bytes - begin : 0;
-            v[k] = load(in + begin, i, left < shard_bytes ? left : shard_bytes, aligned);
-        }
+    const u64 first = thread_index();
+    Vector v[WORLD_SIZE] = {};
+    if (first < shard) load_shards(p, in, shard_bytes, bytes, first, aligned, v);
+    order_pushes();
+    for (u64 i = first; call.alive && i < shard;) {
         const u64 offset = call.arena + (p.rank * shard + i) * 16;
 #pragma unroll
         for (u32 k = 1; k < WORLD_SIZE; ++k) {
             st_relaxed_sys_v4(p.workspace[peer(p, k)] + offset, sendable(v[k]));
         }
+        i += all_threads();
+        if (i < shard) load_shards(p, in, shard_bytes, bytes, i, aligned, v);
     }
 }
 
@@ -114,7 +128,7 @@ KERNEL push_two_shot(PARAMS, EACH(const void*) inputs, EACH(void*) outputs, u64 
     const u64 bytes = count * ELEMENT_BYTES;
     const u64 shard = (vectors_of(bytes) + WORLD_SIZE - 1) / WORLD_SIZE, stride = shard * 16;
     const u64 results = call.arena + WORLD_SIZE * stride;
-    if (call.alive) scatter(p, call, in, stride, bytes, shard, true);
+    scatter(p, call, in, stride, bytes, shard, true);
     for (u64 i = thread_index(); call.alive && i < shard; i += all_threads()) {
         Vector received[WORLD_SIZE];
         const Vector own = load(in, p.rank * shard + i, bytes, true);
@@ -145,7 +159,7 @@ KERNEL push_reduce_scatter(PARAMS, EACH(const void*) inputs, EACH(void*) outputs
     char* out = static_cast<char*>(OWN(outputs));
     const u64 bytes = count * ELEMENT_BYTES, vectors = vectors_of(bytes);
     const bool aligned = bytes % 16 == 0;
-    if (call.alive) scatter(p, call, in, bytes, bytes * WORLD_SIZE, vectors, aligned);
+    scatter(p, call, in, bytes, bytes * WORLD_SIZE, vectors, aligned);
     for (u64 i = thread_index(); call.alive && i < vectors; i += all_threads()) {
         Vector received[WORLD_SIZE];
         const Vector own = load(in + p.rank * bytes, i, bytes, aligned);
@@ -224,12 +238,16 @@ KERNEL push_all_gather(PARAMS, EACH(const void*) inputs, EACH(void*) outputs, u6
     unsigned char* out = static_cast<unsigned char*>(OWN(outputs));
     const u64 units = bytes ? (bytes + 7) / 8 : 1, stride = units * 16;
     const bool aligned = bytes && (bytes | reinterpret_cast<u64>(in) | reinterpret_cast<u64>(out)) % 8 == 0;
-    for (u64 i = thread_index(); call.alive && i < units; i += all_threads()) {
-        const Pairs v = load_raw(in, i, bytes, aligned);
+    const u64 first = thread_index();
+    Pairs v = first < units ? load_raw(in, first, bytes, aligned) : Pairs();
+    order_pushes();
+    for (u64 i = first; call.alive && i < units;) {
         const u64 offset = call.arena + p.rank * stride + i * 16;
 #pragma unroll
         for (u32 k = 1; k < WORLD_SIZE; ++k) st_relaxed_sys_pairs(p.workspace[peer(p, k)] + offset, v);
         store_raw(out + p.rank * bytes, i, bytes, aligned, v);
+        i += all_threads();
+        if (i < units) v = load_raw(in, i, bytes, aligned);
     }
     for (u64 i = thread_index(); call.alive && i < units; i += all_threads()) {
         Pairs received[WORLD_SIZE];
@@ -260,6 +278,7 @@ DEVICE Call enter_pull(const Params& p, u32 kernel) {
 }
 
 DEVICE void leave_pull(const Params& p, const Call& call) {
+    let_the_next_kernel_begin();
     __syncthreads();
     if (threadIdx.x == 0) st_state(p, STATE_BARRIER_WORD + blockIdx.x, call.epoch);
 }

@@ -36,7 +36,9 @@ constexpr u32 STATE_POISONED_WORD = 2 * MAX_BLOCKS;
 constexpr u64 ABORT_OFFSET = 32;
 constexpr u32 SENTINEL = 0xFFFFFFFFu;
 constexpr u32 SENTINEL_SENT_AS = 0x7FFF7FFFu;  // also one or two NaNs
-constexpr u32 NORM_LANES = 256;
+constexpr u32 NORM_GROUPS = 4;         // of the lanes of a norm's sum: a block of a cluster has one or more of them
+constexpr u32 GROUP_LANES = 256;
+constexpr u32 NORM_LANES = NORM_GROUPS * GROUP_LANES;
 // About 0.7 ms when an H100 polls its own memory, so that the read over PCIe after this many polls costs nothing.
 constexpr u32 POLLS_PER_CHECK = 1024;
 #if DTYPE == 0
@@ -55,7 +57,8 @@ enum Kernel : u32 {
     PUSH_ALL_GATHER,
     PULL_ONE_SHOT,
     PULL_TWO_SHOT,
-    PUSH_ADD_RMS_NORM
+    PUSH_ADD_RMS_NORM,
+    PUSH_TWO_SHOT_ADD_RMS_NORM
 };
 
 struct Params {
@@ -80,12 +83,14 @@ struct alignas(16) Pairs {
 // Declaration of a kernel. With EMULATE one launch on one GPU runs all ranks: blockIdx.y is the rank, and every argument
 // that differs between ranks is a table in device memory.
 #ifdef GC_HOST_BUILD
+constexpr u32 WARP = 1;  // every thread is a warp of its own
 #define KERNEL static void
 #define __grid_constant__
-#define SHARED_FLOATS(name) float* name = host_shared_floats()
+#define SHARED(type, name) type& name = host_shared<type>()
 #else
+constexpr u32 WARP = 32;
 #define KERNEL extern "C" __global__ void __launch_bounds__(512, 1)
-#define SHARED_FLOATS(name) __shared__ float name[NORM_LANES]
+#define SHARED(type, name) __shared__ type name
 #define DEVICE __device__ __forceinline__
 #endif
 #ifdef EMULATE
@@ -107,14 +112,8 @@ struct alignas(16) Pairs {
 #ifndef GC_HOST_BUILD
 DEVICE u64 as_global(const void* address) { return __cvta_generic_to_global(address); }
 
-DEVICE Vector ld_vector(const void* address) {
-    Vector v;
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
-                 : "l"(as_global(address))
-                 : "memory");
-    return v;
-}
+// A plain load: several of them may be in flight while the thread does something else.
+DEVICE Vector ld_vector(const void* address) { return *static_cast<const Vector*>(address); }
 
 DEVICE void st_vector(void* address, const Vector& v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(as_global(address)), "r"(v.word[0]),
@@ -177,7 +176,7 @@ DEVICE void st_release_sys(u64 address, u32 value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// SYNC clear->push (release): used by enter_push(), which says what it orders; the same fence is the acquire end.
+// SYNC clear->push (release): used by order_pushes(), which says what it orders; the same fence is the acquire end.
 DEVICE void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 DEVICE u64 globaltimer() {
@@ -197,6 +196,13 @@ DEVICE void spin_hint() {}
 DEVICE void wait_for_the_stream() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the next kernel on the stream begin, if it was launched for that, once all blocks are here. No wait for a peer may
+// follow: the next kernel's blocks would take the room of kernels that the peer, or another group, may be waiting for.
+DEVICE void let_the_next_kernel_begin() {
+#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
@@ -354,14 +360,21 @@ DEVICE Call enter_push(const Params& p, u32 kernel) {
     call.alive = ld_relaxed_sys(state_word(p, STATE_POISONED_WORD)) == 0;
     call.own = p.workspace[p.rank];
     call.arena = FLAGS_BYTES + (call.epoch & 1) * p.arena_bytes;
+    return call;
+}
+
+// Every thread calls it once, before its first push. Its first loads of inputs stand before it: the fence waits for all
+// loads that are in flight, so that it and they take the time of the slowest and not of both. An input is this rank's own
+// memory, which no peer writes: that fence does not order its loads.
+DEVICE void order_pushes() {
     // SYNC clear->push (release): what our previous launch cleared is ordered before what this launch pushes;
     // SYNC clear->push (acquire): so is what peers cleared before they pushed to our previous launch.
     fence_acq_rel_sys();
-    return call;
 }
 
 // Keeps the epochs of all blocks equal, including those that are not in this grid.
 DEVICE void leave_push(const Params& p, const Call& call) {
+    let_the_next_kernel_begin();
     __syncthreads();
     if (threadIdx.x == 0) st_state(p, blockIdx.x, call.epoch + 1);
     if (blockIdx.x == 0) {

@@ -14,14 +14,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-import msgspec
 import torch
 
 from device_comm.cuda.custom.launches import Launch, Launches
 from device_comm.cuda.custom.resources import CustomContext, CustomResources, agree_on_policy
 from device_comm.cuda.custom.streams import StreamOrder
-from device_comm.cuda.kernel_layout import MAX_BLOCKS, NORM_LANES
-from device_comm.cuda.policy.decision import Algorithm, CallFacts, GroupFacts, Plan, choose
+from device_comm.cuda.driver import LaunchConfiguration
+from device_comm.cuda.kernel_layout import MAX_BLOCKS, VECTOR_BYTES
+from device_comm.cuda.policy.decision import CallFacts, GroupFacts, Plan, choose
+from device_comm.cuda.policy.norm import NormPlan, choose_norm
+from device_comm.cuda.policy.shapes import norm_shape
 from device_comm.cuda.policy.table import Operation, PolicyTable
 from shm_broadcast.errors import CapabilityError, ClosedError, CommError, CudaError, UsageError
 
@@ -47,12 +49,11 @@ _WORD: Final = struct.Struct("<Q")
 class _Route:
     """How calls of one size and dtype are carried; `function_launch` is None if not by our kernels."""
 
-    __slots__ = ("function_launch", "grid", "is_pull", "piece", "threads")
+    __slots__ = ("configuration", "function_launch", "is_pull", "piece")
 
-    def __init__(self, plan: Plan, launch: Launch | None) -> None:
+    def __init__(self, plan: Plan, launch: Launch | None, configuration: LaunchConfiguration | None) -> None:
         self.function_launch = launch
-        self.grid = plan.grid
-        self.threads = plan.threads
+        self.configuration = configuration
         self.piece = plan.piece_bytes
         self.is_pull = plan.algorithm.is_pull
 
@@ -85,6 +86,7 @@ class CustomAllReduce:
         self._words: Sequence[int] = resources.record.words
         self._launches: Launches = resources.launches
         self._inputs = resources.inputs
+        self._is_dependent = context.settings.dependent_launch
         self._order = StreamOrder(context.driver, context.health.where)
         self._capture_stream: int | None = None
         self._is_open = True
@@ -92,11 +94,11 @@ class CustomAllReduce:
         self._routes: dict[tuple[str, torch.dtype, int, bool], _Route] = {}
         self._reduce_routes: dict[tuple[torch.dtype, int], _Route] = {}
         self._planned = functools.lru_cache(_MOST_ROUTES)(self._plan)
-        self._fusable = functools.lru_cache(_MOST_ROUTES)(self._can_fuse)
-        self._most_blocks = max(1, min(self.facts.multiprocessors, MAX_BLOCKS))
+        self._norm_plan = functools.lru_cache(_MOST_ROUTES)(self._plan_norm)
+        self._norms: dict[tuple[NormPlan, torch.dtype], tuple[Launch, LaunchConfiguration]] = {}
         self._eps, self._eps_word = 0.0, 0
         # Saves creating a bound method on each call.
-        self._launch = context.driver.launch
+        self._launch = context.driver.launch_configured
 
     @classmethod
     def create(cls, context: CustomContext) -> CustomAllReduce:
@@ -139,15 +141,16 @@ class CustomAllReduce:
         route = self._routes.get(key)
         if route is None:
             plan = self.plan(operation, dtype, nbytes, stream)
-            launch = None
+            launch = configuration = None
             if plan.algorithm.is_custom:
                 # An all-gather moves bytes, so the float32 module serves every dtype.
                 name = _NAMES.get(dtype, "float32") if operation != "all_gather" else "float32"
                 launch = self._loaded(plan.algorithm.value, name, stream, operation)
+                configuration = self._configured(launch, plan.grid, plan.threads)
             if len(self._routes) >= _MOST_ROUTES:
                 self._routes.clear()
                 self._reduce_routes.clear()
-            route = self._routes[key] = _Route(plan, launch)
+            route = self._routes[key] = _Route(plan, launch, configuration)
         return route
 
     def _loaded(self, kernel: str, dtype: str, stream: int, operation: str) -> Launch:
@@ -161,6 +164,11 @@ class CustomAllReduce:
             return self._launches.of(kernel, dtype)
         except CommError as error:
             raise self._broken(error) from None
+
+    def _configured(self, launch: Launch, grid: int, threads: int, cluster: int = 1) -> LaunchConfiguration:
+        return self._driver.configure(
+            launch.function, grid, threads, cluster=cluster, is_dependent=self._is_dependent
+        )
 
     def _broken(self, error: CommError) -> CommError:
         """Break the group and return `error`: without this rank's launch, peers would match its next call with this.
@@ -206,8 +214,8 @@ class CustomAllReduce:
                 found = self._route("all_reduce", dtype, count * dtype.itemsize, stream)
                 self._reduce_routes[dtype, count] = found
             route = found
-        launch = route.function_launch
-        if launch is None:
+        launch, configuration = route.function_launch, route.configuration
+        if launch is None or configuration is None:
             return False
         if (input_ | output) & 15:
             raise self._misaligned("all_reduce", input_, output)
@@ -217,20 +225,26 @@ class CustomAllReduce:
         elif nbytes > route.piece:
             for offset in range(0, nbytes, route.piece):
                 piece = min(route.piece, nbytes - offset) // _SIZES[dtype]
-                self._queue(route, launch, input_ + offset, output + offset, piece, stream)
+                self._queue(configuration, launch, input_ + offset, output + offset, piece, stream)
             return True
         arguments, first = launch.words, launch.first
         arguments[first] = input_
         arguments[first + 1] = output
         arguments[first + 2] = count
         try:
-            self._launch(launch.function, route.grid, route.threads, stream, launch.arguments)
+            self._launch(configuration, stream, launch.arguments)
         except CommError as error:
             raise self._broken(error) from None
         return True
 
     def _queue(
-        self, route: _Route, launch: Launch, input_: int, output: int, count: int, stream: int
+        self,
+        configuration: LaunchConfiguration,
+        launch: Launch,
+        input_: int,
+        output: int,
+        count: int,
+        stream: int,
     ) -> None:
         """Launch one kernel; `all_reduce` repeats this to save a call."""
         words, first = launch.words, launch.first
@@ -238,7 +252,7 @@ class CustomAllReduce:
         words[first + 1] = output
         words[first + 2] = count
         try:
-            self._launch(launch.function, route.grid, route.threads, stream, launch.arguments)
+            self._launch(configuration, stream, launch.arguments)
         except CommError as error:
             raise self._broken(error) from None
 
@@ -276,29 +290,23 @@ class CustomAllReduce:
         route = self._routes.get((operation, dtype, nbytes, False)) if self._capture_stream is None else None
         if route is None:
             route = self._route(operation, dtype, nbytes, stream)
-        launch = route.function_launch
-        if launch is None:
+        launch, configuration = route.function_launch, route.configuration
+        if launch is None or configuration is None:
             return False
         if operation != "all_gather" and (input_ | output) & 15:
             raise self._misaligned(operation, input_, output)
-        self._queue(route, launch, input_, output, count, stream)
+        self._queue(configuration, launch, input_, output, count, stream)
         return True
 
     def can_fuse(self, rows: int, hidden: int, dtype: torch.dtype, stream: int) -> bool:
-        """Return whether `all_reduce_add_rms_norm` carries a call: if a one-shot push carries an equal all-reduce.
+        """Return whether `all_reduce_add_rms_norm` carries a call; `choose_norm` says when."""
+        return self._norm_plan(rows, hidden, dtype, self._is_captured(stream)) is not None
 
-        Fused and separate kernels return the same bits, so a deterministic group may fuse too, whatever algorithm
-        carries its all-reduces.
-        """
-        return self._fusable(rows, hidden, dtype, self._is_captured(stream))
-
-    def _can_fuse(self, rows: int, hidden: int, dtype: torch.dtype, in_graph: bool) -> bool:
-        nbytes = rows * hidden * dtype.itemsize
-        facts = msgspec.structs.replace(self.facts, is_deterministic=False)
+    def _plan_norm(self, rows: int, hidden: int, dtype: torch.dtype, in_graph: bool) -> NormPlan | None:
         name = str(dtype).removeprefix("torch.")
-        call = CallFacts(operation="all_reduce", dtype=name, nbytes=nbytes, in_graph=in_graph)
-        is_whole = hidden * dtype.itemsize % 16 == 0
-        return is_whole and choose(facts, call, self.table).algorithm is Algorithm.PUSH_ONE_SHOT
+        return choose_norm(
+            self.facts, rows, hidden * dtype.itemsize, name, in_graph=in_graph, table=self.table
+        )
 
     def all_reduce_add_rms_norm(
         self, addresses: Sequence[int], rows: int, hidden: int, eps: float, dtype: torch.dtype, stream: int
@@ -321,9 +329,10 @@ class CustomAllReduce:
             raise self._failed("all_reduce_add_rms_norm")
         if stream != self._order.hot or self._capture_stream is not None:
             self._admit(stream, "all_reduce_add_rms_norm")
-        if not self.can_fuse(rows, hidden, dtype, stream):
+        plan = self._norm_plan(rows, hidden, dtype, self._is_captured(stream))
+        if plan is None:
             return False
-        self._norm("push_add_rms_norm", addresses, rows, hidden, eps, dtype, stream)
+        self._norm(plan, addresses, rows, hidden, eps, dtype, stream)
         return True
 
     def add_rms_norm(
@@ -333,11 +342,16 @@ class CustomAllReduce:
 
         The arguments are those of `all_reduce_add_rms_norm`. Not collective.
         """
-        self._norm("add_rms_norm", addresses, rows, hidden, eps, dtype, stream)
+        # It waits for nobody and may fill the device.
+        most = max(1, min(self.facts.multiprocessors, MAX_BLOCKS))
+        row_vectors = hidden * dtype.itemsize // VECTOR_BYTES
+        grid, threads, cluster = norm_shape(self.facts.arch, most, max(1, rows), row_vectors)
+        plan = NormPlan(kernel="add_rms_norm", grid=grid, threads=threads, cluster=cluster)
+        self._norm(plan, addresses, rows, hidden, eps, dtype, stream)
 
     def _norm(
         self,
-        kernel: str,
+        plan: NormPlan,
         addresses: Sequence[int],
         rows: int,
         hidden: int,
@@ -347,10 +361,13 @@ class CustomAllReduce:
     ) -> None:
         input_, residual, weight, output, total = addresses
         if (input_ | residual | weight | output | total) & 15:
-            raise self._misaligned(kernel, *addresses)
-        launch = self._launches.get(kernel, _NAMES[dtype])
-        if launch is None:
-            launch = self._loaded(kernel, _NAMES[dtype], stream, kernel)
+            raise self._misaligned(plan.kernel, *addresses)
+        found = self._norms.get((plan, dtype))
+        if found is None:
+            launch = self._loaded(plan.kernel, _NAMES[dtype], stream, plan.kernel)
+            found = launch, self._configured(launch, plan.grid, plan.threads, plan.cluster)
+            self._norms[plan, dtype] = found
+        launch, configuration = found
         words, at = launch.words, launch.first
         words[at] = input_
         words[at + 1] = residual
@@ -363,9 +380,8 @@ class CustomAllReduce:
             (self._eps_word,) = _WORD.unpack(_FLOAT_WORD.pack(eps, 0))
             self._eps = eps
         words[at + 7] = self._eps_word
-        # One block per row, with one thread for each of the norm's 256 lanes.
         try:
-            self._launch(launch.function, min(rows, self._most_blocks), NORM_LANES, stream, launch.arguments)
+            self._launch(configuration, stream, launch.arguments)
         except CommError as error:
             raise self._broken(error) from None
 

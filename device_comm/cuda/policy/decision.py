@@ -14,7 +14,8 @@ from typing import Final
 
 import msgspec
 
-from device_comm.cuda.kernel_layout import MAX_BLOCKS, VECTOR_BYTES, blocks_for, work_items
+from device_comm.cuda.kernel_layout import VECTOR_BYTES
+from device_comm.cuda.policy.shapes import all_reduce_shape
 from device_comm.cuda.policy.table import BUILT_IN, Operation, PolicyTable, family_of
 
 __all__ = [
@@ -26,10 +27,6 @@ __all__ = [
     "choose",
     "policy_digest",
 ]
-
-_PULL_BLOCKS: Final = {"ampere": 36, "hopper": 64, "blackwell": 64}
-_PULL_THREADS: Final = 512
-_THREADS: Final = (128, 256, 512)
 
 KERNEL_DTYPES: Final = frozenset({"float32", "float16", "bfloat16"})
 """The dtypes that our kernels can sum."""
@@ -257,25 +254,16 @@ def _fastest(facts: GroupFacts, call: CallFacts, table: PolicyTable) -> Plan:
 
 
 def _plan(facts: GroupFacts, algorithm: Algorithm, piece_bytes: int, reason: str) -> Plan:
-    grid, threads = _launch_shape(facts, algorithm, piece_bytes)
+    # A reduce-scatter has a thread for each vector of its result.
+    parts = facts.world_size if algorithm is Algorithm.PUSH_REDUCE_SCATTER else 1
+    grid, threads = all_reduce_shape(
+        algorithm.value,
+        family_of(facts.arch),
+        facts.multiprocessors,
+        -(-piece_bytes // parts),
+        facts.world_size,
+    )
     return Plan(algorithm=algorithm, grid=grid, threads=threads, piece_bytes=piece_bytes, reason=reason)
-
-
-def _launch_shape(facts: GroupFacts, algorithm: Algorithm, nbytes: int) -> tuple[int, int]:
-    """Return blocks and threads: one thread per vector, in small blocks over all multiprocessors.
-
-    A block waits for the blocks of the same index on other devices, so all blocks must run at once: at most one per
-    multiprocessor.
-    """
-    if algorithm is Algorithm.PUSH_REDUCE_SCATTER:
-        nbytes = -(-nbytes // facts.world_size)
-    items = work_items(algorithm.value, nbytes, facts.world_size)
-    most = max(min(facts.multiprocessors, MAX_BLOCKS), 1)
-    if algorithm.is_pull:
-        most = min(most, _PULL_BLOCKS.get(family_of(facts.arch), 36))
-        return blocks_for(items, _PULL_THREADS, most), _PULL_THREADS
-    threads = next((each for each in _THREADS if items <= each * most), _THREADS[-1])
-    return blocks_for(items, threads, most), threads
 
 
 @functools.lru_cache(maxsize=64)

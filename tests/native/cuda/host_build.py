@@ -91,12 +91,14 @@ class HostKernels:
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
 
-    def launch(self, kernel: str, grid: int, block: int, arguments: Sequence[object]) -> None:
+    def launch(
+        self, kernel: str, grid: int, block: int, arguments: Sequence[object], cluster: int = 1
+    ) -> None:
         """Run a kernel. An argument is a ctypes value, or a packed structure as bytes."""
         kept = [
             ctypes.create_string_buffer(each, len(each)) if isinstance(each, bytes) else each
             for each in arguments
         ]
         pointers = (ctypes.c_void_p * max(1, len(kept)))(*(ctypes.addressof(each) for each in kept))  # type: ignore[arg-type]
-        if self.library.launch(kernel.encode(), grid, block, pointers) != 0:
+        if self.library.launch_clusters(kernel.encode(), grid, block, cluster, pointers) != 0:
             raise KeyError(kernel)

@@ -83,6 +83,7 @@ inline bool host_run_thread(const std::string& name, void** args) {
     GC_KERNEL(pull_one_shot);
     GC_KERNEL(pull_two_shot);
     GC_KERNEL(push_add_rms_norm);
+    GC_KERNEL(push_two_shot_add_rms_norm);
     GC_KERNEL(add_rms_norm);
 #undef GC_KERNEL
     return false;
@@ -94,14 +95,23 @@ struct HostLimits {
 };
 inline HostLimits host_limits;
 
-inline int host_launch(const char* kernel, unsigned grid_x, unsigned block_x, unsigned grid_y, void** args) {
-    const unsigned grid = std::min<unsigned>(grid_x, host_limits.grid);
+inline int host_launch(const char* kernel, unsigned grid_x, unsigned block_x, unsigned grid_y, void** args,
+                       unsigned cluster = 1) {
+    // A grid consists of whole clusters.
+    const unsigned grid = std::max(cluster, std::min<unsigned>(grid_x, host_limits.grid) / cluster * cluster);
     const unsigned block = std::min<unsigned>(block_x, host_limits.block);
     const std::string name = kernel;
     std::atomic<bool> known{true};
     std::vector<std::unique_ptr<HostBlock>> blocks;
     std::vector<std::thread> threads;
-    for (unsigned b = 0; b < grid * grid_y; ++b) blocks.push_back(std::make_unique<HostBlock>(block));
+    std::vector<std::unique_ptr<HostCluster>> clusters;
+    for (unsigned b = 0; b < grid * grid_y; ++b) {
+        if (b % cluster == 0) clusters.push_back(std::make_unique<HostCluster>(cluster, block));
+        blocks.push_back(std::make_unique<HostBlock>(block));
+        blocks.back()->cluster = clusters.back().get();
+        blocks.back()->place = b % cluster;
+        clusters.back()->block[b % cluster] = blocks.back().get();
+    }
 #ifdef GC_WEAK_CLEARS
     static std::atomic<unsigned> launches[8];
     const Params* params = name.starts_with("push") ? static_cast<const Params*>(args[0]) : nullptr;
@@ -132,7 +142,12 @@ extern "C" {
 inline __attribute__((used)) int launch(const char* kernel, unsigned grid_x, unsigned block_x, void** args) {
     return host_launch(kernel, grid_x, block_x, 1, args);
 }
-// Does the same for a build with -DEMULATE=1, where each rank has a row of blocks.
+// Does the same with clusters of `cluster` blocks.
+inline __attribute__((used)) int launch_clusters(const char* kernel, unsigned grid_x, unsigned block_x,
+                                                 unsigned cluster, void** args) {
+    return host_launch(kernel, grid_x, block_x, 1, args, cluster);
+}
+// Does the same as `launch` for a build with -DEMULATE=1, where each rank has a row of blocks.
 inline __attribute__((used)) int launch_rows(const char* kernel, unsigned grid_x, unsigned grid_y, unsigned block_x,
                                              void** args) {
     return host_launch(kernel, grid_x, block_x, grid_y, args);

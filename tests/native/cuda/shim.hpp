@@ -64,11 +64,38 @@ struct HostBlock {
     ~HostBlock() { pthread_barrier_destroy(&barrier); }
     HostBlock(const HostBlock&) = delete;
     pthread_barrier_t barrier;
-    float floats[256];
+    alignas(16) char shared[16384] = {};
+    struct HostCluster* cluster = nullptr;
+    unsigned place = 0;
 };
 inline thread_local HostBlock* host_block = nullptr;
 
-inline float* host_shared_floats() { return host_block->floats; }
+struct HostCluster {
+    HostCluster(unsigned blocks, unsigned threads) : blocks(blocks) {
+        pthread_barrier_init(&barrier, nullptr, blocks * threads);
+    }
+    ~HostCluster() { pthread_barrier_destroy(&barrier); }
+    HostCluster(const HostCluster&) = delete;
+    unsigned blocks;
+    HostBlock* block[8] = {};
+    pthread_barrier_t barrier;
+};
+
+template <class Type>
+Type& host_shared() {
+    static_assert(sizeof(Type) <= sizeof host_block->shared);
+    return *reinterpret_cast<Type*>(host_block->shared);
+}
+inline unsigned cluster_blocks() { return host_block->cluster->blocks; }
+inline unsigned block_in_cluster() { return host_block->place; }
+inline void open_mailboxes(unsigned long long*, unsigned) {}
+inline void meet_cluster() { pthread_barrier_wait(&host_block->cluster->barrier); }
+inline void join_cluster() { meet_cluster(); }
+inline void send_float(unsigned long long*, float* own, unsigned block, float value) {
+    char* there = host_block->cluster->block[block]->shared + (reinterpret_cast<char*>(own) - host_block->shared);
+    std::atomic_ref<float>(*reinterpret_cast<float*>(there)).store(value, std::memory_order_relaxed);
+}
+inline void await_mail(unsigned long long*, unsigned, unsigned) { meet_cluster(); }
 inline void __syncthreads() {
     if (blockDim.x > 1) pthread_barrier_wait(&host_block->barrier);
 }
@@ -194,6 +221,7 @@ DEVICE void spin_hint() {
     sched_yield();
 }
 DEVICE void wait_for_the_stream() {}
+DEVICE void let_the_next_kernel_begin() {}
 
 // ---- numbers -------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,8 @@
 
 namespace {
 
-constexpr u64 MOST_ELEMENTS = 1024;
+constexpr u64 MOST_ELEMENTS = 4096;  // of a rank: a row of the norm that more than one group of lanes adds
+constexpr u64 MOST_COUNT = 1024;
 constexpr u64 ARENA_BYTES = 2 * WORLD_SIZE * (MOST_ELEMENTS * 4 + 16 * WORLD_SIZE) / 128 * 128 + 128;
 constexpr u64 RESULTS_BYTES = MOST_ELEMENTS * 4 + 128;
 std::atomic<bool> failed{false};
@@ -116,23 +117,31 @@ bool complain(const char* kernel, u32 rank, u32 number, u64 count, u64 i, u32 go
 }
 
 float square_sum(const Bits* row, u32 hidden) {
-    float lanes[256] = {};
+    float lanes[4][256] = {};
     for (u32 v = 0; v < hidden / ELEMENTS; ++v) {
+        float& lane = lanes[v / 256 % 4][v % 256];
         for (u32 e = 0; e < ELEMENTS; ++e) {
             const float value = static_cast<float>(value_of(row[v * ELEMENTS + e]));
-            lanes[v % 256] = lanes[v % 256] + value * value;
+            lane = lane + value * value;
         }
     }
     for (u32 half = 128; half; half /= 2) {
-        for (u32 l = 0; l < half; ++l) lanes[l] = lanes[l] + lanes[l + half];
+        for (auto& group : lanes) {
+            for (u32 l = 0; l < half; ++l) group[l] = group[l] + group[l + half];
+        }
     }
-    return lanes[0];
+    return (lanes[0][0] + lanes[2][0]) + (lanes[1][0] + lanes[3][0]);
 }
 
 // Compares the fused norm with the same steps one by one, each rounded as the contract says.
-bool norm(Rank& self, u32 number, u32 grid, u32 block) {
+bool norm(Rank& self, u32 number, u32 grid, u32 block, std::string kernel) {
+    if (kernel.empty()) kernel = number % 2 ? "push_add_rms_norm" : "push_two_shot_add_rms_norm";
     if (number % 8) number |= FINITE;
-    u32 hidden = (1 + mixed(number) % 20) * ELEMENTS, rows = 1 + mixed(number + 1) % 3;
+    const u32 cluster = 1u << mixed(number + 2) % 3;
+    // Every rank owns some vectors of a row.
+    const bool is_wide = mixed(number + 3) % 16 == 0;
+    u32 hidden = ((is_wide ? 257 : WORLD_SIZE) + mixed(number) % 20) * ELEMENTS;
+    u32 rows = is_wide ? 1 : 1 + mixed(number + 1) % 3;
     const u64 count = rows * hidden;
     float eps = 1e-5f;
     for (u64 i = 0; i < count; ++i) {
@@ -143,7 +152,7 @@ bool norm(Rank& self, u32 number, u32 grid, u32 block) {
     const void *in = self.in, *residual = self.residual, *weight = self.weight;
     void *out = self.out, *residual_out = self.residual_out;
     void* args[] = {&self.params, &in, &residual, &weight, &out, &residual_out, &rows, &hidden, &eps};
-    host_launch("push_add_rms_norm", grid, block, 1, args);
+    host_launch(kernel.c_str(), grid * cluster, block, 1, args, cluster);
     Bits sums[MOST_ELEMENTS];
     for (u64 i = 0; i < count; ++i) {
         sums[i] = bits_from(static_cast<float>(value_of(sum_of(number, i))) +
@@ -157,7 +166,7 @@ bool norm(Rank& self, u32 number, u32 grid, u32 block) {
         const float scaled = static_cast<float>(value_of(sums[i])) * (1.0f / std::sqrt(mean + eps));
         const Bits wanted = bits_from(scaled * static_cast<float>(value_of(self.weight[i % hidden])));
         if (self.out[i] != wanted) {
-            return complain("push_add_rms_norm", self.params.rank, number, count, i, self.out[i], wanted);
+            return complain(kernel.c_str(), self.params.rank, number, count, i, self.out[i], wanted);
         }
     }
     return true;
@@ -170,10 +179,10 @@ bool launch_and_check(Rank& self, u32 number, const std::string& only) {
     const u32 me = self.params.rank, choice = mixed(number * 3 + 1);
     const u32 grid = 1 + choice % 3, block = 1 + choice / 3 % 3;
     const u32 turn = choice / 9 % 7;
-    const u64 most = choice / 63 % 5 ? 64 : MOST_ELEMENTS;
+    const u64 most = choice / 63 % 5 ? 64 : MOST_COUNT;
     u64 count = 1 + mixed(number * 5 + 2) % most;
     for (u64 i = 0; i < WORLD_SIZE * count; ++i) self.in[i] = element(number, me, i);
-    if (only == "push_add_rms_norm" || (only.empty() && turn == 6)) return norm(self, number, grid, block);
+    if (only.ends_with("rms_norm") || (only.empty() && turn == 6)) return norm(self, number, grid, block, only);
     const std::string kernel = only.empty() ? KERNELS_IN_TURN[turn] : only;
     const bool pull = kernel.starts_with("pull"), gather = kernel == "push_all_gather";
     const bool in_place = choice / 315 % 2 && (kernel == "push_one_shot" || kernel.ends_with("two_shot"));

@@ -31,6 +31,9 @@ ONLY = {
     "one_flag_unchecked": "push_all_gather",
     "norm_sum_in_thread_order": "push_add_rms_norm",
     "residual_not_rounded_first": "push_add_rms_norm",
+    "group_sums_not_exchanged": "push_add_rms_norm",
+    "kept_vector_used_for_all": "push_add_rms_norm",
+    "sums_of_owners_not_cleared": "push_two_shot_add_rms_norm",
 }
 DTYPE = {"norm_sum_in_thread_order": "float32"}
 """Mutations that need another dtype than bfloat16, whose rounding hides the last bits of a sum."""

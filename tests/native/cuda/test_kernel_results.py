@@ -240,25 +240,26 @@ def norm_reference(
     rows, hidden = sums.shape
     elements = 16 // x.itemsize
     vectors = sums.float().view(rows, hidden // elements, elements)
-    padding = -vectors.shape[1] % 256
-    squares = torch.nn.functional.pad(vectors * vectors, (0, 0, 0, padding)).view(rows, -1, 256, elements)
-    lanes = torch.zeros(rows, 256)
+    padding = -vectors.shape[1] % 1024
+    squares = torch.nn.functional.pad(vectors * vectors, (0, 0, 0, padding)).view(rows, -1, 4, 256, elements)
+    lanes = torch.zeros(rows, 4, 256)
     for turn in range(squares.shape[1]):
         for element in range(elements):
-            lanes = lanes + squares[:, turn, :, element]
-    while lanes.shape[1] > 1:
-        half = lanes.shape[1] // 2
-        lanes = lanes[:, :half] + lanes[:, half:]
-    mean = lanes / torch.tensor(float(hidden))
+            lanes = lanes + squares[:, turn, :, :, element]
+    while lanes.shape[2] > 1:
+        half = lanes.shape[2] // 2
+        lanes = lanes[:, :, :half] + lanes[:, :, half:]
+    mean = ((lanes[:, 0] + lanes[:, 2]) + (lanes[:, 1] + lanes[:, 3])) / torch.tensor(float(hidden))
     # numpy rounds the root correctly; torch on the CPU does not for one float in six.
     root = torch.from_numpy(np.sqrt((mean + torch.tensor(eps, dtype=torch.float32)).numpy()))
     scale = torch.tensor(1.0) / root
     return (sums.float() * scale * weight.float()).to(x.dtype), sums
 
 
-@pytest.mark.parametrize(("rows", "hidden"), [(1, 64), (3, 128), (2, 2560)])
-def test_the_fused_norm_has_the_bits_of_its_parts(group: Group, rows: int, hidden: int) -> None:
-    """The fused kernel, the norm alone after an all-reduce, and the definition give one result."""
+@pytest.mark.parametrize("cluster", [1, 2, 4])
+@pytest.mark.parametrize(("rows", "hidden"), [(1, 64), (3, 128), (2, 2560), (1, 4096)])
+def test_the_fused_norm_has_the_bits_of_its_parts(group: Group, rows: int, hidden: int, cluster: int) -> None:
+    """Both fused kernels, the norm alone after an all-reduce, and the definition give one result."""
     if rows * hidden * group.dtype.itemsize * group.world_size > group.layout.arena_bytes:
         rows = 1
     # The kernel relies on its caller for this; it would write behind the workspace.
@@ -275,14 +276,15 @@ def test_the_fused_norm_has_the_bits_of_its_parts(group: Group, rows: int, hidde
         out, residual_out = empty(shape, group.dtype), empty(shape, group.dtype)
         tensors = [ctypes.c_uint64(each.data_ptr()) for each in (residual, weight, out, residual_out)]
         rest = [*tensors, ctypes.c_uint32(rows), ctypes.c_uint32(hidden), ctypes.c_float(1e-5)]
-        if kernel == "add_rms_norm":
-            group.kernels.launch(kernel, 2, 2, [ctypes.c_uint64(x.data_ptr()), *rest])
-        else:
-            group.launch(rank, kernel, x.data_ptr(), *rest)
+        arguments = [ctypes.c_uint64(x.data_ptr()), *rest]
+        if kernel != "add_rms_norm":
+            arguments = [group.params[rank], *arguments]
+        group.kernels.launch(kernel, 2 * cluster, 2, arguments, cluster)
         assert torch.equal(raw(residual_out), raw(residual_wanted)), kernel
         assert torch.equal(raw(out), raw(out_wanted)), kernel
 
     group.on_all(lambda rank: run(rank, "push_add_rms_norm", inputs[rank]))
+    group.on_all(lambda rank: run(rank, "push_two_shot_add_rms_norm", inputs[rank]))
     run(0, "add_rms_norm", reduced)
     exact = torch.nn.functional.rms_norm(residual_wanted.float(), (hidden,), weight.float(), 1e-5)
     assert torch.allclose(
@@ -303,7 +305,7 @@ def call(group: Group, rank: int, kernel: str) -> None:
     source, out = torch.ones(1024, dtype=group.dtype), empty(1024, group.dtype)
     table = torch.tensor([source.data_ptr()] * group.world_size)
     first = table.data_ptr() if kernel.startswith("pull") else source.data_ptr()
-    if kernel == "push_add_rms_norm":
+    if kernel.endswith("add_rms_norm"):
         rest: list[object] = [ctypes.c_uint64(each.data_ptr()) for each in (source, source, out, out)]
         rest += [ctypes.c_uint32(1), ctypes.c_uint32(64), ctypes.c_float(1.0)]
     else:

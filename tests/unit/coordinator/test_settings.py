@@ -42,6 +42,7 @@ SETTINGS = st.builds(
         CudaSettings,
         custom_all_reduce=st.booleans(),
         deterministic=st.booleans(),
+        dependent_launch=st.booleans(),
         arena_bytes=st.integers(16, 1 << 18).map(lambda pages: pages * 4096),
         staging_bytes=st.integers(0, 1 << 18).map(lambda pages: pages * 4096),
         deadline_s=st.one_of(st.none(), st.floats(0.001, 1e6)),
@@ -329,6 +330,7 @@ def test_every_field_counts_in_the_fingerprint() -> None:
         cuda=CudaSettings(
             custom_all_reduce=False,
             deterministic=True,
+            dependent_launch=False,
             arena_bytes=1 << 20,
             staging_bytes=0,
             deadline_s=1,
@@ -350,6 +352,7 @@ def test_every_field_counts_in_the_fingerprint() -> None:
         "remote.lost_after_s",
         "cuda.custom_all_reduce",
         "cuda.deterministic",
+        "cuda.dependent_launch",
         "cuda.arena_bytes",
         "cuda.staging_bytes",
         "cuda.deadline_s",

@@ -191,9 +191,9 @@ def test_arguments_lie_where_the_driver_looks() -> None:
 
 LIBRARY = """
 #include <string.h>
-int launch(const char *kernel, unsigned grid, unsigned block, void **arguments) {
+int launch_clusters(const char *kernel, unsigned grid, unsigned block, unsigned cluster, void **arguments) {
     if (strcmp(kernel, "store")) return 1;
-    **(unsigned **)arguments[0] = *(unsigned *)arguments[1] + 1000 * grid + block;
+    **(unsigned **)arguments[0] = *(unsigned *)arguments[1] + 10000 * cluster + 1000 * grid + block;
     return 0;
 }
 """
@@ -212,7 +212,10 @@ def test_kernels_come_from_a_host_library(tmp_path: Path) -> None:
         memory = driver.mem_alloc(64)
         arguments = PreparedLaunch([memory.to_bytes(8, "little"), (5).to_bytes(4, "little")])
         driver.launch(driver.module_function(module, "store"), 3, 64, 0, arguments)
-        assert driver.memcpy_dtoh(memory, 4) == (3069).to_bytes(4, "little")
+        assert driver.memcpy_dtoh(memory, 4) == (13069).to_bytes(4, "little")
+        configured = driver.configure(driver.module_function(module, "store"), 4, 64, cluster=2)
+        driver.launch_configured(configured, 0, arguments)
+        assert driver.memcpy_dtoh(memory, 4) == (24069).to_bytes(4, "little")
         with pytest.raises(CudaError, match="no_such_kernel returned 1"):
             driver.launch(driver.module_function(module, "no_such_kernel"), 1, 32, 0, arguments)
         driver.mem_free(memory)

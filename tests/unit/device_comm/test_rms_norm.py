@@ -7,7 +7,7 @@ import torch
 
 from coordinator import UsageError, rms_norm
 from coordinator.testing import FakeGroupCoordinator
-from device_comm.rms_norm import DTYPES, LANES, sum_of_squares
+from device_comm.rms_norm import DTYPES, GROUP_LANES, GROUPS, sum_of_squares
 
 np = pytest.importorskip("numpy")
 
@@ -16,17 +16,21 @@ EPS = 1e-6
 
 def slow_sum_of_squares(row: Any, vector: int) -> Any:
     """Sum the squares of a float32 row one operation at a time, in the order of `DESIGN.md`."""
-    lanes = [np.float32(0)] * LANES
+    lanes = [np.float32(0)] * (GROUPS * GROUP_LANES)
     for start in range(0, len(row), vector):
-        lane = start // vector % LANES
+        lane = start // vector % len(lanes)
         for x in row[start : start + vector]:
             lanes[lane] = lanes[lane] + x * x
-    step = LANES // 2
-    while step:
-        for lane in range(step):
-            lanes[lane] = lanes[lane] + lanes[lane + step]
-        step //= 2
-    return lanes[0]
+    sums = []
+    for first in range(0, len(lanes), GROUP_LANES):
+        group = lanes[first : first + GROUP_LANES]
+        step = GROUP_LANES // 2
+        while step:
+            for lane in range(step):
+                group[lane] = group[lane] + group[lane + step]
+            step //= 2
+        sums.append(group[0])
+    return (sums[0] + sums[2]) + (sums[1] + sums[3])
 
 
 def slow_rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -176,8 +176,18 @@ DEVICE void st_release_sys(u64 address, u32 value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// SYNC clear->push (release): used by order_pushes(), which says what it orders; the same fence is the acquire end.
+// SYNC clear->push (release): used by order_pushes(), which says what it orders.
 DEVICE void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// SYNC clear->push (acquire): used by acquire_pushes(), which says what it orders. From sm_90 and CUDA 12.7 on (PTX ISA 8.6)
+// it only invalidates the L1 cache; the older form also waits for this thread's stores.
+DEVICE void fence_acquire_sys() {
+#if __CUDA_ARCH__ >= 900 && (__CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 7))
+    asm volatile("fence.acquire.sys;" ::: "memory");
+#else
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+#endif
+}
 
 DEVICE u64 globaltimer() {
     u64 now;
@@ -367,13 +377,23 @@ DEVICE Call enter_push(const Params& p, u32 kernel) {
 // loads that are in flight, so that it and they take the time of the slowest and not of both. An input is this rank's own
 // memory, which no peer writes: that fence does not order its loads.
 DEVICE void order_pushes() {
-    // SYNC clear->push (release): what our previous launch cleared is ordered before what this launch pushes;
-    // SYNC clear->push (acquire): so is what peers cleared before they pushed to our previous launch.
+    // SYNC clear->push (release): what our previous launch cleared is ordered before what this launch pushes. The peers'
+    // acquire_pushes() is the other end.
     fence_acq_rel_sys();
+}
+
+// Behind a block's polls: what peers had cleared before they pushed what we read is ordered before our next launch's pushes.
+// One thread that has read a vector of every peer suffices. In all kernels it is the first thread of a warp of block 0:
+// its first one, but in the two-shot norm that of the warp with this rank's number, which owns the row's vectors.
+DEVICE void acquire_pushes() {
+    // SYNC clear->push (acquire): a fence in the next launch would be in another thread, which has read nothing (DESIGN.md,
+    // "The push in PTX's memory model").
+    if (blockIdx.x == 0 && threadIdx.x % WARP == 0) fence_acquire_sys();
 }
 
 // Keeps the epochs of all blocks equal, including those that are not in this grid.
 DEVICE void leave_push(const Params& p, const Call& call) {
+    acquire_pushes();
     let_the_next_kernel_begin();
     __syncthreads();
     if (threadIdx.x == 0) st_state(p, blockIdx.x, call.epoch + 1);

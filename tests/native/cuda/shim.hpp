@@ -201,6 +201,11 @@ DEVICE void fence_acq_rel_sys() {
 #endif
     host_drain(true);
 }
+DEVICE void fence_acquire_sys() {
+#ifndef __SANITIZE_THREAD__
+    std::atomic_thread_fence(std::memory_order_acquire);
+#endif
+}
 DEVICE unsigned long long globaltimer() {
     return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
 }

@@ -111,7 +111,8 @@ def test_push_has_one_fence_and_whole_vectors(kernel: str) -> None:
         # A vector goes to its owner; its sum goes to all, each of which waits for one owner.
         "push_two_shot_add_rms_norm": (1 + peers, ranks + 1),
     }[kernel]
-    assert count["LDG.E.128.STRONG.SYS"] == awaited
+    # The compiler may take the first poll of a loop out of it.
+    assert count["LDG.E.128.STRONG.SYS"] in (awaited, awaited + 1)
     assert count["STG.E.128.STRONG.SYS"] == awaited + pushes
     # The only 64-bit access of that kind stores the error word, once for each wait in the code.
     rounds = 2 if "two_shot" in kernel else 1

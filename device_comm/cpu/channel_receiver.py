@@ -257,11 +257,13 @@ class ChannelReceiver:
 
     def close(self) -> None:
         """Tell the sender that nobody reads any more. Idempotent."""
-        if self._memory is NO_RING:
+        # Kept here: a signal handler that closes this too, in the middle of it, takes it away.
+        memory = self._memory
+        if memory is NO_RING:
             return
         # First: ending the ring wakes a thread that waits, whose next call must find the endpoint closed.
         self.endpoint.close(refuse_closed)
-        rings.ring_end(self._memory, 0)
+        rings.ring_end(memory, 0)
         self._memory = NO_RING
 
 

@@ -275,9 +275,11 @@ class ChannelSender:
 
     def close(self) -> None:
         """Tell the receiver that nothing follows; what was written can still be read. Idempotent."""
-        if self.memory is NO_RING:
+        # Kept here: a signal handler that closes this too, in the middle of it, takes it away.
+        memory = self.memory
+        if memory is NO_RING:
             return
         # First: ending the ring wakes a thread that waits, whose next call must find the endpoint closed.
         self.endpoint.close(refuse_closed)
-        rings.ring_end(self.memory, -1)
+        rings.ring_end(memory, -1)
         self.memory = NO_RING

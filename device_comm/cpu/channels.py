@@ -496,7 +496,8 @@ class Channels:
     def close(self) -> None:
         """Leave all channels; calls that wait, here and for this rank elsewhere, end. Idempotent.
 
-        If a signal handler raises meanwhile, the next call does the rest.
+        If a signal handler raises meanwhile, the next call does the rest. One that closes them itself, or destroys the
+        group, has done it all.
         """
         if self._health.is_inherited:
             return
@@ -504,23 +505,32 @@ class Channels:
             if self._has_left:
                 return
             self.is_closed = True
-            _core.channel_leave(self._table, self._world_size, self._rank)
-            for sender in self._senders.values():
-                sender.close()
-            for receiver in self._receivers.values():
-                receiver.close()
-            # Tell the ranks that made channels which this one has not used that it never will.
-            for peer in self._others:
-                if peer not in self._receivers and self._is_ready(peer, self._rank):
-                    rings.ring_end(self._map(peer, self._rank), 0)
-                if peer not in self._senders and self._is_ready(self._rank, peer):
-                    rings.ring_end(self._map(self._rank, peer), -1)
-            # Those who wait for any of several ranks, also other threads of this one, look at all rings again.
-            for bell in self._bells:
-                rings.bell_sound(bell)
-            self._bells = []
-            self._table = _NO_TABLE
-            self._has_left = True
+            try:
+                self._leave()
+            except Exception as error:
+                # If a signal handler has left them all in the middle of this, the table and the segment are gone.
+                if not self._has_left or raised_by_handler(error):
+                    raise
+
+    def _leave(self) -> None:
+        _core.channel_leave(self._table, self._world_size, self._rank)
+        for sender in self._senders.values():
+            sender.close()
+        for receiver in self._receivers.values():
+            receiver.close()
+        # Tell the ranks that made channels which this one has not used that it never will.
+        for peer in self._others:
+            if peer not in self._receivers and self._is_ready(peer, self._rank):
+                rings.ring_end(self._map(peer, self._rank), 0)
+            if peer not in self._senders and self._is_ready(self._rank, peer):
+                rings.ring_end(self._map(self._rank, peer), -1)
+        # Those who wait for any of several ranks, also other threads of this one, look at all rings again.
+        for bell in self._bells:
+            rings.bell_sound(bell)
+        # Nothing is called from here on, so that whoever finds the table gone finds that all was left.
+        self._bells = []
+        self._table = _NO_TABLE
+        self._has_left = True
 
     def _is_ready(self, src: int, dst: int) -> bool:
         return _core.channel_state(self._table, self._world_size, src, dst) == _core.CHANNEL_READY

@@ -1,4 +1,4 @@
-"""Signal handlers that raise while messages of a channel are received, and that receive or send themselves."""
+"""Signal handlers that raise while messages of a channel are received, and that receive, send or close themselves."""
 
 import mmap
 import signal
@@ -9,13 +9,19 @@ from typing import Any, NoReturn
 
 import pytest
 
+from device_comm.cpu import channel_ends, channel_receiver, channel_sender, channels
 from device_comm.cpu.channel_receiver import ChannelReceiver
 from device_comm.cpu.channel_sender import ChannelSender, Sending, Writing
 from shm_broadcast import _core as rings
 from shm_broadcast import codec
-from shm_broadcast.errors import UsageError
+from shm_broadcast.errors import PeerLostError, UsageError
 from shm_broadcast.layout import segment_bytes
+from tests.channels import health_of
 from tests.crash.test_interrupted_collectives import alarm
+from tests.multiproc.device_comm.test_channel_opening import Strikes
+from tests.multiproc.device_comm.test_channel_opening import recv as recv_object
+from tests.multiproc.device_comm.test_channel_opening import send as send_object
+from tests.multiproc.device_comm.test_channel_strikes import opened
 from tests.queues import background
 from tests.unit.shm_broadcast.test_signal_handlers import AlarmError, Numbered, alarms
 from tests.waiting import wait_until
@@ -156,3 +162,63 @@ def test_a_handler_that_sends_inside_of_a_long_message_to_the_same_rank_is_refus
         send(sender, [Numbered(5), bytes(1 << 20)], 1)
     assert seen == [5]
     assert len(errors) == 1
+
+
+@pytest.mark.guarantee("D74")
+@pytest.mark.parametrize("drops_segment", [False, True])
+def test_a_handler_that_closes_at_any_step_of_closing_does_it_all(drops_segment: bool) -> None:
+    """A failure closes the channels, and a handler destroys the group meanwhile, which may drop the memory too.
+
+    The failure goes on to what else it has to end, and the call that found it raises nothing but that.
+    """
+
+    def close() -> None:
+        zero.close()
+        assert zero._has_left
+        if drops_segment:
+            zero._segment.close()
+
+    strikes = Strikes(close, channels, channel_sender, channel_receiver)
+    while not strikes.is_over:
+        with opened() as (zero, one):
+            send_object(one, "not received", 0)
+            others: list[str] = []
+            health_of(zero).on_abort(lambda: others.append("ended"))  # noqa: B023
+            with strikes.run():
+                health_of(zero).fail(PeerLostError("found", peers=(1,)))
+            assert others == ["ended"]
+            assert one._receivers[0].has_ended()
+            with pytest.raises(channel_ends.LeftError):
+                one._senders[0].raise_if_deserted()
+            assert zero._has_left
+            assert zero._bells == []
+    assert strikes.place > 10
+
+
+class Interrupted:
+    """An endpoint whose close is interrupted by a handler."""
+
+    def __init__(self, end: Any, handler: Callable[[], None]) -> None:
+        self.end, self.endpoint, self.handler = end, end.endpoint, handler
+
+    def close(self, *arguments: Any) -> None:
+        """Close the endpoint, behind the handler."""
+        self.end.endpoint = self.endpoint
+        self.handler()
+        self.endpoint.close(*arguments)
+
+
+@pytest.mark.guarantee("D74")
+@pytest.mark.parametrize("ends", ["_senders", "_receivers"])
+def test_a_close_below_a_handler_whose_own_close_was_cut_short_does_the_rest(ends: str) -> None:
+    """The handler has closed the same end before it was struck in turn, and has caught that."""
+    with opened() as (zero, one):
+        send_object(one, "received", 0)
+        assert recv_object(zero, 1) == "received"
+        end = getattr(zero, ends)[1]
+        end.endpoint = Interrupted(end, end.close)
+        zero.close()
+        assert zero._bells == []
+        assert one._receivers[0].has_ended()
+        with pytest.raises(channel_ends.LeftError):
+            one._senders[0].raise_if_deserted()

@@ -30,7 +30,10 @@ class Mark(Protocol):
     """A place in the order of an accelerator's stream, behind the work that a call has queued."""
 
     def wait(self) -> None:
-        """Make later work on the caller's current stream wait for it; does not block."""
+        """Make later work on the caller's current stream wait for it; does not block.
+
+        While that stream is being captured, this is allowed only for a mark of the same capture.
+        """
 
     def is_reached(self) -> bool:
         """Return whether the work is complete. Not allowed while a stream is being captured."""
@@ -86,7 +89,9 @@ class CallHandle(Generic[Result]):
     def wait(self, timeout_s: AnyTimeout = None) -> Result:
         """Wait for the result and return it; raise what the blocking call would have raised.
 
-        On an accelerator the caller's current stream waits, and later work on it finds the result.
+        On an accelerator the caller's current stream waits, and later work on it finds the result. While that stream is
+        being captured, only a call of the same capture can be waited for: order the stream behind earlier calls before
+        the capture begins.
 
         Args:
             timeout_s: How long this wait may take, in seconds. The call has its own deadline, given when it was made.
@@ -100,6 +105,8 @@ class CallHandle(Generic[Result]):
             UsageError: The call was refused and nothing was sent; or this process is a forked child of the group's
                 owner; or this is a callback on the group's own thread, which would wait for itself. The group is
                 intact.
+            RuntimeError: The device's runtime refused to order the stream, as in a capture of which the call is no
+                part, which is invalid then. The group is intact.
         """
         timeout_s = seconds(timeout_s)
         if not self.join(timeout_s):
@@ -146,7 +153,11 @@ class CallHandle(Generic[Result]):
         return [] if self._device.type == "cpu" else [self._device]
 
     def get_future(self) -> torch.futures.Future[Result]:
-        """Return a torch future for the result. Its callbacks run on the group's own thread and must not wait."""
+        """Return a torch future for the result. Its callbacks run on the group's own thread and must not wait.
+
+        On an accelerator the caller's current stream is ordered behind the call, as by `wait`, and so is a stream that
+        waits for the future. Where `wait` would raise, the future holds that error, also if it is asked for again.
+        """
         self._health.check_owner(self._name)
         with self._guard:
             if self._future is not None:
@@ -193,17 +204,21 @@ class CallHandle(Generic[Result]):
             self._resolve(future)
 
     def _resolve(self, future: torch.futures.Future[Result]) -> None:
+        error: Exception | None = self._error
+        if error is None and self._mark is not None:
+            try:
+                # The future records the streams that are current here.
+                self._mark.wait()
+            except Exception as refusal:  # noqa: BLE001 - the future raises it
+                error = refusal
         try:
-            if self._error is not None:
-                future.set_exception(self._error)  # type: ignore[arg-type] # its stub says the type of a result
+            if error is not None:
+                future.set_exception(error)  # type: ignore[arg-type] # its stub says the type of a result
             else:
-                if self._mark is not None:
-                    # The future records the streams that are current here.
-                    self._mark.wait()
                 future.set_result(self._value)
-        except RuntimeError as error:
+        except RuntimeError as completed:
             # The application has completed the future itself. The other calls of the group must continue.
-            logger.warning("%s: the application had completed its future already: %s", self._name, error)
+            logger.warning("%s: the application had completed its future already: %s", self._name, completed)
 
     def _outcome(self) -> Result:
         if self._error is not None:

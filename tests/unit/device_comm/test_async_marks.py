@@ -21,6 +21,8 @@ class Device:
         self.queued: list[tuple[int, str]] = []
         self.waits: list[tuple[int, int]] = []
         self.done: set[int] = set()
+        # What the device's runtime says to an order between streams that it refuses.
+        self.refusal = ""
 
     def queue(self, name: str) -> str:
         """Queue work on the current stream."""
@@ -39,7 +41,9 @@ class Mark:
         self.device, self.stream = device, device.current
 
     def wait(self) -> None:
-        """Let the current stream wait."""
+        """Let the current stream wait, or raise as torch."""
+        if self.device.refusal:
+            raise RuntimeError(self.device.refusal)
         self.device.waits.append((self.stream, self.device.current))
 
     def is_reached(self) -> bool:
@@ -47,15 +51,15 @@ class Mark:
         return self.stream in self.device.done
 
 
-def line_of(device: Device) -> CallLine:
+def line_of(device: Device, torch_device: torch.device = torch.device("cuda", 0)) -> CallLine:  # noqa: B008
     """Return the asynchronous calls of a group on a device."""
     health = GroupHealth(
         "tp:0", 0, [0, 1], cast("PeerWatch", QuietWatch()), cast("StatusStore", QuietStore())
     )
-    return CallLine(health, torch.device("cuda", 0), mark=device.mark)
+    return CallLine(health, torch_device, mark=device.mark)
 
 
-@pytest.mark.guarantee("D41")
+@pytest.mark.guarantee("D40")
 def test_a_stream_that_waits_for_a_handle_waits_for_the_stream_of_the_call() -> None:
     """Also another one than that on which the call was made, which nothing orders otherwise; and as often as asked."""
     device = Device()
@@ -69,7 +73,7 @@ def test_a_stream_that_waits_for_a_handle_waits_for_the_stream_of_the_call() -> 
     assert device.waits == [(1, 2), (1, 3)]
 
 
-@pytest.mark.guarantee("D41")
+@pytest.mark.guarantee("D40")
 def test_a_call_on_a_device_is_complete_when_the_device_is_done() -> None:
     """The host has made it before."""
     device = Device()
@@ -94,8 +98,85 @@ def test_a_call_that_has_failed_marks_nothing() -> None:
     assert device.waits == []
 
 
-def test_a_mark_of_torch_asks_the_module_of_its_device() -> None:
-    """A CPU has the same functions as an accelerator, for work that is always done."""
-    mark = StreamMark(torch.device("cpu"))
+@pytest.mark.guarantee("D40")
+def test_a_future_that_cannot_order_the_stream_holds_the_error() -> None:
+    """As for a call before a capture, of which a future is asked for in it. The future completes, and so do others."""
+    device = Device()
+    # A future of torch for a device needs a build of torch that has it.
+    line = line_of(device, torch.device("cpu"))
+    handle = line.submit("all_reduce", lambda: device.queue("sum"), at_once=True)
+    device.refusal = "operation would make the legacy stream depend on a capturing stream"
+    future = handle.get_future()
+    assert future.done()
+    with pytest.raises(RuntimeError, match="depend on a capturing stream"):
+        future.wait()
+    with pytest.raises(RuntimeError, match="depend on a capturing stream"):
+        handle.wait()
+    device.refusal = ""
+    # The call itself has not failed.
+    assert handle.wait() == "sum"
+    assert line.submit("all_reduce", lambda: device.queue("next"), at_once=True).get_future().wait() == "next"
+
+
+@pytest.mark.guarantee("D42")
+def test_a_future_that_the_application_completed_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """The call goes on, and its handle has its result."""
+    line = line_of(Device(), torch.device("cpu"))
+    handle = CallHandle(line._health, "all_reduce", lambda: "sum", torch.device("cpu"))
+    future = handle.get_future()
+    future.set_result("the application's")
+    assert handle.perform() is None
+    handle.finish()
+    assert (future.wait(), handle.wait()) == ("the application's", "sum")
+    assert "completed its future already" in caplog.text
+
+
+class TorchStreams:
+    """Stands for torch's module of an accelerator: notes what is done with events and streams, in order."""
+
+    def __init__(self) -> None:
+        self.current, self.is_done = 1, False
+        self.steps: list[tuple[str, object]] = []
+
+    def current_stream(self, device: torch.device) -> tuple[torch.device, int]:
+        """Return the stream that is current on a device."""
+        return device, self.current
+
+    def Event(self) -> TorchEvent:  # noqa: N802 - torch's name
+        """Return a new event."""
+        return TorchEvent(self)
+
+
+class TorchEvent:
+    """Stands for torch's event."""
+
+    def __init__(self, streams: TorchStreams) -> None:
+        self.streams = streams
+
+    def record(self, stream: object) -> None:
+        """Note it."""
+        self.streams.steps.append(("record", stream))
+
+    def wait(self, stream: object) -> None:
+        """Note it."""
+        self.streams.steps.append(("wait", stream))
+
+    def query(self) -> bool:
+        """Return whether the test says that the work is done."""
+        return self.streams.is_done
+
+
+@pytest.mark.guarantee("D40")
+def test_a_mark_of_torch_is_behind_the_work_and_before_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event is recorded once, on the stream of the call, and each stream that waits does so for that event."""
+    device, streams = torch.device("cuda", 1), TorchStreams()
+    monkeypatch.setattr(torch, "get_device_module", lambda asked: streams if asked is device else None)
+    mark = StreamMark(device)
+    assert streams.steps == [("record", (device, 1))]
+    streams.current = 2
     mark.wait()
+    mark.wait()
+    assert streams.steps[1:] == [("wait", (device, 2)), ("wait", (device, 2))]
+    assert not mark.is_reached()
+    streams.is_done = True
     assert mark.is_reached()

@@ -147,6 +147,14 @@ class CallHandle(Generic[Result]):
         self._outcome()
         return self._mark is None or self._mark.is_reached()
 
+    def failure(self) -> Exception | None:
+        """Return the error of a call that has failed; None while it is in progress, and if it has succeeded.
+
+        The device is not asked: this is allowed while a stream is being captured.
+        """
+        self._health.check_owner(self._name)
+        return self._error if self._is_done else None
+
     @property
     def devices(self) -> list[int | str | torch.device]:
         """The devices of which a torch future for this call must order the streams."""

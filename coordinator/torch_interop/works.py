@@ -80,18 +80,16 @@ class CallWork(dist.Work):
             return True
 
     def is_success(self) -> bool:
-        """Return whether the call has ended without an error."""
-        return self.is_completed() and self.exception() is None
+        """Return whether the call has ended without an error.
+
+        Of a call that has not failed this asks the device, which is not allowed while a stream is being captured.
+        """
+        return self.exception() is None and self.is_completed() and self.exception() is None
 
     def exception(self) -> Exception | None:
-        """Return the error of a call that has failed; None while it runs and if it succeeded."""
-        if self._handle is None:
-            return None
-        try:
-            self._handle.is_completed()
-        except CommError as error:
-            return self._translate(error)
-        return None
+        """Return the error of a call that has failed; None while it runs and if it succeeded. Asks no device."""
+        error = None if self._handle is None else self._handle.failure()
+        return self._translate(error) if isinstance(error, CommError) else error
 
     def result(self) -> list[Any]:
         """Return the tensors that the call fills."""

@@ -47,7 +47,9 @@ class Mark:
         self.device.waits.append((self.stream, self.device.current))
 
     def is_reached(self) -> bool:
-        """Return whether the test says so."""
+        """Return whether the test says so, or raise as torch."""
+        if self.device.refusal:
+            raise RuntimeError(self.device.refusal)
         return self.stream in self.device.done
 
 

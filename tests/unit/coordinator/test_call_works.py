@@ -1,0 +1,66 @@
+"""The works that torch gets for calls of a group on an accelerator."""
+
+import pytest
+
+from coordinator.torch_interop.works import CallWork
+from shm_broadcast.errors import CommError, PeerLostError
+from tests.unit.device_comm.test_async_marks import Device, line_of
+
+IN_CAPTURE = "operation not permitted when stream is capturing"
+
+
+class TorchError(Exception):
+    """What torch's callers get."""
+
+
+def translate(error: CommError) -> Exception:
+    """Return torch's error."""
+    return TorchError(str(error))
+
+
+@pytest.mark.guarantee("D40")
+def test_whether_a_call_has_failed_is_told_during_a_capture() -> None:
+    """The outcome is recorded, so the device, which refuses every question then, is not asked."""
+    device = Device()
+    line = line_of(device)
+
+    def fail() -> None:
+        raise PeerLostError("rank 1 is gone", peers=[1])
+
+    made = CallWork(line.submit("all_reduce", lambda: device.queue("sum"), at_once=True), (), None, translate)
+    failed = CallWork(line.submit("all_reduce", fail, at_once=True), (), None, translate)
+    device.refusal = IN_CAPTURE
+    assert made.exception() is None
+    error = failed.exception()
+    assert isinstance(error, TorchError)
+    assert "rank 1 is gone" in str(error)
+    assert not failed.is_success()
+    # Success needs the device's answer.
+    with pytest.raises(RuntimeError, match=IN_CAPTURE):
+        made.is_success()
+    device.refusal = ""
+    assert not made.is_success()
+    device.done.add(1)
+    assert made.is_success()
+    assert made.is_completed()
+    assert failed.is_completed()
+
+
+def test_an_error_that_is_none_of_ours_is_told_as_it_is() -> None:
+    """It is neither raised nor translated."""
+    line = line_of(Device())
+    refusal = ValueError("no such tensor")
+
+    def fail() -> None:
+        raise refusal
+
+    work = CallWork(line.submit("all_reduce", fail, at_once=True), (), None, translate)
+    assert work.exception() is refusal
+    assert not work.is_success()
+
+
+def test_a_work_without_a_call_has_succeeded() -> None:
+    """It was made before."""
+    work = CallWork(None, (), None)
+    assert work.is_success()
+    assert work.exception() is None

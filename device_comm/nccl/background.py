@@ -1,26 +1,21 @@
-"""Join and finalize an NCCL communicator on a thread, while the caller waits with a deadline.
+"""Join an NCCL communicator on a thread, while the caller waits with a deadline.
 
 Communicators are blocking: on a non-blocking one every call starts a thread of its own and returns before that has
 queued the work, which costs the caller about 0.3 ms (NCCL 2.28.9, group.cc:703-738). Only joining and finalizing then
-block for as long as other ranks take, so these two get a thread.
+block for as long as other ranks take. Joining gets a thread, and the connection's keeper finalizes.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
-from typing import Final
 
-from device_comm.nccl.library import IN_PROGRESS, NcclLibrary
+from device_comm.nccl.library import NcclLibrary
 from device_comm.nccl.streams import Streams
 from shm_broadcast.errors import CommError, NcclError
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-# How often a communicator that the environment makes non-blocking is asked whether it is finalized.
-_POLL_S: Final = 0.002
 
 
 class Joining:
@@ -105,59 +100,4 @@ class Joining:
                 logger.warning("a communicator that was given up: %s", error)
 
 
-class Finalizing:
-    """One rank's end of a communicator: finalize it, then free it."""
-
-    def __init__(
-        self, library: NcclLibrary, streams: Streams, comm: int, take: Callable[[], int], name: str
-    ) -> None:
-        """Start a thread.
-
-        Args:
-            library: The NCCL library.
-            streams: The device's streams.
-            comm: The communicator.
-            take: Returns the communicator, which nobody else frees from then on; 0 if it is being aborted.
-            name: The group, for texts.
-        """
-        self._library = library
-        self._streams = streams
-        self._comm = comm
-        self._take = take
-        self._is_over = threading.Event()
-        self._is_given_up = False
-        # Why it failed, or None.
-        self.error: NcclError | None = None
-        # Whether the communicator was freed.
-        self.is_freed: bool = False
-        threading.Thread(
-            target=self._run, name=f"group-coordinator-nccl-finalize {name}", daemon=True
-        ).start()
-
-    def _run(self) -> None:
-        library = self._library
-        try:
-            with self._streams.on_device():
-                status = library.call("ncclCommFinalize", self._comm, comm=self._comm)
-                while status == IN_PROGRESS and not self._is_given_up:
-                    time.sleep(_POLL_S)
-                    status = library.async_error(self._comm)
-                comm = 0 if self._is_given_up else self._take()
-                if comm:
-                    library.call("ncclCommDestroy", comm)
-                    self.is_freed = True
-        except NcclError as error:
-            self.error = error
-        finally:
-            self._is_over.set()
-
-    def wait(self, slice_s: float) -> bool:
-        """Wait for up to `slice_s` seconds; return whether the thread has come to its end."""
-        return self._is_over.wait(slice_s)
-
-    def give_up(self) -> None:
-        """Free nothing any more; the caller aborts the communicator, which ends what the thread waits for."""
-        self._is_given_up = True
-
-
-__all__ = ["Finalizing", "Joining"]
+__all__ = ["Joining"]

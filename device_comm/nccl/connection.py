@@ -3,7 +3,8 @@
 NCCL's calls only queue work. When a peer dies, the kernel spins for ever and the host blocks in some call of torch,
 which does not watch processes. Each connected communicator therefore has a *keeper*: a thread that checks, every
 `KEEP_EVERY_S`, the peers' processes, the communicator's asynchronous error, and calls that make no progress. A failure
-breaks the group; the keeper then aborts the communicator, which ends the kernels.
+breaks the group; the keeper then aborts the communicator, which ends the kernels. On an orderly close the keeper
+finalizes it. Whatever interrupts the caller of `close`, the keeper goes on.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ import msgspec
 
 from device_comm.base import CommunicatorContext
 from device_comm.health import ANNOUNCE_AFTER_S, Operation
-from device_comm.nccl.background import Finalizing, Joining
-from device_comm.nccl.library import IN_PROGRESS, NcclLibrary, new_config
+from device_comm.nccl.background import Joining
+from device_comm.nccl.library import IN_PROGRESS, SUCCESS, NcclLibrary, new_config
 from device_comm.nccl.streams import Progress, Streams
 from shm_broadcast.errors import (
+    ClosedError,
     CommError,
     DecodeError,
     DisagreementError,
@@ -44,7 +46,10 @@ KEEP_EVERY_S: Final = 0.25
 # begins with the first value again: 15 polls a slice.
 FIRST_POLL_S: Final = 0.0002
 LAST_POLL_S: Final = 0.01
-# `close` waits this long for queued calls, and then this long for the abort of a communicator that was not flushed.
+# How often such a communicator is asked whether it is finalized.
+FINALIZE_POLL_S: Final = 0.002
+# The keeper waits this long for queued calls and their end in the library; `close` waits as long for the keeper, and
+# then so long for the abort of a communicator that was not flushed.
 FLUSH_S: Final = 3.0
 ABORT_S: Final = 3.0
 
@@ -110,10 +115,14 @@ class NcclConnection:
         self._handle: ctypes.c_void_p | None = None
         self._closed = False
         self._aborting = False
+        # Whether the keeper is in a call of the library that nothing but the library ends.
+        self._is_inside = False
         self._settling = False
         self._asking = threading.Lock()
         self._wake = threading.Event()
-        self._keeper: threading.Thread | None = None
+        # The thread, and an event that it sets at its end: an interrupt of its `join` would have it count as ended
+        # (Python before 3.13).
+        self._keeper: tuple[threading.Thread, threading.Event] | None = None
         self._seen, self._since = 0, 0.0
         self._health.on_abort(self._on_abort)
         _connections.add(self)
@@ -133,6 +142,7 @@ class NcclConnection:
             NcclError: NCCL failed; the text quotes it. The group is intact if rank 0 could not create an id, else
                 broken.
             CommTimeoutError: A rank did not call; the group is broken.
+            ClosedError: Another thread has closed this meanwhile; what was joined is aborted.
         """
         self._health.check_usable("connect")
         if self.is_connected:
@@ -140,13 +150,31 @@ class NcclConnection:
         unique_id = self._agree()
         with self.calling(Call("connect", None, self.context.timeout_s)):
             status = self._join(unique_id)
-            self._keeper = threading.Thread(
-                target=self._keep, name=f"group-coordinator-nccl {self.context.name}", daemon=True
-            )
-            self._keeper.start()
+            # It aborts what was joined if `close` came before: that found no keeper.
+            self._start_keeper()
+            self._refuse_closed()
             self.settle("ncclCommInitRankConfig", status)
         self._handle = ctypes.c_void_p(self._comm)
+        self._refuse_closed()
         self.rearm()
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self._health.where('connect')}: the communicator was closed meanwhile")
+
+    def _start_keeper(self) -> None:
+        ended = threading.Event()
+        name = f"group-coordinator-nccl {self.context.name}"
+        keeper = threading.Thread(target=self._keep, args=(ended,), name=name, daemon=True)
+        try:
+            keeper.start()
+        except BaseException:
+            # Nobody else would free it. If an interrupt comes though the thread runs, one of the two does.
+            self._aborting = True
+            self._wake.set()
+            self._end()
+            raise
+        self._keeper = keeper, ended
 
     def _join(self, unique_id: bytes) -> int:
         """Join the communicator of `unique_id` on a thread, and keep it; return the library's status."""
@@ -259,18 +287,20 @@ class NcclConnection:
 
     # ------------------------------------------------------------------ watching
 
-    def _keep(self) -> None:
-        while not self._wake.wait(KEEP_EVERY_S):
-            try:
-                self._look()
-            except CommError as error:
-                # The failure breaks the group, so the next call raises it.
-                logger.warning("%s", error)
-                # A group that is closing reports no failure: a failure record would end the peers' calls in flight.
-                if not self._health.is_broken and not self._health.is_closed:
-                    self._health.fail(error)
-        if self._aborting:
-            self._abort_now()
+    def _keep(self, ended: threading.Event) -> None:
+        try:
+            while not self._wake.wait(KEEP_EVERY_S):
+                try:
+                    self._look()
+                except CommError as error:
+                    # The failure breaks the group, so the next call raises it.
+                    logger.warning("%s", error)
+                    # A group that is closing reports no failure: a failure record would end the peers' calls in flight.
+                    if not self._health.is_broken and not self._health.is_closed:
+                        self._health.fail(error)
+            self._end()
+        finally:
+            ended.set()
 
     def _look(self) -> None:
         number = self.entered
@@ -324,74 +354,107 @@ class NcclConnection:
         return self.returned == number and (self.progress is None or self.progress.is_done())
 
     def _on_abort(self) -> None:
-        # On an orderly close, `close` flushes the queued calls; they must not be aborted here.
+        # On an orderly close, the keeper flushes the queued calls; they must not be aborted here.
         if self._health.is_broken:
             self.hot = None
             self._aborting = True
             self._wake.set()
 
-    def _abort_now(self) -> None:
-        """Abort and free the communicator. Blocks as long as NCCL does."""
-        deadline = time.monotonic() + 0.2
-        # A call that has just been entered returns within microseconds and must not lose its handle before. A call
-        # that blocks in NCCL is ended by the abort, so do not wait for it longer than 0.2 s.
-        while self.returned != self.entered and not self._settling and time.monotonic() < deadline:
-            time.sleep(0.001)
-        comm = self._take()
-        if comm:
-            try:
-                self.library.call("ncclCommAbort", comm)
-            except NcclError as error:
-                logger.warning("%s: %s", self._health.where("abort"), error)
-
     # ------------------------------------------------------------------ leaving
 
     def close(self) -> None:
-        """Wait for queued calls and free the communicator, or abort it. Idempotent; waits for at most 9 s."""
-        if self._closed or self._health.is_inherited:
+        """Wait for queued calls and free the communicator, or abort it. Idempotent; waits for at most 6 s.
+
+        If a signal handler raises meanwhile, all is done nevertheless, and the next call waits for it.
+        """
+        if self._health.is_inherited:
             return
         self._closed = True
         self.hot = None
         if self._health.is_broken:
             self._aborting = True
         self._wake.set()
-        keeper, self._keeper = self._keeper, None
-        if keeper is None:
+        if self._comm and (self._keeper is None or self._keeper[1].is_set()):
+            # `connect` was interrupted before it had started one, or another thread is about to; or it has failed.
+            self._start_keeper()
+        if self._keeper is None:
             return
-        keeper.join(ABORT_S)
-        if keeper.is_alive():
-            logger.warning("%s: NCCL still aborts after %.0f s", self._health.where("destroy"), ABORT_S)
-        elif self._comm and not self._flush():
-            self._aborting = True
-            abort = threading.Thread(target=self._abort_now, name="group-coordinator-nccl-abort", daemon=True)
-            abort.start()
-            abort.join(ABORT_S)
+        keeper, ended = self._keeper
+        if not self._aborting:
+            ended.wait(FLUSH_S)
+        if not self._is_inside:
+            ended.wait(ABORT_S)
+        if ended.is_set():
+            keeper.join(ABORT_S)
+        else:
+            logger.warning("%s: NCCL has not freed its communicator yet", self._health.where("destroy"))
+        self._keeper = None
 
-    def _flush(self) -> bool:
-        """Finalize and destroy the communicator; return whether that succeeded within `FLUSH_S`."""
-        if self._handle is None or self.returned != self.entered:
-            return False
+    def _end(self) -> None:
+        """Free the communicator behind its queued calls, or abort it. Blocks as long as NCCL does.
+
+        The thread that takes it is the only one that asks it or frees it from then on. So it is never aborted while
+        another thread finalizes it, nor asked once it was freed.
+        """
+        with self._asking:
+            comm, self._comm = self._comm, 0
+        if not comm:
+            return
         deadline = time.monotonic() + FLUSH_S
-        finalizing = Finalizing(self.library, self._streams, self._comm, self._take, self.context.name)
         try:
-            while not finalizing.wait(LAST_POLL_S):
-                if time.monotonic() >= deadline or self._health.is_broken:
-                    logger.warning("%s: not flushed within %.0f s", self._health.where("destroy"), FLUSH_S)
-                    break
-                self._health.check_peers(Operation("nccl", "destroy", 0))
+            with self._streams.on_device():
+                if self._drain(deadline) and self._finalize(comm, deadline):
+                    self._is_inside = True
+                    self._free("ncclCommDestroy", comm)
+                    return
+            if not self._aborting:
+                logger.warning("%s: not flushed within %.0f s", self._health.where("destroy"), FLUSH_S)
         except CommError as error:
             logger.warning("%s: %s", self._health.where("destroy"), error)
         finally:
-            finalizing.give_up()
-        if finalizing.error is not None:
-            logger.warning("%s: %s", self._health.where("destroy"), finalizing.error)
-        return finalizing.is_freed
+            self._is_inside = False
+        self._aborting = True
+        self._await_call()
+        self._free("ncclCommAbort", comm)
 
-    def _take(self) -> int:
-        """Return the communicator, which only the caller may free from now on; 0 if another one is freeing it."""
-        with self._asking:
-            comm, self._comm = self._comm, 0
-        return comm
+    def _drain(self, deadline: float) -> bool:
+        """Wait until the queued calls are complete; return whether they are, so that finalizing waits for none."""
+        while not self._aborting and self._handle is not None and self.returned == self.entered:
+            self._health.check_peers(Operation("nccl", "destroy", 0))
+            if self.progress is None or self.progress.is_done():
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(LAST_POLL_S)
+        return False
+
+    def _finalize(self, comm: int, deadline: float) -> bool:
+        """Finalize the communicator; return False if that is too late, or the group breaks."""
+        self._is_inside = True
+        status = self.library.call("ncclCommFinalize", comm, comm=comm)
+        self._is_inside = False
+        while status == IN_PROGRESS and not self._aborting and time.monotonic() < deadline:
+            self._health.check_peers(Operation("nccl", "destroy", 0))
+            time.sleep(FINALIZE_POLL_S)
+            status = self.library.async_error(comm)
+        if status not in (SUCCESS, IN_PROGRESS):
+            raise self.library.error("ncclCommFinalize, asynchronously", status, comm)
+        # To free it may wait for other ranks. An abort does not.
+        return status == SUCCESS and not self._aborting and time.monotonic() < deadline
+
+    def _await_call(self) -> None:
+        """Wait for a call that has just been entered, so that it does not lose its handle."""
+        deadline = time.monotonic() + 0.2
+        # It returns within microseconds. One that blocks in NCCL is ended by the abort, so do not wait longer for it.
+        while self.returned != self.entered and not self._settling and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def _free(self, function: str, comm: int) -> None:
+        """Call `function`, which frees the communicator. Nobody touches it from then on, even if it fails."""
+        try:
+            self.library.call(function, comm)
+        except NcclError as error:
+            logger.warning("%s: %s", self._health.where("destroy"), error)
 
 
 class _Polled:

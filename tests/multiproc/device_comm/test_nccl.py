@@ -421,19 +421,46 @@ def test_errors_name_the_library_and_the_call_that_failed(stub: str, way: str) -
         assert way == "asynchronous" or "the stub was told to fail" in text
 
 
-def leave_stuck(rank: int, world_size: int, directory: Path, stub: str) -> list[float]:
+def leave_stuck(rank: int, world_size: int, directory: Path, stub: str) -> tuple[float, list[int], list[int]]:
     with nccl_world(rank, world_size, directory, stub) as (_, it):
         it.all_reduce(torch.ones(1))
-        stub_of(it.library).stub_never_finishes(1)
+        knobs = stub_of(it.library)
+        knobs.stub_never_finishes(1)
         start = time.monotonic()
         it.destroy()
         seconds = time.monotonic() - start
-        calls = stub_of(it.library).stub_calls
-        return [seconds, float(calls(0)), float(calls(1))]
+        before = [knobs.stub_calls(which) for which in range(3)]
+        knobs.stub_never_finishes(0)
+        wait_until(lambda: knobs.stub_calls(0), "the abort", PROMPT_S)
+        wait_until(lambda: not keepers(), "the end of the thread", PROMPT_S)
+        return seconds, before, [knobs.stub_calls(which) for which in range(3)]
 
 
-def test_destroy_of_a_stuck_communicator_is_bounded(stub: str) -> None:
-    """A communicator that cannot be flushed is aborted after some seconds."""
-    for seconds, aborted, destroyed in run_ranks(leave_stuck, 2, stub):
+def keepers() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name.startswith("group-coordinator-nccl")]
+
+
+def test_destroy_of_a_communicator_that_is_never_finalized_is_bounded(stub: str) -> None:
+    """No other thread frees it while the library finalizes it. It is freed when the library returns."""
+    for seconds, before, after in run_ranks(leave_stuck, 2, stub):
         assert 2.5 < seconds < 2.5 + PROMPT_S
-        assert (aborted, destroyed) == (1, 0)
+        assert before == [0, 0, 1]
+        assert after == [1, 0, 1]
+
+
+def leave_busy(rank: int, world_size: int, directory: Path, stub: str) -> tuple[float, list[int]]:
+    progress = FakeProgress()
+    with nccl_world(rank, world_size, directory, stub, progress) as (_, it):
+        it.all_reduce(torch.ones(1))
+        progress.stuck = True
+        start = time.monotonic()
+        it.destroy()
+        knobs = stub_of(it.library)
+        return time.monotonic() - start, [knobs.stub_calls(which) for which in range(3)]
+
+
+def test_destroy_aborts_work_that_does_not_end(stub: str) -> None:
+    """The device has not done what was queued after some seconds, and the library is not asked to wait for it."""
+    for seconds, calls in run_ranks(leave_busy, 2, stub):
+        assert 2.5 < seconds < 2.5 + PROMPT_S
+        assert calls == [1, 0, 0]

@@ -394,5 +394,10 @@ EXPORT int ncclCommDestroy(Comm *comm) {
   free(comm);
   return OK;
 }
-/* It frees nothing, because a thread may still be in a call. */
-EXPORT int ncclCommAbort(Comm *comm) { calls[0]++; comm->aborting = 1; return OK; }
+/* It frees nothing, because a thread may still be in a call. A rank that finalizes does not wait for one that aborts. */
+EXPORT int ncclCommAbort(Comm *comm) {
+  calls[0]++;
+  comm->aborting = 1;
+  if (!comm->finalizing) atomic_fetch_add(&comm->shared->finalized, 1);
+  return OK;
+}

@@ -1,0 +1,339 @@
+"""The end of an NCCL communicator, whatever happens meanwhile: it is freed once, and never used by two threads then."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, cast
+
+import pytest
+import torch
+
+from device_comm.base import CommunicatorContext
+from device_comm.health import GroupHealth, StatusStore
+from device_comm.nccl import connection as module
+from device_comm.nccl.connection import NcclConnection
+from device_comm.nccl.library import IN_PROGRESS, NcclLibrary
+from shm_broadcast.errors import ClosedError, NcclError, PeerLostError
+from shm_broadcast.liveness import PeerWatch
+from tests.channels import QuietStore, QuietWatch
+from tests.crash.test_interrupted_collectives import alarm
+from tests.nccl_ranks import FakeProgress, HostStreams
+from tests.queues import background
+from tests.unit.shm_broadcast.test_signal_handlers import AlarmError
+from tests.waiting import wait_until
+
+COMM = 7
+LIMIT_S = 10.0
+
+
+class Library:
+    """Stands for NCCL with one communicator. It notes what is asked of it, and who uses what is freed or in use."""
+
+    version = 22809
+
+    def __init__(self, *, is_blocking: bool = True) -> None:
+        self.is_blocking = is_blocking
+        self.calls: list[str] = []
+        self.faults: list[str] = []
+        # Cleared by a test that keeps the library in a call, or the communicator from being finalized.
+        self.may_join, self.may_finalize = threading.Event(), threading.Event()
+        self.may_join.set()
+        self.may_finalize.set()
+        self.state = 0
+        self._inside: dict[str, int] = {}
+        self._is_freed = False
+
+    @contextmanager
+    def _use(self, function: str) -> Iterator[None]:
+        """Note a call; NCCL allows one thread at a time."""
+        self.calls.append(function)
+        me = threading.get_ident()
+        if self._is_freed:
+            self.faults.append(f"{function} of a communicator that was freed")
+        self.faults.extend(f"{function} beside {other}" for other, who in self._inside.items() if who != me)
+        self._inside[function] = me
+        try:
+            yield
+        finally:
+            del self._inside[function]
+
+    def new_unique_id(self) -> bytes:
+        """Return an id."""
+        return bytes(128)
+
+    def init_rank(self, *_: object) -> tuple[int, int]:
+        """Join."""
+        self.calls.append("ncclCommInitRankConfig")
+        assert self.may_join.wait(LIMIT_S)
+        return COMM, 0
+
+    def async_error(self, comm: int) -> int:
+        """Return the state."""
+        assert comm == COMM
+        with self._use("ncclCommGetAsyncError"):
+            return self.state
+
+    def call(self, name: str, comm_: int, comm: int = 0) -> int:
+        """Finalize or free the communicator."""
+        assert comm_ == COMM
+        assert comm in (0, COMM)
+        with self._use(name):
+            if name == "ncclCommFinalize":
+                if not self.is_blocking:
+                    self.state = 0 if self.may_finalize.is_set() else IN_PROGRESS
+                    return self.state
+                assert self.may_finalize.wait(LIMIT_S)
+                return 0
+            self._is_freed = True
+            return 0
+
+    def error(self, name: str, status: int, _comm: int = 0) -> NcclError:
+        """Return an error."""
+        return NcclError(f"{name} returned {status}", library="fake", function=name, code=status)
+
+    def count(self, name: str) -> int:
+        """Return how often a function was called."""
+        return self.calls.count(name)
+
+    @property
+    def is_freed(self) -> bool:
+        """Return whether the communicator was freed."""
+        return self._is_freed
+
+
+def connection_of(library: Library, progress: FakeProgress | None = None) -> NcclConnection:
+    """Return the connection of rank 0 of two over `library`, not connected yet."""
+    watch, store = cast("PeerWatch", QuietWatch()), cast("StatusStore", QuietStore())
+    health = GroupHealth("tp:0", 0, (0, 1), watch, store)
+    context = CommunicatorContext(
+        name="tp:0",
+        rank_in_group=0,
+        ranks=(0, 1),
+        device=torch.device("cpu"),
+        process_group=None,
+        health=health,
+        timeout_s=LIMIT_S,
+        exchange=lambda own: [own, own],
+    )
+    return NcclConnection(context, cast("NcclLibrary", library), HostStreams(), progress)
+
+
+def health_of(connection: NcclConnection) -> GroupHealth:
+    """Return the state of the connection's group."""
+    return connection.context.health
+
+
+def keepers() -> list[threading.Thread]:
+    """Return the threads that watch or end a communicator."""
+    return [each for each in threading.enumerate() if each.name.startswith("group-coordinator-nccl")]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    """Every test ends with its threads gone."""
+    yield
+    wait_until(lambda: not keepers(), "the end of the threads", LIMIT_S)
+
+
+def error_of(call: Callable[[], object]) -> BaseException | None:
+    """Return what a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+# --- orderly ends ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_blocking", [True, False])
+def test_a_close_finalizes_and_frees_behind_the_queued_work(is_blocking: bool) -> None:
+    """The library is not entered before the device is done, because nothing could end that call then."""
+    library, progress = Library(is_blocking=is_blocking), FakeProgress()
+    connection = connection_of(library, progress)
+    connection.connect()
+    progress.stuck = True
+    with background(connection.close):
+        time.sleep(0.1)
+        assert "ncclCommFinalize" not in library.calls
+        progress.stuck = False
+    assert library.calls[-2:] == ["ncclCommFinalize", "ncclCommDestroy"]
+    connection.close()
+    assert (library.count("ncclCommDestroy"), library.count("ncclCommAbort")) == (1, 0)
+    assert not library.faults
+
+
+def test_work_that_does_not_end_is_aborted_and_never_finalized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An abort while no thread is in the library is what ends its kernels."""
+    monkeypatch.setattr(module, "FLUSH_S", 0.2)
+    library, progress = Library(), FakeProgress()
+    connection = connection_of(library, progress)
+    connection.connect()
+    progress.stuck = True
+    connection.close()
+    assert library.count("ncclCommAbort") == 1
+    assert "ncclCommFinalize" not in library.calls
+    assert not library.faults
+
+
+def test_a_peer_that_has_died_is_not_waited_for() -> None:
+    """Its kernels would not end, so nothing is finalized."""
+    library = Library()
+    connection = connection_of(library)
+    connection.connect()
+    cast("Any", health_of(connection))._watch.lost = lambda: (1,)
+    connection.close()
+    assert library.count("ncclCommAbort") == 1
+    assert "ncclCommFinalize" not in library.calls
+
+
+# --- a library that does not come to its end ------------------------------------------------------------------
+
+
+def test_a_call_that_finalizes_is_never_aborted_by_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`close` ends without it. When the library returns, the same thread frees the communicator, once."""
+    monkeypatch.setattr(module, "FLUSH_S", 0.2)
+    library = Library()
+    library.may_finalize.clear()
+    connection = connection_of(library)
+    connection.connect()
+    start = time.monotonic()
+    connection.close()
+    health_of(connection).fail(PeerLostError("rank 1 is gone", peers=[1]))
+    connection.close()
+    assert time.monotonic() - start < LIMIT_S / 2
+    assert library.calls[-1] == "ncclCommFinalize"
+    library.may_finalize.set()
+    wait_until(lambda: library.is_freed, "the abort", LIMIT_S)
+    assert library.calls[-1] == "ncclCommAbort"
+    assert not library.faults
+
+
+@pytest.mark.parametrize("why", ["late", "broken", "failed"])
+def test_finalizing_in_the_background_that_is_given_up_asks_nothing_that_was_freed(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL_COMM_BLOCKING=0: the communicator is polled, and freed by the thread that polls it."""
+    monkeypatch.setattr(module, "FLUSH_S", 0.1 if why == "late" else LIMIT_S)
+    for _ in range(10):
+        library = Library(is_blocking=False)
+        library.may_finalize.clear()
+        connection = connection_of(library)
+        connection.connect()
+        with background(connection.close):
+            wait_until(lambda: library.state == IN_PROGRESS, "the polls", LIMIT_S)  # noqa: B023
+            if why == "broken":
+                health_of(connection).fail(PeerLostError("rank 1 is gone", peers=[1]))
+            elif why == "failed":
+                library.state = 6
+        assert library.calls[-1] == "ncclCommAbort"
+        assert library.count("ncclCommAbort") == 1
+        time.sleep(2 * module.FINALIZE_POLL_S)
+        assert not library.faults
+
+
+# --- a close in the middle of something -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_destroyed", [True, False])
+def test_a_close_while_another_thread_joins_frees_what_is_joined(is_destroyed: bool) -> None:
+    """The library returns before the thread that connects looks whether the group still is."""
+    library = Library()
+    library.may_join.clear()
+    connection = connection_of(library)
+    with background(lambda: error_of(connection.connect)) as found:
+        wait_until(lambda: library.calls, "the join", LIMIT_S)
+        if is_destroyed:
+            health_of(connection).close()
+        connection.close()
+        library.may_join.set()
+    assert isinstance(found[0], ClosedError)
+    wait_until(lambda: library.is_freed, "the abort", LIMIT_S)
+    assert library.count("ncclCommAbort") == 1
+    assert not connection.is_connected
+    assert connection.hot is None
+    assert not library.faults
+
+
+def test_a_close_that_a_handler_interrupts_is_done_nevertheless() -> None:
+    """`destroy` does not come here twice, so the rest must not depend on it."""
+    library, progress = Library(), FakeProgress()
+    connection = connection_of(library, progress)
+    connection.connect()
+    progress.stuck = True
+
+    def strike() -> None:
+        raise AlarmError("struck")
+
+    with alarm(strike, 0.1), pytest.raises(AlarmError):
+        connection.close()
+    assert not library.is_freed
+    progress.stuck = False
+    wait_until(lambda: library.is_freed, "the end", LIMIT_S)
+    assert library.calls[-2:] == ["ncclCommFinalize", "ncclCommDestroy"]
+    connection.close()
+    assert not library.faults
+
+
+def test_a_second_close_waits_for_what_the_first_has_left() -> None:
+    """The communicator is freed when it returns."""
+    library, progress = Library(), FakeProgress()
+    connection = connection_of(library, progress)
+    connection.connect()
+    progress.stuck = True
+
+    def strike() -> None:
+        raise AlarmError("struck")
+
+    with alarm(strike, 0.1), suppress(AlarmError):
+        connection.close()
+
+    def finish() -> None:
+        time.sleep(0.1)
+        progress.stuck = False
+
+    with background(finish):
+        connection.close()
+        assert library.is_freed
+    assert not library.faults
+
+
+def test_a_communicator_without_a_keeper_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system has no thread to give, or a handler strikes before one is started."""
+    library = Library()
+    connection = connection_of(library)
+    start = threading.Thread.start
+
+    def start_others(thread: threading.Thread) -> None:
+        if not thread.name.endswith("join"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_others)
+        assert isinstance(error_of(connection.connect), RuntimeError)
+    assert library.count("ncclCommAbort") == 1
+    connection.close()
+    assert not library.faults
+
+
+def test_a_close_frees_what_an_interrupted_connect_has_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts the keeper that the connect did not come to start."""
+    library = Library()
+    connection = connection_of(library)
+
+    def strike() -> None:
+        raise AlarmError("struck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(connection, "_start_keeper", strike)
+        with pytest.raises(AlarmError):
+            connection.connect()
+    assert not library.is_freed
+    connection.close()
+    assert library.count("ncclCommAbort") == 1
+    assert not library.faults

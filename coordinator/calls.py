@@ -53,16 +53,25 @@ class Calls:
     `in_line=False`: each pair of ranks has its own order, and these calls wait for no open call.
     """
 
-    def __init__(self, health: GroupHealth, device: torch.device, *, is_alone: bool = False) -> None:
+    def __init__(
+        self,
+        health: GroupHealth,
+        device: torch.device,
+        *,
+        is_alone: bool = False,
+        is_collecting: Callable[[], bool] = bool,
+    ) -> None:
         """Admit calls at once; start no thread yet.
 
         Args:
             health: The group's shared state.
             device: The device of the group's tensors.
             is_alone: Whether there is no other rank to wait for. Asynchronous calls are then made at once.
+            is_collecting: Returns whether the device communicator queues calls later; by default it never does.
         """
         self._health = health
         self._device = device
+        self._is_collecting = is_collecting
         self._line = CallLine(health, device, is_alone=is_alone)
         # Every call checks it, which takes 20 ns while it is empty.
         self._open = self._line.open
@@ -194,9 +203,14 @@ class Calls:
         timeout_s: AnyTimeout,
         on_host: bool,
     ) -> CallHandle[Result]:
-        """Put a call into the line. Wrong tensors and deadlines are refused here; the handle raises other errors."""
+        """Put a call into the line. The handle raises its errors, but for wrong tensors, deadlines and contexts."""
         plane: Plane = "host" if on_host else "device"
         with self.call(name, timeout_s, in_line=False, plane=plane):
+            if not on_host and self._is_collecting():
+                raise UsageError(
+                    f"{self._health.where(name)}: within `device_communicator.group()` a call is queued only when the "
+                    "context is left, so a handle could tell nothing of it: make it without async_op"
+                )
             for tensor in args[0] if args and isinstance(args[0], Sequence) else args[:1]:
                 checks.check_tensor(tensor, self._device, name)
             gradients.refuse_lost_gradient(name, args, len(self._health.ranks))

@@ -253,7 +253,13 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
         self._cpu_group = parts.process_groups.host
         self._device_group = parts.process_groups.device
         self._open_sends = OpenSends()
-        self._calls = Calls(parts.health, parts.device, is_alone=self.world_size == 1 or parts.is_fake)
+        communicator = parts.communicator
+        self._calls = Calls(
+            parts.health,
+            parts.device,
+            is_alone=self.world_size == 1 or parts.is_fake,
+            is_collecting=lambda: communicator.is_collecting,
+        )
         self._routing = TokenRouting(parts.communicator, parts.host)
         self._process_group: dist.ProcessGroup | None = None
         self._queues: Queues = GroupQueues(parts.host, parts.health, settings, parts.process_groups.address)

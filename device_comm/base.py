@@ -444,8 +444,17 @@ class DeviceCommunicator(OutputForms):
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """Queue the calls made within the context as one, where that is faster; results are there when it is left."""
+        """Queue the calls made within the context as one, where that is faster; results are there when it is left.
+
+        A communicator that does so (`is_collecting`) queues nothing before. So a group's collectives with `async_op`
+        are refused within it, and handles of transfers are waited for behind it.
+        """
         yield
+
+    @property
+    def is_collecting(self) -> bool:
+        """Return whether calls are collected now, and queued when the context of `group` is left."""
+        return False
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a new tensor of any content on the device, in memory that suits this communicator. Not collective."""

@@ -36,6 +36,7 @@ class TensorCollectives(TensorOutputs, CoalescedCollectives, ExpertParallel):
     tensors or read the results. A group makes its calls in the order in which the caller issued them, and a call
     without `async_op` waits for the open ones, because the order must be the same on all ranks. Point-to-point calls,
     object broadcasts and queues do not wait. On an accelerator the current stream carries the call in either case.
+    Within `device_communicator.group()`, where that collects calls, one with `async_op` raises `UsageError`.
 
     `torch.compile` can compile functions that call these methods, also with `fullgraph=True`; the exceptions are
     `reduce`, `scatter`, `dispatch` and `combine`. Each call becomes one operation of the graph (see `compile_ops`) with

@@ -93,8 +93,13 @@ class BackendProcessGroup(TorchCollectives):
             timeout_s: Deadline of a call that states none, in seconds.
         """
         health = parts.health
-        calls = Calls(health, parts.device, is_alone=len(health.ranks) == 1)
         communicator = parts.communicator
+        calls = Calls(
+            health,
+            parts.device,
+            is_alone=len(health.ranks) == 1,
+            is_collecting=lambda: communicator.is_collecting,
+        )
         threads = WaiterThreads(f"{health.name}-callbacks")
         rank = health.ranks.index(health.rank)
         super().__init__(rank, len(health.ranks), calls, lambda: communicator, threads)

@@ -45,7 +45,7 @@ class NcclQueue(DeviceCommunicator):
         """Collect the calls in this context and queue them as one NCCL group, in which no call waits for another.
 
         Leaving the context queues the group; results are ordered on the stream behind it. Put sends and receives in
-        both directions between two ranks into one group.
+        both directions between two ranks into one group. Wait for the handles of transfers behind the context.
         """
         if self._collected is not None:
             yield
@@ -65,6 +65,11 @@ class NcclQueue(DeviceCommunicator):
                 self._rearm()
         for finish in collected.finishers:
             finish()
+
+    @property
+    def is_collecting(self) -> bool:
+        """Return whether calls are collected now, and queued when the context of `group` is left."""
+        return self._collected is not None
 
     def _begin(self, name: str, *, connects: bool, flushes: bool = True) -> None:
         """Check that calls are possible, connect if necessary, and with `flushes` queue the deferred receives."""

@@ -158,6 +158,10 @@ def grouped(rank: int, world_size: int, directory: Path, stub: str) -> None:
         peer, streams = 1 - rank, it._streams
         it.connect()
         ends = stub_of(it.library).stub_calls(3)
+        assert not it.is_collecting
+        with it.group(), it.group():
+            assert it.is_collecting
+        assert not it.is_collecting
         # This exceeds the ring between two ranks: one after the other the sends would wait for each other.
         large, landing = torch.full((1 << 19,), float(rank)), torch.empty(2, 1 << 18)
         with it.group():
@@ -191,6 +195,7 @@ def grouped(rank: int, world_size: int, directory: Path, stub: str) -> None:
         assert streams.waits == [(7, 9)]
         with pytest.raises(ZeroDivisionError):
             fail_in_group(it)
+        assert not it.is_collecting
         assert it.all_reduce(torch.ones(1)).tolist() == [2.0], "the group of calls was closed"
         group.barrier()
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from coordinator.calls import Calls
+from coordinator.testing import FakeGroupCoordinator
 from coordinator.testing.fake_planes import SilentStatusStore
 from device_comm.async_calls import CallHandle
 from device_comm.health import GroupHealth
@@ -93,6 +94,34 @@ def test_what_is_no_tensor_is_refused_before_the_hand_over(calls: Calls) -> None
     handle = calls.run("all_reduce", double, torch.ones(2), async_op=True)
     assert isinstance(handle, CallHandle)
     assert handle.wait().tolist() == [2.0, 2.0]
+
+
+@pytest.mark.guarantee("D40")
+def test_a_handle_for_a_call_that_is_queued_later_is_refused(health: GroupHealth) -> None:
+    """Nothing is called, and the group is intact. The host plane and blocking calls are served."""
+    is_collecting = True
+    gate = Calls(health, CPU, is_collecting=lambda: is_collecting)
+    with pytest.raises(UsageError, match=r"all_reduce.*group\(\).*without async_op"):
+        gate.run("all_reduce", pytest.fail, torch.ones(1), async_op=True)
+    assert gate.run("all_reduce", double, torch.ones(1)).tolist() == [2.0]
+    on_host = gate.run("barrier", lambda *, timeout_s: timeout_s, async_op=True, on_host=True, timeout_s=9.0)
+    assert isinstance(on_host, CallHandle)
+    assert on_host.wait() == 9.0
+    is_collecting = False
+    handle = gate.run("all_reduce", double, torch.ones(1), async_op=True)
+    assert isinstance(handle, CallHandle)
+    assert handle.wait().tolist() == [2.0]
+    gate.close(5.0)
+
+
+@pytest.mark.guarantee("D40")
+def test_a_group_asks_its_communicator_whether_it_collects_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refusal is that of the group's own collectives."""
+    with FakeGroupCoordinator(0, 2) as group:
+        monkeypatch.setattr(type(group.device_communicator), "is_collecting", True)
+        with pytest.raises(UsageError, match="without async_op"):
+            group.all_reduce(torch.ones(1), async_op=True)
+        assert group.all_reduce(torch.ones(1)).numel() == 1
 
 
 def test_every_refusal_is_noted_in_one_place(calls: Calls, caplog: pytest.LogCaptureFixture) -> None:

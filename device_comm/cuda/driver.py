@@ -249,10 +249,13 @@ class Driver(Protocol):
         """Make later work on `stream` wait for `event`."""
 
     def stream_is_capturing(self, stream: int) -> bool:
-        """Return whether `stream` is being captured into a graph."""
+        """Return whether `stream` is being captured into a graph, or was until the capture became invalid.
+
+        An invalid capture goes on until it is ended. The legacy stream cannot be captured.
+        """
 
     def capture_id(self, stream: int) -> int:
-        """Return the number of the capture that `stream` takes part in, unique in this process; 0 if in none."""
+        """Return the number of the valid capture that `stream` takes part in, unique in this process; 0 if in none."""
 
     def event_create(self) -> int:
         """Return a new event without timing."""

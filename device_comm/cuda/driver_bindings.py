@@ -32,6 +32,10 @@ _NO_DEVICE: Final = 100
 _OTHER_CONTEXT: Final = (201, 400)
 _NOT_READY: Final = 600
 _PEER_ACCESS_ALREADY_ENABLED: Final = 704
+# The two handles of the legacy stream, 0 and CU_STREAM_LEGACY. It cannot be captured, and while any blocking stream is,
+# every question about it is answered with error 906. The per-thread stream, CU_STREAM_PER_THREAD (2), can be captured.
+_LEGACY: Final = (0, 1)
+_CAPTURE_ACTIVE: Final = 1
 
 # Hopper is the first with programmatic dependent launch; CUDA 12.3 the first driver that captures it into a graph.
 _DEPENDENT_MAJOR: Final = 9
@@ -462,17 +466,22 @@ class CudaDriver(Driver):
         call("cuStreamWaitEvent", self._stream(stream), self._api.CUevent(event), 0)
 
     def stream_is_capturing(self, stream: int) -> bool:
+        if stream in _LEGACY:
+            return False
         status, capturing = self._is_capturing(self._streams.get(stream) or self._stream(stream))
         if status:
             capturing = self._again(status, "cuStreamIsCapturing", self._stream(stream))
         return int(capturing) != 0
 
     def capture_id(self, stream: int) -> int:
+        if stream in _LEGACY:
+            return 0
         # What follows the id differs between the versions of the bindings.
         status, *facts = self._capture_info(self._streams.get(stream) or self._stream(stream))
         if status:
             facts = self._again(status, "cuStreamGetCaptureInfo", self._stream(stream))
-        return int(facts[1]) if int(facts[0]) else 0
+        # The id of a capture that has become invalid is undefined.
+        return int(facts[1]) if int(facts[0]) == _CAPTURE_ACTIVE else 0
 
     def event_create(self) -> int:
         without_timing = 2

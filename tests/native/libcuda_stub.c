@@ -114,10 +114,19 @@ int cuStreamCreate(void **stream, unsigned flags) { CALL("cuStreamCreate", " %u"
 int cuStreamDestroy_v2(void *stream) { CALL("cuStreamDestroy", " %p", stream); return 0; }
 int cuStreamSynchronize(void *stream) { CALL("cuStreamSynchronize", " %p", stream); return 0; }
 int cuStreamWaitEvent(void *stream, void *event, unsigned flags) { CALL("cuStreamWaitEvent", " %p %p", stream, event); return 0; }
-int cuStreamIsCapturing(void *stream, int *status) { CALL("cuStreamIsCapturing", " %p", stream); *status = stream == (void *)700; return 0; }
+// Stream 700 and the per-thread stream are being captured, stream 702 was until its capture became invalid. Meanwhile
+// the legacy stream cannot be asked about.
+static int is_legacy(void *stream) { return (uintptr_t)stream < 2; }
+static int status_of(void *stream) { return stream == (void *)700 || stream == (void *)2 ? 1 : stream == (void *)702 ? 2 : 0; }
+int cuStreamIsCapturing(void *stream, int *status) {
+    CALL("cuStreamIsCapturing", " %p", stream);
+    *status = status_of(stream);
+    return is_legacy(stream) ? 906 : 0;
+}
 int cuStreamGetCaptureInfo_v3(void *stream, int *status, u64 *id, void **graph, void ***dependencies, void **edges, size_t *count) {
     CALL("cuStreamGetCaptureInfo", " %p", stream);
-    *status = stream == (void *)700;
+    *status = status_of(stream);
+    if (is_legacy(stream)) return 906;
     if (id) *id = 55;
     if (graph) *graph = 0;
     if (dependencies) *dependencies = 0;

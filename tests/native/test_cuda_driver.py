@@ -70,8 +70,8 @@ driver.launch_configured(plain, stream, arguments)
 driver.launch_configured(plain, 9, arguments)
 full = driver.configure(function, 36, 256, cluster=4, is_dependent=True)
 driver.launch_configured(full, 9, arguments)
-captures = [driver.stream_is_capturing(stream), driver.stream_is_capturing(0)]
-captures += [driver.capture_id(stream), driver.capture_id(0)]
+streams = (stream, 2, 702, 703, 0, 1)
+captures = [[driver.stream_is_capturing(each), driver.capture_id(each)] for each in streams]
 event = driver.event_create()
 driver.event_record(event, stream)
 driver.stream_wait_event(0, event)
@@ -139,7 +139,9 @@ def test_every_call_reaches_the_driver_as_it_should(run: Callable[..., tuple[Any
     assert (same, zeroed, ranges, capable) == (True, "00" * 16, [100, 4096], True)
     assert (handle, opened, short) == (list(range(64)), 4096, "UsageError")
     assert (exported, imported, mapped) == (33, 78, 8192)
-    assert values[12:] == [[True, False, 55, 0], False, "UsageError", "ClosedError", 0]
+    # A captured stream, the per-thread stream, one whose capture is invalid, a free one, and the legacy stream twice.
+    states = [[True, 55], [True, 55], [True, 0], [False, 0], [False, 0], [False, 0]]
+    assert values[12:] == [states, False, "UsageError", "ClosedError", 0]
     granule = 2 << 20
     for line in (
         "cuDevicePrimaryCtxRetain 41",

@@ -13,7 +13,8 @@ peers blocks its thread until they have launched too; ranks in one process there
     assert driver.leaks() == [] and violations(directory) == []
 
 It reports errors that crash a real device only sometimes: memory is freed while a peer has it open, a handle is opened
-twice, memory is exported that cannot be exported, a call is made that capture forbids, or a resource is never released.
+twice, memory is exported that cannot be exported, a call is made that capture forbids, a stream is used that was
+destroyed, or a resource is never released.
 """
 
 import ctypes
@@ -26,6 +27,8 @@ import torch
 
 from device_comm.cuda.driver import LaunchConfiguration, PreparedLaunch
 from tests.fake_device import (
+    CAPTURE_IMPLICIT,
+    CAPTURE_INVALIDATED,
     CAPTURE_ISOLATION,
     INVALID_HANDLE,
     INVALID_VALUE,
@@ -48,14 +51,27 @@ __all__ = [
     "violations",
 ]
 
+# The handles of the legacy stream.
+_LEGACY = (0, 1)
+
 _CUBIN_MAGIC = b"host-library:"
 
 
 class FakeGraph:
-    """The calls recorded on the streams of one capture."""
+    """The calls recorded on the streams of one capture.
 
-    def __init__(self, number: int = 0) -> None:
+    Attributes:
+        number: The capture's id.
+        is_blocking: Whether its first stream waits for the legacy stream, which nobody can use during the capture then.
+        is_invalid: Whether something has made the capture invalid.
+        steps: The recorded calls.
+        launches: Names of the recorded kernels.
+    """
+
+    def __init__(self, number: int = 0, *, is_blocking: bool = False) -> None:
         self.number = number
+        self.is_blocking = is_blocking
+        self.is_invalid = False
         self.steps: list[Callable[[], None]] = []
         self.launches: list[str] = []
 
@@ -107,6 +123,7 @@ class FakeDriver(FakeMemory):
         self._modules: dict[int, Any] = {}
         self._functions: dict[int, tuple[int, str, Any]] = {}
         self._streams: set[int] = set()
+        self._destroyed: set[int] = set()
         self._events: set[int] = set()
         self._recorded: dict[int, tuple[int, FakeGraph | None]] = {}
         # Pairs of streams of which the second waits for what was queued on the first.
@@ -132,16 +149,23 @@ class FakeDriver(FakeMemory):
             return torch.empty(dims, dtype=dtype)
         return torch.frombuffer(buffer, dtype=dtype, count=count, offset=padding_bytes).view(dims)
 
-    def begin_capture(self, stream: int) -> None:
+    def begin_capture(self, stream: int, *, is_blocking: bool = False) -> None:
         """Record the calls on `stream` from now on instead of running them."""
-        if stream in self._capturing:
+        if stream in self._capturing or stream in _LEGACY:
             raise self._error("begin_capture", INVALID_VALUE)
-        self._capturing[stream] = FakeGraph(self._number())
+        self._use("begin_capture", stream)
+        self._capturing[stream] = FakeGraph(self._number(), is_blocking=is_blocking)
+
+    def invalidate_capture(self, stream: int) -> None:
+        """Make the capture of `stream` invalid, as a forbidden call of other code does. It still has to be ended."""
+        self._capturing[stream].is_invalid = True
 
     def end_capture(self, stream: int) -> FakeGraph:
         """Stop recording, on this stream and those that have joined, and return the graph."""
         graph: FakeGraph = self._capturing[stream]
         self._capturing = {each: other for each, other in self._capturing.items() if other is not graph}
+        if graph.is_invalid:
+            raise self._error("end_capture", CAPTURE_INVALIDATED)
         return graph
 
     def replay(self, graph: FakeGraph) -> None:
@@ -231,6 +255,7 @@ class FakeDriver(FakeMemory):
         known = self._functions.get(function)
         if known is None:
             raise self._error("launch", INVALID_HANDLE)
+        self._use("launch", stream)
         call = known[2]
         if stream in self._capturing:
             graph, then = self._capturing[stream], _copy_of(arguments)
@@ -273,12 +298,25 @@ class FakeDriver(FakeMemory):
         if stream not in self._streams:
             raise self._error("stream_destroy", INVALID_HANDLE)
         self._streams.discard(stream)
+        self._destroyed.add(stream)
+
+    def _use(self, function: str, stream: int) -> None:
+        self._know(function, stream)
+        if stream in _LEGACY and any(graph.is_blocking for graph in self._capturing.values()):
+            raise self._error(function, CAPTURE_IMPLICIT)
+        if stream in self._capturing and self._capturing[stream].is_invalid:
+            raise self._error(function, CAPTURE_INVALIDATED)
+
+    def _know(self, function: str, stream: int) -> None:
+        if stream in self._destroyed:
+            raise self._error(function, INVALID_HANDLE, f"stream {stream:#x} was destroyed")
 
     def stream_synchronize(self, stream: int) -> None:
         self._enter("stream_synchronize", in_capture=False)
 
     def stream_wait_event(self, stream: int, event: int) -> None:
         self._enter("stream_wait_event")
+        self._use("stream_wait_event", stream)
         before, graph = self._recorded.get(event, (0, None))
         own = self._capturing.get(stream)
         if graph is not own and (own is not None or graph is None):
@@ -288,10 +326,13 @@ class FakeDriver(FakeMemory):
         self.orders.append((before, stream))
 
     def stream_is_capturing(self, stream: int) -> bool:
+        self._know("stream_is_capturing", stream)
         return stream in self._capturing
 
     def capture_id(self, stream: int) -> int:
-        return self._capturing[stream].number if stream in self._capturing else 0
+        self._know("capture_id", stream)
+        graph = self._capturing.get(stream)
+        return 0 if graph is None or graph.is_invalid else graph.number
 
     def event_create(self) -> int:
         self._enter("event_create")
@@ -303,6 +344,7 @@ class FakeDriver(FakeMemory):
         self._enter("event_record")
         if event not in self._events:
             raise self._error("event_record", INVALID_HANDLE)
+        self._use("event_record", stream)
         self._recorded[event] = (stream, self._capturing.get(stream))
 
     def event_query(self, event: int) -> bool:

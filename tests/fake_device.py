@@ -24,7 +24,9 @@ NOT_FOUND = 500
 LAUNCH_FAILED = 719
 NOT_SUPPORTED = 801
 CAPTURE_UNSUPPORTED = 900
+CAPTURE_INVALIDATED = 901
 CAPTURE_ISOLATION = 905
+CAPTURE_IMPLICIT = 906
 
 _NAMES = {
     INVALID_VALUE: "CUDA_ERROR_INVALID_VALUE",
@@ -37,7 +39,9 @@ _NAMES = {
     LAUNCH_FAILED: "CUDA_ERROR_LAUNCH_FAILED",
     NOT_SUPPORTED: "CUDA_ERROR_NOT_SUPPORTED",
     CAPTURE_UNSUPPORTED: "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+    CAPTURE_INVALIDATED: "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
     CAPTURE_ISOLATION: "CUDA_ERROR_STREAM_CAPTURE_ISOLATION",
+    CAPTURE_IMPLICIT: "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT",
 }
 
 _HANDLE_MAGIC = b"FAKE-IPC"
@@ -162,6 +166,9 @@ class FakeMemory(Driver):
             raise self._error(function, code, "as the test asked")
         if self._capturing and not in_capture:
             raise self._error(function, CAPTURE_UNSUPPORTED, "a stream is capturing")
+
+    def _use(self, function: str, stream: int) -> None:
+        """Raise an error if nothing can be queued on `stream` now."""
 
     def _number(self) -> int:
         with self._lock:
@@ -297,7 +304,8 @@ class FakeMemory(Driver):
             self._violation(f"freed {memory.name} while it was open: {', '.join(sorted(users))}")
         self._unmap(address)
 
-    def _ordered(self, stream: int, step: Callable[[], None]) -> None:
+    def _ordered(self, function: str, stream: int, step: Callable[[], None]) -> None:
+        self._use(function, stream)
         graph = self._capturing.get(stream)
         if graph is None:
             step()
@@ -307,7 +315,7 @@ class FakeMemory(Driver):
     def memset_d32(self, address: int, value: int, count: int, stream: int) -> None:
         self._enter("memset_d32")
         data = value.to_bytes(4, "little") * count
-        self._ordered(stream, lambda: _write(address, data))
+        self._ordered("memset_d32", stream, lambda: _write(address, data))
 
     def memcpy_dtoh(self, address: int, nbytes: int) -> bytes:
         self._enter("memcpy_dtoh", in_capture=False)
@@ -319,7 +327,7 @@ class FakeMemory(Driver):
 
     def memcpy_dtod(self, destination: int, source: int, nbytes: int, stream: int) -> None:
         self._enter("memcpy_dtod")
-        self._ordered(stream, lambda: _copy(destination, source, nbytes))
+        self._ordered("memcpy_dtod", stream, lambda: _copy(destination, source, nbytes))
 
     def host_alloc_mapped(self, nbytes: int) -> tuple[int, int]:
         self._enter("host_alloc_mapped", in_capture=False)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from device_comm.cuda.driver import Driver
-from shm_broadcast.errors import UsageError
+from shm_broadcast.errors import CudaError, UsageError
 
 __all__ = ["StreamOrder"]
 
@@ -16,8 +17,12 @@ class StreamOrder:
     A call on another stream than the last one runs behind it. So does a call in another branch of the same capture, by
     events that become part of the graph. Two graphs, or a graph and other calls, are ordered by who replays them.
 
+    The stream of the last call must outlive the next call. The driver cannot wait for a stream that was destroyed. An
+    event behind every call could be waited for instead, but each call would have to record it.
+
     Attributes:
-        hot: A call on this stream needs no look, unless a capture was begun by us. None if every call does.
+        hot: A call on this stream needs no look, unless a capture was begun by us. None before the first call, and from
+            a captured call to the first eager one after that capture, which any stream may have joined.
         stream: The stream of the last call that was not captured; None before the first one.
     """
 
@@ -38,58 +43,84 @@ class StreamOrder:
         Raises:
             UsageError: The earlier ones are on a stream that is being captured, and this one is not. Nothing was
                 queued, the group is intact.
+            CudaError: The driver cannot order the two, as when the stream of the last call was destroyed.
         """
         if stream == self.hot:
             return
         capture = self._driver.capture_id(stream)
         if capture:
-            self._admit_captured(stream, capture)
-        else:
+            self._admit_captured(stream, capture, operation)
+        elif not self._driver.stream_is_capturing(stream):
             self.use(stream, operation)
+        # Else its capture has become invalid, and nothing of it will run: the launch raises the driver's error.
 
-    def _admit_captured(self, stream: int, capture: int) -> None:
-        before = self._branch
-        if capture != self._capture:
-            # Calls on the hot stream are not looked at: it may belong to this capture by now.
-            hot = self.hot
-            before = hot if hot is not None and self._driver.capture_id(hot) == capture else stream
+    def _admit_captured(self, stream: int, capture: int, operation: str) -> None:
+        before = self._branch if capture == self._capture else stream
+        # Calls on the hot stream are not looked at: it may belong to this capture by now.
+        if self.hot is not None and self._capture_of(self.hot) == capture:
+            before = self.hot
         if before != stream:
-            self._order(before, stream)
+            self._order(before, stream, operation)
         self._capture, self._branch, self.hot = capture, stream, None
+
+    def _capture_of(self, stream: int) -> int:
+        """Return the capture that the stream of an earlier call takes part in, or 0."""
+        try:
+            return self._driver.capture_id(stream)
+        except CudaError:
+            # It was destroyed, so it is in no capture. Any other error comes back with the next step of the call.
+            return 0
 
     def use(self, stream: int, operation: str = "use_stream") -> None:
         """Order the calls from now on, which come on `stream`, behind all work queued so far.
 
         Raises:
             UsageError: One of the two streams is being captured, so the ordering would become part of the graph.
+            CudaError: As `admit`.
         """
         old, driver = self.stream, self._driver
         if old is None:
             self._wait_behind(stream)
         elif old != stream:
-            captured = [each for each in (old, stream) if driver.capture_id(each)]
-            if captured:
+            with self._last(old, operation):
+                captured = old if driver.stream_is_capturing(old) else None
+            if captured is None and driver.stream_is_capturing(stream):
+                captured = stream
+            if captured is not None:
                 raise UsageError(
                     f"{self._where(operation)}: stream {stream:#x} cannot be ordered behind stream {old:#x}, on which "
-                    f"earlier calls were queued, while stream {captured[0]:#x} is being captured"
+                    f"earlier calls were queued, while stream {captured:#x} is being captured"
                 )
-            self._order(old, stream)
-        self.stream = self.hot = stream
+            self._order(old, stream, operation)
+        self._continue_on(stream)
+
+    def _continue_on(self, stream: int | None) -> None:
+        """Make `stream` that of the last call, and the hot one unless the last capture goes on."""
+        if self._capture and self._capture_of(self._branch) != self._capture:
+            self._capture = 0
+        self.stream, self.hot = stream, None if self._capture else stream
 
     def restore(self, stream: int | None) -> None:
-        """Undo `use`: go back to `stream`, or to none. Later calls run after all work queued so far."""
-        old = self.stream
+        """Undo `use`: go back to `stream`, or to none. Later calls run after all work queued so far.
+
+        Raises:
+            CudaError: As `admit`.
+        """
+        old, operation = self.stream, "restore_stream"
         if stream == old or old is None:
             return
-        if self._driver.capture_id(old):
+        with self._last(old, operation):
+            is_captured = self._driver.stream_is_capturing(old)
+        if is_captured:
             # An exception left the capture. Its calls never run, so there is nothing to wait for.
-            self.stream = self.hot = stream
+            self._continue_on(stream)
         elif stream is not None:
-            self.use(stream)
+            self.use(stream, operation)
         else:
             self._behind = self._driver.event_create()
-            self._driver.event_record(self._behind, old)
-            self.stream = self.hot = None
+            with self._last(old, operation):
+                self._driver.event_record(self._behind, old)
+            self._continue_on(None)
 
     def close(self) -> None:
         """Destroy the pending event, if any. Idempotent."""
@@ -97,12 +128,27 @@ class StreamOrder:
         if event is not None:
             self._driver.event_destroy(event)
 
-    def _order(self, before: int, stream: int) -> None:
+    @contextmanager
+    def _last(self, stream: int, operation: str) -> Iterator[None]:
+        """Explain an error of the driver about `stream`, that of the last call."""
+        try:
+            yield
+        except CudaError as error:
+            raise CudaError(
+                f"{self._where(operation)}: nothing can be ordered behind stream {stream:#x}, on which the last call "
+                f"was queued and which must outlive the next call: {error}",
+                library=error.library,
+                function=error.function,
+                code=error.code,
+            ) from error
+
+    def _order(self, before: int, stream: int, operation: str) -> None:
         """Let later work on `stream` wait for all work queued on `before` so far."""
         driver = self._driver
         event = driver.event_create()
         try:
-            driver.event_record(event, before)
+            with self._last(before, operation):
+                driver.event_record(event, before)
             driver.stream_wait_event(stream, event)
         finally:
             driver.event_destroy(event)

@@ -40,7 +40,8 @@ _FLUSH_PAUSE_S: Final = 0.001
 
 # Replaces the words of the error record after `destroy`, so that every call takes its failure branch.
 _CLOSED: Final = (1,) * 16
-# CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED to CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD: other code has ended a capture.
+# CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED to CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD in cuda.h: a capture forbids the call.
+# Eager calls get some of them too: the legacy stream cannot be used while a blocking stream is captured (906).
 _CAPTURE_ERRORS: Final = range(900, 909)
 _FLOAT_WORD: Final = struct.Struct("<fI")
 _WORD: Final = struct.Struct("<Q")
@@ -146,7 +147,7 @@ class CustomAllReduce:
                 # An all-gather moves bytes, so the float32 module serves every dtype.
                 name = _NAMES.get(dtype, "float32") if operation != "all_gather" else "float32"
                 launch = self._loaded(plan.algorithm.value, name, stream, operation)
-                configuration = self._configured(launch, plan.grid, plan.threads)
+                configuration = self._configured(launch, stream, plan.grid, plan.threads)
             if len(self._routes) >= _MOST_ROUTES:
                 self._routes.clear()
                 self._reduce_routes.clear()
@@ -155,7 +156,7 @@ class CustomAllReduce:
 
     def _loaded(self, kernel: str, dtype: str, stream: int, operation: str) -> Launch:
         """Return the launch of a kernel; load it if necessary, while the peers' kernels wait up to the deadline."""
-        if self._launches.get(kernel, dtype) is None and self._driver.stream_is_capturing(stream):
+        if self._launches.get(kernel, dtype) is None and self._is_capturing(stream):
             raise UsageError(
                 f"{self._health.where(operation)}: a kernel for {dtype} cannot be loaded while stream {stream:#x} is "
                 "captured; call begin_capture before the capture, or make one such call"
@@ -163,21 +164,42 @@ class CustomAllReduce:
         try:
             return self._launches.of(kernel, dtype)
         except CommError as error:
-            raise self._broken(error) from None
+            raise self._broken(error, stream) from None
 
-    def _configured(self, launch: Launch, grid: int, threads: int, cluster: int = 1) -> LaunchConfiguration:
-        return self._driver.configure(
-            launch.function, grid, threads, cluster=cluster, is_dependent=self._is_dependent
-        )
+    def _configured(
+        self, launch: Launch, stream: int, grid: int, threads: int, cluster: int = 1
+    ) -> LaunchConfiguration:
+        try:
+            return self._driver.configure(
+                launch.function, grid, threads, cluster=cluster, is_dependent=self._is_dependent
+            )
+        except CommError as error:
+            raise self._broken(error, stream) from None
 
-    def _broken(self, error: CommError) -> CommError:
-        """Break the group and return `error`: without this rank's launch, peers would match its next call with this.
+    def _broken(self, error: CommError, stream: int) -> CommError:
+        """Break the group and return `error`: without this rank's call, peers would match its next call with this one.
 
-        A capture that other code has made invalid runs nothing. The group is intact; `fail_capture` tells the peers.
+        Nothing runs of a capture of `stream` that other code has made invalid. Then the group is intact, and
+        `fail_capture` tells the peers.
         """
-        if not (isinstance(error, CudaError) and error.code in _CAPTURE_ERRORS):
+        if not (
+            isinstance(error, CudaError) and error.code in _CAPTURE_ERRORS and self._was_captured(stream)
+        ):
             self._health.fail(error)
         return error
+
+    def _was_captured(self, stream: int) -> bool:
+        try:
+            return self._driver.stream_is_capturing(stream)
+        except CudaError:
+            return False
+
+    def _is_capturing(self, stream: int) -> bool:
+        """Return whether the driver captures `stream`, on which a call is about to be queued."""
+        try:
+            return self._driver.stream_is_capturing(stream)
+        except CudaError as error:
+            raise self._broken(error, stream) from None
 
     def carries(self, operation: Operation, dtype: torch.dtype, nbytes: int, stream: int) -> bool:
         """Return whether our kernels carry a call, so that a caller can ask before it allocates the result."""
@@ -198,8 +220,9 @@ class CustomAllReduce:
         Raises:
             UsageError: The last call was on another stream, which is being captured now, or an address is not a
                 multiple of 16. Nothing was queued, the group is intact.
-            CudaError: Other code has made the capture invalid. Its graph cannot be used, the group is intact. Any other
-                error of a launch breaks the group.
+            CudaError: Other code has made the capture of `stream` invalid. Its graph cannot be used, the group is
+                intact. Any other error of the driver breaks the group, as peers may have queued the call; one is that
+                the stream of the last call was destroyed.
             CommTimeoutError, PeerLostError: A kernel of an earlier call gave up; the group is broken.
         """
         words = self._words
@@ -234,7 +257,7 @@ class CustomAllReduce:
         try:
             self._launch(configuration, stream, launch.arguments)
         except CommError as error:
-            raise self._broken(error) from None
+            raise self._broken(error, stream) from None
         return True
 
     def _queue(
@@ -254,7 +277,7 @@ class CustomAllReduce:
         try:
             self._launch(configuration, stream, launch.arguments)
         except CommError as error:
-            raise self._broken(error) from None
+            raise self._broken(error, stream) from None
 
     def reduce_scatter(self, input_: int, output: int, count: int, dtype: torch.dtype, stream: int) -> bool:
         """Sum the ranks' inputs of `world_size` consecutive parts; rank i gets the `count` elements of part i.
@@ -365,7 +388,7 @@ class CustomAllReduce:
         found = self._norms.get((plan, dtype))
         if found is None:
             launch = self._loaded(plan.kernel, _NAMES[dtype], stream, plan.kernel)
-            found = launch, self._configured(launch, plan.grid, plan.threads, plan.cluster)
+            found = launch, self._configured(launch, stream, plan.grid, plan.threads, plan.cluster)
             self._norms[plan, dtype] = found
         launch, configuration = found
         words, at = launch.words, launch.first
@@ -383,7 +406,7 @@ class CustomAllReduce:
         try:
             self._launch(configuration, stream, launch.arguments)
         except CommError as error:
-            raise self._broken(error) from None
+            raise self._broken(error, stream) from None
 
     # ------------------------------------------------------------------ streams
 
@@ -392,9 +415,14 @@ class CustomAllReduce:
 
         Raises:
             UsageError: One of the two streams is being captured, so the ordering would become part of the graph.
+            CudaError: The driver cannot order the two, as when the stream of the last call was destroyed. No later call
+                could be ordered, so the group is broken.
         """
         self._check_open("use_stream")
-        self._order.use(stream)
+        try:
+            self._order.use(stream)
+        except CudaError as error:
+            raise self._broken(error, stream) from None
 
     @property
     def stream(self) -> int | None:
@@ -402,19 +430,29 @@ class CustomAllReduce:
         return self._order.stream
 
     def restore_stream(self, stream: int | None) -> None:
-        """Undo `use_stream`: go back to `stream`, or to none. Later calls run after all work queued so far."""
+        """Undo `use_stream`: go back to `stream`, or to none. Later calls run after all work queued so far.
+
+        Raises:
+            CudaError: As `use_stream`.
+        """
         if self._is_open:
-            self._order.restore(stream)
+            try:
+                self._order.restore(stream)
+            except CudaError as error:
+                raise self._broken(error, stream or 0) from None
 
     def _is_captured(self, stream: int) -> bool:
         """Return whether `stream` is captured after `begin_capture`: only then captured inputs can be recorded."""
-        return stream == self._capture_stream and self._driver.stream_is_capturing(stream)
+        return stream == self._capture_stream and self._is_capturing(stream)
 
     def _admit(self, stream: int, operation: str) -> None:
         """Order a call behind those on other streams."""
         if self._capture_stream is None:
             self._refuse_unfinished(operation)
-        self._order.admit(stream, operation)
+        try:
+            self._order.admit(stream, operation)
+        except CudaError as error:
+            raise self._broken(error, stream) from None
 
     # ------------------------------------------------------------------ capture
 

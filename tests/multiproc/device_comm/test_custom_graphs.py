@@ -227,6 +227,31 @@ def test_a_capture_that_other_code_has_made_invalid_breaks_no_group(ranks2: Rank
     assert other["seconds"] < 5.0
 
 
+def invalid_branch(rank: int, world_size: int, directory: Path, libraries: str) -> dict[str, Any]:
+    me = CustomRank(rank, world_size, directory, libraries)
+    with me.made() as custom:
+        driver, address = me.driver, me.buffer(64, BF16).data_ptr()
+        assert custom.all_reduce(address, address, 64, BF16, 5)
+        driver.begin_capture(5)
+        event = driver.event_create()
+        driver.event_record(event, 5)
+        driver.stream_wait_event(6, event)
+        driver.event_destroy(event)
+        # The order itself fails, before the launch.
+        driver.faults.fail["event_record"] = (driver.calls["event_record"] + 1, 901)
+        result = outcome_of(lambda: custom.all_reduce(address, address, 64, BF16, 6))
+        driver.end_capture(5)
+        assert me.all_reduce(1, 64, BF16, stream=5)
+    return result
+
+
+def test_a_branch_of_an_invalid_capture_breaks_no_group(ranks2: RankPool, libraries: str) -> None:
+    """Nothing of the capture runs, whether the launch or the order behind another branch has found it invalid."""
+    for result in ranks2.run(invalid_branch, libraries):
+        assert result["kind"] == "CudaError"
+        assert "901" in result["text"]
+
+
 def failing_open(rank: int, world_size: int, directory: Path, libraries: str) -> dict[str, Any]:
     me = CustomRank(rank, world_size, directory, libraries, policy=SMALL_POLICY)
     with me.made() as custom:
@@ -293,6 +318,48 @@ def test_calls_on_several_streams_run_one_after_the_other(ranks2: RankPool, libr
         assert "stream 0x1 cannot be ordered behind stream 0x2" in behind["text"]
         assert "call begin_capture before" in late["text"]
         assert "no multiple of 16" in misaligned["text"]
+
+
+def one_is_left_out(
+    rank: int, world_size: int, directory: Path, libraries: str, how: str
+) -> list[dict[str, Any]]:
+    me = CustomRank(rank, world_size, directory, libraries, deadline_s=2.0)
+    me.create()
+    driver = me.driver
+    first = driver.stream_create()
+    assert me.all_reduce(1, 64, BF16, stream=first)
+    stream = 0
+    if rank == 1 and how == "the legacy stream":
+        driver.begin_capture(9, is_blocking=True)
+    if rank == 1 and how == "an event":
+        driver.faults.fail["event_create"] = (driver.calls.get("event_create", 0) + 1, 2)
+    if rank == 1 and how == "a destroyed stream":
+        driver.stream_destroy(first)
+    seen = [outcome_of(lambda: me.all_reduce(2, 64, BF16, stream=stream))]
+    if rank == 1 and how == "the legacy stream":
+        driver.end_capture(9)
+    # What makes the next call fail, if anything does, is that the group is broken.
+    seen.append(outcome_of(lambda: me.all_reduce(3, 64, BF16, stream=first if how == "an event" else 5)))
+    me.meet()
+    if first in driver._streams:
+        driver.stream_destroy(first)
+    me.leave_alone()
+    return seen
+
+
+@pytest.mark.guarantee("D55")
+@pytest.mark.parametrize("how", ["the legacy stream", "an event", "a destroyed stream"])
+def test_a_call_that_one_rank_does_not_queue_breaks_the_group(
+    ranks2: RankPool, libraries: str, how: str
+) -> None:
+    """Otherwise the others would take its next call for this one, and every later sum would be silently wrong."""
+    (other, later), (own, refused) = ranks2.run(one_is_left_out, libraries, how)
+    assert own["kind"] == "CudaError"
+    assert other["kind"] == "GroupBrokenError"
+    assert [later["kind"], refused["kind"]] == ["GroupBrokenError"] * 2
+    words = {"the legacy stream": "906", "an event": "OUT_OF_MEMORY", "a destroyed stream": "must outlive"}
+    assert words[how] in own["text"]
+    assert words[how] in other["text"]
 
 
 def forked(rank: int, world_size: int, directory: Path, libraries: str) -> list[list[int]]:

@@ -78,7 +78,7 @@ def context_of(group: GroupCoordinator, **changes: Any) -> CommunicatorContext:
         process_group=None,
         health=group._health,
         timeout_s=20.0,
-        exchange=group.all_gather_object,
+        exchange=group._host.exchange,
     )
     return dataclasses.replace(context, **changes)
 

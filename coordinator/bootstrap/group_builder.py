@@ -257,7 +257,7 @@ class GroupBuilder:
             timeout_s=self.settings.timeout_s,
             shared=self._shared,
             cuda=self.settings.cuda,
-            exchange=host.all_gather_object,
+            exchange=host.exchange,
         )
 
     def undo(self) -> None:

@@ -18,13 +18,16 @@ from coordinator.host.tensor_dict_format import PackedDict, Slicing, split
 from device_comm.handles import Handle
 from device_comm.health import GroupHealth
 from shm_broadcast import codec
-from shm_broadcast.errors import CapabilityError, DecodeError, UsageError
+from shm_broadcast.errors import CapabilityError, DecodeError, DisagreementError, UsageError
 
 # This much of each rank's frame travels in the first round of an all-gather of objects.
 _GATHER_INLINE_BYTES: Final = 4096
 # Longest frame in an all-gather of objects: every rank allocates the longest frame of all, once for each rank.
 _GATHER_LIMIT_BYTES: Final = 1 << 31
 _INTEGER: Final = struct.Struct("<q")
+# What precedes a frame in an all-gather of objects: its length, and which of `_GATHERS` its rank has called.
+_GATHER_HEADER: Final = struct.Struct("<qq")
+_GATHERS: Final = ("all_gather_object", "exchange")
 
 
 class HostPlane(Protocol):
@@ -42,6 +45,12 @@ class HostPlane(Protocol):
 
     def all_gather_object(self, obj: object, timeout_s: float | None = None) -> list[Any]:
         """Return every rank's object, in rank order. Collective."""
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes, in rank order: how the parts of a group agree. Collective.
+
+        An `all_gather_object` of another rank never answers it, and is not answered by it.
+        """
 
     def broadcast_object(self, obj: object, src: int, timeout_s: float | None, type_: Any = None) -> Any:
         """Return rank `src`'s object on every rank. Collective."""
@@ -127,21 +136,50 @@ class GatheringHostPlane(ABC):
         Raises:
             UsageError: The object cannot be sent, or its frame is too long.
             DecodeError: A rank announced an impossible length; every rank raises this, and the group is intact.
+            DisagreementError: A rank has called `exchange`; every rank raises this, and the group is intact.
         """
-        name = "all_gather_object"
+        return self._gather_objects("all_gather_object", obj, timeout_s)
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Return the ranks' bytes on every rank, in rank order, within the group's deadline.
+
+        Raises:
+            DisagreementError: A rank has called `all_gather_object`; every rank raises this, and the group is intact.
+            DecodeError: A rank sent something else than bytes, or as `all_gather_object`.
+        """
+        name = "exchange"
+        answers = self._gather_objects(name, data, None)
+        for rank, answer in zip(self._health.ranks, answers, strict=True):
+            if not isinstance(answer, bytes):
+                what = type(answer).__name__
+                raise DecodeError(
+                    f"{self._health.where(name)}: rank {rank} sent an object of type {what}, no bytes"
+                )
+        return answers
+
+    def _gather_objects(self, name: str, obj: object, timeout_s: float | None) -> list[Any]:
         frame = codec.encode(obj).to_bytes()
         if len(frame) > _GATHER_LIMIT_BYTES:
             raise UsageError(
                 f"{name}: the object takes {len(frame)} bytes, at most {_GATHER_LIMIT_BYTES} can be gathered"
             )
         inline = frame[:_GATHER_INLINE_BYTES].ljust(_GATHER_INLINE_BYTES, b"\0")
-        rows = self._all_gather(name, timeout_s, _INTEGER.pack(len(frame)) + inline)
-        lengths = [int(_INTEGER.unpack_from(row)[0]) for row in rows]
-        for rank, length in zip(self._health.ranks, lengths, strict=True):
-            # All ranks see the same lengths, so no rank waits for a second round.
+        header = _GATHER_HEADER.pack(len(frame), _GATHERS.index(name))
+        rows = self._all_gather(name, timeout_s, header + inline)
+        headers = [_GATHER_HEADER.unpack_from(row) for row in rows]
+        for rank, (length, call) in zip(self._health.ranks, headers, strict=True):
+            # All ranks see the same headers, so no rank waits for a second round.
             if not 0 <= length <= _GATHER_LIMIT_BYTES:
                 raise DecodeError(f"{self._health.where(name)}: rank {rank} announced {length} bytes")
-        rows = [row[_INTEGER.size :] for row in rows]
+            if not 0 <= call < len(_GATHERS):
+                raise DecodeError(f"{self._health.where(name)}: rank {rank} announced call {call}")
+        calls = {rank: _GATHERS[call] for rank, (_, call) in zip(self._health.ranks, headers, strict=True)}
+        if len(set(calls.values())) > 1:
+            listed = "; ".join(f"rank {rank}: {call}" for rank, call in calls.items())
+            text = f"{self._health.where(name)}: the ranks made different calls: {listed}"
+            raise DisagreementError(text, views=calls)
+        lengths = [int(length) for length, _ in headers]
+        rows = [row[_GATHER_HEADER.size :] for row in rows]
         if max(lengths) > _GATHER_INLINE_BYTES:
             rows = self._all_gather(name, timeout_s, frame.ljust(max(lengths), b"\0"))
         return [codec.decode(row[:length]) for row, length in zip(rows, lengths, strict=True)]
@@ -183,6 +221,10 @@ class SoloHostPlane:
     def all_gather_object(self, obj: object, timeout_s: float | None = None) -> list[Any]:
         """Return this rank's object."""
         return [obj]
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Return this rank's bytes."""
+        return [data]
 
     def broadcast_object(self, obj: object, src: int, timeout_s: float | None, type_: Any = None) -> Any:
         """Return `obj`."""

@@ -276,6 +276,10 @@ class FakeHostPlane(SoloHostPlane):
         frame = codec.encode(obj).to_bytes()
         return [codec.decode(frame) for _ in range(self._world_size)]
 
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Return this rank's bytes for every rank."""
+        return self.all_gather_object(data)
+
     def broadcast_object(self, obj: object, src: int, timeout_s: float | None, type_: Any = None) -> Any:
         """Return the object on rank `src`, elsewhere a copy."""
         self._health.check_usable("broadcast_object")

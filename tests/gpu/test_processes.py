@@ -95,7 +95,7 @@ def communicator_of(
             health=group._health,
             timeout_s=settings.timeout_s,
             cuda=settings.cuda,
-            exchange=group.all_gather_object,
+            exchange=group._host.exchange,
         )
         communicator = CudaCommunicator(context)
         try:

@@ -175,11 +175,11 @@ def test_one_bad_frame_in_a_gather_leaves_none_of_the_others_behind(ranks4: Rank
     assert found[1] == ["NoneType", None, [0, 1, 2, 3]]
 
 
-def bad_in_an_all_gather(rank: int, world_size: int, directory: Path, length: int) -> list[Any]:
+def bad_in_an_all_gather(rank: int, world_size: int, directory: Path, length: int, call: int) -> list[Any]:
     with world(rank, world_size, directory) as group:
         if rank == 1:
             host: Any = group._host
-            host._all_gather("all_gather_object", None, struct.pack("<q", length) + bytes(4096))
+            host._all_gather("all_gather_object", None, struct.pack("<qq", length, call) + bytes(4096))
             first = "sent"
         else:
             first = outcome_of(lambda: group.all_gather_object(rank))["kind"]
@@ -187,10 +187,14 @@ def bad_in_an_all_gather(rank: int, world_size: int, directory: Path, length: in
         return [first, group.all_gather_object(rank)]
 
 
-@pytest.mark.parametrize("length", [0, 100, -1, -(2**63), 2**62])
-def test_a_bad_frame_in_an_all_gather_is_refused_by_every_rank(ranks2: RankPool, length: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "call"), [(0, 0), (100, 0), (-1, 0), (-(2**63), 0), (2**62, 0), (100, 2), (100, -1)]
+)
+def test_a_bad_frame_in_an_all_gather_is_refused_by_every_rank(
+    ranks2: RankPool, length: int, call: int
+) -> None:
     """No rank allocates the claimed length; every rank raises, and the next all-gather works."""
-    assert ranks2.run(bad_in_an_all_gather, length) == [["DecodeError", [0, 1]], ["sent", [0, 1]]]
+    assert ranks2.run(bad_in_an_all_gather, length, call) == [["DecodeError", [0, 1]], ["sent", [0, 1]]]
 
 
 def claims_too_much(rank: int, world_size: int, directory: Path, length: int) -> list[Any]:

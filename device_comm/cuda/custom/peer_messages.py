@@ -159,6 +159,8 @@ def decode(data: bytes | memoryview, kind: type[_Message], rank: int) -> _Messag
     Raises:
         DecodeError: `data` is not a message of this kind.
     """
+    if not isinstance(data, (bytes, memoryview)):
+        raise DecodeError(f"rank {rank} sent an object of type {type(data).__name__}, no bytes")
     if len(data) > _MOST_BYTES:
         raise DecodeError(f"rank {rank} sent {len(data)} bytes, more than {_MOST_BYTES}")
     try:

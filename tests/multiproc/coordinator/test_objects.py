@@ -479,3 +479,27 @@ def own_objects(rank: int, world_size: int, directory: Path) -> None:
 def test_ranks_are_checked_before_anything_is_sent(ranks2: RankPool) -> None:
     """A rank outside of the group, one's own rank or no integer raises a UsageError, and the group goes on."""
     ranks2.run(own_objects)
+
+
+def exchange_beside_a_gather(rank: int, world_size: int, directory: Path) -> list[str]:
+    with world(rank, world_size, directory) as group:
+        # Longer than what travels in the first round: no rank may wait for a second one.
+        own = bytes([rank]) * (10 if rank else 10_000)
+        calls: list[Callable[[], Any]] = [
+            lambda: group._host.exchange(own),
+            lambda: group.all_gather_object(own),
+        ]
+        with pytest.raises(DisagreementError) as raised:
+            calls[rank]()
+        assert raised.value.views == {0: "exchange", 1: "all_gather_object"}
+        assert group._host.exchange(bytes([rank])) == [b"\0", b"\1"]
+        assert group.all_gather_object({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
+        return [str(raised.value)]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_exchange_never_answers_a_gather_of_objects(ranks2: RankPool, apart: bool) -> None:
+    """A program would take the bytes of a group's part for a rank's object. All ranks raise, and the group goes on."""
+    pool = ApartPool(ranks2) if apart else ranks2
+    for (text,) in pool.run(exchange_beside_a_gather):
+        assert "rank 0: exchange; rank 1: all_gather_object" in text

@@ -73,3 +73,10 @@ def test_any_bytes_give_a_message_or_an_error(data: bytes, kind: type[msgspec.St
             assert isinstance(decode(text, kind, 7), kind)
         except DecodeError:
             continue
+
+
+@pytest.mark.parametrize("answer", [{"a": 1}, "text", None, 7])
+def test_an_answer_that_is_no_bytes_is_refused(answer: object) -> None:
+    """It is another call's object, which an exchange of the caller's own may return."""
+    with pytest.raises(DecodeError, match="rank 9 sent an object of type"):
+        decode(answer, type(MESSAGES[0]), 9)  # type: ignore[arg-type]

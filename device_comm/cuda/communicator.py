@@ -421,8 +421,12 @@ class CudaCommunicator(NcclCommunicator):
         """Allow captured calls on `stream` within the context. Collective on entry and on exit.
 
         Entering builds and loads what cannot be made during a capture. Leaving tells all ranks the captured inputs;
-        the graph must not be replayed before that. If the body raises an `Exception`, the other ranks raise
-        `CapabilityError` where they leave; drop the graphs, the group is intact.
+        the graph must not be replayed before that.
+
+        If the body raises an `Exception` on one rank, drop the graphs. The others raise `CapabilityError` where they
+        leave, and the group is intact, if they come there within `capture_failure.TELL_WITHIN_S` (5 s, or half the
+        group's deadline). Otherwise, as when they wait for that rank inside of their body, the group is broken and they
+        raise `PeerLostError` with the text of the exception.
         """
         number = stream if isinstance(stream, int) else stream.cuda_stream
         custom = self._own("graph_capture")
@@ -444,10 +448,9 @@ class CudaCommunicator(NcclCommunicator):
                 self._is_capturing = False
             custom.finish_capture()
         except BaseException:
-            custom.abandon_capture()
+            custom.abandon_capture(bound)
             raise
-        finally:
-            custom.restore_stream(bound)
+        custom.restore_stream(bound)
 
     def use_stream(self, stream: Any) -> None:
         """Queue later calls of our kernels on `stream`, behind all work queued so far. Not collective."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+import time
 from collections.abc import Callable
 from typing import Final
 
 from device_comm.cuda.driver import Driver
 from device_comm.cuda.kernel_layout import ABORT_OFFSET, ERROR_RECORD_BYTES, KernelFailure, read_failure
-from device_comm.health import GroupHealth
+from device_comm.health import FAILURE_EVERY_S, GroupHealth
 
 __all__ = ["DeathWatch", "ErrorRecord"]
 
@@ -70,7 +71,7 @@ class ErrorRecord:
 
 
 class DeathWatch:
-    """A thread that ends the waiting of kernels when a peer's process ends.
+    """A thread that ends the waiting of kernels when a peer's process ends or a peer breaks the group.
 
     A host thread that synchronizes with its device cannot watch the peers meanwhile. Without the watch, the kernel it
     waits for would spin until its deadline, which may be minutes.
@@ -82,8 +83,8 @@ class DeathWatch:
         Args:
             record: The record that kernels report to.
             health: Knows which peers are alive.
-            failed: Called once, by the thread, if a kernel reports a failure: an application that only replays graphs
-                makes no call that would see it.
+            failed: Called once, by the thread, if a kernel reports a failure or a peer has published one: an
+                application that only replays graphs makes no call that would see it.
         """
         self._failed = failed
         self._record = record
@@ -93,6 +94,7 @@ class DeathWatch:
         self._thread.start()
 
     def _watch(self) -> None:
+        next_look = time.monotonic() + FAILURE_EVERY_S
         while not self._stop.wait(WATCH_EVERY_S):
             with contextlib.suppress(OSError):  # a teardown closes the watch first, then calls `stop`
                 if self._health.lost():
@@ -101,6 +103,11 @@ class DeathWatch:
                 if self._record.words[0]:
                     self._failed()
                     return
+                if time.monotonic() >= next_look:
+                    if not self._health.is_broken and self._health.others_failed():
+                        self._failed()
+                        return
+                    next_look = time.monotonic() + FAILURE_EVERY_S
 
     def stop(self) -> None:
         """End the thread. Idempotent."""

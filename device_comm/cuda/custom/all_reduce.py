@@ -6,7 +6,6 @@ about streams, graphs, failures and teardown is there under "Policy and custom a
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import struct
@@ -16,6 +15,7 @@ from typing import Final
 
 import torch
 
+from device_comm.cuda.custom.capture_failure import tell_failure
 from device_comm.cuda.custom.launches import Launch, Launches
 from device_comm.cuda.custom.resources import CustomContext, CustomResources, agree_on_policy
 from device_comm.cuda.custom.streams import StreamOrder
@@ -82,6 +82,7 @@ class CustomAllReduce:
         self._peers = context.peers
         self._driver = context.driver
         self._health = context.health
+        self._timeout_s = context.timeout_s
         self._resources = resources
         self._record = resources.record
         self._words: Sequence[int] = resources.record.words
@@ -514,18 +515,26 @@ class CustomAllReduce:
     def fail_capture(self, error: Exception) -> None:
         """Tell the other ranks in their `finish_capture` that this rank's capture has failed. Collective with that.
 
-        Their calls raise `CapabilityError`, the group is intact. *Blocks* for an exchange. Nothing is told if the group
-        is broken, as the peers know that by themselves.
+        Their calls raise `CapabilityError`, the group is intact. *Blocks* up to `capture_failure.TELL_WITHIN_S`; if a
+        rank has not come by then, the group is broken and the others raise `PeerLostError` with the text of `error`.
+        Nothing is told if the group is broken already, as the peers learn that by themselves. Errors are logged, since
+        the caller raises `error`.
         """
         self._capture_stream = None
         if self._is_open and not self._health.is_broken:
-            with contextlib.suppress(CapabilityError):
-                self._inputs.finish(f"{type(error).__name__}: {error}")
+            tell_failure(self._inputs, self._health, error, self._timeout_s)
 
-    def abandon_capture(self) -> None:
-        """Discard a capture that an exception left; its graphs must not be replayed. Not collective, idempotent."""
+    def abandon_capture(self, stream: int | None) -> None:
+        """Discard a capture that an exception left, and go back to `stream`. Not collective, idempotent.
+
+        Its graphs must not be replayed. Errors are logged, since the caller raises that exception.
+        """
         self._capture_stream = None
         self._inputs.drop()
+        try:
+            self.restore_stream(stream)
+        except CommError as error:
+            logger.warning("%s: %s", self._health.where("graph_capture"), error)
 
     def _refuse_unfinished(self, operation: str) -> None:
         if self._inputs.pending:

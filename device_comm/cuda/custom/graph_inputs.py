@@ -126,7 +126,7 @@ class GraphInputs:
         """Exchange the recorded inputs, map those of the other ranks, and fill the slots. Collective.
 
         Args:
-            failure: Why this rank's capture has failed; empty if it has not.
+            failure: That this rank's capture has failed, and why; empty if it has not.
 
         Raises:
             CapabilityError: The capture of a rank has failed, or it could not export or map an input. All ranks raise;
@@ -149,7 +149,7 @@ class GraphInputs:
         try:
             self._fill(first, notes, messages)
         except CommError as error:
-            trouble = str(error)
+            trouble = f"the inputs of the other ranks cannot be read: {error}"
         self._raise_for(self._peers.failures(trouble))
 
     def drop(self) -> None:
@@ -168,15 +168,14 @@ class GraphInputs:
                 own = None if note.is_staged else self._memory.record_of(note.address, note.nbytes, handles)
                 inputs.append(own)
         except (CommError, ValueError) as error:
-            text = f"an input of {notes[len(inputs)].nbytes} bytes: {error}"
+            text = f"an input of {notes[len(inputs)].nbytes} bytes cannot be shared: {error}"
             return CaptureMessage(text[:MAX_TEXT_CHARS])
         return CaptureMessage("", tuple(note.nbytes for note in notes), tuple(inputs))
 
     def _raise_for(self, failure: str) -> None:
         if failure:
             raise CapabilityError(
-                f"{self._where('graph capture')}: it has failed, or an input could not be shared ({failure}); "
-                "drop the graph, replaying it would break the group",
+                f"{self._where('graph capture')}: {failure}; drop the graph, replaying it would break the group",
                 requirement="a capture on all ranks, of inputs that peers can map",
             )
 

@@ -27,6 +27,7 @@ from shm_broadcast.errors import CapabilityError, ClosedError, CudaError, UsageE
 __all__ = ["CudaDriver", "Driver", "PreparedLaunch", "bindings"]
 
 _INSTALL: Final = "pip install group-coordinator[cu13] (or [cu12], as your torch was built for)"
+_UPDATE_FOR_NVML: Final = "update it, for example to 12.9.10 or 13.4.4"
 _NO_DEVICE: Final = 100
 # The thread has no context, or another one, to which our streams and functions do not belong.
 _OTHER_CONTEXT: Final = (201, 400)
@@ -49,14 +50,14 @@ def bindings(name: str) -> Any:
     """Return NVIDIA's bindings `cuda.bindings.NAME`.
 
     Raises:
-        CapabilityError: The package is not installed.
+        CapabilityError: The package is not installed, or its version does not have these.
     """
     try:
         return importlib.import_module(f"cuda.bindings.{name}")
     except ImportError as error:
+        remedy = _UPDATE_FOR_NVML if name == "nvml" else f"install it with {_INSTALL}"
         raise CapabilityError(
-            f"CUDA is called through the package cuda-bindings, whose {name} cannot be imported ({error}); "
-            f"install it with {_INSTALL}",
+            f"CUDA is called through the package cuda-bindings, whose {name} cannot be imported ({error}); {remedy}",
             # Programs compare this field, and the compiler's package has always been called by this name in it.
             requirement="cuda-python" if name == "nvrtc" else "cuda-bindings",
         ) from error

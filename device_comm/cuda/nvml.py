@@ -1,4 +1,7 @@
-"""Ask NVML, the management library of NVIDIA's driver, for what CUDA does not tell."""
+"""Ask NVML, the management library of NVIDIA's driver, for what CUDA does not tell.
+
+Of cuda-bindings, the versions 12.9.10 and 13.4.4 have NVML; 12.9.0, 13.0.1 and 13.1.0 do not.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,11 @@ def links_of(nvml: Any, uuid: str) -> dict[str, tuple[bool, bool]]:
         uuid: The device, as `Driver.uuid` returns it.
 
     Raises:
-        CapabilityError: NVML is missing, or it does not know the device, as for a MIG instance.
+        CapabilityError: NVML is missing, its bindings are others than we know, or it does not know the device, as for
+            a MIG instance.
     """
+    # Looked up first: what an `except` clause lacks would replace the error itself.
+    own_error = getattr(nvml, "NvmlError", RuntimeError)
     try:
         nvml.init_v2()
         try:
@@ -45,7 +51,7 @@ def links_of(nvml: Any, uuid: str) -> dict[str, tuple[bool, bool]]:
             return found
         finally:
             nvml.shutdown()
-    except (nvml.NvmlError, RuntimeError, OSError) as error:
+    except (own_error, RuntimeError, OSError, AttributeError) as error:
         raise CapabilityError(
             f"NVML does not tell the links of device {uuid}: {type(error).__name__}: {error}",
             requirement="NVML",

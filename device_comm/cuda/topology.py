@@ -5,12 +5,15 @@ of the exchanged facts, so it is equal on all ranks.
 
 Between two devices that this process sees, the driver's CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED says whether
 atomics work over the link. They do over NVLink, and they do not over PCIe between GPUs. CUDA tells nothing of a device
-that CUDA_VISIBLE_DEVICES hides, so NVML is asked for these. A link of which neither tells counts as unknown.
+that CUDA_VISIBLE_DEVICES hides, so NVML is asked for these. A link of which neither tells counts as unknown, and so
+does a hidden one to which NVML does not affirm access: CUDA may map the memory nevertheless, which a test shows.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Annotated, Final, Literal, TypeVar
 
@@ -23,9 +26,12 @@ from shm_broadcast.errors import CommError
 
 __all__ = ["DeviceFacts", "GroupTopology", "Link", "gather_topology", "probe"]
 
+logger: logging.Logger = logging.getLogger(__name__)
+
 _T = TypeVar("_T")
 
 _TEXT: Final = 500
+_HIDDEN: Final = "links to hidden devices"
 _Text = Annotated[str, msgspec.Meta(max_length=_TEXT)]
 _Name = Annotated[str, msgspec.Meta(max_length=256)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
@@ -59,7 +65,8 @@ class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         driver_version: 13000 is CUDA 13.0.
         ipc: Whether other processes can map its memory by CUDA IPC.
         vmm: Whether other processes can map its memory by descriptors.
-        links: Links to every device of the host that CUDA or NVML shows to this process, by UUID.
+        links: Links to every device of the host that CUDA shows to this process, and to those to which NVML affirms
+            access, by UUID.
         problems: Why a fact is missing, by the fact's name.
     """
 
@@ -113,9 +120,10 @@ def _links(driver: Driver, ask: Callable[..., object]) -> dict[str, Link]:
         atomics = ask(f"atomics on {uuid}", lambda index=index: driver.native_atomics(index), False)
         if isinstance(access, bool):
             links[uuid] = Link(access, bool(atomics))
-    hidden = ask("links to hidden devices", driver.all_links, {})
+    hidden = ask(_HIDDEN, driver.all_links, {})
     for uuid, (access, is_nvlink) in (hidden if isinstance(hidden, dict) else {}).items():
-        links.setdefault(uuid, Link(access, is_nvlink))
+        if access:
+            links.setdefault(uuid, Link(access, is_nvlink))
     return links
 
 
@@ -200,8 +208,23 @@ class GroupTopology(msgspec.Struct, frozen=True):
 def gather_topology(facts: DeviceFacts, peers: PeerExchange) -> GroupTopology:
     """Exchange the facts of all ranks. *Collective*; blocks as long as the exchange does.
 
+    Logs, once per process, why links from this rank's device to others of the group are unknown.
+
     Raises:
         DecodeError: A rank sent a malformed message; raised on every rank.
         Others: As the exchange.
     """
-    return GroupTopology(peers.ranks, tuple(peers.gather(facts)))
+    found = GroupTopology(peers.ranks, tuple(peers.gather(facts)))
+    reason = facts.problems.get(_HIDDEN, "")
+    if reason and "unknown" in {found.link(peers.rank, other) for other in range(len(peers.ranks))}:
+        _warn_once(reason)
+    return found
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    logger.warning(
+        "the links to devices that CUDA_VISIBLE_DEVICES hides from this process are unknown, so they count as PCIe, "
+        "over which NCCL carries most calls: %s",
+        reason,
+    )

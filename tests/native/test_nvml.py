@@ -6,8 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from device_comm.cuda.driver_bindings import bindings
+from device_comm.cuda.nvml import links_of
+from shm_broadcast.errors import CapabilityError
 
 HERE = Path(__file__).parent
 ASK = """
@@ -66,3 +71,19 @@ def test_a_machine_without_nvml_is_told() -> None:
     done = ask(None)
     assert "NVML does not tell the links" in done.stderr
     assert "CapabilityError" in done.stderr
+
+
+@pytest.mark.parametrize("known", [{}, {"NvmlError": OSError}, {"init_v2": int, "shutdown": int}])
+def test_bindings_with_other_names_are_told(known: dict[str, object]) -> None:
+    """A name that another version lacks is no AttributeError, which would leave the probe of one rank alone."""
+    with pytest.raises(CapabilityError, match="NVML does not tell the links of device 1234: AttributeError"):
+        links_of(SimpleNamespace(**known), "1234")
+
+
+def test_bindings_without_nvml_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says which versions have it: those of the extra may not."""
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvml", None)
+    with pytest.raises(
+        CapabilityError, match="whose nvml cannot be imported .*; update it, for example to 12.9.10"
+    ):
+        bindings("nvml")

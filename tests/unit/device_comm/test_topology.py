@@ -1,6 +1,7 @@
 """A group's devices: probed without raising, sent to all ranks, and evaluated by pure functions."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,9 @@ import msgspec
 import pytest
 
 from device_comm.cuda.custom.peer_messages import PeerExchange
-from device_comm.cuda.topology import DeviceFacts, GroupTopology, Link, gather_topology, probe
+from device_comm.cuda.topology import DeviceFacts, GroupTopology, Link, _warn_once, gather_topology, probe
 from shm_broadcast.errors import DecodeError
-from tests.fake_cuda import FakeDriver, FakeFaults, fake_devices
+from tests.fake_cuda import FakeDevice, FakeDriver, FakeFaults, fake_devices
 
 MESSAGE = msgspec.msgpack.encode(DeviceFacts(name="x"))
 
@@ -65,6 +66,50 @@ def test_links_to_devices_that_a_process_does_not_see_come_from_nvml(tmp_path: P
         )
     )
     assert seen.links[uuids[1]] == Link(access=True, native_atomics=False)
+
+
+def alone_of(directory: Path, devices: list[FakeDevice], index: int, **faults: Any) -> DeviceFacts:
+    """Return the facts of a rank that sees its own device only."""
+    driver = FakeDriver(
+        directory, index, devices=[devices[index]], device_index=0, faults=FakeFaults(**faults)
+    )
+    return probe(driver)
+
+
+def test_a_hidden_link_that_nvml_does_not_affirm_is_tried(tmp_path: Path) -> None:
+    """CUDA may map the memory nevertheless, which the test of writes shows: only CUDA's own answer forbids trying."""
+    devices = fake_devices(2)
+    other = devices[1].uuid
+    one = alone_of(tmp_path, devices, 0, hidden={other: (False, False)})
+    assert other not in one.links
+    found = group([one, alone_of(tmp_path, devices, 1, hidden={devices[0].uuid: (True, True)})])
+    assert (found.link(0, 1), found.link(1, 0)) == ("unknown", "nvlink")
+    assert found.why_not_peers() == ""
+    assert not found.has_nvlink
+
+
+def _answers(encoded: list[bytes], own: bytes) -> list[bytes]:
+    """Return the messages of all ranks, of which the first is `own`."""
+    assert own == encoded[0]
+    return encoded
+
+
+def test_links_that_remain_unknown_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Large groups go through NCCL then. Where CUDA sees all devices there is nothing to say."""
+    _warn_once.cache_clear()
+    devices = fake_devices(2)
+    fails = {"all_links": (1, 999)}
+    blind = [alone_of(tmp_path, devices, index, fail=fails) for index in (0, 1)]
+    seeing = [
+        probe(FakeDriver(tmp_path, rank, devices=devices, faults=FakeFaults(fail=fails))) for rank in (0, 1)
+    ]
+    with caplog.at_level("WARNING"):
+        for facts in (seeing, blind, blind):
+            encoded = [msgspec.msgpack.encode(each) for each in facts]
+            gather_topology(facts[0], PeerExchange(partial(_answers, encoded), 0, [4, 7]))
+            assert len(caplog.records) == (0 if facts is seeing else 1)
+    assert "999" in caplog.text
+    assert "count as PCIe" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -78,16 +78,17 @@ def fuses(me: CustomRank, seed: int, rows: int, hidden: int, dtype: torch.dtype)
     weight = me.buffer(hidden, dtype)
     weight.copy_(torch.randn(hidden, generator=made))
     total = me.reference(seed, rows * hidden, dtype).view(rows, hidden)
-    expected, expected_sum = add_rms_norm(total, residual, weight, 1e-5)
     out, out_sum = (me.buffer(rows * hidden, dtype).view(rows, hidden) for _ in range(2))
     input_ = me.buffer(rows * hidden, dtype)
-    for fused in (True, False):
+    # Another eps replaces the one that was packed before.
+    for fused, eps in ((True, 1e-5), (True, 0.5), (False, 1e-5)):
+        expected, expected_sum = add_rms_norm(total, residual, weight, eps)
         input_.copy_(me.inputs(seed, rows * hidden, dtype)[me.rank] if fused else total.flatten())
         addresses = [each.data_ptr() for each in (input_, residual, weight, out, out_sum)]
         if fused:
-            assert me.custom.all_reduce_add_rms_norm(addresses, rows, hidden, 1e-5, dtype, 1)
+            assert me.custom.all_reduce_add_rms_norm(addresses, rows, hidden, eps, dtype, 1)
         else:
-            me.custom.add_rms_norm(addresses, rows, hidden, 1e-5, dtype, 1)
+            me.custom.add_rms_norm(addresses, rows, hidden, eps, dtype, 1)
         assert torch.equal(out, expected)
         assert torch.equal(out_sum, expected_sum)
         out.zero_()

@@ -85,6 +85,7 @@ class CudaDriver(Driver):
         self._functions: dict[int, Any] = {}
         self._functions_of: dict[int, list[int]] = {}
         self._streams: dict[int, Any] = {}
+        self._events: dict[int, Any] = {}
         try:
             self._call("cuInit", 0)
         except CudaError as error:
@@ -104,6 +105,7 @@ class CudaDriver(Driver):
         self._launch_configured = self._api.cuLaunchKernelEx
         self._is_capturing = self._api.cuStreamIsCapturing
         self._capture_info = self._api.cuStreamGetCaptureInfo
+        self._record = self._api.cuEventRecord
 
     # --- calls ------------------------------------------------------------------------------------------------
 
@@ -486,10 +488,16 @@ class CudaDriver(Driver):
 
     def event_create(self) -> int:
         without_timing = 2
-        return int(self._in_context("cuEventCreate", without_timing))
+        event = self._in_context("cuEventCreate", without_timing)
+        self._events[int(event)] = event
+        return int(event)
 
     def event_record(self, event: int, stream: int) -> None:
-        self._direct("cuEventRecord", self._api.CUevent(event), self._stream(stream))
+        # Each NCCL call records one; the way through `_direct` takes 0.6 us more.
+        kept = self._events[event]
+        (status,) = self._record(kept, self._streams.get(stream) or self._stream(stream))
+        if status:
+            self._again(status, "cuEventRecord", kept, self._stream(stream))
 
     def event_query(self, event: int) -> bool:
         # torch captures in the global mode: while any thread captures, a query from here would fail that capture.
@@ -506,7 +514,7 @@ class CudaDriver(Driver):
         return True
 
     def event_destroy(self, event: int) -> None:
-        self._in_context("cuEventDestroy", self._api.CUevent(event))
+        self._in_context("cuEventDestroy", self._events.pop(event))
 
     def context_synchronize(self) -> None:
         self._in_context("cuCtxSynchronize")

@@ -33,21 +33,24 @@ class EventProgress:
 
     def mark(self, stream: int) -> None:
         """Record the event behind the work queued on `stream`; do nothing while the stream is captured."""
-        if self._is_blind:
-            return
-        try:
-            driver = self._driver = self._driver or self._open_driver()
-        except CapabilityError as error:
-            logger.warning("queued calls have no deadlines: %s", error)
-            self._is_blind = True
-            return
-        if driver.stream_is_capturing(stream):
+        driver = self._driver or self._open()
+        if driver is None or driver.stream_is_capturing(stream):
             return
         with self._lock:
             if not self._event:
                 self._event = driver.event_create()
             driver.event_record(self._event, stream)
             self._has_mark = True
+
+    def _open(self) -> Driver | None:
+        if self._is_blind:
+            return None
+        try:
+            self._driver = self._open_driver()
+        except CapabilityError as error:
+            logger.warning("queued calls have no deadlines: %s", error)
+            self._is_blind = True
+        return self._driver
 
     def is_done(self) -> bool:
         """Return whether all marked work is complete, or the device has failed and will do no more."""

@@ -6,6 +6,7 @@ stream, both eagerly and in CUDA graphs.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import math
@@ -148,7 +149,7 @@ class CudaCommunicator(NcclCommunicator):
     ) -> torch.Tensor:
         """Combine the ranks' tensors; every rank gets a new tensor of the input's shape and dtype.
 
-        A small contiguous sum with default arguments is served here, with few checks; all others by `_with_checks`.
+        A small contiguous sum with default arguments is served here, with few checks.
         """
         custom = self._custom
         if (
@@ -159,31 +160,32 @@ class CudaCommunicator(NcclCommunicator):
             or input_.get_device() != self._index
             or self._collected is not None
         ):
-            return self._with_checks(input_, op, timeout_s)
+            return super().all_reduce(input_, op, timeout_s=timeout_s)
         count = input_.numel()
         dtype = input_.dtype
         if ((dtype, count) in self._elsewhere and not self._is_capturing) or not _is_strided(input_):
-            return self._with_checks(input_, op, timeout_s)
+            return super().all_reduce(input_, op, timeout_s=timeout_s)
         address = input_.data_ptr()
         # An empty tensor has address 0.
         if not address or address & 15:
-            return self._with_checks(input_, op, timeout_s)
+            return super().all_reduce(input_, op, timeout_s=timeout_s)
         result = torch.empty_like(input_)
         if custom.all_reduce(address, result.data_ptr(), count, dtype, self._current()):
             return result
         self._remember(dtype, count)
-        return self._with_checks(input_, op, timeout_s)
+        return super().all_reduce(input_, op, timeout_s=timeout_s)
 
-    def _with_checks(
-        self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None
-    ) -> torch.Tensor:
-        is_known = isinstance(input_, torch.Tensor) and (input_.dtype, input_.numel()) in self._elsewhere
-        is_elsewhere = self._custom is None or (is_known and not self._is_capturing)
-        if self._is_decided and is_elsewhere and not self._is_deterministic:
-            # NCCL's fast path. Sizes that our kernels may carry go through `_all_reduce` below.
-            return super().all_reduce(input_, op, timeout_s=timeout_s)
-        op = self._check_reduction("all_reduce", input_, op, timeout_s)
-        return self._all_reduce(input_, op, timeout_s)
+    def _code_of_sum(
+        self, tensor: torch.Tensor, op: ReduceOperation, timeout_s: float | None
+    ) -> ctypes.c_int | None:
+        """As in `NcclCommunicator`; None too unless it is known that NCCL carries sums of this dtype and size."""
+        if not self._is_decided or self._is_deterministic:
+            return None
+        code = super()._code_of_sum(tensor, op, timeout_s)
+        if code is None or self._custom is None:
+            return code
+        is_elsewhere = not self._is_capturing and (tensor.dtype, tensor.numel()) in self._elsewhere
+        return code if is_elsewhere else None
 
     def _remember(self, dtype: torch.dtype, count: int) -> None:
         if not self._is_capturing:
@@ -228,10 +230,9 @@ class CudaCommunicator(NcclCommunicator):
         else:
             fill(output, self._all_reduce(input_, op, timeout_s))
 
-    def all_reduce_(
-        self, tensor: torch.Tensor, op: ReduceOperation = SUM, *, timeout_s: float | None = None
+    def _all_reduce_in_place(
+        self, tensor: torch.Tensor, op: ReduceOperation, timeout_s: float | None
     ) -> torch.Tensor:
-        """Combine the ranks' tensors in place and return `tensor`, whose elements must not overlap in memory."""
         op = self._check_reduction("all_reduce_", tensor, op, timeout_s)
         checks.check_writable(tensor, "all_reduce_")
         if not is_plain(tensor) or tensor.data_ptr() & 15:
@@ -247,11 +248,12 @@ class CudaCommunicator(NcclCommunicator):
             address = tensor.data_ptr()
             if custom.all_reduce(address, address, tensor.numel(), tensor.dtype, self._current()):
                 return tensor
+            self._remember(tensor.dtype, tensor.numel())
         if self._must_keep_order(tensor.dtype, op):
             into = tensor.detach()
             into.copy_(self._all_reduce_in_order(into, op, timeout_s))
             return tensor
-        return super().all_reduce_(tensor, op, timeout_s=timeout_s)
+        return super()._all_reduce_in_place(tensor, op, timeout_s)
 
     def _all_reduce_in_order(
         self, source: torch.Tensor, op: ReduceOperation, timeout_s: float | None

@@ -28,6 +28,7 @@ from device_comm.reduction import ReduceOperation
 from shm_broadcast.errors import UsageError
 
 _SUM: Final = ctypes.c_int(SUM_CODE)
+_STRIDED: Final = torch.strided
 
 open_library: Callable[[str | None], NcclLibrary] = functools.cache(NcclLibrary)
 
@@ -110,24 +111,35 @@ class NcclCommunicator(NcclQueue):
 
         A contiguous sum with default arguments is served here, with few checks.
         """
-        connection = self._connection
-        if (
-            connection.hot is None
-            or type(input_) is not torch.Tensor
-            or op is not SUM
-            or timeout_s is not None
-            or input_.get_device() != self._index
-            or input_.layout is not torch.strided
-            or not input_.is_contiguous()
-            or input_.is_neg()
-        ):
-            return super().all_reduce(input_, op, timeout_s=timeout_s)
-        code = self._summed.get(input_.dtype)
-        source = input_.data_ptr()
-        # A tensor without an address is empty, or on the meta device, which has the same index as the CPU.
-        if code is None or not source:
+        code = self._code_of_sum(input_, op, timeout_s)
+        if code is None:
             return super().all_reduce(input_, op, timeout_s=timeout_s)
         result = torch.empty_like(input_)
+        self._sum(input_.data_ptr(), result.data_ptr(), input_.numel(), code)
+        return result
+
+    def _code_of_sum(
+        self, tensor: torch.Tensor, op: ReduceOperation, timeout_s: float | None
+    ) -> ctypes.c_int | None:
+        """Return NCCL's code of the dtype if `_sum` can take the tensor's memory as it is, else None."""
+        if (
+            self._connection.hot is None
+            or op is not SUM
+            or timeout_s is not None
+            or type(tensor) is not torch.Tensor
+            or tensor.get_device() != self._index
+            or tensor.layout is not _STRIDED
+            or not tensor.is_contiguous()
+            or tensor.is_neg()
+            # A tensor without an address is empty, or on the meta device, which has the same index as the CPU.
+            or not tensor.data_ptr()
+        ):
+            return None
+        return self._summed.get(tensor.dtype)
+
+    def _sum(self, source: int, result: int, count: int, code: ctypes.c_int) -> None:
+        """Queue one all-reduce. The arguments are those of ncclAllReduce; `_code_of_sum` has allowed it."""
+        connection = self._connection
         connection.call = connection.everyone
         connection.entered += 1
         try:
@@ -136,16 +148,36 @@ class NcclCommunicator(NcclQueue):
             if comm is None:
                 comm = connection.handle()
             stream = self._current()
-            status = self._all_reduce_function(
-                source, result.data_ptr(), input_.numel(), code, _SUM, comm, stream
-            )
+            status = self._all_reduce_function(source, result, count, code, _SUM, comm, stream)
             if status:
                 connection.settle("ncclAllReduce", status)
             if self._progress is not None:
                 self._progress.mark(stream)
         finally:
             connection.returned = connection.entered
-        return result
+
+    def all_reduce_into_output(
+        self,
+        input_: torch.Tensor,
+        output: torch.Tensor,
+        op: ReduceOperation = SUM,
+        *,
+        timeout_s: float | None = None,
+    ) -> torch.Tensor:
+        """As `all_reduce`, into `output`, which is returned; it may be the memory of the input.
+
+        A sum of separate or equal contiguous memory with default arguments is served here, with few checks.
+        """
+        code = self._code_of_sum(input_, op, timeout_s)
+        if (
+            code is None
+            or self._code_of_sum(output, op, timeout_s) is not code
+            or input_.shape != output.shape
+            or 0 < abs(input_.data_ptr() - output.data_ptr()) < input_.nbytes
+        ):
+            return super().all_reduce_into_output(input_, output, op, timeout_s=timeout_s)
+        self._sum(input_.data_ptr(), output.data_ptr(), input_.numel(), code)
+        return output
 
     def _all_reduce(self, input_: torch.Tensor, op: ReduceOperation, timeout_s: float | None) -> torch.Tensor:
         return self._combined(None, input_, op, timeout_s)
@@ -175,7 +207,21 @@ class NcclCommunicator(NcclQueue):
     def all_reduce_(
         self, tensor: torch.Tensor, op: ReduceOperation = SUM, *, timeout_s: float | None = None
     ) -> torch.Tensor:
-        """Combine the ranks' tensors in place and return `tensor`, whose elements must not overlap in memory."""
+        """Combine the ranks' tensors in place and return `tensor`, whose elements must not overlap in memory.
+
+        A contiguous sum with default arguments is served with few checks, as in `all_reduce`.
+        """
+        code = self._code_of_sum(tensor, op, timeout_s)
+        if code is not None:
+            address = tensor.data_ptr()
+            self._sum(address, address, tensor.numel(), code)
+            return tensor
+        return self._all_reduce_in_place(tensor, op, timeout_s)
+
+    def _all_reduce_in_place(
+        self, tensor: torch.Tensor, op: ReduceOperation, timeout_s: float | None
+    ) -> torch.Tensor:
+        """Do an `all_reduce_` whose arguments have not been checked."""
         if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
             if self._collected is not None:
                 raise UsageError("all_reduce_: within `group` the tensor must be contiguous")

@@ -1,6 +1,5 @@
 """NcclCommunicator over real processes and the stub of NCCL: its values, its lifecycle, and whom errors name."""
 
-import os
 import threading
 import time
 from pathlib import Path
@@ -91,31 +90,6 @@ def every_call(rank: int, world_size: int, directory: Path, stub: str) -> None:
 def test_every_call_on_four_ranks(ranks4: RankPool, stub: str) -> None:
     """Parts are even and uneven, along both dimensions, in the first call of a communicator and in later ones."""
     ranks4.run(every_call, stub)
-
-
-def calls_in_progress(rank: int, world_size: int, directory: Path, stub: str, blocking: str) -> int:
-    if blocking:
-        os.environ["NCCL_COMM_BLOCKING"] = blocking
-    try:
-        with nccl_world(rank, world_size, directory, stub) as (_, it):
-            for number in range(100):
-                assert it.all_reduce(torch.full((2,), float(number))).tolist() == [2.0 * number] * 2
-            with it.group():
-                summed = [it.all_reduce(torch.ones(1)) for _ in range(3)]
-            assert [each.item() for each in summed] == [2.0] * 3
-            it.isend(torch.full((3,), float(rank)), 1 - rank).wait()
-            assert it.recv((3,), torch.float32, 1 - rank).tolist() == [1.0 - rank] * 3
-        calls = stub_of(it.library).stub_calls
-        assert (calls(0), calls(1), calls(2)) == (0, 1, 1)
-        return int(calls(4))
-    finally:
-        os.environ.pop("NCCL_COMM_BLOCKING", None)
-
-
-def test_no_call_costs_a_thread_of_the_library(stub: str) -> None:
-    """The library does a call itself, and is not asked whether it is done. With the variable it is, and all works."""
-    assert run_ranks(calls_in_progress, 2, stub, "") == [0, 0]
-    assert all(count > 100 for count in run_ranks(calls_in_progress, 2, stub, "0"))
 
 
 def special_dtypes(rank: int, world_size: int, directory: Path, stub: str) -> list[str]:

@@ -54,7 +54,7 @@ MISTAKES: Final = {
         "custom/all_reduce.py",
         "for offset in range(0, nbytes, route.piece):",
         "for offset in range(0, nbytes - route.piece, route.piece):",
-        f"{MULTIPROC}/test_custom_all_reduce.py::test_a_deterministic_group_uses_one_algorithm",
+        f"{MULTIPROC}/test_custom_all_reduce.py::test_a_large_deterministic_sum_goes_in_pieces",
     ),
     "input and output change places": Mistake(
         "custom/all_reduce.py",

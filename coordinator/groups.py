@@ -6,7 +6,7 @@ import contextvars
 import dataclasses
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Literal, Self, TypeAlias, get_args
 
@@ -267,7 +267,7 @@ class ParallelGroups:
                 groups["tp"].enable_broadcaster()
             record = cls(layout=layout, owns_world=world is None, **groups)
         except BaseException:
-            _destroy(groups.values(), keep=world)
+            destroy_together([group for group in reversed(groups.values()) if group is not world])
             raise
         elapsed_ms = (time.perf_counter() - started) * 1e3
         logger.info("created the groups of %s in %.1f ms; %s", layout, elapsed_ms, record.startup_report())
@@ -309,9 +309,14 @@ class ParallelGroups:
 
         Waits for the other ranks at most about `destroy_timeout_s` per group.
         """
+        destroy_together(self.owned())
+
+    def owned(self) -> list[GroupCoordinator]:
+        """Return the groups that `destroy` destroys, in the order in which it does."""
         groups = self.by_name()
         parts = [groups.pop(name) for name in _PARTS]
-        _destroy([*groups.values(), *self._retired, *parts], keep=None if self.owns_world else self.world)
+        made = [*groups.values(), *self._retired, *parts]
+        return [group for group in reversed(made) if self.owns_world or group is not self.world]
 
     @contextmanager
     def graph_capture(
@@ -373,10 +378,18 @@ def rank_lists(layout: ParallelLayout, name: Dimension | ExtraGroup) -> RankList
     return layout.groups("ep" if name == "eplb" else name)
 
 
-def _destroy(groups: Iterable[GroupCoordinator], keep: GroupCoordinator | None) -> None:
-    for group in reversed(list(groups)):
-        if group is not keep:
-            group.destroy()
+def destroy_together(groups: Sequence[GroupCoordinator]) -> None:
+    """Destroy groups, in this order, after the calls of all have ended. Idempotent, not collective.
+
+    `destroy` of one waits a while for the device before it frees memory, also for the kernels of the other groups.
+    *Blocks* for that up to the longest `destroy_timeout_s`, and then for the groups one after the other.
+    """
+    limits = [group.settings.destroy_timeout_s for group in groups]
+    deadline = time.monotonic() + max(limits, default=0.0)
+    for group in groups:
+        group.device_communicator.end_calls(max(deadline - time.monotonic(), 0.0))
+    for group in groups:
+        group.destroy()
 
 
 def default_backend() -> str:

@@ -23,6 +23,7 @@ from coordinator.groups import (
     ParallelGroups,
     current_groups,
     default_backend,
+    destroy_together,
     find_current_groups,
     find_world_group,
     set_default_groups,
@@ -482,10 +483,9 @@ def destroy_distributed_environment() -> None:
 
     Idempotent, not collective.
     """
-    destroy_model_parallel()
-    world = set_world_group(None)
-    if world is not None:
-        world.destroy()
+    groups, world = set_default_groups(None), set_world_group(None)
+    leaving = [] if groups is None else groups.owned()
+    destroy_together(leaving if world is None or world in leaving else [*leaving, world])
     leave_world()
 
 

@@ -464,6 +464,14 @@ class DeviceCommunicator(OutputForms):
         """Reserve what messages of up to `message_bytes` bytes need. Collective; a hint, not a limit."""
         del message_bytes
 
+    def end_calls(self, timeout_s: float) -> None:
+        """Wait up to `timeout_s` for queued calls, and end those of which a device would wait longer.
+
+        For several communicators that are destroyed together: `destroy` of one may wait for everything on the device.
+        Not collective, idempotent, legal in any state, raises nothing. Calls afterwards may raise `ClosedError`.
+        """
+        del timeout_s
+
     @abstractmethod
     def destroy(self) -> None:
         """Release everything. Idempotent, legal in any state, bounded to seconds."""

@@ -12,6 +12,8 @@ peers blocks its thread until they have launched too; ranks in one process there
     driver.begin_capture(stream); ...; graph = driver.end_capture(stream); driver.replay(graph)
     assert driver.leaks() == [] and violations(directory) == []
 
+A kernel that spins is modelled by `driver.hang()`: calls that wait for the whole device then wait for its end.
+
 It reports errors that crash a real device only sometimes: memory is freed while a peer has it open, a handle is opened
 twice, memory is exported that cannot be exported, a call is made that capture forbids, a stream is used that was
 destroyed, or a resource is never released.
@@ -19,6 +21,7 @@ destroyed, or a resource is never released.
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ from tests.fake_device import (
     CAPTURE_IMPLICIT,
     CAPTURE_INVALIDATED,
     CAPTURE_ISOLATION,
+    CAPTURE_UNSUPPORTED,
     INVALID_HANDLE,
     INVALID_VALUE,
     LAUNCH_FAILED,
@@ -212,6 +216,7 @@ class FakeDriver(FakeMemory):
 
     def module_unload(self, module: int) -> None:
         self._enter("module_unload")
+        self._synchronize("module_unload")
         if module not in self._modules:
             raise self._error("module_unload", INVALID_HANDLE)
         del self._modules[module]
@@ -257,6 +262,7 @@ class FakeDriver(FakeMemory):
             raise self._error("launch", INVALID_HANDLE)
         self._use("launch", stream)
         call = known[2]
+        self.calls["launched"] = self.calls.get("launch_begun", 0) + 1
         if stream in self._capturing:
             graph, then = self._capturing[stream], _copy_of(arguments)
             graph.launches.append(known[1])
@@ -358,7 +364,14 @@ class FakeDriver(FakeMemory):
         self._events.discard(event)
 
     def context_synchronize(self) -> None:
-        self._enter("context_synchronize", in_capture=False)
+        self._enter("context_synchronize")
+        if self._capturing:
+            raise self._error("context_synchronize", CAPTURE_UNSUPPORTED, "a stream is capturing")
+        self._synchronize("context_synchronize")
+
+    def relax_capture(self) -> None:
+        self._enter("relax_capture")
+        self._relaxed.add(threading.get_ident())
 
     def close(self) -> None:
         self._closed = True

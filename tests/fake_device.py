@@ -6,7 +6,8 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ _NAMES = {
     CAPTURE_ISOLATION: "CUDA_ERROR_STREAM_CAPTURE_ISOLATION",
     CAPTURE_IMPLICIT: "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT",
 }
+
+MOST_HANG_S = 15.0
 
 _HANDLE_MAGIC = b"FAKE-IPC"
 _GRANULARITY = 1 << 16
@@ -141,6 +144,26 @@ class FakeMemory(Driver):
         self._next = 1000 * (rank + 1)
         self._closed = False
         self._lock = threading.RLock()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._relaxed: set[int] = set()
+
+    @contextmanager
+    def hang(self) -> Iterator[None]:
+        """Let a kernel spin within the block, on a stream that nobody here knows.
+
+        Calls that wait, or may wait, for everything on the device return after the block. A call that waits longer than
+        `MOST_HANG_S` reports a violation.
+        """
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._idle.set()
+
+    def _synchronize(self, function: str) -> None:
+        if not self._idle.wait(MOST_HANG_S):
+            self._violation(f"{function} waited for a kernel that does not end")
 
     def _violation(self, text: str) -> None:
         path = self.directory / f"violation-{self.rank}-{time.monotonic_ns()}"
@@ -164,7 +187,7 @@ class FakeMemory(Driver):
         nth, code = self.faults.fail.get(function, (0, 0))
         if number == nth:
             raise self._error(function, code, "as the test asked")
-        if self._capturing and not in_capture:
+        if self._capturing and not in_capture and threading.get_ident() not in self._relaxed:
             raise self._error(function, CAPTURE_UNSUPPORTED, "a stream is capturing")
 
     def _use(self, function: str, stream: int) -> None:
@@ -294,6 +317,7 @@ class FakeMemory(Driver):
 
     def mem_free(self, address: int) -> None:
         self._enter("mem_free", in_capture=False)
+        self._synchronize("mem_free")
         memory = self._own("mem_free", address, "memory")
         users = [
             marker.name
@@ -337,6 +361,7 @@ class FakeMemory(Driver):
 
     def host_free(self, host_address: int) -> None:
         self._enter("host_free", in_capture=False)
+        self._synchronize("host_free")
         nbytes = self._host.pop(host_address, None)
         if nbytes is None:
             raise self._error("host_free", INVALID_VALUE)
@@ -392,6 +417,7 @@ class FakeMemory(Driver):
 
     def ipc_close(self, address: int) -> None:
         self._enter("ipc_close", in_capture=False)
+        self._synchronize("ipc_close")
         self._own("ipc_close", address, "opened")
         self._unmap(address)
 
@@ -444,6 +470,7 @@ class FakeMemory(Driver):
 
     def vmm_unmap(self, address: int, nbytes: int) -> None:
         self._enter("vmm_unmap", in_capture=False)
+        self._synchronize("vmm_unmap")
         if self._own("vmm_unmap", address, "mapping").nbytes != nbytes:
             raise self._error("vmm_unmap", INVALID_VALUE)
         self._unmap(address)

@@ -484,17 +484,22 @@ class CudaCommunicator(NcclCommunicator):
         self.prepare_kernels()
         super().prepare_buffers(message_bytes)
 
+    def end_calls(self, timeout_s: float) -> None:
+        """Refuse later calls of our kernels, wait for queued ones, then make those that still wait leave."""
+        if self._custom is not None and not self._health.is_inherited:
+            self._custom.stop(timeout_s)
+
     def destroy(self) -> None:
         """End NCCL, then our kernels, and free their memory.
 
-        NCCL goes first: it is aborted if its work does not end within seconds, whereas ending our kernels synchronizes
-        with everything on the device and would wait for NCCL.
+        NCCL goes first: it is aborted if its work does not end within seconds, whereas our memory is freed only when
+        nothing on the device runs any more, and so not before NCCL's work has ended.
         """
         super().destroy()
-        if self._custom is not None:
-            self._custom.destroy()
         self._events.close()
-        if self._opened is not None:
+        if self._custom is not None:
+            self._custom.destroy(then=self._driver().close)
+        elif self._opened is not None:
             self._opened.close()
 
 

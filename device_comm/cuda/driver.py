@@ -270,7 +270,13 @@ class Driver(Protocol):
         """Destroy an event."""
 
     def context_synchronize(self) -> None:
-        """Block until all work of this process on this device is done."""
+        """Block until all work of this process on this device that was queued before is done.
+
+        While a stream of the process is captured this fails, and makes the capture invalid.
+        """
+
+    def relax_capture(self) -> None:
+        """Let the calling thread free memory while another thread captures, without spoiling that capture."""
 
     def close(self) -> None:
         """Release the context. Free all allocations before. Idempotent."""

@@ -519,6 +519,10 @@ class CudaDriver(Driver):
     def context_synchronize(self) -> None:
         self._in_context("cuCtxSynchronize")
 
+    def relax_capture(self) -> None:
+        relaxed = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        self._call("cuThreadExchangeStreamCaptureMode", relaxed)
+
     def close(self) -> None:
         with self._lock:
             if self._closed:

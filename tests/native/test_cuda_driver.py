@@ -78,6 +78,7 @@ driver.stream_wait_event(0, event)
 done = driver.event_query(event)
 driver.event_destroy(event)
 driver.context_synchronize()
+driver.relax_capture()
 driver.module_unload(module)
 unloaded = outcome(lambda: driver.launch(function, 1, 1, 0, arguments))[0]
 assert outcome(lambda: driver.configure(function, 1, 1))[0] == unloaded
@@ -168,6 +169,10 @@ def test_every_call_reaches_the_driver_as_it_should(run: Callable[..., tuple[Any
         "cuEventCreate 2",
     ):
         assert line in log
+    # Relaxed (2) from here on; a query of an event restores the mode.
+    modes = [line for line in log if line.startswith("cuThreadExchangeStreamCaptureMode")]
+    assert modes[-1].endswith(" 2")
+    assert len(modes) % 2 == 1
     assert log.count("cuDevicePrimaryCtxRelease 41") == 1
     assert log.count("cuDevicePrimaryCtxRelease 40") == 1
 

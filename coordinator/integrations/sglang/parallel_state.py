@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from coordinator import parallel_state as ours
 from coordinator.graph_capture import GraphCaptureContext
+from coordinator.groups import destroy_together
 from coordinator.integrations.sglang.group import SglangGroupCoordinator
 from coordinator.integrations.sglang.widths import Widths
 from shm_broadcast.errors import UsageError
@@ -541,10 +542,13 @@ def monkey_patch_vllm_parallel_state(reverse: bool = False) -> None:
             setattr(module, name, globals()[name])
 
 
+def _leaving() -> list[SglangGroupCoordinator]:
+    return [*_state.owned, *_state.custom][::-1]
+
+
 def destroy_model_parallel() -> None:
     """Destroy all groups but that of the world. Idempotent, not collective."""
-    for group in reversed([*_state.owned, *_state.custom]):
-        group.destroy()
+    destroy_together(_leaving())
     _state.owned.clear()
     _state.custom.clear()
     world = _state.groups.get("world")
@@ -555,8 +559,7 @@ def destroy_model_parallel() -> None:
 
 def destroy_distributed_environment() -> None:
     """Destroy all groups, and torch.distributed if `init_distributed_environment` opened it. Idempotent."""
-    destroy_model_parallel()
     world = _state.groups.pop("world", None)
-    if world is not None:
-        world.destroy()
+    destroy_together(_leaving() if world is None else [*_leaving(), world])
+    destroy_model_parallel()
     ours.destroy_distributed_environment()

@@ -17,6 +17,7 @@ import torch
 
 from device_comm.cuda.custom.capture_failure import tell_failure
 from device_comm.cuda.custom.launches import Launch, Launches
+from device_comm.cuda.custom.release import CAPTURE_ERRORS
 from device_comm.cuda.custom.resources import CustomContext, CustomResources, agree_on_policy
 from device_comm.cuda.custom.streams import StreamOrder
 from device_comm.cuda.driver import LaunchConfiguration
@@ -40,9 +41,6 @@ _FLUSH_PAUSE_S: Final = 0.001
 
 # Replaces the words of the error record after `destroy`, so that every call takes its failure branch.
 _CLOSED: Final = (1,) * 16
-# CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED to CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD in cuda.h: a capture forbids the call.
-# Eager calls get some of them too: the legacy stream cannot be used while a blocking stream is captured (906).
-_CAPTURE_ERRORS: Final = range(900, 909)
 _FLOAT_WORD: Final = struct.Struct("<fI")
 _WORD: Final = struct.Struct("<Q")
 
@@ -92,6 +90,7 @@ class CustomAllReduce:
         self._order = StreamOrder(context.driver, context.health.where)
         self._capture_stream: int | None = None
         self._is_open = True
+        self._is_destroyed = False
         self._was_raised = False
         self._routes: dict[tuple[str, torch.dtype, int, bool], _Route] = {}
         self._reduce_routes: dict[tuple[torch.dtype, int], _Route] = {}
@@ -184,7 +183,7 @@ class CustomAllReduce:
         `fail_capture` tells the peers.
         """
         if not (
-            isinstance(error, CudaError) and error.code in _CAPTURE_ERRORS and self._was_captured(stream)
+            isinstance(error, CudaError) and error.code in CAPTURE_ERRORS and self._was_captured(stream)
         ):
             self._health.fail(error)
         return error
@@ -583,26 +582,45 @@ class CustomAllReduce:
 
     # ------------------------------------------------------------------ the end
 
-    def destroy(self, barrier: Callable[[], None] | None = None, timeout_s: float = 5.0) -> None:
-        """Wait for queued calls, then free everything. Idempotent, legal in any state, raises nothing.
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Refuse later calls, wait up to `timeout_s` for queued ones, then make kernels that still wait leave.
 
-        *Collective* if `barrier` is given. *Blocks* up to `timeout_s` for queued calls, after which kernels that still
-        wait are made to leave, and then for `barrier`.
-
-        Args:
-            barrier: Returns when all ranks have called it; None if the group is broken or peers are out of reach.
-                Without it, memory that a living peer may have mapped stays allocated until the process ends.
-            timeout_s: How long queued calls may take, in seconds.
+        The first half of `destroy`, for several groups that end together. Not collective, idempotent, legal in any
+        state, raises nothing. Later calls raise `ClosedError`.
         """
         if not self._is_open:
             return
         self._is_open = False
         # From now on every call finds nonzero words and raises.
         self._words = _CLOSED
-        self._order.close()
         if not self._health.is_broken and self._record.is_clear:
             self._flush(timeout_s)
-        self._resources.destroy(None if self._health.is_broken else barrier)
+        self._order.close()
+        self._resources.stop()
+
+    def destroy(
+        self,
+        barrier: Callable[[], None] | None = None,
+        timeout_s: float = 5.0,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """Wait for queued calls, then free everything. Idempotent, legal in any state, raises nothing.
+
+        *Collective* if `barrier` is given. *Blocks* up to `timeout_s` for queued calls, after which kernels that still
+        wait are made to leave, then up to a second for other work on the device, and then for `barrier`. If the other
+        work takes longer, the memory is freed behind it, and `barrier` is not called.
+
+        Args:
+            barrier: Returns when all ranks have called it; None if the group is broken or peers are out of reach.
+                Without it, memory that a living peer may have mapped stays allocated until the process ends.
+            timeout_s: How long queued calls may take, in seconds.
+            then: Called when everything is freed, perhaps by another thread; it raises nothing.
+        """
+        if self._is_destroyed:
+            return
+        self._is_destroyed = True
+        self.stop(timeout_s)
+        self._resources.destroy(None if self._health.is_broken else barrier, then)
 
     def _flush(self, timeout_s: float) -> None:
         """Wait until the calls on our stream are done, a kernel fails, or `timeout_s` has passed."""

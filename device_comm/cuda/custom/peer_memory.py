@@ -303,10 +303,10 @@ class PeerMemory:
     # --- teardown ---------------------------------------------------------------------------------------------
 
     def close(self, barrier: Callable[[], None] | None) -> None:
-        """Synchronize, unmap the peers' memory, call `barrier`, free our own memory. Idempotent; raises nothing.
+        """Unmap the peers' memory, call `barrier`, free our own memory. Idempotent; raises nothing.
 
-        *Collective* if `barrier` is given. *Blocks* until work in flight is done (kernels have deadlines), and as long
-        as `barrier` does.
+        *Collective* if `barrier` is given. *Blocks* as long as `barrier` does. The driver may also wait for other work
+        on the device. The caller has made sure that nothing in flight uses the memory.
 
         With legacy IPC it is undefined behaviour to free memory that another process has mapped. The driver unmaps
         the memory of a dead peer, but a living peer may still have it mapped. Without a barrier, or if it fails,
@@ -320,7 +320,6 @@ class PeerMemory:
         trouble: list[str] = []
         if not self._is_closed:
             self._is_closed = True
-            attempt(trouble, self._driver.context_synchronize)
             self._close_peers(trouble)
             if barrier is not None and attempt(trouble, barrier):
                 self._is_exposed = False

@@ -13,6 +13,7 @@ from device_comm.cuda.custom.graph_inputs import GraphInputs
 from device_comm.cuda.custom.launches import CubinSource, Launches
 from device_comm.cuda.custom.peer_memory import PeerMemory, attempt
 from device_comm.cuda.custom.peer_messages import MAX_TEXT_CHARS, Kind, PeerExchange
+from device_comm.cuda.custom.release import release_when_idle
 from device_comm.cuda.driver import Driver
 from device_comm.cuda.error_record import DeathWatch, ErrorRecord
 from device_comm.cuda.kernel_layout import STATE_BYTES, WorkspaceLayout, largest_input, pack_params
@@ -155,10 +156,10 @@ class CustomResources:
             # Also a barrier: no rank pushes into an arena before its owner has filled it with sentinels.
             failed = peers.failures(failure)
         except BaseException:
-            made.destroy(None)
+            made.destroy(None, is_unused=True)
             raise
         if failed:
-            made.destroy(peers.meet)
+            made.destroy(peers.meet, is_unused=True)
             raise CapabilityError(
                 f"{health.where('custom all-reduce')}: {failed}",
                 requirement="kernels and memory on all ranks",
@@ -221,16 +222,43 @@ class CustomResources:
         missing = [self._ranks[rank] for rank in failure.missing]
         return self._health.blame(f"{operation} ({failure.kernel})", missing, self._within_s)
 
-    def destroy(self, barrier: Callable[[], None] | None) -> None:
-        """End the kernels, unmap the peers' memory, call `barrier`, free our memory, in this order. Raises nothing."""
-        trouble: list[str] = []
+    def stop(self) -> None:
+        """Make every kernel of this group leave, now and later. Idempotent; raises nothing."""
         if self._watch is not None:
             self._watch.stop()
         if hasattr(self, "record"):
             self.record.abort()
-        attempt(trouble, self._driver.context_synchronize)
-        self._memory.close(barrier)
-        while self._undo:
-            attempt(trouble, self._undo.pop())
-        if trouble:
-            logger.warning("%s: %s", self._health.where("destroy"), "; ".join(trouble))
+
+    def destroy(
+        self,
+        barrier: Callable[[], None] | None,
+        then: Callable[[], None] | None = None,
+        *,
+        is_unused: bool = False,
+    ) -> None:
+        """End the kernels, unmap the peers' memory, call `barrier`, free our memory, in this order. Raises nothing.
+
+        *Blocks* for about a second at most, apart from `barrier`: see `release_when_idle`. If that takes longer,
+        `barrier` is not called.
+
+        Args:
+            barrier: Returns when all ranks have called it, or None.
+            then: Called at the end; it raises nothing.
+            is_unused: Whether no kernel can have used the memory, which is then freed at once.
+        """
+        self.stop()
+
+        def release(is_awaited: bool) -> None:
+            trouble: list[str] = []
+            self._memory.close(barrier if is_awaited else None)
+            while self._undo:
+                attempt(trouble, self._undo.pop())
+            if trouble:
+                logger.warning("%s: %s", self._health.where("destroy"), "; ".join(trouble))
+            if then is not None:
+                then()
+
+        if is_unused:
+            release(True)
+        else:
+            release_when_idle(self._driver, self._health.where("destroy"), release)

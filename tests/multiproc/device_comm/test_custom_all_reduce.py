@@ -5,6 +5,8 @@ The kernels are the product's source, which g++ compiles and which run as thread
 
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from device_comm.rms_norm import add_rms_norm
 from shm_broadcast.errors import ClosedError, UsageError
 from tests.custom_ranks import FIRST_RANK, SMALL_POLICY, CustomRank, shuffled
 from tests.harness import RankPool, run_ranks
+from tests.waiting import wait_until
 from tests.worlds import outcome_of
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -294,6 +297,107 @@ def test_without_a_barrier_memory_that_peers_may_use_stays(ranks2: RankPool, lib
     for left in ranks2.run(unmet, libraries):
         assert len(left) <= 1
         assert all(each.startswith("memory memory-") for each in left)
+
+
+_FREED = ("mem_free", "host_free", "vmm_unmap", "ipc_close", "module_unload")
+
+
+def freed(me: CustomRank) -> int:
+    """Return how many calls so far have freed or unmapped something."""
+    return sum(me.driver.calls.get(name, 0) for name in _FREED)
+
+
+def ends_beside_another_group(
+    rank: int, world_size: int, directory: Path, libraries: str
+) -> tuple[float, bool, bool]:
+    me = CustomRank(rank, world_size, directory, libraries, staging_bytes=64 << 10)
+    custom = me.create()
+    assert me.all_reduce(1, 64, BF16)
+    told = threading.Event()
+    before = freed(me)
+    with me.driver.hang():
+        start = time.monotonic()
+        custom.destroy(then=told.set)
+        took_s = time.monotonic() - start
+        was_freed = freed(me) > before or told.is_set()
+        # Another thread may capture meanwhile; that the memory is freed then does not spoil it.
+        me.driver.begin_capture(3)
+    wait_until(told.is_set, "the memory to be freed", 10.0, 0.01)
+    me.driver.end_capture(3)
+    had_record = not any("host memory" in each for each in me.driver.leaks())
+    me.leave_alone()
+    return took_s, was_freed, had_record
+
+
+@pytest.mark.guarantee("D75")
+def test_the_end_of_a_group_does_not_wait_for_another_groups_kernel(ranks2: RankPool, libraries: str) -> None:
+    """Nothing is freed while a kernel spins, which may be a replay of this group; everything is, when it has ended."""
+    for took_s, was_freed, had_record in ranks2.run(ends_beside_another_group, libraries):
+        assert took_s < 5.0
+        assert not was_freed
+        assert had_record
+
+
+def ends_during_a_capture(rank: int, world_size: int, directory: Path, libraries: str) -> list[str]:
+    me = CustomRank(rank, world_size, directory, libraries)
+    custom = me.create()
+    assert me.all_reduce(1, 64, BF16)
+    before = freed(me)
+    me.driver.begin_capture(3)
+    custom.destroy()
+    me.driver.end_capture(3)
+    assert freed(me) == before
+    left = me.driver.leaks()
+    me.health.close()
+    me.health.release()
+    me.meet()
+    me.driver.release()
+    return left
+
+
+@pytest.mark.guarantee("D75")
+def test_memory_stays_where_a_capture_hides_what_is_done(ranks2: RankPool, libraries: str) -> None:
+    """The driver does not tell then whether a kernel still uses it."""
+    for left in ranks2.run(ends_during_a_capture, libraries):
+        assert any("host memory" in each for each in left)
+
+
+def two_stuck_groups(rank: int, world_size: int, directory: Path, libraries: str) -> tuple[float, list[bool]]:
+    """Make two groups; rank 0 calls in both, and rank 1 in neither."""
+    both = [CustomRank(rank, world_size, _new(directory / name), libraries) for name in ("one", "two")]
+    customs = [me.create() for me in both]
+    spinning = []
+    if rank == 0:
+        for me, custom in zip(both, customs, strict=True):
+            address = me.buffer(64, BF16).data_ptr()
+            spinning.append(
+                threading.Thread(target=custom.all_reduce, args=(address, address, 64, BF16, 1), daemon=True)
+            )
+            spinning[-1].start()
+        wait_until(lambda: all(me.driver.calls.get("launched") for me in both), "both kernels", 10.0, 0.01)
+    start = time.monotonic()
+    for custom in customs:
+        custom.stop(0.2)
+    for thread in spinning:
+        thread.join(10.0)
+    took_s = time.monotonic() - start
+    alive = [thread.is_alive() for thread in spinning]
+    for me in both:
+        me.finish()
+    return took_s, alive
+
+
+@pytest.mark.guarantee("D75")
+def test_kernels_of_all_groups_leave_before_memory_is_freed(ranks2: RankPool, libraries: str) -> None:
+    """`stop` ends those that wait for a rank that does not come, and frees nothing; the deadline is 20 s."""
+    for took_s, alive in ranks2.run(two_stuck_groups, libraries):
+        assert not any(alive)
+        assert took_s < 5.0
+
+
+def _new(directory: Path) -> Path:
+    directory.mkdir(exist_ok=True)
+    return directory
 
 
 def test_usage_errors_are_value_errors() -> None:

@@ -1,0 +1,101 @@
+"""Free device memory when nothing on the device can still use it, without waiting for other groups' kernels.
+
+See *The end* in DESIGN.md, under "Policy and custom all-reduce: host side".
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from device_comm.cuda.driver import Driver
+from shm_broadcast.errors import CommError, CudaError
+
+__all__ = ["CAPTURE_ERRORS", "release_when_idle"]
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+CAPTURE_ERRORS: Final = range(900, 909)
+"""CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED to CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD: what captures forbid or spoil."""
+
+# How long the caller waits for other work on the device. What a healthy process has queued ends in milliseconds.
+IDLE_S: Final = 1.0
+
+
+def release_when_idle(driver: Driver, where: str, release: Callable[[bool], None]) -> None:
+    """Call `release` once everything is done that this process has queued on the device so far.
+
+    *Blocks* for `IDLE_S` at most, apart from `release` itself. If the device takes longer, a thread calls `release`
+    later. While a stream is being captured it cannot be known what is done: then `release` is never called, which is
+    logged, and the memory stays allocated until the process ends. Raises nothing.
+
+    Args:
+        driver: The device. It stays open until `release` closes it.
+        where: The beginning of a log record.
+        release: Frees the memory and raises nothing. Gets whether the caller still waits for it.
+    """
+    waiting = _Waiting(driver, where, release)
+    thread = threading.Thread(target=waiting.run, name="group-coordinator-release", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        # There is no thread to be had, as the interpreter is ending: wait here.
+        waiting.run()
+    waiting.leave()
+
+
+class _Waiting:
+    """The wait for an idle device, by a thread, and the decision who releases."""
+
+    def __init__(self, driver: Driver, where: str, release: Callable[[bool], None]) -> None:
+        self._driver = driver
+        self._where = where
+        self._release = release
+        self._ended = threading.Event()
+        self._is_idle = False
+        # Whether the caller has left the release to the thread.
+        self._is_left = False
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Wait until the device is idle, and release if the caller does not wait any more."""
+        is_idle = self._wait()
+        with self._lock:
+            self._is_idle = is_idle
+            self._ended.set()
+            is_left = self._is_left
+        if is_left and is_idle:
+            try:
+                self._driver.relax_capture()
+            except CommError as error:
+                logger.warning("%s: %s", self._where, error)
+            self._release(False)
+
+    def _wait(self) -> bool:
+        try:
+            self._driver.context_synchronize()
+        except CudaError as error:
+            logger.warning("%s: %s", self._where, error)
+            if error.code in CAPTURE_ERRORS:
+                logger.warning(
+                    "%s: a capture hides what is done; memory stays until the process ends", self._where
+                )
+                return False
+            # The device has failed, and no kernel runs any more.
+        return True
+
+    def leave(self) -> None:
+        """Release if the device is idle in time; else leave that to the thread."""
+        self._ended.wait(IDLE_S)
+        with self._lock:
+            self._is_left = not self._ended.is_set()
+        if self._is_left:
+            logger.warning(
+                "%s: other work on the device takes longer than %.0f s; memory is freed behind it",
+                self._where,
+                IDLE_S,
+            )
+        elif self._is_idle:
+            self._release(True)

@@ -23,6 +23,7 @@ OTHERS: Final = {
     "start-up": "start_up",
     "crowds": "crowds",
     "overlap": "overlap",
+    "kernel-calls": "kernel_calls",
     "nccl-calls": "nccl_calls",
     "training": "training",
     "engines": "engines",

@@ -182,9 +182,7 @@ class CustomAllReduce:
         Nothing runs of a capture of `stream` that other code has made invalid. Then the group is intact, and
         `fail_capture` tells the peers.
         """
-        if not (
-            isinstance(error, CudaError) and error.code in CAPTURE_ERRORS and self._was_captured(stream)
-        ):
+        if not (isinstance(error, CudaError) and error.code in CAPTURE_ERRORS and self._was_captured(stream)):
             self._health.fail(error)
         return error
 

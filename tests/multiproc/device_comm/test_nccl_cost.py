@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import pytest
 import torch
 
 from coordinator.errors import UsageError
-from device_comm.nccl import connection
 from device_comm.nccl.communicator import NcclCommunicator
 from device_comm.nccl.library import NcclLibrary
 from device_comm.reduction import ReduceOperation
@@ -89,7 +89,7 @@ def one_library_call_each(rank: int, world_size: int, directory: Path, stub: str
         found, threads, marks = [], threading.active_count(), progress.marks
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
-            patch.setattr(connection.time, "sleep", refuse)
+            patch.setattr(time, "sleep", refuse)
             patch.setattr(it._health, "wait", refuse)
             for form in forms:
                 calls.clear()
@@ -116,7 +116,7 @@ def sums_without_checks(rank: int, world_size: int, directory: Path, stub: str) 
             checked.append(name)
             return check(name, *arguments)
 
-        it._check_reduction = note  # type: ignore[method-assign]
+        it._check_reduction = note  # type: ignore[assignment, method-assign]
         both = torch.ones(8)
         low, high = both[:4], both[4:]
         assert it.all_reduce(low).tolist() == [2.0] * 4

@@ -143,7 +143,8 @@ DEVICE void norm_rows(const Share& share, const Rows& t, NormShared& shared, Red
             }
             shared.lanes[k] = squares;
         }
-        scale_row(share, t, row, sum_of_row(share, shared, turn), kept);
+        const float squares = sum_of_row(share, shared, turn);
+        if (alive) scale_row(share, t, row, squares, kept);
     }
 }
 

@@ -278,8 +278,8 @@ DEVICE Call enter_pull(const Params& p, u32 kernel) {
 }
 
 DEVICE void leave_pull(const Params& p, const Call& call) {
-    let_the_next_kernel_begin();
     __syncthreads();
+    let_the_next_kernel_begin();
     if (threadIdx.x == 0) st_state(p, STATE_BARRIER_WORD + blockIdx.x, call.epoch);
 }
 

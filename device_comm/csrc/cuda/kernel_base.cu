@@ -394,8 +394,9 @@ DEVICE void acquire_pushes() {
 // Keeps the epochs of all blocks equal, including those that are not in this grid.
 DEVICE void leave_push(const Params& p, const Call& call) {
     acquire_pushes();
-    let_the_next_kernel_begin();
+    // The first thread of a block that lets the next kernel begin speaks for the block, so all have to be here.
     __syncthreads();
+    let_the_next_kernel_begin();
     if (threadIdx.x == 0) st_state(p, blockIdx.x, call.epoch + 1);
     if (blockIdx.x == 0) {
         for (u32 b = gridDim.x + threadIdx.x; b < MAX_BLOCKS; b += blockDim.x) st_state(p, b, call.epoch + 1);

@@ -363,6 +363,7 @@ class CustomAllReduce:
 
         The arguments are those of `all_reduce_add_rms_norm`. Not collective.
         """
+        self.check("add_rms_norm")
         # It waits for nobody and may fill the device.
         most = max(1, min(self.facts.multiprocessors, MAX_BLOCKS))
         row_vectors = hidden * dtype.itemsize // VECTOR_BYTES

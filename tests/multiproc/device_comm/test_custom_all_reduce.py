@@ -266,6 +266,7 @@ def ends(rank: int, world_size: int, directory: Path, libraries: str) -> None:
     for call in (
         lambda: custom.all_reduce(buffer, buffer, 64, BF16, 1),
         lambda: custom.all_gather(buffer, buffer, 8, 1),
+        lambda: custom.add_rms_norm([buffer] * 5, 1, 64, 1e-5, BF16, 1),
         lambda: custom.use_stream(2),
         lambda: custom.begin_capture(1),
         custom.finish_capture,

@@ -239,7 +239,8 @@ def test_the_kernels_are_what_the_model_takes_them_for() -> None:
     acquire = body_of(base, "acquire_pushes")
     assert "if (blockIdx.x == 0 && threadIdx.x % WARP == 0) fence_acquire_sys();" in acquire
     assert operations_of(base, "fence_acquire_sys") == [BUILT.leave, BUILT_OLDER.leave]
-    assert leave.index("acquire_pushes()") < leave.index("let_the_next_kernel_begin()")
+    steps = ("acquire_pushes()", "__syncthreads()", "let_the_next_kernel_begin()", "st_state(")
+    assert [leave.index(each) for each in steps] == sorted(leave.index(each) for each in steps)
     for receive in ("receive", "receive_raw"):
         text = body_of(source, receive)
         (poll,) = re.findall(r"received\[r\] = (\w+)\(", text)

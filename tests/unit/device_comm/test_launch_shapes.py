@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from device_comm.cuda.kernel_layout import GROUP_LANES, MAX_BLOCKS, NORM_GROUPS, WorkspaceLayout, norm_arena
+from device_comm.cuda.kernel_layout import (
+    GROUP_LANES,
+    MAX_BLOCKS,
+    MAX_WORLD_SIZE,
+    NORM_GROUPS,
+    WARP,
+    WorkspaceLayout,
+    norm_arena,
+)
 from device_comm.cuda.policy.decision import Algorithm, CallFacts, Capacity, GroupFacts, choose
 from device_comm.cuda.policy.norm import choose_norm
 from device_comm.cuda.policy.shapes import all_reduce_shape, most_blocks, norm_shape
@@ -72,7 +80,9 @@ def test_a_norm_has_whole_clusters_and_a_lane_for_each_thread(
     assert NORM_GROUPS % cluster == 0
     assert cluster == 1 or arch in ("sm_90", "sm_103", "sm_121")
     assert cluster * GROUP_LANES < 2 * max(row_vectors, GROUP_LANES)
+    # In the two-shot norm the warp with the rank's number acquires what the rank has polled.
     assert threads in (GROUP_LANES, 2 * GROUP_LANES)
+    assert threads >= WARP * MAX_WORLD_SIZE
 
 
 @pytest.mark.parametrize(

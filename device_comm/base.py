@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from device_comm import checks, rms_norm
+from device_comm.fused.forms import FusedForms
 from device_comm.handles import Handle
 from device_comm.health import GroupHealth
 from device_comm.movable import movable, movable_dtype, restored
@@ -78,7 +79,7 @@ class CommunicatorContext:
         return len(self.ranks)
 
 
-class DeviceCommunicator(OutputForms):
+class DeviceCommunicator(OutputForms, FusedForms):
     """Collectives on the tensors of one device type, for one group.
 
     Contract of every method, unless it says otherwise:

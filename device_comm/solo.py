@@ -15,7 +15,7 @@ class SoloCommunicator(DeviceCommunicator):
     """The null object: nothing is sent or waited for. Point to point has no peer.
 
     Calls with an output of the caller copy into it: `scatter` and `reduce_scatterv_into_output`. The results of
-    `all_reduce_add_rms_norm` are new tensors. All other results are the input.
+    `all_reduce_add_rms_norm` and of `FusedForms` are new tensors. All other results are the input.
     """
 
     algorithm = "alone"

@@ -7,7 +7,7 @@ from device_comm.cuda.kernel_layout import _PARAMS, KERNEL_NAMES, LINE_BYTES, VE
 __all__ = ["ALGORITHMS", "PARAMS_BYTES", "required_arena", "required_staging"]
 
 # The kernels that communicate with peers and therefore use a workspace.
-ALGORITHMS: Final = KERNEL_NAMES[1:9]
+ALGORITHMS: Final = KERNEL_NAMES[1:12]
 PARAMS_BYTES: Final = _PARAMS.size
 
 
@@ -20,6 +20,7 @@ def required_arena(kernel: str, nbytes: int, world_size: int) -> int:
     slots = {
         "push_one_shot": world_size * vectors,
         "push_add_rms_norm": world_size * vectors,
+        "push_moe_finalize": world_size * vectors,
         # One row.
         "push_two_shot_add_rms_norm": world_size * 32 * -(-vectors // (32 * world_size)) + vectors,
         "push_reduce_scatter": world_size * vectors,
@@ -28,7 +29,7 @@ def required_arena(kernel: str, nbytes: int, world_size: int) -> int:
         "pull_one_shot": 0,
         "pull_two_shot": 0,
     }
-    return _lines(slots[kernel] * VECTOR_BYTES)
+    return _lines(slots[kernel.removesuffix("_fp8")] * VECTOR_BYTES)
 
 
 def required_staging(nbytes: int) -> int:

@@ -23,11 +23,11 @@ from device_comm.cuda.custom.launches import CubinSource
 from device_comm.cuda.driver import Driver
 from device_comm.cuda.driver_bindings import CudaDriver
 from device_comm.cuda.event_progress import EventProgress
+from device_comm.cuda.fused_communicator import FusedCommunicator, aligned
 from device_comm.cuda.policy.decision import GroupFacts
 from device_comm.cuda.policy.table import Operation
 from device_comm.cuda.setup import build_custom
 from device_comm.cuda_settings import cuda_settings
-from device_comm.nccl.communicator import NcclCommunicator
 from device_comm.nccl.library import NcclLibrary
 from device_comm.nccl.streams import Streams
 from device_comm.outputs import fill
@@ -45,8 +45,8 @@ _PLANNED: Final = ("all_reduce", "reduce_scatter", "all_gather")
 _MOST_SIZES: Final = 4096
 
 
-class CudaCommunicator(NcclCommunicator):
-    """Run all-reduce, reduce-scatter, all-gather and the fused norm with our kernels or NCCL, as the policy chooses.
+class CudaCommunicator(FusedCommunicator):
+    """Run all-reduce, reduce-scatter, all-gather and fused calls with our kernels or NCCL, as the policy chooses.
 
     * Lazy: the first such call or capture builds what our kernels need. NCCL connects a group of two with the first
       call that it carries, and a larger group at creation. Both steps are collective, and neither can happen while a
@@ -198,7 +198,7 @@ class CudaCommunicator(NcclCommunicator):
         source = dense(input_)
         if custom is not None and self._collected is None:
             if op is SUM and custom.carries("all_reduce", source.dtype, source.nbytes, self._current()):
-                source = _aligned(source)
+                source = aligned(source)
                 result = torch.empty_like(source)
                 arguments = (source.data_ptr(), result.data_ptr(), source.numel(), source.dtype)
                 custom.all_reduce(*arguments, self._current())
@@ -225,7 +225,7 @@ class CudaCommunicator(NcclCommunicator):
             else:
                 super()._all_reduce_into(output, input_, op, timeout_s)
         elif _can_land(output):
-            source = _aligned(dense(input_))
+            source = aligned(dense(input_))
             custom.all_reduce(source.data_ptr(), output.data_ptr(), source.numel(), source.dtype, stream)
         else:
             fill(output, self._all_reduce(input_, op, timeout_s))
@@ -304,7 +304,7 @@ class CudaCommunicator(NcclCommunicator):
         rows = dense(input_.reshape(1) if input_.dim() == 0 else input_.movedim(dim, 0))
         shape = (sizes[self.rank_in_group], *rows.shape[1:])
         if custom is not None and custom.carries("reduce_scatter", rows.dtype, rows.nbytes, self._current()):
-            rows = _aligned(rows)
+            rows = aligned(rows)
             own = rows.new_empty(shape)
             custom.reduce_scatter(rows.data_ptr(), own.data_ptr(), own.numel(), own.dtype, self._current())
             return own.movedim(0, dim).contiguous()
@@ -338,40 +338,10 @@ class CudaCommunicator(NcclCommunicator):
             else:
                 super()._reduce_scatter_into(output, input_, dim, sizes, op, timeout_s)
         elif dim == 0 and _can_land(output):
-            rows = _aligned(dense(input_))
+            rows = aligned(dense(input_))
             custom.reduce_scatter(rows.data_ptr(), output.data_ptr(), output.numel(), output.dtype, stream)
         else:
             fill(output, self._reduce_scatter(input_, dim, sizes, op, timeout_s))
-
-    def _all_reduce_add_rms_norm(
-        self,
-        input_: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        timeout_s: float | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._collected is not None:
-            raise UsageError(
-                "all_reduce_add_rms_norm cannot be called within `group`: the sum is complete only at its end"
-            )
-        custom = self._own("all_reduce_add_rms_norm")
-        rows, hidden = input_.shape
-        stream = self._current()
-        if custom is None or not rows or hidden * input_.itemsize % 16:
-            return super()._all_reduce_add_rms_norm(input_, residual, weight, eps, timeout_s)
-        tensors = [_aligned(dense(each)) for each in (input_, residual, weight)]
-        is_fused = custom.can_fuse(rows, hidden, input_.dtype, stream)
-        if not is_fused:
-            # The policy chooses how to sum; `add_rms_norm` is the second half of the fused kernel, with equal bits.
-            tensors[0] = self._all_reduce(tensors[0], SUM, timeout_s)
-        results = [torch.empty_like(tensors[0]), torch.empty_like(tensors[0])]
-        addresses = [each.data_ptr() for each in (*tensors, *results)]
-        if is_fused:
-            custom.all_reduce_add_rms_norm(addresses, rows, hidden, eps, input_.dtype, stream)
-        else:
-            custom.add_rms_norm(addresses, rows, hidden, eps, input_.dtype, stream)
-        return results[0], results[1]
 
     # ------------------------------------------------------------------ moving data
 
@@ -511,8 +481,3 @@ def _is_strided(tensor: torch.Tensor) -> bool:
 def _can_land(output: torch.Tensor) -> bool:
     """Return whether our kernels can write to the output. If not, this rank copies; the algorithm stays the same."""
     return is_plain(output) and not output.data_ptr() & 15
-
-
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the contiguous tensor, copied if it does not begin at a multiple of 16 bytes as our kernels require."""
-    return tensor.clone() if tensor.data_ptr() & 15 else tensor

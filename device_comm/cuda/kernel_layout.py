@@ -72,7 +72,12 @@ KERNEL_NAMES: Final = (
     "pull_two_shot",
     "push_add_rms_norm",
     "push_two_shot_add_rms_norm",
+    "push_add_rms_norm_fp8",
+    "push_two_shot_add_rms_norm_fp8",
+    "push_moe_finalize",
     "add_rms_norm",
+    "add_rms_norm_fp8",
+    "moe_finalize",
 )
 """Every kernel. Its index is the number that it writes into an error record."""
 

@@ -35,7 +35,14 @@ __all__ = [
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-FRAGMENTS: Final = ("kernel_base.cu", "clusters.cu", "all_reduce.cu", "add_rms_norm.cu")
+FRAGMENTS: Final = (
+    "kernel_base.cu",
+    "clusters.cu",
+    "all_reduce.cu",
+    "add_rms_norm.cu",
+    "add_rms_norm_fp8.cu",
+    "moe_finalize.cu",
+)
 """The source files, concatenated in this order into one translation unit."""
 DTYPES: Final = {"float32": 0, "float16": 1, "bfloat16": 2}
 FAMILIES: Final[dict[str, tuple[str, ...]]] = {
@@ -44,6 +51,8 @@ FAMILIES: Final[dict[str, tuple[str, ...]]] = {
     "shards": ("push_reduce_scatter", "push_all_gather"),
     "pull": ("pull_one_shot", "pull_two_shot"),
     "norm": ("push_add_rms_norm", "push_two_shot_add_rms_norm", "add_rms_norm"),
+    "norm_fp8": ("push_add_rms_norm_fp8", "push_two_shot_add_rms_norm_fp8", "add_rms_norm_fp8"),
+    "finalize": ("push_moe_finalize", "moe_finalize"),
 }
 """Kernels that are compiled together. The index of a family, from 1, is its FAMILY_ number in the source."""
 OLDEST_ARCH: Final = 75

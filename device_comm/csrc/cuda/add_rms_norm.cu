@@ -4,7 +4,7 @@
 // squares of the elements of vectors l, l + 1024, ... in order, and a tree adds the lanes. The order does not depend on
 // the grid, the cluster or the number of threads.
 
-#if HAS(FAMILY_NORM)
+#if HAS(FAMILY_NORM) || HAS(FAMILY_NORM_FP8)
 // The shared memory of a block. There are two sets of sums, used in turn: a block may still read one when another block of
 // its cluster fills the next. That block fills the first one again only after it has read this block's second sums, which
 // this block sends when all its threads have read the first.
@@ -61,18 +61,26 @@ DEVICE float sum_of_group(const float* lanes) {
 #endif
 }
 
-// Returns the sum of a row's squares to every thread of the cluster. `turn`: number of the row among those of the cluster.
-DEVICE float sum_of_row(const Share& share, NormShared& shared, u32 turn) {
+// Combines the lanes of each group by of_group(lanes), and returns the results of all groups to every thread of the cluster.
+// `turn`: number of this exchange among those of the cluster.
+template <class OfGroup>
+DEVICE const float* exchange_groups(const Share& share, NormShared& shared, u32 turn, OfGroup of_group) {
     u64* barrier = shared.barriers + turn % 2;
     float* groups = shared.groups[turn % 2];
     __syncthreads();
     for (u32 k = threadIdx.x / WARP; k * GROUP_LANES < share.lanes; k += blockDim.x / WARP) {
-        const float sum = sum_of_group(shared.lanes + k * GROUP_LANES);
+        const float result = of_group(shared.lanes + k * GROUP_LANES);
         for (u32 b = threadIdx.x % WARP; b < share.blocks; b += WARP) {
-            send_float(barrier, groups + share.block + k * share.blocks, b, sum);
+            send_float(barrier, groups + share.block + k * share.blocks, b, result);
         }
     }
     await_mail(barrier, sizeof shared.groups[0], turn / 2);
+    return groups;
+}
+
+// Returns the sum of a row's squares to every thread of the cluster.
+DEVICE float sum_of_row(const Share& share, NormShared& shared, u32 turn) {
+    const float* groups = exchange_groups(share, shared, turn, sum_of_group);
     return add_rn(add_rn(groups[0], groups[2]), add_rn(groups[1], groups[3]));
 }
 
@@ -104,31 +112,41 @@ DEVICE Vector add_residual(const Vector& x, const Vector& residual, float& squar
     return sum;
 }
 
-// Scales a row; each thread reads what it has kept, or wrote itself.
-DEVICE void scale_row(const Share& share, const Rows& t, u64 row, float squares, const Kept& kept) {
-    const float scale = divide_rn(1.0f, square_root_rn(add_rn(divide_rn(squares, t.hidden), t.eps)));
+// Returns the factor of a row whose squares have this sum.
+DEVICE float factor_of(const Rows& t, float squares) {
+    return divide_rn(1.0f, square_root_rn(add_rn(divide_rn(squares, t.hidden), t.eps)));
+}
+
+// Returns vector i of a normalised row; the thread reads what it has kept, or wrote itself.
+DEVICE Vector normalised(const Rows& t, u64 row, u64 i, float scale, const Kept& kept) {
+    float values[ELEMENTS], factor[ELEMENTS];
+    unpack(i == kept.i ? kept.sum : ld_vector(t.residual_out + (row * t.vectors + i) * 16), values);
+    unpack(i == kept.i ? kept.weight : ld_vector(t.weight + i * 16), factor);
+#pragma unroll
+    for (u32 e = 0; e < ELEMENTS; ++e) {
+        values[e] = multiply_rn(multiply_rn(values[e], scale), factor[e]);
+    }
+    return pack(values);
+}
+
+// What follows the sum of a row's squares: the norm is stored as it is.
+DEVICE void store_row(const Share& share, const Rows& t, u64 row, float squares, const Kept& kept, NormShared&, u32&) {
+    const float scale = factor_of(t, squares);
     for (u32 k = threadIdx.x; k < share.lanes; k += blockDim.x) {
         for (u64 i = lane_of(share, k); i < t.vectors; i += NORM_LANES) {
-            const u64 at = (row * t.vectors + i) * 16;
-            float values[ELEMENTS], factor[ELEMENTS];
-            unpack(i == kept.i ? kept.sum : ld_vector(t.residual_out + at), values);
-            unpack(i == kept.i ? kept.weight : ld_vector(t.weight + i * 16), factor);
-#pragma unroll
-            for (u32 e = 0; e < ELEMENTS; ++e) {
-                values[e] = multiply_rn(multiply_rn(values[e], scale), factor[e]);
-            }
-            st_vector(t.out + at, pack(values));
+            st_vector(t.out + (row * t.vectors + i) * 16, normalised(t, row, i, scale, kept));
         }
     }
 }
 
 // Adds and normalises the rows of the block. reduced(row, i, x) sets x to vector i of a row of the sum over the ranks, or
-// returns false; it may wait for peers, so residual and weight are loaded before.
-template <class Reduced>
-DEVICE void norm_rows(const Share& share, const Rows& t, NormShared& shared, Reduced reduced) {
+// returns false; it may wait for peers, so residual and weight are loaded before. `finish` makes the results of a row, and
+// counts in `turn` the exchanges that it makes itself.
+template <class Reduced, class Finish>
+DEVICE void norm_rows(const Share& share, const Rows& t, NormShared& shared, Reduced reduced, Finish finish) {
     bool alive = true;
     u32 turn = 0;
-    for (u64 row = share.row; row < t.rows; row += share.rows, ++turn) {
+    for (u64 row = share.row; row < t.rows; row += share.rows) {
         Kept kept = {~0ull, {}, {}};
         for (u32 k = threadIdx.x; k < share.lanes; k += blockDim.x) {
             float squares = 0.0f;
@@ -143,8 +161,8 @@ DEVICE void norm_rows(const Share& share, const Rows& t, NormShared& shared, Red
             }
             shared.lanes[k] = squares;
         }
-        const float squares = sum_of_row(share, shared, turn);
-        if (alive) scale_row(share, t, row, squares, kept);
+        const float squares = sum_of_row(share, shared, turn++);
+        finish(share, t, row, squares, kept, shared, turn);
     }
 }
 
@@ -179,14 +197,10 @@ DEVICE void push_rows(const Share& share, const Rows& t, const Vector& ahead, Pu
     }
 }
 
-// hidden: a multiple of a vector's elements. All tensors are aligned to 16 bytes. residual_out may be residual, and out
-// may be in. A cluster handles one row at a time.
-KERNEL push_add_rms_norm(PARAMS, ROW_ARGUMENTS) {
-    OWN_PARAMS;
-    SHARED(NormShared, shared);
+template <class Finish>
+DEVICE void push_norm(const Params& p, u32 kernel, const Rows& t, NormShared& shared, Finish finish) {
     open_mailboxes(shared.barriers, 2);
-    Call call = enter_push(p, PUSH_ADD_RMS_NORM);
-    ROWS;
+    Call call = enter_push(p, kernel);
     const Share share = share_of_block();
     const u64 stride = t.rows * t.vectors * 16, slot = call.arena + p.rank * stride;
     const Vector ahead = first_vector(share, t);
@@ -196,14 +210,15 @@ KERNEL push_add_rms_norm(PARAMS, ROW_ARGUMENTS) {
                   [&](u64 row, u64 i, const Vector& v) { push_to_all(p, slot + (row * t.vectors + i) * 16, v); });
     }
     join_cluster();
-    norm_rows(share, t, shared, [&](u64 row, u64 i, Vector& x) {
+    const auto reduced = [&](u64 row, u64 i, Vector& x) {
         const u64 at = (row * t.vectors + i) * 16;
         Vector received[WORLD_SIZE];
         const Vector own = ld_vector(t.in + at);
         if (!call.alive || !receive(p, call, call.own + call.arena + at, stride, own, received)) return false;
         x = sum_in_rank_order(received);
         return true;
-    });
+    };
+    norm_rows(share, t, shared, reduced, finish);
     leave_push(p, call);
 }
 
@@ -224,15 +239,13 @@ DEVICE bool receive_from(const Params& p, Call& call, u64 address, u32 owner, Ve
 }
 
 // The same with 2 (n - 1) / n of the input over the links instead of n - 1 times the input. A rank sums the vectors that
-// it owns, keeps the sums in `out` and pushes them; all ranks normalise whole rows. A row has at least WARP * WORLD_SIZE
+// it owns, keeps the sums in `sums` and pushes them; all ranks normalise whole rows. A row has at least WARP * WORLD_SIZE
 // vectors, so every rank owns some. Before a cluster waits for sums it therefore has heard from all peers, and a failure
 // names the missing rank and not a rank that waits for it.
-KERNEL push_two_shot_add_rms_norm(PARAMS, ROW_ARGUMENTS) {
-    OWN_PARAMS;
-    SHARED(NormShared, shared);
+template <class Finish>
+DEVICE void push_two_shot_norm(const Params& p, u32 kernel, const Rows& t, char* sums, NormShared& shared, Finish finish) {
     open_mailboxes(shared.barriers, 2);
-    Call call = enter_push(p, PUSH_TWO_SHOT_ADD_RMS_NORM);
-    ROWS;
+    Call call = enter_push(p, kernel);
     const Share share = share_of_block();
     const u64 shard = (t.vectors + WARP * WORLD_SIZE - 1) / (WARP * WORLD_SIZE) * WARP, stride = t.rows * shard * 16;
     const u64 results = call.arena + WORLD_SIZE * stride;
@@ -249,30 +262,56 @@ KERNEL push_two_shot_add_rms_norm(PARAMS, ROW_ARGUMENTS) {
             if (!call.alive || owner_of(i) != p.rank || !receive(p, call, first, stride, own, received)) return;
             const Vector sum = sum_in_rank_order(received);
             push_to_all(p, results + (row * t.vectors + i) * 16, sum);
-            st_vector(t.out + (row * t.vectors + i) * 16, sum);
+            st_vector(sums + (row * t.vectors + i) * 16, sum);
         });
     }
     join_cluster();
     meet_cluster();
-    norm_rows(share, t, shared, [&](u64 row, u64 i, Vector& x) {
+    const auto reduced = [&](u64 row, u64 i, Vector& x) {
         const u64 at = (row * t.vectors + i) * 16;
         if (owner_of(i) != p.rank) return call.alive && receive_from(p, call, call.own + results + at, owner_of(i), x);
-        x = ld_vector(t.out + at);
+        x = ld_vector(sums + at);
         return call.alive;
-    });
+    };
+    norm_rows(share, t, shared, reduced, finish);
     leave_push(p, call);
+}
+
+template <class Finish>
+DEVICE void local_norm(const Rows& t, NormShared& shared, Finish finish) {
+    open_mailboxes(shared.barriers, 2);
+    wait_for_the_stream();
+    let_the_next_kernel_begin();
+    join_cluster();
+    const auto reduced = [&](u64 row, u64 i, Vector& x) {
+        x = ld_vector(t.in + (row * t.vectors + i) * 16);
+        return true;
+    };
+    norm_rows(share_of_block(), t, shared, reduced, finish);
+}
+#endif
+
+#if HAS(FAMILY_NORM)
+// hidden: a multiple of a vector's elements. All tensors are aligned to 16 bytes. residual_out may be residual, and out
+// may be in. A cluster handles one row at a time.
+KERNEL push_add_rms_norm(PARAMS, ROW_ARGUMENTS) {
+    OWN_PARAMS;
+    SHARED(NormShared, shared);
+    ROWS;
+    push_norm(p, PUSH_ADD_RMS_NORM, t, shared, store_row);
+}
+
+// Keeps the sums of its own vectors in `out`.
+KERNEL push_two_shot_add_rms_norm(PARAMS, ROW_ARGUMENTS) {
+    OWN_PARAMS;
+    SHARED(NormShared, shared);
+    ROWS;
+    push_two_shot_norm(p, PUSH_TWO_SHOT_ADD_RMS_NORM, t, t.out, shared, store_row);
 }
 
 KERNEL add_rms_norm(ROW_ARGUMENTS) {
     SHARED(NormShared, shared);
-    open_mailboxes(shared.barriers, 2);
-    wait_for_the_stream();
-    let_the_next_kernel_begin();
     ROWS;
-    join_cluster();
-    norm_rows(share_of_block(), t, shared, [&](u64 row, u64 i, Vector& x) {
-        x = ld_vector(t.in + (row * t.vectors + i) * 16);
-        return true;
-    });
+    local_norm(t, shared, store_row);
 }
 #endif

@@ -18,6 +18,8 @@
 #define FAMILY_SHARDS 3
 #define FAMILY_PULL 4
 #define FAMILY_NORM 5
+#define FAMILY_NORM_FP8 6
+#define FAMILY_FINALIZE 7
 #ifdef FAMILY
 #define HAS(family) (FAMILY == (family))
 #else
@@ -58,7 +60,10 @@ enum Kernel : u32 {
     PULL_ONE_SHOT,
     PULL_TWO_SHOT,
     PUSH_ADD_RMS_NORM,
-    PUSH_TWO_SHOT_ADD_RMS_NORM
+    PUSH_TWO_SHOT_ADD_RMS_NORM,
+    PUSH_ADD_RMS_NORM_FP8,
+    PUSH_TWO_SHOT_ADD_RMS_NORM_FP8,
+    PUSH_MOE_FINALIZE
 };
 
 struct Params {

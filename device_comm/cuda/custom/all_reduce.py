@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import struct
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -16,15 +15,13 @@ from typing import Final
 import torch
 
 from device_comm.cuda.custom.capture_failure import tell_failure
+from device_comm.cuda.custom.fused_calls import FUSED_FAMILIES, MOST_ROUTES, NAMES, FusedCalls
 from device_comm.cuda.custom.launches import Launch, Launches
 from device_comm.cuda.custom.release import CAPTURE_ERRORS
 from device_comm.cuda.custom.resources import CustomContext, CustomResources, agree_on_policy
 from device_comm.cuda.custom.streams import StreamOrder
 from device_comm.cuda.driver import LaunchConfiguration
-from device_comm.cuda.kernel_layout import MAX_BLOCKS, VECTOR_BYTES
-from device_comm.cuda.policy.decision import CallFacts, GroupFacts, Plan, choose
-from device_comm.cuda.policy.norm import NormPlan, choose_norm
-from device_comm.cuda.policy.shapes import norm_shape
+from device_comm.cuda.policy.decision import CallFacts, Plan, choose
 from device_comm.cuda.policy.table import Operation, PolicyTable
 from shm_broadcast.errors import CapabilityError, ClosedError, CommError, CudaError, UsageError
 
@@ -32,17 +29,12 @@ __all__ = ["CustomAllReduce"]
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-_NAMES: Final = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _SIZES: Final = {torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
-# Bounds each cache of routes and plans. An engine uses a few dozen combinations of operation, dtype and size.
-_MOST_ROUTES: Final = 4096
 # Interval at which `destroy` checks whether queued calls are done.
 _FLUSH_PAUSE_S: Final = 0.001
 
 # Replaces the words of the error record after `destroy`, so that every call takes its failure branch.
 _CLOSED: Final = (1,) * 16
-_FLOAT_WORD: Final = struct.Struct("<fI")
-_WORD: Final = struct.Struct("<Q")
 
 
 class _Route:
@@ -57,8 +49,8 @@ class _Route:
         self.is_pull = plan.algorithm.is_pull
 
 
-class CustomAllReduce:
-    """Run all-reduce, reduce-scatter, all-gather and the fused norm with our own kernels, for one group.
+class CustomAllReduce(FusedCalls):
+    """Run all-reduce, reduce-scatter, all-gather and fused calls with our own kernels, for one group.
 
     Methods take addresses of contiguous memory and the stream to queue on, and return without waiting for the device.
     A method that returns False has queued nothing: the policy chose another algorithm, equally on all ranks (`plan`
@@ -68,15 +60,12 @@ class CustomAllReduce:
     the other, and so do calls in different branches of one capture. Replays must be ordered with other calls, as with
     any communicator.
 
-    Attributes:
-        facts: The facts that the policy uses; equal on all ranks.
-        table: The policy's thresholds; equal on all ranks.
+    The attributes are those of `FusedCalls`.
     """
 
     def __init__(self, context: CustomContext, table: PolicyTable, resources: CustomResources) -> None:
         """Use `create`."""
-        self.facts: GroupFacts = resources.facts
-        self.table = table
+        super().__init__(resources.facts, table)
         self._peers = context.peers
         self._driver = context.driver
         self._health = context.health
@@ -94,10 +83,7 @@ class CustomAllReduce:
         self._was_raised = False
         self._routes: dict[tuple[str, torch.dtype, int, bool], _Route] = {}
         self._reduce_routes: dict[tuple[torch.dtype, int], _Route] = {}
-        self._planned = functools.lru_cache(_MOST_ROUTES)(self._plan)
-        self._norm_plan = functools.lru_cache(_MOST_ROUTES)(self._plan_norm)
-        self._norms: dict[tuple[NormPlan, torch.dtype], tuple[Launch, LaunchConfiguration]] = {}
-        self._eps, self._eps_word = 0.0, 0
+        self._planned = functools.lru_cache(MOST_ROUTES)(self._plan)
         # Saves creating a bound method on each call.
         self._launch = context.driver.launch_configured
 
@@ -145,10 +131,10 @@ class CustomAllReduce:
             launch = configuration = None
             if plan.algorithm.is_custom:
                 # An all-gather moves bytes, so the float32 module serves every dtype.
-                name = _NAMES.get(dtype, "float32") if operation != "all_gather" else "float32"
+                name = NAMES.get(dtype, "float32") if operation != "all_gather" else "float32"
                 launch = self._loaded(plan.algorithm.value, name, stream, operation)
                 configuration = self._configured(launch, stream, plan.grid, plan.threads)
-            if len(self._routes) >= _MOST_ROUTES:
+            if len(self._routes) >= MOST_ROUTES:
                 self._routes.clear()
                 self._reduce_routes.clear()
             route = self._routes[key] = _Route(plan, launch, configuration)
@@ -319,94 +305,6 @@ class CustomAllReduce:
         self._queue(configuration, launch, input_, output, count, stream)
         return True
 
-    def can_fuse(self, rows: int, hidden: int, dtype: torch.dtype, stream: int) -> bool:
-        """Return whether `all_reduce_add_rms_norm` carries a call; `choose_norm` says when."""
-        return self._norm_plan(rows, hidden, dtype, self._is_captured(stream)) is not None
-
-    def _plan_norm(self, rows: int, hidden: int, dtype: torch.dtype, in_graph: bool) -> NormPlan | None:
-        name = str(dtype).removeprefix("torch.")
-        return choose_norm(
-            self.facts, rows, hidden * dtype.itemsize, name, in_graph=in_graph, table=self.table
-        )
-
-    def all_reduce_add_rms_norm(
-        self, addresses: Sequence[int], rows: int, hidden: int, eps: float, dtype: torch.dtype, stream: int
-    ) -> bool:
-        """Sum the ranks' inputs, add the residual and normalise each row, in one kernel.
-
-        Otherwise like `all_reduce`.
-
-        Args:
-            addresses: Addresses of input, residual, weight, output, and output of the sum with the residual. The
-                weight has shape [hidden], the others [rows, hidden].
-            rows: Number of rows.
-            hidden: Elements of a row.
-            eps: Added to the mean of the squares.
-            dtype: The dtype of all five.
-            stream: The stream to queue on.
-        """
-        words = self._words
-        if words[0] or words[8]:
-            raise self._failed("all_reduce_add_rms_norm")
-        if stream != self._order.hot or self._capture_stream is not None:
-            self._admit(stream, "all_reduce_add_rms_norm")
-        plan = self._norm_plan(rows, hidden, dtype, self._is_captured(stream))
-        if plan is None:
-            return False
-        self._norm(plan, addresses, rows, hidden, eps, dtype, stream)
-        return True
-
-    def add_rms_norm(
-        self, addresses: Sequence[int], rows: int, hidden: int, eps: float, dtype: torch.dtype, stream: int
-    ) -> None:
-        """Add the residual and normalise each row, without communication: the second half of a call that is not fused.
-
-        The arguments are those of `all_reduce_add_rms_norm`. Not collective.
-        """
-        self.check("add_rms_norm")
-        # It waits for nobody and may fill the device.
-        most = max(1, min(self.facts.multiprocessors, MAX_BLOCKS))
-        row_vectors = hidden * dtype.itemsize // VECTOR_BYTES
-        grid, threads, cluster = norm_shape(self.facts.arch, most, max(1, rows), row_vectors)
-        plan = NormPlan(kernel="add_rms_norm", grid=grid, threads=threads, cluster=cluster)
-        self._norm(plan, addresses, rows, hidden, eps, dtype, stream)
-
-    def _norm(
-        self,
-        plan: NormPlan,
-        addresses: Sequence[int],
-        rows: int,
-        hidden: int,
-        eps: float,
-        dtype: torch.dtype,
-        stream: int,
-    ) -> None:
-        input_, residual, weight, output, total = addresses
-        if (input_ | residual | weight | output | total) & 15:
-            raise self._misaligned(plan.kernel, *addresses)
-        found = self._norms.get((plan, dtype))
-        if found is None:
-            launch = self._loaded(plan.kernel, _NAMES[dtype], stream, plan.kernel)
-            found = launch, self._configured(launch, stream, plan.grid, plan.threads, plan.cluster)
-            self._norms[plan, dtype] = found
-        launch, configuration = found
-        words, at = launch.words, launch.first
-        words[at] = input_
-        words[at + 1] = residual
-        words[at + 2] = weight
-        words[at + 3] = output
-        words[at + 4] = total
-        words[at + 5] = rows
-        words[at + 6] = hidden
-        if eps != self._eps:
-            (self._eps_word,) = _WORD.unpack(_FLOAT_WORD.pack(eps, 0))
-            self._eps = eps
-        words[at + 7] = self._eps_word
-        try:
-            self._launch(configuration, stream, launch.arguments)
-        except CommError as error:
-            raise self._broken(error, stream) from None
-
     # ------------------------------------------------------------------ streams
 
     def use_stream(self, stream: int) -> None:
@@ -455,7 +353,7 @@ class CustomAllReduce:
 
     # ------------------------------------------------------------------ capture
 
-    def begin_capture(self, stream: int, dtypes: Sequence[torch.dtype] = tuple(_NAMES)) -> None:
+    def begin_capture(self, stream: int, dtypes: Sequence[torch.dtype] = tuple(NAMES)) -> None:
         """Load every kernel that a captured call on `stream` may need. Collective.
 
         *Blocks* while kernels are compiled (once per machine) and for one exchange. Call it before the capture of
@@ -474,7 +372,7 @@ class CustomAllReduce:
         try:
             for dtype in dtypes:
                 for family in self._families():
-                    self._launches.load(family, _NAMES[dtype])
+                    self._launches.load(family, NAMES[dtype])
             # The float32 module serves all-gathers of every dtype.
             self._launches.load("shards", "float32")
         except CommError as error:
@@ -488,9 +386,9 @@ class CustomAllReduce:
 
     def _families(self) -> tuple[str, ...]:
         if self.facts.is_deterministic:
-            return ("two_shot", "shards", "norm")
+            return ("two_shot", "shards", *FUSED_FAMILIES)
         pulls = ("pull",) if self.facts.is_exportable and self.facts.capacity.pull_two_shot else ()
-        return ("one_shot", "two_shot", "shards", "norm", *pulls)
+        return ("one_shot", "two_shot", "shards", *FUSED_FAMILIES, *pulls)
 
     def end_capture(self) -> None:
         """Stop recording captured inputs. Optional before `finish_capture`. Not collective, idempotent."""

@@ -14,6 +14,10 @@ CubinSource = Callable[[str, str], bytes]
 """(family of kernels, dtype) -> compiled module for the group's architecture and world size."""
 
 _WORD: Final = b"\0" * 8
+# The arguments behind `Params`, each in a word of its own, by the local kernel and those that begin a collective with
+# it. The norms take five addresses, then rows, hidden and eps (32 bits each); with an output of 8 bits the addresses of
+# two scales follow. A finalize takes five addresses and four numbers. All other kernels take three words.
+_ARGUMENTS: Final = {"add_rms_norm": 8, "add_rms_norm_fp8": 10, "moe_finalize": 9}
 
 
 class Launch:
@@ -61,9 +65,8 @@ class Launches:
         module = self._driver.module_load(self._cubin(family, dtype))
         self._modules[family, dtype] = module
         for kernel in FAMILIES[family]:
-            params = b"" if kernel == "add_rms_norm" else self._params
-            # The norms take five addresses, then rows, hidden and eps (32 bits each), each in a word of its own.
-            changing = 8 if kernel.endswith("add_rms_norm") else 3
+            params = b"" if kernel in _ARGUMENTS else self._params
+            changing = next((count for name, count in _ARGUMENTS.items() if kernel.endswith(name)), 3)
             function = self._driver.module_function(module, kernel)
             self._launches[kernel, dtype] = Launch(function, params, changing)
 

@@ -85,6 +85,11 @@ inline bool host_run_thread(const std::string& name, void** args) {
     GC_KERNEL(push_add_rms_norm);
     GC_KERNEL(push_two_shot_add_rms_norm);
     GC_KERNEL(add_rms_norm);
+    GC_KERNEL(push_add_rms_norm_fp8);
+    GC_KERNEL(push_two_shot_add_rms_norm_fp8);
+    GC_KERNEL(add_rms_norm_fp8);
+    GC_KERNEL(push_moe_finalize);
+    GC_KERNEL(moe_finalize);
 #undef GC_KERNEL
     return false;
 }
@@ -162,4 +167,8 @@ inline __attribute__((used)) void set_stalls(unsigned seed, unsigned per_million
     host_faults.stalls_per_million = per_million;
 }
 inline __attribute__((used)) unsigned params_bytes() { return sizeof(Params); }
+// Converts floats to 8 bits as the norms do.
+inline __attribute__((used)) void convert_e4m3(const float* values, unsigned char* out, unsigned long long count) {
+    for (unsigned long long i = 0; i < count; ++i) out[i] = static_cast<unsigned char>(e4m3_of(values[i]));
+}
 }

@@ -7,6 +7,8 @@
 
 namespace {
 
+using u8 = unsigned char;
+
 constexpr u64 MOST_ELEMENTS = 4096;  // of a rank: a row of the norm that more than one group of lanes adds
 constexpr u64 MOST_COUNT = 1024;
 constexpr u64 ARENA_BYTES = 2 * WORLD_SIZE * (MOST_ELEMENTS * 4 + 16 * WORLD_SIZE) / 128 * 128 + 128;
@@ -78,7 +80,7 @@ Bits sum_of(u32 seed, u64 i) {
 struct Rank {
     std::vector<u32> memory, state = std::vector<u32>(1024), error = std::vector<u32>(16);
     alignas(16) Bits in[WORLD_SIZE * MOST_ELEMENTS], out[WORLD_SIZE * MOST_ELEMENTS];
-    Bits weight[MOST_ELEMENTS], residual[MOST_ELEMENTS], residual_out[MOST_ELEMENTS];
+    alignas(16) Bits weight[MOST_ELEMENTS], residual[MOST_ELEMENTS], residual_out[MOST_ELEMENTS];
     u64 table[WORLD_SIZE];
     Params params = {};
     u64 base() const { return (reinterpret_cast<u64>(memory.data()) + 127) / 128 * 128; }
@@ -133,9 +135,49 @@ float square_sum(const Bits* row, u32 hidden) {
     return (lanes[0][0] + lanes[2][0]) + (lanes[1][0] + lanes[3][0]);
 }
 
+// 8 bits, e4m3fn: a bias of 7 and 3 bits of fraction, without infinity.
+u8 fp8_from(float value) {
+    if (std::isnan(value)) return 0x7F;
+    const u8 sign = std::signbit(value) ? 0x80 : 0;
+    const double size = std::min(448.0, std::fabs(static_cast<double>(value)));
+    if (size < std::ldexp(1, -6)) return sign | static_cast<u8>(std::nearbyint(std::ldexp(size, 9)));
+    int exponent = 0;
+    std::frexp(size, &exponent);
+    // A fraction of 16 carries into the exponent by itself.
+    return sign | static_cast<u8>(((exponent + 6) << 3) + static_cast<int>(std::nearbyint(std::ldexp(size, 4 - exponent))) - 8);
+}
+
+// Compares an output of 8 bits with the norm, quantised after it.
+bool quantised(const Rank& self, u32 number, const Bits* normed, u32 rows, u32 hidden, const float* given, const float* scales) {
+    const u8* found = reinterpret_cast<const u8*>(self.out);
+    for (u32 row = 0; row < rows; ++row) {
+        float largest = 0;
+        for (u32 h = 0; h < hidden; ++h) {
+            const float size = std::fabs(static_cast<float>(value_of(normed[row * hidden + h])));
+            largest = std::isnan(size) || size > largest ? size : largest;
+            if (std::isnan(largest)) break;
+        }
+        float scale = largest / 448.0f;
+        if (scale < 1.0f / (448.0f * 512.0f)) scale = 1.0f / (448.0f * 512.0f);
+        if (!given && bits_of(scale) != bits_of(scales[row]) && !(std::isnan(scale) && std::isnan(scales[row]))) {
+            return complain("scale", self.params.rank, number, hidden, row, bits_of(scales[row]), bits_of(scale));
+        }
+        for (u64 i = row * hidden; i < (row + 1ull) * hidden; ++i) {
+            const u8 wanted = fp8_from(static_cast<float>(value_of(normed[i])) / (given ? *given : scale));
+            if (found[i] != wanted) return complain("fp8", self.params.rank, number, rows * hidden, i, found[i], wanted);
+        }
+    }
+    return true;
+}
+
 // Compares the fused norm with the same steps one by one, each rounded as the contract says.
 bool norm(Rank& self, u32 number, u32 grid, u32 block, std::string kernel) {
-    if (kernel.empty()) kernel = number % 2 ? "push_add_rms_norm" : "push_two_shot_add_rms_norm";
+    const u32 choice = mixed(number + 4);
+    if (kernel.empty()) {
+        kernel = choice % 2 ? "push_add_rms_norm" : "push_two_shot_add_rms_norm";
+        if (choice / 2 % 2) kernel += "_fp8";
+    }
+    const bool is_fp8 = kernel.ends_with("_fp8");
     if (number % 8) number |= FINITE;
     const u32 cluster = 1u << mixed(number + 2) % 3;
     // Every rank owns some vectors of a row.
@@ -149,16 +191,19 @@ bool norm(Rank& self, u32 number, u32 grid, u32 block, std::string kernel) {
         self.residual[i] = element(number + 77, 9, i);
         self.weight[i] = element(number + 78, 9, i);
     }
-    // out may be in, and residual_out may be residual.
-    Bits* const out_bits = number & 4 ? self.in : self.out;
-    Bits* const residual_bits = number & 2 ? self.residual : self.residual_out;
+    // out may be in, and residual_out may be residual, unless the output has 8 bits.
+    Bits* const out_bits = number & 4 && !is_fp8 ? self.in : self.out;
+    Bits* const residual_bits = number & 2 && !is_fp8 ? self.residual : self.residual_out;
     Bits added[MOST_ELEMENTS];
     std::memcpy(added, self.residual, sizeof added);
     const void *in = self.in, *residual = self.residual, *weight = self.weight;
     void *out = out_bits, *residual_out = residual_bits;
-    void* args[] = {&self.params, &in, &residual, &weight, &out, &residual_out, &rows, &hidden, &eps};
+    float tensor_scale = 0.01f, row_scales[4] = {};
+    const void* given = choice / 4 % 2 ? &tensor_scale : nullptr;
+    void* scales = row_scales;
+    void* args[] = {&self.params, &in, &residual, &weight, &out, &residual_out, &rows, &hidden, &eps, &given, &scales};
     host_launch(kernel.c_str(), grid * cluster, block, 1, args, cluster);
-    Bits sums[MOST_ELEMENTS];
+    Bits sums[MOST_ELEMENTS], normed[MOST_ELEMENTS];
     for (u64 i = 0; i < count; ++i) {
         sums[i] = bits_from(static_cast<float>(value_of(sum_of(number, i))) + static_cast<float>(value_of(added[i])));
         if (residual_bits[i] != sums[i]) {
@@ -168,10 +213,64 @@ bool norm(Rank& self, u32 number, u32 grid, u32 block, std::string kernel) {
     for (u64 i = 0; i < count; ++i) {
         const float mean = square_sum(sums + i / hidden * hidden, hidden) / static_cast<float>(hidden);
         const float scaled = static_cast<float>(value_of(sums[i])) * (1.0f / std::sqrt(mean + eps));
-        const Bits wanted = bits_from(scaled * static_cast<float>(value_of(self.weight[i % hidden])));
-        if (out_bits[i] != wanted) {
-            return complain(kernel.c_str(), self.params.rank, number, count, i, out_bits[i], wanted);
+        normed[i] = bits_from(scaled * static_cast<float>(value_of(self.weight[i % hidden])));
+        if (!is_fp8 && out_bits[i] != normed[i]) {
+            return complain(kernel.c_str(), self.params.rank, number, count, i, out_bits[i], normed[i]);
         }
+    }
+    return !is_fp8 || quantised(self, number, normed, rows, hidden, static_cast<const float*>(given), row_scales);
+}
+
+// A rank's experts, as a function of the launch. One row in 64 lies behind the last one, which gives NaN.
+int row_of(u32 number, u32 rank, u32 place, u32 count) {
+    const u32 word = mixed(number * 61 + rank * 7919 + place + 11);
+    return word % 64 == 0 && !(number & FINITE) ? static_cast<int>(count) : static_cast<int>(word / 64 % (count + 1)) - 1;
+}
+float weight_of(u32 number, u32 rank, u32 place) {
+    return (static_cast<int>(mixed(number * 67 + rank * 7907 + place + 13) % 2001) - 1000) * 0.013f;
+}
+
+Bits finalized_of(u32 number, u32 rank, u64 i, u32 hidden, u32 k, u32 count, bool has_shared) {
+    const u32 token = static_cast<u32>(i / hidden);
+    float total = 0;
+    for (u32 e = 0; e < k; ++e) {
+        const int row = row_of(number, rank, token * k + e, count);
+        if (row < 0) continue;
+        const u64 at = static_cast<u64>(row) * hidden + i % hidden;
+        const float value = row < static_cast<int>(count) ? static_cast<float>(value_of(element(number, rank, at))) : NAN;
+        const float product = weight_of(number, rank, token * k + e) * value;
+        total = total + product;
+    }
+    if (has_shared) total = total + static_cast<float>(value_of(element(number + 79, rank, i)));
+    return bits_from(total);
+}
+
+// Compares the sums of experts over the ranks with the same steps one by one.
+bool finalize(Rank& self, u32 number, u32 grid, u32 block) {
+    if (number % 4) number |= FINITE;
+    const u32 me = self.params.rank;
+    u32 hidden = (1 + mixed(number) % 9) * ELEMENTS, tokens = 1 + mixed(number + 1) % 5, k = mixed(number + 2) % 7;
+    u32 count = 1 + mixed(number + 3) % 4;
+    const bool has_shared = mixed(number + 4) % 2;
+    int rows[5 * 6];
+    float weights[5 * 6];
+    for (u32 i = 0; i < tokens * k; ++i) {
+        rows[i] = row_of(number, me, i, count);
+        weights[i] = weight_of(number, me, i);
+    }
+    for (u64 i = 0; i < count * hidden; ++i) self.in[i] = element(number, me, i);
+    for (u64 i = 0; i < tokens * hidden; ++i) self.residual[i] = element(number + 79, me, i);
+    const void *outputs = self.in, *places = rows, *factors = weights, *shared = has_shared ? self.residual : nullptr;
+    void* out = self.out;
+    void* args[] = {&self.params, &outputs, &places, &factors, &shared, &out, &tokens, &hidden, &k, &count};
+    host_launch("push_moe_finalize", grid, block, 1, args);
+    for (u64 i = 0; i < tokens * hidden; ++i) {
+        float total = static_cast<float>(value_of(finalized_of(number, 0, i, hidden, k, count, has_shared)));
+        for (u32 r = 1; r < WORLD_SIZE; ++r) {
+            total = total + static_cast<float>(value_of(finalized_of(number, r, i, hidden, k, count, has_shared)));
+        }
+        const Bits wanted = bits_from(total);
+        if (self.out[i] != wanted) return complain("push_moe_finalize", me, number, tokens * hidden, i, self.out[i], wanted);
     }
     return true;
 }
@@ -182,11 +281,12 @@ const char* const KERNELS_IN_TURN[] = {"push_one_shot",   "push_two_shot", "push
 bool launch_and_check(Rank& self, u32 number, const std::string& only) {
     const u32 me = self.params.rank, choice = mixed(number * 3 + 1);
     const u32 grid = 1 + choice % 3, block = 1 + choice / 3 % 3;
-    const u32 turn = choice / 9 % 7;
+    const u32 turn = choice / 9 % 8;
     const u64 most = choice / 63 % 5 ? 64 : MOST_COUNT;
     u64 count = 1 + mixed(number * 5 + 2) % most;
     for (u64 i = 0; i < WORLD_SIZE * count; ++i) self.in[i] = element(number, me, i);
-    if (only.ends_with("rms_norm") || (only.empty() && turn == 6)) return norm(self, number, grid, block, only);
+    if (only.find("rms_norm") != only.npos || (only.empty() && turn == 6)) return norm(self, number, grid, block, only);
+    if (only == "push_moe_finalize" || (only.empty() && turn == 7)) return finalize(self, number, grid, block);
     const std::string kernel = only.empty() ? KERNELS_IN_TURN[turn] : only;
     const bool pull = kernel.starts_with("pull"), gather = kernel == "push_all_gather";
     const bool in_place = choice / 315 % 2 && (kernel == "push_one_shot" || kernel.ends_with("two_shot"));

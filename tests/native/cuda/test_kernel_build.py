@@ -37,6 +37,9 @@ PUSH = {
     "push_all_gather": "shards",
     "push_add_rms_norm": "norm",
     "push_two_shot_add_rms_norm": "norm",
+    "push_add_rms_norm_fp8": "norm_fp8",
+    "push_two_shot_add_rms_norm_fp8": "norm_fp8",
+    "push_moe_finalize": "finalize",
 }
 
 
@@ -110,7 +113,8 @@ def test_push_has_one_fence_and_whole_vectors(kernel: str) -> None:
         "push_add_rms_norm": (peers, ranks),
         # A vector goes to its owner; its sum goes to all, each of which waits for one owner.
         "push_two_shot_add_rms_norm": (1 + peers, ranks + 1),
-    }[kernel]
+        "push_moe_finalize": (peers, ranks),
+    }[kernel.removesuffix("_fp8")]
     # The compiler may take the first poll of a loop out of it.
     assert count["LDG.E.128.STRONG.SYS"] in (awaited, awaited + 1)
     assert count["STG.E.128.STRONG.SYS"] == awaited + pushes
@@ -195,7 +199,7 @@ def test_python_and_the_kernels_hold_the_same_numbers() -> None:
 
 
 # `norm_arena` says what the two-shot norm takes, which depends on its rows.
-@pytest.mark.parametrize("algorithm", [each for each in ALGORITHMS if each != "push_two_shot_add_rms_norm"])
+@pytest.mark.parametrize("algorithm", [each for each in ALGORITHMS if "two_shot_add" not in each])
 @pytest.mark.parametrize("world_size", [2, 3, 7, 8])
 def test_the_largest_input_fits_and_one_more_does_not(algorithm: str, world_size: int) -> None:
     """`largest_input` is the inverse of what a call requires."""

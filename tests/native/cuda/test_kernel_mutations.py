@@ -34,8 +34,15 @@ ONLY = {
     "group_sums_not_exchanged": "push_add_rms_norm",
     "kept_vector_used_for_all": "push_add_rms_norm",
     "sums_of_owners_not_cleared": "push_two_shot_add_rms_norm",
+    "fp8_ties_rounded_up": "push_add_rms_norm_fp8",
+    "fp8_largest_of_own_block": "push_two_shot_add_rms_norm_fp8",
+    "fp8_of_the_norm_before_rounding": "push_add_rms_norm_fp8",
+    "fp8_row_scale_not_stored": "push_two_shot_add_rms_norm_fp8",
+    "finalize_own_sum_not_kept": "push_moe_finalize",
+    "finalize_adds_missing_experts": "push_moe_finalize",
+    "finalize_in_reverse_order": "push_moe_finalize",
 }
-DTYPE = {"norm_sum_in_thread_order": "float32"}
+DTYPE = {"norm_sum_in_thread_order": "float32", "finalize_in_reverse_order": "float32"}
 """Mutations that need another dtype than bfloat16, whose rounding hides the last bits of a sum."""
 STALLS_PER_MILLION = 3000
 DEADLINE_MS = 10_000

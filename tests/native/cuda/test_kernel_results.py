@@ -305,11 +305,16 @@ def call(group: Group, rank: int, kernel: str) -> None:
     source, out = torch.ones(1024, dtype=group.dtype), empty(1024, group.dtype)
     table = torch.tensor([source.data_ptr()] * group.world_size)
     first = table.data_ptr() if kernel.startswith("pull") else source.data_ptr()
-    if kernel.endswith("add_rms_norm"):
-        rest: list[object] = [ctypes.c_uint64(each.data_ptr()) for each in (source, source, out, out)]
+    second, result = ctypes.c_uint64(source.data_ptr()), ctypes.c_uint64(out.data_ptr())
+    if "add_rms_norm" in kernel:
+        rest: list[object] = [second, second, result, result]
         rest += [ctypes.c_uint32(1), ctypes.c_uint32(64), ctypes.c_float(1.0)]
+        # The scales of an output of 8 bits.
+        rest += [second, result] if kernel.endswith("_fp8") else []
+    elif kernel == "push_moe_finalize":
+        rest = [second, second, second, result, *map(ctypes.c_uint32, (1, 64, 1, 1))]
     else:
-        rest = [ctypes.c_uint64(out.data_ptr()), ctypes.c_uint64(64)]
+        rest = [result, ctypes.c_uint64(64)]
     group.launch(rank, kernel, first, *rest)
 
 

@@ -246,9 +246,16 @@ def test_the_kernels_are_what_the_model_takes_them_for() -> None:
         (poll,) = re.findall(r"received\[r\] = (\w+)\(", text)
         (clear,) = re.findall(r"(\w+)\(first \+ r \* stride, idle\)", text)
         assert (operation_of(base, poll), operation_of(base, clear)) == (BUILT.poll, BUILT.clear)
-    norm = (CUDA / "add_rms_norm.cu").read_text()
-    for kernel in re.findall(r"^KERNEL (push_\w+)\(", source + norm, re.MULTILINE):
-        text = body_of(source + norm, kernel)
+    every = source + "".join(
+        (CUDA / f"{name}.cu").read_text() for name in ("add_rms_norm", "add_rms_norm_fp8", "moe_finalize")
+    )
+    kernels = re.findall(r"^KERNEL (push_\w+)\(", every, re.MULTILINE)
+    assert len(kernels) == 9
+    for kernel in kernels:
+        text = body_of(every, kernel)
+        # The norms with either output share their bodies.
+        for shared in re.findall(r"\b(push_(?:two_shot_)?norm)\(", text):
+            text = body_of(every, shared)
         assert re.search(r"enter_push\(.*(order_pushes\(\)|scatter\().*leave_push\(", text, re.DOTALL), kernel
     assert "order_pushes();" in body_of(source, "scatter")
     (push,) = re.findall(r"(\w+)\(p\.workspace", body_of(source, "push_to_all"))

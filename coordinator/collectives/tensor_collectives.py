@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from coordinator.calls import Async, Blocking
 from coordinator.collectives.coalesced import CoalescedCollectives
 from coordinator.collectives.expert_parallel import ExpertParallel
+from coordinator.collectives.fused_reductions import FusedReductions
 from coordinator.collectives.tensor_outputs import TensorOutputs
 from coordinator.collectives.tensor_reductions import TensorReductions
 from coordinator.gradients import wants_gradient
@@ -22,7 +23,7 @@ from shm_broadcast.errors import UsageError
 from shm_broadcast.timeouts import AnyTimeout, seconds
 
 
-class TensorCollectives(TensorOutputs, CoalescedCollectives, ExpertParallel):
+class TensorCollectives(TensorOutputs, FusedReductions, CoalescedCollectives, ExpertParallel):
     """Collectives on tensors.
 
     Every rank of the group calls each method, in the same order, with equal shapes, dtypes and arguments, from one

@@ -27,6 +27,8 @@ from coordinator.torch_interop.backward import BACKWARD, is_linear
 from device_comm import checks, coalesced, rms_norm
 from device_comm.base import SUM
 from device_comm.derived_reductions import reducer
+from device_comm.fused.finalize import check_experts
+from device_comm.fused.fp8 import FP8, check_scale
 from shm_broadcast.errors import UsageError
 from shm_broadcast.timeouts import AnyTimeout, seconds
 
@@ -41,6 +43,11 @@ _SCHEMAS: Final = {
     "float? timeout_s=None) -> Tensor",
     "all_reduce_add_rms_norm": "(Tensor input, Tensor residual, Tensor weight, float eps, str group_name, "
     "float? timeout_s=None) -> (Tensor, Tensor)",
+    # The second result is an empty tensor where the call has a scale: it would be an input.
+    "all_reduce_add_rms_norm_fp8": "(Tensor input, Tensor residual, Tensor weight, float eps, str group_name, "
+    "Tensor? scale=None, float? timeout_s=None) -> (Tensor, Tensor, Tensor)",
+    "moe_finalize_all_reduce": "(Tensor expert_out, Tensor rows, Tensor weights, str group_name, Tensor? shared=None, "
+    "float? timeout_s=None) -> Tensor",
     "all_to_all": "(Tensor input, str group_name, int world_size, int dim=0, SymInt[]? send_sizes=None, "
     "SymInt[]? recv_sizes=None, float? timeout_s=None) -> Tensor",
     "broadcast": "(Tensor input, str group_name, int src=0, float? timeout_s=None) -> Tensor",
@@ -143,6 +150,30 @@ def trace_norm(
     return normed, total
 
 
+def trace_fused(
+    name: str,
+    group: GroupPlanes,
+    tensors: Sequence[torch.Tensor],
+    *arguments: Any,
+    last: torch.Tensor | None = None,
+    timeout_s: AnyTimeout = None,
+) -> Any:
+    """Trace a call with other work than a collective; see `trace`.
+
+    Args:
+        name: Name of the operation.
+        group: The group.
+        tensors: The call's inputs.
+        arguments: What follows them in the schema, before the group's name.
+        last: What follows the group's name: a tensor that may be missing.
+        timeout_s: Deadline in any form.
+    """
+    refuse_lost_gradient(name, [*tensors, last], group.world_size)
+    limit_s = None if timeout_s is None else seconds(timeout_s)
+    operation = getattr(torch.ops.group_coordinator, name)
+    return operation(*tensors, *arguments, group.unique_name, last, limit_s)
+
+
 def _add(
     name: str,
     group: GroupPlanes,
@@ -225,6 +256,8 @@ def _make(name: str, given: dict[str, Any]) -> Any:
     result = found.calls.run(name, make, input_, *others, timeout_s=timeout_s)
     if result is None:
         return first.new_empty(0)
+    if given.get("scale") is not None:
+        return result[0], first.new_empty(0, dtype=torch.float32), result[2]
     # In a group of one the result may be the input itself.
     return _copy(result) if result is first else result
 
@@ -309,6 +342,16 @@ def _fake(name: str, given: dict[str, Any]) -> Any:
         residual, weight, eps, *_ = others
         rms_norm.check_arguments(first, residual, weight, eps, first.device, name)
         return _empty(first, first.shape), _empty(first, first.shape)
+    if name == "all_reduce_add_rms_norm_fp8":
+        residual, weight, eps, _, scale, *_ = others
+        rms_norm.check_arguments(first, residual, weight, eps, first.device, name)
+        check_scale(scale, first.device, name)
+        scales = first.new_empty((first.shape[0], 1) if scale is None else (0,), dtype=torch.float32)
+        return torch.empty(first.shape, dtype=FP8, device=first.device), scales, _empty(first, first.shape)
+    if name == "moe_finalize_all_reduce":
+        rows, weights, _, shared, *_ = others
+        check_experts(first, rows, weights, shared, first.device, name)
+        return _empty(first, (rows.shape[0], first.shape[1]))
     if name.endswith("_coalesced"):
         method = name.removesuffix("_coalesced")
         return [_empty(each, result_shape(method, each, **given)) for each in first]

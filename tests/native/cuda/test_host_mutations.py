@@ -63,7 +63,7 @@ MISTAKES: Final = {
         f"{MULTIPROC}/test_custom_all_reduce.py::test_sums_are_those_in_rank_order",
     ),
     "the epsilon of the first norm is kept": Mistake(
-        "custom/all_reduce.py",
+        "custom/fused_calls.py",
         "        if eps != self._eps:\n",
         "        if self._eps == 0.0:\n",
         f"{MULTIPROC}/test_custom_all_reduce.py::test_sums_are_those_in_rank_order",

@@ -103,8 +103,8 @@ test-engines: dist ## Run a real vLLM over our groups and queues, beside vLLM as
 bench-engines: dist ## Measure the steps of a real vLLM over our groups and queues, beside vLLM as it is (BENCH_ARGS=…)
 	$(PY) -m benchmarks engines "$$($(PY) -m tests.real_engines.environment dist/*.whl)" $(BENCH_ARGS)
 
-test-gpu: ## Run the GPU tests on a machine with a GPU (WHEELS=DIR: missing packages, OUT=DIR: report, ONLY=GROUPS)
-	tests/gpu/run.sh $(if $(WHEELS),--wheels $(WHEELS)) $(if $(OUT),--out $(OUT)) $(if $(ONLY),--only $(ONLY))
+test-gpu: ## Run the GPU tests on a machine with a GPU (WHEELS=DIR: missing packages, OUT=DIR: report, PART=1|2|3, BUILD=DIR: kept between parts, ONLY=GROUPS)
+	tests/gpu/run.sh $(if $(WHEELS),--wheels $(WHEELS)) $(if $(OUT),--out $(OUT)) $(if $(PART),--part $(PART)) $(if $(BUILD),--build $(BUILD)) $(if $(ONLY),--only $(ONLY))
 
 clean: ## Remove everything that the other targets created
 	rm -rf $(VENV) build build.log dist site gpu-report benchmarks/results/local *.egg-info */*.so .*_cache .hypothesis

@@ -45,7 +45,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--gpu-report", metavar="DIR", help="write what the tests on a GPU found to this directory"
     )
     parser.addoption(
-        "--gpu-seconds", type=float, default=420.0, help="time for all tests on a GPU together (420)"
+        "--gpu-seconds",
+        type=float,
+        help="time for all tests on a GPU together (tests/gpu/steps.py says how long)",
+    )
+    parser.addoption(
+        "--gpu-part", type=int, choices=(1, 2, 3), help="run this part of the tests on a GPU only"
     )
 
 

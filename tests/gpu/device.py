@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 
 from device_comm.cuda.driver import Driver, PreparedLaunch
 from device_comm.cuda.driver_bindings import CudaDriver
-from device_comm.cuda.kernels import DTYPES, FAMILIES, kernel_source
+from device_comm.cuda.kernels import DTYPES, FAMILIES
 
 __all__ = [
     "Gpu",
@@ -22,7 +21,6 @@ __all__ = [
     "compile_mutant",
     "compile_text",
     "measured_us",
-    "mutated_source",
     "program_source",
     "u32",
     "u64",
@@ -63,6 +61,10 @@ class Gpu(Driver, Protocol):
 
 class GpuDriver(CudaDriver):
     """The product's driver of a real device, with streams, graphs and events that record the time."""
+
+    def attribute(self, name: str) -> int:
+        """Return CU_DEVICE_ATTRIBUTE_`name`."""
+        return self._attribute(name)
 
     def stream_create(self) -> int:
         non_blocking = 1
@@ -198,20 +200,6 @@ def arch_of(driver: Driver) -> int:
 def program_source() -> str:
     """Return the source of the programs that the tests launch beside the kernels."""
     return (Path(__file__).parent / "test_programs.cu").read_text()
-
-
-def mutated_source(name: str) -> str:
-    """Return the kernels with the mistake of `tests/native/cuda/mutations/NAME.patch`."""
-    patch = (Path(__file__).parents[1] / "native" / "cuda" / "mutations" / f"{name}.patch").read_text()
-    source = kernel_source()
-    for hunk in re.split(r"^@@.*\n", patch, flags=re.MULTILINE)[1:]:
-        lines = hunk.splitlines()
-        old = "\n".join(line[1:] for line in lines if not line.startswith("+"))
-        new = "\n".join(line[1:] for line in lines if not line.startswith("-"))
-        if source.count(old) != 1:
-            raise ValueError(f"{name}.patch does not apply to the kernels any more")
-        source = source.replace(old, new)
-    return source
 
 
 def compile_mutant(source: str, arch: int, world_size: int, dtype: str, family: str, *options: str) -> bytes:

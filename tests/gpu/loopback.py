@@ -16,6 +16,7 @@ from __future__ import annotations
 import statistics
 import struct
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -29,15 +30,17 @@ from device_comm.cuda.kernel_layout import (
 from device_comm.cuda.kernels import family_of
 from device_comm.cuda.policy.shapes import all_reduce_shape, most_blocks, norm_shape
 from device_comm.cuda.policy.table import family_of as family_of_arch
+from device_comm.rms_norm import add_rms_norm
 from tests.gpu.device import Gpu, GpuDriver, Memory, measured_us, u32, u64
 from tests.gpu.values import DTYPES, expect_equal, expected_sum, raw
 from tests.kernel_memory import required_arena
 
-__all__ = ["Loopback", "Timer", "two_shot_bytes"]
+__all__ = ["Loopback", "Timer", "shape_of", "two_shot_bytes"]
 
 PEER_VALUE = 1.0
 """Every element that a peer "has pushed", so that the result can be checked."""
 _PEER_WORDS = {torch.float32: 0x3F800000, torch.float16: 0x3C003C00, torch.bfloat16: 0x3F803F80}
+_EPS = 1e-5
 # Longer than the host takes to queue a graph.
 _HOLD_NS = 200_000
 
@@ -58,6 +61,8 @@ class Loopback:
         stream: int,
         norm: tuple[int, int] | None = None,
         deadline_s: float = 2.0,
+        shape: tuple[int, int, int] | None = None,
+        is_dependent: bool = True,
     ) -> None:
         """Allocate the lanes.
 
@@ -72,6 +77,8 @@ class Loopback:
             stream: The stream of all launches.
             norm: (rows, hidden), for push_add_rms_norm.
             deadline_s: When a kernel that waits by mistake gives up.
+            shape: Blocks, threads of a block, blocks of a cluster; None for the product's choice.
+            is_dependent: Whether to use programmatic dependent launch, as the product does.
         """
         self.driver, self.kernel, self.world_size = driver, kernel, world_size
         self.dtype, self.stream, self.norm = DTYPES[dtype], stream, norm
@@ -83,16 +90,10 @@ class Loopback:
         self._module = driver.module_load(cubin(family_of(kernel)))
         self._function = driver.module_function(self._module, kernel)
         # One rank has the whole device, as in a real group.
-        processors, cluster = driver.multiprocessors(), 1
-        major, minor = driver.compute_capability()
-        if norm is not None:
-            row_vectors = norm[1] * self.dtype.itemsize // 16
-            arch = f"sm_{10 * major + minor}"
-            grid, threads, cluster = norm_shape(arch, most_blocks(processors), norm[0], row_vectors)
-        else:
-            family = family_of_arch(f"sm_{10 * major + minor}")
-            grid, threads = all_reduce_shape(kernel, family, processors, nbytes, world_size)
-        self._configured = driver.configure(self._function, grid, threads, cluster=cluster, is_dependent=True)
+        shape = shape or shape_of(driver, kernel, world_size, nbytes, norm)
+        self._configured = driver.configure(
+            self._function, *shape[:2], cluster=shape[2], is_dependent=is_dependent
+        )
         self._sinks = [memory.room(layout.total_bytes) for _ in range(world_size - 1)]
         self._error = memory.put(bytes(kernel_layout.ERROR_RECORD_BYTES))
         # All states lie together: one memset resets them.
@@ -128,7 +129,7 @@ class Loopback:
             return PreparedLaunch([params, *addresses, u64(self.count)])
         rows, hidden = self.norm
         total = self.memory.room(nbytes)
-        sizes = [u32(rows), u32(hidden), struct.pack("<f", 1e-5)]
+        sizes = [u32(rows), u32(hidden), struct.pack("<f", _EPS)]
         return PreparedLaunch([params, *addresses, u64(total), *sizes])
 
     def refill(self) -> None:
@@ -167,15 +168,31 @@ class Loopback:
         failure = kernel_layout.read_failure(record)
         if failure is not None:
             raise AssertionError(f"{self.kernel}: {failure}")
-        if self.norm is None:
-            expected = self.expected()
-            for output in self.outputs:
-                expect_equal(self.memory.get(output, self.count, self.dtype), expected, self.kernel)
+        expected = self.expected() if self.norm is None else self._expected_norm(*self.norm)
+        for output in self.outputs:
+            expect_equal(self.memory.get(output, self.count, self.dtype), expected, self.kernel)
+
+    def _expected_norm(self, rows: int, hidden: int) -> torch.Tensor:
+        reduced = self.expected().view(self.dtype).view(rows, hidden)
+        residual, weight = torch.zeros_like(reduced), torch.ones(hidden, dtype=self.dtype)
+        return add_rms_norm(reduced, residual, weight, _EPS)[0]
 
     def close(self) -> None:
         """Give everything back."""
         self.driver.module_unload(self._module)
         self.memory.free()
+
+
+def shape_of(
+    driver: Gpu, kernel: str, world_size: int, nbytes: int, norm: tuple[int, int] | None = None
+) -> tuple[int, int, int]:
+    """Return blocks, threads of a block and blocks of a cluster, as the product chooses them for this device."""
+    major, minor = driver.compute_capability()
+    arch, processors = f"sm_{10 * major + minor}", driver.multiprocessors()
+    if norm is None:
+        return *all_reduce_shape(kernel, family_of_arch(arch), processors, nbytes, world_size), 1
+    rows, _ = norm
+    return norm_shape(arch, most_blocks(processors), rows, nbytes // rows // 16)
 
 
 def two_shot_bytes(nbytes: int, world_size: int) -> int:
@@ -216,20 +233,26 @@ class Timer:
             before: Queues what each replay needs; it is not timed.
             repeats: Number of replays, after two that do not count.
         """
-        driver, stream = self.driver, self.stream
-        driver.begin_capture(stream)
-        record()
-        graph = driver.end_capture(stream)
-        seen: list[float] = []
-        for _ in range(repeats + 2):
-            if before is not None:
-                before()
-            # While the device spins, the host queues the start of the measurement and the graph: the device idles
-            # between them no longer than between two kernels.
-            driver.launch(self._spin, 1, 1, stream, self._hold)
-            seen.append(measured_us(driver, stream, lambda: driver.replay(graph, stream)))
-        driver.forget(graph)
+        graph = self.captured(record)
+        seen = [self.replayed_us(graph, before) for _ in range(repeats + 2)]
+        self.driver.forget(graph)
         return statistics.median(seen[2:]) / launches
+
+    def captured(self, record: Callable[[], None]) -> Any:
+        """Return a graph of what `record` launches."""
+        self.driver.begin_capture(self.stream)
+        record()
+        return self.driver.end_capture(self.stream)
+
+    def replayed_us(self, graph: Any, before: Callable[[], None] | None = None) -> float:
+        """Return how long the device takes for a graph; `before` queues what it needs, and is not timed."""
+        driver, stream = self.driver, self.stream
+        if before is not None:
+            before()
+        # While the device spins, the host queues the start of the measurement and the graph: the device idles between
+        # them no longer than between two kernels.
+        driver.launch(self._spin, 1, 1, stream, self._hold)
+        return measured_us(driver, stream, lambda: driver.replay(graph, stream))
 
     def close(self) -> None:
         """Give the program back."""

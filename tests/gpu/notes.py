@@ -5,6 +5,7 @@ Notes go to a file at once, so a body that hangs, or takes its process down, los
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import time
@@ -13,11 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["GpuRank", "Notes", "gpu_body", "read_notes"]
+from tests.gpu.comparison import Comparison
+
+__all__ = ["KINDS", "GpuRank", "Notes", "gpu_body", "read_notes"]
+
+KINDS = ("figures", "goals", "facts", "comparisons")
 
 
 class Notes:
-    """Figures, goals and facts of one test, each appended to the file `path` as a line of JSON."""
+    """Figures, goals, comparisons and facts of one test, each appended to the file `path` as a line of JSON."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -31,6 +36,15 @@ class Notes:
         """Record whether a goal was reached; the last record of a name counts. A missed goal fails no test."""
         self._append("goals", name, {"target": target, "found": found, "reached": reached})
 
+    def comparison(self, name: str, found: Comparison) -> None:
+        """Record two variants that were measured in turns."""
+        content = dataclasses.asdict(found)
+        self._append(
+            "comparisons",
+            name,
+            {key: round(value, 4) if isinstance(value, float) else value for key, value in content.items()},
+        )
+
     def fact(self, name: str, value: object) -> None:
         """Record a fact about the machine."""
         self._append("facts", name, str(value))
@@ -42,7 +56,7 @@ class Notes:
 
 def read_notes(path: Path) -> dict[str, dict[str, Any]]:
     """Return what was written to `path`, by kind and name."""
-    found: dict[str, dict[str, Any]] = {"figures": {}, "goals": {}, "facts": {}}
+    found: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
     for line in path.read_text().splitlines() if path.exists() else ():
         kind, name, content = json.loads(line)
         found[kind][name] = content

@@ -13,7 +13,7 @@ from tests.gpu.notes import Notes
 from tests.harness import run_ranks
 from tests.probes import requires_gpus, skip
 
-__all__ = ["GpuRun", "allot", "on_gpu"]
+__all__ = ["GpuRun", "on_gpu"]
 
 
 def on_gpu(least_s: float, most_s: float) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -72,12 +72,3 @@ class GpuRun(Notes):
     def skip(self, reason: str) -> NoReturn:
         """Skip the test: this machine cannot show what it is about."""
         skip(self._item, reason)
-
-
-def allot(least_s: float, most_s: float, later_s: float, left_s: float) -> float:
-    """Return the seconds for a test, 0 if it cannot be run.
-
-    Later tests keep the least that they need, `later_s`. If that is impossible the earlier test runs.
-    """
-    free = max(left_s - later_s, min(left_s, least_s))
-    return 0.0 if free < least_s else min(free, most_s)

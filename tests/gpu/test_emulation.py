@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from device_comm.cuda.kernels import FAMILIES
-from tests.gpu.device import GpuDriver, arch_of, compile_mutant, mutated_source
+from tests.gpu.device import GpuDriver, arch_of, compile_mutant
 from tests.gpu.emulation import compiled, one_variant
 from tests.gpu.notes import GpuRank, gpu_body
+from tests.gpu.patches import patched_source
 from tests.gpu.running import GpuRun, on_gpu
 from tests.gpu.values import DTYPES, SIZES, WrongResultError
 from tests.probes import compute_sanitizer, requires
@@ -54,7 +55,7 @@ def emulate(me: GpuRank, world: int) -> None:
 @gpu_body
 def notices(me: GpuRank, mistake: str) -> None:
     driver = GpuDriver(0)
-    source, arch = mutated_source(mistake), arch_of(driver)
+    source, arch = patched_source(mistake), arch_of(driver)
 
     def cubin(world: int, dtype: str, family: str) -> bytes:
         return compile_mutant(source, arch, world, dtype, family, "-DEMULATE=1")

@@ -19,7 +19,7 @@ from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from shm_broadcast.errors import CommError
 from shm_broadcast.liveness import PeerWatch, this_process
 from tests.gpu.notes import GpuRank, gpu_body
-from tests.gpu.report import short_reason
+from tests.gpu.page import short_reason
 from tests.gpu.running import GpuRun, on_gpu
 from tests.gpu.test_processes import communicator_of
 from tests.harness import RankFailureError

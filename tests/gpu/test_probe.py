@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,14 @@ from tests.gpu.notes import GpuRank, gpu_body
 from tests.gpu.running import GpuRun, on_gpu
 
 ROOT = Path(__file__).parents[2]
+COMPILERS = (
+    ("nvcc", ("nvcc", "/usr/local/cuda/bin/nvcc"), -1),
+    ("g++", ("g++",), 0),
+    ("cc", ("cc",), 0),
+)
+"""Name, where to look, and the line of its answer to --version that has the version."""
+MODES = {0: "default", 2: "prohibited", 3: "one process only"}
+"""CUcomputemode of cuda.h. Only in the first one several processes can share a GPU."""
 
 
 @gpu_body
@@ -32,12 +42,23 @@ def versions(me: GpuRank) -> None:
     me.fact("torch", torch.__version__)
     me.fact("CUDA of torch", torch.version.cuda or "none (CPU build)")
     me.fact("NVRTC", compiler_version())
-    compiler = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-    if compiler is not None:
-        asked = subprocess.run(
-            [compiler, "--version"], capture_output=True, text=True, check=False, timeout=20
-        )
-        me.fact("nvcc", asked.stdout.strip().rpartition("\n")[2] or "says nothing")
+    me.fact("cuda-bindings", importlib.metadata.version("cuda-bindings"))
+    for name, places, line in COMPILERS:
+        found = next(filter(None, map(shutil.which, places)), None)
+        me.fact(name, "none" if found is None else said_by([found, "--version"], line))
+
+
+def said_by(command: Sequence[str], line: int) -> str:
+    """Return one line of what a program says; -1 is the last one."""
+    asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    return (asked.stdout.strip().splitlines() or ["says nothing"])[line]
+
+
+@gpu_body
+def first_use(me: GpuRank) -> None:
+    start = time.monotonic()
+    torch.zeros(1).cuda()
+    me.figure("first use of the GPU by torch in a process", time.monotonic() - start, "s")
 
 
 @gpu_body
@@ -53,6 +74,9 @@ def device(me: GpuRank) -> None:
         module.read_text().splitlines()[0].removeprefix("NVRM version:").strip() if module.exists() else "?"
     )
     me.fact("driver", f"for CUDA {number // 1000}.{number % 1000 // 10}, {text}")
+    mode = driver.attribute("COMPUTE_MODE")
+    me.fact("compute mode", MODES.get(mode, str(mode)))
+    me.fact("multicast supported", bool(driver.attribute("MULTICAST_SUPPORTED")))
     kinds = f"IPC {driver.ipc_supported()}, descriptors {driver.vmm_supported()}"
     me.fact("memory for other processes", kinds)
     driver.close()
@@ -78,10 +102,10 @@ def peer_memory(me: GpuRank, kind: str) -> dict[str, Any]:
     return {"failure": failure, "kind": memory.kind}
 
 
-@pytest.mark.parametrize("body", [versions, device, nccl], ids=lambda body: body.__name__)
-@on_gpu(5, 30)
+@pytest.mark.parametrize("body", [versions, device, nccl, first_use], ids=lambda body: body.__name__)
+@on_gpu(5, 15)
 def test_the_machine_says_what_it_is(gpu: GpuRun, body: Callable[..., None]) -> None:
-    """Versions, the device and its driver, and an NCCL that can be loaded."""
+    """Versions, the device and its driver, an NCCL that can be loaded, and a torch that can use the GPU."""
     gpu.run(body)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import importlib
 import sys
 import time
@@ -14,13 +15,18 @@ import pytest
 import torch
 
 from device_comm.cuda.driver import PreparedLaunch
-from shm_broadcast.errors import CudaError
+from device_comm.cuda.kernels import family_of
+from shm_broadcast.errors import CudaError, UsageError
 from tests.fake_cuda import FakeDriver, FakeGraph, fake_cubin, fake_devices
 from tests.gpu import test_figures as figures
-from tests.gpu.device import compile_mutant, compile_text, mutated_source, program_source
+from tests.gpu import test_patterns as patterns
+from tests.gpu import test_variants as variants
+from tests.gpu.controls import CONTROLS, DELAYS_ALONE
+from tests.gpu.device import compile_mutant, compile_text, program_source
 from tests.gpu.emulation import Emulation, check_variant
 from tests.gpu.loopback import Loopback, Timer, two_shot_bytes
 from tests.gpu.notes import Notes, read_notes
+from tests.gpu.patches import FOLDERS, patched_source
 from tests.gpu.report import GOALS
 from tests.gpu.streams import StreamWorld, absent_rank, noticed
 from tests.gpu.test_emulation import judge_sanitizer
@@ -186,15 +192,25 @@ def test_streams_reduce_eagerly_and_in_graphs(library: Path, tmp_path: Path) -> 
     end(world, drivers)
 
 
+# Longer than a launch takes here, where each makes threads: a rank that is not late overtakes one that is.
+LATE = ("-DLATE_NS=2000000", "-shared", "-fPIC")
+# The sizes of the controls are for a device; these have the same algorithms.
+SMALL = {512: 64, 2048: 256, 8192: 1024, 32768: 4096}
+
+
 @pytest.mark.slow
-def test_kernels_with_a_mistake_are_noticed(folder: Path, tmp_path: Path) -> None:
-    """The negative control of the device, with the same patch: slots that are not cleared."""
-    source, library = folder / "clear_dropped.cu", folder / "clear_dropped.so"
-    source.write_text(mutated_source("clear_dropped"))
-    compile_host(source, "host_library.cpp", library, 2, "bfloat16", ("-shared", "-fPIC"))
-    world, drivers = world_of(library, tmp_path, deadline_s=1.0)
-    assert "elements were wrong" in str(noticed(world, REPLAYED, 60, 60.0))
-    end(world, drivers)
+@pytest.mark.parametrize("name", CONTROLS)
+def test_the_controls_notice_their_mistakes_and_nothing_else(folder: Path, tmp_path: Path, name: str) -> None:
+    """The controls of the device, with the same patches. Right kernels bear the delays; each mistake is noticed."""
+    control, library = CONTROLS[name], folder / f"{name.replace(' ', '_')}.so"
+    source = library.with_suffix(".cu")
+    source.write_text(control.source())
+    compile_host(source, "host_library.cpp", library, 2, "bfloat16", LATE)
+    limits = {algorithm: SMALL.get(2 * size, 4 * size) // 2 for algorithm, size in control.limits.items()}
+    world, drivers = world_of(library, tmp_path, deadline_s=2.0, limits=limits)
+    found = noticed(world, [SMALL[size] for size in control.calls], 8, 60.0, lie=control.lie)
+    assert (found is None) == (name == DELAYS_ALONE), found
+    end(world, drivers, broken=found is not None and "elements were wrong" not in found)
 
 
 def test_a_rank_that_does_not_launch_is_named(library: Path, tmp_path: Path) -> None:
@@ -262,6 +278,58 @@ def test_every_figure_can_be_made(library: Path, tmp_path: Path, monkeypatch: py
     assert len(found["figures"]) == 1 + 8 + 4 + 2 + 1
 
 
+@pytest.mark.parametrize("name", variants.PAIRS)
+def test_every_pair_of_variants_can_be_measured(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Small, and of no meaning here: both sides run in turns with right results, and nothing is left."""
+    pair = variants.PAIRS[name]
+    norm = (2, 64) if pair.norm else None
+    small = dataclasses.replace(pair, worlds=(2,), nbytes=256, lanes=2, norm=norm)
+    monkeypatch.setitem(variants.PAIRS, name, small)
+    compiled: list[str] = []
+
+    def compile_mutant(text: str, *_: object) -> bytes:
+        compiled.append(text)
+        return fake_cubin(library)
+
+    monkeypatch.setattr(variants, "compile_mutant", compile_mutant)
+    driver: Any = FakeGpu(tmp_path, 0)
+    notes = Notes(tmp_path / "notes")
+    timer = Timer(driver, driver.stream_create(), fake_cubin(library))
+    variants.measure(notes, timer, name, turns=6)
+    timer.close()
+    driver.stream_destroy(timer.stream)
+    assert driver.leaks() == []
+    driver.release()
+    ((title, found),) = read_notes(notes.path)["comparisons"].items()
+    assert title.startswith(f"{name}, {pair.kernel}, 2 ranks")
+    assert (found["shipped"], found["changed"]) == (pair.shipped.name, pair.changed.name)
+    assert found["turns"] == 6
+    assert found["shipped_us"] > 0
+    sides = [pair.shipped, pair.changed]
+    assert compiled == [patched_source(*each.patches) for each in sides]
+    assert {each.is_dependent for each in driver.configured} == {each.is_dependent for each in sides}
+
+
+def test_the_patches_of_pairs_change_the_machine_code() -> None:
+    """A patch that the compiler makes ineffective would compare a variant with itself."""
+    for pair in variants.PAIRS.values():
+        sources = [patched_source(*each.patches) for each in (pair.shipped, pair.changed)]
+        code = [compile_mutant(each, 90, 2, "bfloat16", family_of(pair.kernel)) for each in sources]
+        assert (code[0] != code[1]) == (pair.changed.patches != ())
+
+
+def test_a_pair_differs_in_one_thing() -> None:
+    """Otherwise nobody could say what the difference is due to. The report has a name for each side."""
+    for pair in variants.PAIRS.values():
+        sides = [dataclasses.asdict(each) for each in (pair.shipped, pair.changed)]
+        different = [key for key in sides[0] if sides[0][key] != sides[1][key]]
+        assert different[0] == "name"
+        assert len(different) == 2
+        assert pair.shipped.patches == ()
+
+
 def test_a_handshake_is_timed(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The group of two streams is made and closed, and the goal recorded."""
     monkeypatch.setattr(figures, "chained", lambda _world, _nbytes: 1.0)
@@ -284,12 +352,46 @@ def test_the_programs_compile(dtype: str) -> None:
         compile_text("nonsense", 90, dtype)
 
 
-def test_the_mistakes_of_the_negative_controls_compile() -> None:
-    """Each patch applies to the kernels as they are; NVRTC compiles what comes out, for an emulation too."""
-    for name in ("clear_dropped", "phase_forced_to_0", "order_swapped"):
-        assert mutated_source(name) != mutated_source("sentinel_sent")
-    cubin = compile_mutant(mutated_source("order_swapped"), 90, 4, "float32", "one_shot", "-DEMULATE=1")
+def test_the_patches_apply_to_the_kernels() -> None:
+    """Each fits the kernels as they are, the controls' ones together; one that does not fit is refused."""
+    names = [*(path.stem for path in FOLDERS[0].glob("*.patch")), "order_swapped"]
+    assert len({patched_source(name) for name in names} | {patched_source()}) == len(names) + 1
+    assert len({control.source() for control in CONTROLS.values()}) == len(CONTROLS)
+    with pytest.raises(ValueError, match="does not apply to the kernels any more"):
+        patched_source("clear_dropped", "clear_dropped")
+    with pytest.raises(ValueError, match="there are 0 patches nothing"):
+        patched_source("nothing")
+
+
+def test_the_patched_kernels_compile() -> None:
+    """NVRTC compiles the controls, and a mistake for an emulation too."""
+    for name, control in CONTROLS.items():
+        family = "pull" if name == "end_barrier_dropped" else "one_shot"
+        assert compile_mutant(control.source(), 90, 2, "bfloat16", family)[:4] == b"\x7fELF"
+    cubin = compile_mutant(patched_source("order_swapped"), 90, 4, "float32", "one_shot", "-DEMULATE=1")
     assert cubin[:4] == b"\x7fELF"
+
+
+def test_an_unusual_order_may_end_in_right_bits_or_in_our_errors_only() -> None:
+    """Wrong bits and errors of others are raised; ours are told, also from inside of what the compiler raises."""
+
+    def wrapped() -> None:
+        try:
+            raise UsageError("it is captured")
+        except UsageError as error:
+            raise RuntimeError("the compiler failed") from error
+
+    def wrong() -> None:
+        raise WrongResultError("3 differ")
+
+    assert patterns.outcome_of(lambda: None) == patterns.RIGHT
+    told = patterns.outcome_of(wrapped)
+    assert told == "UsageError: it is captured"
+    with pytest.raises(WrongResultError):
+        patterns.outcome_of(wrong)
+    patterns.judge([patterns.RIGHT, told])
+    with pytest.raises(AssertionError, match="rank 1: InternalError"):
+        patterns.judge([told, "InternalError: x"])
 
 
 def test_the_bodies_can_be_run_by_ranks() -> None:
@@ -298,6 +400,11 @@ def test_the_bodies_can_be_run_by_ranks() -> None:
         "test_probe:peer_memory",
         "test_processes:whole_life",
         "test_processes:loses_rank_1",
+        "test_controls:report_of",
+        "test_variants:one_pair",
+        "test_patterns:opposite_order",
+        "test_patterns:forked_capture",
+        "test_patterns:reduce_overhead",
         "test_oracles:two_ranks",
         "test_oracles:symmetric_memory",
     ):

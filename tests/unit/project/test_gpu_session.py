@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.gpu.report import GOALS, GROUPS, NOT_SHOWN, short_reason
-from tests.gpu.running import allot
+from tests.gpu.page import short_reason
+from tests.gpu.report import GOALS, NOT_SHOWN
+from tests.gpu.steps import STEPS, seconds_of
 from tests.waiting import has_ended, wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -117,7 +116,7 @@ def test_a_session_reports_every_test_whatever_happens_to_its_body(tmp_path: Pat
         "goes_on": "passed",
     }, output
     assert [each["group"] for each in report["tests"]] == ["streams"] * 7 + ["figures"]
-    assert "no time is left" in found["is_too_long"]["reason"]
+    assert "are used up" in found["is_too_long"]["reason"]
     assert "no such tool" in found["lacks"]["reason"]
     assert found["finds"]["figures"] == {"time": {"value": 1.5, "unit": "us"}}
     assert list(report["goals"]) == list(GOALS)
@@ -141,9 +140,9 @@ def check_page(text: str) -> None:
     assert "| finds | passed |" in text
     assert "| ValueError: so it is |" in text
     assert "| time | 1.5 | us |" in text
-    assert f"Verified on one Planted H200: {GROUPS['figures']}. Not verified:" in text
+    assert f"Verified on one Planted H200: {STEPS['figures'].title}. Not verified:" in text
     assert all(each in text for each in NOT_SHOWN)
-    assert "NCCL" not in text
+    assert "NCCL" not in text.partition("## Goals")[2]
 
 
 def assert_ended(pid: int) -> None:
@@ -151,43 +150,56 @@ def assert_ended(pid: int) -> None:
     wait_until(lambda: has_ended(pid), f"the end of process {pid}, which a test started", 20.0, 0.01)
 
 
-def test_later_tests_keep_the_least_that_they_need() -> None:
-    """A test takes what is free, up to its most; where time is short the earlier test runs."""
-    assert allot(10.0, 50.0, 20.0, 200.0) == 50.0
-    assert allot(10.0, 50.0, 20.0, 45.0) == 25.0
-    assert allot(10.0, 50.0, 20.0, 15.0) == 10.0
-    assert allot(10.0, 50.0, 20.0, 9.0) == 0.0
-    assert allot(10.0, 50.0, 0.0, 12.0) == 12.0
-
-
-def marked_seconds() -> Iterator[tuple[float, float]]:
-    """Yield the least and the most of every test of every group."""
-    for group in GROUPS:
-        module = importlib.import_module(f"tests.gpu.test_{group}")
-        for name, test in vars(module).items():
-            if name.startswith("test_"):
-                marks = {mark.name: mark.args for mark in test.pytestmark}
-                assert marks["requires_gpus"] == (1,)
-                for _ in marks.get("parametrize", ("", [""]))[1]:
-                    yield marks["gpu_seconds"]
-
-
-def test_all_groups_fit_into_the_time() -> None:
-    """Every test needs a GPU and has its time; all of them fit into what run.sh gives them, the build aside."""
-    seconds = list(marked_seconds())
-    assert len(seconds) > 30
-    assert all(least <= most for least, most in seconds)
-    assert sum(least for least, _ in seconds) <= 300.0
-
-
 def test_the_script_is_valid_shell() -> None:
     """Bash reads it, it can be executed, and it refuses what it does not know."""
     subprocess.run(["bash", "-n", str(SCRIPT)], check=True, timeout=10)
     assert SCRIPT.stat().st_mode & 0o111
-    for arguments in (["--nonsense"], ["--only", "probe,nonsense"]):
+    for arguments in (["--nonsense"], ["--only", "probe,nonsense"], ["--part", "nonsense"]):
         refused = subprocess.run(
             [str(SCRIPT), *arguments], capture_output=True, text=True, check=False, timeout=10
         )
         assert refused.returncode == 2
         assert "nonsense" in refused.stderr
         assert "--wheels DIR" in refused.stdout
+
+
+FAKE_PYTHON = """#!/bin/bash
+# Stands for a machine's Python: notes how it is called, and builds an empty core.
+echo "$*" >> "$LOG"
+case "$*" in
+    "-m tests.gpu.steps"*) exec "$REAL_PYTHON" "$@" ;;
+    "setup.py"*) touch device_comm/_core.abi3.so ;;
+    "-m pytest"*) ls device_comm/*.so >> "$LOG"; exit 5 ;;
+esac
+"""
+
+
+def test_the_script_builds_once_for_all_parts(tmp_path: Path) -> None:
+    """Each part gets its time and its number; the second finds the cores of the first; the tree stays as it is."""
+    fake, log = tmp_path / "python", tmp_path / "log"
+    fake.write_text(FAKE_PYTHON)
+    fake.chmod(0o755)
+    environ = {**os.environ, "PYTHON": str(fake), "LOG": str(log), "REAL_PYTHON": sys.executable}
+    calls = []
+    for part in (1, 2):
+        log.write_text("")
+        done = subprocess.run(
+            [SCRIPT, "--part", str(part), "--build", tmp_path / "build", "--out", tmp_path / "out"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+            env=environ,
+            cwd=tmp_path,
+        )
+        assert done.returncode == 5, done.stderr
+        calls.append(log.read_text())
+    for part, said in zip((1, 2), calls, strict=True):
+        assert f"-m tests.gpu.steps {part}\n" in said
+        asked = next(line for line in said.splitlines() if line.startswith("-m pytest"))
+        assert f"--gpu-part {part} " in asked
+        given = float(asked.split("--gpu-seconds ")[1].split()[0])
+        assert seconds_of(part) - 30 < given <= seconds_of(part)
+        assert "device_comm/_core.abi3.so" in said
+    assert ["setup.py" in said for said in calls] == [True, False]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["build", "log", "out", "python"]

@@ -70,6 +70,13 @@ PAIRS = {
         (2, 4, 8),
         16 * KIB,
     ),
+    "fence behind the polls": Pair(
+        Variant("with it"),
+        Variant("without it", patches=("no_fence_behind_polls",)),
+        "push_one_shot",
+        (2, 8),
+        16 * KIB,
+    ),
     "loads of the input": Pair(
         Variant("before the fence"),
         Variant("behind it", patches=("loads_behind_the_fence",)),

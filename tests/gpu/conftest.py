@@ -45,7 +45,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     own = [item for item in own if item not in other]
     own.sort(key=lambda item: list(STEPS).index(_group_of(item)))
     items.extend(own)
-    seconds = config.option.gpu_seconds or seconds_of(part)
+    given = config.option.gpu_seconds
+    seconds = seconds_of(part) if given is None else given
     planned = [PlannedTest(_group_of(item), *_seconds_of(item)) for item in own]
     config.stash[schedules] = Schedule(planned, config.stash[session_start] + seconds, time.monotonic)
     for number, item in enumerate(own):

@@ -20,6 +20,7 @@ from shm_broadcast.errors import CudaError, UsageError
 from tests.fake_cuda import FakeDriver, FakeGraph, fake_cubin, fake_devices
 from tests.gpu import test_figures as figures
 from tests.gpu import test_patterns as patterns
+from tests.gpu import test_probe as probe
 from tests.gpu import test_variants as variants
 from tests.gpu.controls import CONTROLS, DELAYS_ALONE
 from tests.gpu.device import compile_mutant, compile_text, program_source
@@ -370,6 +371,20 @@ def test_the_patched_kernels_compile() -> None:
         assert compile_mutant(control.source(), 90, 2, "bfloat16", family)[:4] == b"\x7fELF"
     cubin = compile_mutant(patched_source("order_swapped"), 90, 4, "float32", "one_shot", "-DEMULATE=1")
     assert cubin[:4] == b"\x7fELF"
+
+
+def test_the_facts_about_a_machine_can_be_asked(tmp_path: Path) -> None:
+    """What needs no device is told here too; the bindings know the attributes that the device is asked for."""
+    notes: Any = Notes(tmp_path / "notes")
+    getattr(probe.versions, "__wrapped__")(notes)  # noqa: B009 - functools.wraps sets it
+    facts = read_notes(notes.path)["facts"]
+    assert set(facts) == {"torch", "CUDA of torch", "NVRTC", "cuda-bindings", "nvcc", "g++", "cc"}
+    assert facts["torch"] == torch.__version__
+    assert facts["nvcc"] == "none" or "cuda" in facts["nvcc"]
+    assert any(character.isdigit() for character in facts["g++"])
+    attributes = importlib.import_module("cuda.bindings.driver").CUdevice_attribute
+    for name in ("COMPUTE_MODE", "MULTICAST_SUPPORTED"):
+        assert hasattr(attributes, f"CU_DEVICE_ATTRIBUTE_{name}")
 
 
 def test_an_unusual_order_may_end_in_right_bits_or_in_our_errors_only() -> None:

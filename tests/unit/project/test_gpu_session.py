@@ -13,7 +13,7 @@ import pytest
 
 from tests.gpu.page import short_reason
 from tests.gpu.report import GOALS, NOT_SHOWN
-from tests.gpu.steps import STEPS, seconds_of
+from tests.gpu.steps import IN_EVERY_PART, PARTS, STEPS, seconds_of
 from tests.waiting import has_ended, wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -161,6 +161,30 @@ def test_the_script_is_valid_shell() -> None:
         assert refused.returncode == 2
         assert "nonsense" in refused.stderr
         assert "--wheels DIR" in refused.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_is_its_groups_and_the_facts(part: int) -> None:
+    """In the order of the steps; of the first group every part has the facts about the machine."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    listed = subprocess.run(
+        [*command, "--gpu-part", str(part), "tests/gpu"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    names = [line for line in listed.stdout.splitlines() if line.startswith("tests/gpu/test_")]
+    groups = [line.removeprefix("tests/gpu/test_").partition(".py::")[0] for line in names]
+    assert list(dict.fromkeys(groups)) == [
+        group for group, step in STEPS.items() if step.part == part or group == "probe"
+    ]
+    facts = [name for name in names if IN_EVERY_PART in name]
+    assert len(facts) == 4
+    assert names[:4] == facts
+    assert groups.count("probe") == (7 if part == 1 else 4)
 
 
 FAKE_PYTHON = """#!/bin/bash

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.gpu import test_figures as figures
 from tests.gpu import test_patterns as patterns
 from tests.gpu import test_probe as probe
 from tests.gpu import test_variants as variants
+from tests.gpu.comparison import take_turns
 from tests.gpu.controls import CONTROLS, DELAYS_ALONE
 from tests.gpu.device import compile_mutant, compile_text, program_source
 from tests.gpu.emulation import Emulation, check_variant
@@ -279,22 +281,34 @@ def test_every_figure_can_be_made(library: Path, tmp_path: Path, monkeypatch: py
     assert len(found["figures"]) == 1 + 8 + 4 + 2 + 1
 
 
-@pytest.mark.parametrize("name", variants.PAIRS)
-def test_every_pair_of_variants_can_be_measured(
-    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Small, and of no meaning here: both sides run in turns with right results, and nothing is left."""
+def small_pair(name: str) -> variants.Pair:
+    """Return a pair that threads of this process run in a moment, and whose sides still have different shapes."""
     pair = variants.PAIRS[name]
-    norm = (2, 64) if pair.norm else None
-    small = dataclasses.replace(pair, worlds=(2,), nbytes=256, lanes=2, norm=norm)
-    monkeypatch.setitem(variants.PAIRS, name, small)
-    compiled: list[str] = []
+    norm = (2, 8192) if pair.norm else None
+    nbytes = 65536 if pair.kernel == "push_two_shot" else 32768 if norm else 256
+    return dataclasses.replace(pair, worlds=(2,), nbytes=nbytes, lanes=2, norm=norm)
+
+
+@pytest.fixture
+def compiled(library: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let the kernels of two ranks stand for all variants; return the list of the sources that were compiled."""
+    sources: list[str] = []
 
     def compile_mutant(text: str, *_: object) -> bytes:
-        compiled.append(text)
+        sources.append(text)
         return fake_cubin(library)
 
     monkeypatch.setattr(variants, "compile_mutant", compile_mutant)
+    return sources
+
+
+@pytest.mark.parametrize("name", variants.PAIRS)
+def test_every_pair_of_variants_can_be_measured(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[str], name: str
+) -> None:
+    """Of no meaning here: both sides run in turns, each as it says, with right results, and nothing is left."""
+    pair = small_pair(name)
+    monkeypatch.setitem(variants.PAIRS, name, pair)
     driver: Any = FakeGpu(tmp_path, 0)
     notes = Notes(tmp_path / "notes")
     timer = Timer(driver, driver.stream_create(), fake_cubin(library))
@@ -302,7 +316,6 @@ def test_every_pair_of_variants_can_be_measured(
     timer.close()
     driver.stream_destroy(timer.stream)
     assert driver.leaks() == []
-    driver.release()
     ((title, found),) = read_notes(notes.path)["comparisons"].items()
     assert title.startswith(f"{name}, {pair.kernel}, 2 ranks")
     assert (found["shipped"], found["changed"]) == (pair.shipped.name, pair.changed.name)
@@ -310,7 +323,42 @@ def test_every_pair_of_variants_can_be_measured(
     assert found["shipped_us"] > 0
     sides = [pair.shipped, pair.changed]
     assert compiled == [patched_source(*each.patches) for each in sides]
-    assert {each.is_dependent for each in driver.configured} == {each.is_dependent for each in sides}
+    seen = [
+        ((each.grid, each.threads, each.cluster), each.is_dependent)
+        for each in dict.fromkeys(driver.configured)
+    ]
+    assert seen == [(variants.shape_for(driver, pair, each, 2), each.is_dependent) for each in sides]
+    is_reshaped = pair.changed.fills_device or not pair.changed.has_clusters
+    assert (seen[0][0] != seen[1][0]) == is_reshaped
+    driver.release()
+
+
+def test_variants_with_a_wrong_result_are_not_compared(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[str]
+) -> None:
+    """Even if only the last launch was wrong: a variant that does less would seem to be faster."""
+    made: list[Loopback] = []
+
+    class Watched(Loopback):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            made.append(self)
+
+    def spoils(
+        first: Callable[[], float], second: Callable[[], float], turns: int
+    ) -> list[tuple[float, float]]:
+        pairs = take_turns(first, second, turns)
+        ctypes.memset(made[1].outputs[0], 0x55, 4)
+        return pairs
+
+    monkeypatch.setattr(variants, "Loopback", Watched)
+    monkeypatch.setattr(variants, "take_turns", spoils)
+    driver: Any = FakeGpu(tmp_path, 0)
+    timer = Timer(driver, driver.stream_create(), fake_cubin(library))
+    with pytest.raises(WrongResultError):
+        variants.in_turns(timer, small_pair("entry fence"), 2, 6)
+    assert len(compiled) == 2
+    driver.release()
 
 
 def test_the_patches_of_pairs_change_the_machine_code() -> None:

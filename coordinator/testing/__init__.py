@@ -17,6 +17,7 @@ from coordinator.testing import conformance_moves as moves
 from coordinator.testing import conformance_outputs as outputs
 from coordinator.testing import conformance_reductions as reductions
 from coordinator.testing.conformance import Checker, ConformanceError, ObjectExchange
+from coordinator.testing.conformance_fused import check_fused
 from coordinator.testing.conformance_inputs import DTYPES
 from coordinator.testing.conformance_refusals import check_refusals
 from coordinator.testing.fake_planes import FakeCommunicator
@@ -52,6 +53,7 @@ PARTS = {
     "reduce_scatterv_into_output": outputs.check_reduce_scatterv_into_output,
     "all_gatherv_into_output": outputs.check_all_gatherv_into_output,
     "all_to_all_into_output": outputs.check_all_to_all_into_output,
+    "fused": check_fused,
     "send and recv": moves.check_point_to_point,
     "refusals": check_refusals,
     "prepare_buffers": moves.check_prepare_buffers,

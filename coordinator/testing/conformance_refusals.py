@@ -18,6 +18,7 @@ def check_refusals(check: Checker) -> None:
     t = check.inputs.own((2 * check.world_size, 3), torch.float32)
     overlapping = t[:1].expand(4, 3)
     attempts = _reductions(check, t, overlapping) | _moves(check, t, overlapping) | _exchanges(check, t)
+    attempts |= _fused(check, t)
     if check.world_size > 1:
         attempts |= _between_ranks(check, t, overlapping)
     check.check_refusals(attempts)
@@ -71,6 +72,35 @@ def _reductions(check: Checker, t: torch.Tensor, overlapping: torch.Tensor) -> A
         **_wrong_ranks("reduce", size, lambda rank: it.reduce(t, rank)),
         "reduce(an unknown op)": lambda: it.reduce(t, 0, "xor"),
         "reduce(MEAN of integers)": lambda: it.reduce(whole, 0, "mean"),
+    }
+
+
+def _fused(check: Checker, t: torch.Tensor) -> Attempts:
+    it: Any = check.communicator
+    norm, finalize = it.all_reduce_add_rms_norm_fp8, it.moe_finalize_all_reduce
+    weight, one = t[0].clone(), torch.ones((), device=t.device)
+    rows, factors = torch.zeros((2, 2), dtype=torch.int32, device=t.device), t.new_ones((2, 2))
+    return {
+        "all_reduce_add_rms_norm_fp8(a row)": lambda: norm(weight, weight, weight, 1e-6),
+        "all_reduce_add_rms_norm_fp8(float64)": lambda: norm(t.double(), t.double(), weight.double(), 1e-6),
+        "all_reduce_add_rms_norm_fp8(another residual)": lambda: norm(t, t[:1], weight, 1e-6),
+        "all_reduce_add_rms_norm_fp8(another weight)": lambda: norm(t, t, weight[:2], 1e-6),
+        "all_reduce_add_rms_norm_fp8(a negative eps)": lambda: norm(t, t, weight, -1.0),
+        "all_reduce_add_rms_norm_fp8(a scale of each row)": lambda: norm(t, t, weight, 1e-6, t[:, :1]),
+        "all_reduce_add_rms_norm_fp8(a scale of float64)": lambda: norm(t, t, weight, 1e-6, one.double()),
+        "all_reduce_add_rms_norm_fp8(a number)": lambda: norm(t, t, weight, 1e-6, 0.5),
+        "all_reduce_add_rms_norm_fp8(a scale elsewhere)": lambda: norm(t, t, weight, 1e-6, one.to("meta")),
+        "all_reduce_add_rms_norm_fp8(timeout_s 0)": lambda: norm(t, t, weight, 1e-6, timeout_s=0),
+        "moe_finalize_all_reduce(a row)": lambda: finalize(weight, rows, factors),
+        "moe_finalize_all_reduce(float64)": lambda: finalize(t.double(), rows, factors),
+        "moe_finalize_all_reduce(rows of int64)": lambda: finalize(t, rows.long(), factors),
+        "moe_finalize_all_reduce(rows of one expert)": lambda: finalize(t, rows[0], factors[0]),
+        "moe_finalize_all_reduce(other weights)": lambda: finalize(t, rows, factors[:1]),
+        "moe_finalize_all_reduce(weights of float64)": lambda: finalize(t, rows, factors.double()),
+        "moe_finalize_all_reduce(another addend)": lambda: finalize(t, rows, factors, t[:1]),
+        "moe_finalize_all_reduce(an addend of float64)": lambda: finalize(t, rows, factors, t[:2].double()),
+        "moe_finalize_all_reduce(no tensor)": lambda: finalize(t, rows, None),
+        "moe_finalize_all_reduce(timeout_s NaN)": lambda: finalize(t, rows, factors, timeout_s=float("nan")),
     }
 
 

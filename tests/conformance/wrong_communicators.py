@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from coordinator.testing import FakeCommunicator
+from device_comm.fused.fp8 import quantised_rows
 from device_comm.handles import CompletedHandle
 from device_comm.process_group import ProcessGroupCommunicator
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
@@ -287,6 +288,33 @@ class GuessesSizes(FakeCommunicator):
         return super().all_to_all(input_, dim, send_sizes, recv_sizes or send_sizes, **named)
 
 
+class QuantisesBeforeRounding(FakeCommunicator):
+    """Normalises in float32 throughout, which is more precise and has other bits."""
+
+    def _all_reduce_add_rms_norm_fp8(
+        self, input_: Any, residual: Any, weight: Any, eps: Any, scale: Any, timeout_s: Any
+    ) -> Any:
+        _, total = self._all_reduce_add_rms_norm(input_, residual, weight, eps, timeout_s)
+        wide = total.float()
+        normed = wide * torch.rsqrt((wide * wide).mean(1, keepdim=True) + eps) * weight.float()
+        return *quantised_rows(normed, scale), total
+
+
+class ForgetsTheSharedExpert(FakeCommunicator):
+    def _moe_finalize_all_reduce(
+        self, expert_out: Any, rows: Any, weights: Any, shared: Any, timeout_s: Any
+    ) -> Any:
+        return super()._moe_finalize_all_reduce(expert_out, rows, weights, None, timeout_s)
+
+
+class AcceptsAnyScale(FakeCommunicator):
+    def all_reduce_add_rms_norm_fp8(
+        self, input_: Any, residual: Any, weight: Any, eps: Any, scale: Any = None, **named: Any
+    ) -> Any:
+        given = None if isinstance(scale, torch.Tensor) and scale.numel() != 1 else scale
+        return super().all_reduce_add_rms_norm_fp8(input_, residual, weight, eps, given, **named)
+
+
 class AcceptsEverything(FakeCommunicator):
     def gather(self, input_: Any, dst: Any = 0, dim: int = -1, *, timeout_s: Any = None) -> Any:
         return self._gather(input_, dst, dim, timeout_s)
@@ -367,6 +395,9 @@ WRONG_FAKES: dict[type[FakeCommunicator], set[str]] = {
     WritesPastTheLayout: {"all_to_all_into_output: value"},
     SumsIntoItsInput: {"all_reduce_into_output: input unchanged"},
     RefusesInPlace: {"reduce_scatterv_into_output: no error"},
+    QuantisesBeforeRounding: {"all_reduce_add_rms_norm_fp8: value"},
+    ForgetsTheSharedExpert: {"moe_finalize_all_reduce: value"},
+    AcceptsAnyScale: {"all_reduce_add_rms_norm_fp8: refusal"},
     AcceptsEverything: {"gather: refusal"},
     RaisesTypeError: {"broadcast: refusal"},
     BreaksByARefusal: {"all_reduce_: usable after a refusal"},

@@ -26,7 +26,15 @@ def step(group: GroupCoordinator, x: torch.Tensor, weight: torch.Tensor) -> list
     gathered = group.all_gather(total + 1, 0)
     part = group.reduce_scatter(gathered * 2)
     normed, residual = group.all_reduce_add_rms_norm(x, total, weight, 1e-5)
+    by_row = group.all_reduce_add_rms_norm_fp8(x, total, weight, 1e-5)
+    by_tensor = group.all_reduce_add_rms_norm_fp8(x, total, weight, 1e-5, weight[1:2], timeout_s=20)
+    rows = torch.arange(4 * x.shape[0]).view(-1, 4).int() % 4 - 1
     return [
+        *(each.float() for each in (*by_row, *by_tensor)),
+        group.moe_finalize_all_reduce(x, rows, total[:, :4].contiguous()),
+        group.moe_finalize_all_reduce(
+            x, rows, total[:, :4].contiguous(), gathered[: x.shape[0]], timeout_s=20
+        ),
         total,
         gathered.sum(0),
         part,
@@ -199,6 +207,13 @@ def test_the_operations_pass_torchs_opcheck(world_size: int) -> None:
             (OPS.all_reduce_into_output, (x, x.new_empty(4, 8), name)),
             (OPS.all_gatherv_into_output, (x, x.new_empty(4 * world_size, 8), name)),
             (OPS.all_reduce_add_rms_norm, (x, x, torch.ones(8), 1e-6, name)),
+            (OPS.all_reduce_add_rms_norm_fp8, (x, x, torch.ones(8), 1e-6, name)),
+            (OPS.all_reduce_add_rms_norm_fp8, (x, x, torch.ones(8), 1e-6, name, torch.ones(1))),
+            (OPS.moe_finalize_all_reduce, (x, torch.zeros(3, 2).int(), torch.ones(3, 2), name)),
+            (
+                OPS.moe_finalize_all_reduce,
+                (x, torch.zeros(3, 2).int(), torch.ones(3, 2), name, x[:3].clone()),
+            ),
         ):
             torch.library.opcheck(operation.default, args)
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from coordinator import GroupCoordinator, rms_norm
+from device_comm.fused.finalize import finalized
+from device_comm.fused.fp8 import quantised_rows
 from device_comm.rms_norm import DTYPES
 from tests.harness import RankPool
 from tests.worlds import ApartPool, HostsPool, world
@@ -27,7 +29,18 @@ def compare(group: GroupCoordinator, tokens: int, hidden: int, dtype: torch.dtyp
     pairs = torch.stack([x, x], 2)[..., 0]
     again = group.all_reduce_add_rms_norm(pairs, residual, weight, EPS, timeout_s=20)
     assert torch.equal(again[0], normed)
-    return [normed.double().sum().item(), total.double().sum().item()]
+    for scale in (None, torch.tensor([0.02])):
+        quantised, scales, kept = group.all_reduce_add_rms_norm_fp8(pairs, residual, weight, EPS, scale)
+        wanted, wanted_scales = quantised_rows(normed, scale)
+        assert torch.equal(kept, total)
+        assert torch.equal(quantised.view(torch.uint8), wanted.view(torch.uint8))
+        assert torch.equal(scales, wanted_scales)
+    # Each rank has some of the tokens' rows, and some of them twice.
+    rows = torch.randint(-1, max(tokens, 1), (tokens, 2), generator=own, dtype=torch.int32)
+    factors = torch.rand(tokens, 2, generator=own)
+    summed = group.moe_finalize_all_reduce(pairs, rows, factors, residual)
+    assert torch.equal(summed, group.all_reduce(finalized(x, rows, factors, residual)))
+    return [normed.double().sum().item(), total.double().sum().item(), summed.double().sum().item()]
 
 
 def fused(rank: int, world_size: int, directory: Path) -> list[float]:

@@ -15,6 +15,8 @@ from coordinator.testing import check_device_communicator
 from device_comm.cuda.communicator import CudaCommunicator
 from device_comm.cuda.custom.all_reduce import CustomAllReduce
 from device_comm.cuda_settings import CudaSettings
+from device_comm.fused.finalize import finalized
+from device_comm.fused.fp8 import quantised_rows
 from device_comm.nccl.library import NcclLibrary
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from device_comm.rms_norm import rms_norm
@@ -144,6 +146,14 @@ def norms(rank: int, world_size: int, directory: Path, native: str) -> list[bool
             got, kept = it.all_reduce_add_rms_norm(inputs[rank], residual, weight, 1e-6)
             assert torch.equal(kept, total)
             assert torch.equal(got, rms_norm(total, weight, 1e-6))
+            for scale in (None, torch.tensor([0.03])):
+                quantised, scales, kept = it.all_reduce_add_rms_norm_fp8(
+                    inputs[rank], residual, weight, 1e-6, scale
+                )
+                wanted, wanted_scales = quantised_rows(got, scale)
+                assert torch.equal(kept, total)
+                assert torch.equal(quantised.view(torch.uint8), wanted.view(torch.uint8))
+                assert scales is scale or torch.equal(scales, wanted_scales)
             custom = it._custom
             assert isinstance(custom, CustomAllReduce)
             fused.append(custom.can_fuse(rows, hidden, torch.bfloat16, STREAM))
@@ -155,6 +165,34 @@ def test_the_fused_norm_has_the_bits_of_its_parts_whether_it_is_fused_or_not(
 ) -> None:
     """A small one takes one kernel, a large one an all-reduce and the norm, and an odd one torch's operations."""
     assert ranks2.run(norms, native) == [[True, False, False]] * 2
+
+
+def finalizes(rank: int, world_size: int, directory: Path, native: str) -> list[bool]:
+    with cuda_world(rank, world_size, directory, native) as (_, it, _driver):
+        fused = []
+        for tokens, hidden, has_shared in ((3, 256, True), (64, 2048, False), (2, 100, True), (0, 64, True)):
+            every = []
+            for r in range(world_size):
+                made = torch.Generator().manual_seed(r)
+                # The first rank has no row for any token.
+                outputs = torch.randn(4 * r, hidden, generator=made).bfloat16()
+                rows = torch.randint(-1, 4 * r, (tokens, 2), generator=made, dtype=torch.int32)
+                weights = torch.rand(tokens, 2, generator=made)
+                shared = torch.randn(tokens, hidden, generator=made).bfloat16() if has_shared else None
+                every.append((outputs, rows, weights, shared))
+            expected = reduce_in_rank_order([finalized(*each) for each in every], ReduceOperation.SUM)
+            assert torch.equal(it.moe_finalize_all_reduce(*every[rank]), expected)
+            custom = it._custom
+            assert isinstance(custom, CustomAllReduce)
+            fused.append(custom.can_finalize(tokens, hidden, torch.bfloat16, STREAM))
+        return fused
+
+
+def test_sums_of_experts_have_the_bits_of_the_steps_whether_they_are_fused_or_not(
+    ranks2: RankPool, native: str
+) -> None:
+    """Small ones take one kernel, large ones a kernel and an all-reduce, and odd or empty ones torch's operations."""
+    assert ranks2.run(finalizes, native) == [[True, False, False, False]] * 2
 
 
 def captures(rank: int, world_size: int, directory: Path, native: str) -> list[float]:

@@ -14,6 +14,9 @@ import pytest
 import torch
 
 from device_comm.cuda.policy.decision import Algorithm
+from device_comm.fused.finalize import finalized
+from device_comm.fused.fp8 import quantised_rows
+from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from device_comm.rms_norm import add_rms_norm
 from shm_broadcast.errors import ClosedError, UsageError
 from tests.custom_ranks import FIRST_RANK, SMALL_POLICY, CustomRank, shuffled
@@ -46,6 +49,7 @@ def every_size(
             if count * dtype.itemsize % 16 == 0:
                 scatters(me, number, count, dtype)
         fuses(me, 5, 3, 64, BF16)
+        finalizes(me, 6, 5, 64, BF16)
     return sorted(seen)
 
 
@@ -95,8 +99,61 @@ def fuses(me: CustomRank, seed: int, rows: int, hidden: int, dtype: torch.dtype)
         assert torch.equal(out, expected)
         assert torch.equal(out_sum, expected_sum)
         out.zero_()
+        fuses_fp8(me, addresses, rows, expected, fused)
+        assert torch.equal(out_sum, expected_sum)
     assert not me.custom.can_fuse(rows, hidden + 1, dtype, 1)
     assert not me.custom.can_fuse(1 << 16, hidden, dtype, 1)
+
+
+def fuses_fp8(
+    me: CustomRank, addresses: list[int], rows: int, expected: torch.Tensor, is_fused: bool
+) -> None:
+    """Check an output of 8 bits under both kinds of scales. The output is that of the call, and half or less of it."""
+    assert me.custom is not None
+    hidden, dtype = expected.shape[1], expected.dtype
+    out, scales, given = (me.buffer(size, torch.float32) for size in (rows * hidden, rows, 4))
+    given.fill_(0.05)
+    addresses = [*addresses[:3], out.data_ptr(), addresses[4]]
+    for scale in (None, given[:1]):
+        pair = 0 if scale is None else scale.data_ptr(), scales.data_ptr()
+        if is_fused:
+            assert me.custom.all_reduce_add_rms_norm(addresses, rows, hidden, 1e-5, dtype, 1, pair)
+        else:
+            me.custom.add_rms_norm(addresses, rows, hidden, 1e-5, dtype, 1, pair)
+        quantised, wanted = quantised_rows(expected, scale)
+        found = out.view(torch.uint8)[: rows * hidden].view(rows, hidden)
+        assert torch.equal(found, quantised.view(torch.uint8))
+        if scale is None:
+            assert torch.equal(scales.view(-1, 1), wanted)
+        out.zero_()
+
+
+def finalizes(me: CustomRank, seed: int, tokens: int, hidden: int, dtype: torch.dtype) -> None:
+    """Check that the fused sums of experts, and the local ones before an all-reduce, have the bits of the steps."""
+    assert me.custom is not None
+    k, every = 3, []
+    made = torch.Generator().manual_seed(seed)
+    for rank in range(me.world_size):
+        outputs, shared = (torch.randn(rows, hidden, generator=made).to(dtype) for rows in (rank + 1, tokens))
+        rows = torch.randint(-1, rank + 1, (tokens, k), generator=made, dtype=torch.int32)
+        weights = torch.rand(tokens, k, generator=made)
+        every.append((outputs, rows, weights, shared))
+    expected = reduce_in_rank_order([finalized(*each) for each in every], ReduceOperation.SUM)
+    buffers = [me.buffer(each.numel(), each.dtype).view(each.shape) for each in every[me.rank]]
+    for buffer, each in zip(buffers, every[me.rank], strict=True):
+        buffer.copy_(each)
+    out = me.buffer(tokens * hidden, dtype).view(tokens, hidden)
+    addresses = [each.data_ptr() for each in (*buffers, out)]
+    sizes = tokens, hidden, k, me.rank + 1
+    assert me.custom.moe_finalize_all_reduce(addresses, sizes, dtype, 1)
+    assert torch.equal(out, expected)
+    out.zero_()
+    me.custom.moe_finalize(addresses, sizes, dtype, 1)
+    assert torch.equal(out, finalized(*every[me.rank]))
+    with pytest.raises(UsageError, match="no multiple of 16"):
+        me.custom.moe_finalize([addresses[0] + 2, *addresses[1:]], sizes, dtype, 1)
+    assert not me.custom.can_finalize(tokens, hidden + 1, dtype, 1)
+    assert not me.custom.moe_finalize_all_reduce(addresses, (1 << 16, hidden, k, 1), dtype, 1)
 
 
 @pytest.mark.guarantee("D52")

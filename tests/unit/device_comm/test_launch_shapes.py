@@ -17,6 +17,7 @@ from device_comm.cuda.kernel_layout import (
     norm_arena,
 )
 from device_comm.cuda.policy.decision import Algorithm, CallFacts, Capacity, GroupFacts, choose
+from device_comm.cuda.policy.finalize import choose_finalize
 from device_comm.cuda.policy.norm import choose_norm
 from device_comm.cuda.policy.shapes import all_reduce_shape, most_blocks, norm_shape
 
@@ -118,6 +119,26 @@ def test_a_norm_is_fused_up_to_the_limit_of_its_algorithm() -> None:
     assert kernel(8, 1, is_deterministic=True) == one
     assert kernel(8, 1, is_enabled=False) is None
     assert kernel(8, 64, capacity=Capacity(push_one_shot=128 * KIB, push_two_shot=4 * MIB)) is None
+
+
+def test_sums_of_experts_are_fused_where_the_all_reduce_is_one_shot() -> None:
+    """The limit is that of the one-shot push, whatever sums the group's other calls; odd rows are not fused."""
+
+    def is_fused(world_size: int, tokens: int, hidden: int = 8192, **changes: Any) -> bool:
+        plan = choose_finalize(group(world_size, **changes), tokens, hidden * 2, "bfloat16")
+        assert plan is None or (plan.kernel, plan.cluster) == ("push_moe_finalize", 1)
+        return plan is not None
+
+    assert [is_fused(8, tokens) for tokens in (0, 1, 8, 9)] == [False, True, True, False]
+    assert [is_fused(4, tokens) for tokens in (56, 57)] == [True, False]
+    assert not is_fused(8, 1, 8191)
+    assert is_fused(8, 1, is_deterministic=True)
+    assert not is_fused(8, 1, is_enabled=False)
+    assert not is_fused(8, 8, capacity=Capacity(push_one_shot=64 * KIB, push_two_shot=4 * MIB))
+    plan = choose_finalize(group(8), 8, 16384, "bfloat16")
+    same = choose(group(8), CallFacts(operation="all_reduce", dtype="bfloat16", nbytes=8 * 16384))
+    assert plan is not None
+    assert (plan.grid, plan.threads) == (same.grid, same.threads)
 
 
 @given(

@@ -46,7 +46,10 @@ RING_USERS = {
 # What the contract of a communicator may be built on.
 CONTRACT = {
     f"device_comm/{name}.py"
-    for name in ("base", "checks", "handles", "health", "movable", "outputs", "reduction", "rms_norm")
+    for name in (
+        *("base", "checks", "handles", "health", "movable", "outputs", "reduction", "rms_norm"),
+        *("fused/finalize", "fused/forms", "fused/fp8"),
+    )
 }
 WORDS = {4: "Four", 5: "Five", 6: "Six"}
 GUARANTEE = re.compile(r"^\s*(?:[-*]\s+|\|\s*)\*\*([A-Z]\d+)\*\*", re.MULTILINE)

@@ -82,6 +82,7 @@ class Norm:
         assert torch.equal(out, self.quantised.view(torch.uint8)), kernel
 
 
+@pytest.mark.guarantee("D17")
 @pytest.mark.parametrize("is_static", [True, False], ids=["static", "dynamic"])
 @pytest.mark.parametrize("cluster", [1, 2, 4])
 @pytest.mark.parametrize(("rows", "hidden"), [(1, 64), (5, 128), (2, 2560), (1, 8192)])

@@ -99,14 +99,14 @@ def fuses(me: CustomRank, seed: int, rows: int, hidden: int, dtype: torch.dtype)
         assert torch.equal(out, expected)
         assert torch.equal(out_sum, expected_sum)
         out.zero_()
-        fuses_fp8(me, addresses, rows, expected, fused)
+        fuses_fp8(me, addresses, rows, eps, expected, fused)
         assert torch.equal(out_sum, expected_sum)
     assert not me.custom.can_fuse(rows, hidden + 1, dtype, 1)
     assert not me.custom.can_fuse(1 << 16, hidden, dtype, 1)
 
 
 def fuses_fp8(
-    me: CustomRank, addresses: list[int], rows: int, expected: torch.Tensor, is_fused: bool
+    me: CustomRank, addresses: list[int], rows: int, eps: float, expected: torch.Tensor, is_fused: bool
 ) -> None:
     """Check an output of 8 bits under both kinds of scales. The output is that of the call, and half or less of it."""
     assert me.custom is not None
@@ -117,9 +117,9 @@ def fuses_fp8(
     for scale in (None, given[:1]):
         pair = 0 if scale is None else scale.data_ptr(), scales.data_ptr()
         if is_fused:
-            assert me.custom.all_reduce_add_rms_norm(addresses, rows, hidden, 1e-5, dtype, 1, pair)
+            assert me.custom.all_reduce_add_rms_norm(addresses, rows, hidden, eps, dtype, 1, pair)
         else:
-            me.custom.add_rms_norm(addresses, rows, hidden, 1e-5, dtype, 1, pair)
+            me.custom.add_rms_norm(addresses, rows, hidden, eps, dtype, 1, pair)
         quantised, wanted = quantised_rows(expected, scale)
         found = out.view(torch.uint8)[: rows * hidden].view(rows, hidden)
         assert torch.equal(found, quantised.view(torch.uint8))

@@ -40,10 +40,10 @@ from tests.fake_device import (
     NOT_FOUND,
     FakeDevice,
     FakeFaults,
-    FakeMemory,
     fake_devices,
     unmap,
 )
+from tests.fake_multicast import FakeMulticast
 
 __all__ = [
     "FakeDevice",
@@ -90,7 +90,7 @@ def violations(directory: Path) -> list[str]:
     return sorted(path.read_text() for path in Path(directory).glob("violation-*"))
 
 
-class FakeDriver(FakeMemory):
+class FakeDriver(FakeMulticast):
     """One rank's device. The module's docstring describes it."""
 
     def __init__(
@@ -182,6 +182,8 @@ class FakeDriver(FakeMemory):
         found = [f"{m.kind} {m.name} of {m.nbytes} bytes" for m in self._memory.values() if m.kind != "torch"]
         found += [f"host memory of {nbytes} bytes" for nbytes in self._host.values()]
         found += [f"VMM handle {handle}" for handle in self._vmm]
+        found += [f"multicast object {each.name}" for each in self._objects.values()]
+        found += [f"memory bound to {name}" for name in self._bound]
         found += [f"module {module}" for module in self._modules]
         found += [f"stream {stream}" for stream in sorted(self._streams)]
         found += [f"event {event}" for event in sorted(self._events)]
@@ -189,6 +191,7 @@ class FakeDriver(FakeMemory):
 
     def release(self) -> None:
         """Release everything that is left, including torch's memory, without reporting it."""
+        super().release()
         with self._lock:
             for address in list(self._memory):
                 self._unmap(address)

@@ -17,6 +17,7 @@ from shm_broadcast.errors import ClosedError, CudaError
 
 INVALID_VALUE = 1
 OUT_OF_MEMORY = 2
+INVALID_DEVICE = 101
 INVALID_CONTEXT = 201
 ALREADY_MAPPED = 208
 PEER_ACCESS_UNSUPPORTED = 217
@@ -32,6 +33,7 @@ CAPTURE_IMPLICIT = 906
 _NAMES = {
     INVALID_VALUE: "CUDA_ERROR_INVALID_VALUE",
     OUT_OF_MEMORY: "CUDA_ERROR_OUT_OF_MEMORY",
+    INVALID_DEVICE: "CUDA_ERROR_INVALID_DEVICE",
     INVALID_CONTEXT: "CUDA_ERROR_INVALID_CONTEXT",
     ALREADY_MAPPED: "CUDA_ERROR_ALREADY_MAPPED",
     PEER_ACCESS_UNSUPPORTED: "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED",
@@ -48,11 +50,11 @@ _NAMES = {
 MOST_HANG_S = 15.0
 
 _HANDLE_MAGIC = b"FAKE-IPC"
-_GRANULARITY = 1 << 16
+GRANULARITY = 1 << 16
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [
     ctypes.c_void_p,
     ctypes.c_size_t,
     ctypes.c_int,
@@ -60,7 +62,7 @@ _libc.mmap.argtypes = [
     ctypes.c_int,
     ctypes.c_long,
 ]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class FakeFaults:
     Attributes:
         ipc: Whether the device can export memory from `mem_alloc`.
         vmm: Whether it supports virtual memory management with descriptors.
+        multicast: Whether it supports multicast objects.
         expandable_segments: Whether torch's memory (`FakeDriver.tensor`) is of the kind that IPC cannot export.
         blocked: Ordinals of devices whose memory this one cannot access.
         no_nvlink: Whether atomics on other devices' memory are not native.
@@ -104,6 +107,7 @@ class FakeFaults:
 
     ipc: bool = True
     vmm: bool = True
+    multicast: bool = True
     expandable_segments: bool = False
     blocked: Iterable[int] = ()
     no_nvlink: bool = False
@@ -115,7 +119,7 @@ class FakeFaults:
 
 
 @dataclass
-class _Memory:
+class Memory:
     """One mapping of this process."""
 
     kind: str
@@ -137,7 +141,7 @@ class FakeMemory(Driver):
         self.calls: dict[str, int] = {}
         self._devices = list(devices)
         self._index = index
-        self._memory: dict[int, _Memory] = {}
+        self._memory: dict[int, Memory] = {}
         self._host: dict[int, int] = {}
         self._vmm: dict[int, tuple[int, int]] = {}
         self._capturing: dict[int, Any] = {}
@@ -275,10 +279,10 @@ class FakeMemory(Driver):
         descriptor = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.ftruncate(descriptor, max(nbytes, 1))
-            address = _map(descriptor, nbytes, mmap.MAP_SHARED)
+            address = map_memory(descriptor, nbytes, mmap.MAP_SHARED)
         finally:
             os.close(descriptor)
-        self._memory[address] = _Memory(kind, name, nbytes, is_exportable=is_exportable)
+        self._memory[address] = Memory(kind, name, nbytes, is_exportable=is_exportable)
         return address
 
     def _unmap(self, address: int) -> None:
@@ -295,7 +299,7 @@ class FakeMemory(Driver):
                 return base
         raise self._error(function, NOT_FOUND, f"{address:#x} is no device memory")
 
-    def _own(self, function: str, address: int, kind: str) -> _Memory:
+    def _own(self, function: str, address: int, kind: str) -> Memory:
         memory = self._memory.get(address)
         if memory is None or memory.kind != kind:
             self._violation(f"{function} of {address:#x}, which is no {kind}")
@@ -322,7 +326,7 @@ class FakeMemory(Driver):
         users = [
             marker.name
             for marker in self.directory.glob(f"open-{memory.name}-by-*")
-            if _is_alive(marker.read_text())
+            if is_alive(marker.read_text())
         ]
         if users:
             self._violation(f"freed {memory.name} while it was open: {', '.join(sorted(users))}")
@@ -355,7 +359,7 @@ class FakeMemory(Driver):
 
     def host_alloc_mapped(self, nbytes: int) -> tuple[int, int]:
         self._enter("host_alloc_mapped", in_capture=False)
-        address = _map(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        address = map_memory(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._host[address] = nbytes
         return address, address
 
@@ -404,12 +408,12 @@ class FakeMemory(Driver):
             raise self._error("ipc_open_handle", INVALID_VALUE, f"{name} was freed") from None
         try:
             nbytes = os.fstat(descriptor).st_size
-            address = _map(descriptor, nbytes, self._sharing(int(owner)))
+            address = map_memory(descriptor, nbytes, self._sharing(int(owner)))
         finally:
             os.close(descriptor)
         marker = self.directory / f"open-{name}-by-{self.rank}"
         marker.write_text(str(os.getpid()))
-        self._memory[address] = _Memory("opened", name, nbytes, marker)
+        self._memory[address] = Memory("opened", name, nbytes, marker)
         return address
 
     def _sharing(self, owner: int) -> int:
@@ -423,13 +427,13 @@ class FakeMemory(Driver):
 
     def vmm_granularity(self) -> int:
         self._enter("vmm_granularity")
-        return _GRANULARITY
+        return GRANULARITY
 
     def vmm_create(self, nbytes: int) -> int:
         self._enter("vmm_create", in_capture=False)
         if not self.faults.vmm:
             raise self._error("vmm_create", NOT_SUPPORTED)
-        if nbytes <= 0 or nbytes % _GRANULARITY:
+        if nbytes <= 0 or nbytes % GRANULARITY:
             raise self._error("vmm_create", INVALID_VALUE)
         self._take("vmm_create", nbytes)
         descriptor = os.memfd_create(f"fake-vmm-{self.rank}", os.MFD_CLOEXEC)
@@ -464,8 +468,8 @@ class FakeMemory(Driver):
             raise self._error("vmm_map", INVALID_VALUE)
         if owner != self.rank and owner in self.faults.blocked:
             raise self._error("vmm_map", PEER_ACCESS_UNSUPPORTED)
-        address = _map(descriptor, nbytes, self._sharing(owner))
-        self._memory[address] = _Memory("mapping", f"vmm-{owner}", nbytes)
+        address = map_memory(descriptor, nbytes, self._sharing(owner))
+        self._memory[address] = Memory("mapping", f"vmm-{owner}", nbytes)
         return address
 
     def vmm_unmap(self, address: int, nbytes: int) -> None:
@@ -481,8 +485,8 @@ class FakeMemory(Driver):
         del self._vmm[handle]
 
 
-def _map(descriptor: int, nbytes: int, sharing: int) -> int:
-    address = _libc.mmap(None, max(nbytes, 1), mmap.PROT_READ | mmap.PROT_WRITE, sharing, descriptor, 0)
+def map_memory(descriptor: int, nbytes: int, sharing: int) -> int:
+    address = libc.mmap(None, max(nbytes, 1), mmap.PROT_READ | mmap.PROT_WRITE, sharing, descriptor, 0)
     if address in (None, ctypes.c_void_p(-1).value):
         raise OSError(ctypes.get_errno(), "mmap")
     return int(address)
@@ -490,7 +494,7 @@ def _map(descriptor: int, nbytes: int, sharing: int) -> int:
 
 def unmap(address: int, nbytes: int) -> None:
     """Remove a mapping."""
-    _libc.munmap(address, nbytes)
+    libc.munmap(address, nbytes)
 
 
 def _write(address: int, data: bytes) -> None:
@@ -501,7 +505,7 @@ def _copy(destination: int, source: int, nbytes: int) -> None:
     ctypes.memmove(destination, source, nbytes)
 
 
-def _is_alive(pid: str) -> bool:
+def is_alive(pid: str) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

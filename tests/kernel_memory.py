@@ -7,12 +7,12 @@ from device_comm.cuda.kernel_layout import _PARAMS, KERNEL_NAMES, LINE_BYTES, VE
 __all__ = ["ALGORITHMS", "PARAMS_BYTES", "required_arena", "required_staging"]
 
 # The kernels that communicate with peers and therefore use a workspace.
-ALGORITHMS: Final = KERNEL_NAMES[1:12]
+ALGORITHMS: Final = KERNEL_NAMES[1:13]
 PARAMS_BYTES: Final = _PARAMS.size
 
 
 def required_arena(kernel: str, nbytes: int, world_size: int) -> int:
-    """Return the bytes of the arena of one phase, a multiple of 128; 0 for a pull.
+    """Return the bytes of the arena of one phase, a multiple of 128; 0 for a pull and a multimem kernel.
 
     `nbytes` are those of the input; of the output for push_reduce_scatter, of one rank's part for push_all_gather.
     """
@@ -28,6 +28,7 @@ def required_arena(kernel: str, nbytes: int, world_size: int) -> int:
         "push_all_gather": world_size * max(1, -(-nbytes // 8)),
         "pull_one_shot": 0,
         "pull_two_shot": 0,
+        "multimem_two_shot": 0,
     }
     return _lines(slots[kernel.removesuffix("_fp8")] * VECTOR_BYTES)
 

@@ -32,6 +32,7 @@ __all__ = [
     "blocks_for",
     "largest_input",
     "norm_arena",
+    "pack_area",
     "pack_params",
     "read_failure",
     "work_items",
@@ -75,6 +76,7 @@ KERNEL_NAMES: Final = (
     "push_add_rms_norm_fp8",
     "push_two_shot_add_rms_norm_fp8",
     "push_moe_finalize",
+    "multimem_two_shot",
     "add_rms_norm",
     "add_rms_norm_fp8",
     "moe_finalize",
@@ -83,6 +85,8 @@ KERNEL_NAMES: Final = (
 
 # struct Params: workspace[8], state, error, deadline_ns, arena_bytes, results_offset, rank, pad.
 _PARAMS: Final = struct.Struct("<8Q5QII")
+# struct MulticastArea: own, all.
+_AREA: Final = struct.Struct("<2Q")
 # One 64-bit word, written atomically: code, kernel, lowest missing rank, mask of missing ranks, epoch.
 _FAILURE: Final = struct.Struct("<BBBBI")
 
@@ -174,6 +178,16 @@ def pack_params(
     )
 
 
+def pack_area(own: int, everywhere: int) -> bytes:
+    """Return the `MulticastArea` of one rank.
+
+    Args:
+        own: The address of this rank's memory.
+        everywhere: The multimem address of the memory of all ranks.
+    """
+    return _AREA.pack(own, everywhere)
+
+
 @dataclasses.dataclass(frozen=True)
 class KernelFailure:
     """The failure that a kernel wrote into the error record before it gave up.
@@ -207,11 +221,13 @@ def largest_input(algorithm: str, layout: WorkspaceLayout) -> int:
 
     For push_reduce_scatter the bytes are those of the output, for push_all_gather those of one rank's part. A rank's
     slot in the arena holds the whole input, or with the two-shot push its shard of the input and of the result. An
-    all-gather stores 8 bytes in each vector.
+    all-gather stores 8 bytes in each vector. A multimem address has `staging_bytes` behind it, cut into equal shards.
     """
     world_size = layout.world_size
     if algorithm in ("pull_one_shot", "pull_two_shot"):
         return layout.staging_bytes
+    if algorithm == "multimem_two_shot":
+        return layout.staging_bytes // (world_size * VECTOR_BYTES) * world_size * VECTOR_BYTES
     if algorithm == "push_two_shot":
         return layout.arena_bytes // (2 * world_size * VECTOR_BYTES) * world_size * VECTOR_BYTES
     vectors = layout.arena_bytes // (world_size * VECTOR_BYTES)
@@ -227,7 +243,7 @@ def norm_arena(rows: int, row_vectors: int, world_size: int) -> int:
 def work_items(algorithm: str, nbytes: int, world_size: int) -> int:
     """Return how many threads have work to do. For the fused norm pass the rows to `blocks_for` instead."""
     vectors = _vectors(nbytes)
-    if algorithm in ("push_two_shot", "pull_two_shot"):
+    if algorithm in ("push_two_shot", "pull_two_shot", "multimem_two_shot"):
         return -(-vectors // world_size)
     if algorithm == "push_all_gather":
         return max(1, -(-nbytes // 8))

@@ -42,6 +42,7 @@ FRAGMENTS: Final = (
     "add_rms_norm.cu",
     "add_rms_norm_fp8.cu",
     "moe_finalize.cu",
+    "multimem.cu",
 )
 """The source files, concatenated in this order into one translation unit."""
 DTYPES: Final = {"float32": 0, "float16": 1, "bfloat16": 2}
@@ -53,10 +54,13 @@ FAMILIES: Final[dict[str, tuple[str, ...]]] = {
     "norm": ("push_add_rms_norm", "push_two_shot_add_rms_norm", "add_rms_norm"),
     "norm_fp8": ("push_add_rms_norm_fp8", "push_two_shot_add_rms_norm_fp8", "add_rms_norm_fp8"),
     "finalize": ("push_moe_finalize", "moe_finalize"),
+    "multimem": ("multimem_two_shot",),
 }
 """Kernels that are compiled together. The index of a family, from 1, is its FAMILY_ number in the source."""
 OLDEST_ARCH: Final = 75
 """Oldest architecture: `ld.relaxed.sys` and the other instructions need sm_70, but NVRTC 13 compiles from sm_75 on."""
+MULTIMEM_ARCH: Final = 90
+"""Oldest architecture with multimem instructions (PTX ISA, "multimem.ld_reduce, multimem.st, multimem.red")."""
 MOST_FILES: Final = 512
 """Most files in the cache, about 20 MB. A group needs one file per family and dtype; upgrades and other world sizes
 leave more."""
@@ -104,6 +108,11 @@ class KernelVariant:
             raise CapabilityError(
                 f"the custom kernels need compute capability 7.5, this GPU has {self.arch / 10}",
                 requirement="compute capability 7.5",
+            )
+        if self.family == "multimem" and self.arch < MULTIMEM_ARCH:
+            raise CapabilityError(
+                f"multimem instructions need compute capability 9.0, this GPU has {self.arch / 10}",
+                requirement="compute capability 9.0",
             )
 
     @property

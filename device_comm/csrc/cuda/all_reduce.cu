@@ -263,7 +263,7 @@ KERNEL push_all_gather(PARAMS, EACH(const void*) inputs, EACH(void*) outputs, u6
 
 // ---- pull ----------------------------------------------------------------------------------------------------
 
-#if HAS(FAMILY_PULL)
+#if HAS(FAMILY_PULL) || HAS(FAMILY_MULTIMEM)
 // Each block counts its own barriers, and only when it runs. A peer's flag is therefore at most one barrier away, and
 // block_barrier may compare modulo 2^32.
 DEVICE Call enter_pull(const Params& p, u32 kernel) {
@@ -302,7 +302,9 @@ DEVICE void block_barrier(const Params& p, Call& call) {
     }
     __syncthreads();
 }
+#endif
 
+#if HAS(FAMILY_PULL)
 DEVICE Vector load_peer(u64 base, u64 i, u64 bytes) {
     if (i * 16 + 16 <= bytes) return ld_relaxed_sys_v4(base + i * 16);
     return load(reinterpret_cast<const char*>(base), i, bytes, false);

@@ -20,6 +20,7 @@
 #define FAMILY_NORM 5
 #define FAMILY_NORM_FP8 6
 #define FAMILY_FINALIZE 7
+#define FAMILY_MULTIMEM 8
 #ifdef FAMILY
 #define HAS(family) (FAMILY == (family))
 #else
@@ -63,7 +64,8 @@ enum Kernel : u32 {
     PUSH_TWO_SHOT_ADD_RMS_NORM,
     PUSH_ADD_RMS_NORM_FP8,
     PUSH_TWO_SHOT_ADD_RMS_NORM_FP8,
-    PUSH_MOE_FINALIZE
+    PUSH_MOE_FINALIZE,
+    MULTIMEM_TWO_SHOT
 };
 
 struct Params {

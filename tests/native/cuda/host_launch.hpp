@@ -62,6 +62,24 @@ DEVICE void st_relaxed_sys_pairs(u64 address, const Pairs& v) {
 }
 #endif
 
+// Adds in float32 in an order that changes from call to call, as the switch may, and rounds once.
+DEVICE Vector multimem_sum(u64 address) {
+    host_require_fence();
+    const u32 first = host_random(), step = host_random() % 2 ? 1 : WORLD_SIZE - 1;
+    float total[ELEMENTS];
+    for (u32 k = 0; k < WORLD_SIZE; ++k) {
+        float addend[ELEMENTS];
+        unpack(ld_relaxed_sys_v4(host_replica(address, first % WORLD_SIZE + u64{k} * step)), addend);
+        for (u32 e = 0; e < ELEMENTS; ++e) total[e] = k ? total[e] + addend[e] : addend[e];
+    }
+    return pack(total);
+}
+DEVICE void multimem_store(u64 address, const Vector& v) {
+    host_require_fence();
+    const u32 first = host_random() % WORLD_SIZE;
+    for (u32 k = 0; k < WORLD_SIZE; ++k) st_relaxed_sys_v4(host_replica(address, first + k), v);
+}
+
 // ---- a launch ------------------------------------------------------------------------------------------------
 
 template <class... Arguments, std::size_t... Index>
@@ -90,6 +108,7 @@ inline bool host_run_thread(const std::string& name, void** args) {
     GC_KERNEL(add_rms_norm_fp8);
     GC_KERNEL(push_moe_finalize);
     GC_KERNEL(moe_finalize);
+    GC_KERNEL(multimem_two_shot);
 #undef GC_KERNEL
     return false;
 }

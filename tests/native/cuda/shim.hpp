@@ -4,6 +4,7 @@
 #pragma once
 #include <pthread.h>
 #include <sched.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -96,7 +97,11 @@ inline void send_float(unsigned long long*, float* own, unsigned block, float va
     std::atomic_ref<float>(*reinterpret_cast<float*>(there)).store(value, std::memory_order_relaxed);
 }
 inline void await_mail(unsigned long long*, unsigned, unsigned) { meet_cluster(); }
+// Whether this thread has fenced since its last barrier: only then is visible at a multimem address what others wrote to the
+// ranks' own addresses, and the reverse.
+inline thread_local bool host_fenced = false;
 inline void __syncthreads() {
+    host_fenced = false;
     if (blockDim.x > 1) pthread_barrier_wait(&host_block->barrier);
 }
 
@@ -168,12 +173,51 @@ inline void host_store(HostAddress address, unsigned value) {
 }
 #endif
 
+// ---- multimem addresses --------------------------------------------------------------------------------------
+
+// A multimem address lies in a window that no access but multimem may touch: its pages are protected. The window begins at
+// the middle of an aligned range of 4 GiB, whose first page names the memory of each rank. tests/fake_multicast.py makes it.
+struct HostWindow {
+    unsigned long long magic, ranks, bytes, memory[8];
+};
+constexpr HostAddress HOST_RANGE = 1ull << 32, HOST_WINDOW = 1ull << 31, HOST_WINDOW_MAGIC = 0x4D554C54494D454D;
+
+inline HostAddress host_make_window(const std::vector<HostAddress>& memory, unsigned long long bytes) {
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    const auto reserved = reinterpret_cast<HostAddress>(mmap(nullptr, 2 * HOST_RANGE, PROT_NONE, flags, -1, 0));
+    const HostAddress start = (reserved + HOST_RANGE - 1) / HOST_RANGE * HOST_RANGE;
+    mprotect(reinterpret_cast<void*>(start), 4096, PROT_READ | PROT_WRITE);
+    auto& window = *reinterpret_cast<HostWindow*>(start);
+    window = {HOST_WINDOW_MAGIC, memory.size(), bytes, {}};
+    for (std::size_t r = 0; r < memory.size(); ++r) window.memory[r] = memory[r];
+    return start + HOST_WINDOW;
+}
+inline const HostWindow& host_window(HostAddress address) {
+    const auto& window = *reinterpret_cast<const HostWindow*>(address / HOST_RANGE * HOST_RANGE);
+    if (window.magic != HOST_WINDOW_MAGIC || address % HOST_RANGE - HOST_WINDOW + 16 > window.bytes) {
+        std::fprintf(stderr, "%llx is no multimem address\n", address);
+        std::abort();
+    }
+    return window;
+}
+inline HostAddress host_replica(HostAddress address, unsigned long long rank) {
+    const HostWindow& window = host_window(address);
+    return window.memory[rank % window.ranks] + (address % HOST_RANGE - HOST_WINDOW);
+}
+inline void host_require_fence() {
+    if (host_fenced) return;
+    std::fprintf(stderr, "no fence.proxy.alias between a barrier and a multimem access\n");
+    std::abort();
+}
+
 struct Vector;
 struct Pairs;
 DEVICE Vector ld_vector(const void* address);
 DEVICE void st_vector(void* address, const Vector& v);
 DEVICE Vector ld_relaxed_sys_v4(HostAddress address);
 DEVICE void st_relaxed_sys_v4(HostAddress address, const Vector& v);
+DEVICE Vector multimem_sum(HostAddress address);
+DEVICE void multimem_store(HostAddress address, const Vector& v);
 DEVICE Pairs ld_relaxed_sys_pairs(HostAddress address);
 DEVICE void st_relaxed_sys_pairs(HostAddress address, const Pairs& v);
 
@@ -206,6 +250,7 @@ DEVICE void fence_acquire_sys() {
     std::atomic_thread_fence(std::memory_order_acquire);
 #endif
 }
+DEVICE void fence_proxy_alias() { host_fenced = true; }
 DEVICE unsigned long long globaltimer() {
     return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
 }

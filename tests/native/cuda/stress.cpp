@@ -13,6 +13,7 @@ constexpr u64 MOST_ELEMENTS = 4096;  // of a rank: a row of the norm that more t
 constexpr u64 MOST_COUNT = 1024;
 constexpr u64 ARENA_BYTES = 2 * WORLD_SIZE * (MOST_ELEMENTS * 4 + 16 * WORLD_SIZE) / 128 * 128 + 128;
 constexpr u64 RESULTS_BYTES = MOST_ELEMENTS * 4 + 128;
+constexpr u64 AREA_BYTES = MOST_COUNT * 4 + 16 * WORLD_SIZE;
 std::atomic<bool> failed{false};
 
 u32 mixed(u32 value) {
@@ -82,6 +83,8 @@ struct Rank {
     alignas(16) Bits in[WORLD_SIZE * MOST_ELEMENTS], out[WORLD_SIZE * MOST_ELEMENTS];
     alignas(16) Bits weight[MOST_ELEMENTS], residual[MOST_ELEMENTS], residual_out[MOST_ELEMENTS];
     u64 table[WORLD_SIZE];
+    alignas(16) char area_memory[AREA_BYTES] = {};
+    MulticastArea area = {};
     Params params = {};
     u64 base() const { return (reinterpret_cast<u64>(memory.data()) + 127) / 128 * 128; }
 };
@@ -95,7 +98,11 @@ void set_up(u32 first_epoch, u64 deadline_ns) {
         std::fill_n(reinterpret_cast<u32*>(rank.base()), FLAGS_BYTES / 4, first_epoch);
         std::fill_n(rank.state.begin(), 2 * MAX_BLOCKS, first_epoch);
     }
+    std::vector<HostAddress> areas;
+    for (auto& rank : ranks) areas.push_back(reinterpret_cast<HostAddress>(rank->area_memory));
+    const HostAddress window = host_make_window(areas, AREA_BYTES);
     for (u32 r = 0; r < WORLD_SIZE; ++r) {
+        ranks[r]->area = {areas[r], window};
         Params& params = ranks[r]->params;
         for (u32 other = 0; other < WORLD_SIZE; ++other) {
             params.workspace[other] = ranks[other]->base();
@@ -275,18 +282,39 @@ bool finalize(Rank& self, u32 number, u32 grid, u32 block) {
     return true;
 }
 
+// Compares a sum whose order is not defined: the inputs are small integers, so every order gives the exact sum.
+bool multimem(Rank& self, u32 number, u32 grid, u32 block, u64 count) {
+    const auto addend = [&](u32 rank, u64 i) {
+        return static_cast<int>(mixed(number * 977 + rank * 131071 + static_cast<u32>(i) * 8191) % 17) - 8;
+    };
+    for (u64 i = 0; i < count; ++i) self.in[i] = bits_from(static_cast<float>(addend(self.params.rank, i)));
+    Bits* result = number % 2 ? self.in : self.out;
+    const void* in = self.in;
+    void* out = result;
+    void* args[] = {&self.params, &self.area, &in, &out, &count};
+    host_launch("multimem_two_shot", grid, block, 1, args);
+    for (u64 i = 0; i < count; ++i) {
+        int sum = 0;
+        for (u32 r = 0; r < WORLD_SIZE; ++r) sum += addend(r, i);
+        const double got = value_of(result[i]);
+        if (got != sum) return complain("multimem_two_shot", self.params.rank, number, count, i, result[i], sum);
+    }
+    return true;
+}
+
 const char* const KERNELS_IN_TURN[] = {"push_one_shot",   "push_two_shot", "push_reduce_scatter",
                                        "push_all_gather", "pull_one_shot", "pull_two_shot"};
 
 bool launch_and_check(Rank& self, u32 number, const std::string& only) {
     const u32 me = self.params.rank, choice = mixed(number * 3 + 1);
     const u32 grid = 1 + choice % 3, block = 1 + choice / 3 % 3;
-    const u32 turn = choice / 9 % 8;
+    const u32 turn = choice / 9 % 9;
     const u64 most = choice / 63 % 5 ? 64 : MOST_COUNT;
     u64 count = 1 + mixed(number * 5 + 2) % most;
     for (u64 i = 0; i < WORLD_SIZE * count; ++i) self.in[i] = element(number, me, i);
     if (only.find("rms_norm") != only.npos || (only.empty() && turn == 6)) return norm(self, number, grid, block, only);
     if (only == "push_moe_finalize" || (only.empty() && turn == 7)) return finalize(self, number, grid, block);
+    if (only.starts_with("multimem") || (only.empty() && turn == 8)) return multimem(self, number, grid, block, count);
     const std::string kernel = only.empty() ? KERNELS_IN_TURN[turn] : only;
     const bool pull = kernel.starts_with("pull"), gather = kernel == "push_all_gather";
     const bool in_place = choice / 315 % 2 && (kernel == "push_one_shot" || kernel.ends_with("two_shot"));

@@ -46,6 +46,8 @@ PUSH = {
 def check_no_local_memory(arch: int, world_size: int, dtype: str) -> None:
     """Compile all families; assert that no kernel has a stack frame or spills."""
     for family, names in FAMILIES.items():
+        if family == "multimem" and arch < kernels.MULTIMEM_ARCH:
+            continue
         done = compile_kernels(KernelVariant(arch, world_size, dtype, family))
         assert done.cubin[:4] == b"\x7fELF"
         found = USAGE.findall(done.log)
@@ -158,6 +160,60 @@ def test_pull_releases_and_acquires_in_its_two_barriers(kernel: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arch", "world_size", "dtype"),
+    [(90, 8, "bfloat16"), (90, 2, "float32"), (100, 8, "float16"), (103, 2, "bfloat16"), (120, 8, "float32")],
+)
+def test_multimem_fences_between_the_two_addresses_of_its_memory(
+    arch: int, world_size: int, dtype: str
+) -> None:
+    """Behind each barrier, and before the first access by the other address, stands a proxy fence of every thread."""
+    check = compile_kernels(KernelVariant(arch, world_size, dtype, "multimem"))
+    assert set(USAGE.findall(check.log)) == {("0", "0", "0")}, check.log
+    code = machine_code("multimem", world_size, dtype, arch)["multimem_two_shot"]
+    sums = [place for place, name in enumerate(code) if name.startswith("LDGMC")]
+    assert len(sums) == 5
+    # float32 is added in float32, halves with at least that precision (".acc::f32").
+    wanted = {"float32": ("ADD.F32x4",), "float16": ("F32ADD.F16x8", "HPADD.F16x8")}
+    wanted["bfloat16"] = ("F32ADD.BF16x8", "HPADD.BF16x8")
+    assert all(any(f".{each}.RN.STRONG.SYS" in code[place] for each in wanted[dtype]) for place in sums)
+    # fence.proxy.alias is a MEMBAR.SC of the GPU or of the system, as the driver says at run time, then CCTL.IVALL.
+    proxy = [place for place, name in enumerate(code) if name == "MEMBAR.SC.SYS"]
+    assert len(proxy) == 2
+    assert [code[place + 1] for place in proxy] == ["CCTL.IVALL"] * 2
+    staged, stored, read = (
+        [place for place, name in enumerate(code) if name == kind and (place < sums[0]) == is_early]
+        for kind, is_early in (
+            ("STG.E.128.STRONG.SYS", True),
+            ("STG.E.128.STRONG.SYS", False),
+            ("LDG.E.128.STRONG.SYS", False),
+        )
+    )
+    assert len(staged) == len(read) == world_size
+    assert len(stored) == len(sums)
+    barriers = [place for place, name in enumerate(code) if name.startswith("BAR.SYNC")]
+    flags = [place for place, name in enumerate(code) if name == "MEMBAR.ALL.SYS"]
+    first, second = proxy
+    assert max(staged) < flags[0] < max(each for each in barriers if each < first) < first < min(sums)
+    assert max(stored) < max(each for each in flags if each < second)
+    assert max(stored) < max(each for each in barriers if each < second) < second < min(read)
+    begins = [place for place, name in enumerate(code) if name.startswith("PREEXIT")]
+    assert len(begins) == 1
+    assert begins[0] > max(read)
+
+
+def test_only_newer_devices_get_multimem() -> None:
+    """Other families have no such instruction, and the module is refused for older devices."""
+    with pytest.raises(CapabilityError, match=r"compute capability 9\.0, this GPU has 8\.9"):
+        KernelVariant(89, 2, "float32", "multimem")
+    assert not [
+        name for code in machine_code("pull", 2, "float32").values() for name in code if "LDGMC" in name
+    ]
+    source = kernels.kernel_source()
+    # Not even a build without families contains it for them.
+    assert source.count("(defined(GC_HOST_BUILD) || __CUDA_ARCH__ >= 900)") == 1
+
+
+@pytest.mark.parametrize(
     "dtype", [pytest.param(each, marks=[] if each == "bfloat16" else pytest.mark.thorough) for each in DTYPES]
 )
 def test_no_sum_uses_a_multiply_add(dtype: str) -> None:
@@ -206,7 +262,11 @@ def test_the_largest_input_fits_and_one_more_does_not(algorithm: str, world_size
     layout = kernel_layout.WorkspaceLayout(world_size, 1 << 20, 4096)
     most = kernel_layout.largest_input(algorithm, layout)
     assert most > 0
-    if algorithm.startswith("pull"):
+    if algorithm == "multimem_two_shot":
+        # Every rank has the same number of whole vectors in the memory of all.
+        assert most % (world_size * kernel_layout.VECTOR_BYTES) == 0
+        assert layout.staging_bytes - world_size * kernel_layout.VECTOR_BYTES < most <= layout.staging_bytes
+    elif algorithm.startswith("pull"):
         assert required_staging(most) == layout.staging_bytes
         assert layout.results_bytes * world_size >= most
     else:

@@ -41,6 +41,10 @@ ONLY = {
     "finalize_own_sum_not_kept": "push_moe_finalize",
     "finalize_adds_missing_experts": "push_moe_finalize",
     "finalize_in_reverse_order": "push_moe_finalize",
+    "alias_fence_dropped": "multimem_two_shot",
+    "staged_in_order_of_the_tensor": "multimem_two_shot",
+    "results_read_before_all_have_stored": "multimem_two_shot",
+    "every_rank_sums_every_shard": "multimem_two_shot",
 }
 DTYPE = {"norm_sum_in_thread_order": "float32", "finalize_in_reverse_order": "float32"}
 """Mutations that need another dtype than bfloat16, whose rounding hides the last bits of a sum."""

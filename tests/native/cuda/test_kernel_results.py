@@ -13,6 +13,7 @@ import torch
 
 from device_comm.cuda import kernel_layout
 from device_comm.cuda.kernel_layout import KernelFailure, WorkspaceLayout
+from tests.fake_multicast import Window
 from tests.kernel_memory import ALGORITHMS, PARAMS_BYTES
 from tests.native.cuda.host_build import HostKernels, build_host_library, shared_folder
 from tests.waiting import wait_until
@@ -80,6 +81,9 @@ class Group:
             )
             for rank in range(world_size)
         ]
+        own = [self.aligned(self.layout.staging_bytes) for _ in range(world_size)]
+        self.window = Window(own, self.layout.staging_bytes)
+        self.areas = [kernel_layout.pack_area(each, self.window.address) for each in own]
 
     def aligned(self, nbytes: int) -> int:
         """Return the address of zeroed memory that lives as long as the group."""
@@ -105,7 +109,8 @@ class Group:
 
     def launch(self, rank: int, kernel: str, first: int, *rest: object, grid: int = 2) -> None:
         """Launch a kernel of one rank. `first` is the address of the input or of the table of inputs."""
-        self.kernels.launch(kernel, grid, 2, [self.params[rank], ctypes.c_uint64(first), *rest])
+        fixed = [self.params[rank], *([self.areas[rank]] if kernel.startswith("multimem") else [])]
+        self.kernels.launch(kernel, grid, 2, [*fixed, ctypes.c_uint64(first), *rest])
 
     def failure(self, rank: int) -> KernelFailure | None:
         """Return the failure that the rank's error record holds, or None."""
@@ -183,6 +188,43 @@ def test_every_sum_has_the_bits_of_the_reference(group: Group) -> None:
 
     group.on_all(work)
     assert [group.failure(rank) for rank in range(group.world_size)] == [None] * group.world_size
+
+
+@pytest.mark.guarantee("D75")
+def test_multimem_sums_are_equal_on_all_ranks_and_near_the_exact_sum(group: Group) -> None:
+    """The host build draws another order for each sum. Any words give all ranks the same bits."""
+    most = kernel_layout.largest_input("multimem_two_shot", group.layout)
+    sizes = [*SIZES, most // group.dtype.itemsize]
+    finite = torch.Generator().manual_seed(7)
+    inputs, results = [], []
+    for number, size in enumerate(sizes):
+        shape = (group.world_size, size)
+        is_finite = number % 2 == 0
+        ordinary = (torch.randn(shape, generator=finite) * 100).to(group.dtype)
+        inputs.append(ordinary if is_finite else random_words(shape, group.dtype, size))
+        results.append(torch.empty(shape, dtype=group.dtype))
+
+    def work(rank: int) -> None:
+        for place, size in enumerate(sizes):
+            out = results[place][rank]
+            in_place = place % 3 == 0
+            buffer = inputs[place][rank].clone() if in_place else empty(size, group.dtype)
+            first = buffer if in_place else inputs[place][rank].clone()
+            arguments = ctypes.c_uint64(buffer.data_ptr()), ctypes.c_uint64(size)
+            group.launch(rank, "multimem_two_shot", first.data_ptr(), *arguments, grid=1 + size % 2)
+            out.copy_(buffer)
+
+    group.on_all(work)
+    assert [group.failure(rank) for rank in range(group.world_size)] == [None] * group.world_size
+    for place, found in enumerate(results):
+        assert torch.equal(raw(found), raw(found[:1]).expand(found.shape)), sizes[place]
+        if place % 2:
+            continue
+        exact = inputs[place].double().sum(0)
+        # One rounding to the dtype, and for each addition one to float32.
+        terms = inputs[place].double().abs().sum(0)
+        bound = torch.finfo(group.dtype).eps * exact.abs() + group.world_size * 2.0**-24 * terms
+        assert ((found[0].double() - exact).abs() <= bound).all(), sizes[place]
 
 
 def test_reduce_scatter_has_the_bits_of_the_sum(group: Group) -> None:
@@ -325,7 +367,9 @@ def test_a_deadline_names_the_rank_that_did_not_come(three: HostKernels, kernel:
     group = Group(three, 3, torch.bfloat16, SECOND // 4)
     group.on_all(lambda rank: call(group, rank, kernel), ranks=[0, 2])
     for rank in (0, 2):
-        assert group.failure(rank) == KernelFailure("deadline", kernel, (1,), int(kernel.startswith("pull")))
+        assert group.failure(rank) == KernelFailure(
+            "deadline", kernel, (1,), int(kernel.startswith(("pull", "multimem")))
+        )
     # The state is poisoned: a launch returns at once, long before another deadline, and keeps the first failure.
     group.params[0] = group.params[0][:80] + (3600 * SECOND).to_bytes(8, "little") + group.params[0][88:]
     call(group, 0, kernel)

@@ -36,7 +36,7 @@ __all__ = ["tune"]
 SIZES: Final = tuple(1 << power for power in range(12, 26))
 """4 KB to 32 MB: below, one-shot is always fastest; above, NCCL is."""
 ALGORITHMS: Final[dict[Operation, tuple[str, ...]]] = {
-    "all_reduce": ("push_one_shot", "push_two_shot", "pull_one_shot", "pull_two_shot"),
+    "all_reduce": ("push_one_shot", "push_two_shot", "pull_one_shot", "pull_two_shot", "multimem_two_shot"),
     "reduce_scatter": ("push_reduce_scatter",),
     "all_gather": ("push_all_gather",),
 }

@@ -34,10 +34,12 @@ class CudaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             batch does not depend on the other rows. NCCL then never sums floats.
         dependent_launch: Whether our kernels may begin while the kernel before them on the stream ends (programmatic
             dependent launch, from sm_90 on). It changes no result.
+        multimem: Whether sums of large messages may be made by the NVSwitch (multimem instructions, from sm_90 on). All
+            ranks get the same bits, but the order of such a sum is not defined; never with `deterministic`.
         arena_bytes: Bytes for one phase of a push; every group holds two arenas on each device. A larger message
             is split or goes through NCCL. A multiple of 4096.
-        staging_bytes: Bytes, per group and device, for inputs that peers cannot map and for the results of pulls.
-            0 disables pulls. A multiple of 4096.
+        staging_bytes: Bytes, per group and device, for inputs that peers cannot map and for the results of pulls, and
+            as many again where multimem is used. 0 disables both. A multiple of 4096.
         deadline_s: How long a kernel waits for the other ranks, in seconds; None takes the group's timeout.
         policy_file: File of thresholds that the `tune` command wrote; None takes the built-in table. The path may
             differ between ranks, the content must not.
@@ -53,6 +55,7 @@ class CudaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     custom_all_reduce: bool = True
     deterministic: bool = False
     dependent_launch: bool = True
+    multimem: bool = True
     arena_bytes: int = 16 << 20
     staging_bytes: int = 32 << 20
     deadline_s: float | None = None
@@ -62,7 +65,7 @@ class CudaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         """Check every field."""
-        for field in ("custom_all_reduce", "deterministic", "dependent_launch"):
+        for field in ("custom_all_reduce", "deterministic", "dependent_launch", "multimem"):
             if type(getattr(self, field)) is not bool:
                 raise SettingsError(f"cuda.{field} is {getattr(self, field)!r}, but must be True or False")
         _check_bytes("arena_bytes", self.arena_bytes, MIN_ARENA_BYTES)

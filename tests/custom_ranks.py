@@ -143,6 +143,10 @@ class CustomRank:
         """Wait until all ranks have arrived."""
         self.exchange(b"")
 
+    def peers(self) -> PeerExchange:
+        """Return the exchange between the ranks."""
+        return PeerExchange(self.exchange, self.rank, self.ranks)
+
     def cubin(self, family: str, dtype: str) -> bytes:
         """Return the compiled kernels, or raise if this rank has no compiler."""
         del family
@@ -156,7 +160,7 @@ class CustomRank:
             CustomContext(
                 driver=self.driver,
                 health=self.health,
-                peers=PeerExchange(self.exchange, self.rank, self.ranks),
+                peers=self.peers(),
                 facts=self.facts,
                 settings=self.settings,
                 timeout_s=20.0,

@@ -22,7 +22,6 @@ from tests.fake_device import (
     NOT_SUPPORTED,
     FakeMemory,
     Memory,
-    is_alive,
     libc,
     map_memory,
     unmap,
@@ -93,8 +92,8 @@ class FakeMulticast(FakeMemory):
     """The multicast calls of the tests' driver.
 
     It is stricter than CUDA: it refuses a bind before all devices were added and a mapping before all memory was bound,
-    both of which CUDA waits for or leaves undefined, and it convicts whoever unbinds memory that a living process has
-    mapped, or gives up memory or an object while the memory is bound.
+    both of which CUDA waits for or leaves undefined, and it convicts whoever unbinds its memory before it has unmapped
+    the object, or gives up memory or an object while the memory is bound.
     """
 
     def __init__(self, *arguments: object, **options: object) -> None:
@@ -165,9 +164,8 @@ class FakeMulticast(FakeMemory):
         made = self._object("multicast_unbind", handle)
         if made.name not in self._bound or nbytes != made.nbytes:
             raise self._error("multicast_unbind", INVALID_VALUE)
-        users = [each.name for each in made.markers("mapped") if is_alive(each.read_text())]
-        if users:
-            self._violation(f"unbound memory of {made.name} while it was mapped: {', '.join(users)}")
+        if any(each.name == made.name for address, each in self._memory.items() if address in self._windows):
+            self._violation(f"unbound memory of {made.name} while it was mapped here")
         made.marker("bound", self.rank).unlink()
         os.close(self._bound.pop(made.name)[1])
 

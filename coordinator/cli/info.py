@@ -266,6 +266,7 @@ def _cuda_paths(drivers: Any, settings: Any) -> Any:
             multiprocessors=facts.multiprocessors,
             has_nvlink=has_nvlink and len(drivers) > 1,
             is_exportable=True,
+            has_multicast=facts.multicast and facts.vmm and cuda.multimem and has_nvlink and len(drivers) > 1,
             is_deterministic=cuda.deterministic,
             is_enabled=cuda.custom_all_reduce,
             capacity=room,

@@ -204,6 +204,33 @@ class Driver(Protocol):
     def vmm_release(self, handle: int) -> None:
         """Release a handle; the memory is freed when no process holds a handle or mapping of it."""
 
+    # --- multicast --------------------------------------------------------------------------------------------
+
+    def multicast_supported(self) -> bool:
+        """Return whether this device can be of the team of a multicast object."""
+
+    def multicast_granularity(self, devices: int, nbytes: int) -> int:
+        """Return the bytes of which the size of a multicast object of `devices` must be a multiple."""
+
+    def multicast_create(self, devices: int, nbytes: int) -> int:
+        """Return a handle of a new multicast object, for a team of `devices` with `nbytes` of memory each.
+
+        `vmm_export` and `vmm_import` pass it to other processes, `vmm_map` maps it at a multimem address once all
+        devices have bound memory, and `vmm_release` releases the handle.
+        """
+
+    def multicast_add_device(self, handle: int) -> None:
+        """Add this device to the team, for the life of the object."""
+
+    def multicast_bind(self, handle: int, memory: int, nbytes: int) -> None:
+        """Bind memory of `vmm_create` on this device to the whole object.
+
+        *Blocks* until the whole team was added, without a deadline: ask the other ranks before.
+        """
+
+    def multicast_unbind(self, handle: int, nbytes: int) -> None:
+        """Undo `multicast_bind`. Nothing may be in flight that uses the multimem address, on any device."""
+
     # --- modules and launches ---------------------------------------------------------------------------------
 
     def module_load(self, cubin: bytes) -> int:

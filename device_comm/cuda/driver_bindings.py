@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from device_comm.cuda.driver import IPC_HANDLE_BYTES, Driver, LaunchConfiguration, PreparedLaunch
+from device_comm.cuda.driver_multicast import MulticastCalls
 from device_comm.cuda.nvml import links_of
 from shm_broadcast.errors import CapabilityError, ClosedError, CudaError, UsageError
 
@@ -63,7 +64,7 @@ def bindings(name: str) -> Any:
         ) from error
 
 
-class CudaDriver(Driver):
+class CudaDriver(MulticastCalls, Driver):
     """Call the CUDA driver for one device; `Driver` documents the methods.
 
     The object retains the device's primary context, which torch uses too. Each call makes it current and restores the

@@ -65,6 +65,7 @@ class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         driver_version: 13000 is CUDA 13.0.
         ipc: Whether other processes can map its memory by CUDA IPC.
         vmm: Whether other processes can map its memory by descriptors.
+        multicast: Whether it can be of the team of a multicast object.
         links: Links to every device of the host that CUDA shows to this process, and to those to which NVML affirms
             access, by UUID.
         problems: Why a fact is missing, by the fact's name.
@@ -80,6 +81,7 @@ class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     driver_version: _Count = 0
     ipc: bool = False
     vmm: bool = False
+    multicast: bool = False
     links: Annotated[dict[_Name, Link], msgspec.Meta(max_length=1024)] = {}
     problems: Annotated[dict[_Name, _Text], msgspec.Meta(max_length=64)] = {}
 
@@ -107,6 +109,7 @@ def probe(driver: Driver) -> DeviceFacts:
         driver_version=ask("driver_version", driver.driver_version, 0),
         ipc=ask("ipc", driver.ipc_supported, False),
         vmm=ask("vmm", driver.vmm_supported, False),
+        multicast=ask("multicast", driver.multicast_supported, False),
         links=_links(driver, ask),
         problems=problems,
     )
@@ -160,6 +163,13 @@ class GroupTopology(msgspec.Struct, frozen=True):
         True if there is only one device: its memory is as fast.
         """
         return {self.link(one, other) for one, other in self._pairs()} <= {"nvlink", "same device"}
+
+    @property
+    def has_multicast(self) -> bool:
+        """Return whether the devices can be the team of a multicast object: different ones, on NVLink, all able to."""
+        are_different = len({device.uuid for device in self.devices if device.uuid}) == len(self.devices)
+        are_able = all(device.multicast and device.vmm for device in self.devices)
+        return are_able and are_different and self.has_nvlink
 
     def link(self, one: int, other: int) -> LinkKind:
         """Return how rank `one` in the group reaches the memory of rank `other`."""

@@ -92,6 +92,12 @@ int cuMemSetAccess(u64 address, size_t bytes, const Access *access, size_t count
 int cuMemUnmap(u64 address, size_t bytes) { CALL("cuMemUnmap", " %llu %zu", address, bytes); return 0; }
 int cuMemAddressFree(u64 address, size_t bytes) { CALL("cuMemAddressFree", " %llu %zu", address, bytes); return 0; }
 int cuMemRelease(u64 handle) { CALL("cuMemRelease", " %llu", handle); return 0; }
+typedef struct { unsigned devices; size_t bytes; u64 handles, flags; } Multicast;
+int cuMulticastGetGranularity(size_t *bytes, const Multicast *p, int option) { CALL("cuMulticastGetGranularity", " %u %zu %llu %llu %d", p->devices, p->bytes, p->handles, p->flags, option); *bytes = 2 << 20; return 0; }
+int cuMulticastCreate(u64 *handle, const Multicast *p) { CALL("cuMulticastCreate", " %u %zu %llu %llu", p->devices, p->bytes, p->handles, p->flags); *handle = 79; return 0; }
+int cuMulticastAddDevice(u64 handle, int device) { CALL("cuMulticastAddDevice", " %llu %d", handle, device); return 0; }
+int cuMulticastBindMem(u64 handle, size_t offset, u64 memory, size_t memory_offset, size_t bytes, u64 flags) { CALL("cuMulticastBindMem", " %llu %zu %llu %zu %zu %llu", handle, offset, memory, memory_offset, bytes, flags); return 0; }
+int cuMulticastUnbind(u64 handle, int device, size_t offset, size_t bytes) { CALL("cuMulticastUnbind", " %llu %d %zu %zu", handle, device, offset, bytes); return 0; }
 int cuModuleLoadData(void **module, const void *image) { CALL("cuModuleLoadData", " %.5s", (const char *)image); *module = (void *)500; return 0; }
 int cuModuleUnload(void *module) { CALL("cuModuleUnload", " %p", module); return 0; }
 int cuModuleGetFunction(void **function, void *module, const char *name) { CALL("cuModuleGetFunction", " %p %s", module, name); *function = (void *)600; return 0; }

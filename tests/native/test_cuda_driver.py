@@ -57,6 +57,13 @@ exported = driver.vmm_export(made)
 imported = driver.vmm_import(exported)
 mapped = driver.vmm_map(imported, granule)
 driver.vmm_unmap(mapped, granule)
+assert driver.multicast_supported()
+unit = driver.multicast_granularity(4, 100)
+team = driver.multicast_create(4, unit)
+driver.multicast_add_device(team)
+driver.multicast_bind(team, made, unit)
+driver.multicast_unbind(team, unit)
+driver.vmm_release(team)
 driver.vmm_release(made)
 module = driver.module_load(b"cubin")
 function = driver.module_function(module, "push")
@@ -159,6 +166,12 @@ def test_every_call_reaches_the_driver_as_it_should(run: Callable[..., tuple[Any
         f"cuMemMap 8192 {granule} 0 78",
         f"cuMemSetAccess 8192 {granule} 1 3 1",
         f"cuMemAddressFree 8192 {granule}",
+        "cuMulticastGetGranularity 4 100 1 0 0",
+        f"cuMulticastCreate 4 {granule} 1 0",
+        "cuMulticastAddDevice 79 41",
+        f"cuMulticastBindMem 79 0 77 0 {granule} 0",
+        f"cuMulticastUnbind 79 41 0 {granule}",
+        "cuMemRelease 79",
         "cuModuleLoadData cubin",
         "cuModuleGetFunction 0x1f4 push",
         f"cuLaunchKernel 0x258 32 1 1 256 1 1 0 0x2bc {1 << 40} 7 (nil) depth 0",

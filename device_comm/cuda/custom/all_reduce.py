@@ -101,7 +101,7 @@ class CustomAllReduce(FusedCalls):
                 with the same reason. The group is intact and can use NCCL.
         """
         table = agree_on_policy(context)
-        return cls(context, table, CustomResources.create(context))
+        return cls(context, table, CustomResources.create(context, table))
 
     # ------------------------------------------------------------------ the policy
 
@@ -388,7 +388,8 @@ class CustomAllReduce(FusedCalls):
         if self.facts.is_deterministic:
             return ("two_shot", "shards", *FUSED_FAMILIES)
         pulls = ("pull",) if self.facts.is_exportable and self.facts.capacity.pull_two_shot else ()
-        return ("one_shot", "two_shot", "shards", *FUSED_FAMILIES, *pulls)
+        multimem = ("multimem",) if self.facts.capacity.multimem_two_shot else ()
+        return ("one_shot", "two_shot", "shards", *FUSED_FAMILIES, *pulls, *multimem)
 
     def end_capture(self) -> None:
         """Stop recording captured inputs. Optional before `finish_capture`. Not collective, idempotent."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from device_comm.cuda.driver import Driver, PreparedLaunch
@@ -32,10 +32,10 @@ class Launch:
 
     __slots__ = ("arguments", "first", "function", "words")
 
-    def __init__(self, function: int, params: bytes, changing: int) -> None:
-        """Pack `params`, unless empty, followed by `changing` words that calls rewrite."""
+    def __init__(self, function: int, fixed: Sequence[bytes], changing: int) -> None:
+        """Pack the arguments `fixed`, followed by `changing` words that calls rewrite."""
         self.function: int = function
-        packed = [params] if params else []
+        packed = list(fixed)
         self.arguments: PreparedLaunch = PreparedLaunch([*packed, *(_WORD,) * changing])
         self.words: memoryview[int] = self.arguments.words
         self.first: int = self.arguments.word_of[len(packed)]
@@ -44,17 +44,19 @@ class Launch:
 class Launches:
     """The modules and launches of one group on one device. Modules are loaded at first use, never during capture."""
 
-    def __init__(self, driver: Driver, cubin: CubinSource, params: bytes) -> None:
+    def __init__(self, driver: Driver, cubin: CubinSource, params: bytes, area: bytes = b"") -> None:
         """Load nothing yet.
 
         Args:
             driver: The device.
             cubin: Returns compiled modules.
             params: The kernels' `Params`, as `pack_params` returns them.
+            area: The `MulticastArea`, as `pack_area` returns it; empty without one.
         """
         self._driver = driver
         self._cubin = cubin
         self._params = params
+        self._area = area
         self._modules: dict[tuple[str, str], int] = {}
         self._launches: dict[tuple[str, str], Launch] = {}
 
@@ -65,10 +67,12 @@ class Launches:
         module = self._driver.module_load(self._cubin(family, dtype))
         self._modules[family, dtype] = module
         for kernel in FAMILIES[family]:
-            params = b"" if kernel in _ARGUMENTS else self._params
+            fixed = [] if kernel in _ARGUMENTS else [self._params]
+            if family == "multimem":
+                fixed.append(self._area)
             changing = next((count for name, count in _ARGUMENTS.items() if kernel.endswith(name)), 3)
             function = self._driver.module_function(module, kernel)
-            self._launches[kernel, dtype] = Launch(function, params, changing)
+            self._launches[kernel, dtype] = Launch(function, fixed, changing)
 
     def get(self, kernel: str, dtype: str) -> Launch | None:
         """Return the launch of a kernel, or None if its module is not loaded."""

@@ -25,7 +25,7 @@ from shm_broadcast.errors import CapabilityError, CommError, CudaError
 from shm_broadcast.liveness import this_process
 from shm_broadcast.segment import Handover, take_descriptor
 
-__all__ = ["KINDS", "PeerMemory", "attempt"]
+__all__ = ["KINDS", "Descriptor", "PeerMemory", "attempt"]
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -33,10 +33,11 @@ KINDS: Final[tuple[Kind, ...]] = ("ipc", "vmm")
 """Ways to share memory between processes, the preferred first: legacy IPC needs no thread and no descriptors."""
 
 
-class _Descriptor:
+class Descriptor:
     """A descriptor of device memory, in the form that `Handover` sends."""
 
     def __init__(self, descriptor: int) -> None:
+        """Name `descriptor`, which the caller still owns."""
         self.descriptor = descriptor
 
 
@@ -223,7 +224,7 @@ class PeerMemory:
             key = os.urandom(32)
             others = {rank for rank in range(len(peers.ranks)) if rank != peers.rank}
             # The descriptor of the peer's process is not needed: the group already watches its ranks' processes.
-            handover = Handover(_Descriptor(descriptor), key, others, lambda _hello, watch: os.close(watch))
+            handover = Handover(Descriptor(descriptor), key, others, lambda _hello, watch: os.close(watch))
             offered.callback(handover.close)
             return RegionMessage(nbytes=self.nbytes, socket=handover.address, key=key)
         except (CommError, OSError) as error:

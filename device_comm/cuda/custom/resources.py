@@ -11,13 +11,14 @@ import msgspec
 
 from device_comm.cuda.custom.graph_inputs import GraphInputs
 from device_comm.cuda.custom.launches import CubinSource, Launches
+from device_comm.cuda.custom.multicast import MulticastMemory
 from device_comm.cuda.custom.peer_memory import PeerMemory, attempt
 from device_comm.cuda.custom.peer_messages import MAX_TEXT_CHARS, Kind, PeerExchange
 from device_comm.cuda.custom.release import release_when_idle
 from device_comm.cuda.driver import Driver
 from device_comm.cuda.error_record import DeathWatch, ErrorRecord
-from device_comm.cuda.kernel_layout import STATE_BYTES, WorkspaceLayout, largest_input, pack_params
-from device_comm.cuda.policy.decision import Capacity, GroupFacts, policy_digest
+from device_comm.cuda.kernel_layout import STATE_BYTES, WorkspaceLayout, largest_input, pack_area, pack_params
+from device_comm.cuda.policy.decision import Capacity, GroupFacts, policy_digest, uses_multimem
 from device_comm.cuda.policy.file import read_policy_file, table_of
 from device_comm.cuda.policy.table import BUILT_IN, PolicyTable
 from device_comm.cuda_settings import CudaSettings
@@ -124,6 +125,7 @@ class CustomResources:
         self._health = context.health
         self._ranks = context.peers.ranks
         self._memory = memory
+        self._multicast: MulticastMemory | None = None
         self._within_s = context.settings.deadline_s or context.timeout_s
         self._watch: DeathWatch | None = None
         self._untold: CommError | None = None
@@ -131,8 +133,10 @@ class CustomResources:
         self._undo: list[Callable[[], None]] = []
 
     @classmethod
-    def create(cls, context: CustomContext) -> CustomResources:
-        """Create all resources. Collective; either all ranks succeed or all raise.
+    def create(cls, context: CustomContext, table: PolicyTable) -> CustomResources:
+        """Create all resources that calls by `table` may need. Collective; either all ranks succeed or all raise.
+
+        Without memory behind a multimem address the ranks go on, as if the devices had no multicast.
 
         Raises:
             CapabilityError: Some rank failed; raised on every rank with the same reason.
@@ -148,6 +152,7 @@ class CustomResources:
         )
         made = cls(context, facts, memory)
         try:
+            made._share_multicast(context, layout, table)
             failure = ""
             try:
                 made._initialise(context, layout)
@@ -168,6 +173,20 @@ class CustomResources:
         health.on_abort(made._on_abort)
         return made
 
+    def _share_multicast(self, context: CustomContext, layout: WorkspaceLayout, table: PolicyTable) -> None:
+        """Make the memory behind a multimem address if it may be used; else set its capacity to 0. Collective."""
+        why = ""
+        if layout.staging_bytes and uses_multimem(self.facts, table):
+            self._multicast, why = MulticastMemory.create(
+                *(context.driver, context.peers, layout.staging_bytes, self._health.lost),
+                timeout_s=context.timeout_s,
+            )
+        if self._multicast is None:
+            capacity = msgspec.structs.replace(self.facts.capacity, multimem_two_shot=0)
+            self.facts = msgspec.structs.replace(self.facts, has_multicast=False, capacity=capacity)
+        if why:
+            logger.warning("%s: no multimem: %s", self._health.where("custom all-reduce"), why)
+
     def _initialise(self, context: CustomContext, layout: WorkspaceLayout) -> None:
         memory, driver, rank = self._memory, self._driver, context.peers.rank
         self.record = ErrorRecord(driver)
@@ -186,7 +205,9 @@ class CustomResources:
             deadline_ns=int(self._within_s * 1e9),
             rank=rank,
         )
-        self.launches = Launches(driver, context.cubin, params)
+        multicast = self._multicast
+        area = b"" if multicast is None else pack_area(multicast.own, multicast.everywhere)
+        self.launches = Launches(driver, context.cubin, params, area)
         self._undo.append(self.launches.unload)
         self.inputs = GraphInputs(driver, memory, context.peers, layout.staging_offset, self._health.where)
         self._undo.append(self.inputs.free)
@@ -250,6 +271,9 @@ class CustomResources:
 
         def release(is_awaited: bool) -> None:
             trouble: list[str] = []
+            if self._multicast is not None:
+                gave_up = self._health.is_broken or (hasattr(self, "record") and self.record.words[0] != 0)
+                self._multicast.close(is_quiet=is_unused or not gave_up)
             self._memory.close(barrier if is_awaited else None)
             while self._undo:
                 attempt(trouble, self._undo.pop())

@@ -16,7 +16,7 @@ import msgspec
 
 from device_comm.cuda.kernel_layout import VECTOR_BYTES
 from device_comm.cuda.policy.shapes import all_reduce_shape
-from device_comm.cuda.policy.table import BUILT_IN, Operation, PolicyTable, family_of
+from device_comm.cuda.policy.table import BUILT_IN, Operation, PolicyTable, Threshold, family_of
 
 __all__ = [
     "Algorithm",
@@ -26,6 +26,7 @@ __all__ = [
     "Plan",
     "choose",
     "policy_digest",
+    "uses_multimem",
 ]
 
 KERNEL_DTYPES: Final = frozenset({"float32", "float16", "bfloat16"})
@@ -42,6 +43,8 @@ class Algorithm(enum.StrEnum):
         PUSH_TWO_SHOT: Every rank sums its share of the inputs and stores the result at every peer.
         PULL_ONE_SHOT: Every rank reads and sums all inputs.
         PULL_TWO_SHOT: Every rank sums its share of the inputs, then reads the other ranks' results.
+        MULTIMEM_TWO_SHOT: The NVSwitch sums each rank's share of the inputs, in no defined order, and stores the result
+            at every rank.
         PUSH_REDUCE_SCATTER: The first half of the two-shot push.
         PUSH_ALL_GATHER: Every rank stores its bytes at every peer, each word with a flag.
         NCCL: NCCL, which guarantees no order of summation.
@@ -53,6 +56,7 @@ class Algorithm(enum.StrEnum):
     PUSH_TWO_SHOT = "push_two_shot"
     PULL_ONE_SHOT = "pull_one_shot"
     PULL_TWO_SHOT = "pull_two_shot"
+    MULTIMEM_TWO_SHOT = "multimem_two_shot"
     PUSH_REDUCE_SCATTER = "push_reduce_scatter"
     PUSH_ALL_GATHER = "push_all_gather"
     NCCL = "nccl"
@@ -70,12 +74,16 @@ class Algorithm(enum.StrEnum):
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The largest `CallFacts.nbytes` that fit into the group's memory, for each algorithm; 0 if none fit."""
+    """The largest `CallFacts.nbytes` that fit into the group's memory, for each algorithm; 0 if none fit.
+
+    For multimem it is the largest piece; a larger call is cut into several.
+    """
 
     push_one_shot: int = 0
     push_two_shot: int = 0
     pull_one_shot: int = 0
     pull_two_shot: int = 0
+    multimem_two_shot: int = 0
     push_reduce_scatter: int = 0
     push_all_gather: int = 0
 
@@ -95,6 +103,7 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         multiprocessors: The smallest number of multiprocessors of any device.
         has_nvlink: Whether NVLink connects every pair of devices.
         is_exportable: Whether the tensor allocator returns memory that peers can map, on every rank.
+        has_multicast: Whether the devices can be the team of a multicast object, and the setting `multimem` is on.
         is_deterministic: The setting `deterministic`.
         is_enabled: The setting `custom_all_reduce`.
         capacity: The largest calls that fit into the group's memory.
@@ -106,6 +115,7 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     multiprocessors: int
     has_nvlink: bool
     is_exportable: bool
+    has_multicast: bool = False
     is_deterministic: bool = False
     is_enabled: bool = True
     capacity: Capacity = Capacity()
@@ -237,20 +247,43 @@ def _fastest(facts: GroupFacts, call: CallFacts, table: PolicyTable) -> Plan:
     why = ""
     for row in rows:
         algorithm = Algorithm(row.algorithm)
-        if call.nbytes > row.max_bytes:
-            why = f"{call.nbytes} bytes are more than the {row.max_bytes} of {algorithm} ({row.source})"
-        elif algorithm.is_pull and not (facts.is_exportable and call.in_graph):
-            why = (
-                f"{algorithm} reads the inputs of captured calls, and the allocator's memory cannot be exported"
-                if call.in_graph
-                else f"{algorithm} reads the inputs of captured calls only"
-            )
-        elif call.nbytes > facts.capacity.of(algorithm):
-            why = f"{call.nbytes} bytes of {algorithm} do not fit into the memory of the group"
-        else:
+        why = _why_not_row(facts, call, row, algorithm)
+        if not why:
             reason = f"{call.nbytes} bytes are at most the {row.max_bytes} of {algorithm} ({row.source})"
-            return _plan(facts, algorithm, call.nbytes, reason)
+            piece = _pieces(facts.capacity.of(algorithm), call.nbytes)
+            return _plan(facts, algorithm, piece, reason)
     return _without_kernels(facts, call, why)
+
+
+def _why_not_row(facts: GroupFacts, call: CallFacts, row: Threshold, algorithm: Algorithm) -> str:
+    """Return why the algorithm of a row cannot carry a call, or should not; or an empty text."""
+    if call.nbytes > row.max_bytes:
+        return f"{call.nbytes} bytes are more than the {row.max_bytes} of {algorithm} ({row.source})"
+    if call.nbytes < row.min_bytes:
+        return f"{call.nbytes} bytes are fewer than the {row.min_bytes} of {algorithm} ({row.source})"
+    if algorithm is Algorithm.MULTIMEM_TWO_SHOT:
+        # It sums pieces of any size.
+        fits = facts.capacity.of(algorithm) > 0
+        if not facts.has_multicast or facts.is_deterministic:
+            return f"{algorithm} needs multicast between all devices, and a group that is not deterministic"
+    else:
+        fits = call.nbytes <= facts.capacity.of(algorithm)
+    if algorithm.is_pull and not (facts.is_exportable and call.in_graph):
+        if call.in_graph:
+            return f"{algorithm} reads the inputs of captured calls, and the allocator's memory cannot be exported"
+        return f"{algorithm} reads the inputs of captured calls only"
+    return "" if fits else f"{call.nbytes} bytes of {algorithm} do not fit into the memory of the group"
+
+
+def uses_multimem(facts: GroupFacts, table: PolicyTable) -> bool:
+    """Return whether some call of the group may be summed by multimem, if there is memory for it."""
+    if facts.why_not() or facts.is_deterministic or not (facts.has_multicast and facts.has_nvlink):
+        return False
+    return any(
+        row.algorithm == Algorithm.MULTIMEM_TWO_SHOT.value
+        for in_graph in (False, True)
+        for row in table.rows("all_reduce", family_of(facts.arch), "nvlink", facts.world_size, in_graph)
+    )
 
 
 def _plan(facts: GroupFacts, algorithm: Algorithm, piece_bytes: int, reason: str) -> Plan:

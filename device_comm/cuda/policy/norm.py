@@ -47,13 +47,15 @@ def choose_norm(
     """Return how to carry a fused call on `rows` rows, or None for an all-reduce and a norm one after the other.
 
     It is fused where an equal all-reduce takes a push: with a one-shot push always, with a two-shot push up to 1 or
-    2 MiB. The bits are the same, so a deterministic group fuses too, whatever carries its all-reduces.
+    2 MiB. The bits are the same, so a deterministic group fuses too, whatever carries its all-reduces. Multimem, which
+    has other bits, leaves calls of these sizes to the fused kernel.
     """
     call = CallFacts(operation="all_reduce", dtype=dtype, nbytes=rows * row_bytes, in_graph=in_graph)
     row_vectors, odd = divmod(row_bytes, VECTOR_BYTES)
     if rows <= 0 or not row_vectors or odd:
         return None
-    algorithm = choose(msgspec.structs.replace(facts, is_deterministic=False), call, table).algorithm
+    plain = msgspec.structs.replace(facts, is_deterministic=False, has_multicast=False)
+    algorithm = choose(plain, call, table).algorithm
     if algorithm is Algorithm.PUSH_ONE_SHOT:
         kernel = "push_add_rms_norm"
     elif algorithm is Algorithm.PUSH_TWO_SHOT and _two_shot_serves(facts, rows, row_vectors):

@@ -23,6 +23,7 @@ AlgorithmName = Literal[
     "push_two_shot",
     "pull_one_shot",
     "pull_two_shot",
+    "multimem_two_shot",
     "push_reduce_scatter",
     "push_all_gather",
 ]
@@ -41,7 +42,7 @@ def family_of(arch: str) -> Family | Literal[""]:
 
 
 class Threshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The size up to which an algorithm is used, and the source of that number.
+    """The sizes for which an algorithm is used, and the source of the numbers.
 
     Attributes:
         operation: The collective.
@@ -52,6 +53,7 @@ class Threshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         max_world_size: The largest group to which it applies.
         mode: Whether it applies in CUDA graphs, outside of them, or in both.
         max_bytes: The largest `CallFacts.nbytes` for which the algorithm is used.
+        min_bytes: The smallest one.
         source: The source of the number.
     """
 
@@ -64,6 +66,7 @@ class Threshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     mode: Mode
     max_bytes: int
     source: str
+    min_bytes: int = 0
 
     def holds(self, operation: str, family: str, link: str, world_size: int, in_graph: bool) -> bool:
         """Return whether the row applies to a call with these facts."""
@@ -81,7 +84,7 @@ class PolicyTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         thresholds: The rows. Of those that apply to a call, the one with the smallest sufficient `max_bytes` decides;
-            of equal ones the first.
+            of equal ones the first. Rows with `min_bytes` come before the others.
         origin: The source of the table: "built in", or the path of a file.
     """
 
@@ -91,7 +94,7 @@ class PolicyTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def rows(
         self, operation: str, family: str, link: str, world_size: int, in_graph: bool
     ) -> tuple[Threshold, ...]:
-        """Return the rows that apply, the smallest limit first."""
+        """Return the rows that may apply: those with a lower limit first, then by the upper one."""
         return _rows(self, operation, family, link, world_size, in_graph)
 
 
@@ -100,7 +103,7 @@ def _rows(
     table: PolicyTable, operation: str, family: str, link: str, world_size: int, in_graph: bool
 ) -> tuple[Threshold, ...]:
     found = [each for each in table.thresholds if each.holds(operation, family, link, world_size, in_graph)]
-    return tuple(sorted(found, key=lambda row: row.max_bytes))
+    return tuple(sorted(found, key=lambda row: (row.min_bytes == 0, row.max_bytes)))
 
 
 # --- the built-in rows ------------------------------------------------------------------------------------------
@@ -116,6 +119,10 @@ _PCIE: Final = (
     "arithmetic: at 2 ranks one-shot moves no more than any other; more ranks need measuring (vllm#56128)"
 )
 _FLAGS: Final = "derived: half of the one-shot push's number, as each word travels with a flag"
+_MULTIMEM: Final = (
+    "vLLM's tables (all_reduce_utils.py, symm_mem.py): from where its own all-reduce ends to where NCCL begins; on "
+    "Blackwell the higher of the limits for 10.0 and 10.3, and the lower of those at the end; 7 ranks as 6"
+)
 _HALF: Final = "derived: the first half of a two-shot push"
 
 # The smallest and the largest group, the mode, the most bytes.
@@ -136,6 +143,14 @@ _ONE_SHOT: Final[dict[Family, tuple[tuple[_Limit, ...], str]]] = {
     "ampere": (_AMPERE_ONE_SHOT, _A100),
     "hopper": (_HOPPER_ONE_SHOT, _TUNED),
     "blackwell": (_BLACKWELL_ONE_SHOT, _TUNED),
+}
+
+
+# The smallest and the largest group, the least and the most bytes. Below 6 ranks vLLM's tables prefer other algorithms.
+_MULTIMEM_RANGES: Final[dict[Family, tuple[tuple[int, int, int, int], ...]]] = {
+    "ampere": (),
+    "hopper": ((6, 7, 512 * _KIB, 64 * _MIB), (8, 8, 256 * _KIB, 64 * _MIB)),
+    "blackwell": ((6, 7, 8 * _MIB, 32 * _MIB), (8, 8, 4 * _MIB, 64 * _MIB)),
 }
 
 
@@ -166,6 +181,19 @@ def _built_in() -> Iterator[Threshold]:
                 mode=mode,
                 max_bytes=most,
                 source=source,
+            )
+        for low, high, least, most in _MULTIMEM_RANGES[family]:
+            yield Threshold(
+                operation="all_reduce",
+                algorithm="multimem_two_shot",
+                family=family,
+                link="nvlink",
+                min_world_size=low,
+                max_world_size=high,
+                mode="any",
+                min_bytes=least,
+                max_bytes=most,
+                source=_MULTIMEM,
             )
 
 

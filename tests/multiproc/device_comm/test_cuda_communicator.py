@@ -20,6 +20,7 @@ from device_comm.fused.fp8 import quantised_rows
 from device_comm.nccl.library import NcclLibrary
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from device_comm.rms_norm import rms_norm
+from tests.custom_ranks import policy_file
 from tests.fake_cuda import FakeDriver, FakeFaults, fake_cubin, violations
 from tests.harness import RankPool, run_ranks
 from tests.native.cuda.host_build import build_host_library, shared_folder
@@ -99,6 +100,40 @@ def test_the_contract_is_kept_whatever_carries_a_call(
 ) -> None:
     """Every clause holds, with the bits of the sum in rank order, over our kernels, NCCL, or NCCL that only moves."""
     assert ranks2.run(keeps_contract, native, settings) == [algorithm] * 2
+
+
+def sums_by_multimem(
+    rank: int, world_size: int, directory: Path, native: str, lacking: int, settings: dict[str, Any]
+) -> str:
+    policy = policy_file(directory / f"policy-{rank}.json", world_size, multimem_two_shot=1 << 20)
+    faults = FakeFaults(multicast=rank != lacking)
+    with cuda_world(rank, world_size, directory, native, faults, policy_file=policy, **settings) as (
+        group,
+        communicator,
+        driver,
+    ):
+        check_device_communicator(communicator, host=group, dtypes=DTYPES, destroy=False)
+        algorithm = communicator.path("all_reduce", 1024, torch.float32).algorithm
+        assert (driver.calls.get("multicast_bind", 0) > 0) == (algorithm == "multimem_two_shot")
+        return algorithm
+
+
+@pytest.mark.guarantee("D76")
+@pytest.mark.parametrize(
+    ("lacking", "settings", "algorithm"),
+    [
+        (-1, {}, "multimem_two_shot"),
+        (1, {}, "nccl"),
+        (-1, {"multimem": False}, "nccl"),
+        (-1, {"deterministic": True}, "push_two_shot"),
+    ],
+    ids=["multimem", "a device without multicast", "the setting is off", "deterministic"],
+)
+def test_multimem_is_used_where_all_devices_have_it(
+    ranks2: RankPool, native: str, lacking: int, settings: dict[str, Any], algorithm: str
+) -> None:
+    """The contract holds with it; the sums of two ranks have one order. What one device lacks, no rank uses."""
+    assert ranks2.run(sums_by_multimem, native, lacking, settings) == [algorithm] * 2
 
 
 def every_way_has_the_same_bits(rank: int, world_size: int, directory: Path, native: str) -> list[str]:

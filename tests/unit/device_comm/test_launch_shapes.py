@@ -41,7 +41,16 @@ def group(world_size: int, arch: str = "sm_90", **changes: Any) -> GroupFacts:
 
 
 @given(
-    st.sampled_from(["push_one_shot", "push_two_shot", "pull_one_shot", "pull_two_shot", "push_all_gather"]),
+    st.sampled_from(
+        [
+            "push_one_shot",
+            "push_two_shot",
+            "pull_one_shot",
+            "pull_two_shot",
+            "multimem_two_shot",
+            "push_all_gather",
+        ]
+    ),
     st.sampled_from(["ampere", "hopper", "blackwell", ""]),
     st.integers(2, 200),
     st.integers(1, 64 * MIB),
@@ -118,6 +127,8 @@ def test_a_norm_is_fused_up_to_the_limit_of_its_algorithm() -> None:
     assert (kernel(8, 0), kernel(8, 1, 8191)) == (None, None)
     assert kernel(8, 1, is_deterministic=True) == one
     assert kernel(8, 1, is_enabled=False) is None
+    # Multimem would carry the sum alone.
+    assert kernel(8, 64, has_multicast=True) == two
     assert kernel(8, 64, capacity=Capacity(push_one_shot=128 * KIB, push_two_shot=4 * MIB)) is None
 
 

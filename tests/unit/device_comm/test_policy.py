@@ -16,6 +16,7 @@ from device_comm.cuda.policy.decision import (
     Plan,
     choose,
     policy_digest,
+    uses_multimem,
 )
 from device_comm.cuda.policy.table import BUILT_IN, PolicyTable, Threshold, family_of
 
@@ -26,6 +27,7 @@ AMPLE = Capacity(
     push_two_shot=64 * MIB,
     pull_one_shot=64 * MIB,
     pull_two_shot=64 * MIB,
+    multimem_two_shot=64 * MIB,
     push_reduce_scatter=64 * MIB,
     push_all_gather=64 * MIB,
 )
@@ -51,6 +53,7 @@ GROUPS = st.builds(
     multiprocessors=st.integers(1, 200),
     has_nvlink=st.booleans(),
     is_exportable=st.booleans(),
+    has_multicast=st.booleans(),
     is_deterministic=st.booleans(),
     is_enabled=st.sampled_from([True, True, True, False]),
     capacity=st.one_of(
@@ -198,6 +201,64 @@ def test_pulls_need_memory_that_peers_can_map() -> None:
     plan = choose(with_(H200, is_exportable=False), call)
     assert plan.algorithm is Algorithm.NCCL
     assert "exported" in plan.reason
+
+
+@pytest.mark.parametrize(
+    ("arch", "world_size", "first", "last"),
+    [
+        ("sm_90", 8, 256 * KIB, 64 * MIB),
+        ("sm_90", 7, 512 * KIB, 64 * MIB),
+        ("sm_90", 6, 512 * KIB, 64 * MIB),
+        ("sm_100", 8, 4 * MIB, 64 * MIB),
+        ("sm_103", 6, 8 * MIB, 32 * MIB),
+    ],
+)
+def test_multimem_has_a_range(arch: str, world_size: int, first: int, last: int) -> None:
+    """It comes before every other algorithm in its range, eager and captured, and where it can be used at all."""
+    facts = with_(H200, arch=arch, world_size=world_size, has_multicast=True)
+    assert uses_multimem(facts, BUILT_IN)
+    for in_graph in (False, True):
+
+        def of(nbytes: int, group: GroupFacts = facts, captured: bool = in_graph) -> Plan:
+            return choose(group, at(ALL_REDUCE, nbytes=nbytes, in_graph=captured))
+
+        for nbytes in (first, first + 2, last):
+            plan = of(nbytes)
+            assert plan.algorithm is Algorithm.MULTIMEM_TWO_SHOT
+            assert (plan.piece_bytes, plan.threads) == (nbytes, 512)
+        for nbytes in (first - 2, last + 2):
+            assert of(nbytes).algorithm is of(nbytes, with_(facts, has_multicast=False)).algorithm
+        for changes in ({"has_multicast": False}, {"is_deterministic": True}, {"has_nvlink": False}):
+            group = with_(facts, **changes)
+            assert not uses_multimem(group, BUILT_IN)
+            assert of(first, group).algorithm is not Algorithm.MULTIMEM_TWO_SHOT
+        # Memory for a part of the call cuts it into pieces; none leaves it to another algorithm.
+        small = with_(facts, capacity=with_capacity(AMPLE, 128 * KIB))
+        assert (of(first, small).algorithm, of(first, small).piece_bytes) == (
+            Algorithm.MULTIMEM_TWO_SHOT,
+            128 * KIB,
+        )
+        assert of(first, with_(facts, capacity=with_capacity(AMPLE, 0))).algorithm is not (
+            Algorithm.MULTIMEM_TWO_SHOT
+        )
+
+
+def with_capacity(capacity: Capacity, multimem: int) -> Capacity:
+    """Return `capacity` with `multimem` bytes for a piece of multimem."""
+    return msgspec.structs.replace(capacity, multimem_two_shot=multimem)
+
+
+def test_few_ranks_and_old_devices_have_no_multimem() -> None:
+    """Their groups need no memory for it. A policy file may have a row for any group."""
+    for changes in ({"world_size": 5}, {"world_size": 2}, {"arch": "sm_80"}, {"arch": ""}):
+        assert not uses_multimem(with_(H200, has_multicast=True, **changes), BUILT_IN), changes
+    measured = msgspec.structs.replace(
+        BUILT_IN.thresholds[0], algorithm="multimem_two_shot", min_world_size=2, max_bytes=MIB
+    )
+    facts = with_(
+        H200, world_size=2, arch=f"sm_{80 if measured.family == 'ampere' else 90}", has_multicast=True
+    )
+    assert uses_multimem(facts, PolicyTable(thresholds=(measured,)))
 
 
 def test_other_operations() -> None:

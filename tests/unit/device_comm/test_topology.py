@@ -124,6 +124,7 @@ def test_links_that_remain_unknown_are_told_once(tmp_path: Path, caplog: pytest.
         "driver_version",
         "ipc_supported",
         "vmm_supported",
+        "multicast_supported",
         "device_uuids",
         "all_links",
         "can_access_peer",
@@ -155,6 +156,23 @@ def test_links_are_told_apart(tmp_path: Path) -> None:
     _, blocked = facts_of(tmp_path, blocked=[0])
     assert group([one, blocked]).link(1, 0) == "none"
     assert "rank 11 (0000:02:00.0) cannot access that of rank 10" in group([one, blocked]).why_not_peers()
+
+
+def test_multicast_needs_different_devices_on_nvlink_that_all_have_it(tmp_path: Path) -> None:
+    """A device is once in a team. What one device lacks, or its driver does not tell, no rank uses."""
+    one, other = facts_of(tmp_path)
+    assert group([one, other]).has_multicast
+    assert not group([one, one]).has_multicast
+    for lack in (
+        {"multicast": False},
+        {"vmm": False},
+        {"no_nvlink": True},
+        {"fail": {"multicast_supported": (1, 1)}},
+        {"fail": {"uuid": (1, 1)}},
+    ):
+        _, without = facts_of(tmp_path, **lack)
+        assert not group([one, without]).has_multicast, lack
+        assert not group([without, one]).has_multicast, lack
 
 
 def test_what_speaks_against_peers_has_a_reason(tmp_path: Path) -> None:

@@ -1,0 +1,59 @@
+"""Multicast objects of the CUDA driver, as part of `CudaDriver`. `Driver` documents the methods."""
+
+# ruff: noqa: D102 - `Driver` declares the methods and documents them.
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+__all__ = ["MulticastCalls"]
+
+
+class _Caller(Protocol):
+    """What these calls need of `CudaDriver`."""
+
+    _api: Any
+    _device: Any
+
+    def _in_context(self, function: str, *arguments: Any) -> Any:
+        """Call a function in the device's context."""
+
+    def _attribute(self, name: str) -> int:
+        """Return an attribute of the device."""
+
+    def _descriptor_kind(self) -> Any:
+        """Return the driver's name for POSIX descriptors."""
+
+
+class MulticastCalls:
+    """The calls about multicast objects. They exist from CUDA 12.1 on; an older driver refuses the attribute."""
+
+    def multicast_supported(self: _Caller) -> bool:
+        return self._attribute("MULTICAST_SUPPORTED") == 1
+
+    def multicast_granularity(self: _Caller, devices: int, nbytes: int) -> int:
+        flag = self._api.CUmulticastGranularity_flags.CU_MULTICAST_GRANULARITY_MINIMUM
+        properties = _properties(self._api, self._descriptor_kind(), devices, nbytes)
+        return int(self._in_context("cuMulticastGetGranularity", properties, flag))
+
+    def multicast_create(self: _Caller, devices: int, nbytes: int) -> int:
+        properties = _properties(self._api, self._descriptor_kind(), devices, nbytes)
+        return int(self._in_context("cuMulticastCreate", properties))
+
+    def multicast_add_device(self: _Caller, handle: int) -> None:
+        self._in_context("cuMulticastAddDevice", handle, self._device)
+
+    def multicast_bind(self: _Caller, handle: int, memory: int, nbytes: int) -> None:
+        self._in_context("cuMulticastBindMem", handle, 0, memory, 0, nbytes, 0)
+
+    def multicast_unbind(self: _Caller, handle: int, nbytes: int) -> None:
+        self._in_context("cuMulticastUnbind", handle, self._device, 0, nbytes)
+
+
+def _properties(api: Any, handle_kind: Any, devices: int, nbytes: int) -> Any:
+    properties = api.CUmulticastObjectProp()
+    properties.numDevices = devices
+    properties.size = nbytes
+    properties.handleTypes = int(handle_kind)
+    properties.flags = 0
+    return properties

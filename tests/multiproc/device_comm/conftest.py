@@ -6,6 +6,7 @@ import pytest
 
 from tests.harness import RankPool
 from tests.native.cuda.host_build import build_host_library, shared_folder
+from tests.native.nccl_stub.build import build_stub
 
 
 @pytest.fixture
@@ -23,3 +24,14 @@ def ranks3() -> Iterator[RankPool]:
     """Start three processes that run one function after another."""
     with RankPool(3) as pool:
         yield pool
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a folder with the stub of NCCL and the kernels for two ranks."""
+    folder = tmp_path_factory.mktemp("cuda")
+    build_stub(folder)
+    for dtype in ("float32", "float16", "bfloat16"):
+        library = build_host_library(2, dtype, shared_folder(tmp_path_factory))
+        (folder / library.name).symlink_to(library)
+    return str(folder)

@@ -1,8 +1,6 @@
 """CudaCommunicator over real processes, with a driver that needs no GPU, our kernels from g++ and a stub of NCCL."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,72 +8,21 @@ import pytest
 import torch
 
 from coordinator.errors import CommError, CudaError, GroupBrokenError, UsageError
-from coordinator.group import GroupCoordinator
 from coordinator.testing import check_device_communicator
-from device_comm.cuda.communicator import CudaCommunicator
 from device_comm.cuda.custom.all_reduce import CustomAllReduce
-from device_comm.cuda_settings import CudaSettings
 from device_comm.fused.finalize import finalized
 from device_comm.fused.fp8 import quantised_rows
-from device_comm.nccl.library import NcclLibrary
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from device_comm.rms_norm import rms_norm
+from tests.cuda_worlds import STREAM, cuda_world
 from tests.custom_ranks import policy_file
-from tests.fake_cuda import FakeDriver, FakeFaults, fake_cubin, violations
+from tests.fake_cuda import FakeFaults
 from tests.harness import RankPool, run_ranks
-from tests.native.cuda.host_build import build_host_library, shared_folder
-from tests.native.nccl_stub.build import build_stub
-from tests.nccl_ranks import HostStreams, context_of, stub_of
+from tests.nccl_ranks import HostStreams, stub_of
 from tests.waiting import wait_until
-from tests.worlds import meet, outcome_of, world
+from tests.worlds import meet
 
-STREAM = 7
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
-
-
-@pytest.fixture(scope="module")
-def native(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a folder with the stub of NCCL and the kernels for two ranks."""
-    folder = tmp_path_factory.mktemp("cuda")
-    build_stub(folder)
-    for dtype in ("float32", "float16", "bfloat16"):
-        library = build_host_library(2, dtype, shared_folder(tmp_path_factory))
-        (folder / library.name).symlink_to(library)
-    return str(folder)
-
-
-@contextmanager
-def cuda_world(
-    rank: int,
-    world_size: int,
-    directory: Path,
-    native: str,
-    faults: FakeFaults | None = None,
-    meets: bool = True,
-    **settings: Any,
-) -> Iterator[tuple[GroupCoordinator, CudaCommunicator, FakeDriver]]:
-    """Join a world; yield its group, a communicator over the fake driver, and the driver."""
-    shared = directory / "device"
-    shared.mkdir(exist_ok=True)
-    chosen = {"arena_bytes": 1 << 16, "staging_bytes": 1 << 16, "kernel_cache": str(directory / "cache")}
-    with world(rank, world_size, directory) as group:
-        driver = FakeDriver(shared, rank, faults=faults)
-        communicator = CudaCommunicator(
-            context_of(group, cuda=CudaSettings(**{**chosen, **settings})),
-            open_driver=lambda: driver,
-            library=NcclLibrary(f"{native}/libnccl-stub.so"),
-            streams=HostStreams(),
-            cubin=lambda _family, dtype: fake_cubin(f"{native}/kernels_{world_size}_{dtype}.so"),
-        )
-        try:
-            yield group, communicator, driver
-        finally:
-            communicator.destroy()
-            if meets:
-                group.barrier()
-            assert driver.leaks() == []
-            driver.release()
-            assert violations(shared) == []
 
 
 def keeps_contract(rank: int, world_size: int, directory: Path, native: str, settings: dict[str, Any]) -> str:
@@ -118,7 +65,7 @@ def sums_by_multimem(
         return algorithm
 
 
-@pytest.mark.guarantee("D76")
+@pytest.mark.guarantee("D84")
 @pytest.mark.parametrize(
     ("lacking", "settings", "algorithm"),
     [
@@ -267,154 +214,6 @@ def test_a_captured_graph_is_replayed_with_new_data(ranks2: RankPool, native: st
     """Calls run in a warm-up and are recorded in a capture. A replay reads the tensors' data of that time."""
     expected = [float(2 * step + 1) for step in range(20)]
     assert ranks2.run(captures, native) == [expected] * 2
-
-
-class _Left(Exception):  # noqa: N818 - no error
-    pass
-
-
-def left_by_an_exception(rank: int, world_size: int, directory: Path, native: str) -> None:
-    with cuda_world(rank, world_size, directory, native) as (_, it, driver):
-        graph_stream = driver.stream_create()
-        streams = it._streams
-        assert isinstance(streams, HostStreams)
-        own = torch.full((100,), float(rank + 1))
-        assert it.all_reduce(own)[0] == 3.0
-        for _ in range(2):
-            try:
-                with it.capture(graph_stream):
-                    streams.number = graph_stream
-                    driver.begin_capture(graph_stream)
-                    it.all_reduce(own)
-                    driver.end_capture(graph_stream)
-                    streams.number = STREAM
-                    raise _Left
-            except _Left:
-                streams.number = STREAM
-            assert it.all_reduce(own)[0] == 3.0
-        with it.capture(graph_stream):
-            pass
-        driver.stream_destroy(graph_stream)
-
-
-def test_a_capture_that_is_left_by_an_exception_leaves_the_group_as_it_was(
-    ranks2: RankPool, native: str
-) -> None:
-    """Calls then use the earlier stream, and the next capture begins anew."""
-    ranks2.run(left_by_an_exception, native)
-
-
-def left_on_one_rank(rank: int, world_size: int, directory: Path, native: str) -> dict[str, Any]:
-    with cuda_world(rank, world_size, directory, native) as (_, it, _driver):
-        own = torch.full((100,), float(rank + 1))
-        assert it.all_reduce(own)[0] == 3.0
-
-        def capture() -> None:
-            with it.capture(9):
-                if rank == 1:
-                    raise _Left("no memory for the graph")
-
-        found = outcome_of(capture) if rank == 0 else {}
-        if rank == 1:
-            with pytest.raises(_Left):
-                capture()
-        assert it.all_reduce(own)[0] == 3.0
-        return found
-
-
-def test_a_capture_that_one_rank_leaves_ends_on_all(ranks2: RankPool, native: str) -> None:
-    """The other rank does not wait for it until the deadline, and the group is intact."""
-    found, _ = ranks2.run(left_on_one_rank, native)
-    assert found["kind"] == "CapabilityError"
-    assert "_Left: no memory for the graph" in found["text"]
-
-
-def awaited_in_a_body(rank: int, world_size: int, directory: Path, native: str) -> dict[str, Any]:
-    with cuda_world(rank, world_size, directory, native, meets=False) as (group, it, _driver):
-        own = torch.full((100,), float(rank + 1))
-        assert it.all_reduce(own)[0] == 3.0
-
-        def capture() -> None:
-            with it.capture(STREAM):
-                if rank == 1:
-                    raise _Left("no memory for the graph")
-                it.all_reduce(own)  # a warm-up, which waits for the other rank
-                it.all_reduce(own)
-
-        found: dict[str, Any] = {}
-        if rank == 0:
-            found = outcome_of(capture)
-        else:
-            with pytest.raises(_Left) as raised:
-                capture()
-            assert raised.value.__context__ is None
-            with pytest.raises(GroupBrokenError) as later:
-                it.all_reduce(own)
-            assert later.value.__cause__ is raised.value
-        meet(rank, range(world_size), directory, "told")
-        assert group._health.is_broken
-        return found
-
-
-def test_a_capture_that_one_rank_leaves_while_another_waits_for_it_breaks_the_group(native: str) -> None:
-    """The rank raises its own exception after seconds, and the other learns of it long before the deadline of 20 s."""
-    found, _ = run_ranks(awaited_in_a_body, 2, native)
-    assert (found["kind"], found["peers"]) == ("PeerLostError", [1])
-    assert "its graph capture has failed: _Left: no memory for the graph" in found["text"]
-    assert found["seconds"] < 12.0
-
-
-def gathers_in_a_body(rank: int, world_size: int, directory: Path, native: str) -> dict[str, Any]:
-    with cuda_world(rank, world_size, directory, native) as (group, it, _driver):
-        own = torch.full((100,), float(rank + 1))
-        assert it.all_reduce(own)[0] == 3.0
-
-        def capture() -> None:
-            with it.capture(STREAM):
-                if rank == 1:
-                    raise _Left("no memory for the graph")
-                group.all_gather_object({"rank": rank})
-
-        found: dict[str, Any] = {}
-        if rank == 0:
-            found = outcome_of(capture)
-        else:
-            with pytest.raises(_Left) as raised:
-                capture()
-            assert raised.value.__context__ is None
-        assert it.all_reduce(own)[0] == 3.0
-        assert group.all_gather_object(rank) == [0, 1]
-        return found
-
-
-def test_a_failed_capture_answers_no_other_call(ranks2: RankPool, native: str) -> None:
-    """A gather of objects of another rank in its capture raises, instead of returning what the failure is told by."""
-    found, _ = ranks2.run(gathers_in_a_body, native)
-    assert found["kind"] == "DisagreementError"
-    assert "rank 0: all_gather_object; rank 1: exchange" in found["text"]
-    assert found["seconds"] < 5.0
-
-
-def order_fails_behind_an_exception(rank: int, world_size: int, directory: Path, native: str) -> None:
-    with cuda_world(rank, world_size, directory, native, meets=False) as (_, it, driver):
-        own = torch.full((100,), float(rank + 1))
-        assert it.all_reduce(own)[0] == 3.0
-
-        def capture() -> None:
-            with it.capture(9):
-                driver.faults.fail["event_record"] = (driver.calls.get("event_record", 0) + 1, 719)
-                raise _Left
-
-        with pytest.raises(_Left):
-            capture()
-        with pytest.raises(GroupBrokenError, match="719"):
-            it.all_reduce(own)
-        meet(rank, range(world_size), directory, "seen")
-
-
-def test_an_error_on_the_way_out_does_not_hide_the_exception_of_a_capture(native: str) -> None:
-    """The order behind the captured stream fails, which breaks the group; the caller gets its own exception."""
-    run_ranks(order_fails_behind_an_exception, 2, native)
 
 
 def replays_alone(rank: int, world_size: int, directory: Path, native: str) -> str:

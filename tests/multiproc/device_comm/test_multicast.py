@@ -80,7 +80,7 @@ def large_sums(rank: int, world_size: int, directory: Path, libraries: str) -> d
     return me.driver.calls
 
 
-@pytest.mark.guarantee("D75")
+@pytest.mark.guarantee("D83")
 def test_all_ranks_get_the_same_sum(ranks3: RankPool, libraries: str) -> None:
     """Sums of several dtypes and sizes, in place and in pieces, beside calls of another algorithm."""
     for calls in ranks3.run(large_sums, libraries):
@@ -117,7 +117,7 @@ def deterministic(rank: int, world_size: int, directory: Path, libraries: str) -
     return me.driver.calls
 
 
-@pytest.mark.guarantee("D75")
+@pytest.mark.guarantee("D83")
 def test_a_deterministic_group_has_no_multimem(ranks2: RankPool, libraries: str) -> None:
     """It makes no multicast object, and its sums have the bits of rank order."""
     assert not any(
@@ -157,7 +157,7 @@ def lacks(
     return has_it, left, mapped, plan.algorithm.value, plan.reason
 
 
-@pytest.mark.guarantee("D76")
+@pytest.mark.guarantee("D84")
 @pytest.mark.parametrize(
     ("culprit", "fail"), FAILURES, ids=lambda each: "-".join(each) if isinstance(each, dict) else ""
 )
@@ -186,7 +186,7 @@ def step_by_step(rank: int, world_size: int, directory: Path, libraries: str, nt
     return why
 
 
-@pytest.mark.guarantee("D76")
+@pytest.mark.guarantee("D84")
 @pytest.mark.parametrize("nth", [1, 2])
 def test_a_mapping_that_fails_is_told_to_all(ranks3: RankPool, libraries: str, nth: int) -> None:
     """The own memory or the object cannot be mapped on a rank: all ranks get that reason."""
@@ -219,7 +219,7 @@ def dies(rank: int, world_size: int, directory: Path, libraries: str) -> Any:
     return seen, left
 
 
-@pytest.mark.guarantee("D76")
+@pytest.mark.guarantee("D84")
 def test_a_dead_rank_is_named_and_its_memory_does_not_keep_ours(libraries: str) -> None:
     """The barrier names the rank. No other process lives that could use our memory, so it is freed."""
     results = run_ranks(dies, 2, libraries, expect_dead={1})
@@ -246,7 +246,7 @@ def leaves(rank: int, world_size: int, directory: Path, libraries: str) -> list[
     return left
 
 
-@pytest.mark.guarantee("D76")
+@pytest.mark.guarantee("D84")
 def test_a_rank_may_leave_alone(ranks3: RankPool, libraries: str) -> None:
     """Once its kernels have ended, no peer's kernel uses its memory: nothing of it is left."""
     # The workspaces of this test's ranks are shared by CUDA IPC or descriptors; only the former may stay.
@@ -274,7 +274,7 @@ def gives_up(rank: int, world_size: int, directory: Path, libraries: str) -> tup
     return left, kind
 
 
-@pytest.mark.guarantee("D76")
+@pytest.mark.guarantee("D84")
 def test_memory_that_a_peer_may_use_after_a_failure_is_kept(ranks3: RankPool, libraries: str) -> None:
     """Ranks whose kernels gave up cannot know how far the others are. They unmap the object and keep their memory."""
     for rank, (left, kind) in enumerate(ranks3.run(gives_up, libraries)):

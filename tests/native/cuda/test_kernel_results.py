@@ -190,7 +190,7 @@ def test_every_sum_has_the_bits_of_the_reference(group: Group) -> None:
     assert [group.failure(rank) for rank in range(group.world_size)] == [None] * group.world_size
 
 
-@pytest.mark.guarantee("D75")
+@pytest.mark.guarantee("D83")
 def test_multimem_sums_are_equal_on_all_ranks_and_near_the_exact_sum(group: Group) -> None:
     """The host build draws another order for each sum. Any words give all ranks the same bits."""
     most = kernel_layout.largest_input("multimem_two_shot", group.layout)

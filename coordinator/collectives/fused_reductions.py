@@ -56,6 +56,49 @@ class FusedReductions(GroupPlanes):
         make = self.device_communicator.all_reduce_add_rms_norm_fp8
         return self._calls.run(name, make, input_, residual, weight, eps, scale, timeout_s=timeout_s)
 
+    def all_reduce_add_rms_norm_nvfp4(
+        self,
+        input_: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        global_scale: torch.Tensor,
+        *,
+        timeout_s: AnyTimeout = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Do `all_reduce_add_rms_norm` and quantise the normalised rows to 4-bit floats in blocks of 16, in one call.
+
+        A block of 16 elements y of a row, rounded to the dtype, gets the scale
+        s = e4m3fn(clamp(m / 6 * global_scale, ±448)), where m is the largest size in the block, and the codes
+        e2m1(y * (global_scale / s)), or zeros where s is 0. Every operation is in float32; both formats round to
+        nearest, ties to even, and beyond their largest number to that. A NaN makes its block's scale 0x7F and its
+        codes 7.
+
+        Args:
+            input_: [tokens, hidden] of float32, float16 or bfloat16; shape and dtype are equal on all ranks, and 16
+                divides `hidden`.
+            residual: A tensor of the input's shape and dtype. It is not sent: only where it is equal on all ranks, the
+                results are.
+            weight: [hidden], of the input's dtype.
+            eps: A number of at least 0, which is added to the mean of the squares.
+            global_scale: One element of float32 on the device, which the host does not read: usually 448 * 6 divided by
+                the largest size in the tensor.
+            timeout_s: Deadline in seconds.
+
+        Returns:
+            (packed, block_scales, new_residual): [tokens, hidden / 2] of uint8, with an even element in the lower half
+            of a byte and the next in the upper one; [tokens, hidden / 16] of float8_e4m3fn, one row after the other and
+            not in the order of tiles that matrix products read; and `all_reduce(input_) + residual`. All are new
+            contiguous tensors, also in a group of one.
+        """
+        name = "all_reduce_add_rms_norm_nvfp4"
+        if is_dynamo_compiling():
+            tensors = (input_, residual, weight)
+            traced = compile_ops.trace_fused(name, self, tensors, eps, last=global_scale, timeout_s=timeout_s)
+            return traced[0], traced[1], traced[2]
+        make = self.device_communicator.all_reduce_add_rms_norm_nvfp4
+        return self._calls.run(name, make, input_, residual, weight, eps, global_scale, timeout_s=timeout_s)
+
     def moe_finalize_all_reduce(
         self,
         expert_out: torch.Tensor,

@@ -7,6 +7,7 @@ import torch
 from coordinator.testing.conformance import Checker
 from coordinator.testing.conformance_inputs import LAYOUTS, Case, raw
 from device_comm.fused.finalize import finalized
+from device_comm.fused.fp4 import BLOCK, blocks_quantised
 from device_comm.fused.fp8 import quantised_rows
 from device_comm.rms_norm import DTYPES, add_rms_norm
 
@@ -41,6 +42,13 @@ def _norm(check: Checker, case: Case) -> None:
             check.check_result(found[1], scales.cpu())
         elif found[1] is not scale:
             check.fail("returns its argument", "another scale was returned")
+        check.check_unchanged(input_, before)
+    if not case.shape[1] % BLOCK:
+        scale = torch.full((1,), 20.0, device=device)
+        check.begin(f"all_reduce_add_rms_norm_nvfp4(blocks) of {case}")
+        found = it.all_reduce_add_rms_norm_nvfp4(input_, residual, weight, _EPS, scale)
+        for result, expected in zip(found, (*blocks_quantised(normed, scale), total), strict=True):
+            check.check_result(result, expected.cpu())
         check.check_unchanged(input_, before)
 
 

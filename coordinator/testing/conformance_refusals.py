@@ -78,6 +78,7 @@ def _reductions(check: Checker, t: torch.Tensor, overlapping: torch.Tensor) -> A
 def _fused(check: Checker, t: torch.Tensor) -> Attempts:
     it: Any = check.communicator
     norm, finalize = it.all_reduce_add_rms_norm_fp8, it.moe_finalize_all_reduce
+    blocks, wide = it.all_reduce_add_rms_norm_nvfp4, t.new_ones((2, 16))
     weight, one = t[0].clone(), torch.ones((), device=t.device)
     rows, factors = torch.zeros((2, 2), dtype=torch.int32, device=t.device), t.new_ones((2, 2))
     return {
@@ -91,6 +92,10 @@ def _fused(check: Checker, t: torch.Tensor) -> Attempts:
         "all_reduce_add_rms_norm_fp8(a number)": lambda: norm(t, t, weight, 1e-6, 0.5),
         "all_reduce_add_rms_norm_fp8(a scale elsewhere)": lambda: norm(t, t, weight, 1e-6, one.to("meta")),
         "all_reduce_add_rms_norm_fp8(timeout_s 0)": lambda: norm(t, t, weight, 1e-6, timeout_s=0),
+        "all_reduce_add_rms_norm_nvfp4(parts of a block)": lambda: blocks(t, t, weight, 1e-6, one),
+        "all_reduce_add_rms_norm_nvfp4(no scale)": lambda: blocks(wide, wide, wide[0], 1e-6, None),
+        "all_reduce_add_rms_norm_nvfp4(two scales)": lambda: blocks(wide, wide, wide[0], 1e-6, one.expand(2)),
+        "all_reduce_add_rms_norm_nvfp4(another residual)": lambda: blocks(wide, wide[:1], wide[0], 1e-6, one),
         "moe_finalize_all_reduce(a row)": lambda: finalize(weight, rows, factors),
         "moe_finalize_all_reduce(float64)": lambda: finalize(t.double(), rows, factors),
         "moe_finalize_all_reduce(rows of int64)": lambda: finalize(t, rows.long(), factors),

@@ -28,6 +28,7 @@ from device_comm import checks, coalesced, rms_norm
 from device_comm.base import SUM
 from device_comm.derived_reductions import reducer
 from device_comm.fused.finalize import check_experts
+from device_comm.fused.fp4 import BLOCK, check_blocks
 from device_comm.fused.fp8 import FP8, check_scale
 from shm_broadcast.errors import UsageError
 from shm_broadcast.timeouts import AnyTimeout, seconds
@@ -46,6 +47,8 @@ _SCHEMAS: Final = {
     # The second result is an empty tensor where the call has a scale: it would be an input.
     "all_reduce_add_rms_norm_fp8": "(Tensor input, Tensor residual, Tensor weight, float eps, str group_name, "
     "Tensor? scale=None, float? timeout_s=None) -> (Tensor, Tensor, Tensor)",
+    "all_reduce_add_rms_norm_nvfp4": "(Tensor input, Tensor residual, Tensor weight, float eps, str group_name, "
+    "Tensor global_scale, float? timeout_s=None) -> (Tensor, Tensor, Tensor)",
     "moe_finalize_all_reduce": "(Tensor expert_out, Tensor rows, Tensor weights, str group_name, Tensor? shared=None, "
     "float? timeout_s=None) -> Tensor",
     "all_to_all": "(Tensor input, str group_name, int world_size, int dim=0, SymInt[]? send_sizes=None, "
@@ -348,6 +351,13 @@ def _fake(name: str, given: dict[str, Any]) -> Any:
         check_scale(scale, first.device, name)
         scales = first.new_empty((first.shape[0], 1) if scale is None else (0,), dtype=torch.float32)
         return torch.empty(first.shape, dtype=FP8, device=first.device), scales, _empty(first, first.shape)
+    if name == "all_reduce_add_rms_norm_nvfp4":
+        residual, weight, eps, _, scale, *_ = others
+        rms_norm.check_arguments(first, residual, weight, eps, first.device, name)
+        rows, hidden = first.shape
+        check_blocks(hidden, scale, first.device, name)
+        scales = torch.empty((rows, hidden // BLOCK), dtype=FP8, device=first.device)
+        return first.new_empty((rows, hidden // 2), dtype=torch.uint8), scales, _empty(first, first.shape)
     if name == "moe_finalize_all_reduce":
         rows, weights, _, shared, *_ = others
         check_experts(first, rows, weights, shared, first.device, name)

@@ -8,6 +8,8 @@ import torch
 
 from device_comm.base import SUM
 from device_comm.cuda.custom.all_reduce import CustomAllReduce
+from device_comm.cuda.custom.fused_calls import Scales
+from device_comm.fused.fp4 import BLOCK, blocks_quantised
 from device_comm.fused.fp8 import FP8, quantised_rows
 from device_comm.nccl.communicator import NcclCommunicator
 from device_comm.process_group import dense
@@ -51,12 +53,33 @@ class FusedCommunicator(NcclCommunicator):
         result = torch.empty(input_.shape, dtype=FP8, device=input_.device)
         if scale is None:
             scales = torch.empty(len(input_), 1, dtype=torch.float32, device=input_.device)
-            addresses = 0, scales.data_ptr()
+            addresses = Scales("fp8", 0, scales.data_ptr())
         else:
             scales = dense(scale)
-            addresses = scales.data_ptr(), 0
+            addresses = Scales("fp8", scales.data_ptr(), 0)
         total = self._norm(custom, (input_, residual, weight), eps, result, timeout_s, addresses)
         return result, scales if scale is None else scale, total
+
+    def _all_reduce_add_rms_norm_nvfp4(
+        self,
+        input_: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        global_scale: torch.Tensor,
+        timeout_s: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        custom = self._fusing("all_reduce_add_rms_norm_nvfp4")
+        if custom is None or not len(input_):
+            normed, total = super()._all_reduce_add_rms_norm(input_, residual, weight, eps, timeout_s)
+            return *blocks_quantised(normed, global_scale), total
+        rows, hidden = input_.shape
+        result = torch.empty(rows, hidden // 2, dtype=torch.uint8, device=input_.device)
+        scales = torch.empty(rows, hidden // BLOCK, dtype=FP8, device=input_.device)
+        given = dense(global_scale)
+        addresses = Scales("nvfp4", given.data_ptr(), scales.data_ptr())
+        total = self._norm(custom, (input_, residual, weight), eps, result, timeout_s, addresses)
+        return result, scales, total
 
     def _norm(
         self,
@@ -65,11 +88,11 @@ class FusedCommunicator(NcclCommunicator):
         eps: float,
         result: torch.Tensor,
         timeout_s: float | None,
-        scales: tuple[int, int] | None = None,
+        scales: Scales | None = None,
     ) -> torch.Tensor:
         """Queue a norm into `result`; return the sum with the residual."""
         tensors, stream = [aligned(dense(each)) for each in inputs], self._current()
-        (rows, hidden), dtype = result.shape, tensors[0].dtype
+        (rows, hidden), dtype = tensors[0].shape, tensors[0].dtype
         is_fused = custom.can_fuse(rows, hidden, dtype, stream)
         if not is_fused:
             # The policy chooses how to sum; `add_rms_norm` is the second half of the fused kernel, with equal bits.

@@ -77,8 +77,11 @@ KERNEL_NAMES: Final = (
     "push_two_shot_add_rms_norm_fp8",
     "push_moe_finalize",
     "multimem_two_shot",
+    "push_add_rms_norm_nvfp4",
+    "push_two_shot_add_rms_norm_nvfp4",
     "add_rms_norm",
     "add_rms_norm_fp8",
+    "add_rms_norm_nvfp4",
     "moe_finalize",
 )
 """Every kernel. Its index is the number that it writes into an error record."""

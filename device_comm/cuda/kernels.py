@@ -41,6 +41,7 @@ FRAGMENTS: Final = (
     "all_reduce.cu",
     "add_rms_norm.cu",
     "add_rms_norm_fp8.cu",
+    "add_rms_norm_nvfp4.cu",
     "moe_finalize.cu",
     "multimem.cu",
 )
@@ -55,6 +56,7 @@ FAMILIES: Final[dict[str, tuple[str, ...]]] = {
     "norm_fp8": ("push_add_rms_norm_fp8", "push_two_shot_add_rms_norm_fp8", "add_rms_norm_fp8"),
     "finalize": ("push_moe_finalize", "moe_finalize"),
     "multimem": ("multimem_two_shot",),
+    "norm_nvfp4": ("push_add_rms_norm_nvfp4", "push_two_shot_add_rms_norm_nvfp4", "add_rms_norm_nvfp4"),
 }
 """Kernels that are compiled together. The index of a family, from 1, is its FAMILY_ number in the source."""
 OLDEST_ARCH: Final = 75

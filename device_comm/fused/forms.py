@@ -8,6 +8,7 @@ import torch
 
 from device_comm import checks, rms_norm
 from device_comm.fused.finalize import check_experts, finalized
+from device_comm.fused.fp4 import blocks_quantised, check_blocks
 from device_comm.fused.fp8 import check_scale, quantised_rows
 from device_comm.reduction import ReduceOperation
 
@@ -57,6 +58,43 @@ class FusedForms(ABC):
         checks.check_timeout(timeout_s)
         return self._all_reduce_add_rms_norm_fp8(input_, residual, weight, eps, scale, timeout_s)
 
+    def all_reduce_add_rms_norm_nvfp4(
+        self,
+        input_: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        global_scale: torch.Tensor,
+        *,
+        timeout_s: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `all_reduce_add_rms_norm`, with the normalised rows as 4-bit floats (e2m1) in blocks of 16.
+
+        A block of its result, rounded to the dtype, gets the scale s = e4m3fn(clamp(m / 6 * global_scale, ±448)), where
+        m is the largest size in the block, and the codes e2m1(y * (global_scale / s)), or zeros where s is 0. Every
+        operation is in float32; both formats round to nearest, ties to even, and beyond their largest number to that.
+        A NaN makes its block's scale 0x7F and its codes 7.
+
+        Args:
+            input_: [tokens, hidden] of float32, float16 or bfloat16; 16 divides `hidden`.
+            residual: Of the input's shape and dtype; equal on all ranks where the results shall be.
+            weight: [hidden], of the input's dtype.
+            eps: Added to the mean of the squares; at least 0.
+            global_scale: One element of float32 on the device, of any value, which is not read on the host: usually
+                448 * 6 divided by the largest size in the tensor.
+            timeout_s: Deadline in seconds.
+
+        Returns:
+            (packed, block_scales, `all_reduce(input_) + residual`): [tokens, hidden / 2] of uint8, with an even element
+            in the lower half of a byte and the next in the upper one; [tokens, hidden / 16] of float8_e4m3fn, one row
+            after the other (not in the order of tiles that matrix products read); and the sum, of the input's dtype.
+        """
+        name = "all_reduce_add_rms_norm_nvfp4"
+        rms_norm.check_arguments(input_, residual, weight, eps, self.device, name)
+        check_blocks(input_.shape[1], global_scale, self.device, name)
+        checks.check_timeout(timeout_s)
+        return self._all_reduce_add_rms_norm_nvfp4(input_, residual, weight, eps, global_scale, timeout_s)
+
     def moe_finalize_all_reduce(
         self,
         expert_out: torch.Tensor,
@@ -103,6 +141,18 @@ class FusedForms(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         normed, total = self._all_reduce_add_rms_norm(input_, residual, weight, eps, timeout_s)
         return *quantised_rows(normed, scale), total
+
+    def _all_reduce_add_rms_norm_nvfp4(
+        self,
+        input_: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        global_scale: torch.Tensor,
+        timeout_s: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        normed, total = self._all_reduce_add_rms_norm(input_, residual, weight, eps, timeout_s)
+        return *blocks_quantised(normed, global_scale), total
 
     def _moe_finalize_all_reduce(
         self,

@@ -13,7 +13,7 @@ import torch
 from device_comm import checks
 from shm_broadcast.errors import UsageError
 
-__all__ = ["FP8", "LARGEST", "SMALLEST_SCALE", "check_scale", "quantised_rows"]
+__all__ = ["FP8", "LARGEST", "SMALLEST_SCALE", "check_scale", "quantised_rows", "rounded_fp8"]
 
 FP8: Final = torch.float8_e4m3fn
 LARGEST: Final = 448.0
@@ -45,9 +45,13 @@ def quantised_rows(
         largest = wide.abs().amax(1, keepdim=True)
         # The divisor is a tensor on the device: for a Python number CUDA multiplies by the reciprocal instead.
         scale = (largest / largest.new_full((), LARGEST)).clamp(min=SMALLEST_SCALE)
-    ratio = wide / scale.detach().reshape(-1, 1)
-    bits = ratio.clamp(-LARGEST, LARGEST).to(FP8).view(torch.uint8)
-    return torch.where(ratio.isnan(), bits.new_full((), _NAN), bits).view(FP8), scale
+    return rounded_fp8(wide / scale.detach().reshape(-1, 1)), scale
+
+
+def rounded_fp8(values: torch.Tensor) -> torch.Tensor:
+    """Return e4m3fn(clamp(values, ±448)) of float32 values, in which each NaN is 0x7F."""
+    bits = values.clamp(-LARGEST, LARGEST).to(FP8).view(torch.uint8)
+    return torch.where(values.isnan(), bits.new_full((), _NAN), bits).view(FP8)
 
 
 def check_scale(scale: torch.Tensor | None, device: torch.device, name: str) -> None:

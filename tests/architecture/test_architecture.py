@@ -48,7 +48,7 @@ CONTRACT = {
     f"device_comm/{name}.py"
     for name in (
         *("base", "checks", "handles", "health", "movable", "outputs", "reduction", "rms_norm"),
-        *("fused/finalize", "fused/forms", "fused/fp8"),
+        *("fused/finalize", "fused/forms", "fused/fp4", "fused/fp8"),
     )
 }
 WORDS = {4: "Four", 5: "Five", 6: "Six"}

@@ -300,6 +300,12 @@ class QuantisesBeforeRounding(FakeCommunicator):
         return *quantised_rows(normed, scale), total
 
 
+class SwapsNibbles(FakeCommunicator):
+    def _all_reduce_add_rms_norm_nvfp4(self, *arguments: Any) -> Any:
+        packed, *others = super()._all_reduce_add_rms_norm_nvfp4(*arguments)
+        return packed >> 4 | packed << 4, *others
+
+
 class ForgetsTheSharedExpert(FakeCommunicator):
     def _moe_finalize_all_reduce(
         self, expert_out: Any, rows: Any, weights: Any, shared: Any, timeout_s: Any
@@ -396,6 +402,7 @@ WRONG_FAKES: dict[type[FakeCommunicator], set[str]] = {
     SumsIntoItsInput: {"all_reduce_into_output: input unchanged"},
     RefusesInPlace: {"reduce_scatterv_into_output: no error"},
     QuantisesBeforeRounding: {"all_reduce_add_rms_norm_fp8: value"},
+    SwapsNibbles: {"all_reduce_add_rms_norm_nvfp4: value"},
     ForgetsTheSharedExpert: {"moe_finalize_all_reduce: value"},
     AcceptsAnyScale: {"all_reduce_add_rms_norm_fp8: refusal"},
     AcceptsEverything: {"gather: refusal"},

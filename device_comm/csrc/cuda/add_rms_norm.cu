@@ -4,7 +4,7 @@
 // squares of the elements of vectors l, l + 1024, ... in order, and a tree adds the lanes. The order does not depend on
 // the grid, the cluster or the number of threads.
 
-#if HAS(FAMILY_NORM) || HAS(FAMILY_NORM_FP8)
+#if HAS(FAMILY_NORM) || HAS(FAMILY_NORM_FP8) || HAS(FAMILY_NORM_NVFP4)
 // The shared memory of a block. There are two sets of sums, used in turn: a block may still read one when another block of
 // its cluster fills the next. That block fills the first one again only after it has read this block's second sums, which
 // this block sends when all its threads have read the first.

@@ -3,9 +3,10 @@
 // DESIGN.md, "An output of 8-bit floats", defines each bit. The norm is rounded to the element type first, so that the
 // result is that of the norm and a quantisation after it.
 
-#if HAS(FAMILY_NORM_FP8)
+#if HAS(FAMILY_NORM_FP8) || HAS(FAMILY_NORM_NVFP4)
+#define SCALED_ARGUMENTS ROW_ARGUMENTS, EACH(const void*) given_scales, EACH(void*) row_scales
+
 constexpr float FP8_LARGEST = 448.0f;
-constexpr float FP8_SMALLEST_SCALE = 1.0f / (448.0f * 512.0f);
 constexpr u32 FP8_NAN = 0x7F;
 
 // Clamps to the largest finite number and rounds to nearest, ties to even; every NaN becomes 0x7F. The format has no
@@ -24,6 +25,11 @@ DEVICE u32 e4m3_of(float value) {
 // The larger of two sizes; NaN is larger than all numbers. Numbers without a sign have the order of their bits.
 DEVICE float larger_size(float a, float b) { return bits_of(a) < bits_of(b) ? b : a; }
 DEVICE float size_of(float value) { return float_of(bits_of(value) & 0x7FFFFFFFu); }
+
+#endif
+
+#if HAS(FAMILY_NORM_FP8)
+constexpr float FP8_SMALLEST_SCALE = 1.0f / (448.0f * 512.0f);
 
 // The largest lane of a group. All threads of a warp compute it.
 DEVICE float largest_of_group(const float* lanes) {
@@ -92,14 +98,13 @@ DEVICE void store_fp8_row(const Share& share, const Rows& t, u64 row, float squa
     }
 }
 
-#define FP8_ARGUMENTS ROW_ARGUMENTS, EACH(const void*) given_scales, EACH(void*) row_scales
 #define STORE_FP8_ROW                                                                                                  \
     const Fp8Output output = {static_cast<const float*>(OWN(given_scales)), static_cast<float*>(OWN(row_scales))};     \
     const auto store = [&](const Share& share, const Rows& t, u64 row, float squares, const Kept& kept,                \
                            NormShared& shared, u32& turn) { store_fp8_row(share, t, row, squares, kept, shared, turn, output); }
 
 // As the kernels of add_rms_norm.cu, but out has one byte for each element.
-KERNEL push_add_rms_norm_fp8(PARAMS, FP8_ARGUMENTS) {
+KERNEL push_add_rms_norm_fp8(PARAMS, SCALED_ARGUMENTS) {
     OWN_PARAMS;
     SHARED(NormShared, shared);
     ROWS;
@@ -108,7 +113,7 @@ KERNEL push_add_rms_norm_fp8(PARAMS, FP8_ARGUMENTS) {
 }
 
 // residual_out is not residual: it keeps the sums of this rank's own vectors before the residual is read.
-KERNEL push_two_shot_add_rms_norm_fp8(PARAMS, FP8_ARGUMENTS) {
+KERNEL push_two_shot_add_rms_norm_fp8(PARAMS, SCALED_ARGUMENTS) {
     OWN_PARAMS;
     SHARED(NormShared, shared);
     ROWS;
@@ -116,7 +121,7 @@ KERNEL push_two_shot_add_rms_norm_fp8(PARAMS, FP8_ARGUMENTS) {
     push_two_shot_norm(p, PUSH_TWO_SHOT_ADD_RMS_NORM_FP8, t, t.residual_out, shared, store);
 }
 
-KERNEL add_rms_norm_fp8(FP8_ARGUMENTS) {
+KERNEL add_rms_norm_fp8(SCALED_ARGUMENTS) {
     SHARED(NormShared, shared);
     ROWS;
     STORE_FP8_ROW;

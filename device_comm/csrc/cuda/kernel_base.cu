@@ -21,6 +21,7 @@
 #define FAMILY_NORM_FP8 6
 #define FAMILY_FINALIZE 7
 #define FAMILY_MULTIMEM 8
+#define FAMILY_NORM_NVFP4 9
 #ifdef FAMILY
 #define HAS(family) (FAMILY == (family))
 #else
@@ -65,7 +66,9 @@ enum Kernel : u32 {
     PUSH_ADD_RMS_NORM_FP8,
     PUSH_TWO_SHOT_ADD_RMS_NORM_FP8,
     PUSH_MOE_FINALIZE,
-    MULTIMEM_TWO_SHOT
+    MULTIMEM_TWO_SHOT,
+    PUSH_ADD_RMS_NORM_NVFP4,
+    PUSH_TWO_SHOT_ADD_RMS_NORM_NVFP4
 };
 
 struct Params {

@@ -6,7 +6,7 @@ import functools
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import torch
@@ -22,19 +22,34 @@ from device_comm.cuda.policy.shapes import norm_shape
 from device_comm.cuda.policy.table import PolicyTable
 from shm_broadcast.errors import CommError, UsageError
 
-__all__ = ["FUSED_FAMILIES", "MOST_ROUTES", "NAMES", "FusedCalls"]
+__all__ = ["FUSED_FAMILIES", "MOST_ROUTES", "NAMES", "FusedCalls", "Scales"]
 
 NAMES: Final = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 """The dtypes of the kernels, by the names of their modules."""
 MOST_ROUTES: Final = 4096
 """Bounds each cache of routes and plans. An engine uses a few dozen combinations of operation, dtype and size."""
-FUSED_FAMILIES: Final = ("norm", "norm_fp8", "finalize")
+FUSED_FAMILIES: Final = ("norm", "norm_fp8", "norm_nvfp4", "finalize")
 """The families of the kernels that are launched here."""
 
 # Of a block that sums experts without communication: one for each vector.
 _FINALIZE_THREADS: Final = 256
 _FLOAT_WORD: Final = struct.Struct("<fI")
 _WORD: Final = struct.Struct("<Q")
+
+
+class Scales(NamedTuple):
+    """The scales of a quantised norm, by their addresses.
+
+    Attributes:
+        output: The format, "fp8" or "nvfp4".
+        given: The float32 scale of the tensor; 0 with "fp8" if each row gets one.
+        made: What the call writes: with "fp8", unless a scale is given, a float32 for each row; with "nvfp4" an e4m3fn
+            for each 16 elements.
+    """
+
+    output: str
+    given: int
+    made: int
 
 
 class FusedCalls(ABC):
@@ -63,16 +78,16 @@ class FusedCalls(ABC):
 
     def can_fuse(self, rows: int, hidden: int, dtype: torch.dtype, stream: int) -> bool:
         """Return whether `all_reduce_add_rms_norm` carries a call, with any output; `choose_norm` says when."""
-        return self._norm_plan(rows, hidden, dtype, False, self._is_captured(stream)) is not None
+        return self._norm_plan(rows, hidden, dtype, "", self._is_captured(stream)) is not None
 
     def _plan_norm(
-        self, rows: int, hidden: int, dtype: torch.dtype, is_fp8: bool, in_graph: bool
+        self, rows: int, hidden: int, dtype: torch.dtype, output: str, in_graph: bool
     ) -> NormPlan | None:
         name = str(dtype).removeprefix("torch.")
         plan = choose_norm(
             self.facts, rows, hidden * dtype.itemsize, name, in_graph=in_graph, table=self.table
         )
-        return msgspec.structs.replace(plan, kernel=f"{plan.kernel}_fp8") if plan and is_fp8 else plan
+        return msgspec.structs.replace(plan, kernel=f"{plan.kernel}_{output}") if plan and output else plan
 
     def all_reduce_add_rms_norm(
         self,
@@ -82,7 +97,7 @@ class FusedCalls(ABC):
         eps: float,
         dtype: torch.dtype,
         stream: int,
-        scales: tuple[int, int] | None = None,
+        scales: Scales | None = None,
     ) -> bool:
         """Sum the ranks' inputs, add the residual and normalise each row, in one kernel.
 
@@ -96,16 +111,17 @@ class FusedCalls(ABC):
             eps: Added to the mean of the squares.
             dtype: The dtype of all five; with `scales` that of all but the output.
             stream: The stream to queue on.
-            scales: For an output of float8_e4m3fn, whose sum with the residual must not be the residual: the addresses
-                of the scale of the tensor, and of the scales of the rows, float32 both. The first is 0 if each row gets
-                a scale; otherwise nothing is written to the second.
+            scales: Those of a quantised output; the output of the sum must then not be the residual. With "nvfp4" a row
+                has a multiple of 16 elements.
         """
         words = self._words
         if words[0] or words[8]:
             raise self._failed("all_reduce_add_rms_norm")
         if stream != self._order.hot or self._capture_stream is not None:
             self._admit(stream, "all_reduce_add_rms_norm")
-        plan = self._norm_plan(rows, hidden, dtype, scales is not None, self._is_captured(stream))
+        plan = self._norm_plan(
+            rows, hidden, dtype, scales.output if scales else "", self._is_captured(stream)
+        )
         if plan is None:
             return False
         self._norm(plan, addresses, rows, hidden, eps, dtype, stream, scales)
@@ -119,7 +135,7 @@ class FusedCalls(ABC):
         eps: float,
         dtype: torch.dtype,
         stream: int,
-        scales: tuple[int, int] | None = None,
+        scales: Scales | None = None,
     ) -> None:
         """Add the residual and normalise each row, without communication: the second half of a call that is not fused.
 
@@ -129,7 +145,7 @@ class FusedCalls(ABC):
             raise self._failed("add_rms_norm")
         row_vectors = hidden * dtype.itemsize // VECTOR_BYTES
         grid, threads, cluster = norm_shape(self.facts.arch, self._all_blocks(), max(1, rows), row_vectors)
-        kernel = "add_rms_norm" if scales is None else "add_rms_norm_fp8"
+        kernel = "add_rms_norm" if scales is None else f"add_rms_norm_{scales.output}"
         plan = NormPlan(kernel=kernel, grid=grid, threads=threads, cluster=cluster)
         self._norm(plan, addresses, rows, hidden, eps, dtype, stream, scales)
 
@@ -146,7 +162,7 @@ class FusedCalls(ABC):
         eps: float,
         dtype: torch.dtype,
         stream: int,
-        scales: tuple[int, int] | None,
+        scales: Scales | None,
     ) -> None:
         input_, residual, weight, output, total = addresses
         if (input_ | residual | weight | output | total) & 15:
@@ -165,7 +181,7 @@ class FusedCalls(ABC):
             self._eps = eps
         words[at + 7] = self._eps_word
         if scales is not None:
-            words[at + 8], words[at + 9] = scales
+            words[at + 8], words[at + 9] = scales.given, scales.made
         try:
             self._launch(configuration, stream, launch.arguments)
         except CommError as error:

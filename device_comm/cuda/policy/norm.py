@@ -22,8 +22,8 @@ class NormPlan(msgspec.Struct, frozen=True, kw_only=True):
     """How a fused call is carried.
 
     Attributes:
-        kernel: "push_add_rms_norm" or "push_two_shot_add_rms_norm", either also with an output of 8 bits ("_fp8"), or
-            "push_moe_finalize".
+        kernel: "push_add_rms_norm" or "push_two_shot_add_rms_norm", either also with an output of 8 or 4 bits ("_fp8",
+            "_nvfp4"), or "push_moe_finalize".
         grid: Blocks of the launch, a multiple of `cluster`.
         threads: Threads of a block.
         cluster: Blocks of a cluster.

@@ -28,9 +28,11 @@ def step(group: GroupCoordinator, x: torch.Tensor, weight: torch.Tensor) -> list
     normed, residual = group.all_reduce_add_rms_norm(x, total, weight, 1e-5)
     by_row = group.all_reduce_add_rms_norm_fp8(x, total, weight, 1e-5)
     by_tensor = group.all_reduce_add_rms_norm_fp8(x, total, weight, 1e-5, weight[1:2], timeout_s=20)
+    pair, both = torch.cat([x, x], 1), torch.cat([weight, weight])
+    blocks = group.all_reduce_add_rms_norm_nvfp4(pair, pair, both, 1e-5, weight[:1])
     rows = torch.arange(4 * x.shape[0]).view(-1, 4).int() % 4 - 1
     return [
-        *(each.float() for each in (*by_row, *by_tensor)),
+        *(each.float() for each in (*by_row, *by_tensor, *blocks)),
         group.moe_finalize_all_reduce(x, rows, total[:, :4].contiguous()),
         group.moe_finalize_all_reduce(
             x, rows, total[:, :4].contiguous(), gathered[: x.shape[0]], timeout_s=20
@@ -209,6 +211,10 @@ def test_the_operations_pass_torchs_opcheck(world_size: int) -> None:
             (OPS.all_reduce_add_rms_norm, (x, x, torch.ones(8), 1e-6, name)),
             (OPS.all_reduce_add_rms_norm_fp8, (x, x, torch.ones(8), 1e-6, name)),
             (OPS.all_reduce_add_rms_norm_fp8, (x, x, torch.ones(8), 1e-6, name, torch.ones(1))),
+            (
+                OPS.all_reduce_add_rms_norm_nvfp4,
+                (x.view(2, 16), x.view(2, 16), torch.ones(16), 1e-6, name, torch.ones(1)),
+            ),
             (OPS.moe_finalize_all_reduce, (x, torch.zeros(3, 2).int(), torch.ones(3, 2), name)),
             (
                 OPS.moe_finalize_all_reduce,

@@ -155,6 +155,9 @@ def lost(group: GroupCoordinator) -> dict[str, Callable[[], Any]]:
         "coalesced": lambda: group.all_reduce_coalesced([plain, x]),
         "fused": lambda: group.all_reduce_add_rms_norm(plain, plain, weight, 1e-5),
         "fused fp8": lambda: group.all_reduce_add_rms_norm_fp8(plain, plain, weight, 1e-5),
+        "fused nvfp4": lambda: group.all_reduce_add_rms_norm_nvfp4(
+            torch.ones(2, 16), torch.ones(2, 16), torch.ones(16, requires_grad=True), 1e-5, torch.ones(1)
+        ),
         "finalize": lambda: group.moe_finalize_all_reduce(plain, torch.zeros(2, 1).int(), x[:2, :1]),
         "functional max": lambda: functional.all_reduce(x, "max", group),
         "functional list": lambda: functional.all_gather_tensor_coalesced([x], 0, group),
@@ -168,7 +171,7 @@ def lost(group: GroupCoordinator) -> dict[str, Callable[[], Any]]:
 # Of these, the calls that copy in a group of one too; the others return what they are given.
 COPIES = (
     *("all_reduce out", "scatter", "into tensor", "into list", "scatter tensor", "all_to_all_single"),
-    *("fused", "fused fp8", "finalize"),
+    *("fused", "fused fp8", "fused nvfp4", "finalize"),
 )
 
 

@@ -11,6 +11,7 @@ from coordinator.errors import CommError, CudaError, GroupBrokenError, UsageErro
 from coordinator.testing import check_device_communicator
 from device_comm.cuda.custom.all_reduce import CustomAllReduce
 from device_comm.fused.finalize import finalized
+from device_comm.fused.fp4 import blocks_quantised
 from device_comm.fused.fp8 import quantised_rows
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
 from device_comm.rms_norm import rms_norm
@@ -136,6 +137,15 @@ def norms(rank: int, world_size: int, directory: Path, native: str) -> list[bool
                 assert torch.equal(kept, total)
                 assert torch.equal(quantised.view(torch.uint8), wanted.view(torch.uint8))
                 assert scales is scale or torch.equal(scales, wanted_scales)
+            if hidden % 16 == 0:
+                unit = torch.tensor(99.0)
+                packed, blocks, kept = it.all_reduce_add_rms_norm_nvfp4(
+                    inputs[rank], residual, weight, 1e-6, unit
+                )
+                wanted, wanted_scales = blocks_quantised(got, unit)
+                assert torch.equal(kept, total)
+                assert torch.equal(packed, wanted)
+                assert torch.equal(blocks.view(torch.uint8), wanted_scales.view(torch.uint8))
             custom = it._custom
             assert isinstance(custom, CustomAllReduce)
             fused.append(custom.can_fuse(rows, hidden, torch.bfloat16, STREAM))

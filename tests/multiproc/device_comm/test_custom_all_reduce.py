@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from device_comm.cuda.custom.fused_calls import Scales
 from device_comm.cuda.policy.decision import Algorithm
 from device_comm.fused.finalize import finalized
 from device_comm.fused.fp8 import quantised_rows
@@ -115,7 +116,7 @@ def fuses_fp8(
     given.fill_(0.05)
     addresses = [*addresses[:3], out.data_ptr(), addresses[4]]
     for scale in (None, given[:1]):
-        pair = 0 if scale is None else scale.data_ptr(), scales.data_ptr()
+        pair = Scales("fp8", 0 if scale is None else scale.data_ptr(), scales.data_ptr())
         if is_fused:
             assert me.custom.all_reduce_add_rms_norm(addresses, rows, hidden, eps, dtype, 1, pair)
         else:

@@ -106,6 +106,9 @@ inline bool host_run_thread(const std::string& name, void** args) {
     GC_KERNEL(push_add_rms_norm_fp8);
     GC_KERNEL(push_two_shot_add_rms_norm_fp8);
     GC_KERNEL(add_rms_norm_fp8);
+    GC_KERNEL(push_add_rms_norm_nvfp4);
+    GC_KERNEL(push_two_shot_add_rms_norm_nvfp4);
+    GC_KERNEL(add_rms_norm_nvfp4);
     GC_KERNEL(push_moe_finalize);
     GC_KERNEL(moe_finalize);
     GC_KERNEL(multimem_two_shot);

@@ -177,19 +177,56 @@ bool quantised(const Rank& self, u32 number, const Bits* normed, u32 rows, u32 h
     return true;
 }
 
+u8 fp4_from(float value) {
+    constexpr double SIZES[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+    if (std::isnan(value)) return 7;
+    const double size = std::min(6.0, std::fabs(static_cast<double>(value)));
+    int best = 0;
+    for (int code = 1; code < 8; ++code) {
+        const double gain = std::fabs(SIZES[best] - size) - std::fabs(SIZES[code] - size);
+        if (gain > 0 || (gain == 0 && code % 2 == 0)) best = code;
+    }
+    return static_cast<u8>(best | (std::signbit(value) ? 8 : 0));
+}
+
+// Compares an output of 4 bits in blocks with the norm, quantised after it.
+bool quantised_blocks(const Rank& self, u32 number, const Bits* normed, u64 count, float unit, const u8* scales) {
+    const u8* found = reinterpret_cast<const u8*>(self.out);
+    for (u64 block = 0; block < count / 16; ++block) {
+        float values[16], largest = 0;
+        for (u32 e = 0; e < 16; ++e) {
+            values[e] = static_cast<float>(value_of(normed[block * 16 + e]));
+            largest = std::isnan(values[e]) || std::isnan(largest) ? NAN : std::max(largest, std::fabs(values[e]));
+        }
+        const u8 scale = fp8_from(largest / 6.0f * unit);
+        if (scales[block] != scale) {
+            return complain("block scale", self.params.rank, number, count, block, scales[block], scale);
+        }
+        const double size = scale & 0x78 ? std::ldexp(8 + (scale & 7), (scale >> 3) - 10) : std::ldexp(scale, -9);
+        const float divisor = scale == 0x7F ? NAN : static_cast<float>(size);
+        const float factor = scale == 0 ? 0.0f : unit / divisor;
+        for (u32 e = 0; e < 16; ++e) {
+            const u8 code = found[block * 8 + e / 2] >> e % 2 * 4 & 15, wanted = fp4_from(values[e] * factor);
+            if (code != wanted) return complain("nvfp4", self.params.rank, number, count, block * 16 + e, code, wanted);
+        }
+    }
+    return true;
+}
+
 // Compares the fused norm with the same steps one by one, each rounded as the contract says.
 bool norm(Rank& self, u32 number, u32 grid, u32 block, std::string kernel) {
     const u32 choice = mixed(number + 4);
     if (kernel.empty()) {
         kernel = choice % 2 ? "push_add_rms_norm" : "push_two_shot_add_rms_norm";
-        if (choice / 2 % 2) kernel += "_fp8";
+        if (choice / 2 % 2) kernel += choice / 8 % 2 ? "_nvfp4" : "_fp8";
     }
-    const bool is_fp8 = kernel.ends_with("_fp8");
+    const bool is_fp8 = kernel.ends_with("_fp8"), is_fp4 = kernel.ends_with("_nvfp4");
     if (number % 8) number |= FINITE;
     const u32 cluster = 1u << mixed(number + 2) % 3;
     // Every rank owns some vectors of a row.
     const bool is_wide = mixed(number + 3) % 16 == 0;
     u32 hidden = ((is_wide ? 257 : WORLD_SIZE) + mixed(number) % 20) * ELEMENTS;
+    if (is_fp4) hidden = (hidden + 15) / 16 * 16;
     u32 rows = is_wide ? 1 : 1 + mixed(number + 1) % 3;
     const u64 count = rows * hidden;
     float eps = 1e-5f;
@@ -198,15 +235,15 @@ bool norm(Rank& self, u32 number, u32 grid, u32 block, std::string kernel) {
         self.residual[i] = element(number + 77, 9, i);
         self.weight[i] = element(number + 78, 9, i);
     }
-    // out may be in, and residual_out may be residual, unless the output has 8 bits.
-    Bits* const out_bits = number & 4 && !is_fp8 ? self.in : self.out;
-    Bits* const residual_bits = number & 2 && !is_fp8 ? self.residual : self.residual_out;
+    // out may be in, and residual_out may be residual, unless the output is quantised.
+    Bits* const out_bits = number & 4 && !is_fp8 && !is_fp4 ? self.in : self.out;
+    Bits* const residual_bits = number & 2 && !is_fp8 && !is_fp4 ? self.residual : self.residual_out;
     Bits added[MOST_ELEMENTS];
     std::memcpy(added, self.residual, sizeof added);
     const void *in = self.in, *residual = self.residual, *weight = self.weight;
     void *out = out_bits, *residual_out = residual_bits;
-    float tensor_scale = 0.01f, row_scales[4] = {};
-    const void* given = choice / 4 % 2 ? &tensor_scale : nullptr;
+    float tensor_scale = is_fp4 ? 77.0f : 0.01f, row_scales[MOST_ELEMENTS / 64] = {};
+    const void* given = is_fp4 || choice / 4 % 2 ? &tensor_scale : nullptr;
     void* scales = row_scales;
     void* args[] = {&self.params, &in, &residual, &weight, &out, &residual_out, &rows, &hidden, &eps, &given, &scales};
     host_launch(kernel.c_str(), grid * cluster, block, 1, args, cluster);
@@ -221,9 +258,12 @@ bool norm(Rank& self, u32 number, u32 grid, u32 block, std::string kernel) {
         const float mean = square_sum(sums + i / hidden * hidden, hidden) / static_cast<float>(hidden);
         const float scaled = static_cast<float>(value_of(sums[i])) * (1.0f / std::sqrt(mean + eps));
         normed[i] = bits_from(scaled * static_cast<float>(value_of(self.weight[i % hidden])));
-        if (!is_fp8 && out_bits[i] != normed[i]) {
+        if (!is_fp8 && !is_fp4 && out_bits[i] != normed[i]) {
             return complain(kernel.c_str(), self.params.rank, number, count, i, out_bits[i], normed[i]);
         }
+    }
+    if (is_fp4) {
+        return quantised_blocks(self, number, normed, count, tensor_scale, reinterpret_cast<const u8*>(row_scales));
     }
     return !is_fp8 || quantised(self, number, normed, rows, hidden, static_cast<const float*>(given), row_scales);
 }

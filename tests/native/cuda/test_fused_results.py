@@ -9,6 +9,7 @@ import torch
 
 from device_comm.cuda import kernel_layout
 from device_comm.fused.finalize import finalized
+from device_comm.fused.fp4 import blocks_quantised
 from device_comm.fused.fp8 import SMALLEST_SCALE, quantised_rows
 from device_comm.rms_norm import add_rms_norm
 from tests.native.cuda.host_build import HostKernels, build_host_library, shared_folder
@@ -132,6 +133,84 @@ def test_special_rows_quantise_as_in_torch(alone: Group, cluster: int) -> None:
     assert dynamic.scales[1:3].tolist() == [[torch.tensor(SMALLEST_SCALE).item()]] * 2
     assert dynamic.scales[3].isnan().all()
     assert dynamic.quantised[3].view(torch.uint8).eq(0x7F).all()
+
+
+class BlockNorm(Norm):
+    """The same with 4-bit output in blocks."""
+
+    def __init__(
+        self,
+        group: Group,
+        reduced: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        eps: float = EPS,
+    ) -> None:
+        super().__init__(group, reduced, residual, weight, scale, eps)
+        normed, _ = add_rms_norm(reduced, residual, weight, eps)
+        self.quantised, self.scales = blocks_quantised(normed, scale)
+
+    def check(self, kernel: str, x: torch.Tensor, rank: int = 0, cluster: int = 1) -> None:
+        """Run a kernel as one rank and compare every bit; bytes behind the results must not change."""
+        group = self.group
+        out, scales = (
+            torch.full((each.numel() + 8,), 0xAB, dtype=torch.uint8) for each in (self.quantised, self.scales)
+        )
+        total = empty(tuple(x.shape), group.dtype)
+        arguments: list[object] = [address(each) for each in (x, self.residual, self.weight, out, total)]
+        sizes = ctypes.c_uint32(self.rows), ctypes.c_uint32(self.hidden), ctypes.c_float(self.eps)
+        arguments += [*sizes, address(self.scale), address(scales)]
+        if kernel.startswith("push"):
+            arguments.insert(0, group.params[rank])
+        group.kernels.launch(kernel, 2 * cluster, 2, arguments, cluster)
+        assert torch.equal(raw(total), canonical(self.total)), kernel
+        assert torch.equal(scales[:-8], self.scales.view(torch.uint8).flatten()), kernel
+        assert torch.equal(out[:-8], self.quantised.flatten()), kernel
+        assert set(scales[-8:].tolist() + out[-8:].tolist()) == {0xAB}
+
+
+@pytest.mark.guarantee("D17")
+@pytest.mark.parametrize("cluster", [1, 2, 4])
+@pytest.mark.parametrize(("rows", "hidden"), [(1, 64), (5, 144), (2, 2560), (1, 8192)])
+def test_the_norm_in_4_bits_has_the_bits_of_its_parts(
+    group: Group, rows: int, hidden: int, cluster: int
+) -> None:
+    """Both fused kernels, and the norm alone after an all-reduce, equal the norm and a quantisation after it."""
+    if group.layout.arena_bytes < rows * hidden * group.dtype.itemsize * group.world_size:
+        rows, hidden = 1, hidden // 2
+    assert kernel_layout.norm_arena(rows, hidden * group.dtype.itemsize // 16, group.world_size) <= (
+        group.layout.arena_bytes
+    )
+    made = torch.Generator().manual_seed(hidden + rows)
+    inputs = [torch.randn(rows, hidden, generator=made).to(group.dtype) for _ in range(group.world_size)]
+    residual = torch.randn(rows, hidden, generator=made).to(group.dtype)
+    weight = torch.randn(hidden, generator=made).to(group.dtype)
+    reduced = sum_in_rank_order(inputs)
+    norm = BlockNorm(group, reduced, residual, weight, torch.tensor([300.0]))
+    for kernel in ("push_add_rms_norm_nvfp4", "push_two_shot_add_rms_norm_nvfp4"):
+        group.on_all(lambda rank, kernel=kernel: norm.check(kernel, inputs[rank], rank, cluster))  # type: ignore[misc]
+    norm.check("add_rms_norm_nvfp4", reduced, cluster=cluster)
+
+
+def test_special_blocks_quantise_as_in_torch(alone: Group) -> None:
+    """Blocks with NaN, infinities, zeros alone, the smallest numbers and any bits match, under scales of any value."""
+    hidden, dtype = 2064, alone.dtype
+    rows = random_words((6, hidden), dtype, 4)
+    ordinary = torch.randn(6, hidden, generator=torch.Generator().manual_seed(1)).to(dtype)
+    rows[1:] = ordinary[1:]
+    rows[1, :64] = 0.0
+    rows[2, 64:96] = -0.0
+    rows[3, 7] = torch.nan
+    rows[4, hidden - 1] = -torch.inf
+    rows[5] = torch.finfo(dtype).tiny
+    # Multiples of a quarter meet every middle between two numbers.
+    weight = (torch.randint(-26, 27, (hidden,), generator=torch.Generator().manual_seed(2)) / 4).to(dtype)
+    nothing = torch.zeros_like(rows)
+    for scale in (1.0, 448.0, 1e4, 1e-30, 0.0, torch.inf, torch.nan, -3.0):
+        BlockNorm(alone, rows, nothing, weight, torch.tensor(scale)).check(
+            "add_rms_norm_nvfp4", rows, cluster=2
+        )
 
 
 def every_value(dtype: torch.dtype) -> torch.Tensor:

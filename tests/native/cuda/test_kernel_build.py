@@ -40,6 +40,8 @@ PUSH = {
     "push_add_rms_norm_fp8": "norm_fp8",
     "push_two_shot_add_rms_norm_fp8": "norm_fp8",
     "push_moe_finalize": "finalize",
+    "push_add_rms_norm_nvfp4": "norm_nvfp4",
+    "push_two_shot_add_rms_norm_nvfp4": "norm_nvfp4",
 }
 
 
@@ -116,7 +118,7 @@ def test_push_has_one_fence_and_whole_vectors(kernel: str) -> None:
         # A vector goes to its owner; its sum goes to all, each of which waits for one owner.
         "push_two_shot_add_rms_norm": (1 + peers, ranks + 1),
         "push_moe_finalize": (peers, ranks),
-    }[kernel.removesuffix("_fp8")]
+    }[kernel.removesuffix("_fp8").removesuffix("_nvfp4")]
     # The compiler may take the first poll of a loop out of it.
     assert count["LDG.E.128.STRONG.SYS"] in (awaited, awaited + 1)
     assert count["STG.E.128.STRONG.SYS"] == awaited + pushes

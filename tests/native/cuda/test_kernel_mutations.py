@@ -38,6 +38,8 @@ ONLY = {
     "fp8_largest_of_own_block": "push_two_shot_add_rms_norm_fp8",
     "fp8_of_the_norm_before_rounding": "push_add_rms_norm_fp8",
     "fp8_row_scale_not_stored": "push_two_shot_add_rms_norm_fp8",
+    "nvfp4_by_the_scale_before_rounding": "push_add_rms_norm_nvfp4",
+    "nvfp4_pairs_swapped": "push_two_shot_add_rms_norm_nvfp4",
     "finalize_own_sum_not_kept": "push_moe_finalize",
     "finalize_adds_missing_experts": "push_moe_finalize",
     "finalize_in_reverse_order": "push_moe_finalize",

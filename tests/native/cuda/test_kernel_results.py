@@ -351,8 +351,8 @@ def call(group: Group, rank: int, kernel: str) -> None:
     if "add_rms_norm" in kernel:
         rest: list[object] = [second, second, result, result]
         rest += [ctypes.c_uint32(1), ctypes.c_uint32(64), ctypes.c_float(1.0)]
-        # The scales of an output of 8 bits.
-        rest += [second, result] if kernel.endswith("_fp8") else []
+        # The scales of an output of 8 or 4 bits.
+        rest += [second, result] if kernel.endswith(("fp8", "fp4")) else []
     elif kernel == "push_moe_finalize":
         rest = [second, second, second, result, *map(ctypes.c_uint32, (1, 64, 1, 1))]
     else:

@@ -247,10 +247,11 @@ def test_the_kernels_are_what_the_model_takes_them_for() -> None:
         (clear,) = re.findall(r"(\w+)\(first \+ r \* stride, idle\)", text)
         assert (operation_of(base, poll), operation_of(base, clear)) == (BUILT.poll, BUILT.clear)
     every = source + "".join(
-        (CUDA / f"{name}.cu").read_text() for name in ("add_rms_norm", "add_rms_norm_fp8", "moe_finalize")
+        (CUDA / f"{name}.cu").read_text()
+        for name in ("add_rms_norm", "add_rms_norm_fp8", "add_rms_norm_nvfp4", "moe_finalize")
     )
     kernels = re.findall(r"^KERNEL (push_\w+)\(", every, re.MULTILINE)
-    assert len(kernels) == 9
+    assert len(kernels) == 11
     for kernel in kernels:
         text = body_of(every, kernel)
         # The norms with either output share their bodies.

@@ -11,6 +11,7 @@ import torch
 from coordinator import rms_norm
 from coordinator.testing import FakeGroupCoordinator
 from device_comm.fused.finalize import finalized
+from device_comm.fused.fp4 import blocks_quantised
 from device_comm.fused.fp8 import SMALLEST_SCALE, quantised_rows
 
 np = pytest.importorskip("numpy")
@@ -70,6 +71,48 @@ def test_each_row_gets_the_scale_of_its_largest_element() -> None:
     assert (found[4].float() == 0).sum() == 49
 
 
+FOURS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def slow_fp4(value: float) -> int:
+    """Return the code of the nearest number, of two that is even."""
+    if math.isnan(value):
+        return 7
+    size = min(abs(value), 6.0)
+    nearest = min(range(8), key=lambda code: (abs(FOURS[code] - size), code % 2))
+    return nearest | (8 if math.copysign(1.0, value) < 0 else 0)
+
+
+def test_blocks_of_sixteen_share_a_scale() -> None:
+    """Scales and codes are those of a plain loop: with middles between two numbers, NaN, infinities and tiny blocks."""
+    made = torch.Generator().manual_seed(1)
+    rows = torch.randn(8, 64, generator=made)
+    # Quarters meet every middle: a block whose largest size is 6 has the factor 1 under this scale.
+    rows[1] = torch.randint(-24, 25, (64,), generator=made) / 4
+    rows[1, ::16] = 6.0
+    rows[2, :16] = 0.0
+    rows[2, 16:32] = -0.0
+    rows[3, 5] = math.nan
+    rows[4, 6] = -math.inf
+    rows[5] *= 1e-9
+    rows[6] *= 1e9
+    for unit in (1.0, 448.0, 0.37):
+        packed, scales = blocks_quantised(rows, torch.tensor([unit]))
+        assert (packed.shape, packed.dtype) == ((8, 32), torch.uint8)
+        assert (scales.shape, scales.dtype) == ((8, 4), torch.float8_e4m3fn)
+        codes = torch.stack([packed & 15, packed >> 4], 2).view(8, 4, 16).tolist()
+        for row, line in enumerate(rows.view(8, 4, 16).numpy()):
+            for block, values in enumerate(line):
+                largest = np.abs(values).max()
+                scale = slow_fp8(float(largest / np.float32(6) * np.float32(unit)))
+                assert scales.view(torch.uint8)[row, block].item() == scale
+                divisor = np.float32(math.nan if scale == 0x7F else NUMBERS[scale])
+                with np.errstate(invalid="ignore"):
+                    factor = np.float32(unit) / divisor if divisor != 0 else np.float32(0)
+                    assert codes[row][block] == [slow_fp4(float(each)) for each in values * factor]
+    assert scales.view(torch.uint8)[3].tolist()[0] == 0x7F
+
+
 def slow_finalize(
     outputs: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None
 ) -> list[list[float]]:
@@ -126,6 +169,13 @@ def test_results_are_new_also_in_a_group_of_one(size: int) -> None:
         assert torch.equal(total, x.detach() * size + residual)
         empty = group.all_reduce_add_rms_norm_fp8(x[:0], residual[:0], w, 1e-6)
         assert [tuple(each.shape) for each in empty] == [(0, 48), (0, 1), (0, 48)]
+        packed, scales, kept = group.all_reduce_add_rms_norm_nvfp4(x, residual, w, 1e-6, scale)
+        blocks = blocks_quantised(rms_norm(total, w, 1e-6), scale)
+        assert torch.equal(kept, total)
+        assert torch.equal(packed, blocks[0])
+        assert torch.equal(scales.view(torch.uint8), blocks[1].view(torch.uint8))
+        empty = group.all_reduce_add_rms_norm_nvfp4(x[:0], residual[:0], w, 1e-6, scale)
+        assert [tuple(each.shape) for each in empty] == [(0, 24), (0, 3), (0, 48)]
         rows = torch.arange(4, dtype=torch.int32).view(4, 1)
         summed = group.moe_finalize_all_reduce(x, rows, torch.ones(4, 1))
         assert torch.equal(summed, x.detach() * size)

@@ -18,7 +18,7 @@ import torch
 
 from coordinator import gradients
 from device_comm import checks
-from device_comm.async_calls import CallHandle, CallLine
+from device_comm.async_calls import Aside, CallHandle, CallLine
 from device_comm.health import GroupHealth
 from shm_broadcast.errors import ClosedError, UsageError
 from shm_broadcast.timeouts import AnyTimeout, seconds
@@ -60,6 +60,7 @@ class Calls:
         *,
         is_alone: bool = False,
         is_collecting: Callable[[], bool] = bool,
+        aside: Aside | None = None,
     ) -> None:
         """Admit calls at once; start no thread yet.
 
@@ -68,11 +69,12 @@ class Calls:
             device: The device of the group's tensors.
             is_alone: Whether there is no other rank to wait for. Asynchronous calls are then made at once.
             is_collecting: Returns whether the device communicator queues calls later; by default it never does.
+            aside: Where an accelerator carries out asynchronous calls; by default on its current stream.
         """
         self._health = health
         self._device = device
         self._is_collecting = is_collecting
-        self._line = CallLine(health, device, is_alone=is_alone)
+        self._line = CallLine(health, device, is_alone=is_alone, aside=aside)
         # Every call checks it, which takes 20 ns while it is empty.
         self._open = self._line.open
 
@@ -215,7 +217,7 @@ class Calls:
                 checks.check_tensor(tensor, self._device, name)
             gradients.refuse_lost_gradient(name, args, len(self._health.ranks))
         make = partial(self._make, name, target, args, timeout_s, plane)
-        # On an accelerator the call only queues work on this thread's current stream, so it does not block.
+        # On an accelerator the call only queues work, so it does not block.
         return self._line.submit(name, make, at_once=not on_host and self._device.type != "cpu")
 
 

@@ -259,6 +259,7 @@ class GroupCoordinator(ScalarCollectives, PointToPoint):
             parts.device,
             is_alone=self.world_size == 1 or parts.is_fake,
             is_collecting=lambda: communicator.is_collecting,
+            aside=communicator.aside,
         )
         self._routing = TokenRouting(parts.communicator, parts.host)
         self._process_group: dist.ProcessGroup | None = None

@@ -6,11 +6,12 @@ waits. It is the same code, so bits, deadlines and errors are those of the block
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
@@ -38,6 +39,56 @@ class Mark(Protocol):
     def is_reached(self) -> bool:
         """Return whether the work is complete. Not allowed while a stream is being captured."""
 
+    def behind(self) -> AbstractContextManager[object]:
+        """Within the context the current stream is one that is ordered behind the work."""
+
+
+class Aside(Protocol):
+    """Where an accelerator carries out asynchronous calls."""
+
+    def entered(self, call: object) -> AbstractContextManager[object]:
+        """Within the context, work that is queued on the current stream is the call's.
+
+        `call` is the function that makes it, a `partial` of which the arguments hold all tensors that it uses.
+        """
+
+    def mark(self, result: object) -> Mark:
+        """Return a mark behind the call, from within the context; `result` is what the call returns."""
+
+
+def tensors_of(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors that have the memory of a value, of a list, tuple or dataclass of values, or of a `partial`."""
+    if isinstance(value, torch.Tensor):
+        # The accessors without an underscore are for coalesced tensors only.
+        parts = (value._indices(), value._values()) if value.is_sparse else (value,)  # noqa: SLF001 - torch's names
+        yield from parts
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_of(each)
+    elif isinstance(value, partial):
+        yield from tensors_of([value.func, *value.args, *value.keywords.values()])
+    elif dataclasses.is_dataclass(value):
+        # A reduction may hold a factor.
+        yield from tensors_of([getattr(value, field.name) for field in dataclasses.fields(value)])
+
+
+class OnCurrentStream:
+    """An accelerator's current stream, on which calls are queued at once; see `Aside`."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Serve `device`."""
+        self._device = device
+
+    def entered(self, call: object) -> AbstractContextManager[None]:
+        """Change nothing."""
+        del call
+        return nullcontext()
+
+    def mark(self, result: object) -> Mark:
+        """Record an event on the current stream."""
+        del result
+        return StreamMark(self._device)
+
 
 class StreamMark:
     """A mark on the current stream of a device; see `Mark`."""
@@ -57,13 +108,19 @@ class StreamMark:
         """Query the event."""
         return bool(self._event.query())
 
+    def behind(self) -> AbstractContextManager[None]:
+        """Make the caller's current stream wait."""
+        self.wait()
+        return nullcontext()
+
 
 class CallHandle(Generic[Result]):
     """A collective in progress; owns the memory that it reads and writes.
 
     Any thread may wait for it, more than once. A handle that is dropped does not end the call: the group keeps it.
-    On an accelerator the call queues work on the stream that is current when it is made. To wait for it orders the
-    stream that is current then behind that work, and does not block for it.
+    On an accelerator the call queues work behind the stream that is current when it is made, on CUDA on a stream of the
+    group, beside what is queued on the current one afterwards. To wait for it orders the stream that is current then
+    behind that work, and does not block for it. The handle of a captured call is waited for within the capture.
     """
 
     def __init__(
@@ -176,19 +233,22 @@ class CallHandle(Generic[Result]):
             self._resolve(future)
         return future
 
-    def perform(self, mark: Callable[[], Mark] | None = None) -> BaseException | None:
+    def perform(self, aside: Aside | None = None) -> BaseException | None:
         """Make the call; return the exception that interrupted it, if any. Waiters see the end after `finish`.
 
-        `mark` marks what the call has queued on an accelerator.
+        `aside` is where an accelerator carries it out.
         """
         call, self._call = self._call, None
         try:
             self._health.check_usable(self._name)
             if call is not None:
                 with torch.inference_mode(self._inference):
-                    self._value = call()
-                if mark is not None:
-                    self._mark = mark()
+                    if aside is None:
+                        self._value = call()
+                    else:
+                        with aside.entered(call):
+                            self._value = call()
+                            self._mark = aside.mark(self._value)
         except Exception as error:  # noqa: BLE001 - `wait` raises it
             self._error = error
             if self._health.is_closed and not isinstance(error, CommError):
@@ -213,20 +273,23 @@ class CallHandle(Generic[Result]):
 
     def _resolve(self, future: torch.futures.Future[Result]) -> None:
         error: Exception | None = self._error
-        if error is None and self._mark is not None:
+        with ExitStack() as streams:
+            if error is None and self._mark is not None:
+                try:
+                    # The future records the streams that are current here.
+                    streams.enter_context(self._mark.behind())
+                except Exception as refusal:  # noqa: BLE001 - the future raises it
+                    error = refusal
             try:
-                # The future records the streams that are current here.
-                self._mark.wait()
-            except Exception as refusal:  # noqa: BLE001 - the future raises it
-                error = refusal
-        try:
-            if error is not None:
-                future.set_exception(error)  # type: ignore[arg-type] # its stub says the type of a result
-            else:
-                future.set_result(self._value)
-        except RuntimeError as completed:
-            # The application has completed the future itself. The other calls of the group must continue.
-            logger.warning("%s: the application had completed its future already: %s", self._name, completed)
+                if error is not None:
+                    future.set_exception(error)  # type: ignore[arg-type] # its stub says the type of a result
+                else:
+                    future.set_result(self._value)
+            except RuntimeError as completed:
+                # The application has completed the future itself. The other calls of the group must continue.
+                logger.warning(
+                    "%s: the application had completed its future already: %s", self._name, completed
+                )
 
     def _outcome(self) -> Result:
         if self._error is not None:
@@ -252,7 +315,7 @@ class CallLine:
         device: torch.device,
         *,
         is_alone: bool = False,
-        mark: Callable[[], Mark] | None = None,
+        aside: Aside | None = None,
     ) -> None:
         """Start no thread yet.
 
@@ -260,11 +323,13 @@ class CallLine:
             health: The group's shared state.
             device: The device of the group's tensors.
             is_alone: Whether this is a group of one: `submit` then makes every call itself.
-            mark: Marks what the calling thread has queued on the device; by default an event of an accelerator.
+            aside: Where an accelerator carries out calls; by default on its current stream.
         """
         self._health = health
         self._device = device
-        self._mark = mark or (None if device.type == "cpu" else partial(StreamMark, device))
+        current = None if device.type == "cpu" else OnCurrentStream(device)
+        # A group of one has no work that could run beside the caller's.
+        self._aside: Aside | None = current if is_alone else aside or current
         self._is_alone = is_alone
         self.open: deque[CallHandle[Any]] = deque()
         self._inbox: SimpleQueue[CallHandle[Any] | None] = SimpleQueue()
@@ -285,7 +350,7 @@ class CallLine:
         if at_once or self._is_alone:
             self.settle(name)
             self._health.check_usable(name)
-            interruption = handle.perform(self._mark if at_once else None)
+            interruption = handle.perform(self._aside if at_once else None)
             handle.finish()
             if interruption is not None:
                 raise interruption

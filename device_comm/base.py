@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from device_comm import checks, rms_norm
+from device_comm.async_calls import Aside
 from device_comm.fused.forms import FusedForms
 from device_comm.handles import Handle
 from device_comm.health import GroupHealth
@@ -98,6 +99,8 @@ class DeviceCommunicator(OutputForms, FusedForms):
     """
 
     algorithm: ClassVar[str] = "unnamed"
+    # Where an accelerator carries out asynchronous calls; None: on its current stream.
+    aside: Aside | None = None
 
     def __init__(self, context: CommunicatorContext) -> None:
         """Bind the communicator to a group. Not collective unless an implementation says so."""

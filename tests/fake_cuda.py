@@ -19,12 +19,14 @@ twice, memory is exported that cannot be exported, a call is made that capture f
 destroyed, or a resource is never released.
 """
 
+from __future__ import annotations
+
 import ctypes
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,7 +35,9 @@ from tests.fake_device import (
     CAPTURE_IMPLICIT,
     CAPTURE_INVALIDATED,
     CAPTURE_ISOLATION,
+    CAPTURE_UNJOINED,
     CAPTURE_UNSUPPORTED,
+    CAPTURED_EVENT,
     INVALID_HANDLE,
     INVALID_VALUE,
     LAUNCH_FAILED,
@@ -50,6 +54,8 @@ __all__ = [
     "FakeDriver",
     "FakeFaults",
     "FakeGraph",
+    "StreamPoint",
+    "Work",
     "fake_cubin",
     "fake_devices",
     "violations",
@@ -70,14 +76,37 @@ class FakeGraph:
         is_invalid: Whether something has made the capture invalid.
         steps: The recorded calls.
         launches: Names of the recorded kernels.
+        before: What precedes later work on each stream of the capture; see `FakeDriver.queue`.
     """
 
     def __init__(self, number: int = 0, *, is_blocking: bool = False) -> None:
         self.number = number
         self.is_blocking = is_blocking
         self.is_invalid = False
+        self.before: dict[int, int] = {}
+        self.works = 0
         self.steps: list[Callable[[], None]] = []
         self.launches: list[str] = []
+
+
+class Work(NamedTuple):
+    """One piece of work that was queued: its name, its stream, and 1 << number for all work before it."""
+
+    name: str
+    stream: int
+    before: int
+
+    def follows(self, number: int) -> bool:
+        """Return whether this begins only when the work with this number is done."""
+        return bool(self.before >> number & 1)
+
+
+class StreamPoint(NamedTuple):
+    """A place in the order of a stream, in a capture or not, and 1 << number for all work before it."""
+
+    stream: int
+    graph: FakeGraph | None
+    before: int
 
 
 def fake_cubin(library: Path | str) -> bytes:
@@ -129,7 +158,12 @@ class FakeDriver(FakeMulticast):
         self._streams: set[int] = set()
         self._destroyed: set[int] = set()
         self._events: set[int] = set()
-        self._recorded: dict[int, tuple[int, FakeGraph | None]] = {}
+        self._recorded: dict[int, StreamPoint] = {}
+        # What precedes later work on each stream, and each piece of work that was queued; see `queue`.
+        self._before: dict[int, int] = {}
+        self.works: list[Work] = []
+        # Work that the device has not done yet, as the test says: 1 << number for each.
+        self.unfinished = 0
         # Pairs of streams of which the second waits for what was queued on the first.
         self.orders: list[tuple[int, int]] = []
         # The configurations of all launches, in order.
@@ -153,6 +187,50 @@ class FakeDriver(FakeMulticast):
             return torch.empty(dims, dtype=dtype)
         return torch.frombuffer(buffer, dtype=dtype, count=count, offset=padding_bytes).view(dims)
 
+    def queue(self, stream: int, name: str) -> int:
+        """Note that work is queued on `stream`; return its number. Kernels note theirs.
+
+        Every call completes before it returns, so a missing wait between streams does not show in results. Each piece
+        of work knows instead which others streams and events put in front of it.
+        """
+        number = len(self.works)
+        before = self.point(stream).before
+        self.works.append(Work(name, stream, before))
+        self._extend(stream, 1 << number)
+        graph = self._capturing.get(stream)
+        if graph is not None:
+            graph.works |= 1 << number
+        return number
+
+    def point(self, stream: int) -> StreamPoint:
+        """Return the place behind all work that is queued on `stream` by now."""
+        graph: FakeGraph | None = self._capturing.get(stream)
+        known = self._before if graph is None else graph.before
+        return StreamPoint(stream, graph, known.get(stream, 0))
+
+    def wait_for(self, stream: int, point: StreamPoint) -> None:
+        """Put `point` in front of later work on `stream`."""
+        own = self._capturing.get(stream)
+        if point.graph is not own and (own is not None or point.graph is None):
+            raise self._error("stream_wait_event", CAPTURE_ISOLATION)
+        if point.graph is not None and point.graph not in self._capturing.values():
+            raise self._error("stream_wait_event", CAPTURED_EVENT)
+        if point.graph is not None:
+            self._capturing[stream] = point.graph
+        self._extend(stream, point.before)
+        self.orders.append((point.stream, stream))
+
+    def _extend(self, stream: int, before: int) -> None:
+        graph = self._capturing.get(stream)
+        known = self._before if graph is None else graph.before
+        known[stream] = known.get(stream, 0) | before
+
+    def is_done(self, point: StreamPoint) -> bool:
+        """Return whether the device has done all work before `point`."""
+        if point.graph is not None:
+            raise self._error("event_query", CAPTURED_EVENT)
+        return not point.before & self.unfinished
+
     def begin_capture(self, stream: int, *, is_blocking: bool = False) -> None:
         """Record the calls on `stream` from now on instead of running them."""
         if stream in self._capturing or stream in _LEGACY:
@@ -165,11 +243,16 @@ class FakeDriver(FakeMulticast):
         self._capturing[stream].is_invalid = True
 
     def end_capture(self, stream: int) -> FakeGraph:
-        """Stop recording, on this stream and those that have joined, and return the graph."""
+        """Stop recording, on this stream and those that have joined, and return the graph.
+
+        Raises an error if another stream has work that this one does not wait for.
+        """
         graph: FakeGraph = self._capturing[stream]
         self._capturing = {each: other for each, other in self._capturing.items() if other is not graph}
         if graph.is_invalid:
             raise self._error("end_capture", CAPTURE_INVALIDATED)
+        if graph.works & ~graph.before.get(stream, 0):
+            raise self._error("end_capture", CAPTURE_UNJOINED)
         return graph
 
     def replay(self, graph: FakeGraph) -> None:
@@ -265,7 +348,7 @@ class FakeDriver(FakeMulticast):
             raise self._error("launch", INVALID_HANDLE)
         self._use("launch", stream)
         call = known[2]
-        self.calls["launched"] = self.calls.get("launch_begun", 0) + 1
+        self.queue(stream, known[1])
         if stream in self._capturing:
             graph, then = self._capturing[stream], _copy_of(arguments)
             graph.launches.append(known[1])
@@ -326,13 +409,7 @@ class FakeDriver(FakeMulticast):
     def stream_wait_event(self, stream: int, event: int) -> None:
         self._enter("stream_wait_event")
         self._use("stream_wait_event", stream)
-        before, graph = self._recorded.get(event, (0, None))
-        own = self._capturing.get(stream)
-        if graph is not own and (own is not None or graph is None):
-            raise self._error("stream_wait_event", CAPTURE_ISOLATION)
-        if graph is not None:
-            self._capturing[stream] = graph
-        self.orders.append((before, stream))
+        self.wait_for(stream, self._recorded.get(event, StreamPoint(0, None, 0)))
 
     def stream_is_capturing(self, stream: int) -> bool:
         self._know("stream_is_capturing", stream)
@@ -354,11 +431,11 @@ class FakeDriver(FakeMulticast):
         if event not in self._events:
             raise self._error("event_record", INVALID_HANDLE)
         self._use("event_record", stream)
-        self._recorded[event] = (stream, self._capturing.get(stream))
+        self._recorded[event] = self.point(stream)
 
     def event_query(self, event: int) -> bool:
         self._enter("event_query")
-        return True
+        return self.is_done(self._recorded.get(event, StreamPoint(0, None, 0)))
 
     def event_destroy(self, event: int) -> None:
         self._enter("event_destroy")

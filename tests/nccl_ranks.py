@@ -1,7 +1,10 @@
 """Run NcclCommunicator on CPU tensors over a stub of NCCL, in the ranks of a test."""
 
+from __future__ import annotations
+
 import ctypes
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +17,10 @@ from device_comm.base import CommunicatorContext
 from device_comm.nccl.communicator import NcclCommunicator
 from device_comm.nccl.library import NcclLibrary
 from device_comm.nccl.streams import Progress
+from tests.fake_cuda import FakeDriver
 from tests.worlds import world
 
-__all__ = ["FakeProgress", "HostStreams", "context_of", "nccl_world", "stub_of"]
+__all__ = ["DeviceStreams", "FakeEvent", "FakeProgress", "HostStreams", "context_of", "nccl_world", "stub_of"]
 
 
 class HostStreams:
@@ -47,6 +51,60 @@ class HostStreams:
 
     def is_idle(self, stream: int) -> bool:
         return True
+
+    def create(self) -> int:
+        return 900
+
+    def record(self, stream: int) -> Any:
+        raise NotImplementedError
+
+    def is_captured(self) -> bool:
+        return False
+
+    def keep(self, tensor: torch.Tensor, stream: int) -> None:
+        raise NotImplementedError
+
+
+class DeviceStreams(HostStreams):
+    """The streams of a fake device: waits and events become part of its order, and what must be kept is noted.
+
+    Attributes:
+        kept: Address of each tensor that was kept, and the stream for which.
+    """
+
+    def __init__(self, driver: FakeDriver) -> None:
+        super().__init__()
+        self.driver = driver
+        self.kept: list[tuple[int, int]] = []
+        self._numbers = itertools.count(900)
+
+    def wait(self, waiter: int, on: int) -> None:
+        self.driver.wait_for(waiter, self.driver.point(on))
+
+    def create(self) -> int:
+        return next(self._numbers)
+
+    def record(self, stream: int) -> FakeEvent:
+        return FakeEvent(self.driver, stream)
+
+    def is_captured(self) -> bool:
+        return self.driver.stream_is_capturing(self.number)
+
+    def keep(self, tensor: torch.Tensor, stream: int) -> None:
+        self.kept.append((tensor.data_ptr(), stream))
+
+
+class FakeEvent:
+    """An event of `DeviceStreams`."""
+
+    def __init__(self, driver: FakeDriver, stream: int) -> None:
+        self._driver, self._point = driver, driver.point(stream)
+
+    def wait(self, stream: int) -> None:
+        self._driver.wait_for(stream, self._point)
+
+    def is_done(self) -> bool:
+        return self._driver.is_done(self._point)
 
 
 class FakeProgress:

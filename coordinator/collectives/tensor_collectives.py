@@ -36,8 +36,10 @@ class TensorCollectives(TensorOutputs, FusedReductions, CoalescedCollectives, Ex
     The handle's `wait` returns the result, or raises what the call would have raised. Until then do not change the
     tensors or read the results. A group makes its calls in the order in which the caller issued them, and a call
     without `async_op` waits for the open ones, because the order must be the same on all ranks. Point-to-point calls,
-    object broadcasts and queues do not wait. On an accelerator the current stream carries the call in either case.
-    Within `device_communicator.group()`, where that collects calls, one with `async_op` raises `UsageError`.
+    object broadcasts and queues do not wait. On an accelerator every call is queued at once: without `async_op` on the
+    current stream, with it on CUDA on a stream of the group, behind what the current one holds by then. There `wait`
+    does not block; it lets the current stream wait for the call. Within `device_communicator.group()`, where that
+    collects calls, one with `async_op` raises `UsageError`.
 
     `torch.compile` can compile functions that call these methods, also with `fullgraph=True`; the exceptions are
     `reduce`, `scatter`, `dispatch` and `combine`. Each call becomes one operation of the graph (see `compile_ops`) with

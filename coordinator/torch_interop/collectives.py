@@ -135,14 +135,18 @@ class TorchCollectives(ProcessGroupBase):
         opts: Any,
         call: Callable[[DeviceCommunicator, Timeout], Any],
         outputs: Sequence[Any],
+        *inputs: Any,
     ) -> CallWork:
-        """Make or queue a call of the group's communicator, with the deadline that `opts` states."""
+        """Make or queue a call of the group's communicator, with the deadline that `opts` states.
+
+        `outputs` and `inputs` hold all tensors that the call uses.
+        """
         own_s = None if opts is None else seconds(opts.timeout)
         timeout_s = self.default_s if own_s is None else own_s
         translate = self.translated if timeout_s is None else partial(self.translated, within_s=timeout_s)
         try:
-            make = partial(self._in_turn, call, self._communicator())
-            is_later = getattr(opts, "asyncOp", True) and self.device_type == "cpu"
+            make = partial(self._in_turn, call, self._communicator(), (outputs, inputs))
+            is_later = getattr(opts, "asyncOp", True)
             made = self._calls.run(name, make, timeout_s=timeout_s, async_op=is_later)
         except CommError as error:
             raise translate(error) from error
@@ -152,9 +156,12 @@ class TorchCollectives(ProcessGroupBase):
         self,
         call: Callable[[DeviceCommunicator, Timeout], Any],
         there: DeviceCommunicator,
+        tensors: object,
         *,
         timeout_s: Timeout,
     ) -> None:
+        # An asynchronous call finds its tensors in the arguments, to keep their memory.
+        del tensors
         with self._turn:
             call(there, timeout_s)
 
@@ -208,7 +215,7 @@ class TorchCollectives(ProcessGroupBase):
             for output, whole in zip(outputs, inputs, strict=True):
                 _scatter_sum(there, output, whole, op, timeout_s)
 
-        return self._run("reduce_scatter", opts, call, outputs)
+        return self._run("reduce_scatter", opts, call, outputs, inputs)
 
     @routed
     def reduce_scatter_single_coalesced(
@@ -254,7 +261,7 @@ class TorchCollectives(ProcessGroupBase):
             for parts, own in zip(outputs, inputs, strict=True):
                 _fill_all(parts, there.all_gather(own.unsqueeze(0), 0, timeout_s=timeout_s))
 
-        return self._run("all_gather", opts, call, outputs)
+        return self._run("all_gather", opts, call, outputs, inputs)
 
     @routed
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> CallWork:
@@ -265,7 +272,7 @@ class TorchCollectives(ProcessGroupBase):
             for at, whole in enumerate(coalesced.all_gather(there, rows, 0, timeout_s=timeout_s)):
                 _fill_all([each[at] for each in outputs], whole)
 
-        return self._run("all_gather_coalesced", opts, call, outputs)
+        return self._run("all_gather_coalesced", opts, call, outputs, inputs)
 
     @routed
     def all_gather_single(self, output: torch.Tensor, input_: torch.Tensor, opts: Any = None) -> CallWork:
@@ -284,7 +291,7 @@ class TorchCollectives(ProcessGroupBase):
             for output, own in zip(outputs, inputs, strict=True):
                 _gather_rows(there, output, own.reshape(1, -1), timeout_s)
 
-        return self._run("all_gather", opts, call, outputs)
+        return self._run("all_gather", opts, call, outputs, inputs)
 
     @routed
     def allgather_into_tensor_coalesced(
@@ -302,7 +309,7 @@ class TorchCollectives(ProcessGroupBase):
             rows = there.gather(inputs[0].unsqueeze(0), root, 0, timeout_s=timeout_s)
             _fill_all(outputs[0] if outputs else (), () if rows is None else rows)
 
-        return self._run("gather", opts, call, outputs)
+        return self._run("gather", opts, call, outputs, inputs)
 
     @routed
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> CallWork:
@@ -314,7 +321,7 @@ class TorchCollectives(ProcessGroupBase):
             landing = outputs[0].detach().new_empty(outputs[0].numel())
             _fill(outputs[0], there.scatter(landing, source, root, timeout_s=timeout_s))
 
-        return self._run("scatter", opts, call, outputs)
+        return self._run("scatter", opts, call, outputs, source)
 
     @routed
     def all_to_all_single(
@@ -336,7 +343,7 @@ class TorchCollectives(ProcessGroupBase):
                 return
             _fill(output, there.all_to_all(input_, 0, sent, received, timeout_s=timeout_s))
 
-        return self._run("all_to_all", opts, call, [output])
+        return self._run("all_to_all", opts, call, [output], input_)
 
     @routed
     def alltoall_base(
@@ -360,7 +367,7 @@ class TorchCollectives(ProcessGroupBase):
             result = there.all_to_all(whole, 0, sent, received, timeout_s=timeout_s)
             _fill_all(outputs, torch.split(result, received))
 
-        return self._run("all_to_all", opts, call, outputs)
+        return self._run("all_to_all", opts, call, outputs, inputs)
 
 
 def _reduction(opts: Any) -> Reduction:

@@ -20,6 +20,8 @@ from device_comm import checks
 from device_comm.base import SUM, CallPath, CommunicatorContext
 from device_comm.cuda.custom.all_reduce import CustomAllReduce
 from device_comm.cuda.custom.launches import CubinSource
+from device_comm.cuda.custom.release import CAPTURE_ERRORS
+from device_comm.cuda.custom.streams import StreamOrder
 from device_comm.cuda.driver import Driver
 from device_comm.cuda.driver_bindings import CudaDriver
 from device_comm.cuda.event_progress import EventProgress
@@ -27,13 +29,14 @@ from device_comm.cuda.fused_communicator import FusedCommunicator, aligned
 from device_comm.cuda.policy.decision import GroupFacts
 from device_comm.cuda.policy.table import Operation
 from device_comm.cuda.setup import build_custom
+from device_comm.cuda.side_stream import SideStream
 from device_comm.cuda_settings import cuda_settings
 from device_comm.nccl.library import NcclLibrary
 from device_comm.nccl.streams import Streams
 from device_comm.outputs import fill
 from device_comm.process_group import dense, is_plain
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
-from shm_broadcast.errors import CapabilityError, UsageError
+from shm_broadcast.errors import CapabilityError, CudaError, UsageError
 
 __all__ = ["CudaCommunicator"]
 
@@ -51,7 +54,8 @@ class CudaCommunicator(FusedCommunicator):
     * Lazy: the first such call or capture builds what our kernels need. NCCL connects a group of two with the first
       call that it carries, and a larger group at creation. Both steps are collective, and neither can happen while a
       stream is being captured.
-    * One stream: see `CustomAllReduce`. `capture` orders the captured stream behind the stream in use, and back.
+    * Any stream: the calls of NCCL and of our kernels have one order; see `StreamOrder`. `capture` orders the captured
+      stream behind the stream in use, and back. Asynchronous calls run on a stream of the group's own.
     * `cuda.deterministic`: every algorithm sums floats in rank order and rounds once. NCCL then only moves data.
     """
 
@@ -78,9 +82,12 @@ class CudaCommunicator(FusedCommunicator):
         self._open = open_driver or functools.partial(CudaDriver, context.device.index or 0)
         self._opened: Driver | None = None
         self._events = EventProgress(self._driver)
+        self._stream_order: StreamOrder | None = None
+        self._cannot_order = False
         # With two ranks, both take part in a first send and can connect then. With more, the others would not connect.
         eager = context.world_size > 2
         super().__init__(context, library=library, streams=streams, progress=self._events, eager=eager)
+        self.aside = SideStream(self._streams, self._orders)
         self._cubin = cubin
         self._is_deterministic = cuda_settings(context.cuda).deterministic
         self._custom: CustomAllReduce | None = None
@@ -96,6 +103,33 @@ class CudaCommunicator(FusedCommunicator):
             self._opened = self._open()
         return self._opened
 
+    # ------------------------------------------------------------------ the order of calls
+
+    def _orders(self) -> bool:
+        """Return whether calls on any streams keep their order, which takes the driver."""
+        if self._stream_order is None and not self._cannot_order:
+            try:
+                self._order = self._stream_order = StreamOrder(self._driver(), self._health.where)
+            except CapabilityError as error:
+                # NCCL carries everything then, and orders its own kernels.
+                logger.warning("asynchronous calls stay on the current stream: %s", error)
+                self._cannot_order = True
+        return self._stream_order is not None
+
+    def _shared_order(self) -> StreamOrder | None:
+        return self._stream_order if self._orders() else None
+
+    def _admit(self, stream: int, name: str) -> None:
+        if not self._orders():
+            return
+        try:
+            super()._admit(stream, name)
+        except CudaError as error:
+            # As where our kernels carry a call: a capture that other code has made invalid runs nothing.
+            if not (error.code in CAPTURE_ERRORS and self._driver().stream_is_capturing(stream)):
+                self._health.fail(error)
+            raise
+
     # ------------------------------------------------------------------ choice of the algorithm
 
     def _own(self, name: str) -> CustomAllReduce | None:
@@ -107,7 +141,9 @@ class CudaCommunicator(FusedCommunicator):
                     f"{self._health.where(name)}: the first call of a group cannot be captured; capture inside of "
                     "`group.graph_capture()`, or make one such call before"
                 )
-            self._custom, self._obstacle = build_custom(self.context, self._driver, self._cubin)
+            self._custom, self._obstacle = build_custom(
+                *(self.context, self._driver, self._cubin, self._shared_order)
+            )
             self._is_decided = True
             if self._obstacle:
                 self._tell(self._obstacle)
@@ -467,6 +503,8 @@ class CudaCommunicator(FusedCommunicator):
         """
         super().destroy()
         self._events.close()
+        if self._stream_order is not None:
+            self._stream_order.close()
         if self._custom is not None:
             self._custom.destroy(then=self._driver().close)
         elif self._opened is not None:

@@ -17,6 +17,7 @@ from device_comm.cuda.custom.peer_access import PROBE_BYTES, verify_peer_access
 from device_comm.cuda.custom.peer_memory import PeerMemory
 from device_comm.cuda.custom.peer_messages import Kind, PeerExchange
 from device_comm.cuda.custom.resources import CustomContext
+from device_comm.cuda.custom.streams import StreamOrder
 from device_comm.cuda.driver import Driver
 from device_comm.cuda.kernel_layout import MAX_WORLD_SIZE, MIN_WORLD_SIZE
 from device_comm.cuda.kernels import KernelCache, KernelVariant
@@ -50,6 +51,7 @@ def build_custom(
     context: CommunicatorContext,
     open_driver: Callable[[], Driver],
     cubin: CubinSource | None = None,
+    order: Callable[[], StreamOrder | None] = lambda: None,
 ) -> tuple[CustomAllReduce | None, str]:
     """Return our own collectives for the group, or None and the reason. Collective; the answer is equal on all ranks.
 
@@ -57,6 +59,7 @@ def build_custom(
         context: The group; `exchange` must be set.
         open_driver: Opens this rank's device, which the caller still owns.
         cubin: Returns compiled kernels; defaults to NVRTC with a cache on disk.
+        order: Returns what orders the calls of the group, NCCL's too; None for one of our own.
 
     Raises:
         SettingsError: This rank's policy file cannot be used.
@@ -78,14 +81,18 @@ def build_custom(
     if failed or driver is None:
         return None, failed
     try:
-        return _build(context, peers, driver, cubin), ""
+        return _build(context, peers, driver, cubin, order()), ""
     except CapabilityError as error:
         # Equal on all ranks: a rank raises this only after it has told the others.
         return None, str(error)
 
 
 def _build(
-    context: CommunicatorContext, peers: PeerExchange, driver: Driver, cubin: CubinSource | None
+    context: CommunicatorContext,
+    peers: PeerExchange,
+    driver: Driver,
+    cubin: CubinSource | None,
+    order: StreamOrder | None,
 ) -> CustomAllReduce:
     settings = cuda_settings(context.cuda)
     topology = gather_topology(probe(driver), peers)
@@ -122,6 +129,7 @@ def _build(
             settings=settings,
             timeout_s=context.timeout_s,
             cubin=source,
+            order=order,
         )
     )
 

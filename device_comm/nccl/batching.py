@@ -13,7 +13,7 @@ from device_comm.handles import CompletedHandle, Handle
 from device_comm.nccl.connection import Call, NcclConnection
 from device_comm.nccl.dtypes import UINT8
 from device_comm.nccl.library import NcclLibrary
-from device_comm.nccl.streams import Progress, Streams
+from device_comm.nccl.streams import Order, Progress, Streams
 from device_comm.nccl.transfers import Collected, Post, QueuedTransfer, Receive
 from device_comm.process_group import dense, is_plain
 from shm_broadcast.errors import UsageError
@@ -39,6 +39,14 @@ class NcclQueue(DeviceCommunicator):
         self._connection = NcclConnection(context, library, streams, progress)
         self._collected: Collected | None = None
         self._receives: list[Receive] = []
+        # Set by a subclass that can ask the driver about captures.
+        self._order: Order | None = None
+
+    def _admit(self, stream: int, name: str) -> None:
+        """Order a call on `stream` behind the earlier ones of the group. Without an order NCCL alone keeps one."""
+        order = self._order
+        if order is not None and stream != order.hot:
+            order.admit(stream, name)
 
     @contextmanager
     def group(self) -> Iterator[None]:
@@ -111,6 +119,7 @@ class NcclQueue(DeviceCommunicator):
     ) -> None:
         connection, library = self._connection, self.library
         stream = self._current()
+        self._admit(stream, name)
         with connection.calling(Call(name, peers, within_s)):
             handle = connection.handle()
             if len(posts) == 1:

@@ -139,6 +139,10 @@ class NcclCommunicator(NcclQueue):
 
     def _sum(self, source: int, result: int, count: int, code: ctypes.c_int) -> None:
         """Queue one all-reduce. The arguments are those of ncclAllReduce; `_code_of_sum` has allowed it."""
+        stream = self._current()
+        order = self._order
+        if order is None or stream != order.hot:
+            self._admit(stream, "all_reduce")
         connection = self._connection
         connection.call = connection.everyone
         connection.entered += 1
@@ -147,7 +151,6 @@ class NcclCommunicator(NcclQueue):
             comm = connection.hot
             if comm is None:
                 comm = connection.handle()
-            stream = self._current()
             status = self._all_reduce_function(source, result, count, code, _SUM, comm, stream)
             if status:
                 connection.settle("ncclAllReduce", status)

@@ -47,7 +47,17 @@ RING_USERS = {
 CONTRACT = {
     f"device_comm/{name}.py"
     for name in (
-        *("base", "checks", "handles", "health", "movable", "outputs", "reduction", "rms_norm"),
+        *(
+            "async_calls",
+            "base",
+            "checks",
+            "handles",
+            "health",
+            "movable",
+            "outputs",
+            "reduction",
+            "rms_norm",
+        ),
         *("fused/finalize", "fused/forms", "fused/fp4", "fused/fp8"),
     )
 }

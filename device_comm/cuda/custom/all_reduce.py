@@ -76,7 +76,7 @@ class CustomAllReduce(FusedCalls):
         self._launches: Launches = resources.launches
         self._inputs = resources.inputs
         self._is_dependent = context.settings.dependent_launch
-        self._order = StreamOrder(context.driver, context.health.where)
+        self._order = context.order or StreamOrder(context.driver, context.health.where)
         self._capture_stream: int | None = None
         self._is_open = True
         self._is_destroyed = False

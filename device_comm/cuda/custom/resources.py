@@ -15,6 +15,7 @@ from device_comm.cuda.custom.multicast import MulticastMemory
 from device_comm.cuda.custom.peer_memory import PeerMemory, attempt
 from device_comm.cuda.custom.peer_messages import MAX_TEXT_CHARS, Kind, PeerExchange
 from device_comm.cuda.custom.release import release_when_idle
+from device_comm.cuda.custom.streams import StreamOrder
 from device_comm.cuda.driver import Driver
 from device_comm.cuda.error_record import DeathWatch, ErrorRecord
 from device_comm.cuda.kernel_layout import STATE_BYTES, WorkspaceLayout, largest_input, pack_area, pack_params
@@ -45,6 +46,7 @@ class CustomContext:
         settings: Equal on all ranks, except for paths.
         timeout_s: The group's deadline in seconds.
         cubin: Returns compiled kernels.
+        order: Orders the calls of the group, NCCL's too; by default one of its own.
     """
 
     driver: Driver
@@ -54,6 +56,7 @@ class CustomContext:
     settings: CudaSettings
     timeout_s: float
     cubin: CubinSource
+    order: StreamOrder | None = None
 
 
 def capacity_of(layout: WorkspaceLayout) -> Capacity:

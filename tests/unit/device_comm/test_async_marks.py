@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import cast
 
 import pytest
 import torch
 
-from device_comm.async_calls import CallHandle, CallLine, StreamMark
+from device_comm.async_calls import CallHandle, CallLine, StreamMark, tensors_of
+from device_comm.derived_reductions import premul_sum
 from device_comm.health import GroupHealth, StatusStore
 from shm_broadcast.liveness import PeerWatch
 from tests.channels import QuietStore, QuietWatch
@@ -29,8 +32,14 @@ class Device:
         self.queued.append((self.current, name))
         return name
 
-    def mark(self) -> Mark:
+    def entered(self, call: object) -> AbstractContextManager[None]:
+        """Stay on the current stream."""
+        del call
+        return nullcontext()
+
+    def mark(self, result: object) -> Mark:
         """Mark the current stream."""
+        del result
         return Mark(self)
 
 
@@ -52,13 +61,18 @@ class Mark:
             raise RuntimeError(self.device.refusal)
         return self.stream in self.device.done
 
+    def behind(self) -> AbstractContextManager[None]:
+        """Let the current stream wait."""
+        self.wait()
+        return nullcontext()
+
 
 def line_of(device: Device, torch_device: torch.device = torch.device("cuda", 0)) -> CallLine:  # noqa: B008
     """Return the asynchronous calls of a group on a device."""
     health = GroupHealth(
         "tp:0", 0, [0, 1], cast("PeerWatch", QuietWatch()), cast("StatusStore", QuietStore())
     )
-    return CallLine(health, torch_device, mark=device.mark)
+    return CallLine(health, torch_device, aside=device)
 
 
 @pytest.mark.guarantee("D40")
@@ -182,3 +196,18 @@ def test_a_mark_of_torch_is_behind_the_work_and_before_what_waits(monkeypatch: p
     assert not mark.is_reached()
     streams.is_done = True
     assert mark.is_reached()
+    with mark.behind():
+        assert streams.steps[3:] == [("wait", (device, 2))]
+
+
+def test_every_tensor_of_a_call_is_found() -> None:
+    """In its arguments, in lists, in partials within partials, in a reduction with a factor, in a sparse tensor."""
+    tensors = [torch.ones(each) for each in range(1, 7)]
+    inner = partial(max, tensors[0], key=tensors[1])
+    call = partial(inner, [tensors[2], (tensors[3], 5)], op=premul_sum(tensors[4][:1]), name="x", none=None)
+    found = [each.data_ptr() for each in tensors_of(call)]
+    assert sorted(found) == sorted(each.data_ptr() for each in tensors[:5])
+    sparse = torch.ones(3).to_sparse()
+    assert [each.data_ptr() for each in tensors_of(sparse)] == [
+        each.data_ptr() for each in (sparse.indices(), sparse.values())
+    ]

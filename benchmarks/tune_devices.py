@@ -38,7 +38,7 @@ SIZES: Final = tuple(1 << power for power in range(12, 26))
 ALGORITHMS: Final[dict[Operation, tuple[str, ...]]] = {
     "all_reduce": ("push_one_shot", "push_two_shot", "pull_one_shot", "pull_two_shot", "multimem_two_shot"),
     "reduce_scatter": ("push_reduce_scatter",),
-    "all_gather": ("push_all_gather",),
+    "all_gather": ("push_all_gather", "staged_all_gather"),
 }
 WITHOUT_LIMIT: Final = 1 << 40
 CALLS: Final = 32

@@ -79,6 +79,7 @@ KERNEL_NAMES: Final = (
     "multimem_two_shot",
     "push_add_rms_norm_nvfp4",
     "push_two_shot_add_rms_norm_nvfp4",
+    "staged_all_gather",
     "add_rms_norm",
     "add_rms_norm_fp8",
     "add_rms_norm_nvfp4",
@@ -222,12 +223,12 @@ def read_failure(record: bytes | bytearray | memoryview) -> KernelFailure | None
 def largest_input(algorithm: str, layout: WorkspaceLayout) -> int:
     """Return the largest input of a call that fits the workspace, in bytes; 0 if none fit.
 
-    For push_reduce_scatter the bytes are those of the output, for push_all_gather those of one rank's part. A rank's
-    slot in the arena holds the whole input, or with the two-shot push its shard of the input and of the result. An
-    all-gather stores 8 bytes in each vector. A multimem address has `staging_bytes` behind it, cut into equal shards.
+    For push_reduce_scatter the bytes are those of the output, for the all-gathers those of one rank's part. A rank's
+    slot in the arena holds the whole input, or with the two-shot push its shard of the input and of the result;
+    push_all_gather stores 8 bytes in each vector. A multimem address has `staging_bytes` behind it, in equal shards.
     """
     world_size = layout.world_size
-    if algorithm in ("pull_one_shot", "pull_two_shot"):
+    if algorithm in ("pull_one_shot", "pull_two_shot", "staged_all_gather"):
         return layout.staging_bytes
     if algorithm == "multimem_two_shot":
         return layout.staging_bytes // (world_size * VECTOR_BYTES) * world_size * VECTOR_BYTES

@@ -44,13 +44,14 @@ FRAGMENTS: Final = (
     "add_rms_norm_nvfp4.cu",
     "moe_finalize.cu",
     "multimem.cu",
+    "staged_all_gather.cu",
 )
 """The source files, concatenated in this order into one translation unit."""
 DTYPES: Final = {"float32": 0, "float16": 1, "bfloat16": 2}
 FAMILIES: Final[dict[str, tuple[str, ...]]] = {
     "one_shot": ("push_one_shot",),
     "two_shot": ("push_two_shot",),
-    "shards": ("push_reduce_scatter", "push_all_gather"),
+    "shards": ("push_reduce_scatter", "push_all_gather", "staged_all_gather"),
     "pull": ("pull_one_shot", "pull_two_shot"),
     "norm": ("push_add_rms_norm", "push_two_shot_add_rms_norm", "add_rms_norm"),
     "norm_fp8": ("push_add_rms_norm_fp8", "push_two_shot_add_rms_norm_fp8", "add_rms_norm_fp8"),

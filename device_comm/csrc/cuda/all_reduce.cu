@@ -263,7 +263,7 @@ KERNEL push_all_gather(PARAMS, EACH(const void*) inputs, EACH(void*) outputs, u6
 
 // ---- pull ----------------------------------------------------------------------------------------------------
 
-#if HAS(FAMILY_PULL) || HAS(FAMILY_MULTIMEM)
+#if HAS(FAMILY_PULL) || HAS(FAMILY_MULTIMEM) || HAS(FAMILY_SHARDS)
 // Each block counts its own barriers, and only when it runs. A peer's flag is therefore at most one barrier away, and
 // block_barrier may compare modulo 2^32.
 DEVICE Call enter_pull(const Params& p, u32 kernel) {

@@ -47,6 +47,7 @@ class Algorithm(enum.StrEnum):
             at every rank.
         PUSH_REDUCE_SCATTER: The first half of the two-shot push.
         PUSH_ALL_GATHER: Every rank stores its bytes at every peer, each word with a flag.
+        STAGED_ALL_GATHER: Every rank reads the other ranks' bytes from their staging areas.
         NCCL: NCCL, which guarantees no order of summation.
         RANK_ORDER: NCCL moves the inputs, and ranks sum them in rank order. Gives the same bits as our kernels for
             any dtype and size, but moves all inputs.
@@ -59,6 +60,7 @@ class Algorithm(enum.StrEnum):
     MULTIMEM_TWO_SHOT = "multimem_two_shot"
     PUSH_REDUCE_SCATTER = "push_reduce_scatter"
     PUSH_ALL_GATHER = "push_all_gather"
+    STAGED_ALL_GATHER = "staged_all_gather"
     NCCL = "nccl"
     RANK_ORDER = "rank_order"
 
@@ -86,6 +88,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     multimem_two_shot: int = 0
     push_reduce_scatter: int = 0
     push_all_gather: int = 0
+    staged_all_gather: int = 0
 
     def of(self, algorithm: Algorithm) -> int:
         """Return the limit of one of our algorithms."""

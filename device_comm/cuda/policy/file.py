@@ -40,6 +40,7 @@ MAX_ROWS: Final = 1000
 _CARRIED: Final[dict[str, Operation]] = {
     "push_reduce_scatter": "reduce_scatter",
     "push_all_gather": "all_gather",
+    "staged_all_gather": "all_gather",
 }
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 

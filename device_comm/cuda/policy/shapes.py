@@ -40,7 +40,7 @@ def all_reduce_shape(
     """
     items = work_items(algorithm, nbytes, world_size)
     most = most_blocks(multiprocessors)
-    if algorithm.startswith(("pull", "multimem")):
+    if algorithm.startswith(("pull", "multimem", "staged")):
         most = min(most, _PULL_BLOCKS.get(family, min(_PULL_BLOCKS.values())))
         return blocks_for(items, _PULL_THREADS, most), _PULL_THREADS
     threads = next((each for each in _THREADS if items <= each * most), _THREADS[-1])

@@ -26,6 +26,7 @@ AlgorithmName = Literal[
     "multimem_two_shot",
     "push_reduce_scatter",
     "push_all_gather",
+    "staged_all_gather",
 ]
 
 _KIB: Final = 1 << 10
@@ -123,6 +124,9 @@ _MULTIMEM: Final = (
     "vLLM's tables (all_reduce_utils.py, symm_mem.py): from where its own all-reduce ends to where NCCL begins; on "
     "Blackwell the higher of the limits for 10.0 and 10.3, and the lower of those at the end; 7 ranks as 6"
 )
+_STAGED: Final = (
+    "derived: as many bytes over the links as a two-shot push at the end of its band, 16 MiB in all"
+)
 _HALF: Final = "derived: the first half of a two-shot push"
 
 # The smallest and the largest group, the mode, the most bytes.
@@ -159,6 +163,8 @@ def _rows_of(limits: tuple[_Limit, ...], source: str) -> Iterator[_Row]:
     for low, high, mode, most in limits:
         yield "all_reduce", "push_one_shot", "nvlink", (low, high, mode, most), source
         yield "all_gather", "push_all_gather", "nvlink", (low, high, mode, most // 2), _FLAGS
+    for size in range(2, 9):
+        yield "all_gather", "staged_all_gather", "nvlink", (size, size, "any", 16 * _MIB // size), _STAGED
     yield "all_reduce", "push_two_shot", "nvlink", (2, 8, "any", 8 * _MIB), _TWO_SHOT
     yield "all_reduce", "pull_one_shot", "nvlink", (2, 2, "graph", 32 * _MIB), _ONE_PULL
     yield "all_reduce", "pull_two_shot", "nvlink", (3, 8, "graph", 32 * _MIB), _PULL

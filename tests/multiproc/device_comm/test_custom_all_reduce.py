@@ -68,6 +68,27 @@ def gathers(me: CustomRank, seed: int, nbytes: int) -> None:
     assert torch.equal(output, torch.cat(parts))
 
 
+def large_gathers(rank: int, world_size: int, directory: Path, libraries: str) -> list[str]:
+    me = CustomRank(rank, world_size, directory, libraries)
+    seen = []
+    with me.made() as custom:
+        most = custom.facts.capacity.staged_all_gather
+        for number, nbytes in enumerate((custom.facts.capacity.push_all_gather + 1, most - 7, most)):
+            seen.append(custom.plan("all_gather", torch.uint8, nbytes, 1).algorithm.value)
+            for again in range(3):
+                gathers(me, 10 * number + again, nbytes)
+                # A call of another kernel in between that shares neither arena nor staging area with it.
+                assert me.all_reduce(number, 64, BF16)
+        seen.append(custom.plan("all_gather", torch.uint8, most + 1, 1).algorithm.value)
+    return seen
+
+
+def test_large_parts_are_gathered_without_flags(ranks3: RankPool, libraries: str) -> None:
+    """Parts beyond the arena of the push go through the staging areas, at any size, bit by bit."""
+    for seen in ranks3.run(large_gathers, libraries):
+        assert seen == [*["staged_all_gather"] * 3, "nccl"]
+
+
 def scatters(me: CustomRank, seed: int, count: int, dtype: torch.dtype) -> None:
     assert me.custom is not None
     whole = me.reference(seed, count * me.world_size, dtype)

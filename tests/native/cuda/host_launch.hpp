@@ -112,6 +112,7 @@ inline bool host_run_thread(const std::string& name, void** args) {
     GC_KERNEL(push_moe_finalize);
     GC_KERNEL(moe_finalize);
     GC_KERNEL(multimem_two_shot);
+    GC_KERNEL(staged_all_gather);
 #undef GC_KERNEL
     return false;
 }

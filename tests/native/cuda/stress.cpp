@@ -13,6 +13,7 @@ constexpr u64 MOST_ELEMENTS = 4096;  // of a rank: a row of the norm that more t
 constexpr u64 MOST_COUNT = 1024;
 constexpr u64 ARENA_BYTES = 2 * WORLD_SIZE * (MOST_ELEMENTS * 4 + 16 * WORLD_SIZE) / 128 * 128 + 128;
 constexpr u64 RESULTS_BYTES = MOST_ELEMENTS * 4 + 128;
+constexpr u64 STAGING_BYTES = MOST_COUNT * 4;
 constexpr u64 AREA_BYTES = MOST_COUNT * 4 + 16 * WORLD_SIZE;
 std::atomic<bool> failed{false};
 
@@ -94,7 +95,7 @@ void set_up(u32 first_epoch, u64 deadline_ns) {
     for (u32 r = 0; r < WORLD_SIZE; ++r) {
         ranks.push_back(std::make_unique<Rank>());
         Rank& rank = *ranks.back();
-        rank.memory.assign((FLAGS_BYTES + 2 * ARENA_BYTES + RESULTS_BYTES + 128) / 4, SENTINEL);
+        rank.memory.assign((FLAGS_BYTES + 2 * ARENA_BYTES + STAGING_BYTES + RESULTS_BYTES + 128) / 4, SENTINEL);
         std::fill_n(reinterpret_cast<u32*>(rank.base()), FLAGS_BYTES / 4, first_epoch);
         std::fill_n(rank.state.begin(), 2 * MAX_BLOCKS, first_epoch);
     }
@@ -112,7 +113,7 @@ void set_up(u32 first_epoch, u64 deadline_ns) {
         params.error = reinterpret_cast<u64>(ranks[r]->error.data());
         params.deadline_ns = deadline_ns;
         params.arena_bytes = ARENA_BYTES;
-        params.results_offset = FLAGS_BYTES + 2 * ARENA_BYTES;
+        params.results_offset = FLAGS_BYTES + 2 * ARENA_BYTES + STAGING_BYTES;
         params.rank = r;
     }
 }
@@ -343,20 +344,21 @@ bool multimem(Rank& self, u32 number, u32 grid, u32 block, u64 count) {
 }
 
 const char* const KERNELS_IN_TURN[] = {"push_one_shot",   "push_two_shot", "push_reduce_scatter",
-                                       "push_all_gather", "pull_one_shot", "pull_two_shot"};
+                                       "push_all_gather", "pull_one_shot", "pull_two_shot",
+                                       "staged_all_gather"};
 
 bool launch_and_check(Rank& self, u32 number, const std::string& only) {
     const u32 me = self.params.rank, choice = mixed(number * 3 + 1);
     const u32 grid = 1 + choice % 3, block = 1 + choice / 3 % 3;
-    const u32 turn = choice / 9 % 9;
+    const u32 turn = choice / 9 % 10;
     const u64 most = choice / 63 % 5 ? 64 : MOST_COUNT;
     u64 count = 1 + mixed(number * 5 + 2) % most;
     for (u64 i = 0; i < WORLD_SIZE * count; ++i) self.in[i] = element(number, me, i);
-    if (only.find("rms_norm") != only.npos || (only.empty() && turn == 6)) return norm(self, number, grid, block, only);
-    if (only == "push_moe_finalize" || (only.empty() && turn == 7)) return finalize(self, number, grid, block);
-    if (only.starts_with("multimem") || (only.empty() && turn == 8)) return multimem(self, number, grid, block, count);
+    if (only.find("rms_norm") != only.npos || (only.empty() && turn == 7)) return norm(self, number, grid, block, only);
+    if (only == "push_moe_finalize" || (only.empty() && turn == 8)) return finalize(self, number, grid, block);
+    if (only.starts_with("multimem") || (only.empty() && turn == 9)) return multimem(self, number, grid, block, count);
     const std::string kernel = only.empty() ? KERNELS_IN_TURN[turn] : only;
-    const bool pull = kernel.starts_with("pull"), gather = kernel == "push_all_gather";
+    const bool pull = kernel.starts_with("pull"), gather = kernel.ends_with("all_gather");
     const bool in_place = choice / 315 % 2 && (kernel == "push_one_shot" || kernel.ends_with("two_shot"));
     const void *in = self.in, *table = self.table;
     void* out = in_place ? self.in : self.out;

@@ -137,10 +137,11 @@ def test_the_first_input_is_loaded_before_the_fence(kernel: str, world_size: int
     assert ("LDG.E" if kernel == "push_all_gather" else "LDG.E.128") in code[:fence], code[:fence]
 
 
-@pytest.mark.parametrize("kernel", [*PUSH, "pull_one_shot", "pull_two_shot"])
+@pytest.mark.parametrize("kernel", [*PUSH, "pull_one_shot", "pull_two_shot", "staged_all_gather"])
 def test_the_next_kernel_may_begin_only_when_no_peer_is_awaited(kernel: str) -> None:
     """Its blocks would otherwise take the room of a kernel that a peer needs first."""
-    code = machine_code(PUSH.get(kernel, "pull"), 8, "bfloat16")[kernel]
+    family = "shards" if kernel == "staged_all_gather" else PUSH.get(kernel, "pull")
+    code = machine_code(family, 8, "bfloat16")[kernel]
     begins = [place for place, name in enumerate(code) if name.startswith("PREEXIT")]
     waits = [place for place, name in enumerate(code) if name.startswith("ACQBULK")]
     assert len(begins) == len(waits) == 1, code
@@ -151,14 +152,15 @@ def test_the_next_kernel_may_begin_only_when_no_peer_is_awaited(kernel: str) -> 
     assert any(max(polls) < place < begins[0] for place in barriers), code
 
 
-@pytest.mark.parametrize("kernel", ["pull_one_shot", "pull_two_shot"])
+@pytest.mark.parametrize("kernel", ["pull_one_shot", "pull_two_shot", "staged_all_gather"])
 def test_pull_releases_and_acquires_in_its_two_barriers(kernel: str) -> None:
     """A release is a MEMBAR before the store, and an acquire is a CCTL.IVALL after the load."""
-    code = machine_code("pull", 8, "bfloat16")[kernel]
+    code = machine_code("shards" if kernel == "staged_all_gather" else "pull", 8, "bfloat16")[kernel]
     count = Counter(code)
     assert count["MEMBAR.ALL.SYS"] >= 2
     assert count["CCTL.IVALL"] >= 2
-    assert count["LDG.E.128.STRONG.SYS"] >= 8
+    # A rank does not read its own part of an all-gather.
+    assert count["LDG.E.128.STRONG.SYS"] >= (7 if kernel == "staged_all_gather" else 8)
 
 
 @pytest.mark.parametrize(
@@ -268,6 +270,8 @@ def test_the_largest_input_fits_and_one_more_does_not(algorithm: str, world_size
         # Every rank has the same number of whole vectors in the memory of all.
         assert most % (world_size * kernel_layout.VECTOR_BYTES) == 0
         assert layout.staging_bytes - world_size * kernel_layout.VECTOR_BYTES < most <= layout.staging_bytes
+    elif algorithm == "staged_all_gather":
+        assert most == layout.staging_bytes
     elif algorithm.startswith("pull"):
         assert required_staging(most) == layout.staging_bytes
         assert layout.results_bytes * world_size >= most

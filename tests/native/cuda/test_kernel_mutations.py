@@ -47,6 +47,8 @@ ONLY = {
     "staged_in_order_of_the_tensor": "multimem_two_shot",
     "results_read_before_all_have_stored": "multimem_two_shot",
     "every_rank_sums_every_shard": "multimem_two_shot",
+    "staging_reused_too_early": "staged_all_gather",
+    "parts_read_before_they_are_staged": "staged_all_gather",
 }
 DTYPE = {"norm_sum_in_thread_order": "float32", "finalize_in_reverse_order": "float32"}
 """Mutations that need another dtype than bfloat16, whose rounding hides the last bits of a sum."""

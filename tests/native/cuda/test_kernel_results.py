@@ -246,9 +246,10 @@ def test_reduce_scatter_has_the_bits_of_the_sum(group: Group) -> None:
     group.on_all(work)
 
 
-def test_all_gather_moves_any_bytes(group: Group) -> None:
-    """It gathers any number of bytes at any address. A byte may be -1, because flags travel beside the data."""
-    cases = [(nbytes, shift) for nbytes in (1, 2, 5, 8, 13, 16, 24, 64, 200) for shift in (0, 1, 4)]
+@pytest.mark.parametrize("kernel", ["push_all_gather", "staged_all_gather"])
+def test_all_gather_moves_any_bytes(group: Group, kernel: str) -> None:
+    """It gathers any number of bytes at any address. A byte may be -1: flags, if any, travel beside the data."""
+    cases = [(nbytes, shift) for nbytes in (1, 2, 5, 8, 13, 16, 24, 64, 200, 1600) for shift in (0, 1, 4)]
     inputs = [
         [
             torch.randint(
@@ -265,7 +266,7 @@ def test_all_gather_moves_any_bytes(group: Group) -> None:
             out = torch.zeros(group.world_size * nbytes + 8, dtype=torch.uint8)
             first = inputs[place][rank].data_ptr() + shift
             arguments = ctypes.c_uint64(out.data_ptr() + shift), ctypes.c_uint64(nbytes)
-            group.launch(rank, "push_all_gather", first, *arguments)
+            group.launch(rank, kernel, first, *arguments)
             wanted = torch.cat([each[shift : shift + nbytes] for each in inputs[place]])
             assert torch.equal(out[shift : shift + len(wanted)], wanted), (rank, nbytes, shift)
             assert not out[:shift].any()
@@ -368,7 +369,7 @@ def test_a_deadline_names_the_rank_that_did_not_come(three: HostKernels, kernel:
     group.on_all(lambda rank: call(group, rank, kernel), ranks=[0, 2])
     for rank in (0, 2):
         assert group.failure(rank) == KernelFailure(
-            "deadline", kernel, (1,), int(kernel.startswith(("pull", "multimem")))
+            "deadline", kernel, (1,), int(kernel.startswith(("pull", "multimem", "staged")))
         )
     # The state is poisoned: a launch returns at once, long before another deadline, and keeps the first failure.
     group.params[0] = group.params[0][:80] + (3600 * SECOND).to_bytes(8, "little") + group.params[0][88:]

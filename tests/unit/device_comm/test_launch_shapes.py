@@ -49,6 +49,7 @@ def group(world_size: int, arch: str = "sm_90", **changes: Any) -> GroupFacts:
             "pull_two_shot",
             "multimem_two_shot",
             "push_all_gather",
+            "staged_all_gather",
         ]
     ),
     st.sampled_from(["ampere", "hopper", "blackwell", ""]),

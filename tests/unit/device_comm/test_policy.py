@@ -30,6 +30,7 @@ AMPLE = Capacity(
     multimem_two_shot=64 * MIB,
     push_reduce_scatter=64 * MIB,
     push_all_gather=64 * MIB,
+    staged_all_gather=64 * MIB,
 )
 """Memory that never decides."""
 
@@ -265,11 +266,20 @@ def test_other_operations() -> None:
     """Reduce-scatter and all-gather use their own push algorithm up to their limits."""
     for operation, algorithm, last in (
         ("reduce_scatter", Algorithm.PUSH_REDUCE_SCATTER, 8 * MIB),
-        ("all_gather", Algorithm.PUSH_ALL_GATHER, 64 * KIB),
+        ("all_gather", Algorithm.STAGED_ALL_GATHER, 2 * MIB),
     ):
         call = at(ALL_REDUCE, operation=operation)
         assert choose(H200, at(call, nbytes=last)).algorithm is algorithm
         assert choose(H200, at(call, nbytes=last + 4)).algorithm is Algorithm.NCCL
+    # Small parts travel with flags; a part that has no room in the staging area goes through NCCL.
+    gather = at(ALL_REDUCE, operation="all_gather")
+    assert choose(H200, at(gather, nbytes=64 * KIB)).algorithm is Algorithm.PUSH_ALL_GATHER
+    assert choose(H200, at(gather, nbytes=64 * KIB + 4)).algorithm is Algorithm.STAGED_ALL_GATHER
+    small = with_(H200, capacity=msgspec.structs.replace(AMPLE, staged_all_gather=64 * KIB))
+    assert choose(small, at(gather, nbytes=64 * KIB + 4)).algorithm is Algorithm.NCCL
+    assert choose(with_(H200, is_deterministic=True), at(gather, nbytes=MIB)).algorithm is (
+        Algorithm.STAGED_ALL_GATHER
+    )
     integers = at(ALL_REDUCE, operation="all_gather", dtype="int8")
     assert choose(H200, at(integers, nbytes=4096)).algorithm is Algorithm.PUSH_ALL_GATHER
     assert choose(H200, at(integers, nbytes=4097)).algorithm is Algorithm.PUSH_ALL_GATHER

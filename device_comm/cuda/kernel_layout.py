@@ -61,7 +61,7 @@ STATE_BYTES: Final = 4096
 ERROR_RECORD_BYTES: Final = 64
 ABORT_OFFSET: Final = 32
 """Offset of a u32 in the error record; the host writes 1 to make spinning kernels leave."""
-FAILURE_REASONS: Final = {1: "deadline", 2: "aborted", 3: "unregistered"}
+FAILURE_REASONS: Final = {1: "deadline", 2: "aborted", 3: "unregistered", 4: "overflow"}
 
 KERNEL_NAMES: Final = (
     "none",
@@ -84,6 +84,8 @@ KERNEL_NAMES: Final = (
     "add_rms_norm_fp8",
     "add_rms_norm_nvfp4",
     "moe_finalize",
+    "expert_dispatch",
+    "expert_combine",
 )
 """Every kernel. Its index is the number that it writes into an error record."""
 
@@ -197,9 +199,11 @@ class KernelFailure:
     """The failure that a kernel wrote into the error record before it gave up.
 
     Attributes:
-        reason: "deadline", "aborted", or "unregistered": a captured pull ran before its inputs were exchanged.
+        reason: "deadline", "aborted", "unregistered": a captured pull ran before its inputs were exchanged, or
+            "overflow": more rows came to a dispatch than its output holds.
         kernel: The kernel's name.
-        missing: Ranks in the group for which the thread that gave up was waiting, ascending.
+        missing: Ranks in the group for which the thread that gave up was waiting, ascending; after an overflow those
+            whose rows did not fit.
         epoch: The number of the launch, modulo 2^32.
     """
 

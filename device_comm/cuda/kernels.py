@@ -45,6 +45,7 @@ FRAGMENTS: Final = (
     "moe_finalize.cu",
     "multimem.cu",
     "staged_all_gather.cu",
+    "expert_parallel.cu",
 )
 """The source files, concatenated in this order into one translation unit."""
 DTYPES: Final = {"float32": 0, "float16": 1, "bfloat16": 2}
@@ -58,6 +59,7 @@ FAMILIES: Final[dict[str, tuple[str, ...]]] = {
     "finalize": ("push_moe_finalize", "moe_finalize"),
     "multimem": ("multimem_two_shot",),
     "norm_nvfp4": ("push_add_rms_norm_nvfp4", "push_two_shot_add_rms_norm_nvfp4", "add_rms_norm_nvfp4"),
+    "expert": ("expert_dispatch", "expert_combine"),
 }
 """Kernels that are compiled together. The index of a family, from 1, is its FAMILY_ number in the source."""
 OLDEST_ARCH: Final = 75

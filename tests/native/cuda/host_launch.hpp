@@ -113,6 +113,8 @@ inline bool host_run_thread(const std::string& name, void** args) {
     GC_KERNEL(moe_finalize);
     GC_KERNEL(multimem_two_shot);
     GC_KERNEL(staged_all_gather);
+    GC_KERNEL(expert_dispatch);
+    GC_KERNEL(expert_combine);
 #undef GC_KERNEL
     return false;
 }

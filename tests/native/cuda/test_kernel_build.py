@@ -217,6 +217,25 @@ def test_only_newer_devices_get_multimem() -> None:
     assert source.count("(defined(GC_HOST_BUILD) || __CUDA_ARCH__ >= 900)") == 1
 
 
+@pytest.mark.parametrize("kernel", ["expert_dispatch", "expert_combine"])
+def test_an_exchange_of_experts_orders_its_rows_by_flags_alone(kernel: str) -> None:
+    """One release stores the flags and each load of one acquires; rows move 16 bytes at a time by weak accesses."""
+    code = machine_code("expert", 8, "bfloat16")[kernel]
+    release = [place for place, name in enumerate(code) if name == "MEMBAR.ALL.SYS"]
+    assert len(release) == 1
+    count = Counter(code)
+    assert count["STG.E.STRONG.SYS"] == 1
+    # The polls of eight ranks' flags.
+    assert count["CCTL.IVALL"] >= 8
+    # Of rows, the push is before the release. No row is a signal, so none needs a strong access.
+    pushed = [place for place, name in enumerate(code) if name == "STG.E.128"]
+    assert pushed
+    assert min(pushed) < release[0]
+    assert not [name for name in code if "128.STRONG" in name]
+    # A load that may be cached as constant would not see what peers stored.
+    assert not [name for name in code if name.startswith("LDG") and "CONSTANT" in name]
+
+
 @pytest.mark.parametrize(
     "dtype", [pytest.param(each, marks=[] if each == "bfloat16" else pytest.mark.thorough) for each in DTYPES]
 )
@@ -225,6 +244,9 @@ def test_no_sum_uses_a_multiply_add(dtype: str) -> None:
     for family in ("one_shot", "two_shot", "shards", "pull"):
         for kernel, code in machine_code(family, 2, dtype).items():
             assert not [name for name in code if re.match(r"[FHD]FMA|HADD2\.BF16|HMUL2", name)], kernel
+    for kernel, code in machine_code("expert", 2, dtype).items():
+        # All its sums are of float32; HFMA2.MMA with zeros as factors loads a constant.
+        assert not [name for name in code if name.startswith("FFMA")], kernel
     for kernel, code in machine_code("norm", 2, dtype).items():
         fused = [name for name in code if name.startswith("FFMA")]
         # Mean, root and reciprocal are three short sequences, however many elements a vector has.

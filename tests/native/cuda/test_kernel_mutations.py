@@ -21,7 +21,16 @@ NATIVE: tuple[str, ...] = ()
 WEAK = ("-DGC_WEAK_CLEARS=1",)
 TSAN = ("-fsanitize=thread", "-g1", "-Wno-tsan")
 # The plain build must notice a mutation, unless another kind of build is named here.
-MODES = {"fence_dropped": WEAK, "weak_clear": TSAN, "release_made_relaxed": TSAN}
+MODES = {
+    "fence_dropped": WEAK,
+    "weak_clear": TSAN,
+    "release_made_relaxed": TSAN,
+    "expert_release_made_relaxed": TSAN,
+    "expert_acquire_made_relaxed": TSAN,
+    "expert_phase_forced_to_0": TSAN,
+    "expert_barrier_before_the_flag_dropped": TSAN,
+    "expert_barrier_behind_the_flags_dropped": TSAN,
+}
 ONLY = {
     "fence_dropped": "push_one_shot",
     "weak_clear": "push_one_shot",
@@ -50,7 +59,11 @@ ONLY = {
     "staging_reused_too_early": "staged_all_gather",
     "parts_read_before_they_are_staged": "staged_all_gather",
 }
-DTYPE = {"norm_sum_in_thread_order": "float32", "finalize_in_reverse_order": "float32"}
+DTYPE = {
+    "norm_sum_in_thread_order": "float32",
+    "finalize_in_reverse_order": "float32",
+    "expert_sum_in_reverse_order": "float32",
+}
 """Mutations that need another dtype than bfloat16, whose rounding hides the last bits of a sum."""
 STALLS_PER_MILLION = 3000
 DEADLINE_MS = 10_000
@@ -71,7 +84,7 @@ def stress(
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return a function that compiles the stress program."""
+    """Return a function that compiles the stress program, or the one of the exchange if the name says so."""
     folder = tmp_path_factory.mktemp("stress")
 
     def compiled(
@@ -83,7 +96,8 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     ) -> Path:
         text = folder / f"{name}.cu"
         text.write_text(source or kernels.kernel_source())
-        compile_host(text, "stress.cpp", folder / name, world_size, dtype, options)
+        program = "expert_stress.cpp" if name.startswith("expert_") else "stress.cpp"
+        compile_host(text, program, folder / name, world_size, dtype, options)
         return folder / name
 
     return compiled
@@ -117,6 +131,32 @@ def test_no_data_race(build: Callable[..., Path]) -> None:
     """ThreadSanitizer reports nothing: ranks share memory only through atomics or across a barrier."""
     done = stress(build("tsan", TSAN), 120, 6)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.guarantee("D80")
+@pytest.mark.parametrize(
+    ("world_size", "dtype"),
+    [
+        (2, "float32"),
+        (3, "bfloat16"),
+        pytest.param(5, "float32", marks=pytest.mark.thorough),
+        pytest.param(8, "bfloat16", marks=pytest.mark.thorough),
+    ],
+)
+def test_hundreds_of_exchanges_are_right(build: Callable[..., Path], world_size: int, dtype: str) -> None:
+    """Dispatches and combines of any shapes follow each other while ranks pause, stall, and epochs wrap."""
+    program = build(f"expert_plain_{world_size}_{dtype}", world_size=world_size, dtype=dtype)
+    for seed in SEEDS:
+        done = stress(program, 1200 // world_size, seed * 10_000)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.thorough
+def test_exchanges_have_no_data_race(build: Callable[..., Path]) -> None:
+    """Rows are weak accesses, which ThreadSanitizer checks: flags alone order them between ranks."""
+    for world_size in (2, 4):
+        done = stress(build(f"expert_tsan_{world_size}", TSAN, world_size=world_size), 150, 6)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def mutated_source(patch: Path, folder: Path) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -16,6 +17,7 @@ import torch
 
 from device_comm import checks
 from device_comm.base import DeviceCommunicator
+from device_comm.experts.exchange import ExchangedRows, ExchangeRequest, ExpertExchange
 from device_comm.reduction import accumulation_dtype
 from shm_broadcast.errors import UsageError
 
@@ -137,7 +139,9 @@ class RoutedTokens:
         placement: The rank of each expert.
         choice: The form that was used, and why.
         lost: [tokens of this rank] bool: tokens that did not reach all of their experts, whose results are NaN. None
-            unless a capacity was stated or a graph is captured.
+            unless a capacity or `max_rows` was stated or a graph is captured.
+        received: [ranks] int32 on the device: how many rows came from each rank; they are the first of each rank's
+            `capacity` rows, or with `max_rows` follow each other. None unless one of the two was stated.
     """
 
     hidden_states: torch.Tensor
@@ -148,6 +152,7 @@ class RoutedTokens:
     placement: ExpertPlacement
     choice: Choice
     lost: torch.Tensor | None
+    received: torch.Tensor | None
     _route: _Route
 
 
@@ -162,6 +167,7 @@ class _Route:
     received: tuple[int, ...] = ()
     is_padded: bool = False
     is_everywhere: torch.Tensor | None = None
+    exchanged: ExchangedRows | None = None
 
 
 # --- dispatch ---------------------------------------------------------------------------------------------------
@@ -228,10 +234,15 @@ def dispatch(
     counts: tuple[int, ...],
     choice: Choice,
     capacity: int | None,
+    max_rows: int | None = None,
     *,
     is_static: bool,
+    is_captured: bool = False,
 ) -> RoutedTokens:
     """Send tokens to the ranks of their experts. Collective; the caller has checked the arguments.
+
+    With a capacity or `max_rows`, the all-to-all form goes through the communicator's `expert_exchange` if it carries
+    the call. All ranks know alike whether it does.
 
     Args:
         communicator: The communicator that moves the rows.
@@ -244,20 +255,73 @@ def dispatch(
         choice: The result of `choose_form`, or the caller's choice; equal on all ranks.
         capacity: Rows, with padding, that a rank sends to each other rank in the all-to-all form. None sends no
             padding.
+        max_rows: Rows of the result in the all-to-all form without a capacity; those that came are the first.
         is_static: Whether the host must not wait for the device.
+        is_captured: Whether a graph is captured.
+
+    Raises:
+        UsageError: More than `max_rows` rows go to a rank. All ranks raise it and the group is intact, unless an
+            `expert_exchange` carries the call: then the receiver finds it, and its next call raises it and the group
+            is broken. Or `max_rows` cannot be captured here; then nothing was sent.
     """
     weights = [] if topk_weights is None else [topk_weights]
+    tensors = [hidden_states, *weights, *extra_tensors]
+    if choice.form is DispatchForm.ALL_TO_ALL and (capacity is not None or max_rows is not None):
+        request = _request(tensors, topk_ids, placement, counts, capacity, max_rows)
+        exchange, obstacle = _kernels_for(communicator, request)
+        if exchange is not None:
+            choice = Choice(choice.form, f"{choice.reason}; by kernels")
+            moved = exchange.dispatch(request, tensors, topk_ids, placement.owners, placement.local)
+            return _exchanged(moved, bool(weights), placement, choice, counts)
+        if max_rows is not None and is_captured:
+            raise UsageError(f"dispatch: max_rows cannot be captured here: {obstacle}")
+        choice = Choice(choice.form, f"{choice.reason}; without kernels: {obstacle}")
+    return _by_collectives(
+        *(communicator, tensors, topk_ids, placement, counts, choice, capacity, max_rows),
+        is_weighted=bool(weights),
+        is_static=is_static,
+    )
+
+
+def _kernels_for(
+    communicator: DeviceCommunicator, request: ExchangeRequest
+) -> tuple[ExpertExchange | None, str]:
+    """Return the kernels that carry a dispatch, or None and why; equal on all ranks."""
+    exchange = communicator.expert_exchange()
+    if exchange is None:
+        return None, "this communicator has no kernels for it"
+    obstacle = exchange.why_not(request)
+    return (None, obstacle) if obstacle else (exchange, "")
+
+
+def _by_collectives(
+    communicator: DeviceCommunicator,
+    tensors: Sequence[torch.Tensor],
+    topk_ids: torch.Tensor,
+    placement: ExpertPlacement,
+    counts: tuple[int, ...],
+    choice: Choice,
+    capacity: int | None,
+    max_rows: int | None,
+    *,
+    is_weighted: bool,
+    is_static: bool,
+) -> RoutedTokens:
+    """Dispatch by all-gathers or all-to-alls of the communicator.
+
+    `tensors` are all that move beside the ids; the second holds the weights if `is_weighted`.
+    """
     lost = None
     ids = topk_ids
     if is_static:
         wrong = _out_of_range(topk_ids, placement)
         ids, lost = topk_ids.masked_fill(wrong, -1), wrong.any(1)
-    tensors = [hidden_states, ids, *weights, *extra_tensors]
+    tensors = [tensors[0], ids, *tensors[1:]]
     if choice.form is DispatchForm.ALL_GATHER:
         route = _Route(counts, counts[placement.rank_in_group])
         moved = communicator.all_gatherv(tensors, 0, counts)
     else:
-        route, overflow = _plan(communicator, ids, placement, counts, capacity)
+        route, overflow = _plan(communicator, ids, placement, counts, capacity, max_rows)
         if overflow is not None:
             lost = overflow if lost is None else lost | overflow
         moved = [
@@ -265,18 +329,84 @@ def dispatch(
             # A padding row has no expert.
             for tensor, filler in zip(tensors, (0, -1, *[0] * (len(tensors) - 2)), strict=True)
         ]
+    if max_rows is not None:
+        moved = [
+            _lengthened(each, max_rows, filler)
+            for each, filler in zip(moved, (0, -1, *[0] * (len(moved) - 2)), strict=True)
+        ]
     hidden, ids, *rest = moved
+    local_ids = placement.local[ids.long()]
     return RoutedTokens(
         hidden_states=hidden,
         topk_ids=ids,
-        topk_weights=rest.pop(0) if weights else None,
+        topk_weights=rest.pop(0) if is_weighted else None,
         extra_tensors=rest,
-        local_ids=placement.local[ids.long()],
+        local_ids=local_ids,
         placement=placement,
         choice=choice,
         lost=lost,
+        received=_received(route, local_ids, max_rows),
         _route=route,
     )
+
+
+def _request(
+    tensors: Sequence[torch.Tensor],
+    ids: torch.Tensor,
+    placement: ExpertPlacement,
+    counts: tuple[int, ...],
+    capacity: int | None,
+    max_rows: int | None,
+) -> ExchangeRequest:
+    return ExchangeRequest(
+        row_bytes=tuple(math.prod(each.shape[1:]) * each.itemsize for each in tensors),
+        topk=ids.shape[1],
+        id_dtype=ids.dtype,
+        experts=placement.num_experts,
+        # A rank has no more rows for another than tokens.
+        capacity=max(1, *counts) if capacity is None else capacity,
+        max_rows=max_rows,
+    )
+
+
+def _exchanged(
+    moved: ExchangedRows,
+    is_weighted: bool,
+    placement: ExpertPlacement,
+    choice: Choice,
+    counts: tuple[int, ...],
+) -> RoutedTokens:
+    hidden, *rest = moved.tensors
+    return RoutedTokens(
+        hidden_states=hidden,
+        topk_ids=moved.topk_ids,
+        topk_weights=rest.pop(0) if is_weighted else None,
+        extra_tensors=rest,
+        local_ids=moved.local_ids,
+        placement=placement,
+        choice=choice,
+        lost=moved.lost,
+        received=moved.received[:-1],
+        _route=_Route(counts, counts[placement.rank_in_group], exchanged=moved),
+    )
+
+
+def _received(route: _Route, local_ids: torch.Tensor, max_rows: int | None) -> torch.Tensor | None:
+    """Return how many rows came from each rank, if the host is not supposed to know."""
+    if max_rows is not None:
+        return torch.tensor(route.received, dtype=torch.int32, device=local_ids.device)
+    if not route.is_padded:
+        return None
+    return (local_ids >= 0).any(1).view(len(route.received), -1).sum(1, dtype=torch.int32)
+
+
+def _lengthened(tensor: torch.Tensor, rows: int, filler: int) -> torch.Tensor:
+    """Return the tensor with rows of `filler` behind its own, which are at most `rows`."""
+    # torch cannot fill all 8-bit floats, so they are filled as bytes.
+    flat = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+    longer = flat.new_full((rows, *flat.shape[1:]), filler)
+    longer[: flat.shape[0]] = flat
+    return longer.view(tensor.dtype)
 
 
 def _plan(
@@ -285,8 +415,13 @@ def _plan(
     placement: ExpertPlacement,
     counts: tuple[int, ...],
     capacity: int | None,
+    max_rows: int | None,
 ) -> tuple[_Route, torch.Tensor | None]:
-    """Return which rows go to which rank, in the order of tokens, and which tokens exceeded the capacity."""
+    """Return which rows go to which rank, in the order of tokens, and which tokens exceeded the capacity.
+
+    Raises:
+        UsageError: More than `max_rows` rows go to a rank. All ranks raise it, and only counts were sent.
+    """
     tokens, ranks = ids.shape[0], placement.world_size
     # The extra column takes ids of -1, which go to no rank.
     hits = torch.zeros((tokens, ranks + 1), dtype=torch.bool, device=ids.device)
@@ -295,6 +430,12 @@ def _plan(
     if capacity is None:
         own = hits.sum(0).view(1, ranks)
         table = communicator.all_gather(own, 0).tolist()
+        totals = [sum(column) for column in zip(*table, strict=True)]
+        if max_rows is not None and max(totals) > max_rows:
+            raise UsageError(
+                f"dispatch: {max(totals)} rows go to rank {totals.index(max(totals))} in the group, but max_rows is "
+                f"{max_rows}"
+            )
         sent = tuple(table[placement.rank_in_group])
         received = tuple(row[placement.rank_in_group] for row in table)
         source = hits.t().nonzero()[:, 1]
@@ -345,20 +486,32 @@ def combine(
         UsageError: The shape, the dtype or the group does not match. Nothing was sent, the group is intact.
     """
     _check_results(communicator, hidden_states, routed)
+    moved = routed._route.exchanged  # noqa: SLF001 - a record of this module
+    exchange = None if moved is None else communicator.expert_exchange()
+    if moved is not None and exchange is not None:
+        return exchange.combine(
+            hidden_states, routed.topk_weights if hidden_states.dim() == 3 else None, moved
+        )
     rows = hidden_states.detach()
     if rows.dim() == 3:
         rows = _weighted(rows, routed)
     route = routed._route  # noqa: SLF001 - a record of this module
-    if route.source is None:
-        # Rows without an expert on this rank may hold anything: they count as 0.
-        is_here = (routed.local_ids >= 0).any(1, keepdim=True)
-        total = communicator.reduce_scatterv(torch.where(is_here, rows, rows.new_zeros(())), 0, route.counts)
-    else:
-        back = communicator.all_to_all(rows.contiguous(), 0, route.received, route.sent)
-        total = _sum(back, route)
+    total = _back(communicator, rows, routed, route)
     if routed.lost is not None:
         total = total.masked_fill(routed.lost.unsqueeze(1), torch.nan)
     return total
+
+
+def _back(
+    communicator: DeviceCommunicator, rows: torch.Tensor, routed: RoutedTokens, route: _Route
+) -> torch.Tensor:
+    """Return results to the ranks of their tokens, and sum them there."""
+    if route.source is None:
+        # Rows without an expert on this rank may hold anything: they count as 0.
+        is_here = (routed.local_ids >= 0).any(1, keepdim=True)
+        return communicator.reduce_scatterv(torch.where(is_here, rows, rows.new_zeros(())), 0, route.counts)
+    came = rows[: sum(route.received)].contiguous()
+    return _sum(communicator.all_to_all(came, 0, route.received, route.sent), route)
 
 
 def _check_results(

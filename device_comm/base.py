@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from device_comm import checks, rms_norm
 from device_comm.async_calls import Aside
+from device_comm.experts.exchange import ExpertExchange
 from device_comm.fused.forms import FusedForms
 from device_comm.handles import Handle
 from device_comm.health import GroupHealth
@@ -459,6 +460,13 @@ class DeviceCommunicator(OutputForms, FusedForms):
     def is_collecting(self) -> bool:
         """Return whether calls are collected now, and queued when the context of `group` is left."""
         return False
+
+    def expert_exchange(self) -> ExpertExchange | None:
+        """Return what dispatches and combines without any count on the host, or None where nothing does.
+
+        The first call of a group is collective, and the answer is the same on all ranks.
+        """
+        return None
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a new tensor of any content on the device, in memory that suits this communicator. Not collective."""

@@ -40,6 +40,9 @@ class CudaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             is split or goes through NCCL. A multiple of 4096.
         staging_bytes: Bytes, per group and device, for inputs that peers cannot map and for the results of pulls, and
             as many again where multimem is used. 0 disables both. A multiple of 4096.
+        expert_arena_bytes: Bytes for one phase of an expert-parallel exchange; a group that dispatches with a stated
+            capacity holds two on each device. A dispatch whose rows do not fit goes through NCCL. 0 disables these
+            kernels. A multiple of 4096.
         deadline_s: How long a kernel waits for the other ranks, in seconds; None takes the group's timeout.
         policy_file: File of thresholds that the `tune` command wrote; None takes the built-in table. The path may
             differ between ranks, the content must not.
@@ -58,6 +61,7 @@ class CudaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     multimem: bool = True
     arena_bytes: int = 16 << 20
     staging_bytes: int = 32 << 20
+    expert_arena_bytes: int = 32 << 20
     deadline_s: float | None = None
     policy_file: str | None = None
     nccl_library: str | None = None
@@ -70,6 +74,7 @@ class CudaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise SettingsError(f"cuda.{field} is {getattr(self, field)!r}, but must be True or False")
         _check_bytes("arena_bytes", self.arena_bytes, MIN_ARENA_BYTES)
         _check_bytes("staging_bytes", self.staging_bytes, 0)
+        _check_bytes("expert_arena_bytes", self.expert_arena_bytes, 0)
         if self.deadline_s is not None:
             msgspec.structs.force_setattr(self, "deadline_s", _seconds("deadline_s", self.deadline_s))
         for field in sorted(PER_RANK_CUDA_FIELDS):

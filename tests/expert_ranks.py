@@ -164,7 +164,10 @@ def dispatch(
     )
     placement = case.placement(rank)
     others = [made.ids, made.local, placement.owners, placement.local, made.places, made.lost, made.received]
-    words = call.words(
+    words = call.words()
+    call.fill(
+        words,
+        0,
         [each.data_ptr() for each in tensors],
         [each.data_ptr() for each in outputs],
         [each.data_ptr() for each in (ids, *others)],
@@ -199,7 +202,8 @@ def combine(
     output = _garbage((tokens, results.shape[-1]), results.dtype)
     weights = made.weights.data_ptr() if results.dim() == 3 and made.weights is not None else 0
     others = [each.data_ptr() for each in (made.local, made.received, made.places, made.lost, output)]
-    words = call.words([results.data_ptr(), weights, *others], tokens)
+    words = call.words()
+    call.fill(words, 0, [results.data_ptr(), weights, *others], tokens)
     group.kernels.launch("expert_combine", grid, threads, [group.params[rank], _structure(words)])
     return output
 

@@ -109,32 +109,39 @@ class TokenRouting:
         experts: int | ExpertPlacement,
         capacity: int | None,
         form: DispatchForm | None,
+        max_rows: int | None,
     ) -> RoutedTokens:
         """Send each token to the ranks of its experts."""
         placement = experts if isinstance(experts, ExpertPlacement) else self.place(experts)
         if (placement.rank_in_group, placement.world_size) != (self._rank_in_group, self._world_size):
             raise UsageError(f"dispatch: {placement!r} belongs to another group")
-        if capacity is not None and (
-            isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1
-        ):
-            raise UsageError(f"dispatch: capacity must be a number of rows, at least 1, not {capacity!r}")
+        for name, rows in (("capacity", capacity), ("max_rows", max_rows)):
+            if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
+                raise UsageError(f"dispatch: {name} must be a number of rows, at least 1, not {rows!r}")
+        if max_rows is not None and (capacity is not None or form is DispatchForm.ALL_GATHER):
+            raise UsageError("dispatch: max_rows belongs to the all-to-all form, and goes without capacity")
         if form is not None and not isinstance(form, DispatchForm):
             raise UsageError(f"dispatch: form must be a DispatchForm, not {form!r}")
         is_captured = _is_capturing(self._device)
-        is_static = is_captured or capacity is not None
+        is_static = is_captured or capacity is not None or max_rows is not None
         refuse_lost_gradient("dispatch", [hidden_states, topk_weights, extra_tensors], self._world_size)
         tensors = hidden_states, topk_ids, topk_weights, extra_tensors
         all2all.check_routing(*tensors, placement, is_static=is_static)
-        if form is DispatchForm.ALL_TO_ALL and is_captured and capacity is None:
-            raise UsageError("dispatch: an all-to-all can be captured with a stated capacity only")
+        if form is DispatchForm.ALL_TO_ALL and is_captured and capacity is None and max_rows is None:
+            raise UsageError(
+                "dispatch: an all-to-all can be captured with a stated capacity or max_rows only"
+            )
         counts = self._counts(hidden_states.shape[0])
-        choice = (
-            all2all.choose_form(counts, topk_ids.shape[1], capacity, is_static=is_static)
-            if form is None
-            else Choice(form, "the caller's")
-        )
+        if max_rows is not None:
+            choice = Choice(DispatchForm.ALL_TO_ALL, f"at most {max_rows} rows for a rank, without gaps")
+        elif form is not None:
+            choice = Choice(form, "the caller's")
+        else:
+            choice = all2all.choose_form(counts, topk_ids.shape[1], capacity, is_static=is_static)
         return all2all.dispatch(
-            self._communicator, *tensors, placement, counts, choice, capacity, is_static=is_static
+            *(self._communicator, *tensors, placement, counts, choice, capacity, max_rows),
+            is_static=is_static,
+            is_captured=is_captured,
         )
 
     def _counts(self, own: int) -> tuple[int, ...]:
@@ -242,6 +249,7 @@ class ExpertParallel(GroupPlanes):
         experts: int | ExpertPlacement,
         capacity: int | None = None,
         form: DispatchForm | None = None,
+        max_rows: int | None = None,
     ) -> RoutedTokens: ...
 
     def dispatch(
@@ -256,6 +264,7 @@ class ExpertParallel(GroupPlanes):
         experts: int | ExpertPlacement | None = None,
         capacity: int | None = None,
         form: DispatchForm | None = None,
+        max_rows: int | None = None,
     ) -> Any:
         """Send tokens to experts: all tokens to all ranks, or with `experts` each one to the ranks of its experts.
 
@@ -283,6 +292,9 @@ class ExpertParallel(GroupPlanes):
                 the host does not wait, but the rows are padded to this number. Tokens that do not fit are `lost`.
             form: The form to use; by default `device_comm.all2all.choose_form` decides by the numbers of tokens, of
                 ranks and of experts per token.
+            max_rows: Rows of the result in the all-to-all form, without `capacity`: those that come are the first,
+                without gaps, and `received` says on the device how many they are. Where our kernels carry the call
+                (`choice.reason` says why not), no count reaches the host; else the host waits for all ranks.
 
         Returns:
             (hidden_states, topk_weights, topk_ids) or (hidden_states, router_logits), with the rows of all ranks in
@@ -292,8 +304,10 @@ class ExpertParallel(GroupPlanes):
 
         Raises:
             UsageError: Shapes or dtypes do not fit, an id is not an expert, or `token_counts` states another number.
-                Nothing was sent. On an accelerator, if the host does not wait (a capture, or `capacity`), a token with
-                an id that is not an expert is `lost` instead.
+                Nothing was sent. On an accelerator, if the host does not wait (a capture, `capacity` or `max_rows`), a
+                token with an id that is not an expert is `lost` instead. More than `max_rows` rows go to a rank: all
+                ranks raise this and the group is intact, or where our kernels carry the call, the next call of that
+                rank raises it, and the group is broken.
         """
         # In the older order the flag and the extra tensors stand one place further to the left.
         if isinstance(topk_ids, bool):
@@ -303,8 +317,13 @@ class ExpertParallel(GroupPlanes):
         there = self._serving(is_sequence_parallel)
         if there is not self:
             given = (hidden_states, topk_weights, topk_ids, True, extra_tensors)
-            return there.dispatch(  # type: ignore[call-overload]
-                *given, router_logits=router_logits, experts=experts, capacity=capacity, form=form
+            return there.dispatch(  # type: ignore[call-overload,misc]
+                *given,
+                router_logits=router_logits,
+                experts=experts,
+                capacity=capacity,
+                form=form,
+                max_rows=max_rows,
             )
         # Where the tokens of each rank are not stated, the ranks first tell each other.
         plane: Plane = "host" if self._routing.stated is None else "device"
@@ -314,11 +333,13 @@ class ExpertParallel(GroupPlanes):
                 if topk_ids is None or router_logits is not None:
                     raise UsageError("dispatch: experts needs topk_ids, and goes without router_logits")
                 return self._routing.dispatch(
-                    hidden_states, topk_ids, topk_weights, extra or [], experts, capacity, form
+                    hidden_states, topk_ids, topk_weights, extra or [], experts, capacity, form, max_rows
                 )
             beside = _beside(topk_weights, topk_ids, router_logits)
-            if capacity is not None or form is not None:
-                raise UsageError("dispatch: capacity and form belong to the form with topk_ids and experts")
+            if capacity is not None or form is not None or max_rows is not None:
+                raise UsageError(
+                    "dispatch: capacity, form and max_rows belong to the form with topk_ids and experts"
+                )
             moved = self._routing.dispatch_to_all([hidden_states, *beside, *(extra or [])])
             count = 1 + len(beside)
             return tuple(moved[:count]) if extra is None else (*moved[:count], moved[count:])

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, cast
@@ -18,17 +19,19 @@ import torch
 
 from device_comm import checks
 from device_comm.base import SUM, CallPath, CommunicatorContext
+from device_comm.cuda.alignment import aligned, can_land, is_strided
 from device_comm.cuda.custom.all_reduce import CustomAllReduce
+from device_comm.cuda.custom.expert_parallel import ExpertKernels
 from device_comm.cuda.custom.launches import CubinSource
 from device_comm.cuda.custom.release import CAPTURE_ERRORS
 from device_comm.cuda.custom.streams import StreamOrder
 from device_comm.cuda.driver import Driver
 from device_comm.cuda.driver_bindings import CudaDriver
 from device_comm.cuda.event_progress import EventProgress
-from device_comm.cuda.fused_communicator import FusedCommunicator, aligned
+from device_comm.cuda.fused_communicator import FusedCommunicator
 from device_comm.cuda.policy.decision import GroupFacts
 from device_comm.cuda.policy.table import Operation
-from device_comm.cuda.setup import build_custom
+from device_comm.cuda.setup import build_custom, build_experts
 from device_comm.cuda.side_stream import SideStream
 from device_comm.cuda_settings import cuda_settings
 from device_comm.nccl.library import NcclLibrary
@@ -43,6 +46,8 @@ __all__ = ["CudaCommunicator"]
 logger: logging.Logger = logging.getLogger(__name__)
 
 _INEXACT: Final = (ReduceOperation.SUM, ReduceOperation.MEAN, ReduceOperation.PRODUCT)
+# How long `destroy` waits for queued calls, in seconds.
+_FLUSH_S: Final = 5.0
 _PLANNED: Final = ("all_reduce", "reduce_scatter", "all_gather")
 # Bounds the set of (dtype, count) that go to NCCL, for which no result is allocated here. Engines use a few dozen.
 _MOST_SIZES: Final = 4096
@@ -91,7 +96,8 @@ class CudaCommunicator(FusedCommunicator):
         self._cubin = cubin
         self._is_deterministic = cuda_settings(context.cuda).deterministic
         self._custom: CustomAllReduce | None = None
-        self._is_decided = False
+        self._expert: ExpertKernels | None = None
+        self._is_decided = self._is_expert_decided = False
         self._obstacle = ""
         self._is_capturing = False
         self._elsewhere: set[tuple[torch.dtype, int]] = set()
@@ -136,11 +142,7 @@ class CudaCommunicator(FusedCommunicator):
         """Return our own collectives, None if the group has none. The first call decides that and is collective."""
         if not self._is_decided:
             self._health.check_usable(name)
-            if self._is_captured():
-                raise UsageError(
-                    f"{self._health.where(name)}: the first call of a group cannot be captured; capture inside of "
-                    "`group.graph_capture()`, or make one such call before"
-                )
+            self._refuse_capture(name, "capture inside of `group.graph_capture()`, or ")
             self._custom, self._obstacle = build_custom(
                 *(self.context, self._driver, self._cubin, self._shared_order)
             )
@@ -148,6 +150,15 @@ class CudaCommunicator(FusedCommunicator):
             if self._obstacle:
                 self._tell(self._obstacle)
         return self._custom
+
+    def _refuse_capture(self, name: str, advice: str) -> None:
+        if self._is_captured():
+            begin = f"{self._health.where(name)}: the first such call of a group cannot be captured"
+            raise UsageError(f"{begin}; {advice}make one such call before")
+
+    def _kernels(self) -> list[CustomAllReduce | ExpertKernels]:
+        """Return what has been built, in this order."""
+        return [each for each in (self._custom, self._expert) if each is not None]
 
     def _is_captured(self) -> bool:
         try:
@@ -199,7 +210,7 @@ class CudaCommunicator(FusedCommunicator):
             return super().all_reduce(input_, op, timeout_s=timeout_s)
         count = input_.numel()
         dtype = input_.dtype
-        if ((dtype, count) in self._elsewhere and not self._is_capturing) or not _is_strided(input_):
+        if ((dtype, count) in self._elsewhere and not self._is_capturing) or not is_strided(input_):
             return super().all_reduce(input_, op, timeout_s=timeout_s)
         address = input_.data_ptr()
         # An empty tensor has address 0.
@@ -260,7 +271,7 @@ class CudaCommunicator(FusedCommunicator):
                 fill(output, self._all_reduce_in_order(dense(input_), op, timeout_s))
             else:
                 super()._all_reduce_into(output, input_, op, timeout_s)
-        elif _can_land(output):
+        elif can_land(output):
             source = aligned(dense(input_))
             custom.all_reduce(source.data_ptr(), output.data_ptr(), source.numel(), source.dtype, stream)
         else:
@@ -373,13 +384,30 @@ class CudaCommunicator(FusedCommunicator):
                 fill(output, self._reduce_scatter(input_, dim, sizes, op, timeout_s))
             else:
                 super()._reduce_scatter_into(output, input_, dim, sizes, op, timeout_s)
-        elif dim == 0 and _can_land(output):
+        elif dim == 0 and can_land(output):
             rows = aligned(dense(input_))
             custom.reduce_scatter(rows.data_ptr(), output.data_ptr(), output.numel(), output.dtype, stream)
         else:
             fill(output, self._reduce_scatter(input_, dim, sizes, op, timeout_s))
 
     # ------------------------------------------------------------------ moving data
+
+    def expert_exchange(self) -> ExpertKernels | None:
+        """Return the kernels for expert parallelism, None if the group has none.
+
+        The first call decides that: it is collective, and raises `UsageError` during a capture.
+        """
+        if not self._is_expert_decided:
+            self._health.check_usable("dispatch")
+            self._refuse_capture("dispatch", "")
+            custom = self._own("dispatch")
+            if custom is not None:
+                custom.check("dispatch")
+            self._expert, obstacle = build_experts(custom, self._current)
+            self._is_expert_decided = True
+            if obstacle:
+                self._tell(obstacle)
+        return self._expert
 
     def _all_gather(
         self, input_: torch.Tensor, dim: int, sizes: tuple[int, ...], timeout_s: float | None
@@ -416,7 +444,7 @@ class CudaCommunicator(FusedCommunicator):
             or not custom.carries("all_gather", torch.uint8, input_.nbytes, stream)
         ):
             super()._all_gather_into(output, input_, dim, sizes, timeout_s)
-        elif dim == 0 and _can_land(output):
+        elif dim == 0 and can_land(output):
             rows = dense(input_)
             custom.all_gather(rows.data_ptr(), output.data_ptr(), rows.nbytes, stream)
         else:
@@ -442,9 +470,10 @@ class CudaCommunicator(FusedCommunicator):
         if custom is None:
             yield
             return
-        bound = custom.stream
+        # Kernels that are built within the context had no stream before.
+        bound = {id(each): each.stream for each in self._kernels()}
         try:
-            custom.use_stream(number)
+            self.use_stream(number)
             custom.begin_capture(number)
             self._is_capturing = True
             try:
@@ -456,15 +485,17 @@ class CudaCommunicator(FusedCommunicator):
                 self._is_capturing = False
             custom.finish_capture()
         except BaseException:
-            custom.abandon_capture(bound)
+            for each in self._kernels():
+                each.abandon_capture(bound.get(id(each)))
             raise
-        custom.restore_stream(bound)
+        for each in self._kernels():
+            each.restore_stream(bound.get(id(each)))
 
     def use_stream(self, stream: Any) -> None:
         """Queue later calls of our kernels on `stream`, behind all work queued so far. Not collective."""
         number = stream if isinstance(stream, int) else stream.cuda_stream
-        if self._custom is not None:
-            self._custom.use_stream(number)
+        for each in self._kernels():
+            each.use_stream(number)
 
     def check(self) -> None:
         """Raise if one of our kernels has failed.
@@ -474,8 +505,8 @@ class CudaCommunicator(FusedCommunicator):
         Raises:
             CommTimeoutError, PeerLostError: The group is broken.
         """
-        if self._custom is not None:
-            self._custom.check()
+        for each in self._kernels():
+            each.check()
 
     def prepare_kernels(self) -> GroupFacts | None:
         """Build what our kernels need; return the facts that the policy uses, or None where the kernels cannot run.
@@ -492,30 +523,29 @@ class CudaCommunicator(FusedCommunicator):
 
     def end_calls(self, timeout_s: float) -> None:
         """Refuse later calls of our kernels, wait for queued ones, then make those that still wait leave."""
-        if self._custom is not None and not self._health.is_inherited:
-            self._custom.stop(timeout_s)
+        if not self._health.is_inherited:
+            self._stop(timeout_s)
+
+    def _stop(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        for each in self._kernels():
+            each.stop(max(deadline - time.monotonic(), 0.0))
 
     def destroy(self) -> None:
         """End NCCL, then our kernels, and free their memory.
 
         NCCL goes first: it is aborted if its work does not end within seconds, whereas our memory is freed only when
-        nothing on the device runs any more, and so not before NCCL's work has ended.
+        nothing on the device runs any more, and so not before NCCL's work has ended. All our kernels have been made to
+        leave before any memory is freed, and the driver is closed behind the last. If one part is freed by a thread,
+        because other work takes longer, so is the rest.
         """
         super().destroy()
         self._events.close()
+        self._stop(_FLUSH_S)
         if self._stream_order is not None:
             self._stream_order.close()
-        if self._custom is not None:
-            self._custom.destroy(then=self._driver().close)
-        elif self._opened is not None:
-            self._opened.close()
-
-
-def _is_strided(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is dense and contiguous and its memory holds its values as they are."""
-    return tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
-
-
-def _can_land(output: torch.Tensor) -> bool:
-    """Return whether our kernels can write to the output. If not, this rank copies; the algorithm stays the same."""
-    return is_plain(output) and not output.data_ptr() & 15
+        end: Callable[[], None] | None = None if self._opened is None else self._opened.close
+        for each in self._kernels():
+            end = functools.partial(each.destroy, then=end)
+        if end is not None:
+            end()

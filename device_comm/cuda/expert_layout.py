@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from typing import Final
 
 __all__ = [
@@ -96,32 +96,51 @@ class DispatchCall:
     id_bytes: int
     is_compact: bool
 
-    def words(
-        self, inputs: Sequence[int], outputs: Sequence[int], addresses: Sequence[int], tokens: int
-    ) -> list[int]:
-        """Return `ExpertDispatch` as 64-bit words.
+    def words(self) -> list[int]:
+        """Return `ExpertDispatch` as 64-bit words, with 0 for what `fill` writes."""
+        words: list[int] = []
+        for offset, nbytes in zip(self.slots.offsets, self.row_bytes, strict=True):
+            words += (0, 0, offset, nbytes | unit_of(nbytes) << 32)
+        return [
+            *words,
+            *(0,) * (4 * (MOST_COLUMNS - len(self.row_bytes)) + 8),
+            self.slots.slot_bytes,
+            self.slots.ids_offset,
+            0,
+            self.topk | self.experts << 32,
+            self.capacity | self.rows << 32,
+            self.id_bytes | self.is_compact << 32,
+        ]
+
+    def fill(
+        self,
+        words: MutableSequence[int] | memoryview[int],
+        first: int,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        addresses: Sequence[int],
+        tokens: int,
+    ) -> None:
+        """Write what differs between calls of one shape.
 
         Args:
+            words: Where `words` was copied to.
+            first: Index of its first word.
             inputs: The address of each tensor.
             outputs: The address of each output.
             addresses: Addresses of ids, ids_out, local_out, owners, local, places, lost and received.
             tokens: Number of tokens of this rank.
         """
-        words: list[int] = []
-        offsets = self.slots.offsets
-        for source, output, offset, nbytes in zip(inputs, outputs, offsets, self.row_bytes, strict=True):
-            words += (source, output, offset, nbytes | unit_of(nbytes) << 32)
-        words += [0] * (4 * (MOST_COLUMNS - len(self.row_bytes)))
-        return [
-            *words,
-            *addresses,
-            self.slots.slot_bytes,
-            self.slots.ids_offset,
-            len(self.row_bytes) | tokens << 32,
-            self.topk | self.experts << 32,
-            self.capacity | self.rows << 32,
-            self.id_bytes | self.is_compact << 32,
-        ]
+        at = first
+        for source, output in zip(inputs, outputs, strict=True):
+            words[at] = source
+            words[at + 1] = output
+            at += 4
+        at = first + 4 * MOST_COLUMNS
+        for address in addresses:
+            words[at] = address
+            at += 1
+        words[at + 2] = len(self.row_bytes) | tokens << 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,18 +163,32 @@ class CombineCall:
     rows: int
     is_compact: bool
 
-    def words(self, addresses: Sequence[int], tokens: int) -> list[int]:
-        """Return `ExpertCombine` as 64-bit words.
+    def words(self) -> list[int]:
+        """Return `ExpertCombine` as 64-bit words, with 0 for what `fill` writes."""
+        return [
+            *(0,) * 7,
+            self.slot_bytes,
+            self.topk << 32,
+            self.capacity | self.rows << 32,
+            self.row_bytes // _VECTOR | self.is_compact << 32,
+        ]
+
+    def fill(
+        self,
+        words: MutableSequence[int] | memoryview[int],
+        first: int,
+        addresses: Sequence[int],
+        tokens: int,
+    ) -> None:
+        """Write what differs between calls of one shape.
 
         Args:
+            words: Where `words` was copied to.
+            first: Index of its first word.
             addresses: Addresses of results, weights (0 for rows that are weighted already), local_out, received,
                 places, lost and the output.
             tokens: Number of tokens of this rank.
         """
-        return [
-            *addresses,
-            self.slot_bytes,
-            tokens | self.topk << 32,
-            self.capacity | self.rows << 32,
-            self.row_bytes // _VECTOR | self.is_compact << 32,
-        ]
+        for index, address in enumerate(addresses):
+            words[first + index] = address
+        words[first + 8] = tokens | self.topk << 32

@@ -7,6 +7,7 @@ from abc import abstractmethod
 import torch
 
 from device_comm.base import SUM
+from device_comm.cuda.alignment import aligned
 from device_comm.cuda.custom.all_reduce import CustomAllReduce
 from device_comm.cuda.custom.fused_calls import Scales
 from device_comm.fused.fp4 import BLOCK, blocks_quantised
@@ -15,7 +16,7 @@ from device_comm.nccl.communicator import NcclCommunicator
 from device_comm.process_group import dense
 from shm_broadcast.errors import UsageError
 
-__all__ = ["FusedCommunicator", "aligned"]
+__all__ = ["FusedCommunicator"]
 
 
 class FusedCommunicator(NcclCommunicator):
@@ -143,8 +144,3 @@ class FusedCommunicator(NcclCommunicator):
 def _is_whole(input_: torch.Tensor) -> bool:
     """Return whether the norm's kernels take the input: it has rows, and these consist of whole vectors."""
     return len(input_) > 0 and not input_.shape[1] * input_.itemsize % 16
-
-
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the contiguous tensor, copied if it does not begin at a multiple of 16 bytes as our kernels require."""
-    return tensor.clone() if tensor.data_ptr() & 15 else tensor

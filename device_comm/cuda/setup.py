@@ -12,6 +12,7 @@ import torch
 
 from device_comm.base import CommunicatorContext
 from device_comm.cuda.custom.all_reduce import CustomAllReduce
+from device_comm.cuda.custom.expert_parallel import ExpertKernels
 from device_comm.cuda.custom.launches import CubinSource
 from device_comm.cuda.custom.peer_access import PROBE_BYTES, verify_peer_access
 from device_comm.cuda.custom.peer_memory import PeerMemory
@@ -26,7 +27,7 @@ from device_comm.cuda.topology import gather_topology, probe
 from device_comm.cuda_settings import cuda_settings
 from shm_broadcast.errors import CapabilityError, CommError, InternalError
 
-__all__ = ["build_custom", "default_cache_directory"]
+__all__ = ["build_custom", "build_experts", "default_cache_directory"]
 
 # Above 1 MiB, the limit of torch's pool for small tensors, so that the sample comes from the pool of large ones.
 _SAMPLE_BYTES: Final = 2 << 20
@@ -82,6 +83,26 @@ def build_custom(
         return None, failed
     try:
         return _build(context, peers, driver, cubin, order()), ""
+    except CapabilityError as error:
+        # Equal on all ranks: a rank raises this only after it has told the others.
+        return None, str(error)
+
+
+def build_experts(
+    custom: CustomAllReduce | None, stream: Callable[[], int]
+) -> tuple[ExpertKernels | None, str]:
+    """Return the expert-parallel kernels of a group, or None and the reason. Collective; equal on all ranks.
+
+    Args:
+        custom: The group's own collectives, as `build_custom` returned them.
+        stream: Returns the current stream.
+    """
+    if custom is None:
+        return None, ""
+    if not custom.context.settings.expert_arena_bytes:
+        return None, "cuda.expert_arena_bytes is 0"
+    try:
+        return ExpertKernels.create(custom.context, stream), ""
     except CapabilityError as error:
         # Equal on all ranks: a rank raises this only after it has told the others.
         return None, str(error)

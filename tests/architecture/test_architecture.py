@@ -59,6 +59,7 @@ CONTRACT = {
             "rms_norm",
         ),
         *("fused/finalize", "fused/forms", "fused/fp4", "fused/fp8"),
+        "experts/exchange",
     )
 }
 WORDS = {4: "Four", 5: "Five", 6: "Six"}

@@ -7,34 +7,24 @@ about streams, graphs, failures and teardown is there under "Policy and custom a
 from __future__ import annotations
 
 import functools
-import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 
 from device_comm.cuda.custom.capture_failure import tell_failure
 from device_comm.cuda.custom.fused_calls import FUSED_FAMILIES, MOST_ROUTES, NAMES, FusedCalls
+from device_comm.cuda.custom.kernel_calls import KernelCalls
 from device_comm.cuda.custom.launches import Launch, Launches
-from device_comm.cuda.custom.release import CAPTURE_ERRORS
 from device_comm.cuda.custom.resources import CustomContext, CustomResources, agree_on_policy
-from device_comm.cuda.custom.streams import StreamOrder
 from device_comm.cuda.driver import LaunchConfiguration
 from device_comm.cuda.policy.decision import CallFacts, Plan, choose
 from device_comm.cuda.policy.table import Operation, PolicyTable
-from shm_broadcast.errors import CapabilityError, ClosedError, CommError, CudaError, UsageError
+from shm_broadcast.errors import CapabilityError, CommError, UsageError
 
 __all__ = ["CustomAllReduce"]
 
-logger: logging.Logger = logging.getLogger(__name__)
-
 _SIZES: Final = {torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
-# Interval at which `destroy` checks whether queued calls are done.
-_FLUSH_PAUSE_S: Final = 0.001
-
-# Replaces the words of the error record after `destroy`, so that every call takes its failure branch.
-_CLOSED: Final = (1,) * 16
 
 
 class _Route:
@@ -49,7 +39,7 @@ class _Route:
         self.is_pull = plan.algorithm.is_pull
 
 
-class CustomAllReduce(FusedCalls):
+class CustomAllReduce(KernelCalls, FusedCalls):
     """Run all-reduce, reduce-scatter, all-gather and fused calls with our own kernels, for one group.
 
     Methods take addresses of contiguous memory and the stream to queue on, and return without waiting for the device.
@@ -60,27 +50,19 @@ class CustomAllReduce(FusedCalls):
     the other, and so do calls in different branches of one capture. Replays must be ordered with other calls, as with
     any communicator.
 
-    The attributes are those of `FusedCalls`.
+    The attributes are those of `FusedCalls` and `KernelCalls`.
     """
 
     def __init__(self, context: CustomContext, table: PolicyTable, resources: CustomResources) -> None:
         """Use `create`."""
-        super().__init__(resources.facts, table)
+        KernelCalls.__init__(self, context, resources, context.order)
+        FusedCalls.__init__(self, resources.facts, table)
         self._peers = context.peers
-        self._driver = context.driver
-        self._health = context.health
         self._timeout_s = context.timeout_s
-        self._resources = resources
-        self._record = resources.record
-        self._words: Sequence[int] = resources.record.words
         self._launches: Launches = resources.launches
         self._inputs = resources.inputs
         self._is_dependent = context.settings.dependent_launch
-        self._order = context.order or StreamOrder(context.driver, context.health.where)
         self._capture_stream: int | None = None
-        self._is_open = True
-        self._is_destroyed = False
-        self._was_raised = False
         self._routes: dict[tuple[str, torch.dtype, int, bool], _Route] = {}
         self._reduce_routes: dict[tuple[torch.dtype, int], _Route] = {}
         self._planned = functools.lru_cache(MOST_ROUTES)(self._plan)
@@ -160,29 +142,6 @@ class CustomAllReduce(FusedCalls):
                 launch.function, grid, threads, cluster=cluster, is_dependent=self._is_dependent
             )
         except CommError as error:
-            raise self._broken(error, stream) from None
-
-    def _broken(self, error: CommError, stream: int) -> CommError:
-        """Break the group and return `error`: without this rank's call, peers would match its next call with this one.
-
-        Nothing runs of a capture of `stream` that other code has made invalid. Then the group is intact, and
-        `fail_capture` tells the peers.
-        """
-        if not (isinstance(error, CudaError) and error.code in CAPTURE_ERRORS and self._was_captured(stream)):
-            self._health.fail(error)
-        return error
-
-    def _was_captured(self, stream: int) -> bool:
-        try:
-            return self._driver.stream_is_capturing(stream)
-        except CudaError:
-            return False
-
-    def _is_capturing(self, stream: int) -> bool:
-        """Return whether the driver captures `stream`, on which a call is about to be queued."""
-        try:
-            return self._driver.stream_is_capturing(stream)
-        except CudaError as error:
             raise self._broken(error, stream) from None
 
     def carries(self, operation: Operation, dtype: torch.dtype, nbytes: int, stream: int) -> bool:
@@ -307,37 +266,6 @@ class CustomAllReduce(FusedCalls):
 
     # ------------------------------------------------------------------ streams
 
-    def use_stream(self, stream: int) -> None:
-        """Queue later calls on `stream`, behind all work queued so far. Not collective, does not block.
-
-        Raises:
-            UsageError: One of the two streams is being captured, so the ordering would become part of the graph.
-            CudaError: The driver cannot order the two, as when the stream of the last call was destroyed. No later call
-                could be ordered, so the group is broken.
-        """
-        self._check_open("use_stream")
-        try:
-            self._order.use(stream)
-        except CudaError as error:
-            raise self._broken(error, stream) from None
-
-    @property
-    def stream(self) -> int | None:
-        """Return the stream of the last call that was not captured; None before the first one."""
-        return self._order.stream
-
-    def restore_stream(self, stream: int | None) -> None:
-        """Undo `use_stream`: go back to `stream`, or to none. Later calls run after all work queued so far.
-
-        Raises:
-            CudaError: As `use_stream`.
-        """
-        if self._is_open:
-            try:
-                self._order.restore(stream)
-            except CudaError as error:
-                raise self._broken(error, stream or 0) from None
-
     def _is_captured(self, stream: int) -> bool:
         """Return whether `stream` is captured after `begin_capture`: only then captured inputs can be recorded."""
         return stream == self._capture_stream and self._is_capturing(stream)
@@ -346,10 +274,7 @@ class CustomAllReduce(FusedCalls):
         """Order a call behind those on other streams."""
         if self._capture_stream is None:
             self._refuse_unfinished(operation)
-        try:
-            self._order.admit(stream, operation)
-        except CudaError as error:
-            raise self._broken(error, stream) from None
+        self._ordered(stream, operation)
 
     # ------------------------------------------------------------------ capture
 
@@ -428,10 +353,7 @@ class CustomAllReduce(FusedCalls):
         """
         self._capture_stream = None
         self._inputs.drop()
-        try:
-            self.restore_stream(stream)
-        except CommError as error:
-            logger.warning("%s: %s", self._health.where("graph_capture"), error)
+        super().abandon_capture(stream)
 
     def _refuse_unfinished(self, operation: str) -> None:
         if self._inputs.pending:
@@ -440,103 +362,9 @@ class CustomAllReduce(FusedCalls):
                 "call finish_capture first, on all ranks"
             )
 
-    # ------------------------------------------------------------------ failures
-
-    def check(self, operation: str = "check") -> None:
-        """Raise if a kernel has failed. Costs one read of host memory.
-
-        A result is valid once its stream was synchronized and a later `check` did not raise.
-
-        Raises:
-            CommTimeoutError, PeerLostError: As `all_reduce`.
-        """
-        # Word 8 does not matter here: the end of a peer does not invalidate results that are complete.
-        if self._words[0]:
-            raise self._failed(operation)
-
-    def _check_open(self, operation: str) -> None:
-        self._health.check_usable(operation)
-        self.check(operation)
-
-    def _failed(self, operation: str) -> CommError:
-        """Find out why a kernel gave up, break the group, and return the error to raise."""
-        if not self._is_open:
-            return ClosedError(f"{self._health.where(operation)}: the communicator was destroyed")
-        untold = self._resources.take_untold()
-        # The watch may find a failure that a call has raised already: later calls raise `GroupBrokenError`.
-        was_raised, self._was_raised = self._was_raised, True
-        if untold is not None and not was_raised:
-            return untold
-        # The group was closed or broken by something else, which made the kernels leave.
-        self._health.check_usable(operation)
-        return self._resources.explain(operation)
-
     def _misaligned(self, operation: str, *addresses: int) -> UsageError:
         listed = ", ".join(f"{address:#x}" for address in addresses if address & 15)
         return UsageError(
             f"{self._health.where(operation)}: {listed} is no multiple of 16; copy the tensor first (this rank alone "
             "knows its alignment, and the others wait for its call)"
         )
-
-    # ------------------------------------------------------------------ the end
-
-    def stop(self, timeout_s: float = 5.0) -> None:
-        """Refuse later calls, wait up to `timeout_s` for queued ones, then make kernels that still wait leave.
-
-        The first half of `destroy`, for several groups that end together. Not collective, idempotent, legal in any
-        state, raises nothing. Later calls raise `ClosedError`.
-        """
-        if not self._is_open:
-            return
-        self._is_open = False
-        # From now on every call finds nonzero words and raises.
-        self._words = _CLOSED
-        if not self._health.is_broken and self._record.is_clear:
-            self._flush(timeout_s)
-        self._order.close()
-        self._resources.stop()
-
-    def destroy(
-        self,
-        barrier: Callable[[], None] | None = None,
-        timeout_s: float = 5.0,
-        then: Callable[[], None] | None = None,
-    ) -> None:
-        """Wait for queued calls, then free everything. Idempotent, legal in any state, raises nothing.
-
-        *Collective* if `barrier` is given. *Blocks* up to `timeout_s` for queued calls, after which kernels that still
-        wait are made to leave, then up to a second for other work on the device, and then for `barrier`. If the other
-        work takes longer, the memory is freed behind it, and `barrier` is not called.
-
-        Args:
-            barrier: Returns when all ranks have called it; None if the group is broken or peers are out of reach.
-                Without it, memory that a living peer may have mapped stays allocated until the process ends.
-            timeout_s: How long queued calls may take, in seconds.
-            then: Called when everything is freed, perhaps by another thread; it raises nothing.
-        """
-        if self._is_destroyed:
-            return
-        self._is_destroyed = True
-        self.stop(timeout_s)
-        self._resources.destroy(None if self._health.is_broken else barrier, then)
-
-    def _flush(self, timeout_s: float) -> None:
-        """Wait until the calls on our stream are done, a kernel fails, or `timeout_s` has passed."""
-        stream, driver = self._order.stream, self._driver
-        if stream is None:
-            return
-        deadline = time.monotonic() + timeout_s
-        try:
-            event = driver.event_create()
-            try:
-                driver.event_record(event, stream)
-                while (
-                    not driver.event_query(event)
-                    and time.monotonic() < deadline
-                    and not self._record.words[0]
-                ):
-                    time.sleep(_FLUSH_PAUSE_S)
-            finally:
-                driver.event_destroy(event)
-        except CommError as error:
-            logger.warning("%s: %s", self._health.where("destroy"), error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Final
+from typing import ClassVar, Final, Self
 
 import msgspec
 
@@ -115,8 +115,10 @@ class CustomResources:
         record: The error record that kernels report to.
         launches: The kernels, ready to launch.
         inputs: The inputs of captured pulls.
+        purpose: What the resources are for, in the text of an error.
     """
 
+    purpose: ClassVar[str] = "custom all-reduce"
     launches: Launches
     inputs: GraphInputs
     record: ErrorRecord
@@ -135,17 +137,23 @@ class CustomResources:
         # What frees the rest, the last created last.
         self._undo: list[Callable[[], None]] = []
 
+    @staticmethod
+    def layout_of(context: CustomContext) -> WorkspaceLayout:
+        """Return the layout of the workspaces; equal on all ranks."""
+        settings = context.settings
+        return WorkspaceLayout(len(context.peers.ranks), settings.arena_bytes, settings.staging_bytes)
+
     @classmethod
-    def create(cls, context: CustomContext, table: PolicyTable) -> CustomResources:
+    def create(cls, context: CustomContext, table: PolicyTable | None = None) -> Self:
         """Create all resources that calls by `table` may need. Collective; either all ranks succeed or all raise.
 
-        Without memory behind a multimem address the ranks go on, as if the devices had no multicast.
+        Without a table, or without memory behind a multimem address, the ranks go on as if no device had multicast.
 
         Raises:
             CapabilityError: Some rank failed; raised on every rank with the same reason.
         """
-        settings, peers, health = context.settings, context.peers, context.health
-        layout = WorkspaceLayout(len(peers.ranks), settings.arena_bytes, settings.staging_bytes)
+        peers, health = context.peers, context.health
+        layout = cls.layout_of(context)
         facts = msgspec.structs.replace(context.facts, capacity=capacity_of(layout))
         # Raises on all ranks or on none.
         memory = PeerMemory.create(
@@ -155,7 +163,8 @@ class CustomResources:
         )
         made = cls(context, facts, memory)
         try:
-            made._share_multicast(context, layout, table)
+            if table is not None:
+                made._share_multicast(context, layout, table)
             failure = ""
             try:
                 made._initialise(context, layout)
@@ -169,7 +178,7 @@ class CustomResources:
         if failed:
             made.destroy(peers.meet, is_unused=True)
             raise CapabilityError(
-                f"{health.where('custom all-reduce')}: {failed}",
+                f"{health.where(cls.purpose)}: {failed}",
                 requirement="kernels and memory on all ranks",
             )
         made._watch = DeathWatch(made.record, health, made._kernel_failed)
@@ -208,7 +217,11 @@ class CustomResources:
             deadline_ns=int(self._within_s * 1e9),
             rank=rank,
         )
-        multicast = self._multicast
+        self._load(context, layout, params)
+
+    def _load(self, context: CustomContext, layout: WorkspaceLayout, params: bytes) -> None:
+        """Prepare what needs the kernels' `params`, and load one module."""
+        driver, memory, multicast = self._driver, self._memory, self._multicast
         area = b"" if multicast is None else pack_area(multicast.own, multicast.everywhere)
         self.launches = Launches(driver, context.cubin, params, area)
         self._undo.append(self.launches.unload)
@@ -237,6 +250,14 @@ class CustomResources:
             error = UsageError(
                 f"{self._health.where(operation)}: a CUDA graph was replayed before finish_capture had exchanged its "
                 f"inputs ({failure.kernel}); the group is now unusable, destroy it"
+            )
+            self._health.fail(error)
+            return error
+        if failure is not None and failure.reason == "overflow":
+            error = UsageError(
+                f"{self._health.where(operation)}: more rows came to {failure.kernel} than its max_rows: not all of "
+                f"those from ranks {[self._ranks[rank] for rank in failure.missing]} did fit; the group is now "
+                "unusable, destroy it"
             )
             self._health.fail(error)
             return error

@@ -235,9 +235,9 @@ def test_python_and_the_kernels_hold_the_same_structures() -> None:
     call = expert_layout.DispatchCall(
         slots=slots, row_bytes=(32, 20), topk=5, experts=7, capacity=3, rows=9, id_bytes=8, is_compact=True
     )
-    assert len(call.words([1, 2], [3, 4], [5] * 8, 6)) * 8 == expert_layout.DISPATCH_BYTES
+    assert len(call.words()) * 8 == expert_layout.DISPATCH_BYTES
     summed = expert_layout.CombineCall(
         slot_bytes=128, row_bytes=32, topk=5, capacity=3, rows=9, is_compact=False
     )
-    assert len(summed.words([1] * 7, 6)) * 8 == expert_layout.COMBINE_BYTES
+    assert len(summed.words()) * 8 == expert_layout.COMBINE_BYTES
     assert [expert_layout.unit_of(each) for each in (16, 64, 20, 4, 6, 1, 0)] == [16, 16, 4, 4, 0, 0, 0]

@@ -46,6 +46,7 @@ SETTINGS = st.builds(
         multimem=st.booleans(),
         arena_bytes=st.integers(16, 1 << 18).map(lambda pages: pages * 4096),
         staging_bytes=st.integers(0, 1 << 18).map(lambda pages: pages * 4096),
+        expert_arena_bytes=st.integers(0, 1 << 18).map(lambda pages: pages * 4096),
         deadline_s=st.one_of(st.none(), st.floats(0.001, 1e6)),
         policy_file=st.sampled_from([None, "/etc/policy.json", "policy.json"]),
         nccl_library=st.sampled_from([None, "/opt/libnccl.so.2"]),
@@ -335,6 +336,7 @@ def test_every_field_counts_in_the_fingerprint() -> None:
             multimem=False,
             arena_bytes=1 << 20,
             staging_bytes=0,
+            expert_arena_bytes=0,
             deadline_s=1,
             policy_file="/p",
             nccl_library="/n",
@@ -358,6 +360,7 @@ def test_every_field_counts_in_the_fingerprint() -> None:
         "cuda.multimem",
         "cuda.arena_bytes",
         "cuda.staging_bytes",
+        "cuda.expert_arena_bytes",
         "cuda.deadline_s",
     }
     assert {"interface", *(f"cuda.{field}" for field in PER_RANK_CUDA_FIELDS)} == PER_RANK_FIELDS

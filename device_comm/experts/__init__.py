@@ -1,0 +1,1 @@
+"""What an expert-parallel exchange on a device is to `all2all.py`, whatever implements it."""

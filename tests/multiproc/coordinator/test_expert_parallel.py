@@ -118,6 +118,27 @@ def tokens_here(model: Model, rank: int) -> list[int]:
     ]
 
 
+def check_compact(group: GroupCoordinator, model: Model, placement: ExpertPlacement) -> None:
+    """Dispatch with `max_rows`: the rows of the exact form come first, then idle ones; `received` counts them."""
+    rank = group.rank_in_group
+    here = [tokens_here(model, each) for each in range(group.world_size)]
+    most = max(*(len(each) for each in here), 1) + 2
+    routed = there_and_back(group, model, placement, max_rows=most)
+    assert routed.choice.form is EXCHANGE
+    assert routed.hidden_states.shape[0] == routed.topk_ids.shape[0] == most
+    count = len(here[rank])
+    assert routed.extra_tensors[0].tolist() == here[rank] + [0] * (most - count)
+    assert bool((routed.local_ids[:count] >= 0).any(1).all())
+    assert bool((routed.topk_ids[count:] == -1).all())
+    assert routed.received is not None
+    assert routed.received.dtype is torch.int32
+    sources = [sum(each // 1000 == source for each in here[rank]) for source in range(group.world_size)]
+    assert routed.received.tolist() == sources
+    if max(len(each) for each in here) > 1:
+        text = outcome_of(lambda: there_and_back(group, model, placement, max_rows=1))["text"]
+        assert "but max_rows is 1" in text
+
+
 # --- forms ------------------------------------------------------------------------------------------------------
 
 
@@ -153,6 +174,7 @@ def forms(rank: int, world_size: int, directory: Path) -> None:
                 assert not routed.lost.any()
                 is_row = (routed.local_ids >= 0).any(1)
                 assert routed.extra_tensors[0][is_row].tolist() == tokens_here(model, rank)
+                check_compact(group, model, placement)
                 there_and_back(group, model, placement)
         # A zero keeps the sign that it has in a sum over all ranks.
         placement = group.place_experts(world_size)
@@ -194,6 +216,9 @@ def mistakes(rank: int, world_size: int, directory: Path) -> None:
             "goes without router_logits": {"router_logits": weights},
             "capacity must be": {"capacity": 0},
             "form must be": {"form": "all_to_all"},
+            "max_rows must be": {"max_rows": -1},
+            "goes without capacity": {"max_rows": 3, "capacity": 3},
+            "max_rows belongs to the all-to-all form": {"max_rows": 3, "form": GATHER},
             "belongs to another group": {"experts": FakeGroupCoordinator(0, 3).place_experts(4)},
         }
         for text, change in attempts.items():
@@ -237,6 +262,8 @@ def overflows(rank: int, world_size: int, directory: Path) -> None:
         assert routed.hidden_states.shape == (3 * world_size, 1)
         assert routed.lost is not None
         assert routed.lost.tolist() == [False, False, False, True, False]
+        assert routed.received is not None
+        assert routed.received.tolist() == [(3 if rank == 0 else 1 if rank == 1 else 0)] * world_size
         result = group.combine(routed.hidden_states, routed=routed).flatten()
         assert result[[0, 1, 2, 4]].tolist() == [1, 2, 3, 5]
         assert bool(result[3].isnan())

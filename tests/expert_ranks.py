@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
 import threading
 from collections.abc import Sequence
 from typing import Any, cast
@@ -11,13 +12,27 @@ from typing import Any, cast
 import torch
 
 from device_comm import all2all
-from device_comm.all2all import Choice, DispatchForm, ExpertPlacement, RoutedTokens
+from device_comm.all2all import Choice, DispatchForm, ExpertPlacement, RoutedTokens, contiguous_ranks
 from device_comm.base import DeviceCommunicator
 from device_comm.cuda.expert_layout import CombineCall, DispatchCall, DispatchSlots, combine_slot_bytes
 from device_comm.cuda.kernel_layout import FLAGS_BYTES
-from tests.native.cuda.test_kernel_results import Group
+from tests.native.cuda.test_kernel_results import Group, random_words
 
-__all__ = ["Case", "Dispatched", "ThreadMeeting", "combine", "dispatch", "reference", "rows_of"]
+__all__ = [
+    "Case",
+    "Dispatched",
+    "ThreadMeeting",
+    "a_case",
+    "call_of",
+    "cases",
+    "clear_epochs",
+    "combine",
+    "dispatch",
+    "reference",
+    "rows_of",
+    "structure",
+    "tensors_of",
+]
 
 
 class ThreadMeeting:
@@ -47,8 +62,9 @@ class _ThreadCommunicator:
     def __init__(self, meeting: ThreadMeeting, rank: int) -> None:
         self.meeting, self.rank_in_group, self.world_size = meeting, rank, meeting.world_size
 
-    def expert_exchange(self) -> None:
+    def expert_exchange(self, *, may_build: bool = True) -> None:
         """Return no kernels: this is the reference."""
+        del may_build
 
     def all_to_all(
         self, tensor: torch.Tensor, dim: int, sent: Sequence[int], received: Sequence[int]
@@ -84,6 +100,58 @@ class Case:
     def placement(self, rank: int) -> ExpertPlacement:
         """Return the placement as `rank` sees it."""
         return ExpertPlacement(self.owners, rank, len(self.hidden), torch.device("cpu"))
+
+
+def a_case(
+    world_size: int,
+    dtype: torch.dtype,
+    tokens: list[int],
+    topk: int,
+    owners: list[int],
+    capacity: int,
+    seed: int,
+    *,
+    vectors: int = 2,
+    wrong: bool = False,
+) -> Case:
+    """Return random tokens of any bits. Some slots hold no expert, and some tokens have several on one rank."""
+    assert len(tokens) == world_size
+    made = torch.Generator().manual_seed(seed)
+    experts = len(owners)
+    highest = experts + 2 if wrong else experts
+    ids = [torch.randint(-1, highest, (count, topk), generator=made) for count in tokens]
+    hidden = vectors * 16 // dtype.itemsize
+    return Case(
+        owners=owners,
+        capacity=capacity,
+        hidden=[random_words((count, hidden), dtype, seed + r) for r, count in enumerate(tokens)],
+        ids=[each.to(torch.int32) if seed % 2 else each for each in ids],
+        weights=[torch.rand((count, topk), generator=made) for count in tokens] if seed % 3 else None,
+        extra=[
+            torch.randint(-(2**31), 2**31 - 1, (count, 3), generator=made, dtype=torch.int32)
+            for count in tokens
+        ],
+    )
+
+
+def cases(world_size: int, dtype: torch.dtype) -> list[Case]:
+    """Return the cases: uneven and zero tokens, one rank with all experts, several per rank, lost and many tokens."""
+    size = world_size
+    uneven = [(7, 0, 3, 1, 9, 2, 0, 5)[r] for r in range(size)]
+    shuffled = [each % size for each in (3, 1, 1, 0, 2, 3, 0, 1, 0, 6, 7, 5)]
+    return [
+        a_case(size, dtype, [4] * size, 2, contiguous_ranks(2 * size, size), 4, 11),
+        a_case(size, dtype, uneven, 4, contiguous_ranks(size + 3, size), 9, 12),
+        a_case(size, dtype, [5, *[0] * (size - 1)], 1, [size - 1] * 5, 5, 13),
+        a_case(size, dtype, [6] * size, 5, [size - 1] * 5, 6, 14),
+        a_case(size, dtype, [0] * size, 2, shuffled, 3, 15),
+        a_case(size, dtype, uneven, 3, shuffled, 2, 16),  # some do not fit
+        a_case(size, dtype, [8] * size, 3, shuffled, 8, 17, wrong=True),
+        a_case(size, dtype, [9] * size, size, list(range(size)), 9, 18),  # some go everywhere
+        a_case(
+            size, dtype, [(300, 129, 1, 128)[r % 4] for r in range(size)], 2, shuffled, 130, 19, vectors=1
+        ),
+    ]
 
 
 def reference(case: Case, rank: int, meeting: ThreadMeeting) -> RoutedTokens:
@@ -124,8 +192,30 @@ def _garbage(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return empty
 
 
-def _structure(words: Sequence[int]) -> bytes:
+def structure(words: Sequence[int]) -> bytes:
+    """Return a kernel's argument in memory."""
     return b"".join(each.to_bytes(8, "little") for each in words)
+
+
+def tensors_of(case: Case, rank: int) -> list[torch.Tensor]:
+    """Return what a rank sends beside the ids."""
+    return [case.hidden[rank], *([] if case.weights is None else [case.weights[rank]]), case.extra[rank]]
+
+
+def call_of(case: Case, rank: int, max_rows: int | None) -> DispatchCall:
+    """Return the shape of a rank's dispatch."""
+    ids = case.ids[rank]
+    row_bytes = tuple(math.prod(each.shape[1:]) * each.itemsize for each in tensors_of(case, rank))
+    return DispatchCall(
+        slots=DispatchSlots.of(case.capacity, ids.shape[1], row_bytes),
+        row_bytes=row_bytes,
+        topk=ids.shape[1],
+        experts=len(case.owners),
+        capacity=case.capacity,
+        rows=len(case.hidden) * case.capacity if max_rows is None else max_rows,
+        id_bytes=ids.itemsize,
+        is_compact=max_rows is not None,
+    )
 
 
 def dispatch(
@@ -133,23 +223,9 @@ def dispatch(
 ) -> Dispatched:
     """Run the dispatch kernel of one rank: padded, or compact with `max_rows` rows. Collective among the threads."""
     ids, size = case.ids[rank], group.world_size
-    tensors = [case.hidden[rank], *([] if case.weights is None else [case.weights[rank]]), case.extra[rank]]
-    row_bytes = tuple(
-        each[:1].nbytes if len(each) else each.new_empty(1, *each.shape[1:]).nbytes for each in tensors
-    )
-    rows = size * case.capacity if max_rows is None else max_rows
-    slots = DispatchSlots.of(case.capacity, ids.shape[1], row_bytes)
-    assert slots.slot_bytes * size <= group.layout.arena_bytes
-    call = DispatchCall(
-        slots=slots,
-        row_bytes=row_bytes,
-        topk=ids.shape[1],
-        experts=len(case.owners),
-        capacity=case.capacity,
-        rows=rows,
-        id_bytes=ids.itemsize,
-        is_compact=max_rows is not None,
-    )
+    tensors, call = tensors_of(case, rank), call_of(case, rank, max_rows)
+    rows = call.rows
+    assert call.slots.slot_bytes * size <= group.layout.arena_bytes
     outputs = [_garbage((rows, *each.shape[1:]), each.dtype) for each in tensors]
     made = Dispatched(
         tensors=outputs,
@@ -173,7 +249,7 @@ def dispatch(
         [each.data_ptr() for each in (ids, *others)],
         ids.shape[0],
     )
-    group.kernels.launch("expert_dispatch", grid, threads, [group.params[rank], _structure(words)])
+    group.kernels.launch("expert_dispatch", grid, threads, [group.params[rank], structure(words)])
     return made
 
 
@@ -204,7 +280,7 @@ def combine(
     others = [each.data_ptr() for each in (made.local, made.received, made.places, made.lost, output)]
     words = call.words()
     call.fill(words, 0, [results.data_ptr(), weights, *others], tokens)
-    group.kernels.launch("expert_combine", grid, threads, [group.params[rank], _structure(words)])
+    group.kernels.launch("expert_combine", grid, threads, [group.params[rank], structure(words)])
     return output
 
 

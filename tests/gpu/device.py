@@ -176,6 +176,8 @@ class Memory:
 
     def get(self, address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a copy of `count` elements."""
+        if not count:
+            return torch.empty(0, dtype=dtype)
         raw = bytearray(self.driver.memcpy_dtoh(address, count * dtype.itemsize))
         return torch.frombuffer(raw, dtype=dtype)
 

@@ -17,6 +17,7 @@ import pytest
 from device_comm.cuda.kernels import FAMILIES
 from tests.gpu.device import GpuDriver, arch_of, compile_mutant
 from tests.gpu.emulation import compiled, one_variant
+from tests.gpu.expert_emulation import experts_of_one_variant
 from tests.gpu.notes import GpuRank, gpu_body
 from tests.gpu.patches import patched_source
 from tests.gpu.running import GpuRun, on_gpu
@@ -49,6 +50,15 @@ def emulate(me: GpuRank, world: int) -> None:
     me.figure(f"emulated calls compared bit by bit, {world} ranks", total, "calls")
     if world in WORLDS:
         me.goal(goal, target, f"equal for {len(DTYPES)} dtypes, {len(SIZES)} sizes", len(SIZES) >= 40)
+    driver.close()
+
+
+@gpu_body
+def exchange(me: GpuRank, world: int) -> None:
+    driver = GpuDriver(0)
+    cubin = compiled(arch_of(driver), me.cache)
+    total = sum(experts_of_one_variant(driver, world, dtype, cubin) for dtype in DTYPES)
+    me.figure(f"expert-parallel calls compared bit by bit, {world} ranks", total, "calls")
     driver.close()
 
 
@@ -99,6 +109,13 @@ def test_the_kernels_compile_for_the_emulation(gpu: GpuRun) -> None:
 def test_emulated_ranks_get_the_right_bits(gpu: GpuRun, world: int) -> None:
     """Every algorithm, dtype and size has the bits that torch computes on the CPU."""
     gpu.run(emulate, world)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@on_gpu(3, 30)
+def test_emulated_ranks_exchange_their_tokens(gpu: GpuRun, world: int) -> None:
+    """Rows, local ids and sums of the expert-parallel kernels have the bits of `all2all.py` on the CPU."""
+    gpu.run(exchange, world)
 
 
 @on_gpu(3, 15)

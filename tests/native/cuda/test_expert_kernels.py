@@ -14,9 +14,10 @@ from device_comm.cuda import expert_layout
 from device_comm.cuda.kernel_layout import KERNEL_NAMES, KernelFailure
 from device_comm.cuda.kernels import kernel_source
 from tests.expert_ranks import (
-    Case,
     Dispatched,
     ThreadMeeting,
+    a_case,
+    cases,
     clear_epochs,
     combine,
     dispatch,
@@ -40,54 +41,6 @@ def group(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     kernels.library.set_limits(2, 2)
 
 
-def a_case(
-    group: Group,
-    tokens: list[int],
-    topk: int,
-    owners: list[int],
-    capacity: int,
-    seed: int,
-    *,
-    vectors: int = 2,
-    wrong: bool = False,
-) -> Case:
-    """Return random tokens of any bits. Some slots hold no expert, and some tokens have several on one rank."""
-    made = torch.Generator().manual_seed(seed)
-    experts = len(owners)
-    highest = experts + 2 if wrong else experts
-    ids = [torch.randint(-1, highest, (count, topk), generator=made) for count in tokens]
-    hidden = vectors * 16 // group.dtype.itemsize
-    return Case(
-        owners=owners,
-        capacity=capacity,
-        hidden=[random_words((count, hidden), group.dtype, seed + r) for r, count in enumerate(tokens)],
-        ids=[each.to(torch.int32) if seed % 2 else each for each in ids],
-        weights=[torch.rand((count, topk), generator=made) for count in tokens] if seed % 3 else None,
-        extra=[
-            torch.randint(-(2**31), 2**31 - 1, (count, 3), generator=made, dtype=torch.int32)
-            for count in tokens
-        ],
-    )
-
-
-def cases(group: Group) -> list[Case]:
-    """Return the cases: uneven and zero tokens, one rank with all experts, several per rank, lost and many tokens."""
-    size = group.world_size
-    uneven = [(7, 0, 3, 1, 9, 2, 0, 5)[r] for r in range(size)]
-    shuffled = [each % size for each in (3, 1, 1, 0, 2, 3, 0, 1, 0, 6, 7, 5)]
-    return [
-        a_case(group, [4] * size, 2, contiguous_ranks(2 * size, size), 4, 11),
-        a_case(group, uneven, 4, contiguous_ranks(size + 3, size), 9, 12),
-        a_case(group, [5, *[0] * (size - 1)], 1, [size - 1] * 5, 5, 13),
-        a_case(group, [6] * size, 5, [size - 1] * 5, 6, 14),
-        a_case(group, [0] * size, 2, shuffled, 3, 15),
-        a_case(group, uneven, 3, shuffled, 2, 16),  # some do not fit
-        a_case(group, [8] * size, 3, shuffled, 8, 17, wrong=True),
-        a_case(group, [9] * size, size, list(range(size)), 9, 18),  # some go everywhere
-        a_case(group, [(300, 129, 1, 128)[r % 4] for r in range(size)], 2, shuffled, 130, 19, vectors=1),
-    ]
-
-
 def same_rows(got: torch.Tensor, wanted: torch.Tensor) -> bool:
     """Return whether shape, dtype and all bits are equal."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.itemsize]
@@ -100,7 +53,7 @@ def same_rows(got: torch.Tensor, wanted: torch.Tensor) -> bool:
 @pytest.mark.parametrize("is_compact", [False, True], ids=["padded", "compact"])
 def test_rows_and_sums_have_the_bits_of_the_contract(group: Group, is_compact: bool) -> None:
     """Rows, order, ids, weights, lost tokens and both kinds of combine agree, in turn on one workspace."""
-    size, everything = group.world_size, cases(group)
+    size, everything = group.world_size, cases(group.world_size, group.dtype)
     meeting = ThreadMeeting(size)
 
     def work(rank: int) -> None:
@@ -142,7 +95,10 @@ def test_rows_and_sums_have_the_bits_of_the_contract(group: Group, is_compact: b
 def test_epochs_wrap_and_the_two_calls_come_in_any_order(group: Group) -> None:
     """Several dispatches may be open and be combined twice, while the number of the launch passes 2^32."""
     size, meeting = group.world_size, ThreadMeeting(group.world_size)
-    everything = [a_case(group, [3] * size, 2, contiguous_ranks(size, size), 3, 40 + 2 * n) for n in range(3)]
+    everything = [
+        a_case(group.world_size, group.dtype, [3] * size, 2, contiguous_ranks(size, size), 3, 40 + 2 * n)
+        for n in range(3)
+    ]
     clear_epochs(group, 2**32 - 5)
 
     def work(rank: int) -> None:
@@ -173,7 +129,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
 def test_a_deadline_names_the_rank_that_did_not_come(three: HostKernels, kernel: str) -> None:
     """Both waiting ranks name rank 1. A later launch returns at once and moves nothing."""
     group = Group(three, 3, torch.bfloat16, SECOND // 4)
-    case = a_case(group, [2, 2, 2], 2, [0, 1, 2], 2, 5)
+    case = a_case(group.world_size, group.dtype, [2, 2, 2], 2, [0, 1, 2], 2, 5)
     made: dict[int, Dispatched] = {}
     if kernel == "expert_combine":
         group.on_all(lambda rank: made.update({rank: dispatch(group, case, rank)}))
@@ -200,7 +156,7 @@ def test_a_deadline_names_the_rank_that_did_not_come(three: HostKernels, kernel:
 def test_more_rows_than_the_output_has_are_reported(three: HostKernels) -> None:
     """The receiver reports the sources whose rows do not fit, and writes nothing behind its output."""
     group = Group(three, 3, torch.bfloat16, 10 * SECOND)
-    case = a_case(group, [4, 4, 4], 1, [1], 4, 8)
+    case = a_case(group.world_size, group.dtype, [4, 4, 4], 1, [1], 4, 8)
     for ids in case.ids:
         ids.zero_()
     made: dict[int, Dispatched] = {}

@@ -18,6 +18,7 @@ import torch
 from device_comm.cuda.driver import PreparedLaunch
 from device_comm.cuda.kernels import family_of
 from shm_broadcast.errors import CudaError, UsageError
+from tests.expert_ranks import cases
 from tests.fake_cuda import FakeDriver, FakeGraph, fake_cubin, fake_devices
 from tests.gpu import test_figures as figures
 from tests.gpu import test_patterns as patterns
@@ -27,6 +28,7 @@ from tests.gpu.comparison import take_turns
 from tests.gpu.controls import CONTROLS, DELAYS_ALONE
 from tests.gpu.device import compile_mutant, compile_text, program_source
 from tests.gpu.emulation import Emulation, check_variant
+from tests.gpu.expert_emulation import ExpertEmulation, check_experts, experts_of_one_variant
 from tests.gpu.loopback import Loopback, Timer, two_shot_bytes
 from tests.gpu.notes import Notes, read_notes
 from tests.gpu.patches import FOLDERS, patched_source
@@ -154,6 +156,23 @@ def test_the_emulation_compares_every_algorithm(folder: Path, tmp_path: Path) ->
     emulation.call = lambda *arguments: [each + 1 for each in right(*arguments)]  # type: ignore[method-assign]
     with pytest.raises(WrongResultError, match="differ, the first at 0"):
         check_variant(emulation, (16,), full=False)
+    emulation.close()
+    assert driver.leaks() == []
+    driver.release()
+
+
+@pytest.mark.slow
+def test_the_emulation_compares_exchanges_of_tokens(folder: Path, tmp_path: Path) -> None:
+    """The tables fit the expert-parallel kernels; rows of another rank are noticed."""
+    library = build_host_library(2, "bfloat16", folder, emulate=True)
+    driver = FakeGpu(tmp_path, 0, library)
+    cubin = partial(lambda built, *_: fake_cubin(built), library)
+    assert experts_of_one_variant(driver, 2, "bfloat16", cubin, 20.0) == 36
+    emulation = ExpertEmulation(driver, 2, "bfloat16", lambda _family: fake_cubin(library))
+    right = emulation.launch
+    emulation.launch = lambda kernel, structures: right(kernel, structures[::-1])  # type: ignore[method-assign]
+    with pytest.raises(WrongResultError, match="differ"):
+        check_experts(emulation, cases(2, torch.bfloat16)[0], is_compact=False)
     emulation.close()
     assert driver.leaks() == []
     driver.release()

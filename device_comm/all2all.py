@@ -47,7 +47,9 @@ class Choice:
     reason: str
 
 
-def choose_form(tokens: Sequence[int], topk: int, capacity: int | None, *, is_static: bool) -> Choice:
+def choose_form(
+    tokens: Sequence[int], topk: int, capacity: int | None, *, is_static: bool, is_carried: bool = False
+) -> Choice:
     """Choose the form of a dispatch: a pure function of facts that all ranks share.
 
     Args:
@@ -55,11 +57,17 @@ def choose_form(tokens: Sequence[int], topk: int, capacity: int | None, *, is_st
         topk: Number of experts per token.
         capacity: Largest number of rows that a rank sends to each other rank; None if not stated.
         is_static: Whether shapes must not depend on the routing, as in a graph.
+        is_carried: Whether the communicator's kernels carry an all-to-all of this capacity, in one launch each way.
     """
     gather, exchange = DispatchForm.ALL_GATHER, DispatchForm.ALL_TO_ALL
     ranks, total = len(tokens), sum(tokens)
     if ranks == 1:
         return Choice(gather, "a group of one has every expert")
+    if is_carried and capacity is not None and ranks * capacity <= total:
+        # Fewer calls than all-gather makes, and neither more rows sent nor more in the result.
+        return Choice(
+            exchange, f"kernels carry {ranks} times the capacity of {capacity} rows, of {total} tokens"
+        )
     if total <= FEW_TOKENS:
         return Choice(gather, f"{total} tokens are at most {FEW_TOKENS}")
     if capacity is not None:
@@ -262,13 +270,14 @@ def dispatch(
     Raises:
         UsageError: More than `max_rows` rows go to a rank. All ranks raise it and the group is intact, unless an
             `expert_exchange` carries the call: then the receiver finds it, and its next call raises it and the group
-            is broken. Or `max_rows` cannot be captured here; then nothing was sent.
+            is broken. Or `max_rows` cannot be captured here, as no `expert_exchange` carries the call or no call before
+            the capture has built one; then nothing was sent.
     """
     weights = [] if topk_weights is None else [topk_weights]
     tensors = [hidden_states, *weights, *extra_tensors]
     if choice.form is DispatchForm.ALL_TO_ALL and (capacity is not None or max_rows is not None):
         request = _request(tensors, topk_ids, placement, counts, capacity, max_rows)
-        exchange, obstacle = _kernels_for(communicator, request)
+        exchange, obstacle = _kernels_for(communicator, request, may_build=not is_captured)
         if exchange is not None:
             choice = Choice(choice.form, f"{choice.reason}; by kernels")
             moved = exchange.dispatch(request, tensors, topk_ids, placement.owners, placement.local)
@@ -283,11 +292,39 @@ def dispatch(
     )
 
 
+def is_carried(
+    communicator: DeviceCommunicator,
+    tensors: Sequence[torch.Tensor],
+    topk_ids: torch.Tensor,
+    placement: ExpertPlacement,
+    capacity: int,
+    *,
+    is_captured: bool,
+) -> bool:
+    """Return whether kernels carry an all-to-all of `capacity`; equal on all ranks.
+
+    Collective at the first call of a group. During a capture nothing is built, so there are kernels only if a call
+    before it has built them.
+
+    Args:
+        communicator: The communicator that moves the rows.
+        tensors: All that move beside the ids, the hidden states first.
+        topk_ids: [tokens, k].
+        placement: The rank of each expert.
+        capacity: Rows that a rank sends to each other rank.
+        is_captured: Whether a graph is captured.
+    """
+    request = _request(tensors, topk_ids, placement, (), capacity, None)
+    return _kernels_for(communicator, request, may_build=not is_captured)[0] is not None
+
+
 def _kernels_for(
-    communicator: DeviceCommunicator, request: ExchangeRequest
+    communicator: DeviceCommunicator, request: ExchangeRequest, *, may_build: bool = True
 ) -> tuple[ExpertExchange | None, str]:
     """Return the kernels that carry a dispatch, or None and why; equal on all ranks."""
-    exchange = communicator.expert_exchange()
+    exchange = communicator.expert_exchange(may_build=may_build)
+    if exchange is None and not may_build:
+        return None, "there were no kernels for it before the capture"
     if exchange is None:
         return None, "this communicator has no kernels for it"
     obstacle = exchange.why_not(request)

@@ -461,11 +461,13 @@ class DeviceCommunicator(OutputForms, FusedForms):
         """Return whether calls are collected now, and queued when the context of `group` is left."""
         return False
 
-    def expert_exchange(self) -> ExpertExchange | None:
+    def expert_exchange(self, *, may_build: bool = True) -> ExpertExchange | None:
         """Return what dispatches and combines without any count on the host, or None where nothing does.
 
-        The first call of a group is collective, and the answer is the same on all ranks.
+        The first call of a group is collective, and the answer is the same on all ranks. If not `may_build`, there is
+        nothing before that call, which then stays the first.
         """
+        del may_build
         return None
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

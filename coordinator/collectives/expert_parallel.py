@@ -137,7 +137,13 @@ class TokenRouting:
         elif form is not None:
             choice = Choice(form, "the caller's")
         else:
-            choice = all2all.choose_form(counts, topk_ids.shape[1], capacity, is_static=is_static)
+            moved = [hidden_states, *([] if topk_weights is None else [topk_weights]), *extra_tensors]
+            is_carried = capacity is not None and all2all.is_carried(
+                self._communicator, moved, topk_ids, placement, capacity, is_captured=is_captured
+            )
+            choice = all2all.choose_form(
+                counts, topk_ids.shape[1], capacity, is_static=is_static, is_carried=is_carried
+            )
         return all2all.dispatch(
             *(self._communicator, *tensors, placement, counts, choice, capacity, max_rows),
             is_static=is_static,

@@ -392,12 +392,12 @@ class CudaCommunicator(FusedCommunicator):
 
     # ------------------------------------------------------------------ moving data
 
-    def expert_exchange(self) -> ExpertKernels | None:
+    def expert_exchange(self, *, may_build: bool = True) -> ExpertKernels | None:
         """Return the kernels for expert parallelism, None if the group has none.
 
-        The first call decides that: it is collective, and raises `UsageError` during a capture.
+        The first call that `may_build` decides that: it is collective, and raises `UsageError` during a capture.
         """
-        if not self._is_expert_decided:
+        if not self._is_expert_decided and may_build:
             self._health.check_usable("dispatch")
             self._refuse_capture("dispatch", "")
             custom = self._own("dispatch")

@@ -313,6 +313,10 @@ def test_the_choice_of_form_names_its_reason() -> None:
     ):
         choice = choose_form(tokens, topk, capacity, is_static=is_static)
         assert (choice.form, reason in choice.reason) == (form, True), choice
+    for capacity, form, reason in ((4, EXCHANGE, "kernels carry 8 times"), (5, GATHER, "are at most")):
+        choice = choose_form([4] * 8, 8, capacity, is_static=True, is_carried=True)
+        assert (choice.form, reason in choice.reason) == (form, True), choice
+    assert choose_form([4] * 8, 8, None, is_static=True, is_carried=True).form is GATHER
 
 
 @given(st.integers(1, 300), st.integers(1, 9))

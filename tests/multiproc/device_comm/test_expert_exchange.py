@@ -182,7 +182,9 @@ def captures(rank: int, world_size: int, directory: Path, native: str, options: 
         with it.capture(graph_stream):
             streams.number = graph_stream
             driver.begin_capture(graph_stream)
-            early = outcome_of(lambda: sent_by(it, tokens, rank, sizes, is_captured=True, **options))
+            early = outcome_of(
+                lambda: sent_by(it, tokens, rank, sizes, is_captured=True, **options).choice.reason
+            )
             driver.end_capture(graph_stream)
             streams.number = STREAM
         with it.capture(graph_stream):
@@ -217,16 +219,20 @@ def captures(rank: int, world_size: int, directory: Path, native: str, options: 
         driver.stream_destroy(graph_stream)
         again = sent_by(it, tokens, rank, sizes, **options)
         assert same(again, wanted)
-        return [early["kind"], early["text"], unloaded["kind"], unloaded["text"]]
+        return [early["kind"], early["value"] or early["text"], unloaded["kind"], unloaded["text"]]
 
 
 @pytest.mark.guarantee("D76")
 @pytest.mark.parametrize("options", [{"capacity": 6}, {"max_rows": 10}], ids=["padded", "compact"])
 def test_a_replay_follows_the_ids_of_its_time(ranks2: RankPool, native: str, options: dict[str, int]) -> None:
-    """The graph holds two launches; each replay routes anew. What would have to be loaded in a capture is refused."""
+    """The graph holds two launches; each replay routes anew. Nothing is built or loaded in a capture.
+
+    There, rows with a capacity go without kernels if none were built before; the rest is refused.
+    """
     for kind, text, other, why in ranks2.run(captures, native, options):
-        assert (kind, other) == ("UsageError", "UsageError")
-        assert "cannot be captured" in text
+        assert (kind, other) == ("UsageError" if "max_rows" in options else "NoneType", "UsageError")
+        assert ("cannot be captured" in text) == ("max_rows" in options)
+        assert "there were no kernels for it before the capture" in text
         assert "float32 cannot be loaded" in why
 
 
@@ -306,6 +312,34 @@ def too_much(rank: int, world_size: int, directory: Path, native: str, settings:
         assert (odd["kind"], "a multiple of 16 bytes, not 6" in odd["text"]) == ("UsageError", True)
         it_combine(it, routed_small.hidden_states, routed_small)
         return [routed.choice.reason]
+
+
+def asks(rank: int, world_size: int, directory: Path, native: str) -> list[bool]:
+    with cuda_world(rank, world_size, directory, native, expert_arena_bytes=ARENA) as (group, it, driver):
+        tokens = Tokens(rank, 3, 4)
+        placement = ExpertPlacement(contiguous_ranks(6, world_size), rank, world_size, torch.device("cpu"))
+
+        def answer(communicator: Any, capacity: int, *, is_captured: bool = False) -> bool:
+            moved = [tokens.hidden, tokens.weights, tokens.extra]
+            return all2all.is_carried(
+                *(communicator, moved, tokens.ids, placement, capacity), is_captured=is_captured
+            )
+
+        before = dict(driver.calls)
+        first = answer(it, 4, is_captured=True)
+        assert driver.calls == before  # nothing was built
+        return [
+            first,
+            answer(it, 4),
+            answer(it, 4, is_captured=True),
+            answer(it, 1 << 20),
+            answer(plane_of(group), 4),
+        ]
+
+
+def test_what_is_carried_is_known_before_the_form_is_chosen(ranks2: RankPool, native: str) -> None:
+    """During a capture only what was built before counts, so all ranks choose alike and nothing is built."""
+    assert ranks2.run(asks, native) == [[False, True, True, False, False]] * 2
 
 
 # --- failures ---------------------------------------------------------------------------------------------------

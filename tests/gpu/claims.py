@@ -49,6 +49,10 @@ CLAIMS: dict[str, tuple[Statement, ...]] = {
             ),
         ),
         Statement(
+            "dispatch and combine of tokens have the defined bits, all ranks in one launch",
+            ("emulation::emulated_ranks_exchange_their_tokens",),
+        ),
+        Statement(
             "ranks on streams of their own get the defined bits, in calls and in replayed graphs",
             ("streams::streams_reduce_eagerly_and_in_graphs",),
         ),

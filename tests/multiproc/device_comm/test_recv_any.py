@@ -204,6 +204,15 @@ def test_no_alarm_loses_or_repeats_a_message_from_any_rank(nbytes: int, count: i
         assert raised > 5
 
 
+def is_in_a_channel(frame: FrameType | None) -> bool:
+    """Return whether a call of the channels is on the stack of `frame`."""
+    while frame is not None:
+        if "/device_comm/cpu/" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
 @pytest.mark.guarantee("R15")
 @pytest.mark.parametrize("outer", ["recv", "recv_any"])
 @pytest.mark.parametrize("inner", ["recv", "recv_any"])
@@ -215,8 +224,9 @@ def test_a_handler_that_receives_inside_of_a_wait_for_the_same_rank_is_refused(
     is_over = threading.Event()
     with channels_of(3) as ranks:
 
-        def handler(_number: int, _frame: FrameType | None) -> None:
-            if is_over.is_set():
+        def handler(_number: int, frame: FrameType | None) -> None:
+            # On a busy machine alarms come before the call.
+            if is_over.is_set() or not is_in_a_channel(frame):
                 return
             try:
                 call = recv_any if inner == "recv_any" else lambda channels, tag: recv(channels, 1, tag)

@@ -151,7 +151,7 @@ def leaves_a_capture(rank: int, world_size: int, directory: Path, native: str) -
         return [outcome["kind"], expert.stream]
 
 
-@pytest.mark.guarantee("D76")
+@pytest.mark.guarantee("D85")
 def test_a_capture_that_fails_leaves_the_kernels_on_their_stream(ranks2: RankPool, native: str) -> None:
     """An exception in the body drops the graph; the next dispatch goes on where the last eager one was."""
     assert ranks2.run(leaves_a_capture, native) == [["UsageError", STREAM]] * 2

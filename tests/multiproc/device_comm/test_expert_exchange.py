@@ -164,7 +164,7 @@ def waits_for_nothing(rank: int, world_size: int, directory: Path, native: str) 
         return {name: count - before.get(name, 0) for name, count in driver.calls.items()}
 
 
-@pytest.mark.guarantee("D76")
+@pytest.mark.guarantee("D85")
 def test_neither_call_waits_for_the_device(ranks2: RankPool, native: str) -> None:
     """After the first calls, only launches reach the driver, and no value of a tensor is read."""
     for made in ranks2.run(waits_for_nothing, native):
@@ -220,7 +220,7 @@ def captures(rank: int, world_size: int, directory: Path, native: str, options: 
         return [early["kind"], early["value"] or early["text"], unloaded["kind"], unloaded["text"]]
 
 
-@pytest.mark.guarantee("D76")
+@pytest.mark.guarantee("D85")
 @pytest.mark.parametrize("options", [{"capacity": 6}, {"max_rows": 10}], ids=["padded", "compact"])
 def test_a_replay_follows_the_ids_of_its_time(ranks2: RankPool, native: str, options: dict[str, int]) -> None:
     """The graph holds two launches; each replay routes anew. Nothing is built or loaded in a capture.

@@ -31,12 +31,16 @@ from tests.gpu.device import Gpu, GpuDriver, Memory, arch_of, u32, u64
 from tests.gpu.values import DTYPES, SIZES, WrongResultError, expect_equal, expected_sum, random_words
 from tests.kernel_memory import required_arena, required_staging
 
-__all__ = ["Cubin", "Emulation", "check_variant", "compiled", "largest_call", "one_variant"]
+__all__ = ["EMULATED", "Cubin", "Emulation", "check_variant", "compiled", "largest_call", "one_variant"]
 
 SUMS = ("push_one_shot", "push_two_shot", "pull_one_shot", "pull_two_shot")
+GATHERS = ("push_all_gather", "staged_all_gather")
+FUSED = ("push_add_rms_norm", "push_two_shot_add_rms_norm")
+EMULATED = (*SUMS, "push_reduce_scatter", *GATHERS, *FUSED)
+"""The kernels that this module runs; `expert_emulation` runs those of the expert-parallel exchange."""
 GATHERED = (1, 2, 5, 8, 13, 16, 100, 1000, 4096, 65536)
 SCATTERED = (1, 3, 4, 7, 8, 9, 33, 64, 1000, 8192)
-NORMS = ((1, 64), (3, 128), (16, 4096), (200, 2560))
+NORMS = ((1, 64), (2, 1024), (3, 128), (16, 4096), (200, 2560))
 SMALL = (1, 7, 8, 100, 1025)
 _EPS = 1e-5
 
@@ -72,6 +76,7 @@ class Emulation:
         self._modules: dict[str, int] = {}
         nbytes = largest * self.dtype.itemsize
         arena = max(required_arena(name, nbytes, world_size) for name in ("push_one_shot", "push_all_gather"))
+        self._arena_bytes = arena
         staging = required_staging(nbytes)
         layout = WorkspaceLayout(world_size, arena, staging)
         own = layout.total_bytes + kernel_layout.STATE_BYTES + kernel_layout.ERROR_RECORD_BYTES + 4096
@@ -100,13 +105,13 @@ class Emulation:
         driver.stream_synchronize(self.stream)
         self._mark = memory.mark()
 
-    def _launch(self, kernel: str, items: int, arguments: Sequence[bytes]) -> None:
+    def _launch(self, kernel: str, items: int, arguments: Sequence[bytes], fewest: int = 128) -> None:
         family = family_of(kernel)
         if family not in self._modules:
             self._modules[family] = self.driver.module_load(self._cubin(family))
         function = self.driver.module_function(self._modules[family], kernel)
         most = max(1, self.driver.multiprocessors() // self.world_size)
-        threads = next((each for each in (128, 256, 512) if items <= each * most), 512)
+        threads = next((each for each in (128, 256, 512) if each >= fewest and items <= each * most), 512)
         grid = (blocks_for(items, threads, most), self.world_size)
         prepared = PreparedLaunch([u64(self._params), *arguments])
         self.driver.launch_cooperative(function, grid, threads, self.stream, prepared)
@@ -135,9 +140,9 @@ class Emulation:
         return [memory.get(output, produced, dtype) for output in outputs]
 
     def norm(
-        self, inputs: Sequence[torch.Tensor], residual: torch.Tensor, weight: torch.Tensor
+        self, kernel: str, inputs: Sequence[torch.Tensor], residual: torch.Tensor, weight: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return each rank's (normed, sum with the residual) of the fused kernel."""
+        """Return each rank's (normed, sum with the residual) of a kernel of `FUSED`."""
         memory = self.memory
         memory.back_to(self._mark)
         rows, hidden = inputs[0].shape
@@ -149,9 +154,18 @@ class Emulation:
         ]
         arguments = [u64(memory.table(each)) for each in tables]
         arguments += [u32(rows), u32(hidden), struct.pack("<f", _EPS)]
-        self._launch("push_add_rms_norm", rows * kernel_layout.GROUP_LANES, arguments)
+        lanes = kernel_layout.GROUP_LANES
+        self._launch(kernel, rows * lanes, arguments, fewest=lanes)
         normed, total = ([memory.get(each, count, self.dtype) for each in table] for table in tables[3:])
         return list(zip(normed, total, strict=True))
+
+    def serves(self, kernel: str, rows: int, hidden: int) -> bool:
+        """Return whether a kernel of `FUSED` can carry a call: with two shots every rank owns a part of each row."""
+        row_vectors = hidden * self.dtype.itemsize // kernel_layout.VECTOR_BYTES
+        needed = kernel_layout.norm_arena(rows, row_vectors, self.world_size)
+        return kernel == FUSED[0] or (
+            row_vectors >= kernel_layout.WARP * self.world_size and needed <= self._arena_bytes
+        )
 
     def failures(self) -> list[KernelFailure | None]:
         """Return what each rank's error record says."""
@@ -186,22 +200,29 @@ def check_variant(emulation: Emulation, sizes: Sequence[int], *, full: bool = Tr
         inputs = list(torch.randint(0, 256, (world, nbytes), dtype=torch.uint8, generator=made))
         # All ones are the sentinel of the sums, and must be ordinary data here.
         inputs[1] = inputs[1] | 255
-        found = emulation.call("push_all_gather", inputs, nbytes, nbytes * world)
-        _compare(emulation, "push_all_gather", found, [torch.cat(inputs)] * world)
-    norms = NORMS if full else NORMS[:2]
-    for rows, hidden in norms:
+        for kernel in GATHERS:
+            found = emulation.call(kernel, inputs, nbytes, nbytes * world)
+            _compare(emulation, kernel, found, [torch.cat(inputs)] * world)
+    normed = sum(_check_norms(emulation, *shape) for shape in (NORMS if full else NORMS[:2]))
+    if any(emulation.failures()):
+        raise AssertionError(f"error records: {emulation.failures()}")
+    return len(SUMS) * len(sizes) + len(scattered) + len(GATHERS) * len(gathered) + normed
+
+
+def _check_norms(emulation: Emulation, rows: int, hidden: int) -> int:
+    world, dtype = emulation.world_size, emulation.dtype
+    kernels = [kernel for kernel in FUSED if emulation.serves(kernel, rows, hidden)]
+    for kernel in kernels:
         made = torch.Generator().manual_seed(hidden)
         tensors = [torch.randn(rows, hidden, generator=made).to(dtype) for _ in range(world + 1)]
         weight = torch.randn(hidden, generator=made).to(dtype)
         *inputs, residual = tensors
         reduced = reduce_in_rank_order(inputs, ReduceOperation.SUM)
-        pairs = emulation.norm(inputs, residual, weight)
+        pairs = emulation.norm(kernel, inputs, residual, weight)
         for which, expected in enumerate(add_rms_norm(reduced, residual, weight, _EPS)):
             found = [pair[which] for pair in pairs]
-            _compare(emulation, f"push_add_rms_norm of {rows} x {hidden}", found, [expected] * world)
-    if any(emulation.failures()):
-        raise AssertionError(f"error records: {emulation.failures()}")
-    return len(SUMS) * len(sizes) + len(scattered) + len(gathered) + len(norms)
+            _compare(emulation, f"{kernel} of {rows} x {hidden}", found, [expected] * world)
+    return len(kernels)
 
 
 def _compare(

@@ -47,7 +47,7 @@ STEPS = {
     "processes": Step("ranks as processes that share the GPU", 1, 300.0),
     "streams": Step("ranks as streams of one process", 2, 130.0),
     "controls": Step("kernels with a mistake, which must be noticed", 2, 120.0),
-    "emulation": Step("all ranks in one cooperative launch", 2, 150.0, cut=3),
+    "emulation": Step("all ranks in one cooperative launch", 2, 180.0, cut=3),
     "figures": Step("figures that one GPU can show", 3, 140.0),
     "variants": Step("pairs of variants, measured in turns", 3, 180.0, cut=4),
     "oracles": Step("torch's symmetric memory, NCCL", 3, 75.0, cut=2),

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.claims import CLAIMS, Statement, matches, verdict
+from device_comm.cuda.kernels import FAMILIES
+from tests.gpu.claims import CLAIMS, NOT_LAUNCHED, Statement, matches, verdict
 from tests.gpu.comparison import Comparison, compare, row_of, take_turns
+from tests.gpu.emulation import EMULATED
 from tests.gpu.notes import Notes, read_notes
 from tests.gpu.report import GpuSession, Report, sources_of
 from tests.gpu.steps import STEPS
@@ -144,6 +146,13 @@ def test_every_statement_names_tests_that_exist() -> None:
     unclaimed = {name for name in names if not any(matches(pattern, name) for pattern in patterns)}
     groups = {name.partition("::")[0] for name in unclaimed}
     assert groups <= {"probe", "figures", "variants", "oracles"}, unclaimed
+
+
+def test_every_kernel_is_launched_by_a_test_or_named_as_not_launched() -> None:
+    """A new kernel may not hide behind the claims about the others."""
+    launched = {*EMULATED, *FAMILIES["expert"], "add_rms_norm"}
+    kernels = [kernel for family in FAMILIES.values() for kernel in family]
+    assert sorted(kernels) == sorted([*launched, *NOT_LAUNCHED])
 
 
 def result(outcome: str, reason: str = "", *, in_setup: bool = False) -> dict[str, Any]:

@@ -15,7 +15,7 @@ CHECKED = (
     *("all_gather", "all_gatherv", "gather", "broadcast", "all_reduce", "all_reduce_", "autograd"),
     *("reduce_scatter", "reduce_scatterv", "reduce", "scatter", "all_to_all", "all_reduce_into_output"),
     *("reduce_scatterv_into_output", "all_gatherv_into_output", "all_to_all_into_output"),
-    *("send and recv", "refusals", "prepare_buffers", "barrier", "objects", "tensor dicts", "queue"),
+    *("fused", "send and recv", "refusals", "prepare_buffers", "barrier", "objects", "tensor dicts", "queue"),
 )
 
 

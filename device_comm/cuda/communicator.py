@@ -23,8 +23,6 @@ from device_comm.cuda.alignment import aligned, can_land, is_strided
 from device_comm.cuda.custom.all_reduce import CustomAllReduce
 from device_comm.cuda.custom.expert_parallel import ExpertKernels
 from device_comm.cuda.custom.launches import CubinSource
-from device_comm.cuda.custom.release import CAPTURE_ERRORS
-from device_comm.cuda.custom.streams import StreamOrder
 from device_comm.cuda.driver import Driver
 from device_comm.cuda.driver_bindings import CudaDriver
 from device_comm.cuda.event_progress import EventProgress
@@ -39,7 +37,7 @@ from device_comm.nccl.streams import Streams
 from device_comm.outputs import fill
 from device_comm.process_group import dense, is_plain
 from device_comm.reduction import ReduceOperation, reduce_in_rank_order
-from shm_broadcast.errors import CapabilityError, CudaError, UsageError
+from shm_broadcast.errors import CapabilityError, UsageError
 
 __all__ = ["CudaCommunicator"]
 
@@ -87,8 +85,6 @@ class CudaCommunicator(FusedCommunicator):
         self._open = open_driver or functools.partial(CudaDriver, context.device.index or 0)
         self._opened: Driver | None = None
         self._events = EventProgress(self._driver)
-        self._stream_order: StreamOrder | None = None
-        self._cannot_order = False
         # With two ranks, both take part in a first send and can connect then. With more, the others would not connect.
         eager = context.world_size > 2
         super().__init__(context, library=library, streams=streams, progress=self._events, eager=eager)
@@ -108,33 +104,6 @@ class CudaCommunicator(FusedCommunicator):
         if self._opened is None:
             self._opened = self._open()
         return self._opened
-
-    # ------------------------------------------------------------------ the order of calls
-
-    def _orders(self) -> bool:
-        """Return whether calls on any streams keep their order, which takes the driver."""
-        if self._stream_order is None and not self._cannot_order:
-            try:
-                self._order = self._stream_order = StreamOrder(self._driver(), self._health.where)
-            except CapabilityError as error:
-                # NCCL carries everything then, and orders its own kernels.
-                logger.warning("asynchronous calls stay on the current stream: %s", error)
-                self._cannot_order = True
-        return self._stream_order is not None
-
-    def _shared_order(self) -> StreamOrder | None:
-        return self._stream_order if self._orders() else None
-
-    def _admit(self, stream: int, name: str) -> None:
-        if not self._orders():
-            return
-        try:
-            super()._admit(stream, name)
-        except CudaError as error:
-            # As where our kernels carry a call: a capture that other code has made invalid runs nothing.
-            if not (error.code in CAPTURE_ERRORS and self._driver().stream_is_capturing(stream)):
-                self._health.fail(error)
-            raise
 
     # ------------------------------------------------------------------ choice of the algorithm
 

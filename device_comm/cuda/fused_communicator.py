@@ -10,16 +10,16 @@ from device_comm.base import SUM
 from device_comm.cuda.alignment import aligned
 from device_comm.cuda.custom.all_reduce import CustomAllReduce
 from device_comm.cuda.custom.fused_calls import Scales
+from device_comm.cuda.ordered_communicator import OrderedCommunicator
 from device_comm.fused.fp4 import BLOCK, blocks_quantised
 from device_comm.fused.fp8 import FP8, quantised_rows
-from device_comm.nccl.communicator import NcclCommunicator
 from device_comm.process_group import dense
 from shm_broadcast.errors import UsageError
 
 __all__ = ["FusedCommunicator"]
 
 
-class FusedCommunicator(NcclCommunicator):
+class FusedCommunicator(OrderedCommunicator):
     """The fused calls of `CudaCommunicator`, which says what carries a call."""
 
     def _all_reduce_add_rms_norm(

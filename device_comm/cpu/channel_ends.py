@@ -14,7 +14,8 @@ from shm_broadcast.errors import CommError, DecodeError, NativeError, UsageError
 # A call polls and yields for this long before it sleeps, because the other rank often comes soon.
 SPIN_NS: Final = 100_000
 # A waiting call first looks for messages from other ranks after this time. Each later pause is twice as long.
-_FIRST_LOOK_S: Final = 0.001
+FIRST_LOOK_S: Final = 0.001
+_LONGEST_PAUSE_S: Final = 0.1
 # The pause while such a message is arriving, or while a call writes to several receivers.
 BUSY_LOOK_S: Final = 0.0002
 
@@ -94,22 +95,22 @@ def unplaced(peer: int, error: Exception) -> NativeError:
 class Look:
     """When a call that waits for one rank looks for what the others send meanwhile."""
 
-    def __init__(self, crossing: Crossing, slice_s: float) -> None:
-        """Wait for up to `slice_s` seconds in all."""
+    def __init__(self, crossing: Crossing, slice_s: float, pause_s: float = FIRST_LOOK_S) -> None:
+        """Wait for up to `slice_s` seconds in all, and for `pause_s` until the first look."""
         self._crossing = crossing
         self._until = time.monotonic() + slice_s
-        self._pause_s = _FIRST_LOOK_S
+        self.pause_s = pause_s
 
     def park_ns(self) -> int:
         """Return how long to sleep until then."""
-        return max(int(min(self._pause_s, self._until - time.monotonic()) * 1e9), 0)
+        return max(int(min(self.pause_s, self._until - time.monotonic()) * 1e9), 0)
 
     def is_over(self, busy: object) -> bool:
         """Take in what others send, except through the receiver `busy`; return whether the slice is over."""
         if self._crossing.drain(busy):
-            self._pause_s = BUSY_LOOK_S
+            self.pause_s = BUSY_LOOK_S
         else:
-            self._pause_s *= 2
+            self.pause_s = min(2 * self.pause_s, _LONGEST_PAUSE_S)
         return time.monotonic() >= self._until
 
 

@@ -8,13 +8,15 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from coordinator import GroupCoordinator, PeerLostError, register_type
+from coordinator import CommTimeoutError, GroupCoordinator, PeerLostError, register_type
 from device_comm.handles import Handle
 from shm_broadcast.codec import unregister_type
+from tests.channels import channels_of
 from tests.harness import RankPool
 from tests.worlds import meet, new_group, tell_when_waiting, world
 
@@ -405,3 +407,14 @@ def count_encodings(rank: int, world_size: int, directory: Path) -> int:
 def test_an_object_is_encoded_once_for_all_receivers(ranks4: RankPool) -> None:
     """This holds for any number of receivers, and for objects that fit into the channels and that do not."""
     assert ranks4.run(count_encodings) == [5, 0, 0, 0]
+
+
+def test_a_long_wait_for_one_rank_looks_for_the_others_ever_less_often() -> None:
+    """The pauses of a wait grow from one slice of it to the next, so that a wait for seconds costs next to nothing."""
+    with channels_of(2) as ranks:
+        channels = ranks[0]
+        with mock.patch.object(channels, "drain", wraps=channels.drain) as drain:
+            with pytest.raises(CommTimeoutError):
+                channels.recv("host", "recv", 1, 1, 1.5)
+            # 1, 2, 4 … 64 ms, and then one look for each slice of 0.1 s. A wait that began anew in each slice made 100.
+            assert 8 <= drain.call_count <= 40

@@ -1,5 +1,6 @@
 """What the ranks of one cell of `matrix.md` do, and what the process that sends the signal does."""
 
+import itertools
 import os
 import random
 import signal
@@ -31,6 +32,9 @@ SETTLE_S = 0.15
 """How long a victim has to come from its mark into the wait."""
 LARGE = 1 << 19
 """Elements of a float32 tensor of 2 MiB: eight slots of a region, four records of a channel."""
+QUEUED = (bytes(40_000), bytes(300_000), bytes(3_000_000))
+"""What a queue's writer sends. At "mid-copy" its ring has 1 MiB: the first goes in one copy, the second while readers
+already copy its beginning, the third in parts."""
 
 Call = Callable[[], object]
 
@@ -87,7 +91,8 @@ class Part:
     def settings(self, *, soon: bool = False) -> CoordinatorSettings:
         """Return the settings of this cell's groups; with `soon` their creation waits shortly for a late rank."""
         seconds = {"create_timeout_s": 4 * STOP_S} if soon and self.has_late else {}
-        return CoordinatorSettings.resolve({}, broadcast=BroadcastSettings(ring_bytes=1 << 17), **seconds)
+        ring_bytes = 1 << 20 if self.place == "mid-copy" else 1 << 17
+        return CoordinatorSettings.resolve({}, broadcast=BroadcastSettings(ring_bytes=ring_bytes), **seconds)
 
     def new_group(self, name: str = "cell", *, soon: bool = False) -> GroupCoordinator:
         """Create a group of all ranks."""
@@ -171,10 +176,11 @@ def _queue(part: Part) -> None:
     group = part.new_group()
     end: Any = group.create_mq_broadcaster(0)
     if part.rank == 0:
+        messages = itertools.cycle(QUEUED if part.place == "mid-copy" else QUEUED[:1])
         # The readers of a cell in which the writer waits do not read; the ring holds one and a half messages.
         part.play(
-            lambda: [end.enqueue(bytes(40_000)) for _ in range(9)],
-            lambda: end.enqueue(bytes(40_000), timeout_s=part.limit),
+            lambda: [end.enqueue(QUEUED[0]) for _ in range(9)],
+            lambda: end.enqueue(next(messages), timeout_s=part.limit),
         )
     elif part.is_victim or part.victims == [0] or part.place == "mid-copy":
         if part.victims == [2]:

@@ -15,6 +15,7 @@ PLANES = ["queue", "collective", "channel", "Gloo call", "creation", "destroy"]
 SIGNALS = ["SIGKILL", "SIGSTOP", "SIGTERM", "SIGINT"]
 SAMPLE = [
     ("queue", "waiting", "first", "SIGKILL"),
+    ("queue", "mid-copy", "other", "SIGKILL"),
     ("collective", "mid-copy", "other", "SIGKILL"),
     ("collective", "waiting", "first", "SIGSTOP"),
     ("channel", "idle", "other", "SIGTERM"),

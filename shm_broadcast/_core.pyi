@@ -179,7 +179,14 @@ class _Endpoint:
         """Refuse every call with `refusing` from now on. The mapping is released when the owner has left."""
 
 class WriteEndpoint(_Endpoint):
-    """The endpoint of the writer of a ring."""
+    """The endpoint of the writer of a ring.
+
+    Attributes:
+        refused_nested: Set by whoever refuses a call that a signal handler makes inside of a write of the same thread.
+            The refusal, if the handler lets it through, then does not cut the message.
+    """
+
+    refused_nested: bool
 
     def __new__(
         cls,

@@ -205,6 +205,7 @@ class QueueWriter:
             self._ring.send(obj, timeout_s)
             return
         if is_held(self._turn):
+            self._ring.note_refusal()
             raise UsageError(
                 f"enqueue on queue {self.handle.name!r} (writer): this thread is inside of a call on the queue "
                 "already, as in a signal handler or a finalizer"

@@ -105,6 +105,9 @@ class NoRing(RingWriter):
         """Count the message."""
         self._written += 1
 
+    def note_refusal(self) -> None:
+        """Do nothing: no message is cut here."""
+
     def await_readers(self, timeout_s: float | None) -> None:
         """Do nothing."""
 

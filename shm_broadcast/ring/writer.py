@@ -298,6 +298,10 @@ class RingWriter(RingEnd):
         """Publish a message; return when every byte of it is in the ring."""
         self.endpoint.write(message.header, message.buffers, nanoseconds(timeout_s))
 
+    def note_refusal(self) -> None:
+        """Note that a call inside of a write of the same thread is refused, which must not cut the message."""
+        self.endpoint.refused_nested = True
+
     def raise_if_lost(self, call: str) -> None:
         """Raise `PeerLostError` if a reader has died or has closed its end. Does not wait."""
         lost = self._watch.lost()

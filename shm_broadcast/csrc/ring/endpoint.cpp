@@ -317,6 +317,7 @@ PyMemberDef members[] = {
     {"waited_ns", T_ULONGLONG, offsetof(Endpoint, waited_ns), READONLY, nullptr},
     {"lent_bytes", T_ULONGLONG, offsetof(Endpoint, lent_bytes), 0, nullptr},
     {"timeout_ns", T_LONGLONG, offsetof(Endpoint, timeout_ns), 0, nullptr},
+    {"refused_nested", T_BOOL, offsetof(Endpoint, refused_nested), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
 

@@ -93,7 +93,8 @@ private:
 };
 
 // The refusal of a call that a signal handler made inside of a write on the same thread, and let through. It must not cut the
-// message, so the write goes on and raises it at its end.
+// message, so the write goes on and raises it at its end. A handler that runs periodically is refused again and again: one refusal
+// stands for all.
 class Refusal {
 public:
     explicit Refusal(Endpoint* end) : end_(end) {}
@@ -105,14 +106,16 @@ public:
     Refusal(const Refusal&) = delete;
     Refusal& operator=(const Refusal&) = delete;
 
-    // Calls `step`, which returns false with an exception. Returns true if it succeeded, or if its exception is held from now on.
+    // Calls `step`, which returns false with an exception. Returns true if it succeeded, or if its exception is held from now on, or
+    // dropped because one is held.
     template <typename Step>
     bool pass(const Writing& writing, Step step) {
         end_->refused_nested = false;
         if (step()) return true;
         const bool is_ours = end_->refused_nested && writing.done() > 0 && end_->cause == nullptr && !end_->is_closed;
-        if (!is_ours || type_ != nullptr || !PyErr_ExceptionMatches(PyExc_Exception)) return false;
-        PyErr_Fetch(&type_, &value_, &traceback_);
+        if (!is_ours || !PyErr_ExceptionMatches(PyExc_Exception)) return false;
+        if (type_ == nullptr) PyErr_Fetch(&type_, &value_, &traceback_);
+        else PyErr_Clear();
         return true;
     }
     // Raises what is held. Returns whether nothing is.

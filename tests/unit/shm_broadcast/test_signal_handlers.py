@@ -21,6 +21,7 @@ from shm_broadcast.queue import QueueReader
 from shm_broadcast.settings import MIN_RING_BYTES
 from tests.harness import run_ranks
 from tests.queues import background, queue
+from tests.remotes import remote_queue
 
 
 @dataclass
@@ -351,10 +352,14 @@ def test_what_an_enum_raises_about_its_value_is_no_exception_of_a_handler() -> N
 
 
 @pytest.mark.guarantee("R15")
-def test_a_refused_call_of_a_handler_does_not_cut_a_long_message() -> None:
-    """A handler that writes while parts of a message are out, and lets the refusal through, breaks nothing."""
+@pytest.mark.parametrize("interval_s", [0.0, 0.05])
+@pytest.mark.parametrize("is_far", [False, True])
+def test_a_refused_call_of_a_handler_does_not_cut_a_long_message(*, interval_s: float, is_far: bool) -> None:
+    """A handler that writes while parts of a message are out, and lets each refusal through, breaks nothing."""
+    refusals: list[int] = []
 
     def nested(_number: int, _frame: FrameType | None) -> None:
+        refusals.append(1)
         writer.enqueue("from the handler")
 
     def read() -> None:
@@ -365,17 +370,23 @@ def test_a_refused_call_of_a_handler_does_not_cut_a_long_message() -> None:
     messages: list[Any] = []
     begun = threading.Event()
     long = bytes(range(256)) * 8192
-    with queue(ring_bytes=4 * MIN_RING_BYTES) as (writer, [reader]), background(read):
+    made: Any = remote_queue(local=[0]) if is_far else queue(ring_bytes=4 * MIN_RING_BYTES)
+    with made as (writer, readers), background(read):
+        reader = readers[0]
         before = signal.signal(signal.SIGALRM, nested)
-        release = threading.Timer(0.3, begun.set)
+        release = threading.Timer(0.4, begun.set)
         release.start()
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        signal.setitimer(signal.ITIMER_REAL, 0.1, interval_s)
         try:
             # The reader takes nothing yet, so the handler runs while the rest of the message waits for room.
             with pytest.raises(UsageError, match="inside of a call on the queue already"):
                 writer.enqueue(long, 20.0)
         finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
             signal.signal(signal.SIGALRM, before)
             release.join()
         writer.enqueue("next", 20.0)
+        if is_far:
+            assert [readers[1].dequeue(20.0) for _ in range(2)] == [long, "next"]
     assert messages == [long, "next"]
+    assert len(refusals) > (3 if interval_s else 0)

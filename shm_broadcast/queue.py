@@ -44,7 +44,7 @@ from shm_broadcast.segment import Handover, Hello, Segment, take_over
 from shm_broadcast.settings import BroadcastSettings
 from shm_broadcast.statistics import QueueStatistics
 from shm_broadcast.timeouts import AnyTimeout, seconds
-from shm_broadcast.transports import NoRemote, NoRing, RemoteTransport, await_any
+from shm_broadcast.transports import NoRemote, NoRing, RemoteTransport, take_any
 from shm_broadcast.turn import TakenError, Turn
 
 # How long a writer may take to answer a reader that opens its end.
@@ -525,16 +525,16 @@ def _named(
 def dequeue_any(readers: Sequence[QueueReader], timeout_s: AnyTimeout = None) -> tuple[int, Any]:
     """Return (index, object) from a queue that has a message. This serves many writers and one reader.
 
+    Several threads, and signal handlers, may read the same queues: each message goes to one of them.
+
     Raises:
         CommTimeoutError: No queue had a message in time.
+        DecodeError: The message cannot be decoded; the next one can be read.
         PeerLostError: A writer died and its queue is empty.
         ClosedError: A queue was closed and is empty.
         UsageError: No queue was given, or more than 128 in shared memory, or one cannot be used here.
     """
     if not readers:
         raise UsageError("dequeue_any needs at least one queue")
-    start, timeout_s = time.monotonic(), seconds(timeout_s, may_be_zero=True)
     ends = [reader._ring for reader in readers]  # noqa: SLF001 - the same module
-    index = await_any(ends, timeout_s)
-    left = None if timeout_s is None else max(0.0, start + timeout_s - time.monotonic())
-    return index, readers[index].dequeue(left)
+    return take_any(ends, seconds(timeout_s, may_be_zero=True))

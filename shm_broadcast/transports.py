@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
 from shm_broadcast import _core, codec
 from shm_broadcast.errors import CommTimeoutError, UsageError
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # from 50 us up to 2 ms, which costs half a percent of a core.
 _LONGEST_NAP_NS: Final = 2_000_000
 _SHORTEST_NAP_NS: Final = 50_000
+# How long it waits for another thread that is inside of a read, if that is the only one with a message.
+_BUSY_NAP_NS: Final = 1_000_000
 # How often such a call, and any that waits for several rings, looks for dead writers.
 _LOOK_S: Final = 0.4
 # The system call futex_waitv takes at most this many words; there is one for each ring.
@@ -119,8 +121,10 @@ class NoRing(RingWriter):
         """Do nothing."""
 
 
-def await_any(readers: Sequence[RingReader | RemoteReader], timeout_s: float | None) -> int:
-    """Wait for several readers; return the index of a reader that has a message or whose queue has ended.
+def take_any(readers: Sequence[RingReader | RemoteReader], timeout_s: float | None) -> tuple[int, Any]:
+    """Wait for several readers; return (index of a reader, its next object).
+
+    A message that another thread or a signal handler takes first is not waited for: others may have one.
 
     Args:
         readers: The readers of this process, of either transport.
@@ -128,8 +132,9 @@ def await_any(readers: Sequence[RingReader | RemoteReader], timeout_s: float | N
 
     Raises:
         CommTimeoutError: No reader had a message in time; the queues stay usable.
-        PeerLostError: A local reader's writer is gone.
+        PeerLostError: A reader's writer is gone.
         ClosedError, GroupBrokenError: One of the readers cannot be used.
+        DecodeError: The message cannot be decoded; the next one can be read.
         UsageError: The same, or more than 128 readers use shared memory.
     """
     start = time.monotonic()
@@ -158,18 +163,33 @@ def await_any(readers: Sequence[RingReader | RemoteReader], timeout_s: float | N
     while True:
         # The native wait says whether a ring has something; looking at each in turn also finds dead writers.
         looks_at_all = is_found or waited >= looks_s
+        is_busy = False
         for index in order if looks_at_all else far:
             if readers[index].is_ready():
-                return index
+                # Between taking a message and returning it no signal handler can run, which might raise.
+                is_taken, value = readers[index].try_read("dequeue_any")
+                if is_taken:
+                    return index, value
+                is_busy = is_busy or readers[index].is_busy
         waited = time.monotonic() - start
         if looks_at_all:
             looks_s = waited + _LOOK_S
         if timeout_s is not None and waited >= timeout_s:
-            names = ", ".join(reader.name for reader in readers)
-            raise CommTimeoutError(f"dequeue_any on {names}: no message within {timeout_s:.1f} s")
+            _raise_late(readers, timeout_s)
         left_ns = SLICE_NS if timeout_s is None else min(SLICE_NS, int((timeout_s - waited) * 1e9))
-        if places:
+        if is_busy:
+            # Its ring may have a message for as long as the other thread likes, as with one on loan.
+            time.sleep(min(_BUSY_NAP_NS, left_ns) / 1e9)
+        elif places:
             is_found = _core.ring_wait_any(memories, indices, SHORT_SPIN_NS, min(nap_ns, left_ns))
             nap_ns = min(2 * nap_ns, _LONGEST_NAP_NS if has_remote else SLICE_NS)
         else:
             poll.poll(left_ns / 1e6 + 1)
+
+
+def _raise_late(readers: Sequence[RingReader | RemoteReader], timeout_s: float) -> NoReturn:
+    for reader in readers:
+        if isinstance(reader, RingReader) and reader.endpoint.is_assembling:
+            reader.raise_late("dequeue_any", timeout_s)
+    names = ", ".join(reader.name for reader in readers)
+    raise CommTimeoutError(f"dequeue_any on {names}: no message within {timeout_s:.1f} s")

@@ -12,7 +12,7 @@ import pytest
 
 from shm_broadcast.codec import Message
 from shm_broadcast.errors import CommTimeoutError, UsageError
-from shm_broadcast.queue import QueueReader
+from shm_broadcast.queue import QueueReader, dequeue_any
 from shm_broadcast.remote.ledger import Ledger, Part
 from tests.handlers import Interrupt, raising_at
 from tests.queue_ranks import DEADLINE_S
@@ -96,6 +96,9 @@ def read_once(reader: QueueReader, call: str, seen: list[Any]) -> None:
             seen += [lent]
     elif call == "dequeue":
         seen += [reader.dequeue(DEADLINE_S)]
+    elif call == "dequeue_any":
+        _, found = dequeue_any([reader], DEADLINE_S)
+        seen += [found]
     else:
         is_there, found = reader.try_dequeue()
         seen += [found] if is_there else []
@@ -103,7 +106,7 @@ def read_once(reader: QueueReader, call: str, seen: list[Any]) -> None:
 
 @pytest.mark.guarantee("R14")
 @pytest.mark.parametrize("nbytes", [10, 3_000_000])
-@pytest.mark.parametrize("call", ["dequeue", "try_dequeue", "loan"])
+@pytest.mark.parametrize("call", ["dequeue", "try_dequeue", "loan", "dequeue_any"])
 def test_a_handler_that_raises_in_a_remote_read_loses_no_message(call: str, nbytes: int) -> None:
     """Wherever it raises, the interrupted message comes next, once, and in order."""
     with remote_queue(heartbeat_s=0.1) as (writer, readers):

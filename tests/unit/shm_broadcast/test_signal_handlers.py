@@ -17,7 +17,7 @@ import pytest
 from shm_broadcast import _core, codec
 from shm_broadcast.errors import DecodeError, UsageError
 from shm_broadcast.interruption import raised_by_handler
-from shm_broadcast.queue import QueueReader
+from shm_broadcast.queue import QueueReader, dequeue_any
 from shm_broadcast.settings import MIN_RING_BYTES
 from tests.harness import run_ranks
 from tests.queues import background, queue
@@ -150,7 +150,13 @@ def loan(reader: QueueReader, seen: list[int]) -> None:
         seen.append(message[0].number)
 
 
-READS = {each.__name__: each for each in (dequeue, dequeue_typed, exchange, try_dequeue, loan)}
+def dequeue_one(reader: QueueReader, seen: list[int]) -> None:
+    """Note the number of the next message, read from one of several queues."""
+    _, message = dequeue_any([reader], 20.0)
+    seen.append(message[0].number)
+
+
+READS = {each.__name__: each for each in (dequeue, dequeue_typed, exchange, try_dequeue, loan, dequeue_one)}
 
 
 def read_among_alarms(

@@ -97,7 +97,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "parked": Field(
         216,
         "I",
-        "bit 0 while the reader sleeps on `sequence` or is about to; bit 1 while its descriptor awaits a signal",
+        "number of its threads that sleep on `sequence` or are about to; bit 31 while its descriptor awaits a signal",
         "reader",
     ),
     "state": Field(

@@ -1,6 +1,7 @@
 """The native functions of the ring raise errors for wrong arguments and overwritten memory, and never crash."""
 
 import mmap
+import time
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,8 @@ from shm_broadcast import _core, codec
 from shm_broadcast.errors import CommError, CommTimeoutError, GroupBrokenError, InternalError
 from shm_broadcast.layout import FIELDS, LINE, PAGE, RECORD_FIELDS, ReaderState, RecordKind, record_bytes
 from shm_broadcast.settings import MIN_RING_BYTES
-from tests.queues import bare_ring, memory_of, put_word, queue, refuse, ring_write, word
+from tests.queues import background, bare_ring, memory_of, put_word, queue, refuse, ring_write, word
+from tests.waiting import wait_until
 
 IDENTITY = ("magic", "version", "readers", "data_offset", "data_bytes")
 POSITIONS = ("published", "consumed", "filled")
@@ -65,6 +67,27 @@ def test_every_field_stands_where_the_layout_says() -> None:
     assert get(memory, "state") + get(memory, "state", reader=1) == [ReaderState.ATTACHED, ReaderState.LEFT]
     _core.ring_end(memory, -1)
     assert get(memory, "closed", "space", "waiting", "parked") == [1, 0, 0, 0]
+
+
+@pytest.mark.guarantee("B11")
+def test_two_threads_sleep_at_one_place_of_a_ring() -> None:
+    """The one that wakes first, at the end of its time, takes no wake-up from the other."""
+    memory = bare_ring()
+    woken: list[float] = []
+
+    def sleep() -> None:
+        assert _core.ring_wait_any((memory,), (0,), 0, 8 * 10**9)
+        woken.append(time.monotonic())
+
+    with background(sleep) as outcome:
+        wait_until(lambda: get(memory, "parked") == [1], "the first thread asleep")
+        assert not _core.ring_wait_any((memory,), (0,), 0, 10**7)
+        assert get(memory, "parked") == [1]
+        sent = time.monotonic()
+        ring_write(memory, b"abc", (), 0, 0, 0)
+    assert outcome == [None]
+    assert get(memory, "parked") == [0]
+    assert woken[0] - sent < 4.0
 
 
 @pytest.mark.guarantee("B8")

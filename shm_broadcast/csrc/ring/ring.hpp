@@ -54,12 +54,14 @@ struct alignas(kLine) ReaderLine {
     std::atomic<uint64_t> consumed;     // bytes that this reader has given back; never decreases
     std::atomic<uint64_t> messages;     // number of whole messages in these bytes
     std::atomic<uint64_t> progress_ns;  // CLOCK_MONOTONIC time of the latest release
-    std::atomic<uint32_t> parked;       // flags of Parked
+    std::atomic<uint32_t> parked;       // a flag and a number, see Parked
     std::atomic<uint32_t> state;        // a value of ReaderState
 };
 
-// Who wants to be woken: the reader, which sleeps on `sequence` or is about to, and the thread that signals a descriptor.
-enum Parked : uint32_t { kSleeps = 1, kAwaitsSignal = 2 };
+// Who wants to be woken: the thread that signals a descriptor, by a flag; and threads of the reader that sleep on `sequence` or are
+// about to, by their number. There may be several, since waiting for several rings takes no turn: a flag of theirs would be cleared
+// by whoever wakes first.
+enum Parked : uint32_t { kSleeper = 1, kAwaitsSignal = 1U << 31 };
 
 enum ReaderState : uint32_t { kAbsent = 0, kAttached = 1, kLeft = 2 };
 
@@ -386,16 +388,16 @@ public:
         return true;
     }
 
-    // Begins a park: marks reader `index` as parked and returns the value of the sequence word to sleep on.
+    // Begins a park: counts a sleeper of reader `index` and returns the value of the sequence word to sleep on.
     uint32_t begin_park(uint32_t index) {
         const uint32_t seen = writer().sequence.load(std::memory_order_relaxed);
         std::atomic_thread_fence(std::memory_order_seq_cst);  // SYNC sequence->parked (seq_cst)
         // SYNC parked->sequence (seq_cst): this store comes before the kernel compares the word.
-        reader(index).parked.fetch_or(kSleeps, std::memory_order_seq_cst);
+        reader(index).parked.fetch_add(kSleeper, std::memory_order_seq_cst);
         return seen;
     }
 
-    void end_park(uint32_t index) { reader(index).parked.fetch_and(~kSleeps, std::memory_order_relaxed); }
+    void end_park(uint32_t index) { reader(index).parked.fetch_sub(kSleeper, std::memory_order_relaxed); }
 
     // Asks for a signal from `signalled` when a record is complete or the queue has ended. The caller looks afterwards.
     void await_signal(uint32_t index) {

@@ -8,6 +8,8 @@ import os
 import time
 from typing import Any, Final, NoReturn, Protocol
 
+from shm_broadcast.descriptors import refuse_if_full
+
 logger: logging.Logger = logging.getLogger(__name__)
 
 # How long a call waits for another thread before it looks again. A thousand looks a second take some percent of a core.
@@ -69,8 +71,9 @@ def _duplicate(end: ReadingEnd) -> int:
     descriptor = end.fileno("adequeue")
     try:
         own = os.dup(descriptor)
-    except OSError:
+    except OSError as error:
         end.fileno("adequeue")  # if another thread has closed this end meanwhile, it says so
+        refuse_if_full("fcntl", "gives each call that waits a descriptor of its own", error)
         raise
     try:
         # An end is closed before its descriptor. If it is not closed now, the number was not somebody else's before.

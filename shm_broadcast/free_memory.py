@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from shm_broadcast.descriptors import read_text
+
 __all__ = ["free_memory_bytes"]
 
 
@@ -34,14 +36,17 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
 
     Args:
         root: The folder that holds `proc` and `sys`.
+
+    Raises:
+        CapabilityError: No descriptor is free with which to ask.
     """
-    lines = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+    lines = dict(line.split(":", 1) for line in read_text(root / "proc/meminfo").splitlines())
     free = int(lines["MemAvailable"].split()[0]) * 1024
     for folder, files in _cgroups(root):
         try:
             # Without a limit, version 2 says "max", and version 1 gives a number that no machine reaches.
-            limit = int((folder / files.limit).read_text())
-            usage = int((folder / files.usage).read_text())
+            limit = int(read_text(folder / files.limit))
+            usage = int(read_text(folder / files.usage))
         except (OSError, ValueError):
             continue
         free = min(free, limit - usage + _cache_bytes(folder / "memory.stat", files.cache))
@@ -50,7 +55,7 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
 
 def _cache_bytes(statistics: Path, counter: str) -> int:
     try:
-        lines = statistics.read_text().splitlines()
+        lines = read_text(statistics).splitlines()
     except OSError:
         return 0  # some sandboxes show the limit without the counters
     return int(dict(line.split() for line in lines).get(counter, 0))
@@ -59,8 +64,8 @@ def _cache_bytes(statistics: Path, counter: str) -> int:
 def _cgroups(root: Path) -> Iterator[tuple[Path, _Files]]:
     """Yield the folder of each cgroup that may limit this process: its own, and those around it that are visible."""
     try:
-        members = (root / "proc/self/cgroup").read_text().splitlines()
-        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
+        members = read_text(root / "proc/self/cgroup").splitlines()
+        mounts = read_text(root / "proc/self/mountinfo").splitlines()
     except OSError:
         return  # a kernel without cgroups
     own: dict[_Files, str] = {}

@@ -20,6 +20,7 @@ from typing import Final, Literal
 import msgspec
 
 from shm_broadcast import _core
+from shm_broadcast.descriptors import read_text, refusal
 from shm_broadcast.errors import CapabilityError
 
 PeerState = Literal["alive", "stopped", "dead", "unknown"]
@@ -75,12 +76,16 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 def _constants(forks: int) -> tuple[str, int]:
     """Return boot id and start time of this process. Cached: reading them takes 0.2 ms."""
     del forks
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot_id = read_text(Path("/proc/sys/kernel/random/boot_id")).strip()
     return boot_id, _stat_fields("self")[1]
 
 
 def this_process() -> ProcessIdentity:
-    """Return the identity of the calling process."""
+    """Return the identity of the calling process.
+
+    Raises:
+        CapabilityError: No descriptor is free with which to read it.
+    """
     boot_id, start_ticks = _constants(fork_count())
     return ProcessIdentity(
         boot_id=boot_id,
@@ -97,9 +102,10 @@ def _stat_fields(pid: int | str) -> tuple[str, int]:
 
     Raises:
         FileNotFoundError: There is no such process.
+        CapabilityError: No descriptor is free.
     """
     # The command name is in parentheses and may itself contain blanks and parentheses: cut at the last one.
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     return fields[_STATE], int(fields[_START_TIME])
 
 
@@ -126,10 +132,8 @@ def open_pidfd(pid: int) -> int:
     except ProcessLookupError:
         raise
     except OSError as error:
-        raise CapabilityError(
-            f"pidfd_open failed: {error.strerror}. It tells when a process ends; it needs Linux 5.3, a free file "
-            "descriptor, and a system call filter (seccomp) that allows it",
-            requirement="the system call pidfd_open",
+        raise refusal(
+            "pidfd_open", "tells when a process ends", error, "Linux 5.3, a free file descriptor"
         ) from error
 
 
@@ -220,7 +224,10 @@ class PeerWatch:
             return "dead"
         if not self._own.sees(peer):
             return "alive" if rank in self._descriptors else "unknown"
-        return process_state(peer)
+        try:
+            return process_state(peer)
+        except CapabilityError:  # no descriptor is free; the caller describes another failure
+            return "unknown"
 
     def describe(self, rank: int) -> str:
         """Return a text about the process of `rank` for errors, for example `pid 4242, alive`."""

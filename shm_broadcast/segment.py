@@ -25,6 +25,7 @@ from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
+from shm_broadcast.descriptors import new_socket, refusal, refuse_if_full
 from shm_broadcast.errors import CapabilityError, CommTimeoutError, DecodeError, PeerLostError
 from shm_broadcast.free_memory import free_memory_bytes
 from shm_broadcast.liveness import ProcessIdentity, fork_count, open_pidfd, this_process
@@ -89,7 +90,7 @@ class Segment:
         """Map the first `nbytes`; without `is_reserved` the caller calls `populate` once all pages are allocated."""
         # Populate the pages now: the first touch of each costs 1 us or more, and would slow the first messages.
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE if is_reserved else mmap.MAP_SHARED
-        self.memory = mmap.mmap(self.descriptor, self.nbytes, flags)
+        self.memory = _mapping(self.descriptor, self.nbytes, flags)
 
     def _check_sealed(self, later_bytes: int) -> None:
         """Raise `DecodeError` unless nobody can change the size, which is that of the mapping and the tail."""
@@ -168,7 +169,7 @@ class Segment:
 
     def map(self, offset: int, nbytes: int) -> mmap.mmap:
         """Map a reserved part of the tail. The caller owns the mapping."""
-        return mmap.mmap(self.descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=offset)
+        return _mapping(self.descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, offset)
 
     def __del__(self) -> None:
         """Close the descriptor of a segment that an exception has left without an owner."""
@@ -191,11 +192,15 @@ def _create_memfd() -> int:
     try:
         return os.memfd_create("group-coordinator", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
-        raise CapabilityError(
-            f"memfd_create failed: {error.strerror}. It creates shared memory; it needs a free file descriptor, and a "
-            "system call filter (seccomp) that allows it",
-            requirement="the system call memfd_create",
-        ) from error
+        raise refusal("memfd_create", "creates shared memory", error) from error
+
+
+def _mapping(descriptor: int, nbytes: int, flags: int, offset: int = 0) -> mmap.mmap:
+    try:
+        return mmap.mmap(descriptor, nbytes, flags, offset=offset)
+    except OSError as error:
+        refuse_if_full("fcntl", "gives a mapping a descriptor of its own", error)
+        raise
 
 
 def _check_free(nbytes: int) -> None:
@@ -270,7 +275,7 @@ class Handover:
             joined: Called on the thread for each peer, with its introduction and its pidfd, which the callee owns.
 
         Raises:
-            CapabilityError: The kernel refuses to open a pidfd.
+            CapabilityError: The kernel refuses a descriptor.
         """
         self._segment = segment
         self._key = key
@@ -285,7 +290,7 @@ class Handover:
         # Guards shutting down against closing the listener: the number of a closed descriptor may be reused.
         self._lock = threading.Lock()
         self.address: str = f"group-coordinator-{secrets.token_hex(16)}"
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener = new_socket()
         try:
             # Peers watch this process by it, from their PID namespaces too.
             self._watch = open_pidfd(os.getpid())
@@ -447,6 +452,7 @@ def take_over(
         PeerLostError: Nothing listens at the address, or the owner refused this process.
         CommTimeoutError: The owner did not answer in time.
         DecodeError: The answer did not come from the owner, or it is not a sealed segment of this size.
+        CapabilityError: The kernel refuses a descriptor.
     """
     memory, identity, watch = take_descriptor(address, key, member, timeout_s)
     try:
@@ -478,7 +484,7 @@ def take_descriptor(
     descriptors: list[int] = []
     own = open_pidfd(os.getpid())
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as owner:
+        with new_socket() as owner:
             if connecting is not None:
                 connecting(owner)
             owner.settimeout(timeout_s)
@@ -487,16 +493,19 @@ def take_descriptor(
             body = msgspec.msgpack.encode(Hello(member, this_process()))
             proof = _proof(key, b"peer", challenge + body)
             socket.send_fds(owner, [proof + body], [own])
-            data, descriptors, _, _ = socket.recv_fds(owner, _MESSAGE_BYTES, 2)
+            data, descriptors, flags, _ = socket.recv_fds(owner, _MESSAGE_BYTES, 2)
         reply = data[_CHALLENGE_BYTES:]
         if not data:
             raise PeerLostError(
                 f"the owner of the segment refused member {member}: wrong key, or this member has it already, or the "
-                "owner has just ended the offer"
+                "owner has just ended the offer, or has no free file descriptor"
             )
         if not hmac.compare_digest(data[:_CHALLENGE_BYTES], _proof(key, b"owner", proof + reply)):
             raise DecodeError("the process that answered does not know the key of the segment")
         if len(descriptors) != 2:
+            if flags & socket.MSG_CTRUNC:
+                full = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                raise refusal("recvmsg", "receives shared memory", full)
             raise DecodeError("the owner of the segment sent no descriptors")
         try:
             identity = _hello_decoder.decode(reply).process

@@ -17,6 +17,7 @@ from typing import Final, NoReturn, Self
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from shm_broadcast.descriptors import new_eventfd
 from shm_broadcast.endpoint import RemoteEndpoint, RemoteKeys
 from shm_broadcast.errors import (
     ClosedError,
@@ -28,7 +29,7 @@ from shm_broadcast.errors import (
 from shm_broadcast.interruption import is_held
 from shm_broadcast.liveness import ProcessIdentity, fork_count
 from shm_broadcast.remote.reads import RemoteReads
-from shm_broadcast.remote.wire import Context, Kind, Record, connect, identity_of, pack, unpack
+from shm_broadcast.remote.wire import Context, Kind, Record, connect, identity_of, new_context, pack, unpack
 from shm_broadcast.settings import BroadcastSettings
 from shm_broadcast.statistics import QueueStatistics, ReaderStatistics
 
@@ -74,16 +75,20 @@ class RemoteReader(RemoteReads):
         self._broken_at: float | None = None  # None while connected, and before the first connection
         self._greeted_at = 0.0
         self._wrong_keys = 0
-        self._context: Context = zmq.Context(io_threads=1)
+        # `_signal` is readable while there is something to read, or to raise; -1 until somebody asks for it.
+        self._signal = self._wake = self._stop = -1
         try:
-            self._dealer, self._monitor = connect(self._context, keys, endpoint)
+            self._wake = new_eventfd()
+            self._stop = new_eventfd()
+            self._context: Context = new_context(1)
+            try:
+                self._dealer, self._monitor = connect(self._context, keys, endpoint)
+            except BaseException:
+                self._context.term()
+                raise
         except BaseException:
-            self._context.term()
+            self._close_descriptors()
             raise
-        # Readable while there is something to read, or to raise; -1 until somebody asks for it.
-        self._signal = -1
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.descriptors: tuple[int, int] = (int(self._dealer.get(zmq.FD)), self._wake)
         self._poll = select.poll()
         for descriptor in self.descriptors:
@@ -154,7 +159,7 @@ class RemoteReader(RemoteReads):
             with self._lock:
                 self.check(call)
                 if self._signal < 0:
-                    self._signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                    self._signal = new_eventfd()
                     # Wakes the thread, which from now on receives messages when they come.
                     os.eventfd_write(self._stop, 1)
                     self._settle()

@@ -28,6 +28,7 @@ import msgspec
 import zmq
 
 from shm_broadcast import codec
+from shm_broadcast.descriptors import check_spare
 from shm_broadcast.endpoint import RemoteEndpoint, RemoteKeys, RemoteSettings, bind_host
 from shm_broadcast.errors import CapabilityError, DecodeError, UsageError
 from shm_broadcast.liveness import ProcessIdentity
@@ -50,6 +51,9 @@ _HANDSHAKE_MS: Final = 2000
 _RECONNECT_MS: Final = 20
 _ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
 _ZAP_VERSION: Final = b"1.0"
+
+# What a context needs besides those of its threads: four for itself, and one or two for each socket.
+_SPARE_DESCRIPTORS: Final = 8
 
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Any]
@@ -132,6 +136,18 @@ def identity_of(body: memoryview) -> ProcessIdentity:
         return _identity_decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DecodeError(f"a record lacks the identity of its process: {error}") from error
+
+
+def new_context(io_threads: int) -> Context:
+    """Return a context of zmq, whose first socket needs two descriptors for each of its threads.
+
+    Raises:
+        CapabilityError: Too few descriptors are free.
+    """
+    # libzmq ends the process where the kernel refuses one to a thread. It leaves a gap that this cannot close: another
+    # thread of the process may take them before zmq does.
+    check_spare(_SPARE_DESCRIPTORS + 2 * io_threads, "lets zmq connect hosts")
+    return zmq.Context(io_threads=io_threads)
 
 
 def _prepare(socket: Socket, settings: RemoteSettings) -> None:

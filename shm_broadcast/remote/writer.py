@@ -20,12 +20,13 @@ from typing import Any, Final, Self
 import zmq
 
 from shm_broadcast import codec
+from shm_broadcast.descriptors import new_eventfd
 from shm_broadcast.endpoint import VERSION, RemoteEndpoint, RemoteKeys, RemoteSettings, checked_key
 from shm_broadcast.errors import DecodeError, InternalError, PeerLostError, UsageError
 from shm_broadcast.liveness import fork_count
 from shm_broadcast.remote.end import RemoteEnd
 from shm_broadcast.remote.ledger import Ledger, Link, Part
-from shm_broadcast.remote.wire import Gatekeeper, Kind, Record, identity_of, listen, pack, unpack
+from shm_broadcast.remote.wire import Gatekeeper, Kind, Record, identity_of, listen, new_context, pack, unpack
 from shm_broadcast.settings import BroadcastSettings
 from shm_broadcast.statistics import QueueStatistics
 
@@ -72,20 +73,24 @@ class RemoteWriter(RemoteEnd):
         self._reserver = 0  # the thread that has reserved for them
         self._written: Callable[[], int] = _nothing_written
         self._is_waiting = False
-        self._context = zmq.Context(io_threads=min(len(readers), _MOST_IO_THREADS))
-        self._gatekeeper = Gatekeeper(self._context, {key: rank for rank, key in readers.items()})
+        self._wake = new_eventfd()
         try:
-            self._router, port = listen(self._context, keys, *place, remote)
+            self._context = new_context(min(len(readers), _MOST_IO_THREADS))
+            self._gatekeeper = Gatekeeper(self._context, {key: rank for rank, key in readers.items()})
+            try:
+                self._router, port = listen(self._context, keys, *place, remote)
+            except BaseException:
+                self._gatekeeper.socket.close(0)
+                self._context.term()
+                raise
         except BaseException:
-            self._gatekeeper.socket.close(0)
-            self._context.term()
+            os.close(self._wake)
             raise
         # The native method behind `send`.
         self._send: Callable[[Any, int, bool], Any] = super(zmq.Socket, self._router).send
         self.endpoint: RemoteEndpoint = RemoteEndpoint(
             VERSION, place[0], port, keys.public, secrets.randbits(63), tuple(readers), remote
         )
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._start()
 
     @classmethod
@@ -110,7 +115,7 @@ class RemoteWriter(RemoteEnd):
 
         Raises:
             UsageError: There are no readers, two share a key, a key is not valid, or the address is not of this host.
-            CapabilityError: No port of the range is free, or libzmq has no CURVE.
+            CapabilityError: No port of the range is free, the kernel refuses a descriptor, or libzmq has no CURVE.
         """
         keys = [checked_key(key) for key in readers.values()]
         if not keys or len(set(keys)) != len(keys):

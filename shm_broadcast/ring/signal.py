@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Final, Protocol
 
 from shm_broadcast import _core
+from shm_broadcast.descriptors import new_eventfd, refuse_if_full
 from shm_broadcast.liveness import fork_count
 
 # How often the thread asks whether the writer's process has ended.
@@ -43,7 +44,7 @@ class ReadSignal:
 
     def __init__(self, reader: Reader, memory: mmap.mmap, index: int) -> None:
         """Prepare for place `index` of the ring in `memory`."""
-        self.descriptor: int = os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.descriptor: int = new_eventfd(1)
         self.memory: mmap.mmap | None = memory
         self.index = index
         # The thread keeps no reader alive.
@@ -69,7 +70,11 @@ class ReadSignal:
             )
             self._threads.append(thread)
             thread.start()
-        endpoint.set_signal(self.descriptor)
+        try:
+            endpoint.set_signal(self.descriptor)
+        except OSError as error:
+            refuse_if_full("fcntl", "gives the reader a descriptor of its own", error)
+            raise
         self._has_begun = True
 
     def owns(self, who: object) -> bool:

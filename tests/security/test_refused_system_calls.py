@@ -46,6 +46,86 @@ except CommTimeoutError:
     print((time.process_time() - used) / (time.monotonic() - start))
 """
 
+WRITE = """
+import sys
+from shm_broadcast.queue import QueueWriter
+
+keys = [bytes.fromhex(each) for each in sys.argv[1:]]
+far = {"remote_readers": dict(enumerate(keys)), "bind_address": "127.0.0.1"} if keys else {"readers": range(20)}
+with QueueWriter.create("steps", **far) as writer:
+    print(writer.handle.to_bytes(writer.key).hex(), writer.key.hex(), flush=True)
+    sys.stdin.read()
+"""
+
+FEW_DESCRIPTORS = """
+import asyncio, os, resource, subprocess, sys
+from contextlib import nullcontext
+import shm_broadcast.remote.reader, shm_broadcast.remote.writer
+from shm_broadcast.endpoint import RemoteKeys
+from shm_broadcast.errors import CapabilityError
+from shm_broadcast.queue import QueueReader, QueueWriter
+
+what, write, is_far = sys.argv[1], sys.argv[2], sys.argv[3] == "far"
+keys = [RemoteKeys.generate() if is_far else None for _ in range(20)]
+
+def create():
+    far = {"remote_readers": {1: keys[0].public}, "bind_address": "127.0.0.1"} if is_far else {"readers": [1]}
+    return QueueWriter.create("steps", **far)
+
+def open_next():
+    rank = next(ranks)
+    return QueueReader.open(handle, key, rank, 20.0, remote_keys=keys[rank])
+
+def begin():
+    reader.fileno()
+    return nullcontext()
+
+def wait():
+    try:
+        if what == "dequeue":
+            reader.dequeue(0.0)
+        loop.run_until_complete(reader.adequeue(0.05))
+    except TimeoutError:
+        return nullcontext()
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+if what != "create":
+    public = [each.public.hex() for each in keys if each is not None]
+    popen = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    other = subprocess.Popen([sys.executable, "-c", write, *public], **popen)
+    handle, key = map(bytes.fromhex, other.stdout.readline().split())
+    ranks = iter(range(20))
+if what in ("fileno", "adequeue", "dequeue"):
+    reader = open_next()
+if what == "adequeue":
+    loop = asyncio.new_event_loop()
+    reader.fileno()
+call = {"create": create, "open": open_next, "fileno": begin, "adequeue": wait, "dequeue": wait}[what]
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+for free in range(20):
+    before = open_files()
+    last, filled = max(map(int, os.listdir("/proc/self/fd"))), []
+    while (number := os.dup(0)) < last:
+        filled.append(number)
+    os.close(number)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number + free, hard))
+    try:
+        with call():
+            outcome = "made"
+    except Exception as error:
+        outcome = f"{type(error).__name__} {getattr(error, 'requirement', error)}"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for each in filled:
+        os.close(each)
+    print(outcome, "|", open_files() - before)
+    if outcome == "made":
+        break
+if what != "create":
+    other.communicate(timeout=20)
+"""
+
 
 def run(code: str, *arguments: str) -> list[str]:
     """Return the lines that a program of its own prints; it must end cleanly."""
@@ -78,6 +158,22 @@ def test_a_refused_memfd_is_told_by_its_name(number: int) -> None:
     """Shared memory cannot be had without it."""
     (line,) = run(OPEN_QUEUE, "memfd_create", str(number), "both")
     assert line.startswith("the system call memfd_create | memfd_create failed: " + os.strerror(number))
+
+
+@pytest.mark.slow
+@pytest.mark.guarantee("B14")
+@pytest.mark.parametrize("place", ["near", "far"])
+@pytest.mark.parametrize("what", ["create", "open", "fileno", "adequeue", "dequeue"])
+def test_too_few_descriptors_are_told_by_what_they_are_for(what: str, place: str) -> None:
+    """However few are free, the error says which call failed, and nothing is left open. A read needs none."""
+    lines = run(FEW_DESCRIPTORS, what, WRITE, place)
+    *refused, (made, _) = [line.split(" | ") for line in lines]
+    assert made == "made"
+    assert bool(refused) == (what != "dequeue")
+    for outcome, left in refused:
+        assert outcome.startswith("CapabilityError the system call ")
+        # The thread of a descriptor that was made in part keeps it until the reader is closed.
+        assert int(left) <= (1 if what == "fileno" else 0)
 
 
 @pytest.mark.parametrize("number", [0, errno.ENOSYS, errno.EPERM])
